@@ -1,0 +1,59 @@
+# make demo      set up .venv with what a run needs and train the tiny arithmetic recipe
+# make test      the test suite                     make lint       style, bans, types
+# make gpu-test  the tests marked gpu               make bench      benchmarks, on a green tree
+#
+# Variables: PYTHON       the interpreter .venv is made from (3.11 or newer)
+#            TORCH_INDEX  the index torch comes from; for the small CPU build on an ordinary machine
+#                         TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#            TEST_WORKERS test processes, one thread each
+#            GPU_PYTHON   the interpreter of the GPU machine, with its own torch
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+TEST_WORKERS ?= 2
+GPU_PYTHON ?= python3
+RECIPE ?= recipes/grpo_arithmetic_tiny_cpu.yaml
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+CONSTRAINTS := constraints-cpu.txt
+PACKAGING := setup.cfg pyproject.toml $(CONSTRAINTS)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint gpu-test bench
+
+help:
+	@sed -n '1,3p' Makefile
+
+demo: .venv/.ready
+	$(BIN)/rl-consistency train $(RECIPE)
+
+test: .venv/.ready-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu"
+
+lint: .venv/.ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tools/banned_patterns.py
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+gpu-test:
+	$(GPU_PYTHON) -m pytest -m gpu
+
+bench: test
+	$(BIN)/rl-consistency bench
+
+# torch first and alone: the index it may come from need not hold its dependencies, which the next
+# line takes from the usual one, without replacing the build that is already there.
+.venv/.ready: $(PACKAGING)
+	@$(PYTHON) -c 'import sys; sys.exit("rl-consistency needs Python 3.11 or newer, got %d.%d: make PYTHON=python3.11" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@echo "Setting up .venv (once, about a minute) ..."
+	$(PYTHON) -m venv .venv
+	$(PIP) --no-deps $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) -c $(CONSTRAINTS) torch
+	$(PIP) -c $(CONSTRAINTS) -e .
+	@touch $@
+
+.venv/.ready-dev: .venv/.ready
+	@echo "Adding the development tools to .venv ..."
+	$(PIP) -c $(CONSTRAINTS) -e ".[dev]"
+	@touch $@

@@ -1,0 +1,171 @@
+"""Where the queries and keys of a call lie: packed sequences, or a paged cache.
+
+Both describe the same thing to the attention order: for every sequence its new queries, their
+positions, and the row in which each key of positions 0 .. context - 1 is stored. A layout is built
+once per forward pass and shared by all layers, which also share its tile plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ROW_TILE = 16
+"""Query rows in one forward tile; the heads of a KV group at one position are neighbouring rows."""
+KEY_BLOCK = 64
+"""Keys in one step of the softmax fold, counted from the sequence's own first token."""
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """Index tensors of one layout for one number of query heads per KV head.
+
+    Attributes:
+        query_rows: [tiles, 16] row in the flattened [T * group] queries; 0 for filler.
+        query_positions: [tiles, 16] position in the sequence; -1 for filler, which sees no key.
+        sequence: [tiles] sequence of the tile.
+        key_rows: [sequences, blocks * 64] storage row of each key; past the end the last key's row.
+        first_block, last_block: [tiles] key blocks any of the tile's rows can see.
+    """
+
+    query_rows: Tensor
+    query_positions: Tensor
+    sequence: Tensor
+    key_rows: Tensor
+    first_block: NDArray[np.int64]
+    last_block: NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLayout:
+    """Queries of a call by sequence.
+
+    Raises:
+        ValueError: the lists differ in length, a length is negative, or a query lies past its
+            context.
+    """
+
+    query_starts: Sequence[int]
+    """Row in the packed [T, ...] call where each sequence's queries begin."""
+    query_lens: Sequence[int]
+    """Number of queries of each sequence."""
+    context_lens: Sequence[int]
+    """Number of keys of each sequence, its queries' own included."""
+    _plans: dict[tuple[int, int | None], TilePlan] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if not len(self.query_starts) == len(self.query_lens) == len(self.context_lens):
+            raise ValueError(
+                f"attention layout: {len(self.query_starts)} starts, {len(self.query_lens)} query "
+                f"lengths and {len(self.context_lens)} context lengths; one of each per sequence."
+            )
+        for i, (queries, context) in enumerate(
+            zip(self.query_lens, self.context_lens, strict=True)
+        ):
+            if not 0 <= queries <= context:
+                raise ValueError(
+                    f"attention layout: sequence {i} has {queries} queries and {context} keys; "
+                    "0 <= queries <= keys."
+                )
+
+    def key_rows(self, width: int) -> NDArray[np.int64]:
+        """[sequences, width] storage row of each key position, the last key's row past the end."""
+        raise NotImplementedError
+
+    def plan(self, group: int, window: int | None) -> TilePlan:
+        """The tile plan for `group` query heads per KV head, made once."""
+        key = (group, window)
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(group, window)
+        return self._plans[key]
+
+    def _make_plan(self, group: int, window: int | None) -> TilePlan:
+        starts = np.asarray(self.query_starts, dtype=np.int64)
+        queries = np.asarray(self.query_lens, dtype=np.int64)
+        contexts = np.asarray(self.context_lens, dtype=np.int64)
+        tiles = -(-(queries * group) // ROW_TILE)
+        sequence = np.repeat(np.arange(len(starts)), tiles)
+        tile_in_sequence = np.arange(len(sequence)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+        flat = tile_in_sequence[:, None] * ROW_TILE + np.arange(ROW_TILE)
+        valid = flat < (queries * group)[sequence][:, None]
+        token, head = flat // group, flat % group
+        rows = (starts[sequence][:, None] + token) * group + head
+        positions = (contexts - queries)[sequence][:, None] + token
+        last = np.where(valid, positions, -1).max(axis=1, initial=-1) // KEY_BLOCK
+        first = np.zeros_like(last)
+        if window is not None:
+            earliest = np.where(valid, positions, np.iinfo(np.int64).max).min(axis=1, initial=0)
+            first = np.maximum(earliest - window + 1, 0) // KEY_BLOCK
+        width = int(last.max(initial=0) + 1) * KEY_BLOCK
+        return TilePlan(
+            query_rows=torch.from_numpy(np.where(valid, rows, 0)),
+            query_positions=torch.from_numpy(np.where(valid, positions, -1)),
+            sequence=torch.from_numpy(sequence),
+            key_rows=torch.from_numpy(self.key_rows(width)),
+            first_block=first,
+            last_block=last,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedSequences(AttentionLayout):
+    """Whole sequences one after another, keys in the same rows as queries (training, scoring)."""
+
+    @classmethod
+    def of(cls, starts: Sequence[int], lens: Sequence[int]) -> PackedSequences:
+        """Sequences that begin at `starts` and have `lens` tokens each."""
+        return cls(query_starts=starts, query_lens=lens, context_lens=lens)
+
+    def key_rows(self, width: int) -> NDArray[np.int64]:
+        starts = np.asarray(self.query_starts, dtype=np.int64)[:, None]
+        lens = np.asarray(self.context_lens, dtype=np.int64)[:, None]
+        return starts + np.minimum(np.arange(width)[None, :], np.maximum(lens - 1, 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedAttention(AttentionLayout):
+    """New tokens of sequences whose keys and values live in a paged cache (rollout)."""
+
+    block_tables: Sequence[Sequence[int]]
+    """Physical block ids of each sequence in logical order, covering its context."""
+    slot_mapping: Tensor
+    """[T] int64, physical slot (block * block_size + offset) each new token is written to."""
+    key_cache: Sequence[Tensor]
+    """Per layer [num_blocks, block_size, num_kv_heads, head_dim]."""
+    value_cache: Sequence[Tensor]
+    """Per layer, the shape of `key_cache`."""
+    block_size: int
+    """Tokens in one physical block."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for i, (table, context) in enumerate(
+            zip(self.block_tables, self.context_lens, strict=True)
+        ):
+            if len(table) * self.block_size < context:
+                raise ValueError(
+                    f"paged attention: sequence {i} has {context} tokens but its {len(table)} "
+                    f"blocks hold {len(table) * self.block_size}."
+                )
+
+    def key_rows(self, width: int) -> NDArray[np.int64]:
+        longest = max((len(table) for table in self.block_tables), default=0)
+        tables = np.zeros((len(self.block_tables), max(longest, 1)), dtype=np.int64)
+        for i, table in enumerate(self.block_tables):
+            tables[i, : len(table)] = table
+        contexts = np.asarray(self.context_lens, dtype=np.int64)[:, None]
+        positions = np.minimum(np.arange(width)[None, :], np.maximum(contexts - 1, 0))
+        blocks = np.take_along_axis(tables, positions // self.block_size, axis=1)
+        return blocks * self.block_size + positions % self.block_size
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the new tokens' keys and values, [T, Hkv, D], in their slots."""
+        for cache, new in ((self.key_cache[layer], k), (self.value_cache[layer], v)):
+            cache.view(-1, *cache.shape[2:]).index_copy_(0, self.slot_mapping, new)

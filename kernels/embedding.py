@@ -1,0 +1,81 @@
+"""y[t] = weight[token[t]].
+
+Shapes: token_ids [...] int64, weight [V, H] -> [..., H].
+Dtypes and rounding points: a copy; the gradient is accumulated in fp32.
+Order: none forward.
+Invariant to: everything but the token itself.
+Varies with: nothing.
+Backward: repeated tokens are added in token order (`gradient_fold`, embedding rows); `padding_idx` receives none.
+Errors: TypeError on dtypes, ValueError on devices, autocast and ids outside the table.
+Cost: memory-bound.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.gradient_fold import GradientBuffer, fold_parameter, fold_rows
+from rl_consistency.kernels.operand import require_operands
+from rl_consistency.kernels.reduction_order import ReductionOrder
+
+ORDER = ReductionOrder(
+    id="embedding",
+    version=1,
+    text="Forward a gather. The gradient of a row adds its tokens' gradients in token order, fp32.",
+)
+
+
+def embedding(
+    token_ids: Tensor,
+    weight: Tensor,
+    *,
+    padding_idx: int | None = None,
+    weight_grad: GradientBuffer | None = None,
+) -> Tensor:
+    """Look up one row per token.
+
+    Args:
+        token_ids: [...] int64.
+        weight: [V, H].
+        padding_idx: a token whose row receives no gradient.
+        weight_grad: buffer that the gradient is folded into.
+
+    Returns:
+        [..., H] in the dtype of weight.
+    """
+    require_operands("embedding", weight=weight)
+    if token_ids.dtype != torch.int64:
+        raise TypeError(f"embedding: token ids are {token_ids.dtype}; they must be int64.")
+    if token_ids.numel():
+        low, high = (int(v) for v in token_ids.aminmax())
+        if low < 0 or high >= weight.shape[0]:
+            raise ValueError(
+                f"embedding: token ids span [{low}, {high}], the table has {weight.shape[0]} rows. "
+                "Use the tokenizer that belongs to the model."
+            )
+    return _Embedding.apply(token_ids, weight, padding_idx, weight_grad)  # type: ignore[no-any-return]
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token_ids, weight, padding_idx, weight_grad):  # noqa: ANN001
+        ctx.save_for_backward(token_ids, weight)
+        ctx.padding_idx, ctx.weight_grad = padding_idx, weight_grad
+        return weight.index_select(0, token_ids.flatten()).view(*token_ids.shape, -1)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):  # noqa: ANN001
+        token_ids, weight = ctx.saved_tensors
+        rows = grad_outputs[0].reshape(-1, weight.shape[1])
+        index = token_ids.flatten()
+        if ctx.padding_idx is not None:
+            kept = index != ctx.padding_idx
+            index, rows = index[kept], rows[kept]
+        gradient = fold_parameter(weight, ctx.weight_grad, lambda g: fold_rows(g, index, rows))
+        return None, gradient, None, None
+
+
+def embedding_reference(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """The same gather in fp64, for accuracy tests only."""
+    return weight.double()[token_ids]

@@ -1,0 +1,99 @@
+"""y = activation(gate) * up: SwiGLU (silu) and GeGLU (gelu, gelu_tanh).
+
+Shapes: gate [..., F], up [..., F] -> [..., F].
+Dtypes and rounding points: fp32, bf16, fp16 in and out; fp32 inside, one rounding at the end (stock rounds the activation as well).
+Order: none; elementwise.
+Invariant to: position and size of the tensor. `torch.sigmoid`, `silu`, `gelu(tanh)` and `exp2` are not on a CPU: their vector
+    body and scalar tail differ, so a value changes with where it stands. exp, tanh and erf were measured not to.
+Varies with: nothing.
+Backward: elementwise, fp32 inside, one rounding.
+Errors: TypeError on dtypes, ValueError on shapes, activations, devices and autocast.
+Cost: memory-bound.
+
+Source: Shazeer, GLU Variants Improve Transformer (2020).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl_consistency.kernels.operand import require_operands
+from rl_consistency.kernels.reduction_order import ReductionOrder
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+ORDER = ReductionOrder(
+    id="glu",
+    version=1,
+    text=(
+        "fp32, composed of exp, tanh and erf: silu(x) = x*(1/(1 + exp(-x))); gelu(x) = "
+        "(0.5*x)*(1 + erf(x/sqrt(2))); gelu_tanh(x) = (0.5*x)*(1 + tanh(sqrt(2/pi)*(x + "
+        "0.044715*x^3))); y = activation(gate)*up, rounded once."
+    ),
+)
+
+_TANH_SCALE = math.sqrt(2.0 / math.pi)
+_TANH_CUBIC = 0.044715
+
+
+def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """Gated activation, elementwise.
+
+    Args:
+        gate: [..., F], passed through the activation.
+        up: [..., F].
+        activation: one of `ACTIVATIONS`.
+
+    Returns:
+        The shape and dtype of gate.
+    """
+    require_operands("glu", gate=gate, up=up)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"glu: activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}.")
+    if gate.shape != up.shape:
+        raise ValueError(f"glu: gate {tuple(gate.shape)} and up {tuple(up.shape)} must be equal.")
+    return _GLU.apply(gate, up, activation)  # type: ignore[no-any-return]
+
+
+class _GLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, activation):  # noqa: ANN001
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        value, _ = _activate(gate.float(), activation)
+        return (value * up.float()).to(gate.dtype)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs):  # noqa: ANN001
+        gate, up = ctx.saved_tensors
+        dy = grad_outputs[0].float()
+        value, derivative = _activate(gate.float(), ctx.activation)
+        return (dy * up.float() * derivative).to(gate.dtype), (dy * value).to(up.dtype), None
+
+
+def _activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """The activation and its derivative, fp32."""
+    if activation == "silu":
+        sigmoid = 1.0 / (1.0 + torch.exp(-x))
+        value = x * sigmoid
+        return value, sigmoid * (1.0 + x * (1.0 - sigmoid))
+    if activation == "gelu":
+        cdf = 0.5 * (1.0 + torch.erf(x * math.sqrt(0.5)))
+        density = torch.exp(-0.5 * x * x) * (1.0 / math.sqrt(2.0 * math.pi))
+        return x * cdf, cdf + x * density
+    tanh = torch.tanh(_TANH_SCALE * (x + _TANH_CUBIC * (x * x * x)))
+    slope = _TANH_SCALE * (1.0 + 3.0 * _TANH_CUBIC * (x * x))
+    return 0.5 * x * (1.0 + tanh), 0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * slope
+
+
+def glu_reference(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """The same formula in fp64, for accuracy tests only."""
+    wide = gate.double()
+    if activation == "silu":
+        return F.silu(wide) * up.double()
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    return F.gelu(wide, approximate=approximate) * up.double()

@@ -1,0 +1,161 @@
+"""g <- g + sum_t outer(dy_t, x_t): parameter gradients as a left fold over tokens.
+
+Shapes: `fold_outer`: g [N, K] fp32, dy [T, N], x [T, K]. `fold_columns`: g [C] fp32, rows [R, C]. `fold_rows`: g [V, C] fp32,
+    index [T], rows [T, C].
+Dtypes and rounding points: operands widened to fp32; the accumulator is fp32 and is never rounded to anything else.
+Order: `ORDER` below.
+Invariant to: where a sequence of tokens is cut into calls, as long as every cut falls on a multiple of 16.
+Varies with: the order of the tokens.
+Backward: none.
+Errors: `GradientBuffer` refuses a gradient it did not fold (ValueError).
+Cost: one rank-16 update of g per 16 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl_consistency.kernels.operand import aligned
+from rl_consistency.kernels.reduction_order import ReductionOrder
+from rl_consistency.kernels.row_reduction import tree_sum
+
+STEP = 16
+"""Tokens in one step of the fold. Sequences start on a multiple of it in the packed layout."""
+
+ORDER = ReductionOrder(
+    id="gradient_fold",
+    version=1,
+    text=(
+        "Left fold over tokens in steps of 16, continued from the fp32 buffer: matrices add the "
+        "step's outer products by one multiply-accumulate call, columns add the halving tree over "
+        "the step's rows, embedding rows add token after token. A short last step is filled with "
+        "zeros. Negative zero is stored as positive zero at the end of a call. A parameter used in "
+        "several places has one buffer per place; the buffers are added in the order of the places."
+    ),
+)
+
+
+def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Continue `buffer` [N, K] (fp32, in place) over the tokens of dy [T, N] and x [T, K]."""
+    dy, x = _whole_steps(dy), _whole_steps(x)
+    for dy_step, x_step in zip(dy.split(STEP), x.split(STEP), strict=True):
+        buffer.addmm_(dy_step.t(), x_step)
+    # A step of zero gradient turns -0 (an underflowed product) into +0; a packed layout with one
+    # more step of filler must not differ by that.
+    buffer.add_(0.0)
+
+
+def fold_columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1) -> None:
+    """Continue `buffer` [C] (fp32, in place) over rows [T * rows_per_token, C]."""
+    step = STEP * rows_per_token
+    rows = _whole_steps(rows, step)
+    for partial in tree_sum(rows.view(-1, step, rows.shape[1]), dim=1).unbind(0):
+        buffer.add_(partial)
+
+
+def fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Continue `buffer` [V, C] (fp32, in place): row index[t] += rows[t], t upward."""
+    buffer.index_add_(0, index, rows.float())
+
+
+def _whole_steps(rows: Tensor, step: int = STEP) -> Tensor:
+    return aligned(F.pad(rows.float(), (0, 0, 0, -rows.shape[0] % step)).contiguous())
+
+
+class GradientBuffer:
+    """The fp32 accumulator of one use of one parameter.
+
+    A parameter used once folds straight into `parameter.grad`. A parameter used in several places
+    (tied embeddings) has one buffer per use, so that the fold of one use is never interrupted by
+    the other's tokens; `parameter.grad` is then the sum of the buffers in the order of the uses and
+    is written anew after every backward pass. `optimizer.zero_grad()` starts all of them afresh.
+    """
+
+    def __init__(self, parameter: nn.Parameter, siblings: list[GradientBuffer] | None = None):
+        self.parameter = parameter
+        self._siblings = [] if siblings is None else siblings
+        self._siblings.append(self)
+        self._own: Tensor | None = None
+        self._published: tuple[Tensor, int] | None = None
+
+    @classmethod
+    def for_uses(cls, parameter: nn.Parameter, count: int) -> list[GradientBuffer]:
+        """One buffer per use, in the order in which the uses are added."""
+        siblings: list[GradientBuffer] = []
+        return [cls(parameter, siblings) for _ in range(count)]
+
+    def accumulator(self) -> Tensor:
+        """The fp32 tensor to continue, of the parameter's shape; zeros after `zero_grad()`.
+
+        Raises:
+            ValueError: the gradient present was not folded here (another dtype, or a tied
+                parameter's gradient changed between two backward passes).
+        """
+        parameter = self.parameter
+        if parameter.grad is None:
+            parameter.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+            parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+            self._start_afresh()
+        if parameter.grad.dtype != torch.float32:
+            raise ValueError(
+                f"the gradient present is {parameter.grad.dtype}; the fold continues fp32 only. "
+                "Call optimizer.zero_grad(set_to_none=True) after patch()."
+            )
+        if len(self._siblings) == 1:
+            return parameter.grad
+        self._check_published(parameter.grad)
+        if self._own is None:
+            self._own = torch.zeros_like(parameter, dtype=torch.float32)
+        return self._own
+
+    def commit(self) -> None:
+        """Publish the sum of all uses as `parameter.grad`."""
+        if len(self._siblings) == 1:
+            return
+        gradient = self.parameter.grad
+        assert gradient is not None
+        gradient.zero_()
+        for buffer in self._siblings:
+            if buffer._own is not None:
+                gradient.add_(buffer._own)
+        stamp = (gradient, gradient._version)
+        for buffer in self._siblings:
+            buffer._published = stamp
+
+    def _start_afresh(self) -> None:
+        for buffer in self._siblings:
+            buffer._own = None
+            buffer._published = None
+
+    def _check_published(self, gradient: Tensor) -> None:
+        published = self._published
+        if published is None or (published[0] is gradient and published[1] == gradient._version):
+            return
+        if gradient.any():
+            raise ValueError(
+                "the gradient of a tied parameter was changed between two backward passes, so the "
+                "fold cannot be continued. Scale or clip only after the last backward pass, and "
+                "call optimizer.zero_grad() before the next."
+            )
+        self._start_afresh()
+
+
+def fold_parameter(
+    parameter: Tensor, buffer: GradientBuffer | None, fold: Callable[[Tensor], None]
+) -> Tensor | None:
+    """Fold one call's tokens and say what autograd is to be handed for the parameter.
+
+    With a buffer the fold continues it and autograd gets None; without one it starts from zero and
+    autograd gets the result in the parameter's dtype.
+    """
+    if buffer is None:
+        fresh = torch.zeros_like(parameter, dtype=torch.float32)
+        fold(fresh)
+        return fresh.to(parameter.dtype)
+    fold(buffer.accumulator())
+    buffer.commit()
+    return None

@@ -1,0 +1,65 @@
+"""Checks that every op makes of its operands before it computes anything."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Operand types the canonical orders are defined for. fp8 has no order here."""
+
+ALIGNMENT_BYTES = 64
+"""A CPU matrix library may peel a misaligned operand, which changes how its sums are cut."""
+
+
+def require_operands(op: str, **operands: Tensor | None) -> None:
+    """Check dtype, agreement of dtype and device, a device with a schedule, and no autocast.
+
+    Raises:
+        TypeError: a dtype outside `DTYPES`, or operands of different dtypes.
+        ValueError: operands on different devices, on a device without a schedule, or autocast on.
+    """
+    present = {name: t for name, t in operands.items() if t is not None}
+    first_name, first = next(iter(present.items()))
+    for name, tensor in present.items():
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{op}: {name} is {tensor.dtype}; a canonical order exists for "
+                f"{', '.join(str(d) for d in DTYPES)}. Load the model in one of these."
+            )
+        if tensor.dtype != first.dtype:
+            raise TypeError(
+                f"{op}: {name} is {tensor.dtype} but {first_name} is {first.dtype}; "
+                "all operands share one dtype. Cast the model once, with model.to(dtype)."
+            )
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{op}: {name} is on {tensor.device} but {first_name} is on {first.device}; "
+                "move them to one device."
+            )
+    require_device(op, first)
+    if torch.is_autocast_enabled(first.device.type):
+        raise ValueError(
+            f"{op}: autocast is on for {first.device.type}; it would choose rounding points behind "
+            "the canonical order. Turn it off (mixed_precision: no) and load the policy in the "
+            "dtype it should compute in."
+        )
+
+
+def require_device(op: str, tensor: Tensor) -> None:
+    """Refuse a device for which the op's order has no schedule.
+
+    Raises:
+        ValueError: the device is not a CPU.
+    """
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"{op}: no schedule of the canonical order for device {tensor.device}; available: cpu. "
+            "Move the model to the CPU, or switch this op to its stock path with "
+            f"strict(except_={{{op!r}}})."
+        )
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """`tensor` itself when its storage starts on a 64-byte boundary, else a copy that does."""
+    return tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()

@@ -1,0 +1,44 @@
+"""On-policy consistency for RL on language models: rollout and training compute the same bits."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "ConsistencyError": "rl_consistency.numerics.errors",
+    "fingerprint": "rl_consistency.numerics.fingerprint",
+    "strict": "rl_consistency.numerics.strict",
+    "patch": "rl_consistency.models.patch",
+    "token_logprobs": "rl_consistency.models.token_logprobs",
+    "Completion": "rl_consistency.rollout.engine",
+    "RolloutEngine": "rl_consistency.rollout.engine",
+    "SamplingParams": "rl_consistency.rollout.sampling_params",
+    "compare_logprobs": "rl_consistency.parity.drift",
+    "check_gradients": "rl_consistency.parity.gradients",
+}
+
+__all__ = [*_EXPORTS, "__version__"]
+
+if TYPE_CHECKING:
+    from rl_consistency.models.patch import patch
+    from rl_consistency.models.token_logprobs import token_logprobs
+    from rl_consistency.numerics.errors import ConsistencyError
+    from rl_consistency.numerics.fingerprint import fingerprint
+    from rl_consistency.numerics.strict import strict
+    from rl_consistency.parity.drift import compare_logprobs
+    from rl_consistency.parity.gradients import check_gradients
+    from rl_consistency.rollout.engine import Completion, RolloutEngine
+    from rl_consistency.rollout.sampling_params import SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'rl_consistency' has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

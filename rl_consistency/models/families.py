@@ -1,0 +1,151 @@
+"""Which Hugging Face module becomes which of ours, and which configurations are covered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from rl_consistency.kernels.operand import DTYPES
+from rl_consistency.models.modules import (
+    CanonicalAttention,
+    CanonicalBaseModel,
+    CanonicalCausalLM,
+    CanonicalEmbedding,
+    CanonicalLinear,
+    CanonicalMLP,
+    CanonicalModule,
+    CanonicalRMSNorm,
+    CanonicalRotaryEmbedding,
+)
+
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+"""model_type -> class-name prefix in transformers."""
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""RoPE variants whose frequencies are fixed when the model is built; the others change with length."""
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+"""Hugging Face activation name -> activation of the `glu` op."""
+
+_PARTS: dict[str, type[CanonicalModule]] = {
+    "RMSNorm": CanonicalRMSNorm,
+    "MLP": CanonicalMLP,
+    "Attention": CanonicalAttention,
+    "RotaryEmbedding": CanonicalRotaryEmbedding,
+    "Model": CanonicalBaseModel,
+    "ForCausalLM": CanonicalCausalLM,
+}
+
+
+class UnsupportedModelError(ValueError):
+    """A model, module or setting that no canonical order covers."""
+
+
+def modeling(config: PreTrainedConfig) -> Any:
+    """The transformers modeling module of a supported family.
+
+    Raises:
+        UnsupportedModelError: another architecture.
+    """
+    family = config.model_type
+    if family not in FAMILIES:
+        raise UnsupportedModelError(
+            f"architecture {family!r} is not covered; covered: {', '.join(FAMILIES)} (dense). "
+            "Use one of these, or train without rl_consistency."
+        )
+    return import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def mixins(config: PreTrainedConfig) -> dict[type[nn.Module], type[CanonicalModule]]:
+    """Exact module class -> canonical mixin, for one family."""
+    source, prefix = modeling(config), FAMILIES[config.model_type]
+    table: dict[type[nn.Module], type[CanonicalModule]] = {
+        getattr(source, prefix + part): mixin for part, mixin in _PARTS.items()
+    }
+    return table | {nn.Linear: CanonicalLinear, nn.Embedding: CanonicalEmbedding}
+
+
+def module_kinds() -> dict[str, type[CanonicalModule]]:
+    """Module class name without the family prefix -> canonical mixin."""
+    return {"Linear": CanonicalLinear, "Embedding": CanonicalEmbedding, **_PARTS}
+
+
+def containers(config: PreTrainedConfig) -> set[type[nn.Module]]:
+    """Module classes that compute nothing but elementwise residual additions."""
+    source, prefix = modeling(config), FAMILIES[config.model_type]
+    return {getattr(source, prefix + "DecoderLayer"), nn.ModuleList}
+
+
+@cache
+def canonical_class(mixin: type[CanonicalModule], stock: type[nn.Module]) -> type[nn.Module]:
+    """`stock` with `mixin` in front; keeps the name, which save_pretrained writes to the config."""
+    return type(stock.__name__, (mixin, stock), {"__module__": mixin.__module__})
+
+
+def stock_rotary(config: PreTrainedConfig) -> Callable[..., Any]:
+    """The family's own apply_rotary_pos_emb."""
+    return modeling(config).apply_rotary_pos_emb
+
+
+def window_of(config: PreTrainedConfig, attention: nn.Module) -> int | None:
+    """Sliding window of one attention layer, or None."""
+    if config.model_type == "mistral":
+        return getattr(config, "sliding_window", None)
+    return getattr(attention, "sliding_window", None)
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Refuse settings whose arithmetic is not covered.
+
+    Raises:
+        UnsupportedModelError: names every such setting.
+    """
+    modeling(config)
+    problems = []
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in ROPE_TYPES:
+        problems.append(f"rope_type {rope!r} (covered: {', '.join(ROPE_TYPES)})")
+    other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
+    if other_layers:
+        problems.append(f"layer types {', '.join(other_layers)} (covered: {', '.join(LAYER_TYPES)})")
+    if getattr(config, "hidden_act", "silu") not in ACTIVATIONS:
+        problems.append(f"hidden_act {config.hidden_act!r} (covered: {', '.join(ACTIVATIONS)})")
+    for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
+        if getattr(config, name, 0.0):
+            problems.append(f"active dropout {name}={getattr(config, name)} (set it to 0.0)")
+    if getattr(config, "quantization_config", None):
+        problems.append("quantization_config (load the model unquantized)")
+    if problems:
+        raise UnsupportedModelError(f"{config.model_type} model not covered: {'; '.join(problems)}.")
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Refuse dtypes without an order, and a mixture of them.
+
+    Raises:
+        UnsupportedModelError: names the first offending parameter.
+    """
+    first: torch.dtype | None = None
+    for name, parameter in model.named_parameters():
+        first = first or parameter.dtype
+        if parameter.dtype not in DTYPES or parameter.dtype != first:
+            allowed = ", ".join(str(d) for d in DTYPES)
+            raise UnsupportedModelError(
+                f"parameter {name} is {parameter.dtype}, the first is {first}; a model has one "
+                f"dtype of {allowed} (fp8 is not covered). Load it with dtype=torch.bfloat16 or "
+                "call model.to(dtype)."
+            )

@@ -1,0 +1,68 @@
+"""The patched model on packed rows: the one way that rollout and training compute hidden states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rl_consistency.kernels.attention_layout import PagedAttention
+from rl_consistency.kernels.gradient_fold import GradientBuffer
+from rl_consistency.models.modules import CanonicalBaseModel, CanonicalLinear
+from rl_consistency.models.packing import PackedBatch
+from rl_consistency.models.patch import patched_session
+
+
+def packed_hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
+    """Hidden states after the final norm, differentiable.
+
+    Args:
+        model: patched causal LM.
+        batch: packed sequences of R rows.
+
+    Returns:
+        [R, H] in the model dtype; filler rows hold values no sequence depends on.
+    """
+    decoder = _decoder(model)
+    return decoder.packed_forward(batch.input_ids, batch.position_ids, batch.layout)
+
+
+@torch.no_grad()
+def paged_hidden_states(
+    model: nn.Module, input_ids: Tensor, position_ids: Tensor, paged: PagedAttention
+) -> Tensor:
+    """Hidden states of new tokens whose past lies in a paged cache; writes their keys and values.
+
+    Args:
+        model: patched causal LM.
+        input_ids: [T] int64.
+        position_ids: [T] int64, counted from each sequence's first token.
+        paged: the call's layout and caches.
+
+    Returns:
+        [T, H] in the model dtype, no gradient.
+    """
+    return _decoder(model).packed_forward(input_ids, position_ids, paged)
+
+
+def lm_head_weight(model: nn.Module) -> nn.Parameter:
+    """The LM head's weight, [V, H]."""
+    return _lm_head(model).weight  # type: ignore[return-value]
+
+
+def lm_head_gradient(model: nn.Module) -> GradientBuffer | None:
+    """The buffer that the LM head's gradient is folded into."""
+    return _lm_head(model).gradient_buffer("weight")
+
+
+def _lm_head(model: nn.Module) -> CanonicalLinear:
+    patched_session(model)
+    head = model.lm_head
+    assert isinstance(head, CanonicalLinear)
+    return head
+
+
+def _decoder(model: nn.Module) -> CanonicalBaseModel:
+    patched_session(model)
+    decoder = model.model
+    assert isinstance(decoder, CanonicalBaseModel)
+    return decoder

@@ -1,0 +1,286 @@
+"""Canonical counterparts of the modules a Hugging Face decoder is made of.
+
+Each class is mixed in front of the exact Hugging Face class (`families.canonical_class`), so that a
+patched module keeps its parameters, its state-dict keys and its place in the tree; `super()` is the
+stock path. Inside a patched model hidden states are packed rows [1, R, ...] (`packing.PackedBatch`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from rl_consistency.kernels.attention import attention_paged, attention_varlen
+from rl_consistency.kernels.attention_layout import (
+    AttentionLayout,
+    PackedSequences,
+    PagedAttention,
+)
+from rl_consistency.kernels.embedding import embedding
+from rl_consistency.kernels.glu import glu
+from rl_consistency.kernels.gradient_fold import GradientBuffer
+from rl_consistency.kernels.linear import linear
+from rl_consistency.kernels.rms_norm import rms_norm
+from rl_consistency.kernels.rotary import rotary, rotary_table
+from rl_consistency.models.packing import PaddedBatch, pack_padded
+from rl_consistency.models.stock_attention import stock_attention
+from rl_consistency.numerics.strict import is_canonical
+
+TABLE_POSITIONS = 1024
+"""Positions a rotary table is grown by."""
+
+
+class CanonicalModule(nn.Module):
+    """Base of the mixins; holds what `patch` attaches and `restore` removes."""
+
+    if TYPE_CHECKING:
+        _gradient_buffers: dict[str, GradientBuffer]
+        weight: Tensor
+        config: Any
+
+    op: str = ""
+    """The op this module runs in, by its name in `numerics.strict.OPS`; empty for containers."""
+
+    def gradient_buffer(self, name: str) -> GradientBuffer | None:
+        """The buffer of one of the module's own parameters.
+
+        Raises:
+            ValueError: the parameter was replaced after `patch`.
+        """
+        buffer = self._gradient_buffers.get(name)
+        if buffer is not None and buffer.parameter is not getattr(self, name):
+            raise ValueError(
+                f"{type(self).__name__}.{name} was replaced after patch(); restore and patch again "
+                "after changing a model's parameters."
+            )
+        return buffer
+
+
+class CanonicalLinear(CanonicalModule):
+    """`nn.Linear` through the canonical `linear`."""
+
+    op = "linear"
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not is_canonical("linear"):
+            return super().forward(input)
+        return linear(
+            input,
+            self.weight,
+            self.bias,
+            weight_grad=self.gradient_buffer("weight"),
+            bias_grad=self.gradient_buffer("bias"),
+        )
+
+
+class CanonicalRMSNorm(CanonicalModule):
+    """A Hugging Face RMSNorm through the canonical `rms_norm`."""
+
+    op = "rms_norm"
+    variance_epsilon: float
+    rows_per_token: int = 1
+    """Heads of one token when the norm is per head (qk-norm)."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if not is_canonical("rms_norm"):
+            return super().forward(hidden_states)
+        return rms_norm(
+            hidden_states,
+            self.weight,
+            self.variance_epsilon,
+            rows_per_token=self.rows_per_token,
+            weight_grad=self.gradient_buffer("weight"),
+        )
+
+
+class CanonicalEmbedding(CanonicalModule):
+    """`nn.Embedding` through the canonical `embedding`."""
+
+    op = "embedding"
+    padding_idx: int | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not is_canonical("embedding"):
+            return super().forward(input)
+        return embedding(
+            input,
+            self.weight,
+            padding_idx=self.padding_idx,
+            weight_grad=self.gradient_buffer("weight"),
+        )
+
+
+class CanonicalRotaryEmbedding(CanonicalModule):
+    """Cosines and sines by position, gathered from one table."""
+
+    op = "rotary"
+    inv_freq: Tensor
+    attention_scaling: float
+    _rotary_table: Tensor | None = None
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, [R, D/2] fp32 each; on the stock path [1, R, D] in the dtype of x."""
+        if not is_canonical("rotary"):
+            return super().forward(x, position_ids)
+        positions = position_ids.flatten()
+        needed = int(positions.max()) + 1 if positions.numel() else 0
+        table = self._rotary_table
+        if table is None or table.shape[1] < needed or table.device != x.device:
+            rows = -(-max(needed, 1) // TABLE_POSITIONS) * TABLE_POSITIONS
+            table = rotary_table(self.inv_freq.to(x.device), rows, self.attention_scaling)
+            self._rotary_table = table
+        return table[0, positions], table[1, positions]
+
+
+class CanonicalMLP(CanonicalModule):
+    """Gated MLP with its activation through the canonical `glu`."""
+
+    op = "glu"
+    activation: str
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_canonical("glu"):
+            return super().forward(x)
+        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), self.activation))
+
+
+class CanonicalAttention(CanonicalModule):
+    """Projections, qk-norm, rotation and attention over packed rows or a paged cache."""
+
+    op = "attention"
+    head_dim: int
+    scaling: float
+    layer_idx: int
+    window: int | None
+    apply_stock_rotary: Any
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        *,
+        attention_layout: AttentionLayout,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        rows = hidden_states.shape[1]
+        q = self.q_proj(hidden_states).view(rows, -1, self.head_dim)
+        k = self.k_proj(hidden_states).view(rows, -1, self.head_dim)
+        v = self.v_proj(hidden_states).view(rows, -1, self.head_dim)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self._rotate(q, k, *position_embeddings)
+        out = self._attend(q, k, v, attention_layout)
+        return self.o_proj(out.reshape(1, rows, -1)), None
+
+    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        if is_canonical("rotary"):
+            return rotary(q, k, cos, sin)
+        return self.apply_stock_rotary(q, k, cos[0], sin[0], unsqueeze_dim=1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+        canonical = is_canonical("attention")
+        if isinstance(layout, PagedAttention):
+            layout.write(self.layer_idx, k, v)
+            if canonical:
+                return attention_paged(
+                    q, layout, self.layer_idx, scale=self.scaling, window=self.window
+                )[0]
+            cache = (layout.key_cache[self.layer_idx], layout.value_cache[self.layer_idx])
+            k, v = (c.view(-1, *c.shape[2:]) for c in cache)
+        elif canonical:
+            assert isinstance(layout, PackedSequences)
+            return attention_varlen(q, k, v, layout, scale=self.scaling, window=self.window)[0]
+        return stock_attention(q, k, v, layout, scale=self.scaling, window=self.window)
+
+
+class CanonicalBaseModel(CanonicalModule):
+    """The decoder without its head: packs whatever form the batch has, and unpacks the result."""
+
+    embed_tokens: nn.Module
+    layers: nn.ModuleList
+    norm: nn.Module
+    rotary_emb: nn.Module
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states [B, L, H] after the final norm, zeros at padding."""
+        batch = _packed_inputs(self.config, input_ids, attention_mask, position_ids, kwargs)
+        packed = batch.packed
+        hidden = self.packed_forward(packed.input_ids, packed.position_ids, packed.layout)
+        return BaseModelOutputWithPast(last_hidden_state=batch.unpack(hidden))  # type: ignore[arg-type]
+
+    def packed_forward(
+        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
+    ) -> Tensor:
+        """Hidden states [R, H] of packed rows [R]; rollout and training both come through here."""
+        hidden = self.embed_tokens(input_ids).unsqueeze(0)
+        cos_sin = self.rotary_emb(hidden, position_ids.unsqueeze(0))
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            hidden = layer(hidden, position_embeddings=cos_sin, attention_layout=layout)
+        return self.norm(hidden)[0]
+
+
+class CanonicalCausalLM(CanonicalModule):
+    """The decoder with its LM head as a linear map; logits are rounded to the model dtype."""
+
+    model: CanonicalBaseModel
+    lm_head: nn.Module
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits [B, L, V] (or of the last `logits_to_keep` columns), zeros at padding."""
+        if not isinstance(logits_to_keep, int):
+            raise ValueError(
+                "logits_to_keep as a tensor is not covered by the patched forward; give a number "
+                "of last positions, or use rl_consistency.token_logprobs."
+            )
+        batch = _packed_inputs(self.config, input_ids, attention_mask, position_ids, kwargs)
+        packed = batch.packed
+        hidden = self.model.packed_forward(packed.input_ids, packed.position_ids, packed.layout)
+        logits = batch.unpack(self.lm_head(hidden))
+        output = CausalLMOutputWithPast(logits=logits[:, -logits_to_keep:])  # type: ignore[arg-type]
+        return output.to_tuple() if return_dict is False else output
+
+
+def _packed_inputs(
+    config: Any,
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    kwargs: dict[str, Any],
+) -> PaddedBatch:
+    unused = {name for name, value in kwargs.items() if value is None or value is False}
+    covered = {"return_dict"} if kwargs.get("return_dict") else set()
+    extra = sorted(kwargs.keys() - unused - covered)
+    if extra or input_ids is None:
+        given = ", ".join(extra) or "no input_ids"
+        raise ValueError(
+            f"the patched forward was given {given}; it takes input_ids, attention_mask and "
+            "position_ids. For decoding with a cache use rl_consistency.RolloutEngine, for "
+            "logprobs rl_consistency.token_logprobs, or restore() the stock model."
+        )
+    return pack_padded(input_ids, attention_mask, position_ids)

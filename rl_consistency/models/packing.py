@@ -1,0 +1,149 @@
+"""One layout inside the model: sequences packed one after another, each starting on a multiple of 16.
+
+Padded batches, lists of sequences and packed rows with position resets all become a `PackedBatch`,
+so there is one set of bits whatever form a batch arrived in. The alignment is the gradient fold's
+step: a cut between two sequences is then always a cut between two steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.attention_layout import PackedSequences
+from rl_consistency.kernels.gradient_fold import STEP
+
+ALIGNMENT = STEP
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Sequences in packed rows.
+
+    Example: sequences [[5, 6], [7]] give 32 rows; row 0 and 1 hold 5 and 6, row 16 holds 7, the
+    others are filler that no sequence owns (token 0 at position 0).
+    """
+
+    input_ids: Tensor
+    """[R] int64."""
+    position_ids: Tensor
+    """[R] int64, counted from each sequence's first token."""
+    layout: PackedSequences
+    """Where each sequence lies."""
+    token_rows: Tensor
+    """[N] int64, row of each real token, sequence by sequence."""
+
+    @classmethod
+    def from_sequences(
+        cls, sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+    ) -> PackedBatch:
+        """Pack lists of token ids.
+
+        Raises:
+            ValueError: no sequence, or an empty one.
+        """
+        lens = [len(sequence) for sequence in sequences]
+        tokens = np.fromiter((t for s in sequences for t in s), dtype=np.int64, count=sum(lens))
+        return cls.from_tokens(torch.from_numpy(tokens).to(device), lens)
+
+    @classmethod
+    def from_tokens(cls, tokens: Tensor, lens: Sequence[int]) -> PackedBatch:
+        """Pack tokens [N] that stand sequence by sequence; see `from_sequences`."""
+        if not lens or min(lens) == 0:
+            raise ValueError(
+                f"cannot pack {len(lens)} sequences of lengths {list(lens)[:8]}; at least one "
+                "sequence is needed, and none may be empty."
+            )
+        sizes = np.asarray(lens, dtype=np.int64)
+        room = -(-sizes // ALIGNMENT) * ALIGNMENT
+        starts = np.cumsum(room) - room
+        positions = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        rows = torch.from_numpy(np.repeat(starts, sizes) + positions).to(tokens.device)
+        input_ids = tokens.new_zeros(int(room.sum()))
+        position_ids = torch.zeros_like(input_ids)
+        input_ids[rows] = tokens
+        position_ids[rows] = torch.from_numpy(positions).to(tokens.device)
+        layout = PackedSequences.of(starts.tolist(), sizes.tolist())
+        return cls(input_ids, position_ids, layout, rows)
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """A padded [B, L] batch and its packed form."""
+
+    packed: PackedBatch
+    mask: Tensor
+    """[B, L] bool, real tokens."""
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        """[R, ...] packed rows -> [B, L, ...], zeros at padding; differentiable."""
+        padded = rows.new_zeros(*self.mask.shape, *rows.shape[1:])
+        return padded.masked_scatter(
+            self.mask.view(*self.mask.shape, *([1] * (rows.dim() - 1))), rows[self.packed.token_rows]
+        )
+
+
+def pack_padded(
+    input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+) -> PaddedBatch:
+    """Pack a padded batch, left- or right-padded, or rows of packed sequences with position resets.
+
+    Args:
+        input_ids: [B, L] int64.
+        attention_mask: [B, L], 1 or True at real tokens; None says all are real.
+        position_ids: [L] or [B, L]; where they restart at 0 a new sequence begins.
+
+    Raises:
+        ValueError: a mask with holes or of another shape, an empty row, or position ids that do not
+            count every sequence from 0.
+    """
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids {tuple(input_ids.shape)}; a batch of shape [batch, length] is needed.")
+    mask = _checked_mask(input_ids, attention_mask)
+    lens = mask.sum(dim=1)
+    if position_ids is None:
+        boundaries = lens.tolist()
+    else:
+        boundaries = _lengths_by_position(mask, position_ids)
+    return PaddedBatch(PackedBatch.from_tokens(input_ids[mask], boundaries), mask)
+
+
+def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    if attention_mask is None:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask {tuple(attention_mask.shape)} must have the shape of input_ids "
+            f"{tuple(input_ids.shape)}; 4-D and blockwise masks are not supported, use packed "
+            "position_ids instead."
+        )
+    mask = attention_mask.bool()
+    runs = mask[:, 0].int() + (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1)
+    bad = torch.nonzero(runs != 1).flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"attention_mask row {bad[0]} has a hole or no token; pad each row on one side or both, "
+            "with its tokens in one run."
+        )
+    return mask
+
+
+def _lengths_by_position(mask: Tensor, position_ids: Tensor) -> list[int]:
+    positions = position_ids.expand_as(mask)[mask]
+    first_of_row = torch.zeros_like(mask)
+    first_of_row[torch.arange(mask.shape[0]), mask.int().argmax(dim=1)] = True
+    starts = positions == 0
+    expected = torch.where(starts[1:], torch.zeros_like(positions[1:]), positions[:-1] + 1)
+    counts = bool((positions[1:] == expected).all())
+    if not (counts and bool(starts[first_of_row[mask]].all())):
+        raise ValueError(
+            "position_ids must count each sequence from 0 in steps of 1 over its real tokens "
+            "(packed rows restart at 0). For padded rows leave position_ids out, or compute them "
+            "from the attention mask."
+        )
+    edges = torch.nonzero(starts).flatten().tolist() + [len(positions)]
+    return [end - begin for begin, end in zip(edges[:-1], edges[1:], strict=True)]

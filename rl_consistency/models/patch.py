@@ -1,0 +1,252 @@
+"""The patch session: a Hugging Face policy whose forward and backward run in the canonical orders."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_consistency.kernels.gradient_fold import GradientBuffer
+from rl_consistency.models import families
+from rl_consistency.models.audit import AuditTable, audit
+from rl_consistency.models.families import UnsupportedModelError
+from rl_consistency.models.modules import (
+    CanonicalAttention,
+    CanonicalMLP,
+    CanonicalModule,
+)
+from rl_consistency.models.packing import PackedBatch
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.settings import numeric_settings, verify_settings
+
+_SESSIONS: weakref.WeakKeyDictionary[nn.Module, PatchSession] = weakref.WeakKeyDictionary()
+
+_ATTRIBUTES = ("_gradient_buffers", "rows_per_token", "activation", "window", "apply_stock_rotary", "_rotary_table")
+
+
+class PatchSession:
+    """A model's patch, live from `patch(model)` to `restore()` or the end of the `with` block.
+
+    Parameters stay where they are and keep their names: optimizers, `state_dict`,
+    `save_pretrained` and gradient checkpointing work as before. Gradients of patched parameters are
+    fp32 and are folded into `parameter.grad` by the backward pass itself, so
+    `torch.autograd.grad` with respect to them gives None; call `backward()`.
+    """
+
+    def __init__(self, model: nn.Module):
+        # Sessions are found through the model; a strong reference back would keep both forever.
+        self._model = weakref.ref(model)
+        self._stock_classes: dict[str, type[nn.Module]] = {}
+        self._settings = ExitStack()
+
+    def __enter__(self) -> PatchSession:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.restore()
+
+    @property
+    def model(self) -> nn.Module:
+        """The patched model."""
+        model = self._model()
+        if model is None:
+            raise ValueError("the patched model no longer exists; keep a reference to it.")
+        return model
+
+    @property
+    def live(self) -> bool:
+        """Whether the model runs in the canonical orders now."""
+        return bool(self._stock_classes) and not self._undone()
+
+    def restore(self) -> None:
+        """Give the model its stock classes back; parameters and gradients stay. Idempotent."""
+        self._swap_to_stock()
+        for name in self._stock_classes:
+            for attribute in _ATTRIBUTES:
+                self.model.get_submodule(name).__dict__.pop(attribute, None)
+        for parameter in self.model.parameters():
+            _restore_gradient_dtype(parameter)
+        self._stock_classes.clear()
+        self._settings.close()
+        _SESSIONS.pop(self.model, None)
+
+    @contextmanager
+    def stock(self) -> Iterator[nn.Module]:
+        """The unpatched Hugging Face model, same parameters, inside the block."""
+        patched = {name: type(self.model.get_submodule(name)) for name in self._stock_classes}
+        self._swap_to_stock()
+        try:
+            yield self.model
+        finally:
+            for name, cls in patched.items():
+                self.model.get_submodule(name).__class__ = cls
+
+    def report(self) -> AuditTable:
+        """Every leaf module and functional op on the forward path, with its verdict."""
+        return audit(self.model, self._stock_classes)
+
+    def verify(self) -> None:
+        """Prove that the patch is live: classes, settings, and a forward pass of this very model.
+
+        Two sequences are run alone and together; their hidden states must be equal as bytes.
+
+        Raises:
+            ConsistencyError: something undid the patch, or the bytes differ.
+        """
+        undone = self._undone()
+        if undone or not self._stock_classes:
+            where = f"module {undone[0] or 'root'}" if undone else "the whole model"
+            raise ConsistencyError(
+                f"the patch is not live: {where} runs its stock class. Patch last, after whatever "
+                "replaces modules, and do not use a session after restore()."
+            )
+        verify_settings()
+        device = next(self.model.parameters()).device
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+        sequences = [[i * 7 % vocabulary for i in range(n)] for n in (3, 21)]
+        with torch.no_grad():
+            together = self._hidden_rows(PackedBatch.from_sequences(sequences, device))
+            alone = torch.cat(
+                [self._hidden_rows(PackedBatch.from_sequences([s], device)) for s in sequences]
+            )
+        different = int((together.float() != alone.float()).any(dim=1).sum())
+        if different:
+            raise ConsistencyError(
+                f"{different} of {len(alone)} probe tokens depend on their neighbours; run "
+                "`rl-consistency verify` to see which op."
+            )
+
+    def _hidden_rows(self, batch: PackedBatch) -> torch.Tensor:
+        decoder: Any = self.model.model
+        hidden = decoder.packed_forward(batch.input_ids, batch.position_ids, batch.layout)
+        return hidden[batch.token_rows]
+
+    def _undone(self) -> list[str]:
+        return [
+            name
+            for name in self._stock_classes
+            if not isinstance(self.model.get_submodule(name), CanonicalModule)
+        ]
+
+    def _swap_to_stock(self) -> None:
+        for name, cls in self._stock_classes.items():
+            self.model.get_submodule(name).__class__ = cls
+
+    def _swap_to_canonical(self) -> None:
+        config: Any = self.model.config
+        table = families.mixins(config)
+        buffers = _gradient_buffers(self.model)
+        for name, module in self.model.named_modules():
+            mixin = table.get(type(module))
+            if mixin is None:
+                continue
+            stock = type(module)
+            module._gradient_buffers = {
+                own: buffers[f"{name}.{own}".lstrip(".")]
+                for own, _ in module.named_parameters(prefix="", recurse=False)
+            }
+            module.__class__ = families.canonical_class(mixin, stock)
+            self._stock_classes[name] = stock
+            self._configure(config, module)
+
+    def _configure(self, config: Any, module: nn.Module) -> None:
+        if isinstance(module, CanonicalMLP):
+            module.activation = families.ACTIVATIONS[config.hidden_act]
+        elif isinstance(module, CanonicalAttention):
+            module.window = families.window_of(config, module)
+            module.apply_stock_rotary = families.stock_rotary(config)
+            for norm, heads in (
+                ("q_norm", config.num_attention_heads),
+                ("k_norm", config.num_key_value_heads),
+            ):
+                if hasattr(module, norm):
+                    getattr(module, norm).rows_per_token = heads
+
+
+def patch(model: nn.Module) -> PatchSession:
+    """Swap a Hugging Face causal LM onto the canonical orders, in place.
+
+    Args:
+        model: a dense Llama, Mistral, Qwen2 or Qwen3 `...ForCausalLM`, fp32, bf16 or fp16, before
+            `accelerator.prepare`.
+
+    Returns:
+        The session; `restore()` undoes it.
+
+    Raises:
+        UnsupportedModelError: an architecture, module, dtype or setting that is not covered; raised
+            before any number is produced, naming it.
+        ValueError: already patched.
+    """
+    if model in _SESSIONS:
+        raise ValueError("the model is patched already; restore() the session before patching again.")
+    if isinstance(model, CanonicalModule):
+        raise ValueError(
+            "the model is a copy of a patched one; copy a model before patching it, or restore() "
+            "the original first."
+        )
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_input_embeddings"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not a Hugging Face model; patch the ...ForCausalLM itself, "
+            "not a wrapper around it."
+        )
+    families.check_config(config)
+    families.check_parameters(model)
+    audit(model, {}).require_supported()
+    session = PatchSession(model)
+    try:
+        session._settings.enter_context(numeric_settings())
+        session._swap_to_canonical()
+    except BaseException:
+        session.restore()
+        raise
+    _SESSIONS[model] = session
+    return session
+
+
+def patched_session(model: nn.Module) -> PatchSession:
+    """The live session of a model.
+
+    Raises:
+        ValueError: the model is not patched, or is patched but running stock.
+    """
+    session = _SESSIONS.get(model)
+    if session is None or not session.live:
+        raise ValueError("the model is not patched; call rl_consistency.patch(model) first.")
+    return session
+
+
+def _gradient_buffers(model: nn.Module) -> dict[str, GradientBuffer]:
+    """One buffer per use of each parameter, by qualified name; shared parameters are seen per use."""
+    uses: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(prefix=name, recurse=False):
+            uses.setdefault(parameter, []).append(own)
+    return {
+        name: buffer
+        for parameter, names in uses.items()
+        for name, buffer in zip(
+            names, GradientBuffer.for_uses(parameter, len(names)), strict=True
+        )
+    }
+
+
+def _restore_gradient_dtype(parameter: nn.Parameter) -> None:
+    if parameter.grad_dtype == parameter.dtype:  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    gradient = parameter.grad
+    parameter.grad = None
+    parameter.grad_dtype = parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    if gradient is not None:
+        parameter.grad = gradient.to(parameter.dtype)

@@ -1,0 +1,230 @@
+"""Logprobs of given tokens under a patched model: what training recomputes for a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rl_consistency.kernels.gradient_fold import STEP
+from rl_consistency.kernels.sampling_support import SamplingRows, distribution
+from rl_consistency.kernels.token_logprobs import IGNORED, lm_head_logits
+from rl_consistency.kernels.token_logprobs import token_logprobs as scored_rows
+from rl_consistency.models.forward import lm_head_gradient, lm_head_weight, packed_hidden_states
+from rl_consistency.models.packing import PackedBatch, pack_padded
+from rl_consistency.numerics.strict import is_canonical
+
+
+class Sampling(Protocol):
+    """The parameters a token was sampled with; `SamplingParams` is one."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Scored tokens, sequence by sequence, ascending position.
+
+    Example: sequences of 5 and 4 tokens with prompt lengths 3 and 2 give 4 logprobs and lengths
+    [2, 2].
+    """
+
+    logprobs: Tensor
+    """[N] fp32, differentiable."""
+    entropy: Tensor
+    """[N] fp32 entropy of the sampling distribution at each scored token, differentiable."""
+    lengths: list[int]
+    """Scored tokens of each sequence."""
+
+    def split(self) -> list[Tensor]:
+        """Logprobs of each sequence."""
+        return list(self.logprobs.split(self.lengths))
+
+
+def token_logprobs(
+    model: nn.Module,
+    sequences: Sequence[Sequence[int]] | Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    prompt_lengths: Sequence[int] | None = None,
+    loss_mask: Sequence[Sequence[bool]] | Tensor | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+) -> TokenLogprobs:
+    """Log-probability of each scored token given the tokens before it.
+
+    Lists and padded batches are packed without padding, so all forms give the same bytes, and these
+    are the bytes the rollout engine returned under the same weights.
+
+    Args:
+        model: patched causal LM.
+        sequences: lists of token ids, or a padded [B, L] int64 batch.
+        attention_mask: [B, L] for a padded batch, left or right; None says no padding.
+        prompt_lengths: tokens at the start of each sequence that are not scored.
+        loss_mask: instead of prompt_lengths, True at tokens to score, in the form of `sequences`.
+            The first token of a sequence has nothing before it and cannot be scored.
+        sampling: the parameters the tokens were sampled with, one for all or one per sequence; None
+            is temperature 1 without truncation.
+
+    Returns:
+        logprobs and entropies of the scored tokens.
+
+    Raises:
+        ValueError: the model is not patched, shapes disagree, nothing is scored, or both or neither
+            of prompt_lengths and loss_mask are given.
+    """
+    batch, lens = _pack(model, sequences, attention_mask)
+    scored = _scored_tokens(lens, prompt_lengths, loss_mask, attention_mask)
+    hidden = packed_hidden_states(model, batch)
+    rows, targets, kept = _scored_rows(batch, lens, scored)
+    parameters = _sampling_rows(sampling, lens, rows.owner)
+    scorer = _canonical_scores if is_canonical("token_logprobs") else _stock_scores
+    logprobs, entropy = scorer(model, hidden[rows.index], targets, parameters)
+    lengths = [int(mask.sum()) for mask in scored]
+    return TokenLogprobs(logprobs[kept], entropy[kept], lengths)
+
+
+def _canonical_scores(
+    model: nn.Module, hidden: Tensor, targets: Tensor, rows: SamplingRows
+) -> tuple[Tensor, Tensor]:
+    return scored_rows(
+        hidden, lm_head_weight(model), targets, rows, weight_grad=lm_head_gradient(model)
+    )
+
+
+def _stock_scores(
+    model: nn.Module, hidden: Tensor, targets: Tensor, rows: SamplingRows
+) -> tuple[Tensor, Tensor]:
+    """Logits in the model dtype and torch's log_softmax: what an unpatched trainer computes."""
+    logits = F.linear(hidden, lm_head_weight(model)).float()
+    if rows.truncates:
+        support = distribution(lm_head_logits(hidden, lm_head_weight(model)).detach(), rows).scaled
+        logits = logits.masked_fill(support == -torch.inf, -torch.inf)
+    temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0).unsqueeze(1)
+    logprobs = (logits / temperature).log_softmax(dim=1)
+    safe = targets.masked_fill(targets == IGNORED, 0)
+    entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(dim=1)
+    return logprobs.gather(1, safe.unsqueeze(1)).squeeze(1), entropy
+
+
+@dataclass(frozen=True)
+class _Rows:
+    index: Tensor
+    """[M] packed row that predicts each target; a multiple of 16 per sequence."""
+    owner: Tensor
+    """[M] sequence of each row."""
+
+
+def _pack(
+    model: nn.Module, sequences: Sequence[Sequence[int]] | Tensor, attention_mask: Tensor | None
+) -> tuple[PackedBatch, list[int]]:
+    if isinstance(sequences, Tensor):
+        batch = pack_padded(sequences, attention_mask).packed
+    else:
+        if attention_mask is not None:
+            raise ValueError("attention_mask goes with a padded tensor; lists need none.")
+        device = next(model.parameters()).device
+        batch = PackedBatch.from_sequences(sequences, device)
+    return batch, list(batch.layout.query_lens)
+
+
+def _scored_tokens(
+    lens: list[int],
+    prompt_lengths: Sequence[int] | None,
+    loss_mask: Sequence[Sequence[bool]] | Tensor | None,
+    attention_mask: Tensor | None,
+) -> list[Tensor]:
+    """Per sequence [len] bool."""
+    if (prompt_lengths is None) == (loss_mask is None):
+        raise ValueError("give exactly one of prompt_lengths and loss_mask.")
+    if prompt_lengths is not None:
+        if len(prompt_lengths) != len(lens):
+            raise ValueError(f"{len(prompt_lengths)} prompt_lengths for {len(lens)} sequences.")
+        for i, (prompt, length) in enumerate(zip(prompt_lengths, lens, strict=True)):
+            if not 1 <= prompt <= length:
+                raise ValueError(
+                    f"prompt_lengths[{i}] is {prompt}, the sequence has {length} tokens; allowed: "
+                    f"1 to {length} (the first token has nothing before it)."
+                )
+        return [
+            torch.arange(length) >= prompt
+            for prompt, length in zip(prompt_lengths, lens, strict=True)
+        ]
+    return _masks(lens, loss_mask, attention_mask)
+
+
+def _masks(lens: list[int], loss_mask: Any, attention_mask: Tensor | None) -> list[Tensor]:
+    if isinstance(loss_mask, Tensor):
+        if attention_mask is not None:
+            flat = loss_mask[attention_mask.bool()]
+        else:
+            flat = loss_mask.flatten()
+        if flat.numel() != sum(lens):
+            raise ValueError(f"loss_mask {tuple(loss_mask.shape)} does not fit the padded batch.")
+        masks = list(flat.bool().cpu().split(lens))
+    else:
+        masks = [torch.as_tensor(mask, dtype=torch.bool) for mask in loss_mask]
+    for i, (mask, length) in enumerate(zip(masks, lens, strict=True)):
+        if len(mask) != length or bool(mask[0]):
+            raise ValueError(
+                f"loss_mask {i} has {len(mask)} entries for {length} tokens, or scores the first "
+                "token, which has nothing before it."
+            )
+    return masks
+
+
+def _scored_rows(
+    batch: PackedBatch, lens: list[int], scored: list[Tensor]
+) -> tuple[_Rows, Tensor, Tensor]:
+    """Rows to score, their targets, and which of them are real.
+
+    Each sequence's rows are filled to a multiple of the fold's step with its own first row and an
+    ignored target, so the LM head's gradient can be cut between any two sequences.
+    """
+    index: list[Tensor] = []
+    targets: list[Tensor] = []
+    owners: list[Tensor] = []
+    for i, (start, mask) in enumerate(zip(batch.layout.query_starts, scored, strict=True)):
+        positions = torch.nonzero(mask).flatten()
+        if len(positions) == 0:
+            continue
+        filler = -len(positions) % STEP
+        rows = positions + (start - 1)
+        index.append(F.pad(rows, (0, filler), value=int(rows[0])))
+        targets.append(F.pad(batch.input_ids[rows + 1], (0, filler), value=IGNORED))
+        owners.append(torch.full((len(positions) + filler,), i))
+    if not index:
+        raise ValueError(
+            "no token is scored; the prompts cover the whole sequences or the loss mask is empty."
+        )
+    chosen = torch.cat(targets)
+    return _Rows(torch.cat(index), torch.cat(owners)), chosen, chosen != IGNORED
+
+
+def _sampling_rows(
+    sampling: Sampling | Sequence[Sampling] | None, lens: list[int], owner: Tensor
+) -> SamplingRows:
+    if sampling is None:
+        return SamplingRows.uniform(len(owner))
+    each = sampling if isinstance(sampling, Sequence) else [sampling] * len(lens)
+    if len(each) != len(lens):
+        raise ValueError(f"{len(each)} sampling parameters for {len(lens)} sequences.")
+    per_sequence = SamplingRows.concatenate(
+        [
+            SamplingRows.uniform(
+                1, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
+            )
+            for s in each
+        ]
+    )
+    return per_sequence.select(owner)

@@ -1,0 +1,71 @@
+"""What must be equal on both sides before their bits may be compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from dataclasses import dataclass
+
+import accelerate
+import torch
+import transformers
+
+from rl_consistency.numerics.orders import ORDERS
+from rl_consistency.numerics.settings import SETTINGS
+from rl_consistency.numerics.strict import current
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Orders, versions, device and settings of one process, and their digest."""
+
+    entries: dict[str, str]
+    """Name to value; everything that may change bits."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the entries, hexadecimal."""
+        return hashlib.sha256(json.dumps(self.entries, sort_keys=True).encode()).hexdigest()
+
+    def difference(self, other: Fingerprint) -> list[str]:
+        """`name: ours != theirs` for every entry that differs; empty when the bits are comparable."""
+        names = sorted(self.entries.keys() | other.entries.keys())
+        return [
+            f"{name}: {self.entries.get(name, 'absent')} != {other.entries.get(name, 'absent')}"
+            for name in names
+            if self.entries.get(name) != other.entries.get(name)
+        ]
+
+
+def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
+    """The fingerprint of this process, now.
+
+    Args:
+        device: where the ops run.
+
+    Returns:
+        Canonical orders, the strictness in force, library versions, device, thread count, and the
+        process-wide numeric settings.
+    """
+    device = torch.device(device)
+    entries = {
+        f"order.{order.id}": f"v{order.version} {hashlib.sha256(order.text.encode()).hexdigest()[:16]}"
+        for order in ORDERS.values()
+    }
+    entries["stock_ops"] = ",".join(sorted(current().stock)) or "none"
+    entries["torch"] = torch.__version__
+    entries["transformers"] = transformers.__version__
+    entries["accelerate"] = accelerate.__version__
+    entries["device"] = _device_name(device)
+    if device.type == "cpu":
+        entries["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+        entries["num_threads"] = str(torch.get_num_threads())
+    entries |= {f"setting.{s.name}": str(s.read()) for s in SETTINGS}
+    return Fingerprint(entries)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {platform.machine()}"

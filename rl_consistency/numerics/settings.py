@@ -1,0 +1,71 @@
+"""Process-wide numeric settings that can change bits behind an op's back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_consistency.numerics.errors import ConsistencyError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One process-wide switch: how to read it, set it, and the value the orders need."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    required: Any
+
+
+SETTINGS = (
+    Setting(
+        "float32_matmul_precision",
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+        "highest",
+    ),
+    Setting(
+        "cuda.matmul.allow_tf32",
+        lambda: torch.backends.cuda.matmul.allow_tf32,
+        lambda v: setattr(torch.backends.cuda.matmul, "allow_tf32", v),
+        False,
+    ),
+    Setting(
+        "cudnn.allow_tf32",
+        lambda: torch.backends.cudnn.allow_tf32,
+        lambda v: setattr(torch.backends.cudnn, "allow_tf32", v),
+        False,
+    ),
+)
+
+
+@contextmanager
+def numeric_settings() -> Iterator[None]:
+    """Hold every setting at its required value inside the block; restores on any exit."""
+    before = [setting.read() for setting in SETTINGS]
+    try:
+        for setting in SETTINGS:
+            setting.write(setting.required)
+        yield
+    finally:
+        for setting, value in zip(SETTINGS, before, strict=True):
+            setting.write(value)
+
+
+def verify_settings() -> None:
+    """Check that every setting still has its required value.
+
+    Raises:
+        ConsistencyError: names each setting that something else has changed.
+    """
+    wrong = [f"{s.name} is {s.read()!r}, needs {s.required!r}" for s in SETTINGS if s.read() != s.required]
+    if wrong:
+        raise ConsistencyError(
+            f"process-wide numeric settings changed: {'; '.join(wrong)}. Run inside "
+            "numeric_settings(), and remove what sets them."
+        )

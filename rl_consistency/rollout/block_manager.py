@@ -1,0 +1,195 @@
+"""Paged KV cache blocks: who holds which, and which may be shared.
+
+A full block is known by its content: the key (prefix id of the block before it, its token ids). The
+prefix id is a number given once to a content in its context and never used again, so equal keys
+mean equal tokens from the sequence's first token on; the dictionary compares the tokens themselves,
+and a hash collision cannot join two contents. Keys and values of a token depend on nothing but the
+tokens up to it (claim C1), so a shared block holds the very bytes its new holder would compute.
+
+Only full blocks are shared, and a full block is never written again: there is no copy-on-write.
+A block is announced when it is allocated, so that a sibling can wait for it instead of computing it
+too, and becomes shareable when it is computed. Released blocks keep their content until space is
+needed, least recently released first. `reset` forgets all of it, as new weights require.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from rl_consistency.rollout.sequence import RolloutSequence
+
+_ROOT = 0
+"""Prefix id before the first token of any sequence."""
+
+_Key = tuple[int, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class _Block:
+    ref_count: int = 0
+    key: _Key | None = None
+    """Set on the one block through which this content is found."""
+    prefix_id: int | None = None
+    """Names the content up to the end of this block; None while unknown."""
+    computed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The longest announced prefix of a sequence: leading blocks already held by the cache."""
+
+    block_ids: list[int]
+    awaited_block: int | None
+    """The first block of the prefix that is announced and not computed yet, if any."""
+
+
+class BlockManager:
+    """Hands out the blocks of a KV cache of `num_blocks` x `block_size` token slots."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, share_prefixes: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(
+                f"a KV cache needs at least one block of at least one token, got num_blocks="
+                f"{num_blocks}, block_size={block_size}"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.share_prefixes = share_prefixes
+        self.reset()
+
+    def reset(self) -> None:
+        """Take every block back and forget all contents: no cached key outlives its weights."""
+        self._blocks = [_Block() for _ in range(self.num_blocks)]
+        self._blank = list(range(self.num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # content kept, least recent first
+        self._by_key: dict[_Key, int] = {}
+        self._last_prefix_id = _ROOT
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._blank) + len(self._idle)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match_prefix(self, sequence: RolloutSequence) -> PrefixMatch:
+        """Look up the blocks of the sequence's leading tokens.
+
+        The last known token is never matched: its hidden state has to be computed to sample from.
+        """
+        block_ids: list[int] = []
+        if not self.share_prefixes:
+            return PrefixMatch(block_ids, None)
+        parent, size, token_ids = _ROOT, self.block_size, sequence.token_ids
+        for start in range(0, (len(token_ids) - 1) // size * size, size):
+            block_id = self._by_key.get((parent, tuple(token_ids[start : start + size])))
+            if block_id is None:
+                break
+            block = self._blocks[block_id]
+            if not block.computed:
+                return PrefixMatch(block_ids, block_id)
+            block_ids.append(block_id)
+            parent = block.prefix_id
+            assert parent is not None
+        return PrefixMatch(block_ids, None)
+
+    def is_awaited(self, block_id: int) -> bool:
+        """Whether the block still has an announced content that is not computed."""
+        block = self._blocks[block_id]
+        return block.key is not None and not block.computed
+
+    def allocate(self, sequence: RolloutSequence, match: PrefixMatch) -> bool:
+        """Give the sequence blocks for all its known tokens, the matched ones shared.
+
+        Returns False and changes nothing if there are too few.
+        """
+        assert not sequence.block_table, "the sequence already holds blocks"
+        num_matched = len(match.block_ids)
+        num_new = self.blocks_for(sequence.num_tokens) - num_matched
+        num_idle = sum(self._blocks[block_id].ref_count == 0 for block_id in match.block_ids)
+        if num_new + num_idle > self.num_free_blocks:
+            return False
+        for block_id in match.block_ids:
+            self._acquire(block_id)
+        sequence.block_table = match.block_ids + [self._take() for _ in range(num_new)]
+        sequence.num_published_blocks = num_matched
+        sequence.num_computed_tokens = num_matched * self.block_size
+        for index in range(num_matched, sequence.num_tokens // self.block_size):
+            self._announce(sequence, index)
+        return True
+
+    def grow(self, sequence: RolloutSequence) -> bool:
+        """Make sure that every known token has a slot; False if a block is missing for that."""
+        missing = self.blocks_for(sequence.num_tokens) - len(sequence.block_table)
+        if missing > self.num_free_blocks:
+            return False
+        sequence.block_table.extend(self._take() for _ in range(missing))
+        return True
+
+    def publish(self, sequence: RolloutSequence) -> None:
+        """Make the blocks that `num_computed_tokens` has filled shareable."""
+        num_full = sequence.num_computed_tokens // self.block_size
+        for index in range(sequence.num_published_blocks, num_full):
+            self._announce(sequence, index)
+            self._blocks[sequence.block_table[index]].computed = True
+        sequence.num_published_blocks = num_full
+
+    def release(self, sequence: RolloutSequence) -> None:
+        """Take the sequence's blocks back. Its tokens stay; none of them counts as computed."""
+        # Tail first: a cached block is then evicted before the prefix it needs to be found.
+        for block_id in reversed(sequence.block_table):
+            block = self._blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                if block.key is not None and block.computed:
+                    self._idle[block_id] = None
+                else:
+                    self._blank_out(block_id)
+                    self._blank.append(block_id)
+        sequence.block_table = []
+        sequence.num_published_blocks = 0
+        sequence.num_computed_tokens = 0
+
+    def _announce(self, sequence: RolloutSequence, index: int) -> None:
+        """Name the content of the sequence's full block `index`, if it has no name yet."""
+        block_id = sequence.block_table[index]
+        block = self._blocks[block_id]
+        if not self.share_prefixes or block.prefix_id is not None:
+            return
+        parent: int | None = _ROOT
+        if index > 0:
+            parent = self._blocks[sequence.block_table[index - 1]].prefix_id
+        assert parent is not None, "blocks are announced in order"
+        start = index * self.block_size
+        key = (parent, tuple(sequence.token_ids[start : start + self.block_size]))
+        holder = self._by_key.get(key)
+        if holder is not None:  # the same content is cached elsewhere: this copy stays private
+            block.prefix_id = self._blocks[holder].prefix_id
+            return
+        self._last_prefix_id += 1
+        block.prefix_id = self._last_prefix_id
+        block.key = key
+        self._by_key[key] = block_id
+
+    def _acquire(self, block_id: int) -> None:
+        block = self._blocks[block_id]
+        if block.ref_count == 0:
+            del self._idle[block_id]
+        block.ref_count += 1
+
+    def _take(self) -> int:
+        """A blank block, or else the least recently released one, its content forgotten."""
+        if self._blank:
+            block_id = self._blank.pop()
+        else:
+            block_id, _ = self._idle.popitem(last=False)
+            self._blank_out(block_id)
+        self._blocks[block_id].ref_count = 1
+        return block_id
+
+    def _blank_out(self, block_id: int) -> None:
+        key = self._blocks[block_id].key
+        if key is not None:
+            del self._by_key[key]
+        self._blocks[block_id] = _Block()

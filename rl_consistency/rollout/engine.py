@@ -1,0 +1,175 @@
+"""The rollout engine: prompts in, completions with their behaviour logprobs out."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_consistency.models.patch import patched_session
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.rollout.block_manager import BlockManager
+from rl_consistency.rollout.model_runner import ModelRunner
+from rl_consistency.rollout.random_stream import uniforms
+from rl_consistency.rollout.sampler import sample, sampling_rows
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.scheduler import ScheduledChunk, Scheduler
+from rl_consistency.rollout.sequence import FinishReason, RolloutSequence
+
+Progress = Callable[[int, int, int], None]
+"""Called after each step with (tokens generated, samples finished, samples in all)."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sample.
+
+    A prompt [7, 8] whose second sample was 3, 5 and then eos (2) gives
+
+        Completion(prompt_index=0, sample_index=1, token_ids=[3, 5, 2],
+                   token_logprobs=tensor([-1.2, -0.1, -0.7]), finish_reason="stop")
+    """
+
+    prompt_index: int
+    sample_index: int
+    token_ids: list[int]
+    """Generated tokens, the stop token included."""
+    token_logprobs: Tensor
+    """[len(token_ids)] fp32 on the CPU, under the distribution the tokens were drawn from."""
+    finish_reason: FinishReason
+    """"stop": an eos or stop token was drawn; "length": `max_tokens` was reached."""
+
+
+class RolloutEngine:
+    """Generates with a patched model whose weights it shares with the trainer, in place.
+
+    A completion depends on the weights, its prompt, its sampling params, and (seed, prompt id,
+    sample index); on nothing else: neither on the other prompts nor on any argument of this class.
+
+    Args:
+        model: a causal language model under a live `rl_consistency.patch`.
+        eos_token_id: token or tokens that end a sample, or None.
+        kv_block_size: tokens per KV cache block.
+        num_kv_blocks: blocks in the cache; None is explained at `ModelRunner`.
+        max_batch_tokens: most tokens computed in one step.
+        max_num_seqs: most sequences running at a time.
+        prefill_chunk_size: most prompt tokens of one sequence in one step; None is no own limit.
+        enable_prefix_sharing: share the blocks of equal prefixes within a `generate`.
+
+    Raises:
+        ValueError: a setting out of range, or a model that is not patched.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        eos_token_id: int | Sequence[int] | None,
+        kv_block_size: int = 16,
+        num_kv_blocks: int | None = None,
+        max_batch_tokens: int = 2048,
+        max_num_seqs: int = 256,
+        prefill_chunk_size: int | None = None,
+        enable_prefix_sharing: bool = True,
+    ) -> None:
+        limits = {
+            "kv_block_size": kv_block_size,
+            "num_kv_blocks": num_kv_blocks,
+            "max_batch_tokens": max_batch_tokens,
+            "max_num_seqs": max_num_seqs,
+            "prefill_chunk_size": prefill_chunk_size,
+        }
+        for name, limit in limits.items():
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} must be at least 1, got {limit}")
+        patched_session(model)
+        self._model = model
+        self._eos_token_ids = _eos_token_ids(eos_token_id, model.config.vocab_size)
+        self._runner = ModelRunner(
+            model, block_size=kv_block_size, num_blocks=num_kv_blocks, max_num_seqs=max_num_seqs
+        )
+        self._blocks = BlockManager(
+            self._runner.num_blocks, kv_block_size, share_prefixes=enable_prefix_sharing
+        )
+        self._new_scheduler = lambda: Scheduler(
+            self._blocks,
+            max_batch_tokens=max_batch_tokens,
+            max_num_seqs=max_num_seqs,
+            prefill_chunk_size=prefill_chunk_size,
+        )
+        self._scheduler = self._new_scheduler()
+        self._num_steps = 0
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Counters of the last `generate`.
+
+        `prefix_hit_tokens` were found in the cache instead of computed; `prefill_tokens` include
+        those computed again after a preemption.
+        """
+        return {
+            "steps": self._num_steps,
+            "preemptions": self._scheduler.num_preemptions,
+            "prefix_hit_tokens": self._scheduler.num_prefix_hit_tokens,
+            "prefill_tokens": self._scheduler.num_prefill_tokens,
+            "decode_tokens": self._scheduler.num_decode_tokens,
+        }
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        prompt_ids: Sequence[int] | None = None,
+        progress: Progress | None = None,
+    ) -> list[Completion]:
+        """Draw `n` completions of every prompt.
+
+        Args:
+            prompts: token ids.
+            sampling: one for all prompts, or one for each.
+            prompt_ids: stable ids, in [0, 2**64), that key the random stream; a prompt keeps its
+                samples when it keeps its id. Default: the index in `prompts`.
+            progress: called after each step.
+
+        Returns the completions in order of (prompt index, sample index).
+
+        Raises:
+            ValueError: before any work, a prompt or setting that cannot be served.
+            ConsistencyError: the model gave a logprob that is not a finite number.
+        """
+        patched_session(self._model)
+        self._runner.check_model()
+        sequences = self._sequences(prompts, sampling, prompt_ids)
+        # The trainer may have changed the weights: nothing cached before may be reused.
+        self._blocks.reset()
+        self._scheduler = self._new_scheduler()
+        self._num_steps = 0
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+        num_tokens = num_finished = 0
+        while self._scheduler.has_unfinished:
+            sampled = self.step()
+            num_tokens += len(sampled)
+            num_finished += sum(sequence.is_finished for sequence in sampled)
+            if progress is not None:
+                progress(num_tokens, num_finished, len(sequences))
+        return [_completion(sequence) for sequence in sequences]
+
+    def step(self) -> list[RolloutSequence]:
+        """Schedule, run, sample, retire. Returns the sequences that got a token."""
+        chunks = self._scheduler.schedule()
+        logits = self._runner.logits(chunks)
+        self._scheduler.mark_computed(chunks)
+        sampled = [chunk.sequence for chunk in chunks if chunk.samples]
+        for sequence, token_id, logprob in zip(sampled, *self._sample(sampled, logits)):
+            sequence.append(token_id, logprob)
+            if sequence.is_finished:
+                self._scheduler.finish(sequence)
+        self._num_steps += 1
+        return sampled

@@ -1,0 +1,95 @@
+"""What a caller asks of the sampler for one prompt."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+
+MIN_TEMPERATURE = 1e-4
+"""Smallest temperature other than 0: below it a scaled fp32 logit may overflow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the completions of one prompt are drawn.
+
+    The same object describes the behaviour distribution to the training side, which recomputes the
+    truncated support from it: `rl_consistency.token_logprobs(model, ..., sampling=params)`.
+
+        SamplingParams(n=8, temperature=1.0, top_p=0.95, max_tokens=256, seed=17)
+
+    draws eight samples of at most 256 tokens. Any wrong value is a ValueError.
+    """
+
+    n: int = 1
+    """Samples per prompt (the GRPO group size), at least 1."""
+
+    temperature: float = 1.0
+    """Logits are divided by it; 0 is greedy decoding, the lowest token id winning a tie."""
+
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose mass reaches it; in (0, 1], 1 keeps all."""
+
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one; in [0, 1], 0 drops none."""
+
+    max_tokens: int = 16
+    """Most tokens generated per sample, at least 1."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a sample besides the engine's eos; the stop token belongs to the sample."""
+
+    seed: int = 0
+    """Seed of the random stream, in [0, 2**64)."""
+
+    ignore_eos: bool = False
+    """Do not stop at the engine's eos tokens; `stop_token_ids` still stop."""
+
+    def __post_init__(self) -> None:
+        _check_integer("n", self.n, 1)
+        _check_integer("top_k", self.top_k, 0)
+        _check_integer("max_tokens", self.max_tokens, 1)
+        _check_integer("seed", self.seed, 0, 2**64 - 1)
+        temperature = _real("temperature", self.temperature)
+        if temperature != 0.0 and not MIN_TEMPERATURE <= temperature < math.inf:
+            raise ValueError(
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g} and finite, "
+                f"got {self.temperature!r}"
+            )
+        if not 0.0 < _real("top_p", self.top_p) <= 1.0:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p!r}; 1 turns it off")
+        if not 0.0 <= _real("min_p", self.min_p) <= 1.0:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p!r}; 0 turns it off")
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+
+
+def _check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{name} must be an integer {bounds}, got {value!r}")
+
+
+def _real(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def _token_ids(value: object) -> tuple[int, ...]:
+    message = f"stop_token_ids must be a sequence of token ids (integers >= 0), got {value!r}"
+    if isinstance(value, (str, bytes)):
+        raise ValueError(message)
+    try:
+        token_ids = tuple(operator.index(token) for token in value)  # type: ignore[union-attr]
+    except TypeError as error:
+        raise ValueError(message) from error
+    if any(token < 0 for token in token_ids):
+        raise ValueError(message)
+    return token_ids

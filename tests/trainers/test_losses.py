@@ -1,0 +1,227 @@
+import math
+
+import pytest
+import torch
+
+from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
+from rl_consistency.trainers.losses import merge_outputs, policy_loss, token_weights
+
+LENGTHS = [3, 1, 17, 8, 33, 2, 5]
+
+
+def batch_of(lengths, *, seed=0, drift=0.3, first_id=0):
+    generator = torch.Generator().manual_seed(seed)
+    n = sum(lengths)
+
+    def normal(count=n):
+        return torch.randn(count, generator=generator)
+
+    old = -normal().abs() * 2.0
+    return TokenBatch(
+        logprobs=old + drift * normal(),
+        old_logprobs=old,
+        reference_logprobs=old + drift * normal(),
+        entropy=normal().abs(),
+        advantages=per_token(normal(len(lengths)), lengths),
+        sequence_ids=per_token(torch.arange(len(lengths)) + first_id, lengths),
+        lengths=lengths,
+    )
+
+
+def one_token(logprob, old, advantage, **changes):
+    values = {
+        "logprobs": torch.tensor([logprob], requires_grad=True),
+        "old_logprobs": torch.tensor([old]),
+        "advantages": torch.tensor([advantage]),
+        "sequence_ids": torch.tensor([0]),
+        "lengths": [1],
+    }
+    return TokenBatch(**(values | changes))
+
+
+def weights_of(lengths, kind):
+    counts = {
+        "num_sequences_global": len(LENGTHS),
+        "max_tokens": 40,
+        "total_tokens": sum(LENGTHS),
+    }
+    return token_weights(lengths, kind, **counts)
+
+
+def loss_and_gradient(batch, cuts, kind, loss=policy_loss, weights=weights_of):
+    """Gradient bytes and merged output, the batch cut into consecutive groups of `cuts`
+    sequences."""
+    config = LossConfig(clip_high=0.28, kl_coefficient=0.05, entropy_coefficient=0.01)
+    outputs, gradients, first = [], [], 0
+    for size in cuts:
+        part = batch.select(first, first + size)
+        leaf = part.logprobs.clone().requires_grad_()
+        part = TokenBatch(**{**vars(part), "logprobs": leaf})
+        output = loss(part, weights(part.lengths, kind), config)
+        output.loss.backward()
+        outputs.append(output)
+        gradients.append(leaf.grad)
+        first += size
+    return torch.cat(gradients), merge_outputs(outputs)
+
+
+def same_bytes(a, b):
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def test_weights_are_the_written_fractions():
+    counts = {"num_sequences_global": 4, "max_tokens": 8, "total_tokens": 16}
+    assert token_weights([2, 1], "grpo", **counts).tolist() == [0.125, 0.125, 0.25]
+    assert token_weights([2, 1], "dr_grpo", **counts).tolist() == [1 / 32] * 3
+    assert token_weights([2, 1], "dapo", **counts).tolist() == [1 / 16] * 3
+
+
+def test_a_dropped_sequence_weighs_nothing_and_the_others_are_unmoved():
+    keep = torch.tensor([True, False, True])
+    counts = {"num_sequences_global": 3, "total_tokens": 6}
+    assert token_weights([2, 2, 2], "grpo", keep=keep, **counts).tolist() == pytest.approx(
+        [1 / 6, 1 / 6, 0, 0, 1 / 6, 1 / 6]
+    )
+    with pytest.raises(ValueError, match="keep must be bool"):
+        token_weights([2, 2, 2], "grpo", keep=keep[:2], **counts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts", "named"),
+    [
+        ("grpo", {}, "num_sequences_global"),
+        ("grpo", {"num_sequences_global": 1}, "num_sequences_global"),
+        ("dr_grpo", {"num_sequences_global": 2, "max_tokens": 2}, "max_tokens"),
+        ("dapo", {"total_tokens": 3}, "total_tokens"),
+        ("mean", {}, "weight kind"),
+    ],
+)
+def test_a_missing_or_local_count_is_refused(kind, counts, named):
+    with pytest.raises(ValueError, match=named):
+        token_weights([3, 1], kind, **counts)
+
+
+def test_equal_logprobs_give_a_ratio_of_exactly_one():
+    batch = batch_of(LENGTHS, drift=0.0)
+    output = policy_loss(batch, weights_of(LENGTHS, "grpo"), LossConfig())
+    assert torch.equal(output.ratio, torch.ones(sum(LENGTHS)))
+    assert not output.clipped.any()
+    metrics = output.metrics()
+    assert metrics["policy/ratio/min"] == metrics["policy/ratio/max"] == 1.0
+    assert metrics["policy/kl/k3"] == 0.0 and metrics["policy/clip_fraction"] == 0.0
+
+
+def test_the_first_update_has_the_whole_policy_gradient():
+    batch = one_token(-1.0, -1.0, 0.7)
+    policy_loss(batch, torch.ones(1), LossConfig(clip_low=0.0, clip_high=0.0)).loss.backward()
+    assert batch.logprobs.grad.item() == -torch.tensor(0.7).item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "surrogate", "slope"),
+    [
+        (1.5, 2.0, 1.28 * 2.0, 0.0),
+        (1.25, 2.0, 1.25 * 2.0, 1.25 * 2.0),
+        (0.5, 2.0, 0.5 * 2.0, 0.5 * 2.0),
+        (0.5, -2.0, 0.8 * -2.0, 0.0),
+        (0.9, -2.0, 0.9 * -2.0, 0.9 * -2.0),
+        (1.5, -2.0, 1.5 * -2.0, 1.5 * -2.0),
+    ],
+)
+def test_the_surrogate_clips_each_side_at_its_own_bound(ratio, advantage, surrogate, slope):
+    batch = one_token(math.log(ratio), 0.0, advantage)
+    output = policy_loss(batch, torch.ones(1), LossConfig(clip_low=0.2, clip_high=0.28))
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(-surrogate, rel=1e-6)
+    assert batch.logprobs.grad.item() == pytest.approx(-slope, rel=1e-6)
+    assert output.clipped.item() is (slope == 0.0)
+
+
+def test_clip_higher_frees_exactly_the_tokens_between_the_two_bounds():
+    batch = one_token(math.log(1.25), 0.0, 1.0)
+    plain = policy_loss(batch, torch.ones(1), LossConfig(clip_high=0.2))
+    higher = policy_loss(batch, torch.ones(1), LossConfig(clip_high=0.28))
+    assert plain.clipped.item() and not higher.clipped.item()
+
+
+def test_kl_and_entropy_are_the_written_formulas():
+    extra = {"reference_logprobs": torch.tensor([-1.5]), "entropy": torch.tensor([0.5])}
+    batch = one_token(-1.0, -1.0, 0.0, **extra)
+    config = LossConfig(kl_coefficient=2.0, entropy_coefficient=0.25)
+    output = policy_loss(batch, torch.full((1,), 0.5), config)
+    output.loss.backward()
+    k3 = math.exp(-0.5) + 0.5 - 1.0
+    assert output.kl_k1.item() == 0.5
+    assert output.kl_k3.item() == pytest.approx(k3, rel=1e-5)
+    assert output.loss.item() == pytest.approx(0.5 * (2.0 * k3 - 0.25 * 0.5), rel=1e-5)
+    assert batch.logprobs.grad.item() == pytest.approx(0.5 * 2.0 * (1.0 - math.exp(-0.5)), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("cuts", [[1] * 7, [2, 2, 2, 1], [1, 5, 1], [6, 1]])
+def test_gradient_and_merged_loss_are_the_same_bytes_for_every_cut(kind, cuts):
+    batch = batch_of(LENGTHS)
+    whole_gradient, whole = loss_and_gradient(batch, [7], kind)
+    gradient, merged = loss_and_gradient(batch, cuts, kind)
+    assert same_bytes(gradient, whole_gradient)
+    assert same_bytes(merged.terms, whole.terms) and same_bytes(merged.loss, whole.loss)
+    assert whole.clipped.any() and not whole.clipped.all()
+
+
+def test_mutant_weights_from_local_counts_are_seen():
+    def local(lengths, kind):
+        return token_weights(lengths, kind, num_sequences_global=len(lengths))
+
+    batch = batch_of(LENGTHS)
+    whole, _ = loss_and_gradient(batch, [7], "grpo", weights=local)
+    cut, _ = loss_and_gradient(batch, [2, 5], "grpo", weights=local)
+    assert not same_bytes(whole, cut)
+
+
+def test_mutant_adding_the_losses_of_micro_batches_is_seen():
+    batch = batch_of([64, 96, 33, 80] * 3)
+    config = LossConfig()
+    weights = token_weights(batch.lengths, "dapo", total_tokens=batch.num_tokens)
+    whole = policy_loss(batch, weights, config).loss
+    outputs, start = [], 0
+    for first, last in [(0, 3), (3, 8), (8, 12)]:
+        part = batch.select(first, last)
+        outputs.append(policy_loss(part, weights[start : start + part.num_tokens], config))
+        start += part.num_tokens
+    added = outputs[0].loss + outputs[1].loss + outputs[2].loss
+    assert not same_bytes(added, whole)
+    assert same_bytes(merge_outputs(outputs).loss, whole)
+
+
+def test_mutant_a_ratio_without_its_clip_is_seen():
+    config = LossConfig(clip_low=0.2, clip_high=0.28)
+    batch = one_token(math.log(1.5), 0.0, 2.0)
+    unclipped = -torch.exp(batch.logprobs - batch.old_logprobs) * batch.advantages
+    assert policy_loss(batch, torch.ones(1), config).loss.item() != unclipped.item()
+
+
+def test_a_nan_logprob_reaches_the_loss():
+    output = policy_loss(one_token(math.nan, -1.0, 1.0), torch.ones(1), LossConfig())
+    assert math.isnan(output.loss.item()) and math.isnan(output.metrics()["policy/ratio/mean"])
+
+
+def test_a_coefficient_without_its_tensor_is_refused():
+    batch = one_token(-1.0, -1.0, 1.0)
+    with pytest.raises(ValueError, match="no reference_logprobs"):
+        policy_loss(batch, torch.ones(1), LossConfig(kl_coefficient=0.1))
+    with pytest.raises(ValueError, match="no entropy"):
+        policy_loss(batch, torch.ones(1), LossConfig(entropy_coefficient=0.1))
+
+
+def test_weights_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match="weights must be fp32"):
+        policy_loss(one_token(-1.0, -1.0, 1.0), torch.ones(2), LossConfig())
+
+
+def test_merging_needs_like_outputs():
+    with_reference = policy_loss(batch_of([2]), torch.ones(2), LossConfig())
+    without = policy_loss(one_token(-1.0, -1.0, 1.0), torch.ones(1), LossConfig())
+    with pytest.raises(ValueError, match="kl_k1"):
+        merge_outputs([with_reference, without])
+    with pytest.raises(ValueError, match="at least one"):
+        merge_outputs([])

@@ -1,0 +1,112 @@
+"""Refuses constructs that break bit-reproducibility or hide failures.
+
+Usage: banned_patterns.py [FILE_OR_DIRECTORY ...] (default: the repository). Prints `file:line: what
+and why` for each finding and exits 1 if there is any. The syntax tree is read, not the text, so
+comments, docstrings and strings that merely name a construct are no findings.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SKIPPED_DIRECTORIES = {"build", "dist", "runs", "wandb", "node_modules"}
+
+
+def _names(node: ast.expr | None) -> set[str]:
+    """The class names an `except` clause catches."""
+    if isinstance(node, ast.Tuple):
+        return set().union(*map(_names, node.elts))
+    if isinstance(node, ast.Attribute):
+        return {node.attr}
+    return {node.id} if isinstance(node, ast.Name) else set()
+
+
+def _is_attribute(node: ast.AST, name: str, owner: str | None = None) -> bool:
+    """Whether `node` is `<owner>.<name>`, of any owner if none is given."""
+    if not (isinstance(node, ast.Attribute) and node.attr == name):
+        return False
+    return owner is None or (isinstance(node.value, ast.Name) and node.value.id == owner)
+
+
+def _imports_from(node: ast.AST, package: str, *names: str) -> bool:
+    """Whether `node` is `from package[...] import` one of `names`, or of anything if none given."""
+    if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
+        return False
+    inside = node.module == package or node.module.startswith(package + ".")
+    return inside and (not names or any(alias.name in names for alias in node.names))
+
+
+def _is_unsafe_load(node: ast.AST) -> bool:
+    if not (isinstance(node, ast.Call) and _is_attribute(node.func, "load", "torch")):
+        return False
+    return not any(
+        keyword.arg == "weights_only"
+        and isinstance(keyword.value, ast.Constant)
+        and keyword.value.value is True
+        for keyword in node.keywords
+    )
+
+
+def _finding(node: ast.AST) -> str | None:
+    """Why `node` is banned, or None."""
+    if _is_attribute(node, "atomic_add") or _imports_from(node, "triton", "atomic_add"):
+        return "tl.atomic_add: the order of atomic additions varies from run to run"
+    if _is_attribute(node, "autotune", "triton") or _imports_from(node, "triton", "autotune"):
+        return "triton.autotune: a schedule is chosen from a table proved bit-neutral"
+    if isinstance(node, ast.ExceptHandler) and (
+        node.type is None or _names(node.type) & {"Exception", "BaseException"}
+    ):
+        return "except Exception: name the error that is expected, let the others surface"
+    if isinstance(node, ast.keyword) and node.arg == "warn_only":
+        return "warn_only: a nondeterministic op is an error, not a warning"
+    if isinstance(node, ast.Import) and any(
+        alias.name.split(".")[0] == "kernels" for alias in node.names
+    ):
+        return "import kernels: that name is Hugging Face's; use rl_consistency.kernels"
+    if _imports_from(node, "kernels"):
+        return "from kernels import: that name is Hugging Face's; use rl_consistency.kernels"
+    if _is_unsafe_load(node) or _imports_from(node, "torch", "load"):
+        return "torch.load without weights_only=True: a checkpoint must not run code"
+    return None
+
+
+def findings_in(source: str, filename: str) -> list[str]:
+    """`filename:line: reason` for each banned construct; SyntaxError if `source` is no Python."""
+    tree = ast.parse(source, filename)
+    found = [
+        (getattr(node, "lineno", 0), reason)
+        for node in ast.walk(tree)
+        if (reason := _finding(node)) is not None
+    ]
+    return [f"{filename}:{line}: {reason}" for line, reason in sorted(found)]
+
+
+def python_files(path: Path) -> Iterator[Path]:
+    """The `.py` files at or below `path`, without hidden folders and links to folders."""
+    if path.is_file():
+        yield path
+        return
+    if not path.is_dir():
+        raise FileNotFoundError(f"no such file or directory: {path}")
+    for child in sorted(path.iterdir()):
+        skipped = child.name.startswith(".") or child.name in SKIPPED_DIRECTORIES
+        if child.is_dir() and not skipped and not child.is_symlink():
+            yield from python_files(child)
+        elif child.suffix == ".py" and child.is_file():
+            yield child
+
+
+def main(arguments: list[str]) -> int:
+    paths = [Path(argument) for argument in arguments] or [ROOT]
+    files = [file for path in paths for file in python_files(path)]
+    found = [line for file in files for line in findings_in(file.read_text("utf-8"), str(file))]
+    print("\n".join(found) or f"banned patterns: none in {len(files)} files")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

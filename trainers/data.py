@@ -1,0 +1,224 @@
+"""Examples, where they come from, and the order they are visited in.
+
+Reading drops nothing: a line that cannot be used is an error that names file and line. The order is
+counter based: which examples a step sees is a function of (seed, step), so a resumed run needs the
+step index and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+
+class DataError(ValueError):
+    """Data that cannot be trained on; the message names the place and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One problem.
+
+        Example(id=0, prompt="3+5+2=", answer="10", target="8,10")
+
+    Two lines of a file with the same text are two examples: identity is the id, not the text.
+    """
+
+    id: int
+    """Place in its data set, from 0."""
+
+    prompt: str
+    """The text given to the model, template applied."""
+
+    answer: str
+    """What reward functions compare with."""
+
+    target: str
+    """The completion that the warm start imitates, without the end token."""
+
+    extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """Further fields, handed to reward functions by name."""
+
+
+def keyed_integer(*key: int | str) -> int:
+    """A uniform 64-bit integer that is a fixed function of `key`, on every machine and version."""
+    text = "\x1f".join(map(repr, key))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def read_jsonl(
+    path: str | Path,
+    *,
+    prompt_field: str = "question",
+    answer_field: str = "answer",
+    prompt_template: str = "{prompt}",
+    limit: int | None = None,
+) -> list[Example]:
+    """The examples of a JSONL file in the order of its lines, at most the first `limit`.
+
+    Fields other than the two become `extra`. Raises DataError on a missing or empty file and on a
+    line that is blank, not UTF-8, not a JSON object, repeats a field, or lacks a usable prompt or
+    answer (text that is not blank; an integer answer is read as its decimal text).
+    """
+    path = Path(path)
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read the data file {path}: {error.strerror or error}") from error
+    lines = raw.removesuffix(b"\n").split(b"\n") if raw.strip() else []
+    if not lines:
+        raise DataError(f"{path} is empty: it needs one JSON object per line")
+    examples = []
+    for index, line in enumerate(lines[:limit]):
+        record = _record(line, f"{path}, line {index + 1}")
+        prompt, answer = (
+            _text(record, name, f"{path}, line {index + 1}")
+            for name in (prompt_field, answer_field)
+        )
+        rest = {k: v for k, v in record.items() if k not in (prompt_field, answer_field)}
+        examples.append(
+            Example(
+                id=index,
+                prompt=prompt_template.replace("{prompt}", prompt),
+                answer=answer,
+                target=answer,
+                extra=MappingProxyType(rest),
+            )
+        )
+    return examples
+
+
+def _record(line: bytes, place: str) -> dict[str, Any]:
+    if not line.strip():
+        raise DataError(f"{place}: blank; remove the line")
+
+    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        record = dict(pairs)
+        if len(record) != len(pairs):
+            names = [name for name, _ in pairs]
+            repeated = sorted({name for name in names if names.count(name) > 1})
+            raise DataError(f"{place}: the field {', '.join(repeated)} stands more than once")
+        return record
+
+    try:
+        record = json.loads(line.decode("utf-8"), object_pairs_hook=without_repeats)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{place}: not JSON in UTF-8: {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: a JSON object is needed, got {type(record).__name__}")
+    return record
+
+
+def _text(record: dict[str, Any], name: str, place: str) -> str:
+    if name not in record:
+        raise DataError(
+            f"{place}: no field {name!r}; the line has {', '.join(map(repr, record)) or 'none'}. "
+            "Name the fields with data.prompt_field and data.answer_field"
+        )
+    value = record[name]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise DataError(f"{place}: {name!r} must be text, got {type(value).__name__}")
+    if not value.strip():
+        raise DataError(f"{place}: {name!r} is blank")
+    return value
+
+
+def encode_prompt(
+    example: Example,
+    encode: Callable[[str], Sequence[int]],
+    *,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    context_length: int,
+) -> list[int]:
+    """The token ids of the prompt of `example`.
+
+    Raises DataError, naming the example and the lengths, if the prompt has no token, more than
+    `max_prompt_tokens`, or leaves fewer than `max_new_tokens` of the model's `context_length`.
+    """
+    token_ids = list(encode(example.prompt))
+    length = len(token_ids)
+    if length == 0:
+        raise DataError(f"example {example.id}: its prompt has no token")
+    if length > max_prompt_tokens:
+        raise DataError(
+            f"example {example.id}: its prompt has {length} tokens, data.max_prompt_tokens is "
+            f"{max_prompt_tokens}: raise it, or take the example out of the data"
+        )
+    if length + max_new_tokens > context_length:
+        raise DataError(
+            f"example {example.id}: its prompt has {length} tokens, with {max_new_tokens} of the "
+            f"completion {length + max_new_tokens}; the model's context is {context_length}: lower "
+            "rollout.max_new_tokens, or take the example out of the data"
+        )
+    return token_ids
+
+
+def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
+    """A permutation of range(size), a pure function of its arguments."""
+    return sorted(
+        range(size), key=lambda index: (keyed_integer(seed, "order", epoch, index), index)
+    )
+
+
+@dataclass(frozen=True)
+class DataOrder:
+    """Which examples a step sees: draw number n is entry n mod size of epoch n // size.
+
+    Step s takes the draws s * batch_size onward: every epoch visits every example once, and a batch
+    may span two epochs. A draw number never repeats: it, rather than the example's id, identifies a
+    prompt in a random stream that must differ from epoch to epoch.
+    """
+
+    size: int
+    """Number of examples."""
+
+    batch_size: int
+    """Examples per step."""
+
+    seed: int = 0
+    """Seeds the permutations."""
+
+    shuffle: bool = True
+    """False visits every epoch in the order of the data."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.batch_size < 1:
+            raise ValueError(
+                f"size and batch_size must be positive, got {self.size} and {self.batch_size}"
+            )
+        if self.batch_size > self.size:
+            raise ValueError(
+                f"a batch of {self.batch_size} needs as many examples, there are {self.size}: "
+                "lower the batch size or give more data"
+            )
+
+    def draws(self, step: int) -> range:
+        """The draw numbers of `step`, counted from 0."""
+        return range(step * self.batch_size, (step + 1) * self.batch_size)
+
+    def batch(self, step: int) -> list[int]:
+        """The indices of the examples of `step`, in the order of its draws."""
+        return [self._order(n // self.size)[n % self.size] for n in self.draws(step)]
+
+    @cached_property
+    def _orders(self) -> dict[int, Sequence[int]]:
+        return {}
+
+    def _order(self, epoch: int) -> Sequence[int]:
+        if not self.shuffle:
+            return range(self.size)
+        if epoch not in self._orders:
+            # A batch spans at most two epochs: only the newest earlier one is worth keeping.
+            for stale in [known for known in self._orders if known != epoch - 1]:
+                del self._orders[stale]
+            self._orders[epoch] = epoch_order(self.seed, epoch, self.size)
+        return self._orders[epoch]

@@ -1,0 +1,194 @@
+"""Policy losses as pure functions of a `TokenBatch`.
+
+    loss = sum over tokens of weight * term
+    term = -clipped surrogate + kl_coefficient * k3 - entropy_coefficient * entropy
+
+A weight is computed from *global* counts, so a token contributes the same bits to the gradient
+however the global batch is cut into micro-batches: everything up to the sum is elementwise, built
+only of operations whose bits do not depend on a value's place in its tensor, and the gradient of
+the sum is exactly 1. The *value* of a sum does depend on the cut: report
+`merge_outputs(outputs).loss`, which sums once, in order.
+
+Sources: PPO (clipped surrogate), DeepSeekMath (GRPO, k3 against a reference), Dr. GRPO (constant
+length normaliser), DAPO (token-level normaliser, clip-higher).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.masked_reduction import masked_sum
+from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
+
+WeightKind = Literal["grpo", "dr_grpo", "dapo"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LossOutput:
+    """A loss and what it was made of. All per-token tensors are [N], detached.
+
+    Example: at the first update every ratio is exactly 1, nothing is clipped, and the loss of one
+    sequence of two tokens with advantage 0.5 and weights 0.5 is ``0.5 * -0.5 + 0.5 * -0.5 = -0.5``.
+    """
+
+    loss: Tensor
+    """fp32 scalar; differentiable unless it comes from `merge_outputs`."""
+    terms: Tensor
+    """fp32, weight * term of each token: what `loss` sums."""
+    ratio: Tensor
+    """fp32, importance ratio exp(logprob - old_logprob)."""
+    clipped: Tensor
+    """bool, tokens whose surrogate is clipped and has no gradient."""
+    kl_k1: Tensor | None = None
+    """fp32, logprob - reference_logprob; None without a reference."""
+    kl_k3: Tensor | None = None
+    """fp32, exp(r) - r - 1 with r = reference_logprob - logprob; None without a reference."""
+    entropy: Tensor | None = None
+    """fp32, nats; None when the batch carries none."""
+
+    def metrics(self, prefix: str = "policy") -> dict[str, float]:
+        """Loss, clip fraction, ratio, KL and entropy as unweighted means over tokens, in fp64."""
+        found = {
+            "clip_fraction": self.clipped.double().mean().item(),
+            "ratio/min": self.ratio.min().item(),
+            "ratio/mean": self.ratio.double().mean().item(),
+            "ratio/max": self.ratio.max().item(),
+        }
+        optional = {"kl/k1": self.kl_k1, "kl/k3": self.kl_k3, "entropy": self.entropy}
+        found |= {name: v.double().mean().item() for name, v in optional.items() if v is not None}
+        return {"loss": self.loss.item()} | {f"{prefix}/{name}": v for name, v in found.items()}
+
+
+def token_weights(
+    lengths: Sequence[int],
+    kind: WeightKind,
+    *,
+    num_sequences_global: int | None = None,
+    max_tokens: int | None = None,
+    total_tokens: int | None = None,
+    keep: Tensor | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Weights [N] fp32 of the tokens of these sequences, which may be any part of the global batch.
+
+    grpo:    1 / (num_sequences_global * length): the mean over sequences of the mean over tokens
+    dr_grpo: 1 / (num_sequences_global * max_tokens): no length enters, so no length is favoured
+    dapo:    1 / total_tokens: the mean over all tokens of the global batch
+
+    The counts are those of the global batch of one optimizer step. `keep` ([S], bool) gives the
+    tokens of a dropped sequence the weight 0; it does not change the counts, which stay the
+    caller's to choose.
+
+    Raises: ValueError on an unknown kind, a count missing for the kind or too small for these
+    lengths.
+    """
+    if kind not in get_args(WeightKind):
+        raise ValueError(f"weight kind must be one of {list(get_args(WeightKind))}, got {kind!r}")
+    if kind == "dapo":
+        total = _count("total_tokens", total_tokens, sum(lengths), kind)
+        weights = [1.0 / total for _ in lengths]
+    else:
+        sequences = _count("num_sequences_global", num_sequences_global, len(lengths), kind)
+        if kind == "dr_grpo":
+            limit = _count("max_tokens", max_tokens, max(lengths, default=1), kind)
+            weights = [1.0 / (sequences * limit) for _ in lengths]
+        else:
+            weights = [1.0 / (sequences * length) if length else 0.0 for length in lengths]
+    per_sequence = torch.tensor(weights, dtype=torch.float32, device=device)
+    if keep is not None:
+        if keep.shape != per_sequence.shape or keep.dtype != torch.bool:
+            raise ValueError(
+                f"keep must be bool [{len(lengths)}], got {keep.dtype} {list(keep.shape)}"
+            )
+        per_sequence = torch.where(keep.to(device), per_sequence, torch.zeros_like(per_sequence))
+    return per_token(per_sequence, lengths)
+
+
+def _count(name: str, value: int | None, at_least: int, kind: str) -> int:
+    if value is None or value < max(at_least, 1):
+        raise ValueError(
+            f"{kind} weights need {name} of the global batch, at least {max(at_least, 1)} for "
+            f"these sequences, got {value}"
+        )
+    return value
+
+
+def policy_loss(batch: TokenBatch, weights: Tensor, config: LossConfig) -> LossOutput:
+    """The clipped policy loss of the tokens of `batch`, weighted by `weights` ([N] fp32).
+
+    The surrogate is min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A). A token at the
+    very border is not clipped. The KL term is on-policy (not importance weighted), as in GRPO. A
+    non-finite logprob gives a non-finite loss: nothing is replaced.
+
+    Raises: ValueError on weights of another shape, or a coefficient without its tensor in the
+    batch.
+    """
+    if weights.shape != batch.logprobs.shape or weights.dtype != torch.float32:
+        raise ValueError(
+            f"weights must be fp32 [{batch.num_tokens}], got {weights.dtype} {list(weights.shape)}"
+        )
+    ratio = torch.exp(batch.logprobs - batch.old_logprobs)
+    surrogate, clipped = _clipped_surrogate(ratio, batch.advantages, config)
+    term = -surrogate
+    kl_k1 = kl_k3 = None
+    if batch.reference_logprobs is not None:
+        log_ratio = batch.reference_logprobs - batch.logprobs
+        kl_k1, kl_k3 = -log_ratio.detach(), torch.exp(log_ratio) - log_ratio - 1.0
+    if config.kl_coefficient:
+        term = term + config.kl_coefficient * _needed(kl_k3, "kl_coefficient", "reference_logprobs")
+    if config.entropy_coefficient:
+        entropy = _needed(batch.entropy, "entropy_coefficient", "entropy")
+        term = term - config.entropy_coefficient * entropy
+    weighted = weights * term
+    return LossOutput(
+        loss=masked_sum(weighted),
+        terms=weighted.detach(),
+        ratio=ratio.detach(),
+        clipped=clipped,
+        kl_k1=kl_k1,
+        kl_k3=None if kl_k3 is None else kl_k3.detach(),
+        entropy=None if batch.entropy is None else batch.entropy.detach(),
+    )
+
+
+def _clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+    # A selection rather than torch.minimum, whose gradient at a tie is split between its two
+    # arguments: at ratio 1, the whole first update, every token is a tie.
+    rises, falls = (advantages > 0) & (ratio > high), (advantages < 0) & (ratio < low)
+    clipped = (rises | falls).detach()
+    bounded = ratio.detach().clamp(low, high)
+    return torch.where(clipped, bounded, ratio) * advantages, clipped
+
+
+def _needed(value: Tensor | None, coefficient: str, field: str) -> Tensor:
+    if value is None:
+        raise ValueError(
+            f"{coefficient} is not 0 but the batch has no {field}; give it or set it to 0"
+        )
+    return value
+
+
+def merge_outputs(outputs: Sequence[LossOutput]) -> LossOutput:
+    """The output of the whole batch from those of its micro-batches, given in logical order.
+
+    The loss is summed once over all tokens: the same bits for every cut. It is not differentiable.
+    """
+    if not outputs:
+        raise ValueError("merge_outputs needs at least one output, got none")
+
+    def joined(name: str) -> Tensor | None:
+        parts = [getattr(output, name) for output in outputs]
+        missing = sum(part is None for part in parts)
+        if 0 < missing < len(parts):
+            raise ValueError(f"{missing} of {len(parts)} outputs have no {name}; all or none must")
+        return None if missing else torch.cat(parts)
+
+    names = ("terms", "ratio", "clipped", "kl_k1", "kl_k3", "entropy")
+    parts = {name: joined(name) for name in names}
+    return LossOutput(loss=masked_sum(parts["terms"]), **parts)  # type: ignore[arg-type]

@@ -1,0 +1,186 @@
+"""The policy: a Hugging Face causal language model, loaded or built, before anything is patched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rl_consistency.trainers.config_sections import BuildSection, PolicySection, TokenizerSection
+from rl_consistency.trainers.tokenizer import byte_tokenizer, load_tokenizer
+
+VOCABULARY_MULTIPLE = 16
+"""A built policy's vocabulary is padded to a multiple of this."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_FAMILIES: dict[str, tuple[Any, Any]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+}
+
+
+class PolicyError(ValueError):
+    """A policy that cannot be loaded or built; the message names what is wrong and the remedy."""
+
+
+def load_policy(
+    policy: PolicySection, tokenizer: TokenizerSection, *, seed: int, device: str = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model of a recipe, on `device` in `policy.dtype`, and its tokenizer.
+
+    A built model's weights are a function of its sizes and `seed`. The global random state is left
+    as it was. Nothing is downloaded unless `policy.hub` is set, and code that comes with a model is
+    never run. Raises PolicyError or, from the tokenizer, ValueError.
+    """
+    if policy.path is not None:
+        _check_directory(policy.path)
+    loaded = _tokenizer(policy, tokenizer)
+    dtype = DTYPES[policy.dtype]
+    if policy.build is not None:
+        model = build_model(policy.build, loaded, seed=seed, dtype=dtype)
+    else:
+        model = _pretrained(policy, dtype)
+    _check_vocabulary(model, loaded)
+    if policy.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.to(device), loaded
+
+
+def build_model(
+    build: BuildSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """A model of these sizes with fresh weights, drawn in float32 and then rounded to `dtype`."""
+    config_class, model_class = _FAMILIES[build.architecture]
+    config = config_class(
+        **build.model_dump(exclude={"architecture", "rope_theta", "head_dim"}),
+        head_dim=build.head_dim or build.hidden_size // build.num_attention_heads,
+        rope_parameters={"rope_type": "default", "rope_theta": build.rope_theta},
+        vocab_size=-(-len(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **({"sliding_window": None} if build.architecture == "mistral" else {}),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return model_class(config).to(dtype)
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids that end a completion: the tokenizer's and those of the generation config, sorted."""
+    generation = model.generation_config
+    configured = generation.eos_token_id if generation is not None else None
+    listed = configured if isinstance(configured, list) else [configured]
+    return tuple(sorted({i for i in [*listed, tokenizer.eos_token_id] if i is not None}))
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """The longest sequence, in tokens, that the positions of `model` allow."""
+    return int(model.config.max_position_embeddings)
+
+
+def _tokenizer(policy: PolicySection, section: TokenizerSection) -> PreTrainedTokenizerBase:
+    if section.kind == "byte":
+        return byte_tokenizer()
+    source = policy.path or policy.hub
+    if source is None:
+        raise PolicyError("tokenizer.kind auto needs policy.path or policy.hub: use byte")
+    return load_tokenizer(source, local=policy.path is not None)
+
+
+def _check_directory(path: Path) -> None:
+    """PolicyError unless `path` is a model directory with unquantised weights."""
+    if not path.is_dir():
+        raise PolicyError(
+            f"policy.path: no model directory {path}: give a directory that save_pretrained wrote "
+            "or a model was downloaded to"
+        )
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise PolicyError(f"policy.path: {path} has no config.json: it is no model directory")
+    try:
+        config = json.loads(config_file.read_text("utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise PolicyError(f"policy.path: {config_file} is not JSON: {error}") from error
+    _refuse_quantised(config, str(path))
+    names = ("model.safetensors", "model.safetensors.index.json")
+    if not any((path / name).is_file() for name in names):
+        raise PolicyError(
+            f"policy.path: {path} has no weights: it needs {' or '.join(names)}; other formats are "
+            "not read"
+        )
+
+
+def _refuse_quantised(config: dict[str, Any], source: str) -> None:
+    quantisation = config.get("quantization_config")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
+    if quantisation is None and "float8" not in dtype:
+        return
+    kind = quantisation.get("quant_method", quantisation) if quantisation else dtype
+    raise PolicyError(
+        f"{source} holds quantised weights ({kind}): fp8 and other quantised types are not "
+        f"supported; use a model saved as {', '.join(DTYPES)}"
+    )
+
+
+def _pretrained(policy: PolicySection, dtype: torch.dtype) -> PreTrainedModel:
+    source = str(policy.path or policy.hub)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            local_files_only=policy.path is not None,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except SafetensorError as error:
+        raise PolicyError(
+            f"{source}: its weights cannot be read ({error}): the file is truncated or damaged, "
+            "copy or download it again"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise PolicyError(
+            f"{source} cannot be loaded as a causal language model: {error}"
+        ) from error
+    _refuse_quantised(model.config.to_dict(), source)
+    # Hugging Face would fill a missing tensor with random numbers and go on.
+    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        if keys := sorted(map(str, report.get(problem) or ())):
+            raise PolicyError(
+                f"{source}: its weights do not fit its config.json: {len(keys)} "
+                f"{problem.replace('_', ' ')}, the first is {keys[0]}"
+            )
+    return model
+
+
+def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise PolicyError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {rows}: they "
+            "do not belong together (tokenizer.kind auto takes the model's own)"
+        )

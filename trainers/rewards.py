@@ -1,0 +1,242 @@
+"""Reward functions by name, and their sum over a batch.
+
+A reward function takes parallel lists, one entry per completion, and returns one number for each:
+
+    def brevity(prompts, completions, answers, **extra):
+        return [1.0 / (1 + len(completion)) for completion in completions]
+
+`extra` holds the further fields of the examples, each a list too. A recipe names a built-in
+function or `package.module:function`, which must be importable (installed, or on PYTHONPATH).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
+from types import TracebackType
+from typing import Any
+
+from rl_consistency.trainers.data import Example
+
+RewardCallable = Callable[..., Any]
+
+
+class RewardError(ValueError):
+    """A reward function that cannot be found or did not do its work; names it and the sample."""
+
+
+def exact_match(
+    prompts: list[str], completions: list[str], answers: list[str], **extra: Any
+) -> list[float]:
+    """1 where the completion is the answer, white space at either end aside, else 0."""
+    return [
+        float(completion.strip() == answer.strip())
+        for completion, answer in zip(completions, answers, strict=True)
+    ]
+
+
+def gsm8k(
+    prompts: list[str], completions: list[str], answers: list[str], **extra: Any
+) -> list[float]:
+    """1 where the final numbers of completion and answer are equal, else 0.
+
+    The final number is the first one after the last `####`, or without that mark the last number.
+    `1,234`, `$1234` and `1234.0` are equal. An answer without a number is a ValueError.
+    """
+    scores = []
+    for completion, answer in zip(completions, answers, strict=True):
+        expected = final_number(answer)
+        if expected is None:
+            raise ValueError(f"the reference answer {answer[-80:]!r} holds no number")
+        scores.append(float(final_number(completion) == expected))
+    return scores
+
+
+def arithmetic(
+    prompts: list[str], completions: list[str], answers: list[str], **extra: Any
+) -> list[float]:
+    """1 where the last of the comma-separated totals that end the completion is the answer."""
+    return [
+        float(completion.rstrip().rpartition(",")[2].strip() == answer)
+        for completion, answer in zip(completions, answers, strict=True)
+    ]
+
+
+BUILT_IN: dict[str, RewardCallable] = {
+    "exact_match": exact_match,
+    "gsm8k": gsm8k,
+    "arithmetic": arithmetic,
+}
+
+# A minus sign counts only where no number or closing bracket stands before it: 5-3 is 5 and 3.
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?\d[\d,]*(?:\.\d+)?", re.ASCII)
+
+
+def final_number(text: str) -> Decimal | None:
+    """The final number of a GSM8K-style solution (see `gsm8k`), or None."""
+    _, mark, tail = text.rpartition("####")
+    numbers = _NUMBER.findall(tail)
+    if not numbers:
+        return None
+    return Decimal(numbers[0 if mark else -1].replace(",", "").replace("$", ""))
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """One weighted term of the reward."""
+
+    name: str
+    """Its name in the recipe."""
+
+    function: RewardCallable
+    """What computes it."""
+
+    weight: float = 1.0
+    """Its factor in the sum."""
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The rewards of a batch of completions."""
+
+    total: list[float]
+    """Weighted sum per completion, added in the order of the functions."""
+
+    by_function: dict[str, list[float]]
+    """Unweighted scores per completion, by function name."""
+
+
+def resolve(name: str) -> RewardCallable:
+    """The reward function of that name: built in, or `package.module:function`."""
+    if ":" not in name:
+        if name in BUILT_IN:
+            return BUILT_IN[name]
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise RewardError(
+            f"unknown reward function {name!r}: {hint}Built in are {', '.join(BUILT_IN)}; your own "
+            "is named package.module:function"
+        )
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise RewardError(
+            f"reward function {name!r}: cannot import {module_name!r} ({error}); install it or put "
+            "its folder on PYTHONPATH"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise RewardError(f"reward function {name!r}: {module_name} has no function {attribute!r}")
+    return function
+
+
+def compute_rewards(
+    functions: Sequence[RewardFunction], examples: Sequence[Example], completions: Sequence[str]
+) -> Rewards:
+    """The rewards of `completions`, the i-th being one of `examples[i]`.
+
+    Raises RewardError, naming function and sample, when a function raises, or returns another
+    number of scores than there are completions, or a score that is no finite number.
+    """
+    if len(examples) != len(completions):
+        raise ValueError(f"{len(completions)} completions for {len(examples)} examples")
+    fields = {name for example in examples for name in example.extra}
+    if taken := sorted(fields & {"prompts", "completions", "answers"}):
+        raise ValueError(
+            f"the data field {', '.join(taken)} has the name of an argument that every reward "
+            "function takes: rename it in the data"
+        )
+    total = [0.0] * len(completions)
+    by_function: dict[str, list[float]] = {}
+    for term in functions:
+        scores = _scores(term, examples, completions)
+        by_function[term.name] = scores
+        total = [sum_ + term.weight * score for sum_, score in zip(total, scores, strict=True)]
+    return Rewards(total, by_function)
+
+
+def _scores(
+    term: RewardFunction, examples: Sequence[Example], completions: Sequence[str]
+) -> list[float]:
+    with _Caught() as caught:
+        scores = _call(term, examples, completions)
+    if caught.error is not None:
+        where = _failing_sample(term, examples, completions)
+        raise RewardError(
+            f"reward function {term.name!r} raised {type(caught.error).__name__}: {caught.error} "
+            f"({where})"
+        ) from caught.error
+    if not isinstance(scores, list | tuple):
+        raise RewardError(
+            f"reward function {term.name!r} returned {type(scores).__name__}: it must return a "
+            "list with one number per completion"
+        )
+    if len(scores) != len(completions):
+        raise RewardError(
+            f"reward function {term.name!r} returned {len(scores)} scores for {len(completions)} "
+            f"completions: sample {min(len(scores), len(completions))} is the first unmatched one"
+        )
+    for index, score in enumerate(scores):
+        if not isinstance(score, Real) or not math.isfinite(score):
+            raise RewardError(
+                f"reward function {term.name!r} returned {score!r}, not a finite number, for "
+                f"{_sample(index, examples, completions)}"
+            )
+    return [float(score) for score in scores]
+
+
+def _call(term: RewardFunction, examples: Sequence[Example], completions: Sequence[str]) -> Any:
+    names = sorted({name for example in examples for name in example.extra})
+    return term.function(
+        prompts=[example.prompt for example in examples],
+        completions=list(completions),
+        answers=[example.answer for example in examples],
+        **{name: [example.extra.get(name) for example in examples] for name in names},
+    )
+
+
+def _failing_sample(
+    term: RewardFunction, examples: Sequence[Example], completions: Sequence[str]
+) -> str:
+    """The first sample that also fails when the function is given it alone."""
+    for index, (example, completion) in enumerate(zip(examples, completions, strict=True)):
+        with _Caught() as caught:
+            _call(term, [example], [completion])
+        if caught.error is not None:
+            return _sample(index, examples, completions)
+    return f"on the batch of {len(completions)}, on no sample of it alone"
+
+
+def _sample(index: int, examples: Sequence[Example], completions: Sequence[str]) -> str:
+    text = completions[index]
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    return f"sample {index}, example {examples[index].id}, completion {shown!r}"
+
+
+class _Caught:
+    """Holds what foreign code raised, so that it can be raised again with its sample named.
+
+    Reward functions are written by others and may raise anything. An interrupt or an exit is not
+    theirs and passes through.
+    """
+
+    error: Exception | None = None
+
+    def __enter__(self) -> _Caught:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        self.error = error if isinstance(error, Exception) else None
+        return self.error is not None

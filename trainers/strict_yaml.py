@@ -1,0 +1,113 @@
+"""YAML for recipes: the 1.2 core scalars, no duplicate keys, `a.b=value` overrides.
+
+YAML 1.1, which PyYAML reads by default, turns `1e-3` into a string, `on` into a boolean, `010`
+into 8 and `12:30` into 750. Here a scalar is null, a boolean (true, false), a decimal integer, a
+float or a string.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+
+class RecipeSyntaxError(ValueError):
+    """The text is not acceptable YAML, or an override cannot be applied to it."""
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader with the scalar rules of this module and duplicate keys refused."""
+
+    yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+    def construct_decimal(self, node: yaml.ScalarNode) -> int:
+        return int(self.construct_scalar(node), 10)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first_line: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is not a string: quote it", key_node.start_mark
+                )
+            if key in first_line:
+                raise yaml.constructor.ConstructorError(
+                    None,
+                    None,
+                    f"the key {key!r} stands twice, on lines {first_line[key]} and {line}",
+                    key_node.start_mark,
+                )
+            first_line[key] = line
+        return super().construct_mapping(node, deep=deep)
+
+
+_SCALARS = (
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
+)
+for _tag, _pattern, _first in _SCALARS:
+    # PyYAML looks a resolver up by the scalar's first character, "" for an empty scalar.
+    _StrictLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}",
+        re.compile(f"^(?:{_pattern})$"),
+        ["" if character == "\0" else character for character in _first],
+    )
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_decimal)
+
+
+def parse(text: str, source: str) -> Any:
+    """The value of one YAML document. `source` names it in errors (RecipeSyntaxError)."""
+    loader = _StrictLoader(text)
+    loader.name = source
+    try:
+        return loader.get_single_data()
+    except yaml.YAMLError as error:
+        raise RecipeSyntaxError(f"{source} is not valid YAML: {error}") from error
+    finally:
+        loader.dispose()
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Sets each `a.b=value` in `tree`, in order; the value is YAML; a list is entered by index."""
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise RecipeSyntaxError(
+                f"--set {override}: expected section.key=value, for example "
+                "--set optimizer.learning_rate=1e-4"
+            )
+        _set(tree, keys, parse(text, f"--set {override}"), override)
+
+
+def _set(tree: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
+    node: Any = tree
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        if isinstance(node, list):
+            if not (key.isdecimal() and int(key) < len(node)):
+                raise RecipeSyntaxError(
+                    f"--set {override}: {'.'.join(keys[:depth])} is a list of {len(node)}: "
+                    f"{key!r} is no index into it"
+                )
+            index: int | str = int(key)
+        elif isinstance(node, dict):
+            index = key
+        else:
+            raise RecipeSyntaxError(
+                f"--set {override}: {'.'.join(keys[:depth])} is the value {node!r}, not a section"
+            )
+        if last:
+            node[index] = value
+        elif isinstance(node, dict) and node.get(index) is None:
+            # An absent or null section is opened by its first override.
+            node[index] = {}
+        node = node[index]
