@@ -51,15 +51,22 @@ def _is_unsafe_load(node: ast.AST) -> bool:
     )
 
 
+def _swallows(handler: ast.ExceptHandler) -> bool:
+    """Whether it catches errors nobody named; to undo work and re-raise, BaseException will do."""
+    caught = _names(handler.type)
+    last = handler.body[-1]
+    raises_again = isinstance(last, ast.Raise) and last.exc is None
+    everything = handler.type is None or "BaseException" in caught
+    return "Exception" in caught or (everything and not raises_again)
+
+
 def _finding(node: ast.AST) -> str | None:
     """Why `node` is banned, or None."""
     if _is_attribute(node, "atomic_add") or _imports_from(node, "triton", "atomic_add"):
         return "tl.atomic_add: the order of atomic additions varies from run to run"
     if _is_attribute(node, "autotune", "triton") or _imports_from(node, "triton", "autotune"):
         return "triton.autotune: a schedule is chosen from a table proved bit-neutral"
-    if isinstance(node, ast.ExceptHandler) and (
-        node.type is None or _names(node.type) & {"Exception", "BaseException"}
-    ):
+    if isinstance(node, ast.ExceptHandler) and _swallows(node):
         return "except Exception: name the error that is expected, let the others surface"
     if isinstance(node, ast.keyword) and node.arg == "warn_only":
         return "warn_only: a nondeterministic op is an error, not a warning"

@@ -39,8 +39,8 @@ def group_advantages(
     values = [float(reward) for reward in rewards]
     if group_size < 2:
         raise ValueError(
-            f"group_size must be at least 2, got {group_size}: the baseline is the group's mean, so "
-            "a group of one always has advantage 0; sample more completions per prompt"
+            f"group_size must be at least 2, got {group_size}: the baseline is the group's mean, "
+            "so a group of one always has advantage 0; sample more completions per prompt"
         )
     if not values or len(values) % group_size:
         raise ValueError(
@@ -56,7 +56,7 @@ def group_advantages(
 
 
 def _center_and_scale(group: list[float], kind: AdvantageKind, eps: float) -> list[float]:
-    # The rounded mean of equal numbers need not be that number; what remains must not look like one.
+    # The rounded mean of equal numbers need not be that number; no residue may pass for a signal.
     if min(group) == max(group):
         return [0.0] * len(group)
     mean = math.fsum(group) / len(group)

@@ -17,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from rl_consistency.numerics.strict import OPS
 from rl_consistency.rollout.sampling_params import MIN_TEMPERATURE
 from rl_consistency.trainers.advantages import AdvantageKind
 from rl_consistency.trainers.arithmetic import check_parameters
@@ -30,8 +31,6 @@ def _not_bool(value: Any) -> Any:
 
 
 def _known_ops(names: tuple[str, ...]) -> tuple[str, ...]:
-    from rl_consistency.numerics.strict import OPS
-
     if unknown := sorted(set(names) - set(OPS)):
         raise ValueError(f"unknown op {', '.join(unknown)}; the ops are {', '.join(sorted(OPS))}")
     return names

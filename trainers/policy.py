@@ -62,7 +62,8 @@ def load_policy(
     _check_vocabulary(model, loaded)
     if policy.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.to(device), loaded
+    model.to(torch.device(device))  # type: ignore[arg-type]
+    return model, loaded
 
 
 def build_model(
@@ -149,7 +150,7 @@ def _refuse_quantised(config: dict[str, Any], source: str) -> None:
 def _pretrained(policy: PolicySection, dtype: torch.dtype) -> PreTrainedModel:
     source = str(policy.path or policy.hub)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
             local_files_only=policy.path is not None,
@@ -166,6 +167,7 @@ def _pretrained(policy: PolicySection, dtype: torch.dtype) -> PreTrainedModel:
         raise PolicyError(
             f"{source} cannot be loaded as a causal language model: {error}"
         ) from error
+    model, report = loaded
     _refuse_quantised(model.config.to_dict(), source)
     # Hugging Face would fill a missing tensor with random numbers and go on.
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
@@ -178,7 +180,8 @@ def _pretrained(policy: PolicySection, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    rows = model.get_input_embeddings().weight.shape[0]
+    embedding: Any = model.get_input_embeddings()
+    rows = embedding.weight.shape[0]
     if len(tokenizer) > rows:
         raise PolicyError(
             f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {rows}: they "

@@ -39,19 +39,23 @@ class PackedBatch:
 
     @classmethod
     def from_sequences(
-        cls, sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu"
+        cls,
+        sequences: Sequence[Sequence[int]],
+        device: torch.device | str = "cpu",
+        *,
+        gap: int = 0,
     ) -> PackedBatch:
-        """Pack lists of token ids.
+        """Pack lists of token ids, with `gap` steps of filler before each sequence.
 
         Raises:
             ValueError: no sequence, or an empty one.
         """
         lens = [len(sequence) for sequence in sequences]
         tokens = np.fromiter((t for s in sequences for t in s), dtype=np.int64, count=sum(lens))
-        return cls.from_tokens(torch.from_numpy(tokens).to(device), lens)
+        return cls.from_tokens(torch.from_numpy(tokens).to(device), lens, gap=gap)
 
     @classmethod
-    def from_tokens(cls, tokens: Tensor, lens: Sequence[int]) -> PackedBatch:
+    def from_tokens(cls, tokens: Tensor, lens: Sequence[int], *, gap: int = 0) -> PackedBatch:
         """Pack tokens [N] that stand sequence by sequence; see `from_sequences`."""
         if not lens or min(lens) == 0:
             raise ValueError(
@@ -59,8 +63,9 @@ class PackedBatch:
                 "sequence is needed, and none may be empty."
             )
         sizes = np.asarray(lens, dtype=np.int64)
-        room = -(-sizes // ALIGNMENT) * ALIGNMENT
-        starts = np.cumsum(room) - room
+        taken = -(-sizes // ALIGNMENT) * ALIGNMENT
+        room = taken + gap * ALIGNMENT
+        starts = np.cumsum(room) - taken
         positions = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         rows = torch.from_numpy(np.repeat(starts, sizes) + positions).to(tokens.device)
         input_ids = tokens.new_zeros(int(room.sum()))

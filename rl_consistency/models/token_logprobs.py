@@ -54,7 +54,7 @@ class TokenLogprobs:
 
 def token_logprobs(
     model: nn.Module,
-    sequences: Sequence[Sequence[int]] | Tensor,
+    sequences: Sequence[Sequence[int]] | Tensor | PackedBatch,
     *,
     attention_mask: Tensor | None = None,
     prompt_lengths: Sequence[int] | None = None,
@@ -68,7 +68,7 @@ def token_logprobs(
 
     Args:
         model: patched causal LM.
-        sequences: lists of token ids, or a padded [B, L] int64 batch.
+        sequences: lists of token ids, a padded [B, L] int64 batch, or a `PackedBatch`.
         attention_mask: [B, L] for a padded batch, left or right; None says no padding.
         prompt_lengths: tokens at the start of each sequence that are not scored.
         loss_mask: instead of prompt_lengths, True at tokens to score, in the form of `sequences`.
@@ -126,13 +126,15 @@ class _Rows:
 
 
 def _pack(
-    model: nn.Module, sequences: Sequence[Sequence[int]] | Tensor, attention_mask: Tensor | None
+    model: nn.Module, sequences: Sequence[Sequence[int]] | Tensor | PackedBatch, attention_mask: Tensor | None
 ) -> tuple[PackedBatch, list[int]]:
     if isinstance(sequences, Tensor):
         batch = pack_padded(sequences, attention_mask).packed
+    elif attention_mask is not None:
+        raise ValueError("attention_mask goes with a padded tensor; lists need none.")
+    elif isinstance(sequences, PackedBatch):
+        batch = sequences
     else:
-        if attention_mask is not None:
-            raise ValueError("attention_mask goes with a padded tensor; lists need none.")
         device = next(model.parameters()).device
         batch = PackedBatch.from_sequences(sequences, device)
     return batch, list(batch.layout.query_lens)

@@ -18,7 +18,7 @@ from rl_consistency.rollout.model_runner import ModelRunner
 from rl_consistency.rollout.random_stream import uniforms
 from rl_consistency.rollout.sampler import sample, sampling_rows
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.scheduler import ScheduledChunk, Scheduler
+from rl_consistency.rollout.scheduler import Scheduler
 from rl_consistency.rollout.sequence import FinishReason, RolloutSequence
 
 Progress = Callable[[int, int, int], None]
@@ -173,3 +173,145 @@ class RolloutEngine:
                 self._scheduler.finish(sequence)
         self._num_steps += 1
         return sampled
+
+    def _sample(
+        self, sequences: Sequence[RolloutSequence], logits: Tensor
+    ) -> tuple[list[int], list[float]]:
+        """One token and its logprob for each sequence, from its row of logits [n, V]."""
+        if not sequences:
+            return [], []
+        rows = sampling_rows([sequence.params for sequence in sequences], logits.device)
+        token_ids, logprobs = sample(logits, rows, _uniforms(sequences).to(logits.device))
+        finite = torch.isfinite(logprobs)
+        if not finite.all():
+            bad = sequences[int(finite.logical_not().nonzero()[0])]
+            raise ConsistencyError(
+                f"prompt {bad.prompt_index}, sample {bad.sample_index}, position {bad.num_tokens}: "
+                "the model gave a logprob that is not finite; look for NaN or infinity in its "
+                "weights (a diverged update, or fp16 overflow)"
+            )
+        return token_ids.tolist(), logprobs.tolist()
+
+    def _sequences(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        prompt_ids: Sequence[int] | None,
+    ) -> list[RolloutSequence]:
+        """Check everything, then make the sequences in order of (prompt index, sample index)."""
+        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        ids = range(len(prompts)) if prompt_ids is None else prompt_ids
+        for name, values in (("sampling", params), ("prompt_ids", ids)):
+            if len(values) != len(prompts):
+                raise ValueError(f"{len(prompts)} prompts but {len(values)} {name}; one for each")
+        _check_streams(ids, params)
+        sequences: list[RolloutSequence] = []
+        for index, prompt in enumerate(prompts):
+            tokens = self._checked_prompt(index, prompt, params[index])
+            stop = frozenset(params[index].stop_token_ids)
+            if not params[index].ignore_eos:
+                stop |= self._eos_token_ids
+            sequences += [
+                RolloutSequence(
+                    prompt_index=index,
+                    sample_index=sample_index,
+                    prompt_id=ids[index],
+                    params=params[index],
+                    stop_token_ids=stop,
+                    token_ids=tokens,
+                )
+                for sample_index in range(params[index].n)
+            ]
+        return sequences
+
+    def _checked_prompt(
+        self, index: int, prompt: Sequence[int], params: SamplingParams
+    ) -> list[int]:
+        tokens = np.asarray(prompt)
+        if tokens.size == 0:
+            raise ValueError(f"prompt {index} is empty; give it at least one token, such as bos")
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"prompt {index} must be a list of integer token ids")
+        vocab_size = self._model.config.vocab_size
+        outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+        if outside.size:
+            raise ValueError(
+                f"prompt {index} has token id {outside[0]}, outside the model's vocabulary of "
+                f"{vocab_size}; is the tokenizer this model's?"
+            )
+        self._check_length(index, len(tokens), params.max_tokens)
+        return tokens.tolist()
+
+    def _check_length(self, index: int, num_prompt_tokens: int, max_tokens: int) -> None:
+        asked = f"prompt {index}: {num_prompt_tokens} prompt tokens and max_tokens={max_tokens}"
+        context = self._model.config.max_position_embeddings
+        if num_prompt_tokens + max_tokens > context:
+            raise ValueError(
+                f"{asked} exceed the model's context of {context} tokens; shorten the prompt or "
+                "lower max_tokens"
+            )
+        needed = self._blocks.blocks_for(num_prompt_tokens + max_tokens - 1)
+        if needed > self._blocks.num_blocks:
+            raise ValueError(
+                f"{asked} need {needed} KV blocks of {self._blocks.block_size} tokens and the "
+                f"cache has {self._blocks.num_blocks}; set num_kv_blocks to at least {needed}, or "
+                "lower max_tokens"
+            )
+
+
+def _uniforms(sequences: Sequence[RolloutSequence]) -> Tensor:
+    """[n] fp64: the random number of each sequence's next position."""
+    values = uniforms(
+        [sequence.params.seed for sequence in sequences],
+        [sequence.prompt_id for sequence in sequences],
+        [sequence.sample_index for sequence in sequences],
+        [sequence.num_tokens for sequence in sequences],
+    )
+    return torch.from_numpy(values)
+
+
+def _check_streams(prompt_ids: Sequence[int], params: Sequence[SamplingParams]) -> None:
+    """Each prompt needs a random stream of its own."""
+    seen: dict[tuple[int, int], int] = {}
+    for index, (prompt_id, asked) in enumerate(zip(prompt_ids, params)):
+        if not isinstance(asked, SamplingParams):
+            raise ValueError(f"sampling[{index}] must be a SamplingParams, got {asked!r}")
+        if (
+            isinstance(prompt_id, bool)
+            or not isinstance(prompt_id, int)
+            or not (0 <= prompt_id < 2**64)
+        ):
+            raise ValueError(
+                f"prompt_ids[{index}] must be an integer in [0, 2**64), got {prompt_id!r}"
+            )
+        first = seen.setdefault((asked.seed, prompt_id), index)
+        if first != index:
+            raise ValueError(
+                f"prompts {first} and {index} share prompt id {prompt_id} and seed {asked.seed}, "
+                "so their samples would use the same random numbers; give each its own id or seed, "
+                "or ask for n samples of one prompt"
+            )
+
+
+def _eos_token_ids(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> frozenset[int]:
+    if eos_token_id is None:
+        return frozenset()
+    values = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
+    token_ids = frozenset(operator.index(value) for value in values)
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"eos_token_id {token_id} is outside the model's vocabulary of {vocab_size}"
+            )
+    return token_ids
+
+
+def _completion(sequence: RolloutSequence) -> Completion:
+    assert sequence.finish_reason is not None
+    return Completion(
+        prompt_index=sequence.prompt_index,
+        sample_index=sequence.sample_index,
+        token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+        token_logprobs=torch.tensor(sequence.token_logprobs, dtype=torch.float32),
+        finish_reason=sequence.finish_reason,
+    )

@@ -118,9 +118,7 @@ class ModelRunner:
         return input_ids, position_ids, paged
 
 
-def _default_num_blocks(
-    model: Any, block_size: int, block_bytes: int, max_num_seqs: int
-) -> int:
+def _default_num_blocks(model: Any, block_size: int, block_bytes: int, max_num_seqs: int) -> int:
     tokens = min(model.config.max_position_embeddings, DEFAULT_TOKENS_PER_SEQUENCE)
     per_sequence = -(-tokens // block_size)
     limit = DEFAULT_CACHE_BYTES.get(model.device.type, DEFAULT_CACHE_BYTES["cpu"]) // block_bytes

@@ -61,6 +61,7 @@ def uniforms(
 
 def _words(name: str, values: ArrayLike, bits: int) -> NDArray[np.uint64]:
     values = list(values)  # type: ignore[arg-type]
-    if values and not (0 <= min(values) and max(values) < 2**bits):
-        raise ValueError(f"{name} must lie in [0, 2**{bits}), got {min(values)} to {max(values)}")
+    low, high = min(values, default=0), max(values, default=0)
+    if low < 0 or high >= 2**bits:
+        raise ValueError(f"{name} must lie in [0, 2**{bits}), got {low} to {high}")
     return np.array(values, dtype=np.uint64)

@@ -1,6 +1,6 @@
 """From logits to a token and its logprob, row by row.
 
-The distribution is `kernels.token_logprobs.distribution`, the very function the training forward
+The distribution is `kernels.sampling_support.distribution`, the very function the training forward
 uses, so a sampled token's logprob is the behaviour logprob that training recomputes.
 
 Sampling is the inverse of the cumulative distribution in token-id order. The probabilities are
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.token_logprobs import SamplingRows, distribution
+from rl_consistency.kernels.sampling_support import SamplingRows, distribution
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 _UNIT = 2.0**52

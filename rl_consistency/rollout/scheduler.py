@@ -29,15 +29,18 @@ class ScheduledChunk:
     start: int
     """Position of the first of them, counted from the sequence's first token."""
     length: int
+    samples: bool
+    """Whether the chunk ends with the last known token, the one to sample from."""
+
+    @classmethod
+    def next_of(cls, sequence: RolloutSequence, length: int) -> ScheduledChunk:
+        """The first `length` tokens that are not computed yet."""
+        samples = length == sequence.num_uncomputed_tokens
+        return cls(sequence, sequence.num_computed_tokens, length, samples)
 
     @property
     def end(self) -> int:
         return self.start + self.length
-
-    @property
-    def samples(self) -> bool:
-        """Whether the last row is the last known token, the one to sample from."""
-        return self.end == self.sequence.num_tokens
 
 
 class Scheduler:
@@ -109,7 +112,7 @@ class Scheduler:
         while index < len(self._running) and len(chunks) < self._max_batch_tokens:
             sequence = self._running[index]
             if sequence.num_uncomputed_tokens == 1 and self._make_room(sequence):
-                chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, 1))
+                chunks.append(ScheduledChunk.next_of(sequence, 1))
             index += 1
         self.num_decode_tokens += len(chunks)
         return chunks
@@ -132,7 +135,7 @@ class Scheduler:
     def _prefill_chunk(self, sequence: RolloutSequence, room: int) -> ScheduledChunk:
         length = min(sequence.num_uncomputed_tokens, self._prefill_chunk_size, room)
         self.num_prefill_tokens += length
-        return ScheduledChunk(sequence, sequence.num_computed_tokens, length)
+        return ScheduledChunk.next_of(sequence, length)
 
     def _admitted_chunks(self, room: int) -> list[ScheduledChunk]:
         chunks: list[ScheduledChunk] = []

@@ -1,0 +1,74 @@
+"""SHA-256 of weights and gradients: two runs agree when one short string does.
+
+A tensor enters as its name, dtype, shape and raw bytes, in sorted order of names, so that the
+digest does not depend on how a model happens to enumerate its parameters. Tied parameters enter
+once, under the name `named_parameters` gives them; a missing gradient enters as such, not as zeros.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Tensors = nn.Module | Mapping[str, Tensor | None]
+
+
+def parameter_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
+    """Hexadecimal SHA-256 of all parameters of a model, or of tensors by name."""
+    return _digest(dict(model.named_parameters()) if isinstance(model, nn.Module) else model)
+
+
+def gradient_digest(model: Tensors) -> str:
+    """Hexadecimal SHA-256 of the gradients of all parameters, or of gradients by name."""
+    if isinstance(model, nn.Module):
+        model = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return _digest(model)
+
+
+def tensor_digest(name: str, tensor: Tensor | None) -> str:
+    """Hexadecimal SHA-256 of one named tensor."""
+    return _digest({name: tensor})
+
+
+def _digest(tensors: Mapping[str, Tensor | None]) -> str:
+    state = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        # A JSON header ends unambiguously and fixes how many bytes follow it.
+        if tensor is None:
+            state.update(json.dumps([name, None]).encode())
+            continue
+        state.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        state.update(_bytes(tensor).numpy().data)
+    return state.hexdigest()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """[n] uint8 on the CPU; shares storage with a contiguous CPU tensor."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def first_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
+    """The first name, in sorted order, whose entries differ; None when all agree.
+
+    Entries are tensors (compared by dtype, shape and bytes, so NaN equals the same NaN and +0
+    differs from -0), or plain values such as digests (compared by ==). A name on one side only is a
+    difference.
+    """
+    for name in sorted(a.keys() | b.keys()):
+        if name not in a or name not in b or not _equal(a[name], b[name]):
+            return name
+    return None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return type(a) is type(b) and a == b
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(_bytes(a), _bytes(b))

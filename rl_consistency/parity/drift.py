@@ -1,0 +1,260 @@
+"""How far the logprobs of training are from those of the rollout, token by token.
+
+A token matches when the two fp32 values are the same 32 bits. So +0 and -0 differ (by 1 ULP: the
+two zeros are neighbours in the order used here), and a token with a NaN or an infinity on either
+side counts as mismatched whatever the other side holds. Nothing that was scored is left out of any
+figure: a single NaN makes the means NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import Tensor
+
+from rl_consistency.parity.tolerances import RATIO_BAND
+
+LogProbs = Tensor | Sequence[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriftReport:
+    """Drift over the active tokens, d = training logprob - rollout logprob, means in fp64.
+
+    Example: rollout (-1, -2), training (-1, -2.5) gives tokens 2, mismatched_tokens 1,
+    mean_abs_diff 0.25, max_abs_diff 0.5, kl_k1 0.25, ratio_max 1, first_mismatch 1.
+    """
+
+    tokens: int
+    """Active tokens compared."""
+    mismatched_tokens: int
+    """Tokens whose bits differ, or that are not finite on either side."""
+    nonfinite_tokens: int
+    """Tokens with a NaN or an infinity on either side; all are mismatched too."""
+    mean_abs_diff: float
+    """Mean |d|, nats."""
+    max_abs_diff: float
+    """Largest |d|, nats."""
+    mean_ulp: float
+    """Mean distance in representable fp32 values."""
+    max_ulp: int
+    """Largest distance in representable fp32 values; 0 only when all bits are equal."""
+    kl_k1: float
+    """Mean of -d: the plain estimate of KL(rollout || training) from the rollout's samples."""
+    kl_k3: float
+    """Mean of e^d - 1 - d: the non-negative, low-variance estimate of the same."""
+    ratio_min: float
+    """Smallest importance ratio e^d."""
+    ratio_mean: float
+    """Mean importance ratio."""
+    ratio_max: float
+    """Largest importance ratio."""
+    clip_fraction: float
+    """Share of tokens whose ratio is outside [0.8, 1.2]."""
+    first_mismatch: int | None
+    """Flat index, counted over active and masked positions alike, of the first mismatched token."""
+    positions: int
+    """Values on each side, active or not."""
+
+    @property
+    def mismatch_fraction(self) -> float:
+        return self.mismatched_tokens / self.tokens
+
+    @property
+    def passed(self) -> bool:
+        """Whether every active token is finite and bit-equal."""
+        return self.mismatched_tokens == 0 and self.nonfinite_tokens == 0
+
+    def metrics(self, prefix: str = "consistency") -> dict[str, float]:
+        """The figures under the names they are logged by."""
+        named = {
+            "tokens": self.tokens,
+            "mismatched_tokens": self.mismatched_tokens,
+            "mismatch_fraction": self.mismatch_fraction,
+            "nonfinite_tokens": self.nonfinite_tokens,
+            "logprob_abs_diff/mean": self.mean_abs_diff,
+            "logprob_abs_diff/max": self.max_abs_diff,
+            "ulp/mean": self.mean_ulp,
+            "ulp/max": self.max_ulp,
+            "kl/k1": self.kl_k1,
+            "kl/k3": self.kl_k3,
+            "importance_ratio/min": self.ratio_min,
+            "importance_ratio/mean": self.ratio_mean,
+            "importance_ratio/max": self.ratio_max,
+            "clip_fraction": self.clip_fraction,
+        }
+        return {f"{prefix}/{name}": value for name, value in named.items()}
+
+    def merge(self, other: DriftReport) -> DriftReport:
+        """The report of this report's tokens followed by the other's; means weighted by tokens."""
+        tokens = self.tokens + other.tokens
+
+        def mean(name: str) -> float:
+            total = getattr(self, name) * self.tokens + getattr(other, name) * other.tokens
+            return total / tokens
+
+        first = self.first_mismatch
+        if first is None and other.first_mismatch is not None:
+            first = self.positions + other.first_mismatch
+        means = ("mean_abs_diff", "mean_ulp", "kl_k1", "kl_k3", "ratio_mean", "clip_fraction")
+        return DriftReport(
+            tokens=tokens,
+            mismatched_tokens=self.mismatched_tokens + other.mismatched_tokens,
+            nonfinite_tokens=self.nonfinite_tokens + other.nonfinite_tokens,
+            max_abs_diff=_extreme(max, self.max_abs_diff, other.max_abs_diff),
+            max_ulp=max(self.max_ulp, other.max_ulp),
+            ratio_min=_extreme(min, self.ratio_min, other.ratio_min),
+            ratio_max=_extreme(max, self.ratio_max, other.ratio_max),
+            first_mismatch=first,
+            positions=self.positions + other.positions,
+            **{name: mean(name) for name in means},
+        )
+
+
+def _extreme(choose, a: float, b: float) -> float:
+    return math.nan if math.isnan(a) or math.isnan(b) else choose(a, b)
+
+
+def compare_logprobs(
+    rollout: LogProbs, training: LogProbs, mask: LogProbs | None = None
+) -> DriftReport:
+    """Compare the logprobs of the same tokens from both sides.
+
+    Args:
+        rollout: fp32, any shape, or one tensor per sequence (joined in order).
+        training: the same tokens in the same order; shapes, or lengths per sequence, must agree.
+        mask: bool or integer, shaped like the logprobs; 0 leaves a position out. None: all count.
+
+    Raises:
+        ValueError: shapes differ, or no token is active.
+        TypeError: a logprob is not fp32 (the type both sides produce), or a mask is not integral.
+    """
+    ours, theirs = _flat(rollout, "rollout"), _flat(training, "training")
+    _check_shapes(rollout, training, "rollout", "training")
+    active = torch.ones_like(ours, dtype=torch.bool)
+    if mask is not None:
+        _check_shapes(rollout, mask, "rollout", "mask")
+        active = _flat_mask(mask).to(ours.device)
+    index = active.nonzero().squeeze(1)
+    if index.numel() == 0:
+        raise ValueError(
+            f"no active token among {ours.numel()} positions: there is nothing to compare. Check "
+            "the loss mask, and that the completions are not all empty"
+        )
+    return _report(ours[index], theirs.to(ours.device)[index], index, positions=ours.numel())
+
+
+def mismatched_sequences(rollout: Sequence[Tensor], training: Sequence[Tensor]) -> list[int]:
+    """Indices of the sequences with at least one mismatched token; one fp32 tensor per sequence."""
+    _check_shapes(rollout, training, "rollout", "training")
+    pairs = zip(rollout, training, strict=True)
+    return [
+        index
+        for index, (ours, theirs) in enumerate(pairs)
+        if ours.numel() and not compare_logprobs(ours, theirs).passed
+    ]
+
+
+def _report(rollout: Tensor, training: Tensor, index: Tensor, positions: int) -> DriftReport:
+    d = training.double() - rollout.double()
+    # k1 from the other difference: negating d would give -0 for equal logprobs.
+    reverse = rollout.double() - training.double()
+    ratio = d.exp()
+    ulp = (ordered_integers(training) - ordered_integers(rollout)).abs()
+    nonfinite = ~(rollout.isfinite() & training.isfinite())
+    mismatched = (ulp != 0) | nonfinite
+    outside = ~((ratio >= RATIO_BAND[0]) & (ratio <= RATIO_BAND[1]))
+    first = index[mismatched][:1].tolist()
+    return DriftReport(
+        tokens=d.numel(),
+        mismatched_tokens=int(mismatched.sum()),
+        nonfinite_tokens=int(nonfinite.sum()),
+        mean_abs_diff=d.abs().mean().item(),
+        max_abs_diff=d.abs().max().item(),
+        mean_ulp=ulp.double().mean().item(),
+        max_ulp=int(ulp.max()),
+        kl_k1=reverse.mean().item(),
+        kl_k3=(torch.expm1(d) - d).mean().item(),
+        ratio_min=ratio.min().item(),
+        ratio_mean=ratio.mean().item(),
+        ratio_max=ratio.max().item(),
+        clip_fraction=outside.double().mean().item(),
+        first_mismatch=first[0] if first else None,
+        positions=positions,
+    )
+
+
+def ordered_integers(values: Tensor) -> Tensor:
+    """fp32 -> int64 of the same shape, ascending with the value, one step per representable number.
+
+    +0 is 0 and -0 is -1. The ULP distance of two values is the difference of their integers.
+    """
+    bits = values.contiguous().view(torch.int32).to(torch.int64)
+    return torch.where(bits >= 0, bits, -1 - (bits & 0x7FFFFFFF))
+
+
+def _parts(values: LogProbs) -> list[Tensor]:
+    return [values] if isinstance(values, Tensor) else list(values)
+
+
+def _flat(values: LogProbs, side: str) -> Tensor:
+    parts = _parts(values)
+    for part in parts:
+        if part.dtype != torch.float32:
+            raise TypeError(
+                f"{side} logprobs must be torch.float32, got {part.dtype}; compare them as they "
+                "were computed, before any cast"
+            )
+    return torch.cat([part.detach().reshape(-1) for part in parts]) if parts else torch.empty(0)
+
+
+def _flat_mask(mask: LogProbs) -> Tensor:
+    parts = _parts(mask)
+    for part in parts:
+        if part.dtype.is_floating_point or part.dtype.is_complex:
+            raise TypeError(f"the mask must be bool or integer, got {part.dtype}")
+    return torch.cat([part.reshape(-1) != 0 for part in parts])
+
+
+def _check_shapes(a: LogProbs, b: LogProbs, name_a: str, name_b: str) -> None:
+    if isinstance(a, Tensor) != isinstance(b, Tensor):
+        # One side flat, one per sequence: only the totals can be compared.
+        count_a, count_b = (sum(part.numel() for part in _parts(side)) for side in (a, b))
+        if count_a != count_b:
+            raise ValueError(f"{name_a} has {count_a} tokens but {name_b} has {count_b}")
+        return
+    shapes_a, shapes_b = ([list(part.shape) for part in _parts(side)] for side in (a, b))
+    if len(shapes_a) != len(shapes_b):
+        raise ValueError(f"{name_a} has {len(shapes_a)} sequences but {name_b} has {len(shapes_b)}")
+    for index, (left, right) in enumerate(zip(shapes_a, shapes_b, strict=True)):
+        if left != right:
+            where = "" if isinstance(a, Tensor) else f" of sequence {index}"
+            raise ValueError(
+                f"{name_a} has shape {left} but {name_b} has {right}{where}; both sides must "
+                "hold the same tokens in the same order"
+            )
+
+
+@dataclass
+class DriftTotals:
+    """Drift of everything compared so far: all micro-batches of a step, or all steps of a run."""
+
+    report: DriftReport | None = field(default=None)
+    """The merged report; None before the first."""
+
+    def add(self, report: DriftReport) -> None:
+        self.report = report if self.report is None else self.report.merge(report)
+
+    def extend(self, reports: Iterable[DriftReport]) -> None:
+        for report in reports:
+            self.add(report)
+
+    def state_dict(self) -> dict:
+        """Plain numbers, for a checkpoint."""
+        return {} if self.report is None else asdict(self.report)
+
+    def load_state_dict(self, state: Mapping) -> None:
+        self.report = DriftReport(**state) if state else None

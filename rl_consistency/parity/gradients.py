@@ -1,0 +1,221 @@
+"""Gradient checks: the same step cut another way must give the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rl_consistency.models.packing import PackedBatch
+from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
+from rl_consistency.numerics.errors import ConsistencyError
+
+Layout = Literal["packed", "packed_with_gaps", "left_padded", "right_padded"]
+
+LossFunction = Callable[[TokenLogprobs, Sequence[int]], Tensor]
+"""(logprobs of some sequences, their indices) -> their share of the loss, a scalar.
+
+The shares must add up to the whole batch's loss: weights come from global counts, not from the
+sequences at hand.
+"""
+
+
+@dataclass(frozen=True)
+class Regrouping:
+    """One way to cut a batch into backward passes.
+
+    Example: Regrouping("uneven", (1, 2), "packed") runs sequence 0, then 1 and 2, then 3 alone of a
+    batch of 4 (sizes repeat, the last one is cut short).
+    """
+
+    name: str
+    sizes: tuple[int, ...]
+    """Sequences of successive micro-batches; repeated until the batch is used up."""
+    layout: Layout = "packed"
+    """How each micro-batch is laid out."""
+
+    def groups(self, count: int) -> Iterator[list[int]]:
+        """Indices of each micro-batch, in logical order."""
+        start = turn = 0
+        while start < count:
+            end = min(start + self.sizes[turn % len(self.sizes)], count)
+            yield list(range(start, end))
+            start, turn = end, turn + 1
+
+
+WHOLE = Regrouping("all at once", (1 << 30,))
+
+REGROUPINGS = (
+    Regrouping("micro-batch 1", (1,)),
+    Regrouping("uneven", (1, 3, 2)),
+    Regrouping("left-padded by 2", (2,), "left_padded"),
+    Regrouping("right-padded", (1 << 30,), "right_padded"),
+    Regrouping("packed with gaps", (3,), "packed_with_gaps"),
+)
+"""Compared with the whole packed batch when nothing else is asked for."""
+
+
+@dataclass(frozen=True)
+class RegroupingResult:
+    """One regrouping against the whole batch."""
+
+    name: str
+    mismatched_elements: int
+    """Gradient elements whose fp32 bytes differ."""
+    first_parameter: str | None
+    """The first parameter, in model order, with such an element."""
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """What a gradient check found."""
+
+    results: tuple[RegroupingResult, ...]
+    elements: int
+    """Gradient elements compared per regrouping."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every regrouping gave the same bytes."""
+        return self.mismatched_elements == 0
+
+    @property
+    def mismatched_elements(self) -> int:
+        """Differing elements over all regroupings."""
+        return sum(result.mismatched_elements for result in self.results)
+
+    @property
+    def first_parameter(self) -> str | None:
+        """The first parameter that differed in any regrouping."""
+        return next((r.first_parameter for r in self.results if r.first_parameter), None)
+
+    def require_passed(self) -> None:
+        """Raise if any byte differed.
+
+        Raises:
+            ConsistencyError: names the regrouping and the parameter.
+        """
+        for result in self.results:
+            if result.mismatched_elements:
+                raise ConsistencyError(
+                    f"gradients depend on how the batch was cut: {result.name!r} differs from one "
+                    f"whole packed batch in {result.mismatched_elements} of {self.elements} "
+                    f"elements, first in {result.first_parameter}. Run `rl-consistency verify`, "
+                    "and check that the loss weights come from global counts."
+                )
+
+
+def check_gradients(
+    model: nn.Module,
+    sequences: Sequence[Sequence[int]],
+    *,
+    prompt_lengths: Sequence[int],
+    loss: LossFunction,
+    sampling: Any = None,
+    regroupings: Sequence[Regrouping] = REGROUPINGS,
+    compare_present: bool = False,
+) -> GradientReport:
+    """Recompute one step's gradients under other regroupings and compare bytes.
+
+    Gradients present before the call are put back after it; weights are not touched.
+
+    Args:
+        model: patched causal LM.
+        sequences: token ids, in logical order.
+        prompt_lengths: tokens at the start of each sequence that are not scored.
+        loss: share of the loss of some sequences, see `LossFunction`.
+        sampling: as in `token_logprobs`.
+        regroupings: what to compare with the whole packed batch.
+        compare_present: also compare the gradients the parameters hold now, "as trained".
+
+    Returns:
+        Mismatched elements and the first differing parameter of each regrouping.
+    """
+
+    def gradients(regrouping: Regrouping) -> dict[str, Tensor]:
+        model.zero_grad(set_to_none=True)
+        for group in regrouping.groups(len(sequences)):
+            chosen = [sequences[i] for i in group]
+            own = [sampling[i] for i in group] if isinstance(sampling, Sequence) else sampling
+            inputs, mask = lay_out(chosen, regrouping.layout, _device(model))
+            scored = token_logprobs(
+                model,
+                inputs,
+                attention_mask=mask,
+                prompt_lengths=[prompt_lengths[i] for i in group],
+                sampling=own,
+            )
+            loss(scored, group).backward()
+        return _present(model)
+
+    present = _present(model)
+    with _gradients_kept(model):
+        whole = gradients(WHOLE)
+        results = [_compare(r.name, whole, gradients(r)) for r in regroupings]
+    if compare_present:
+        results.insert(0, _compare("as trained", whole, present))
+    return GradientReport(tuple(results), sum(g.numel() for g in whole.values()))
+
+
+def _present(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: parameter.grad.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def lay_out(
+    sequences: Sequence[Sequence[int]], layout: Layout, device: torch.device | str = "cpu"
+) -> tuple[PackedBatch | Tensor, Tensor | None]:
+    """Sequences in one of the layouts, and the attention mask where the layout is padded."""
+    if layout in ("packed", "packed_with_gaps"):
+        gap = 1 if layout == "packed_with_gaps" else 0
+        return PackedBatch.from_sequences(sequences, device, gap=gap), None
+    width = max(len(sequence) for sequence in sequences) + 3
+    ids = torch.zeros(len(sequences), width, dtype=torch.int64, device=device)
+    mask = torch.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        start = width - len(sequence) if layout == "left_padded" else 0
+        ids[row, start : start + len(sequence)] = torch.tensor(sequence, device=device)
+        mask[row, start : start + len(sequence)] = 1
+    return ids, mask
+
+
+def _compare(
+    name: str, expected: dict[str, Tensor], actual: dict[str, Tensor]
+) -> RegroupingResult:
+    mismatched, first = 0, None
+    for parameter in sorted(expected.keys() ^ actual.keys()):
+        present = expected.get(parameter, actual.get(parameter))
+        assert present is not None
+        mismatched, first = mismatched + present.numel(), first or parameter
+    for parameter, gradient in expected.items():
+        if parameter not in actual:
+            continue
+        differs = _bits(gradient) != _bits(actual[parameter])
+        if bool(differs.any()):
+            mismatched, first = mismatched + int(differs.sum()), first or parameter
+    return RegroupingResult(name, mismatched, first)
+
+
+def _bits(gradient: Tensor) -> Tensor:
+    return gradient.float().contiguous().view(torch.int32)
+
+
+@contextmanager
+def _gradients_kept(model: nn.Module) -> Iterator[None]:
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

@@ -1,0 +1,87 @@
+"""Data on which a wrong summation order shows.
+
+Small integers sum exactly in every order, and values of one size hide a lost low bit. A probe is
+normal, times a random power of two per element, times a large one in a few outlier channels:
+partial sums then cancel and round at many scales, in every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+EXPONENTS = (-8, 3)
+"""Each element is scaled by 2**e, e uniform in this range, ends included."""
+
+OUTLIER_EXPONENTS = (3, 6)
+"""Outlier channels are scaled by another 2**e, e uniform in this range, ends included."""
+
+
+def probe(
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    *,
+    scale: float = 1.0,
+) -> Tensor:
+    """Probe values [*shape] on the CPU; the same arguments give the same bytes.
+
+    One channel (index of the last dimension) in 16, and at least one, is an outlier. Magnitudes
+    stay below 2**12 * scale, so fp16 holds them at scale 1.
+
+    Raises:
+        ValueError: the shape has no dimension, or a dimension of size 0.
+    """
+    if not shape or min(shape) < 1:
+        raise ValueError(f"a probe needs at least one dimension, all positive, got {list(shape)}")
+    generator = torch.Generator().manual_seed(seed)
+    channels = shape[-1]
+    values = torch.randn(tuple(shape), generator=generator)
+    exponents = _uniform(EXPONENTS, tuple(shape), generator)
+    channel_exponents = torch.zeros(channels, dtype=torch.int64)
+    outliers = torch.randperm(channels, generator=generator)[: max(channels // 16, 1)]
+    channel_exponents[outliers] = _uniform(OUTLIER_EXPONENTS, (len(outliers),), generator)
+    return (torch.ldexp(values, exponents + channel_exponents) * scale).to(dtype)
+
+
+def _uniform(ends: tuple[int, int], shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randint(ends[0], ends[1] + 1, shape, generator=generator)
+
+
+def probe_tokens(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Token ids, one list per length. A sequence depends on the seed and its own index alone.
+
+    About half the tokens come from eight ids, so that most of them repeat: the gradient of an
+    embedding row is then a sum whose order matters.
+
+    Raises:
+        ValueError: a negative length or a vocabulary of none.
+    """
+    if vocab_size < 1 or any(length < 0 for length in lengths):
+        raise ValueError(
+            "vocab_size must be positive and lengths not negative, "
+            f"got {vocab_size}, {list(lengths)}"
+        )
+    common = _token_generator(seed, 0)
+    frequent = torch.randint(0, vocab_size, (8,), generator=common)
+    return [
+        _tokens(length, vocab_size, frequent, _token_generator(seed, index + 1))
+        for index, length in enumerate(lengths)
+    ]
+
+
+def _token_generator(seed: int, stream: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed * 1_000_003 + stream)
+
+
+def _tokens(
+    length: int, vocab_size: int, frequent: Tensor, generator: torch.Generator
+) -> list[int]:
+    ids = []
+    # One token at a time: a longer sequence then begins with the shorter one.
+    for _ in range(length):
+        common, choice, other = torch.randint(0, 2**62, (3,), generator=generator).tolist()
+        ids.append(int(frequent[choice % 8]) if common % 2 else other % vocab_size)
+    return ids

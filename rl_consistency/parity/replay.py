@@ -1,0 +1,178 @@
+"""A replay bundle: all that is needed to look again at tokens whose logprobs differed.
+
+A bundle is a directory: `bundle.json` (tokens, prompt lengths, configuration, fingerprint, the
+digest of the weights) and `logprobs.safetensors` (both sides, fp32, flat). Only the offending
+sequences are kept, and the weights only as their digest: the run's checkpoints hold them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from rl_consistency.parity.drift import DriftReport, compare_logprobs, mismatched_sequences
+
+FORMAT = 1
+
+
+class HasEntries(Protocol):
+    """What a bundle keeps of a `Fingerprint`."""
+
+    @property
+    def entries(self) -> dict[str, str]: ...
+
+    @property
+    def digest(self) -> str: ...
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReplayBundle:
+    """The offending sequences of one step, and where they came from."""
+
+    sequences: list[list[int]]
+    """Token ids, prompt first."""
+    prompt_lengths: list[int]
+    """Prompt tokens of each sequence."""
+    sequence_indices: list[int]
+    """The place of each sequence in the batch it was found in."""
+    rollout_logprobs: list[Tensor]
+    """fp32, one tensor per sequence, as the rollout gave them."""
+    training_logprobs: list[Tensor]
+    """fp32, one tensor per sequence, as training recomputed them."""
+    config: dict[str, Any]
+    """The resolved configuration of the run."""
+    parameter_digest: str
+    """SHA-256 of the weights under which both sides ran."""
+    fingerprint: dict[str, str]
+    """Entries of the run's fingerprint."""
+    fingerprint_digest: str
+
+    def drift(self) -> DriftReport:
+        """The drift of the saved tokens."""
+        return compare_logprobs(self.rollout_logprobs, self.training_logprobs)
+
+
+def save_replay_bundle(
+    directory: str | os.PathLike[str],
+    *,
+    sequences: Sequence[Sequence[int]],
+    rollout_logprobs: Sequence[Tensor],
+    training_logprobs: Sequence[Tensor],
+    prompt_lengths: Sequence[int],
+    config: Mapping[str, Any],
+    parameter_digest: str,
+    fingerprint: HasEntries,
+) -> Path:
+    """Write the sequences whose logprobs differ as a new bundle under `directory`, all or nothing.
+
+    Args:
+        directory: where bundles of the run go; made if missing. The bundle is named by its content,
+        so
+            saving the same one again gives the same path.
+        sequences: all sequences of the batch, token ids; the other lists run parallel to it.
+        rollout_logprobs: fp32 per sequence.
+        training_logprobs: fp32 per sequence.
+        prompt_lengths: prompt tokens per sequence.
+        config: plain values, as JSON can hold them.
+
+    Returns:
+        The bundle's path.
+
+    Raises:
+        ValueError: lists of different lengths, or nothing differs.
+        TypeError: a configuration JSON cannot hold.
+        OSError: the disk is full or not writable; nothing is left behind.
+    """
+    if not len(sequences) == len(prompt_lengths) == len(rollout_logprobs) == len(training_logprobs):
+        raise ValueError(
+            f"got {len(sequences)} sequences, {len(prompt_lengths)} prompt lengths, "
+            f"{len(rollout_logprobs)} rollout and {len(training_logprobs)} training logprobs; "
+            "there must be one of each per sequence"
+        )
+    offending = mismatched_sequences(rollout_logprobs, training_logprobs)
+    if not offending:
+        raise ValueError("no sequence differs: there is nothing to replay")
+    content = {
+        "format": FORMAT,
+        "sequences": [list(map(int, sequences[i])) for i in offending],
+        "prompt_lengths": [int(prompt_lengths[i]) for i in offending],
+        "sequence_indices": offending,
+        "lengths": [rollout_logprobs[i].numel() for i in offending],
+        "config": dict(config),
+        "parameter_digest": parameter_digest,
+        "fingerprint": dict(fingerprint.entries),
+        "fingerprint_digest": fingerprint.digest,
+    }
+    files = {
+        "bundle.json": json.dumps(content, indent=1).encode(),
+        "logprobs.safetensors": save(
+            {
+                "rollout": _joined(rollout_logprobs, offending),
+                "training": _joined(training_logprobs, offending),
+            }
+        ),
+    }
+    name = hashlib.sha256(b"\0".join(files.values())).hexdigest()[:16]
+    return _write(Path(directory), f"bundle-{name}", files)
+
+
+def _joined(parts: Sequence[Tensor], indices: list[int]) -> Tensor:
+    return torch.cat([parts[i].detach().cpu().reshape(-1) for i in indices])
+
+
+def _write(parent: Path, name: str, files: dict[str, bytes]) -> Path:
+    target = parent / name
+    parent.mkdir(parents=True, exist_ok=True)
+    if target.is_dir():
+        return target
+    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=parent))
+    try:
+        for file, data in files.items():
+            with open(unfinished / file, "wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+        os.replace(unfinished, target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def load_replay_bundle(path: str | os.PathLike[str]) -> ReplayBundle:
+    """Read a bundle back, bit for bit.
+
+    Raises:
+        FileNotFoundError: no bundle there.
+        ValueError: a file is truncated, of another format, or the two files disagree.
+    """
+    path = Path(path)
+    for file in ("bundle.json", "logprobs.safetensors"):
+        if not (path / file).is_file():
+            raise FileNotFoundError(f"{path} is not a replay bundle: {file} is missing")
+    try:
+        content = json.loads((path / "bundle.json").read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path / 'bundle.json'} is not whole JSON ({error})") from error
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        raise ValueError(f"{path / 'bundle.json'} is not a replay bundle of format {FORMAT}")
+    try:
+        tensors = load((path / "logprobs.safetensors").read_bytes())
+        lengths = content.pop("lengths")
+        sides = {side: list(tensors[side].split(lengths)) for side in ("rollout", "training")}
+        return ReplayBundle(
+            rollout_logprobs=sides["rollout"], training_logprobs=sides["training"], **content
+        )
+    except (SafetensorError, KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); its two files do not agree") from error

@@ -1,0 +1,87 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from rl_consistency.parity.digest import first_difference, gradient_digest, parameter_digest
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2, bias=False)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_equal_weights_have_one_digest_and_one_bit_changes_it(dtype):
+    a, b = model(dtype), model(dtype)
+    before = parameter_digest(a)
+    assert before == parameter_digest(b) and len(before) == 64
+    with torch.no_grad():
+        b[1].weight.view(torch.uint8)[0, 0] ^= 1
+    assert parameter_digest(b) != before
+
+
+def test_the_digest_reads_name_dtype_and_shape():
+    zeros = torch.zeros(4)
+    others = [
+        {"b": zeros},
+        {"a": zeros.view(2, 2)},
+        {"a": zeros.view(torch.int32)},
+        {"a": torch.zeros(2), "a2": torch.zeros(2)},
+        {"a": -zeros},
+    ]
+    digests = {parameter_digest(tensors) for tensors in [{"a": zeros}, *others]}
+    assert len(digests) == 6
+
+
+def test_the_digest_does_not_depend_on_the_order_of_the_names_or_on_strides():
+    a, b = torch.randn(3, 5), torch.randn(())
+    assert parameter_digest({"a": a, "b": b}) == parameter_digest({"b": b, "a": a})
+    assert parameter_digest({"a": a}) == parameter_digest({"a": a.t().contiguous().t()})
+    assert parameter_digest({"a": torch.empty(0, 3)}) != parameter_digest({"a": torch.empty(3, 0)})
+
+
+def test_a_missing_gradient_is_not_a_zero_gradient():
+    network = model()
+    without = gradient_digest(network)
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    zeros = gradient_digest(network)
+    network[0].weight.grad[0, 0] = -0.0
+    assert len({without, zeros, gradient_digest(network)}) == 3
+
+
+def test_gradients_may_come_by_name():
+    network = model()
+    network(torch.ones(1, 4)).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in network.named_parameters()}
+    assert gradient_digest(gradients) == gradient_digest(network)
+
+
+def test_hashing_does_not_copy_a_contiguous_tensor():
+    from rl_consistency.parity.digest import _bytes
+
+    tensor = torch.randn(3, 4)
+    assert _bytes(tensor).data_ptr() == tensor.data_ptr()
+
+
+def test_the_first_difference_is_the_first_name_in_order():
+    a = {"b": torch.ones(2), "a": torch.zeros(2), "c": torch.tensor([math.nan])}
+    same = {name: value.clone() for name, value in a.items()}
+    assert first_difference(a, same) is None
+    assert first_difference(a, same | {"c": torch.ones(1), "b": torch.zeros(2)}) == "b"
+    assert first_difference(a, same | {"a": -torch.zeros(2)}) == "a"
+    assert first_difference(a, same | {"a": torch.zeros(2, dtype=torch.float64)}) == "a"
+    assert first_difference(a, same | {"aa": torch.zeros(1)}) == "aa"
+
+
+def test_mutant_comparing_values_instead_of_bytes_misses_the_sign_of_zero():
+    zero = torch.zeros(2)
+    assert torch.equal(zero, -zero)
+    assert first_difference({"a": zero}, {"a": -zero}) == "a"
+
+
+def test_digests_by_name_compare_as_values():
+    assert first_difference({"a": "12", "b": "34"}, {"a": "12", "b": "35"}) == "b"
+    assert first_difference({"a": None}, {"a": torch.zeros(1)}) == "a"

@@ -1,0 +1,192 @@
+import math
+
+import pytest
+import torch
+
+from rl_consistency.parity.drift import (
+    DriftReport,
+    DriftTotals,
+    compare_logprobs,
+    mismatched_sequences,
+    ordered_integers,
+)
+
+NAMES = {
+    "tokens",
+    "mismatched_tokens",
+    "mismatch_fraction",
+    "nonfinite_tokens",
+    "logprob_abs_diff/mean",
+    "logprob_abs_diff/max",
+    "ulp/mean",
+    "ulp/max",
+    "kl/k1",
+    "kl/k3",
+    "importance_ratio/min",
+    "importance_ratio/mean",
+    "importance_ratio/max",
+    "clip_fraction",
+}
+
+
+def logprobs(n, seed=0):
+    return -torch.rand(n, generator=torch.Generator().manual_seed(seed)) * 5
+
+
+def next_float(values):
+    return torch.nextafter(values, torch.full_like(values, math.inf))
+
+
+def test_equal_logprobs_pass_with_every_figure_exact():
+    report = compare_logprobs(logprobs(1000), logprobs(1000))
+    assert report.passed and report.first_mismatch is None
+    assert report.tokens == 1000 and report.mismatched_tokens == 0 and report.max_ulp == 0
+    assert report.ratio_min == report.ratio_mean == report.ratio_max == 1.0
+    zeros = [report.mean_abs_diff, report.max_abs_diff, report.kl_k1, report.kl_k3]
+    assert all(value == 0.0 and math.copysign(1, value) == 1 for value in zeros)
+
+
+def test_the_worked_example_of_the_docstring():
+    report = compare_logprobs(torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.5]))
+    assert (report.tokens, report.mismatched_tokens, report.first_mismatch) == (2, 1, 1)
+    assert (report.mean_abs_diff, report.max_abs_diff, report.kl_k1) == (0.25, 0.5, 0.25)
+    assert report.kl_k3 == pytest.approx((math.exp(-0.5) - 1 + 0.5) / 2, rel=1e-14)
+    assert report.ratio_min == pytest.approx(math.exp(-0.5)) and report.ratio_max == 1.0
+    assert report.clip_fraction == 0.5 and report.mismatch_fraction == 0.5
+    assert report.max_ulp == 2**21 and report.mean_ulp == 2**20
+    assert not report.passed
+
+
+def test_one_flipped_low_bit_is_found_and_located():
+    training = logprobs(500).clone()
+    training[321] = next_float(training[321])
+    report = compare_logprobs(logprobs(500), training)
+    assert not report.passed
+    assert (report.mismatched_tokens, report.max_ulp, report.first_mismatch) == (1, 1, 321)
+
+
+def test_mutant_a_comparison_with_a_tolerance_is_blind_to_that_bit():
+    training = next_float(logprobs(500))
+    assert torch.allclose(logprobs(500), training)
+    assert compare_logprobs(logprobs(500), training).mismatched_tokens == 500
+
+
+def test_the_two_zeros_differ_by_one_ulp():
+    report = compare_logprobs(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not report.passed
+    assert (report.mismatched_tokens, report.max_ulp, report.max_abs_diff) == (1, 1, 0.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("sides", ["rollout", "training", "both"])
+def test_a_nonfinite_token_is_counted_and_fails(bad, sides):
+    a, b = logprobs(10), logprobs(10)
+    if sides in ("rollout", "both"):
+        a[4] = bad
+    if sides in ("training", "both"):
+        b[4] = bad
+    report = compare_logprobs(a, b)
+    assert not report.passed
+    assert (report.nonfinite_tokens, report.mismatched_tokens, report.first_mismatch) == (1, 1, 4)
+    assert not math.isfinite(report.mean_abs_diff) and not math.isfinite(report.max_abs_diff)
+
+
+def test_masked_positions_do_not_count_and_indices_stay_those_of_the_input():
+    a = torch.tensor([[-1.0, math.nan, -3.0], [-4.0, -5.0, 0.0]])
+    b = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.5, 9.0]])
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    report = compare_logprobs(a, b, mask)
+    assert (report.tokens, report.positions, report.first_mismatch) == (4, 6, 4)
+    assert report.nonfinite_tokens == 0 and report.max_abs_diff == 0.5
+    assert report == compare_logprobs(a, b, mask.bool())
+
+
+def test_a_list_of_sequences_equals_its_concatenation():
+    a, b = logprobs(12), logprobs(12, seed=1)
+    split = ([*a.split([5, 0, 7])], [*b.split([5, 0, 7])])
+    assert compare_logprobs(*split) == compare_logprobs(a, b) == compare_logprobs(split[0], b)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "mask", "message"),
+    [
+        (torch.zeros(3), torch.zeros(4), None, r"\[3\].*\[4\]"),
+        (torch.zeros(2, 3), torch.zeros(6), None, "training has"),
+        ([torch.zeros(2), torch.zeros(1)], [torch.zeros(1), torch.zeros(2)], None, "sequence 0"),
+        ([torch.zeros(2)], [torch.zeros(1), torch.zeros(1)], None, "1 sequences"),
+        ([torch.zeros(2)], torch.zeros(3), None, "2 tokens"),
+        (torch.zeros(3), torch.zeros(3), torch.ones(2, dtype=torch.bool), "mask has"),
+        (torch.zeros(3), torch.zeros(3), torch.zeros(3, dtype=torch.bool), "no active token"),
+        (torch.zeros(0), torch.zeros(0), None, "no active token"),
+        ([], [], None, "no active token"),
+    ],
+)
+def test_inputs_that_cannot_be_compared_are_refused(a, b, mask, message):
+    with pytest.raises(ValueError, match=message):
+        compare_logprobs(a, b, mask)
+
+
+def test_other_dtypes_are_refused():
+    with pytest.raises(TypeError, match=r"training logprobs must be torch\.float32"):
+        compare_logprobs(torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="mask must be bool or integer"):
+        compare_logprobs(torch.zeros(2), torch.zeros(2), torch.ones(2))
+
+
+def test_ordered_integers_count_the_floats_between():
+    values = torch.tensor([-math.inf, -1.0, -1e-45, -0.0, 0.0, 1e-45, 1.0, math.inf])
+    integers = ordered_integers(values)
+    assert integers.diff().gt(0).all()
+    assert integers[2:6].tolist() == [-2, -1, 0, 1]
+    neighbours = ordered_integers(next_float(torch.tensor([1.0, -1.0])))
+    assert (neighbours - ordered_integers(torch.tensor([1.0, -1.0]))).tolist() == [1, 1]
+
+
+def test_the_metric_names_are_the_documented_ones():
+    report = compare_logprobs(logprobs(4), logprobs(4))
+    assert set(report.metrics()) == {f"consistency/{name}" for name in NAMES}
+    assert set(report.metrics("stock")) == {f"stock/{name}" for name in NAMES}
+    assert report.metrics()["consistency/tokens"] == 4
+
+
+def test_merged_reports_equal_the_report_of_the_whole():
+    a, b = logprobs(100), logprobs(100).clone()
+    b[37:] += 0.25
+    whole, totals = compare_logprobs(a, b), DriftTotals()
+    totals.extend(map(compare_logprobs, a.split([10, 50, 40]), b.split([10, 50, 40])))
+    merged = totals.report
+    assert merged is not None
+    for name, value in vars(whole).items():
+        assert getattr(merged, name) == pytest.approx(value, rel=1e-12), name
+    assert merged.first_mismatch == 37
+
+
+def test_merging_never_hides_a_nan():
+    bad = compare_logprobs(torch.tensor([math.nan]), torch.tensor([-1.0]))
+    good = compare_logprobs(logprobs(5), logprobs(5))
+    for merged in (good.merge(bad), bad.merge(good)):
+        assert not merged.passed and merged.nonfinite_tokens == 1
+        assert math.isnan(merged.max_abs_diff) and math.isnan(merged.ratio_min)
+
+
+def test_clean_merges_keep_a_ratio_of_exactly_one():
+    totals = DriftTotals()
+    totals.extend(compare_logprobs(logprobs(n), logprobs(n)) for n in (3, 7, 11, 13))
+    assert totals.report is not None and totals.report.passed
+    assert totals.report.ratio_mean == 1.0
+
+
+def test_totals_survive_a_checkpoint():
+    totals, restored = DriftTotals(), DriftTotals()
+    restored.load_state_dict(totals.state_dict())
+    assert restored.report is None
+    totals.add(compare_logprobs(logprobs(5), logprobs(5, seed=1)))
+    restored.load_state_dict(totals.state_dict())
+    assert isinstance(restored.report, DriftReport) and restored.report == totals.report
+
+
+def test_offending_sequences_are_named():
+    a = [logprobs(3), logprobs(0), logprobs(2, seed=1), logprobs(4, seed=2)]
+    b = [part.clone() for part in a]
+    b[2] = next_float(b[2])
+    assert mismatched_sequences(a, b) == [2]

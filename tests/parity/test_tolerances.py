@@ -1,0 +1,65 @@
+import math
+from typing import get_args
+
+import pytest
+import torch
+
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.parity.tolerances import CONTRACTS, Kind, Tolerance, assert_within, tolerance
+
+
+def test_the_contract_covers_every_class_in_every_dtype():
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    assert set(CONTRACTS) == {(kind, dtype) for kind in get_args(Kind) for dtype in dtypes}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "gradient", "bound"),
+    [
+        ("elementwise", torch.bfloat16, False, Tolerance(2e-2, 1.6e-2)),
+        ("reduction", torch.bfloat16, False, Tolerance(5e-2, 2e-2)),
+        ("reduction", torch.bfloat16, True, Tolerance(1e-1, 2e-2)),
+        ("attention", torch.float32, True, Tolerance(1e-4, 1e-4)),
+        ("logprob", torch.bfloat16, True, Tolerance(5e-2, 0.0)),
+        ("logprob", torch.float16, False, Tolerance(5e-3, 0.0)),
+    ],
+)
+def test_the_bounds_are_the_promised_ones(kind, dtype, gradient, bound):
+    assert tolerance(kind, dtype, gradient=gradient) == bound
+
+
+def test_values_inside_pass_and_the_first_outside_is_shown():
+    reference = torch.ones(2, 3, dtype=torch.float64)
+    candidate = reference.clone()
+    candidate[1, 0] += 1.9e-5
+    assert_within(candidate, reference, "elementwise", torch.float32)
+    candidate[1, 1] += 3e-5
+    candidate[1, 2] -= 3e-5
+    with pytest.raises(ConsistencyError, match=r"2 of 6 values.*first at \[1, 1\].*1\.00003.*1\.0"):
+        assert_within(candidate, reference, "elementwise", torch.float32)
+
+
+def test_gradients_may_have_a_bound_of_their_own():
+    reference, candidate = torch.zeros(1), torch.full((1,), 0.08)
+    assert_within(candidate, reference, "reduction", torch.bfloat16, gradient=True)
+    with pytest.raises(ConsistencyError, match="forward"):
+        assert_within(candidate, reference, "reduction", torch.bfloat16)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("sides", [(True, False), (False, True), (True, True)])
+def test_a_nonfinite_value_on_any_side_is_a_violation(value, sides):
+    candidate, reference = (torch.tensor([0.0, value if side else 0.0]) for side in sides)
+    with pytest.raises(ConsistencyError, match=r"1 of 2 .*first at \[1\]"):
+        assert_within(candidate, reference, "reduction", torch.float32)
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(ValueError, match="shapes differ"):
+        assert_within(torch.zeros(2), torch.zeros(3), "reduction", torch.float32)
+    with pytest.raises(ValueError, match="nothing to compare"):
+        assert_within(torch.zeros(0), torch.zeros(0), "reduction", torch.float32)
+    with pytest.raises(ValueError, match="float8"):
+        tolerance("reduction", torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="softmax"):
+        tolerance("softmax", torch.float32)  # type: ignore[arg-type]

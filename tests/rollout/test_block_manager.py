@@ -1,0 +1,236 @@
+"""Blocks are counted, shared by content once computed, evicted in order, and forgotten on reset."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rl_consistency.rollout.block_manager import BlockManager
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.sequence import RolloutSequence
+
+SIZE = 4
+
+
+def make(tokens: list[int]) -> RolloutSequence:
+    return RolloutSequence(
+        prompt_index=0,
+        sample_index=0,
+        prompt_id=0,
+        params=SamplingParams(max_tokens=64),
+        stop_token_ids=frozenset(),
+        token_ids=tokens,
+    )
+
+
+def admit(blocks: BlockManager, tokens: list[int], *, computed: bool = True) -> RolloutSequence:
+    sequence = make(tokens)
+    assert blocks.allocate(sequence, blocks.match_prefix(sequence))
+    if computed:
+        compute(blocks, sequence)
+    return sequence
+
+
+def compute(blocks: BlockManager, sequence: RolloutSequence, upto: int | None = None) -> None:
+    sequence.num_computed_tokens = sequence.num_tokens if upto is None else upto
+    blocks.publish(sequence)
+
+
+def test_a_sequence_gets_blocks_for_all_its_known_tokens() -> None:
+    blocks = BlockManager(4, SIZE)
+    sequence = admit(blocks, list(range(9)))
+    assert len(sequence.block_table) == 3 and blocks.num_free_blocks == 1
+    blocks.release(sequence)
+    assert blocks.num_free_blocks == 4
+    assert (sequence.block_table, sequence.num_computed_tokens) == ([], 0)
+    assert sequence.token_ids == list(range(9))
+
+
+def test_too_few_blocks_change_nothing() -> None:
+    blocks = BlockManager(3, SIZE)
+    admit(blocks, [1] * 8)
+    sequence = make([2] * 8)
+    assert not blocks.allocate(sequence, blocks.match_prefix(sequence))
+    assert sequence.block_table == [] and blocks.num_free_blocks == 1
+
+
+def test_matched_idle_blocks_do_not_count_as_free() -> None:
+    blocks = BlockManager(3, SIZE)
+    blocks.release(admit(blocks, [1] * 8))
+    sequence = make([1] * 8 + [2] * 5)
+    match = blocks.match_prefix(sequence)
+    assert len(match.block_ids) == 2 and blocks.num_free_blocks == 3
+    assert not blocks.allocate(sequence, match)  # 2 matched, 2 more needed, 1 left
+    assert blocks.num_free_blocks == 3
+
+
+def test_full_computed_blocks_of_an_equal_prefix_are_shared() -> None:
+    blocks = BlockManager(8, SIZE)
+    first = admit(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    second = admit(blocks, [1, 2, 3, 4, 5, 6, 7, 8, 10], computed=False)
+    assert second.block_table[:2] == first.block_table[:2]
+    assert second.block_table[2] != first.block_table[2]
+    assert second.num_computed_tokens == 8
+    assert blocks.num_free_blocks == 4
+
+
+def test_a_shared_block_is_kept_until_its_last_holder_leaves() -> None:
+    blocks = BlockManager(3, SIZE)
+    first = admit(blocks, [1] * 5)
+    second = admit(blocks, [1] * 5)
+    blocks.release(first)
+    third = admit(blocks, [2] * 4)
+    assert third.block_table[0] not in second.block_table
+    assert blocks.num_free_blocks == 0
+
+
+def test_the_last_known_token_is_always_computed() -> None:
+    blocks = BlockManager(8, SIZE)
+    admit(blocks, [1] * 8)
+    assert admit(blocks, [1] * 8, computed=False).num_computed_tokens == 4
+
+
+def test_equal_tokens_behind_another_prefix_are_not_shared() -> None:
+    blocks = BlockManager(8, SIZE)
+    admit(blocks, [1, 1, 1, 1, 5, 5, 5, 5, 0])
+    sequence = make([2, 2, 2, 2, 5, 5, 5, 5, 0])
+    assert blocks.match_prefix(sequence).block_ids == []
+
+
+def test_a_hash_collision_does_not_join_two_contents() -> None:
+    # In CPython hash(-1) == hash(-2), so these keys collide and only comparison tells them apart.
+    assert hash((0, (-1,) * SIZE)) == hash((0, (-2,) * SIZE))
+    blocks = BlockManager(8, SIZE)
+    admit(blocks, [-1] * 5)
+    assert blocks.match_prefix(make([-2] * 5)).block_ids == []
+
+
+def test_a_block_is_awaited_from_allocation_until_it_is_computed() -> None:
+    blocks = BlockManager(8, SIZE)
+    first = admit(blocks, [1] * 9, computed=False)
+    sibling = make([1] * 9)
+    match = blocks.match_prefix(sibling)
+    assert match.block_ids == [] and match.awaited_block == first.block_table[0]
+    compute(blocks, first, upto=5)
+    match = blocks.match_prefix(sibling)
+    assert match.block_ids == first.block_table[:1]
+    assert match.awaited_block == first.block_table[1]
+    assert not blocks.is_awaited(first.block_table[0])
+    compute(blocks, first)
+    match = blocks.match_prefix(sibling)
+    assert match.block_ids == first.block_table[:2] and match.awaited_block is None
+
+
+def test_blocks_released_before_they_were_computed_are_not_found() -> None:
+    blocks = BlockManager(8, SIZE)
+    first = admit(blocks, [1] * 9, computed=False)
+    compute(blocks, first, upto=6)
+    awaited = first.block_table[1]
+    blocks.release(first)
+    match = blocks.match_prefix(make([1] * 9))
+    assert len(match.block_ids) == 1 and match.awaited_block is None
+    assert not blocks.is_awaited(awaited)
+
+
+def test_a_block_filled_in_decoding_is_shared_too() -> None:
+    blocks = BlockManager(8, SIZE)
+    sequence = admit(blocks, [1, 2, 3])
+    for token in (4, 5, 6):
+        sequence.append(token, -1.0)
+        assert blocks.grow(sequence)
+        compute(blocks, sequence)
+    assert admit(blocks, [1, 2, 3, 4, 5, 9]).block_table[0] == sequence.block_table[0]
+
+
+def test_a_second_copy_of_a_content_stays_private_and_its_children_are_found() -> None:
+    blocks = BlockManager(8, SIZE)
+    first, second = admit(blocks, [1] * 3), admit(blocks, [1] * 3)
+    for sequence, tail in ((first, [1, 2]), (second, [1, 3, 3, 3, 3, 3])):
+        for token in tail:
+            sequence.append(token, -1.0)
+            assert blocks.grow(sequence)
+            compute(blocks, sequence)
+    match = blocks.match_prefix(make([1] * 4 + [3] * 5))
+    assert match.block_ids == [first.block_table[0], second.block_table[1]]
+
+
+def test_released_blocks_are_evicted_least_recent_first_and_children_before_parents() -> None:
+    blocks = BlockManager(4, SIZE)
+    old, new = admit(blocks, [1] * 8), admit(blocks, [2] * 8)
+    blocks.release(old)
+    blocks.release(new)
+    third = admit(blocks, [3] * 4)
+    assert len(blocks.match_prefix(make([1] * 9)).block_ids) == 1  # lost its tail only
+    assert len(blocks.match_prefix(make([2] * 9)).block_ids) == 2
+    blocks.release(third)
+
+
+def test_grow_takes_a_block_only_when_the_last_one_is_full() -> None:
+    blocks = BlockManager(2, SIZE)
+    sequence = admit(blocks, [1] * 4)
+    for expected in (2, 2, 2, 2):
+        sequence.append(1, -1.0)
+        assert blocks.grow(sequence)
+        assert len(sequence.block_table) == expected
+    sequence.append(1, -1.0)
+    assert not blocks.grow(sequence)
+    assert len(sequence.block_table) == 2
+
+
+def test_reset_takes_all_blocks_back_and_forgets_all_contents() -> None:
+    blocks = BlockManager(4, SIZE)
+    blocks.release(admit(blocks, [1] * 9))
+    admit(blocks, [2] * 9)
+    blocks.reset()
+    assert blocks.num_free_blocks == 4
+    assert blocks.match_prefix(make([1] * 9)).block_ids == []
+    assert blocks.match_prefix(make([2] * 9)).block_ids == []
+
+
+def test_without_sharing_nothing_is_found_or_awaited() -> None:
+    blocks = BlockManager(8, SIZE, share_prefixes=False)
+    admit(blocks, [1] * 9)
+    match = blocks.match_prefix(make([1] * 9))
+    assert match.block_ids == [] and match.awaited_block is None
+
+
+@pytest.mark.parametrize("arguments", [(0, 4), (4, 0)])
+def test_an_empty_cache_is_refused(arguments: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="at least one block"):
+        BlockManager(*arguments)
+
+
+def test_no_block_ever_holds_two_contents_under_a_random_load() -> None:
+    """Replays random requests against a plain record of what each physical slot was given."""
+    rng = random.Random(0)
+    blocks = BlockManager(12, SIZE)
+    slots: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, offset) -> its token's prefix
+    live: list[RolloutSequence] = []
+    num_hits = 0
+    for _ in range(3000):
+        if live and rng.random() < 0.3:
+            blocks.release(live.pop(rng.randrange(len(live))))
+        elif live and rng.random() < 0.6:
+            sequence = rng.choice(live)
+            if sequence.num_uncomputed_tokens == 0 and sequence.num_tokens < 24:
+                sequence.append(rng.randrange(2), -1.0)
+                if not blocks.grow(sequence):
+                    sequence.token_ids.pop()
+            end = min(sequence.num_tokens, sequence.num_computed_tokens + rng.randint(1, 5))
+            for position in range(sequence.num_computed_tokens, end):
+                slot = (sequence.block_table[position // SIZE], position % SIZE)
+                slots[slot] = tuple(sequence.token_ids[: position + 1])
+            compute(blocks, sequence, upto=end)
+        else:
+            sequence = make([rng.randrange(2) for _ in range(rng.randint(1, 14))])
+            if blocks.allocate(sequence, blocks.match_prefix(sequence)):
+                live.append(sequence)
+                num_hits += sequence.num_computed_tokens > 0
+        for sequence in live:
+            for position in range(sequence.num_computed_tokens):
+                slot = (sequence.block_table[position // SIZE], position % SIZE)
+                assert slots[slot] == tuple(sequence.token_ids[: position + 1])
+        held = {block for sequence in live for block in sequence.block_table}
+        assert len(held) + blocks.num_free_blocks == blocks.num_blocks
+    assert num_hits > 100

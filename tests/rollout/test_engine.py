@@ -1,0 +1,402 @@
+"""The engine end to end: its tokens and logprobs depend on nothing but the sample itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rl_consistency.models.patch import PatchSession, patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.rollout import engine as engine_module
+from rl_consistency.rollout import model_runner
+from rl_consistency.rollout.engine import Completion, RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+
+VOCAB = 96
+EOS = 95
+SHARED = list(range(1, 38))
+PROMPTS = [SHARED + [40, 41], SHARED + [50], [7], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
+IDS = [11, 7, 5, 2**40]
+SAMPLING = [
+    SamplingParams(n=3, max_tokens=24, seed=3),
+    SamplingParams(n=2, max_tokens=20, temperature=0.7, top_k=40, top_p=0.9, seed=3),
+    SamplingParams(n=3, max_tokens=24, temperature=1.4, min_p=0.05, stop_token_ids=(17,), seed=9),
+    SamplingParams(n=1, max_tokens=24, temperature=0.0),
+]
+
+
+def tiny_model(dtype: torch.dtype) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():  # outliers and unequal channels: sums whose order shows
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(3.0)
+                parameter[:, ::9] *= 4.0
+    return model.to(dtype).eval()
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def session(request: pytest.FixtureRequest) -> Iterator[PatchSession]:
+    model = tiny_model(request.param)  # the session itself holds no strong reference
+    with patch(model) as live:
+        yield live
+
+
+@pytest.fixture
+def fp32_session() -> Iterator[PatchSession]:
+    model = tiny_model(torch.float32)
+    with patch(model) as live:
+        yield live
+
+
+def engine_of(model: Any, **settings: Any) -> RolloutEngine:
+    return RolloutEngine(model, eos_token_id=EOS, **{"kv_block_size": 4, **settings})
+
+
+def run(engine: RolloutEngine) -> list[Completion]:
+    return engine.generate(PROMPTS, SAMPLING, prompt_ids=IDS)
+
+
+def content(completions: list[Completion]) -> dict[tuple[int, int], tuple[Any, ...]]:
+    """Everything a completion says, logprobs as bytes, by (prompt, sample)."""
+    return {
+        (c.prompt_index, c.sample_index): (
+            c.token_ids,
+            c.token_logprobs.numpy().tobytes(),
+            c.finish_reason,
+        )
+        for c in completions
+    }
+
+
+def logprob_bytes(completions: list[Completion]) -> list[bytes]:
+    return [c.token_logprobs.numpy().tobytes() for c in completions]
+
+
+def training_logprobs(model: Any, completions: list[Completion]) -> list[Tensor]:
+    scored = token_logprobs(
+        model,
+        [PROMPTS[c.prompt_index] + c.token_ids for c in completions],
+        prompt_lengths=[len(PROMPTS[c.prompt_index]) for c in completions],
+        sampling=[SAMPLING[c.prompt_index] for c in completions],
+    )
+    return [part.detach() for part in scored.split()]
+
+
+SETTINGS = [
+    {"prefill_chunk_size": 7},
+    {"prefill_chunk_size": 64},
+    {"max_num_seqs": 1},
+    {"max_num_seqs": 3},
+    {"max_num_seqs": 32, "max_batch_tokens": 5},
+    {"enable_prefix_sharing": False},
+    {"kv_block_size": 16},
+    {"kv_block_size": 1, "prefill_chunk_size": 7},
+    {"num_kv_blocks": 22},
+    {"num_kv_blocks": 22, "enable_prefix_sharing": False, "prefill_chunk_size": 7},
+]
+
+
+def test_no_setting_moves_a_byte(session: PatchSession) -> None:
+    expected = content(run(engine_of(session.model)))
+    for settings in SETTINGS:
+        assert content(run(engine_of(session.model, **settings))) == expected, settings
+
+
+def test_rollout_logprobs_are_the_bytes_training_recomputes(session: PatchSession) -> None:
+    completions = run(engine_of(session.model, num_kv_blocks=24, prefill_chunk_size=7))
+    recomputed = training_logprobs(session.model, completions)
+    assert logprob_bytes(completions) == [part.numpy().tobytes() for part in recomputed]
+    assert sum(len(c.token_ids) for c in completions) > 100
+
+
+def test_a_tiny_cache_preempts_and_a_shared_prompt_is_found(fp32_session: PatchSession) -> None:
+    engine = engine_of(fp32_session.model, num_kv_blocks=22)
+    run(engine)
+    assert engine.stats["preemptions"] > 0
+    assert engine.stats["prefix_hit_tokens"] > 0
+    roomy = engine_of(fp32_session.model)
+    run(roomy)
+    # Two siblings find the first prompt's 36 shared tokens, so do the second prompt's two samples;
+    # two samples find the first 8 tokens of nothing: the other prompts stand alone.
+    assert roomy.stats["preemptions"] == 0
+    assert roomy.stats["prefix_hit_tokens"] == 4 * 36
+    unshared = engine_of(fp32_session.model, enable_prefix_sharing=False)
+    run(unshared)
+    assert unshared.stats["prefix_hit_tokens"] == 0
+    assert unshared.stats["prefill_tokens"] == sum(
+        len(prompt) * params.n for prompt, params in zip(PROMPTS, SAMPLING, strict=True)
+    ) - unshared.stats["decode_tokens"] + _num_decoded(unshared)
+
+
+def _num_decoded(engine: RolloutEngine) -> int:
+    return engine.stats["decode_tokens"]
+
+
+def test_prompts_keep_their_samples_when_permuted_or_alone(fp32_session: PatchSession) -> None:
+    engine = engine_of(fp32_session.model, max_num_seqs=5)
+    expected = content(run(engine))
+    order = [2, 0, 3, 1]
+    permuted = engine.generate(
+        [PROMPTS[i] for i in order],
+        [SAMPLING[i] for i in order],
+        prompt_ids=[IDS[i] for i in order],
+    )
+    assert {(order[p], s): v for (p, s), v in content(permuted).items()} == expected
+    for i, prompt in enumerate(PROMPTS):
+        alone = engine.generate([prompt], SAMPLING[i], prompt_ids=[IDS[i]])
+        assert {(i, s): v for (_, s), v in content(alone).items()} == {
+            key: value for key, value in expected.items() if key[0] == i
+        }
+
+
+def test_completions_come_in_order_and_end_for_a_reason(fp32_session: PatchSession) -> None:
+    completions = run(engine_of(fp32_session.model))
+    names = [(c.prompt_index, c.sample_index) for c in completions]
+    assert names == [(p, s) for p, params in enumerate(SAMPLING) for s in range(params.n)]
+    for c in completions:
+        params = SAMPLING[c.prompt_index]
+        stops = {EOS, *params.stop_token_ids}
+        assert c.token_logprobs.dtype == torch.float32
+        assert len(c.token_logprobs) == len(c.token_ids) <= params.max_tokens
+        assert not stops & set(c.token_ids[:-1])
+        if c.finish_reason == "stop":
+            assert c.token_ids[-1] in stops
+        else:
+            assert len(c.token_ids) == params.max_tokens
+
+
+def test_eos_stops_unless_ignored_and_may_be_several_or_none(fp32_session: PatchSession) -> None:
+    model, params = fp32_session.model, SamplingParams(n=4, max_tokens=30, seed=1)
+    free = RolloutEngine(model, eos_token_id=None).generate([SHARED], params)
+    assert {c.finish_reason for c in free} == {"length"}
+    eos = [free[0].token_ids[3], free[1].token_ids[5]]
+    stopped = RolloutEngine(model, eos_token_id=eos).generate([SHARED], params)
+    for whole, cut in zip(free, stopped, strict=True):
+        ends = [i for i, token in enumerate(whole.token_ids) if token in eos]
+        assert cut.token_ids == (whole.token_ids[: ends[0] + 1] if ends else whole.token_ids)
+    assert stopped[0].finish_reason == "stop"
+    ignoring = SamplingParams(n=4, max_tokens=30, seed=1, ignore_eos=True)
+    ignored = RolloutEngine(model, eos_token_id=eos).generate([SHARED], ignoring)
+    assert content(ignored) == content(free)
+
+
+def test_changed_weights_are_used_at_once_and_no_cached_key_survives(
+    fp32_session: PatchSession,
+) -> None:
+    engine = engine_of(fp32_session.model)
+    before = content(run(engine))
+    with torch.no_grad():
+        fp32_session.model.model.layers[0].self_attn.k_proj.weight.mul_(1.01)
+    after = run(engine)
+    assert content(after) != before
+    assert content(after) == content(run(engine_of(fp32_session.model)))
+    recomputed = training_logprobs(fp32_session.model, after)
+    assert logprob_bytes(after) == [part.numpy().tobytes() for part in recomputed]
+
+
+def test_progress_counts_every_token_and_sample(fp32_session: PatchSession) -> None:
+    calls: list[tuple[int, int, int]] = []
+    engine = engine_of(fp32_session.model, max_num_seqs=2)
+    completions = engine.generate(
+        PROMPTS, SAMPLING, progress=lambda *counts: calls.append(counts)
+    )
+    assert calls == sorted(calls) and len(calls) == engine.stats["steps"]
+    assert calls[-1] == (sum(len(c.token_ids) for c in completions), 9, 9)
+
+
+def test_no_prompts_give_no_completions(fp32_session: PatchSession) -> None:
+    assert engine_of(fp32_session.model).generate([], SamplingParams()) == []
+
+
+# Negative controls: each breaks one promise and must be seen by the checks above.
+
+
+def test_a_random_stream_keyed_by_batch_row_is_caught(
+    fp32_session: PatchSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_row(seeds: list[int], *rest: list[int]) -> Any:
+        rows = list(range(len(seeds)))
+        return stream(seeds, rows, rows, rest[-1])
+
+    stream = engine_module.uniforms
+    monkeypatch.setattr(engine_module, "uniforms", by_row)
+    one, many = (
+        content(run(engine_of(fp32_session.model, max_num_seqs=n))) for n in (1, 32)
+    )
+    assert one != many
+
+
+def test_a_stock_decode_is_caught(
+    fp32_session: PatchSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stock_hidden_states(model: Any, input_ids: Tensor, position_ids: Tensor, paged: Any) -> Any:
+        """Hugging Face's own forward over the chunk, its cache rebuilt from the known tokens."""
+        rows = []
+        with fp32_session.stock():
+            for chunk in current_chunks:
+                known = torch.tensor([chunk.sequence.token_ids[: chunk.end]])
+                past = model.model(known[:, : chunk.start]) if chunk.start else None
+                cache = past.past_key_values if past is not None else None
+                out = model.model(known[:, chunk.start :], past_key_values=cache, use_cache=True)
+                rows.append(out.last_hidden_state[0])
+        return torch.cat(rows)
+
+    current_chunks: list[Any] = []
+    inputs = model_runner.ModelRunner._inputs
+
+    def remember(self: Any, chunks: Any) -> Any:
+        current_chunks[:] = chunks
+        return inputs(self, chunks)
+
+    monkeypatch.setattr(model_runner.ModelRunner, "_inputs", remember)
+    monkeypatch.setattr(model_runner, "paged_hidden_states", stock_hidden_states)
+    completions = run(engine_of(fp32_session.model))
+    recomputed = training_logprobs(fp32_session.model, completions)
+    for sampled, again in zip(completions, recomputed, strict=True):
+        torch.testing.assert_close(sampled.token_logprobs, again, atol=1e-3, rtol=0)
+    assert logprob_bytes(completions) != [part.numpy().tobytes() for part in recomputed]
+
+
+def test_logprobs_rounded_to_bf16_are_caught(
+    fp32_session: PatchSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = model_runner.lm_head_logits
+    monkeypatch.setattr(
+        model_runner, "lm_head_logits", lambda *args: exact(*args).bfloat16().float()
+    )
+    completions = run(engine_of(fp32_session.model))
+    sampled = [c for c in completions if c.prompt_index == 0]
+    recomputed = training_logprobs(fp32_session.model, sampled)
+    assert logprob_bytes(sampled) != [part.numpy().tobytes() for part in recomputed]
+
+
+def test_a_prefix_cache_kept_over_a_weight_change_is_caught(
+    fp32_session: PatchSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(fp32_session.model)
+    run(engine)
+    monkeypatch.setattr(engine._blocks, "reset", lambda: None)
+    with torch.no_grad():
+        fp32_session.model.model.layers[0].self_attn.k_proj.weight.mul_(1.01)
+    stale = run(engine)
+    assert content(stale) != content(run(engine_of(fp32_session.model)))
+
+
+# Bad input: refused before any work, naming the prompt and the remedy.
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], SamplingParams(), "prompt 1 is empty; give it"),
+        ([1, VOCAB], SamplingParams(), "prompt 1 has token id 96.*vocabulary of 96"),
+        ([1, -1], SamplingParams(), "prompt 1 has token id -1"),
+        ([1.5, 2.0], SamplingParams(), "prompt 1 must be a list of integer"),
+        ([1] * 100, SamplingParams(max_tokens=29), "prompt 1.*context of 128.*shorten"),
+        ([1] * 40, SamplingParams(max_tokens=30), "prompt 1.*18 KV blocks.*num_kv_blocks"),
+    ],
+)
+def test_a_prompt_that_cannot_be_served_is_named(
+    fp32_session: PatchSession,
+    monkeypatch: pytest.MonkeyPatch,
+    prompt: list[int],
+    params: SamplingParams,
+    message: str,
+) -> None:
+    engine = engine_of(fp32_session.model, num_kv_blocks=17)
+    monkeypatch.setattr(engine, "step", lambda: pytest.fail("work was done before the check"))
+    with pytest.raises(ValueError, match=message):
+        engine.generate([[1, 2], prompt], params)
+
+
+def test_the_largest_sequence_the_cache_can_hold_is_served(fp32_session: PatchSession) -> None:
+    engine = engine_of(fp32_session.model, num_kv_blocks=17)
+    params = SamplingParams(max_tokens=29, ignore_eos=True)  # 40 + 29 - 1 = 17 * 4
+    assert len(engine.generate([[1] * 40], params)[0].token_ids) == 29
+
+
+def test_two_prompts_may_not_share_a_random_stream(fp32_session: PatchSession) -> None:
+    engine = engine_of(fp32_session.model)
+    with pytest.raises(ValueError, match="prompts 0 and 1 share prompt id 4"):
+        engine.generate([[1], [2]], SamplingParams(), prompt_ids=[4, 4])
+
+
+@pytest.mark.parametrize("prompt_ids", [[1], [0, -1], [0, 2**64], [0, "a"]])
+def test_bad_prompt_ids_are_refused(fp32_session: PatchSession, prompt_ids: list[Any]) -> None:
+    with pytest.raises(ValueError, match="prompt_ids"):
+        engine_of(fp32_session.model).generate(
+            [[1], [2]], SamplingParams(), prompt_ids=prompt_ids
+        )
+
+
+def test_one_sampling_is_needed_for_each_prompt(fp32_session: PatchSession) -> None:
+    with pytest.raises(ValueError, match="2 prompts but 1 sampling"):
+        engine_of(fp32_session.model).generate([[1], [2]], [SamplingParams()])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_block_size": 0},
+        {"num_kv_blocks": 0},
+        {"max_batch_tokens": 0},
+        {"max_num_seqs": -1},
+        {"prefill_chunk_size": 0},
+    ],
+)
+def test_a_limit_below_one_is_refused(
+    fp32_session: PatchSession, settings: dict[str, int]
+) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        engine_of(fp32_session.model, **settings)
+
+
+def test_an_eos_outside_the_vocabulary_is_refused(fp32_session: PatchSession) -> None:
+    with pytest.raises(ValueError, match="eos_token_id 96"):
+        RolloutEngine(fp32_session.model, eos_token_id=[1, 96])
+
+
+def test_an_unpatched_model_is_refused() -> None:
+    model = tiny_model(torch.float32)
+    with pytest.raises(ValueError, match="patch"):
+        engine_of(model)
+    with patch(model):
+        engine = engine_of(model)
+    with pytest.raises(ValueError, match="patch"):
+        run(engine)
+
+
+def test_nan_weights_stop_the_rollout_and_the_engine_recovers(
+    fp32_session: PatchSession,
+) -> None:
+    engine = engine_of(fp32_session.model)
+    expected = content(run(engine))
+    weight = fp32_session.model.model.layers[1].mlp.down_proj.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[0, 0] = math.nan
+    with pytest.raises(ConsistencyError, match="prompt 0, sample 0, position 39"):
+        run(engine)
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert content(run(engine)) == expected

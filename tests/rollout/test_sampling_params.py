@@ -1,0 +1,66 @@
+"""SamplingParams refuses what the sampler cannot mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from rl_consistency.rollout.sampling_params import SamplingParams
+
+
+def test_defaults_are_plain_sampling_of_one_completion() -> None:
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_k, params.top_p, params.min_p) == (
+        1,
+        1.0,
+        0,
+        1.0,
+        0.0,
+    )
+
+
+def test_params_are_keyword_only_and_frozen() -> None:
+    with pytest.raises(TypeError):
+        SamplingParams(4)  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().n = 2  # type: ignore[misc]
+
+
+def test_stop_tokens_become_a_tuple_so_that_params_stay_hashable() -> None:
+    params = SamplingParams(stop_token_ids=[3, 5])  # type: ignore[arg-type]
+    assert params.stop_token_ids == (3, 5)
+    assert hash(params) == hash(SamplingParams(stop_token_ids=(3, 5)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 0),
+        ("n", True),
+        ("n", 1.0),
+        ("temperature", -1.0),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", 1e-60),  # would be 0, that is greedy, once rounded to fp32
+        ("temperature", "1"),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("max_tokens", 0),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", (1.5,)),
+        ("stop_token_ids", 7),
+        ("ignore_eos", 1),
+    ],
+)
+def test_a_value_out_of_range_is_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})  # type: ignore[arg-type]

@@ -1,0 +1,63 @@
+"""A sequence's state: what counts as computed, and when it ends."""
+
+from __future__ import annotations
+
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.sequence import RolloutSequence, SequenceStatus
+
+
+def make(prompt: list[int], *, max_tokens: int = 3, stop: tuple[int, ...] = ()) -> RolloutSequence:
+    return RolloutSequence(
+        prompt_index=0,
+        sample_index=0,
+        prompt_id=0,
+        params=SamplingParams(max_tokens=max_tokens),
+        stop_token_ids=frozenset(stop),
+        token_ids=prompt,
+    )
+
+
+def test_a_sequence_copies_its_prompt() -> None:
+    prompt = [1, 2, 3]
+    sequence = make(prompt)
+    sequence.append(9, -0.5)
+    assert prompt == [1, 2, 3]
+    assert (sequence.num_prompt_tokens, sequence.num_generated_tokens) == (3, 1)
+
+
+def test_all_known_tokens_but_the_computed_ones_are_to_do() -> None:
+    sequence = make([1, 2, 3])
+    assert sequence.num_uncomputed_tokens == 3
+    sequence.num_computed_tokens = 3
+    sequence.append(4, -1.0)
+    assert sequence.num_uncomputed_tokens == 1
+
+
+def test_a_stop_token_is_kept_and_ends_the_sample() -> None:
+    sequence = make([1], stop=(7,))
+    sequence.append(5, -1.0)
+    assert not sequence.is_finished
+    sequence.append(7, -0.25)
+    assert sequence.status is SequenceStatus.FINISHED
+    assert sequence.finish_reason == "stop"
+    assert (sequence.token_ids, sequence.token_logprobs) == ([1, 5, 7], [-1.0, -0.25])
+
+
+def test_a_stop_token_in_the_prompt_ends_nothing() -> None:
+    assert not make([7, 7], stop=(7,)).is_finished
+
+
+def test_the_last_slot_ends_the_sample_by_length_unless_it_is_a_stop_token() -> None:
+    plain, stopped = make([1], max_tokens=2, stop=(7,)), make([1], max_tokens=2, stop=(7,))
+    for sequence, last in ((plain, 6), (stopped, 7)):
+        sequence.append(5, -1.0)
+        sequence.append(last, -1.0)
+    assert (plain.finish_reason, stopped.finish_reason) == ("length", "stop")
+
+
+def test_the_last_sampled_token_needs_no_cache_slot() -> None:
+    assert make([1, 2], max_tokens=5).max_cached_tokens == 6
+
+
+def test_sequences_are_told_apart_by_identity() -> None:
+    assert make([1]) != make([1])

@@ -1,0 +1,92 @@
+import configparser
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import rl_consistency
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("kernels", "numerics", "models", "rollout", "parity", "trainers", "cli")
+
+
+@pytest.fixture(scope="module")
+def setup_cfg():
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel built from a copy, so that no build folder is left in the tree."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    tree = ["setup.cfg", "pyproject.toml", "LICENSE", "rl_consistency", "kernels", "trainers"]
+    tree += ["README.md"] if (ROOT / "README.md").exists() else []
+    # cp -P keeps the symlinks as links.
+    subprocess.run(["cp", "-RP", *(str(ROOT / name) for name in tree), str(source)], check=True)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    result = subprocess.run(
+        [*command, "--wheel-dir", str(target), str(source)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (file,) = target.glob("*.whl")
+    return file
+
+
+@pytest.mark.parametrize("folder", ["kernels", "trainers"])
+def test_the_links_are_relative(folder):
+    link = ROOT / "rl_consistency" / folder
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{folder}"
+
+
+def test_the_version_is_stated_once(setup_cfg):
+    assert setup_cfg["metadata"]["version"] == rl_consistency.__version__
+
+
+def test_the_pinned_versions_satisfy_every_floor(setup_cfg):
+    pins = {}
+    for line in (ROOT / "constraints-cpu.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, _, version = line.partition("==")
+            pins[name.lower().replace("_", "-")] = tuple(map(int, re.findall(r"\d+", version)))
+    extras = setup_cfg["options.extras_require"]
+    lines = f"{setup_cfg['options']['install_requires']}\n{extras['dev']}\n{extras['wandb']}"
+    for requirement in lines.split():
+        name, floor = requirement.split(">=")
+        assert pins[name] >= tuple(map(int, floor.split("."))), requirement
+
+
+def test_ci_runs_what_a_developer_runs():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    text = script.read_text()
+    assert "set -euo pipefail" in text and "make lint\nmake test\n" in text
+
+
+def test_the_wheel_holds_every_file_of_every_room_once(wheel):
+    packed = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")]
+    rooms = {room: (ROOT / "rl_consistency" / room).resolve() for room in ROOMS}
+    expected = ["rl_consistency/__init__.py"] + [
+        f"rl_consistency/{room}/{file.relative_to(folder)}"
+        for room, folder in rooms.items()
+        for file in folder.glob("**/*.py")
+    ]
+    assert sorted(packed) == sorted(expected)
+
+
+def test_the_wheel_declares_its_command_and_licence(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (info,) = {name.split("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+    entry_points = archive.read(f"{info}/entry_points.txt").decode()
+    assert "rl-consistency = rl_consistency.cli.main:main" in entry_points
+    assert "License-Expression: Apache-2.0" in archive.read(f"{info}/METADATA").decode()
+    assert f"{info}/licenses/LICENSE" in archive.namelist()

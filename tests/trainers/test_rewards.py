@@ -1,0 +1,174 @@
+import sys
+
+import pytest
+
+from rl_consistency.trainers.data import Example
+from rl_consistency.trainers.rewards import (
+    RewardError,
+    RewardFunction,
+    arithmetic,
+    compute_rewards,
+    exact_match,
+    gsm8k,
+    resolve,
+)
+
+EXAMPLES = [
+    Example(id=40 + i, prompt=f"p{i}", answer=str(i), target=str(i), extra={"level": i})
+    for i in range(3)
+]
+COMPLETIONS = ["0", "wrong", "2"]
+
+
+def score(function, name="mine"):
+    return compute_rewards([RewardFunction(name, function)], EXAMPLES, COMPLETIONS)
+
+
+def refusal(function):
+    with pytest.raises(RewardError) as caught:
+        score(function)
+    return caught.value
+
+
+def test_exact_match_ignores_only_surrounding_space():
+    assert exact_match(["p"] * 4, [" 3\n", "3 ", "3.", ""], ["3"] * 4) == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("so it is\n#### 18", "9 * 2 = 18\n#### 18", 1),
+        ("18", "#### 18", 1),
+        ("it makes 3, then 18.", "#### 18", 1),
+        ("#### 1,234", "#### 1234", 1),
+        ("#### $1,234.00", "#### 1234", 1),
+        ("-5", "#### -5", 1),
+        ("10-5", "#### 5", 1),
+        ("10-5", "#### -5", 0),
+        ("#### 17 or 18", "#### 18", 0),
+        ("#### 17\n#### 18", "#### 18", 1),
+        ("18 ####", "#### 18", 0),
+        ("#### 180", "#### 18", 0),
+        ("no number", "#### 18", 0),
+        ("", "#### 18", 0),
+        ("#### ٣", "#### 3", 0),
+    ],
+)
+def test_gsm8k_compares_final_numbers(completion, answer, expected):
+    assert gsm8k(["p"], [completion], [answer]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [("8,10,18", 1), ("18", 1), (" 8, 18 \n", 1), ("8,10,18,", 0), ("8,118", 0), ("8,18x", 0)],
+)
+def test_arithmetic_reads_the_last_total(completion, expected):
+    assert arithmetic(["p"], [completion], ["18"]) == [expected]
+
+
+@pytest.mark.parametrize("name", ["exact_match", "gsm8k", "arithmetic"])
+def test_built_in_names_resolve(name):
+    assert resolve(name).__name__ == name
+
+
+def test_a_function_of_a_module_resolves(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "def ones(completions, **_): return [1] * len(completions)"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert score(resolve("my_rewards:ones")).total == [1.0, 1.0, 1.0]
+    sys.modules.pop("my_rewards")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gms8k", "did you mean gsm8k"),
+        ("nothing", "Built in are exact_match, gsm8k, arithmetic"),
+        ("no.such.module:f", "cannot import 'no.such.module'"),
+        ("math:no_such", "math has no function 'no_such'"),
+        ("math:pi", "math has no function 'pi'"),
+    ],
+)
+def test_an_unknown_function_is_refused(name, message):
+    with pytest.raises(RewardError, match=message):
+        resolve(name)
+
+
+def test_the_total_is_the_weighted_sum_in_order():
+    functions = [
+        RewardFunction("exact_match", exact_match, 2.0),
+        RewardFunction("level", lambda level, **_: level, 0.5),
+    ]
+    rewards = compute_rewards(functions, EXAMPLES, COMPLETIONS)
+    assert rewards.by_function == {"exact_match": [1.0, 0.0, 1.0], "level": [0.0, 1.0, 2.0]}
+    assert rewards.total == [2.0, 0.5, 3.0]
+
+
+def test_a_function_receives_texts_and_further_fields_by_name():
+    seen = {}
+
+    def spy(**columns):
+        seen.update(columns)
+        return [0.0] * 3
+
+    score(spy)
+    assert seen == {
+        "prompts": ["p0", "p1", "p2"],
+        "completions": COMPLETIONS,
+        "answers": ["0", "1", "2"],
+        "level": [0, 1, 2],
+    }
+
+
+def test_what_a_function_raises_is_named_with_its_sample_and_chained():
+    error = refusal(lambda completions, **_: [float(text) for text in completions])
+    assert "'mine' raised ValueError" in str(error)
+    assert "sample 1, example 41, completion 'wrong'" in str(error)
+    assert isinstance(error.__cause__, ValueError)
+
+
+def test_a_failure_of_the_batch_only_says_so():
+    def fails_on_three(completions, **_):
+        return [0.0] if len(completions) == 1 else {}["x"]
+
+    assert "on the batch of 3, on no sample of it alone" in str(refusal(fails_on_three))
+
+
+def test_an_interrupt_passes_through():
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(interrupted)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), None, "1"])
+def test_a_score_that_is_no_finite_number_is_named_with_its_sample(value):
+    text = str(refusal(lambda **_: [0.0, value, value]))
+    assert "'mine' returned" in text and "sample 1, example 41, completion 'wrong'" in text
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ([0.0, 1.0], "2 scores for 3 completions: sample 2"),
+        ([0.0] * 4, "4 scores for 3 completions: sample 3"),
+        (1.0, "returned float"),
+        (None, "returned NoneType"),
+    ],
+)
+def test_the_wrong_number_of_scores_is_refused(scores, message):
+    assert message in str(refusal(lambda **_: scores))
+
+
+def test_a_gsm8k_answer_without_a_number_is_an_error_of_the_data():
+    example = Example(id=3, prompt="p", answer="none", target="none")
+    with pytest.raises(RewardError, match=r"'none' holds no number .*sample 0, example 3"):
+        compute_rewards([RewardFunction("gsm8k", gsm8k)], [example], ["5"])
+
+
+def test_a_data_field_named_like_an_argument_is_refused():
+    example = Example(id=3, prompt="p", answer="a", target="a", extra={"answers": 1})
+    with pytest.raises(ValueError, match="answers has the name of an argument"):
+        compute_rewards([RewardFunction("exact_match", exact_match)], [example], ["5"])

@@ -1,0 +1,216 @@
+"""Checkpoints: a model directory that also holds what is needed to go on as if never stopped.
+
+    checkpoints/step_000030/
+        config.json, model.safetensors, tokenizer files     loadable by from_pretrained
+        optimizer.safetensors                               moments and master weights
+        trainer.json                                        step, schedule, totals, fingerprint
+
+A checkpoint is written beside its place, flushed, and moved into it at the end: an interrupt or a
+full disk leaves the previous one whole. No file of it is executed on load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rl_consistency.numerics.fingerprint import Fingerprint
+
+FORMAT = 1
+WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "trainer.json"
+_PARTIAL, _REPLACED = ".partial", ".replaced"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used or written; the message says which and what to do."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a run continues from."""
+
+    path: Path
+    step: int
+    """Training steps done; 0 is after the warm start."""
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    schedule: dict[str, Any]
+    totals: dict[str, Any]
+    """The hook's state."""
+    extra: dict[str, Any]
+    """Plain values the trainer keeps across a restart."""
+
+
+def save_checkpoint(
+    directory: Path,
+    *,
+    step: int,
+    model: Any,
+    tokenizer: Any,
+    optimizer: Mapping[str, Tensor],
+    schedule: Mapping[str, Any],
+    totals: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    fingerprint: Fingerprint,
+    keep: int,
+) -> Path:
+    """Write `directory/step_NNNNNN`, then remove all but the newest `keep` checkpoints.
+
+    Raises:
+        CheckpointError: the disk refused; earlier checkpoints are untouched.
+    """
+    target = directory / f"step_{step:06d}"
+    partial = target.with_name(target.name + _PARTIAL)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(partial)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        save_file(_weights(model), partial / WEIGHTS, metadata={"format": "pt"})
+        save_file({k: v.detach().contiguous() for k, v in optimizer.items()}, partial / OPTIMIZER)
+        state = {
+            "format": FORMAT,
+            "step": step,
+            "schedule": dict(schedule),
+            "totals": dict(totals),
+            "extra": dict(extra),
+            "fingerprint": fingerprint.entries,
+            "sha256": {name: _sha256(partial / name) for name in (WEIGHTS, OPTIMIZER)},
+        }
+        (partial / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+        _flush(partial)
+        replaced = target.with_name(target.name + _REPLACED)
+        if target.exists():
+            os.replace(target, replaced)
+        os.replace(partial, target)
+        shutil.rmtree(replaced, ignore_errors=True)
+        _flush_directory(directory)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write the checkpoint {target}: {error}. Earlier checkpoints are whole; free "
+            "some space (training.keep_checkpoints) and continue with --resume."
+        ) from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for old in list_checkpoints(directory)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Complete checkpoints, oldest first; leftovers of an interrupted write are not listed."""
+    found = [
+        path
+        for path in directory.glob("step_*")
+        if path.name.removeprefix("step_").isdigit() and (path / STATE).is_file()
+    ]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
+    """Read a checkpoint and check that this process would continue the same trajectory.
+
+    Raises:
+        CheckpointError: missing, truncated or damaged files, or another fingerprint.
+    """
+    state = _state(path)
+    difference = fingerprint.difference(Fingerprint(state["fingerprint"]))
+    if difference:
+        raise CheckpointError(
+            f"{path} was written under another fingerprint: {'; '.join(difference)} (now != then). "
+            "Its trajectory cannot be continued bit for bit here; restore that environment, or "
+            "start a new run with policy.path set to this directory."
+        )
+    tensors = {}
+    for name in (WEIGHTS, OPTIMIZER):
+        file = path / name
+        if not file.is_file() or _sha256(file) != state["sha256"][name]:
+            raise CheckpointError(
+                f"{file} is missing, truncated or damaged (its SHA-256 is not the one recorded). "
+                "Remove this checkpoint directory and resume from the one before it."
+            )
+        tensors[name] = load_file(file)
+    return Checkpoint(
+        path=path,
+        step=state["step"],
+        weights=tensors[WEIGHTS],
+        optimizer=tensors[OPTIMIZER],
+        schedule=state["schedule"],
+        totals=state["totals"],
+        extra=state["extra"],
+    )
+
+
+@torch.no_grad()
+def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Copy checkpoint weights into a model's parameters, in place.
+
+    Raises:
+        CheckpointError: names or shapes do not fit.
+    """
+    own = dict(model.named_parameters())
+    misfits = sorted(
+        name
+        for name in own.keys() | weights.keys()
+        if name not in own or name not in weights or own[name].shape != weights[name].shape
+    )
+    if misfits:
+        raise CheckpointError(
+            f"the checkpoint does not fit the policy: {len(misfits)} tensors differ, the first is "
+            f"{misfits[0]}. Use the recipe it was written with."
+        )
+    for name, tensor in own.items():
+        tensor.copy_(weights[name])
+
+
+def _weights(model: Any) -> dict[str, Tensor]:
+    """Parameters by name; a tied parameter once, under its first name."""
+    return {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+
+
+def _state(path: Path) -> dict[str, Any]:
+    try:
+        state = json.loads((path / STATE).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(
+            f"{path} is not a readable checkpoint: {error}. Resume from another one, or start anew."
+        ) from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path / STATE} is not of checkpoint format {FORMAT}.")
+    return state
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _flush(directory: Path) -> None:
+    for file in directory.iterdir():
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+    _flush_directory(directory)
+
+
+def _flush_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
