@@ -85,9 +85,10 @@ def measure(case: Case, dtype: torch.dtype, seeds: range) -> list[Row]:
     errors: dict[str, list[tuple[float, float]]] = {}
     for seed in seeds:
         inputs = case.inputs(dtype, seed)
-        exact = _quantities(case.reference, {n: _wide(t) for n, t in inputs.items()}, seed)
-        ours = _quantities(case.canonical, inputs, seed)
-        theirs = _quantities(case.stock, inputs, seed)
+        wide = {name: _wide(t) for name, t in inputs.items()}
+        exact = _quantities(case.reference, wide, dtype, seed)
+        ours = _quantities(case.canonical, inputs, dtype, seed)
+        theirs = _quantities(case.stock, inputs, dtype, seed)
         for name, value in exact.items():
             pair = (_error(ours[name], value), _error(theirs[name], value))
             errors.setdefault(name, []).append(pair)
@@ -101,17 +102,21 @@ def _mean(values: tuple[float, ...]) -> float:
     return sum(values) / len(values)
 
 
-def _quantities(run: Run, inputs: dict[str, Tensor], seed: int) -> Outputs:
-    """Outputs, and the gradients of all floating inputs under one random cotangent per output."""
+def _quantities(
+    run: Run, inputs: dict[str, Tensor], dtype: torch.dtype, seed: int
+) -> Outputs:
+    """Outputs, and the gradients of all floating inputs under one cotangent per output.
+
+    The cotangents have the dtype under test, which every side holds exactly.
+    """
     leaves = {
         name: t.clone().requires_grad_(t.is_floating_point() and name not in CONSTANTS)
         for name, t in inputs.items()
     }
     outputs = run(leaves)
     differentiable = {name: t for name, t in outputs.items() if t.requires_grad}
-    # bf16 numbers are exact in every dtype, so all sides get the same ones.
     cotangents = [
-        probe(tuple(t.shape) or (1,), torch.bfloat16, seed + 1000 + i).view(t.shape).to(t.dtype)
+        probe(tuple(t.shape) or (1,), dtype, seed + 1000 + i).view(t.shape).to(t.dtype)
         for i, t in enumerate(differentiable.values())
     ]
     if differentiable:

@@ -30,7 +30,7 @@ ORDER = ReductionOrder(
     id="glu",
     version=1,
     text=(
-        "fp32, composed of exp, tanh and erf: silu(x) = x*(1/(1 + exp(-x))); gelu(x) = "
+        "fp32, composed of exp, tanh and erf: silu(x) = x/(1 + exp(-x)); gelu(x) = "
         "(0.5*x)*(1 + erf(x/sqrt(2))); gelu_tanh(x) = (0.5*x)*(1 + tanh(sqrt(2/pi)*(x + "
         "0.044715*x^3))); y = activation(gate)*up, rounded once."
     ),
@@ -78,9 +78,10 @@ class _GLU(torch.autograd.Function):
 def _activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """The activation and its derivative, fp32."""
     if activation == "silu":
-        sigmoid = 1.0 / (1.0 + torch.exp(-x))
-        value = x * sigmoid
-        return value, sigmoid * (1.0 + x * (1.0 - sigmoid))
+        denominator = 1.0 + torch.exp(-x)
+        value = x / denominator
+        # 1/(1 + exp(x)) is 1 - sigmoid without the cancellation.
+        return value, 1.0 / denominator + value * (1.0 / (1.0 + torch.exp(x)))
     if activation == "gelu":
         cdf = 0.5 * (1.0 + torch.erf(x * math.sqrt(0.5)))
         density = torch.exp(-0.5 * x * x) * (1.0 / math.sqrt(2.0 * math.pi))

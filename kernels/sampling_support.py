@@ -1,7 +1,7 @@
 """The distribution a token is drawn from: logits / temperature, restricted by top-k, top-p and min-p.
 
 Shapes: logits [T, V] fp32, one set of parameters per row -> scaled logits [T, V] fp32, log-normalizer [T] fp32.
-Dtypes and rounding points: fp32; one division by the temperature; exp and log in fp32.
+Dtypes and rounding points: fp32; one division by the temperature, then one subtraction of the row's maximum; exp and log in fp32.
 Order: `ORDER` below.
 Invariant to: the other rows.
 Varies with: V.
@@ -31,8 +31,8 @@ ORDER = ReductionOrder(
         "z = logits/temperature. Tokens ranked by z downward, equal z by lower id first. top_k keeps "
         "the first k; top_p then keeps a token while the fp64 running sum of the kept probabilities "
         "before it, in rank order, is below top_p; min_p then keeps exp(z - max z) >= min_p; the "
-        "first rank always stays. Temperature 0 keeps the first rank alone. log_normalizer = max + "
-        "log(tree(exp(z - max))) over the support in id order, others counting as 0."
+        "first rank always stays. Temperature 0 keeps the first rank alone. s = z - max z; "
+        "log_normalizer = log(tree(exp(s))) over the support in id order, others counting as 0."
     ),
 )
 
@@ -99,14 +99,15 @@ class SamplingRows:
 class Distribution:
     """What a row's token is drawn from.
 
-    Example: logits [[1, 3, 2]] at temperature 1 and top_k 2 give scaled [[-inf, 3, 2]],
-    log_normalizer [3.3133] and probabilities [[0, 0.7311, 0.2689]].
+    Example: logits [[1, 3, 2]] at temperature 1 and top_k 2 give scaled [[-inf, 0, -1]],
+    log_normalizer [0.3133] and probabilities [[0, 0.7311, 0.2689]].
     """
 
     scaled: Tensor
-    """[T, V] fp32, logits / temperature, -inf outside the support."""
+    """[T, V] fp32, logits / temperature less the row's largest, -inf outside the support."""
     log_normalizer: Tensor
-    """[T] fp32."""
+    """[T] fp32, log of the sum of exp(scaled). The maximum is not added back: a large one would
+    round away the low bits of every probability."""
 
     def logprobs_of(self, token_ids: Tensor) -> Tensor:
         """[T] fp32 log-probability of one token per row; -inf outside the support."""
@@ -148,9 +149,8 @@ def distribution(logits: Tensor, rows: SamplingRows) -> Distribution:
     scaled = logits / temperature.unsqueeze(1)
     if rows.truncates:
         scaled = scaled.masked_fill(~_support(scaled, rows), -torch.inf)
-    top = scaled.amax(dim=1)
-    normalizer = top + torch.log(tree_sum(torch.exp(scaled - top.unsqueeze(1))))
-    return Distribution(scaled, normalizer)
+    scaled -= scaled.amax(dim=1, keepdim=True)
+    return Distribution(scaled, torch.log(tree_sum(torch.exp(scaled))))
 
 
 def _support(scaled: Tensor, rows: SamplingRows) -> Tensor:

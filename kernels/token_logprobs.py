@@ -33,8 +33,8 @@ ORDER = ReductionOrder(
     version=1,
     text=(
         "Logits in the matmul order over H, fp32; the distribution by the sampling-support order "
-        "over V; logprob = z[target] - log_normalizer; entropy = tree(p*u) with u = "
-        "log_normalizer - z. Backward: dz = dlogprob*(onehot - p) + dentropy*(p*(u - entropy)), dlogits = "
+        "over V; logprob = s[target] - log_normalizer; entropy = tree(p*u) with u = "
+        "log_normalizer - s. Backward: dz = dlogprob*(onehot - p) + dentropy*(p*(u - entropy)), dlogits = "
         "dz/temperature rounded to the model dtype; dhidden in the matmul order over V; dweight by "
         "the gradient fold over rows."
     ),

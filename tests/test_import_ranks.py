@@ -26,7 +26,7 @@ FILES = [(room, file) for room, folder in ROOMS.items() for file in sorted(folde
 
 
 def imported_modules(source):
-    """The dotted names that `source` imports, anywhere in the file; relative ones start with a dot."""
+    """The dotted names that `source` imports, anywhere in it; relative ones start with a dot."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

@@ -62,7 +62,7 @@ class MetricsFile:
 
     Args:
         path: the file; its directory is made if missing.
-        resume_from: step of the checkpoint the run continues from. Lines of later steps are cut off,
+        resume_from: step of the checkpoint the run continues from. Lines of later steps are cut,
             and a last line that a kill left unfinished; None: the file must not hold anything yet.
 
     Raises:
@@ -82,7 +82,7 @@ class MetricsFile:
                 "run directory"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._stream = open(path, "ab", buffering=0)
+        self._stream = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Append one line.
@@ -153,8 +153,8 @@ def _rows(path: Path, data: bytes) -> Iterable[tuple[int, dict[str, Any]]]:
         step = row.get("step") if isinstance(row, dict) else None
         if type(step) is not int or step <= last_step or not line.endswith(b"\n"):
             raise ValueError(
-                f"{path}, line {number}, is not the metrics of a step after {last_step}: it must be "
-                'one whole line, a JSON object with an ascending integer "step"'
+                f"{path}, line {number}, is not the metrics of a step after {last_step}: it must "
+                'be one whole line, a JSON object with an ascending integer "step"'
             )
         yield offset, {name: _restored(value) for name, value in row.items()}
         offset, last_step = offset + len(line), step

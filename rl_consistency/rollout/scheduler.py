@@ -42,6 +42,11 @@ class ScheduledChunk:
     def end(self) -> int:
         return self.start + self.length
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is one generated token, the last that was sampled."""
+        return self.samples and self.length == 1 and self.start >= self.sequence.num_prompt_tokens
+
 
 class Scheduler:
     """Keeps the waiting and the running sequences and cuts batches from them."""
@@ -92,6 +97,9 @@ class Scheduler:
         if self.num_preemptions == num_preemptions:  # else the blocks just freed are spoken for
             chunks += self._admitted_chunks(room)
         assert chunks or not self.has_unfinished, "unfinished sequences and nothing to run"
+        num_decode_tokens = sum(chunk.is_decode for chunk in chunks)
+        self.num_decode_tokens += num_decode_tokens
+        self.num_prefill_tokens += sum(chunk.length for chunk in chunks) - num_decode_tokens
         return chunks
 
     def mark_computed(self, chunks: Sequence[ScheduledChunk]) -> None:
@@ -114,7 +122,6 @@ class Scheduler:
             if sequence.num_uncomputed_tokens == 1 and self._make_room(sequence):
                 chunks.append(ScheduledChunk.next_of(sequence, 1))
             index += 1
-        self.num_decode_tokens += len(chunks)
         return chunks
 
     def _make_room(self, sequence: RolloutSequence) -> bool:
@@ -134,7 +141,6 @@ class Scheduler:
 
     def _prefill_chunk(self, sequence: RolloutSequence, room: int) -> ScheduledChunk:
         length = min(sequence.num_uncomputed_tokens, self._prefill_chunk_size, room)
-        self.num_prefill_tokens += length
         return ScheduledChunk.next_of(sequence, length)
 
     def _admitted_chunks(self, room: int) -> list[ScheduledChunk]:

@@ -57,7 +57,7 @@ def test_each_part_of_the_key_moves_the_number() -> None:
 def test_uniforms_lie_in_the_half_open_interval_and_are_even() -> None:
     count = 20_000
     values = uniforms([7] * count, [3] * count, [1] * count, range(count))
-    assert 0.0 <= values.min() and values.max() < 1.0
+    assert values.min() >= 0.0 and values.max() < 1.0
     shares = np.histogram(values, bins=20, range=(0.0, 1.0))[0] / count
     assert np.abs(shares - 0.05).max() < 0.01
     assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.03

@@ -1,0 +1,282 @@
+"""The plots of a run, drawn from the rows of its metrics file.
+
+Zero is the point of this project and has no place on a logarithmic axis: differences are drawn on
+an axis that is linear below the smallest decade, with zero on a labelled line of its own. A step
+whose figure is not finite is drawn as a red cross at the top, never left out.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
+
+from rl_consistency.trainers.tracking import read_metrics
+
+Rows = Sequence[Mapping[str, Any]]
+
+OURS, STOCK, BAD, INK, MUTED = "#0f766e", "#d97706", "#dc2626", "#1f2937", "#6b7280"
+PHASES = {
+    "rollout": "#0f766e",
+    "training": "#2563eb",
+    "optimizer": "#7c3aed",
+    "shadow": "#d97706",
+    "gradient_check": "#9ca3af",
+}
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": "#d1d5db",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e5e7eb",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "figure.constrained_layout.w_pad": 0.12,
+    "figure.constrained_layout.h_pad": 0.1,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "rl-consistency",
+}
+
+
+def series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric, from the rows that have it."""
+    found = [(row["step"], float(row[key])) for row in rows if key in row]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def drift_figure(rows: Rows) -> Figure:
+    """Our path against the stock path: largest |difference| and share of differing tokens."""
+    return _draw(_drift, rows, (9.0, 6.2))
+
+
+def reward_figure(rows: Rows) -> Figure:
+    """Mean reward of the training completions and of the evaluations."""
+    return _draw(_reward, rows, (9.0, 3.4))
+
+
+def gradient_check_figure(rows: Rows) -> Figure:
+    """Gradient elements whose bits changed when the step was recomputed under other groupings."""
+    return _draw(_gradient_checks, rows, (9.0, 2.4))
+
+
+def timing_figure(rows: Rows) -> Figure:
+    """Seconds of each phase per step, and tokens sampled per second."""
+    return _draw(_timing, rows, (9.0, 4.6))
+
+
+def save_picture(run_dir: str | os.PathLike[str]) -> Path:
+    """Write `drift.png`, the picture of both paths over the run, into the run directory.
+
+    Raises:
+        FileNotFoundError, ValueError: the metrics are missing, empty or damaged.
+    """
+    run_dir = Path(run_dir)
+    rows = load_rows(run_dir)
+    target = run_dir / "drift.png"
+    unfinished = target.with_name(".drift.png.unfinished")
+    drift_figure(rows).savefig(unfinished, format="png", dpi=160)
+    os.replace(unfinished, target)
+    return target
+
+
+def load_rows(run_dir: str | os.PathLike[str]) -> Rows:
+    """The rows of a run's metrics file.
+
+    Raises:
+        FileNotFoundError: the directory or its metrics file does not exist.
+        ValueError: the file is empty, or a line is damaged (named).
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"there is no run directory {run_dir}; give the one a run printed")
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{run_dir} is not a run directory: it has no metrics.jsonl; give the one a run printed"
+        )
+    rows = read_metrics(path)
+    if not rows:
+        raise ValueError(f"{path} is empty: the run ended before its first step")
+    return rows
+
+
+def _draw(fill: Callable[[Figure, Rows], None], rows: Rows, size: tuple[float, float]) -> Figure:
+    with rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        fill(figure, rows)
+    return figure
+
+
+def _drift(figure: Figure, rows: Rows) -> None:
+    size, share = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    _difference_panel(size, rows)
+    size.set_title("Logprob difference")
+    size.tick_params(labelbottom=False)
+
+    _line(share, rows, "stock/mismatch_fraction", STOCK, "stock", marker="o")
+    _line(share, rows, "consistency/mismatch_fraction", OURS, "rl_consistency", linewidth=2.4)
+    drifted = [row for row in rows if row.get("consistency/mismatched_tokens")]
+    if drifted:
+        steps, shares = series(drifted, "consistency/mismatch_fraction")
+        share.plot(steps, shares, "X", color=BAD, label="rl_consistency drifted")
+    share.set_title("Tokens whose bits differ")
+    share.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+    _, values = series(rows, "stock/mismatch_fraction")
+    _, ours = series(rows, "consistency/mismatch_fraction")
+    top = max((v for v in [*values, *ours] if math.isfinite(v)), default=0.0)
+    share.set_ylim(-0.04 * max(top, 0.1), max(1.25 * top, 0.1))
+    _step_axis(share, rows)
+    _legend(share)
+    lines = [f"{name}: {count}" for name, count in drift_counts(rows).items()]
+    figure.suptitle("     ".join(lines), x=0.01, ha="left", fontsize=12, fontweight="bold")
+
+
+def drift_counts(rows: Rows) -> dict[str, str]:
+    """For each path that was measured, in words, how many of its tokens differ over the run."""
+    counts = {}
+    for name, path in (("rl_consistency", "consistency"), ("stock", "stock")):
+        tokens, mismatched = (
+            sum(series(rows, f"{path}/{key}")[1]) for key in ("tokens", "mismatched_tokens")
+        )
+        if tokens:
+            counts[name] = f"{mismatched:,.0f} of {tokens:,.0f} tokens differ"
+    return counts
+
+
+def _difference_panel(axes: Axes, rows: Rows) -> None:
+    suffixes = ("logprob_abs_diff/max", "logprob_abs_diff/mean")
+    keys = [f"{path}/{suffix}" for path in ("stock", "consistency") for suffix in suffixes]
+    values = [value for key in keys for value in series(rows, key)[1]]
+    positive = [value for value in values if 0 < value < math.inf]
+    low = math.floor(math.log10(min(positive, default=1e-9))) - 1
+    high = max(math.ceil(math.log10(max(positive, default=1e-6)) + 0.35), low + 2)
+    axes.set_yscale("symlog", linthresh=10.0**low, linscale=0.5)
+    axes.set_ylim(-0.35 * 10.0**low, 10.0**high)
+    stride = max(math.ceil((high - low) / 7), 1)
+    axes.yaxis.set_major_locator(
+        FixedLocator([0.0, *(10.0**e for e in range(low + 1, high + 1, stride))])
+    )
+    axes.yaxis.set_minor_locator(FixedLocator([]))
+    axes.yaxis.set_major_formatter(FuncFormatter(_difference_label))
+    axes.axhspan(-0.35 * 10.0**low, 0.35 * 10.0**low, color=OURS, alpha=0.07, linewidth=0)
+    _line(axes, rows, keys[0], STOCK, "stock, max", marker="o")
+    _line(axes, rows, keys[1], STOCK, "stock, mean", linestyle="--", linewidth=1.2)
+    _line(axes, rows, keys[2], OURS, "rl_consistency, max", linewidth=2.4)
+    axes.set_ylabel("|training − rollout|, nats")
+    _legend(axes)
+
+
+def _difference_label(value: float, _: object = None) -> str:
+    return "0 (same bits)" if value == 0 else f"$10^{{{round(math.log10(value))}}}$"
+
+
+def _reward(figure: Figure, rows: Rows) -> None:
+    axes = figure.subplots()
+    _line(axes, rows, "reward/mean", OURS, "training completions", linewidth=1.8)
+    _line(axes, rows, "eval/reward", "#2563eb", "evaluation", marker="D", linewidth=1.2)
+    axes.set_title("Mean reward")
+    _step_axis(axes, rows)
+    _legend(axes)
+
+
+def _gradient_checks(figure: Figure, rows: Rows) -> None:
+    axes = figure.subplots()
+    axes.set_title("Gradient elements changed by regrouping the batch")
+    key = "consistency/gradient_check"
+    steps, counts = series(rows, f"{key}/mismatched_elements")
+    verdicts = dict(zip(*series(rows, f"{key}/passed")))
+    passed = [(s, c) for s, c in zip(steps, counts) if verdicts.get(s, c == 0) and c == 0]
+    failed = [(s, c) for s, c in zip(steps, counts) if (s, c) not in passed]
+    for points, color, marker, label in (
+        (passed, OURS, "o", f"passed ({len(passed)})"),
+        (failed, BAD, "X", f"failed ({len(failed)})"),
+    ):
+        if points:
+            axes.plot(*zip(*points), linestyle="", marker=marker, color=color, label=label)
+    top = max((count for _, count in failed if math.isfinite(count)), default=0.0)
+    axes.set_ylim(-0.12 * max(top, 1), 1.3 * max(top, 1))
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    _step_axis(axes, rows)
+    _legend(axes)
+
+
+def _timing(figure: Figure, rows: Rows) -> None:
+    seconds, speed = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    steps = [row["step"] for row in rows]
+    floor = [0.0] * len(steps)
+    for phase, color in PHASES.items():
+        key = f"time/{phase}_seconds"
+        if not any(row.get(key) for row in rows):
+            continue
+        heights = [float(row.get(key, 0.0)) for row in rows]
+        label = phase.replace("_", " ")
+        seconds.bar(steps, heights, bottom=floor, width=0.85, color=color, label=label)
+        floor = [low + height for low, height in zip(floor, heights)]
+    seconds.set_title("Seconds per step, by phase")
+    seconds.tick_params(labelbottom=False)
+    seconds.set_ylim(0, 1.08 * max(*floor, 1e-3))
+    _legend(seconds)
+    _line(speed, rows, "tokens_per_second", OURS, "tokens sampled")
+    speed.set_title("Tokens per second")
+    _, speeds = series(rows, "tokens_per_second")
+    speed.set_ylim(0, 1.15 * max((v for v in speeds if math.isfinite(v)), default=1.0) or 1.0)
+    _step_axis(speed, rows)
+
+
+def _line(axes: Axes, rows: Rows, key: str, color: str, label: str, **style: Any) -> None:
+    steps, values = series(rows, key)
+    if not steps:
+        return
+    marker = style.pop("marker", "o" if len(steps) == 1 else None)
+    options = {"linewidth": 1.6, "marker": marker, "markersize": 4.5} | style
+    axes.plot(steps, values, color=color, label=label, **options)
+    bad = [step for step, value in zip(steps, values) if not math.isfinite(value)]
+    if bad:
+        axes.plot(
+            bad,
+            [0.96] * len(bad),
+            transform=axes.get_xaxis_transform(),
+            linestyle="",
+            marker="X",
+            color=BAD,
+            label="not finite",
+            clip_on=False,
+        )
+
+
+def _step_axis(axes: Axes, rows: Rows) -> None:
+    axes.set_xlabel("step")
+    axes.set_xlim(rows[0]["step"] - 0.7, rows[-1]["step"] + 0.7)
+    axes.xaxis.set_major_locator(MaxNLocator(10, integer=True, min_n_ticks=1))
+
+
+def _legend(axes: Axes) -> None:
+    """The legend on the title's line, where no data can be under it."""
+    _, labels = axes.get_legend_handles_labels()
+    if labels:
+        options = {"handlelength": 1.6, "columnspacing": 1.4, "borderaxespad": 0.1}
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(labels), **options)
+    else:
+        axes.text(
+            0.5, 0.5, "not measured in this run", transform=axes.transAxes, ha="center", color=MUTED
+        )

@@ -1,0 +1,197 @@
+"""`rl-consistency report RUN_DIR`: one HTML page about a run, complete in itself and readable offline."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from rl_consistency.cli import plots
+from rl_consistency.cli.plots import Rows, load_rows, series
+
+CSS = """
+:root { --ink: #1f2937; --muted: #6b7280; --line: #e5e7eb; --good: #0f766e; --bad: #b91c1c; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #f8fafc; color: var(--ink);
+       font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+main { max-width: 980px; margin: 0 auto; padding: 32px 20px 64px; }
+h1 { font-size: 24px; margin: 0; } h2 { font-size: 17px; margin: 0 0 10px; }
+p { margin: 4px 0 0; color: var(--muted); }
+section { background: #fff; border: 1px solid var(--line); border-radius: 10px;
+          padding: 20px 22px; margin-top: 18px; overflow-x: auto; }
+.verdict { border-left: 6px solid var(--good); } .verdict.bad { border-left-color: var(--bad); }
+.verdict strong { font-size: 20px; color: var(--good); }
+.verdict.bad strong { color: var(--bad); }
+svg { width: 100%; height: auto; display: block; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: 6px 12px 6px 0; border-bottom: 1px solid var(--line);
+         overflow-wrap: anywhere; vertical-align: top; }
+th { font-weight: 600; color: var(--muted); font-size: 13px; }
+td.number, th.number { text-align: right; padding-right: 0; padding-left: 12px; }
+code, pre { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+pre { margin: 12px 0 0; white-space: pre-wrap; } summary { cursor: pointer; font-weight: 600; }
+"""
+
+FIGURES = (
+    (
+        "Drift",
+        "Rollout logprobs against those that training recomputes, on the same tokens.",
+        plots.drift_figure,
+    ),
+    ("Reward", "Mean over the completions of a step.", plots.reward_figure),
+    (
+        "Gradient checks",
+        "The step's gradient recomputed under other groupings and compared as bytes.",
+        plots.gradient_check_figure,
+    ),
+    ("Time", "Where the seconds of a step go.", plots.timing_figure),
+)
+
+
+def render(run_dir: str | os.PathLike[str]) -> Path:
+    """Write `report.html` into the run directory and return its path.
+
+    The run may still be going on: a missing summary is said to be missing.
+
+    Raises:
+        FileNotFoundError: the directory, its metrics or its configuration is missing.
+        ValueError: metrics or summary are damaged; names the file and the line.
+    """
+    run_dir = Path(run_dir)
+    rows = load_rows(run_dir)
+    config = run_dir / "config.yaml"
+    if not config.is_file():
+        raise FileNotFoundError(
+            f"{run_dir} is not a run directory: it has no config.yaml; give the one a run printed"
+        )
+    name = html.escape(run_dir.resolve().name)
+    page = f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{name} · rl_consistency</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}</style></head>
+<body><main>
+<h1>{name}</h1><p>{len(rows)} steps, {rows[0]["step"]} to {rows[-1]["step"]}</p>
+{_verdict(rows)}
+{_figures(rows)}
+{_summary(run_dir / "summary.json")}
+<section><details><summary>Configuration</summary>
+<pre>{html.escape(config.read_text())}</pre></details></section>
+</main></body></html>
+"""
+    target = run_dir / "report.html"
+    unfinished = target.with_name(".report.html.unfinished")
+    unfinished.write_text(page, encoding="utf-8")
+    os.replace(unfinished, target)
+    return target
+
+
+def _verdict(rows: Rows) -> str:
+    """The whole run in one line: every token the same bits, or how many are not."""
+    counts = plots.drift_counts(rows)
+    ours = counts.get("rl_consistency")
+    stock = counts.get("stock")
+    checks = [bool(value) for value in series(rows, "consistency/gradient_check/passed")[1]]
+    drifted = any(series(rows, "consistency/mismatched_tokens")[1])
+    bad = ours is None or drifted or not all(checks)
+    details = [f"Stock path on the same model: {stock}." if stock else "Stock path: not measured."]
+    details.append(
+        f"Gradient checks passed: {sum(checks)} of {len(checks)}."
+        if checks
+        else "Gradient checks: none in this run."
+    )
+    headline = ours or "Drift was not measured"
+    return (
+        f'<section class="verdict{" bad" if bad else ""}"><strong>{html.escape(headline)}</strong>'
+        f"<p>{html.escape(' '.join(details))}</p></section>"
+    )
+
+
+def _figures(rows: Rows) -> str:
+    return "\n".join(
+        f"<section><h2>{title}</h2><p>{caption}</p>\n{_svg(draw(rows), title)}</section>"
+        for title, caption, draw in FIGURES
+    )
+
+
+def _svg(figure: Figure, title: str) -> str:
+    """The figure as an inline SVG element; ids are salted with the title, being page-wide."""
+    stream = io.StringIO()
+    # No date and a fixed salt: the same run gives the same page.
+    with rc_context(plots.STYLE | {"svg.hashsalt": title}):
+        figure.savefig(stream, format="svg", metadata={"Date": None}, transparent=True)
+    text = stream.getvalue()
+    return text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+
+
+def _summary(path: Path) -> str:
+    if not path.is_file():
+        return (
+            "<section><h2>Summary</h2><p>There is no summary.json: the run has not finished. "
+            "The figures above are those of the steps so far.</p></section>"
+        )
+    try:
+        summary = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not whole JSON ({error}); resume the run to rewrite it"
+        ) from error
+    if not isinstance(summary, dict):
+        raise ValueError(f"{path} must hold a JSON object, got a {type(summary).__name__}")
+    flat = dict(_flattened(summary))
+    paired = _paired(flat)
+    rest = [
+        f"<tr><td>{html.escape(name)}</td><td class=number>{_shown(value)}</td></tr>"
+        for name, value in flat.items()
+        if not name.startswith(("consistency/", "stock/"))
+    ]
+    tables = []
+    if paired:
+        head = "<th>figure</th><th class=number>rl_consistency</th><th class=number>stock</th>"
+        tables.append(f"<table><tr>{head}</tr>{''.join(paired)}</table>")
+    if rest:
+        tables.append(f"<table>{''.join(rest)}</table>")
+    return f"<section><h2>Summary</h2>{'<p>&nbsp;</p>'.join(tables)}</section>"
+
+
+def _paired(flat: Mapping[str, Any]) -> list[str]:
+    """Rows with our figure and the stock path's side by side."""
+    paths = ("consistency/", "stock/")
+    suffixes = dict.fromkeys(n.split("/", 1)[1] for n in flat if n.startswith(paths))
+    return [
+        f"<tr><td>{html.escape(suffix)}</td>"
+        + "".join(f"<td class=number>{_shown(flat.get(path + suffix, ''))}</td>" for path in paths)
+        + "</tr>"
+        for suffix in suffixes
+    ]
+
+
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found += _flattened(value, f"{prefix}{name}/")
+        else:
+            found.append((prefix + name, value))
+    return found
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        # Exact 0 and 1 are claims: nothing that merely rounds to them may look like them.
+        if not math.isfinite(value) or value in (0.0, 1.0):
+            return repr(value)
+        return f"{value:.6g}" if f"{value:.6g}" not in ("0", "1") else repr(value)
+    if isinstance(value, str):
+        return html.escape(value)
+    return html.escape(json.dumps(value))

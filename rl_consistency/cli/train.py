@@ -1,0 +1,96 @@
+"""`rl-consistency train RECIPE`: run a recipe, then show what it proved."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument(
+        "recipe", help="a recipe YAML, such as recipes/grpo_arithmetic_tiny_cpu.yaml"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=VALUE",
+        dest="overrides",
+        help="override one value of the recipe; may be given several times",
+    )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
+    mode.add_argument(
+        "--overwrite", action="store_true", help="remove the run the directory already holds"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; 0 when the run ended and every check passed, 1 when it ended with drift."""
+    from rl_consistency.cli.plots import save_picture
+    from rl_consistency.cli.report import render
+    from rl_consistency.trainers.config import load_config
+    from rl_consistency.trainers.run import train
+
+    console = Console()
+    config = load_config(args.recipe, args.overrides)
+    summary = train(
+        config,
+        resume=args.resume,
+        overwrite=args.overwrite,
+        announce=lambda line: console.print(line, highlight=False, markup=False),
+    )
+    directory = config.run.output_dir
+    picture, report = save_picture(directory), render(directory)
+    console.print(summary_table(summary))
+    console.print(f"picture  {picture}\nreport   {report}", highlight=False, markup=False)
+    return 0 if passed(summary) else 1
+
+
+def passed(summary: dict[str, Any]) -> bool:
+    """Whether no token and no gradient element differed over the run."""
+    return (
+        summary["consistency/mismatched_tokens"] == 0
+        and summary["consistency/gradient_check/mismatched_elements"] == 0
+    )
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """What a newcomer should see at the end of a run."""
+    table = Table(
+        title=f"{summary['name']}: {summary['steps']} steps in {summary['seconds']:.0f} s"
+    )
+    table.add_column("", no_wrap=True)
+    table.add_column("rl_consistency", justify="right", style="green")
+    table.add_column("stock Hugging Face", justify="right", style="yellow")
+    rows = (
+        ("tokens compared", "tokens", "{:,.0f}"),
+        ("tokens whose logprob differs", "mismatched_tokens", "{:,.0f}"),
+        ("share of tokens that differ", "mismatch_fraction", "{:.1%}"),
+        ("largest |difference|", "logprob_abs_diff/max", "{:.2g}"),
+        ("largest ULP distance", "ulp/max", "{:,.0f}"),
+        ("smallest first-update ratio", "importance_ratio/min", "{:.9g}"),
+        ("largest first-update ratio", "importance_ratio/max", "{:.9g}"),
+    )
+    for label, name, form in rows:
+        cells = [_cell(summary.get(f"{side}/{name}"), form) for side in ("consistency", "stock")]
+        table.add_row(label, *cells)
+    checks = summary["consistency/gradient_check/checks"]
+    good = summary["consistency/gradient_check/passed"]
+    table.add_row("gradient checks passed", f"{good} of {checks}", "-", end_section=True)
+    table.add_row("reward, first to last steps", _span(summary, "reward"), "-")
+    if summary["eval/first"] is not None:
+        table.add_row("evaluation reward, start to end", _span(summary, "eval"), "-")
+    return table
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _span(summary: dict[str, Any], name: str) -> str:
+    return f"{summary[f'{name}/first']:.3f} -> {summary[f'{name}/last']:.3f}"

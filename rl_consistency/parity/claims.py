@@ -1,0 +1,151 @@
+"""The claims that are verified, and how one check of a claim keeps its count."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from rl_consistency.numerics.errors import ConsistencyError
+
+CLAIMS: Mapping[str, str] = MappingProxyType(
+    {
+        "C1": "a token's output does not depend on what else is in the call",
+        "C2": "rollout logprobs are the bytes that training recomputes",
+        "C3": "gradients do not depend on how the batch is cut",
+        "C6": "the canonical order is as accurate as the stock op",
+        "C7": "both sides run one order, and a difference is named",
+    }
+)
+"""Claims that one process can judge. C4 (processes) and C5 (resume) are judged by training runs."""
+
+_BITS = {4: torch.int32, 2: torch.int16, 8: torch.int64}
+
+RowName = Callable[[int], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one check found."""
+
+    claim: str
+    subject: str
+    """The op, or the part of the chain."""
+    scope: str
+    """Model and dtype it was checked in."""
+    what: str
+    """What was varied."""
+    cases: int
+    """Comparisons made."""
+    mismatches: int
+    """Comparisons that failed."""
+    passed: bool
+    """At least one comparison, and none failed."""
+    detail: str
+    """The first failure: which case, which place, both values; or a figure worth printing."""
+    seconds: float
+
+    @property
+    def key(self) -> str:
+        """`claim subject`, the name a negative control knows the check by."""
+        return f"{self.claim} {self.subject}"
+
+
+class Tally:
+    """Counts the comparisons of one check and keeps the first failure."""
+
+    def __init__(self) -> None:
+        self.cases = 0
+        self.mismatches = 0
+        self.detail = ""
+
+    def equal(
+        self, case: str, expected: Tensor, actual: Tensor, row_name: RowName = "row {}".format
+    ) -> bool:
+        """Compare two tensors [rows, ...] byte by byte; a NaN or an infinity is a failure too."""
+        if expected.shape != actual.shape or expected.dtype != actual.dtype:
+            return self.expect(case, False, f"{_kind(expected)} against {_kind(actual)}")
+        if same_bytes(expected, actual) and bool(actual.isfinite().all()):
+            return self.expect(case, True)
+        return self.expect(case, False, _first_difference(expected, actual, row_name))
+
+    def expect(self, case: str, holds: bool, detail: str = "") -> bool:
+        """Count one comparison that was judged elsewhere."""
+        self.cases += 1
+        if not holds:
+            self.mismatches += 1
+            if self.mismatches == 1:
+                self.detail = f"{case}: {detail}" if detail else case
+        return holds
+
+    def note(self, text: str) -> None:
+        """A figure to print while nothing has failed."""
+        if not self.mismatches:
+            self.detail = text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One row of the verification: a claim about a subject, and the comparisons that judge it."""
+
+    claim: str
+    subject: str
+    scope: str
+    what: str
+    body: Callable[[Tally], None]
+
+    @property
+    def key(self) -> str:
+        return f"{self.claim} {self.subject}"
+
+    def run(self) -> Result:
+        """Make the comparisons.
+
+        A `ConsistencyError` raised by the program under test is the failure it says it is; other
+        errors are not results and pass through.
+        """
+        tally, start = Tally(), time.perf_counter()
+        try:
+            self.body(tally)
+        except ConsistencyError as error:
+            tally.expect("refused", False, str(error))
+        return Result(
+            claim=self.claim,
+            subject=self.subject,
+            scope=self.scope,
+            what=self.what,
+            cases=tally.cases,
+            mismatches=tally.mismatches,
+            passed=tally.cases > 0 and tally.mismatches == 0,
+            detail=tally.detail or ("" if tally.cases else "nothing was compared"),
+            seconds=time.perf_counter() - start,
+        )
+
+
+def bits(values: Tensor) -> Tensor:
+    """The values' own bytes as integers, same shape."""
+    return values.detach().contiguous().view(_BITS[values.element_size()])
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are the same bytes; zeros of both signs differ."""
+    return torch.equal(bits(a), bits(b))
+
+
+def _first_difference(expected: Tensor, actual: Tensor, row_name: RowName) -> str:
+    differs = (bits(expected) != bits(actual)) | ~actual.isfinite()
+    first = tuple(differs.nonzero()[0].tolist())
+    place = row_name(first[0]) if first else "value"
+    inside = f" element {list(first[1:])}" if len(first) > 1 else ""
+    return (
+        f"{place}{inside}: {expected[first].item()!r} against {actual[first].item()!r} "
+        f"({int(differs.sum())} of {differs.numel()} values)"
+    )
+
+
+def _kind(values: Tensor) -> str:
+    return f"{values.dtype} {list(values.shape)}"

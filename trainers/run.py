@@ -1,0 +1,379 @@
+"""A whole run: policy, data, warm start, GRPO steps, checkpoints, summary."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+
+from rl_consistency.models.patch import patch
+from rl_consistency.numerics.fingerprint import fingerprint
+from rl_consistency.numerics.strict import current, strict
+from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.trainers.arithmetic import problems
+from rl_consistency.trainers.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    list_checkpoints,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+)
+from rl_consistency.trainers.config import RunConfig, dump_config
+from rl_consistency.trainers.data import Example, encode_prompt, read_jsonl
+from rl_consistency.trainers.grpo import GRPOTrainer, PromptSet
+from rl_consistency.trainers.hooks import ConsistencyHook
+from rl_consistency.trainers.optimizer import PolicyOptimizer
+from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
+from rl_consistency.trainers.rewards import RewardFunction, resolve
+from rl_consistency.trainers.supervised import warm_start
+from rl_consistency.trainers.tracking import (
+    ConsoleTable,
+    MetricsFile,
+    Tracker,
+    TrackerSet,
+    WandbTracker,
+    read_metrics,
+)
+
+Announce = Callable[[str], None]
+SUMMARY_STEPS = 5
+"""Steps at either end of a run whose mean reward the summary shows."""
+
+
+class RunDirectoryError(ValueError):
+    """A run directory that cannot be started in or resumed from."""
+
+
+def train(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    announce: Announce = print,
+) -> dict[str, Any]:
+    """Run a recipe to its end.
+
+    Args:
+        config: the resolved recipe.
+        resume: continue from the newest checkpoint of the run directory.
+        overwrite: start anew where the directory already holds a run, which is removed.
+        announce: told what is going on between steps, one line at a time.
+
+    Returns:
+        The summary, which is also written to `summary.json`.
+
+    Raises:
+        ValueError: bad configuration, data, policy, rewards or checkpoint.
+        ConsistencyError: drift, where the recipe says `on_drift: raise`.
+    """
+    started = time.perf_counter()
+    directory = _open_directory(config, resume=resume, overwrite=overwrite)
+    with ExitStack() as stack:
+        stack.enter_context(
+            strict(config.consistency.strict, except_=config.consistency.strict_except)
+            if _strictness_given(config)
+            else strict(except_=current().stock)
+        )
+        run = _Run(config, directory, announce)
+        first_step = run.restore() if resume else run.begin()
+        with TrackerSet(run.trackers(first_step, resume)) as trackers:
+            if not resume:
+                trackers.log(0, run.trainer.evaluate() | {"warm_start/loss": run.warm_start_loss})
+            for step in range(first_step, config.training.steps + 1):
+                trackers.log(step, run.step(step))
+        run.save(config.training.steps)
+        return run.summarize(time.perf_counter() - started)
+
+
+class _Run:
+    """The parts of one run and how they are saved and restored."""
+
+    def __init__(self, config: RunConfig, directory: Path, announce: Announce):
+        self.config = config
+        self.directory = directory
+        self.announce = announce
+        self.model, self.tokenizer = load_policy(
+            config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
+        )
+        self.model.train()
+        self.train_set, self.eval_set = self._data()
+        self.rewards = [
+            RewardFunction(f.name, resolve(f.name), f.weight) for f in config.reward.functions
+        ]
+        self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
+        self.session = patch(self.model)
+        self.session.verify() if not current().stock else None
+        self.accelerator = Accelerator(cpu=config.run.device == "cpu", mixed_precision="no")
+        self.model = self.accelerator.prepare(self.model)
+        self.fingerprint = fingerprint(config.run.device)
+        self.warm_start_loss = float("nan")
+        self.saved_step = -1
+
+    def begin(self) -> int:
+        """Warm start, then the first checkpoint; returns the first step."""
+        self._warm_start()
+        self._keep_reference()
+        self._assemble()
+        if self.config.warm_start.steps or self.config.training.save_every:
+            self.save(0)
+        return 1
+
+    def restore(self) -> int:
+        """Load the newest checkpoint; returns the step that follows it."""
+        checkpoints = list_checkpoints(self.directory / "checkpoints")
+        if not checkpoints:
+            raise RunDirectoryError(
+                f"{self.directory} has no complete checkpoint to resume from; start it anew with "
+                "--overwrite, and set training.save_every to have checkpoints on the way."
+            )
+        checkpoint = load_checkpoint(checkpoints[-1], self.fingerprint)
+        load_weights(self.model, checkpoint.weights)
+        self._load_reference()
+        self._assemble()
+        self._continue(checkpoint)
+        self.announce(f"resumed from {checkpoint.path}")
+        return checkpoint.step + 1
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One GRPO step, with evaluation and checkpoint where they are due."""
+        metrics = self.trainer.step(step)
+        training = self.config.training
+        last = step == training.steps
+        if training.eval_every and (step % training.eval_every == 0 or last):
+            metrics |= self.trainer.evaluate()
+        if training.save_every and step % training.save_every == 0 and not last:
+            self.save(step)
+        return metrics
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint, unless this step's has been written."""
+        if step == self.saved_step:
+            return
+        save_checkpoint(
+            self.directory / "checkpoints",
+            step=step,
+            model=self.model,
+            tokenizer=self.tokenizer,
+            optimizer=self.optimizer.tensors(),
+            schedule=self.optimizer.schedule_state(),
+            totals=self.hook.state_dict(),
+            extra={"warm_start_loss": self.warm_start_loss},
+            fingerprint=self.fingerprint,
+            keep=self.config.training.keep_checkpoints,
+        )
+        self.saved_step = step
+
+    def trackers(self, first_step: int, resume: bool) -> list[Tracker]:
+        """Where metrics go, as the recipe says."""
+        tracking, run = self.config.tracking, self.config.run
+        resume_from = first_step - 1 if resume else None
+        trackers: list[Tracker] = [
+            MetricsFile(self.directory / "metrics.jsonl", resume_from=resume_from)
+        ]
+        if tracking.console:
+            trackers.append(ConsoleTable(self.config.training.steps))
+        if tracking.wandb is not None:
+            trackers.append(
+                WandbTracker(
+                    tracking.wandb.project,
+                    directory=self.directory,
+                    name=tracking.wandb.name or run.name,
+                    config=self.config.model_dump(mode="json"),
+                    mode=tracking.wandb.mode,
+                )
+            )
+        return trackers
+
+    def summarize(self, seconds: float) -> dict[str, Any]:
+        """Write `summary.json` and return it."""
+        rows = read_metrics(self.directory / "metrics.jsonl")
+        rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+        evaluations = [row["eval/reward"] for row in rows if "eval/reward" in row]
+        summary = {
+            "name": self.config.run.name,
+            "steps": self.config.training.steps,
+            "seconds": round(seconds, 1),
+            "reward/first": fmean(rewards[:SUMMARY_STEPS]),
+            "reward/last": fmean(rewards[-SUMMARY_STEPS:]),
+            "eval/first": evaluations[0] if evaluations else None,
+            "eval/last": evaluations[-1] if evaluations else None,
+            **self.hook.summary(),
+            "parameter_digest": parameter_digest(self.model),
+            "strict": current().as_record(),
+            "fingerprint": self.fingerprint.entries,
+        }
+        _write_atomically(self.directory / "summary.json", json.dumps(summary, indent=2) + "\n")
+        return summary
+
+    def _assemble(self) -> None:
+        config, rollout, algorithm = self.config, self.config.rollout, self.config.algorithm
+        updates = algorithm.updates_per_rollout * algorithm.epochs_per_rollout
+        self.optimizer = PolicyOptimizer(
+            self.model,
+            config.optimizer,
+            self.accelerator,
+            total_steps=config.training.steps * updates,
+        )
+        longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+        per_sequence = -(-longest // rollout.kv_block_size)
+        batch = min(rollout.max_num_seqs, rollout.prompts_per_step * rollout.samples_per_prompt)
+        engine = RolloutEngine(
+            self.model,
+            eos_token_id=eos_token_ids(self.model, self.tokenizer),
+            kv_block_size=rollout.kv_block_size,
+            num_kv_blocks=rollout.num_kv_blocks or per_sequence * batch,
+            max_batch_tokens=rollout.max_batch_tokens,
+            max_num_seqs=rollout.max_num_seqs,
+            prefill_chunk_size=rollout.prefill_chunk_size,
+            enable_prefix_sharing=rollout.prefix_sharing,
+        )
+        self.hook = ConsistencyHook(
+            self.model,
+            gradient_check_every=config.consistency.gradient_check_every,
+            shadow_every=config.consistency.shadow_every,
+            on_drift=config.consistency.on_drift,
+            replay_dir=self.directory / "replay",
+            config=config.model_dump(mode="json"),
+            warn=self.announce,
+        )
+        self.trainer = GRPOTrainer(
+            self.model,
+            self.tokenizer,
+            engine,
+            self.optimizer,
+            self.accelerator,
+            config=config,
+            train=self.train_set,
+            evaluation=self.eval_set,
+            rewards=self.rewards,
+            hook=self.hook,
+            reference=self.reference,
+        )
+
+    def _continue(self, checkpoint: Checkpoint) -> None:
+        self.optimizer.load(checkpoint.optimizer, checkpoint.schedule)
+        self.hook.load_state_dict(checkpoint.totals)
+        self.warm_start_loss = checkpoint.extra["warm_start_loss"]
+        self.saved_step = checkpoint.step
+
+    def _data(self) -> tuple[PromptSet, PromptSet | None]:
+        data, seed = self.config.data, self.config.run.seed
+        if data.task is not None:
+            task = {"num_terms": data.task.num_terms, "max_value": data.task.max_value}
+            train = problems(seed, "train", data.task.train_size, **task)[: data.limit]
+            evaluation = problems(seed, "eval", data.task.eval_size, **task)
+        else:
+            assert data.path is not None
+            fields = {
+                "prompt_field": data.prompt_field,
+                "answer_field": data.answer_field,
+                "prompt_template": data.prompt_template,
+            }
+            train = read_jsonl(data.path, limit=data.limit, **fields)
+            evaluation = read_jsonl(data.eval_path, **fields) if data.eval_path else []
+        return self._encoded(train), self._encoded(evaluation) if evaluation else None
+
+    def _encoded(self, examples: Sequence[Example]) -> PromptSet:
+        prompts = [
+            encode_prompt(
+                example,
+                self._encode,
+                max_prompt_tokens=self.config.data.max_prompt_tokens,
+                max_new_tokens=self.config.rollout.max_new_tokens,
+                context_length=context_length(self.model),
+            )
+            for example in examples
+        ]
+        return PromptSet(examples=examples, prompts=prompts)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _warm_start(self) -> None:
+        section = self.config.warm_start
+        if not section.steps:
+            return
+        eos = eos_token_ids(self.model, self.tokenizer)[:1]
+
+        def progress(done: int, total: int, loss: float) -> None:
+            if done % max(total // 5, 1) == 0:
+                self.announce(f"warm start {done}/{total}: loss {loss:.3f}")
+
+        self.warm_start_loss = warm_start(
+            self.model,
+            self.train_set.prompts,
+            [[*self._encode(example.target), *eos] for example in self.train_set.examples],
+            section,
+            self.accelerator,
+            seed=self.config.run.seed,
+            progress=progress,
+        )
+
+    def _keep_reference(self) -> None:
+        if self.reference is None:
+            return
+        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        save_file(weights, self.directory / "reference.safetensors")
+        self._load_reference()
+
+    def _load_reference(self) -> None:
+        if self.reference is None:
+            return
+        file = self.directory / "reference.safetensors"
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; the KL reference cannot be restored.")
+        load_weights(self.reference, load_file(file))
+        self.reference.requires_grad_(False)
+        patch(self.reference)
+
+
+def _strictness_given(config: RunConfig) -> bool:
+    return not config.consistency.strict or bool(config.consistency.strict_except)
+
+
+def _open_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> Path:
+    directory = config.run.output_dir
+    started = (directory / "config.yaml").exists() or (directory / "metrics.jsonl").exists()
+    if resume:
+        if not started:
+            raise RunDirectoryError(f"{directory} holds no run to resume; leave out --resume.")
+        _require_same_config(directory / "config.yaml", config)
+        return directory
+    if started and not overwrite:
+        raise RunDirectoryError(
+            f"{directory} already holds a run; continue it with --resume, remove it with "
+            "--overwrite, or choose another with --set run.output_dir=DIR."
+        )
+    if started:
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_atomically(directory / "config.yaml", dump_config(config))
+    return directory
+
+
+def _require_same_config(file: Path, config: RunConfig) -> None:
+    if not file.is_file() or file.read_text("utf-8") != dump_config(config):
+        raise RunDirectoryError(
+            f"{file} is not the configuration given now, so the run would not continue the same "
+            "trajectory. Resume with the recipe and --set values it was started with."
+        )
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
