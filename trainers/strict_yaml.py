@@ -91,21 +91,19 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
 def _set(tree: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
     node: Any = tree
     for depth, key in enumerate(keys):
-        last = depth == len(keys) - 1
+        index: Any = key
         if isinstance(node, list):
             if not (key.isdecimal() and int(key) < len(node)):
                 raise RecipeSyntaxError(
                     f"--set {override}: {'.'.join(keys[:depth])} is a list of {len(node)}: "
                     f"{key!r} is no index into it"
                 )
-            index: int | str = int(key)
-        elif isinstance(node, dict):
-            index = key
-        else:
+            index = int(key)
+        elif not isinstance(node, dict):
             raise RecipeSyntaxError(
                 f"--set {override}: {'.'.join(keys[:depth])} is the value {node!r}, not a section"
             )
-        if last:
+        if depth == len(keys) - 1:
             node[index] = value
         elif isinstance(node, dict) and node.get(index) is None:
             # An absent or null section is opened by its first override.

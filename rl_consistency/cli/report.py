@@ -1,4 +1,4 @@
-"""`rl-consistency report RUN_DIR`: one HTML page about a run, complete in itself and readable offline."""
+"""One HTML page about a run, complete in itself and readable offline."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _svg(figure: Figure, title: str) -> str:
     """The figure as an inline SVG element; ids are salted with the title, being page-wide."""
     stream = io.StringIO()
     # No date and a fixed salt: the same run gives the same page.
-    with rc_context(plots.STYLE | {"svg.hashsalt": title}):
+    with rc_context({**plots.STYLE, "svg.hashsalt": title}):
         figure.savefig(stream, format="svg", metadata={"Date": None}, transparent=True)
     text = stream.getvalue()
     return text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)

@@ -1,0 +1,170 @@
+"""C1 for attention: prefill, chunks and decode, packed and paged, alone and together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.attention import attention_paged, attention_varlen
+from rl_consistency.kernels.attention_layout import PackedSequences
+from rl_consistency.kernels.gradient_fold import STEP
+from rl_consistency.parity.claims import Tally
+from rl_consistency.parity.paged_calls import chunked, decoded, paged_calls
+from rl_consistency.parity.probe import probe
+from rl_consistency.parity.sweep import Sweep
+
+SCORE_SCALE = 0.06
+"""Factor on query and key probes: softmax weights then span several orders of magnitude."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One shape of attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def __str__(self) -> str:
+        window = "" if self.window is None else f" window {self.window}"
+        return f"{self.heads}/{self.kv_heads} heads of {self.head_dim}{window}"
+
+
+SHAPES = (Heads(4, 2, 32), Heads(3, 3, 16), Heads(6, 1, 64, window=100))
+
+
+def check_attention(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
+    """Packed sequences: outputs and lse."""
+    for shape in SHAPES:
+        samples = attention_probe(shape, sweep.sample_lengths(), dtype)
+        alone = [packed_attention(shape, [s])[0] for s in samples]
+        for name, calls in sweep.arrangements():
+            for gap in (0, 2) if name == "permuted batch" else (0,):
+                for members in calls:
+                    found = packed_attention(shape, [samples[i] for i in members], gap)
+                    for i, rows in zip(members, found, strict=True):
+                        _compare(tally, f"{shape}, {name}", i, alone[i], rows)
+
+
+def check_attention_backward(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
+    """dq, dk and dv of packed sequences."""
+    for shape in SHAPES:
+        samples = attention_probe(shape, sweep.sample_lengths(), dtype)
+        alone = [_gradients(shape, [s])[0] for s in samples]
+        for name, calls in sweep.arrangements():
+            for members in calls if name == "permuted batch" else calls[:4]:
+                found = _gradients(shape, [samples[i] for i in members])
+                for i, rows in zip(members, found, strict=True):
+                    _compare(tally, f"{shape}, {name}", i, alone[i], rows)
+
+
+def check_paged_attention(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
+    """The paged cache against packed prefill: every chunk size, block size, and decode."""
+    for shape in SHAPES:
+        lengths = sweep.sample_lengths()[: max(len(sweep.lengths), 8)]
+        samples = attention_probe(shape, lengths, dtype)
+        alone = [packed_attention(shape, [s])[0] for s in samples]
+        plans = [(f"chunk {c}", [chunked(n, c) for n in lengths]) for c in sweep.chunks]
+        plans.append(("decode", [decoded(n) for n in lengths]))
+        for j, (name, schedules) in enumerate(plans):
+            size = sweep.cache_blocks[j % len(sweep.cache_blocks)]
+            found = _paged_attention(shape, samples, schedules, size, dtype)
+            for i, rows in enumerate(found):
+                _compare(tally, f"{shape}, {name}, cache blocks of {size}", i, alone[i], rows)
+        for size in sweep.cache_blocks:
+            found = _paged_attention(shape, samples, [[n] for n in lengths], size, dtype)
+            for i, rows in enumerate(found):
+                _compare(tally, f"{shape}, prefill, cache blocks of {size}", i, alone[i], rows)
+
+
+def attention_probe(
+    shape: Heads, lengths: Sequence[int], dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(q [n, H, D], k and v [n, Hkv, D]) per sample."""
+    return [
+        (
+            probe((n, shape.heads, shape.head_dim), dtype, seed=3 * i, scale=SCORE_SCALE),
+            probe((n, shape.kv_heads, shape.head_dim), dtype, seed=3 * i + 1, scale=SCORE_SCALE),
+            probe((n, shape.kv_heads, shape.head_dim), dtype, seed=3 * i + 2),
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+def packed_attention(
+    shape: Heads, samples: Sequence[tuple[Tensor, Tensor, Tensor]], gap: int = 0
+) -> list[Tensor]:
+    """[n, H * (D + 1)] fp32 per sample: outputs, then lse."""
+    starts, (q, k, v) = _pack(samples, gap)
+    lens = [len(s[0]) for s in samples]
+    layout = PackedSequences.of(starts, lens)
+    out, lse = attention_varlen(q, k, v, layout, scale=shape.scale, window=shape.window)
+    rows = torch.cat([out.float().flatten(1), lse], dim=1)
+    return [rows[start : start + n] for start, n in zip(starts, lens, strict=True)]
+
+
+def _gradients(shape: Heads, samples: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+    """[n, (H + 2 Hkv) * D] fp32 per sample."""
+    starts, operands = _pack(samples, 0)
+    lens = [len(s[0]) for s in samples]
+    q, k, v = (x.requires_grad_() for x in operands)
+    layout = PackedSequences.of(starts, lens)
+    out, _ = attention_varlen(q, k, v, layout, scale=shape.scale, window=shape.window)
+    out.backward(q.detach() * 10)
+    rows = torch.cat([x.grad.float().flatten(1) for x in (q, k, v) if x.grad is not None], dim=1)
+    return [rows[start : start + n] for start, n in zip(starts, lens, strict=True)]
+
+
+def _paged_attention(
+    shape: Heads,
+    samples: Sequence[tuple[Tensor, Tensor, Tensor]],
+    schedules: list[list[int]],
+    block_size: int,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    parts: list[list[Tensor]] = [[] for _ in samples]
+    for call in paged_calls(
+        schedules,
+        block_size=block_size,
+        num_layers=1,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+    ):
+        q, k, v = (
+            torch.cat([samples[i][j][start:end] for i, start, end in call.spans]) for j in range(3)
+        )
+        call.paged.write(0, k, v)
+        out, lse = attention_paged(q, call.paged, 0, scale=shape.scale, window=shape.window)
+        rows = torch.cat([out.float().flatten(1), lse], dim=1)
+        lens = [end - start for _, start, end in call.spans]
+        for (i, _, _), part in zip(call.spans, rows.split(lens), strict=True):
+            parts[i].append(part)
+    return [torch.cat(p) for p in parts]
+
+
+def _pack(
+    samples: Sequence[tuple[Tensor, Tensor, Tensor]], gap: int
+) -> tuple[list[int], list[Tensor]]:
+    """First rows, and q, k, v with every sample on a multiple of 16 and `gap` steps between."""
+    starts, end = [], 0
+    for sample in samples:
+        starts.append(end + gap * STEP)
+        end = starts[-1] + -(-len(sample[0]) // STEP) * STEP
+    operands = [x.new_zeros(end, *x.shape[1:]) for x in samples[0]]
+    for start, sample in zip(starts, samples, strict=True):
+        for operand, part in zip(operands, sample, strict=True):
+            operand[start : start + len(part)] = part
+    return starts, operands
+
+
+def _compare(tally: Tally, case: str, sample: int, expected: Tensor, actual: Tensor) -> None:
+    tally.equal(case, expected, actual, lambda row: f"sample {sample} position {row}")

@@ -1,0 +1,141 @@
+"""C3 per op: parameter gradients are left folds, so the cut into calls and the filler do not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rl_consistency.kernels.embedding import embedding
+from rl_consistency.kernels.gradient_fold import STEP, GradientBuffer
+from rl_consistency.kernels.linear import linear
+from rl_consistency.kernels.rms_norm import rms_norm
+from rl_consistency.kernels.token_logprobs import IGNORED, token_logprobs
+from rl_consistency.parity.claims import Tally
+from rl_consistency.parity.op_checks import targets_inside, token_logprob_probe
+from rl_consistency.parity.probe import probe, probe_tokens
+from rl_consistency.parity.sweep import Sweep
+
+Backward = Callable[..., None]
+"""Runs forward and backward over some rows of every input, folding into buffers."""
+
+
+def check_linear_fold(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
+    """dW and dbias of `linear`."""
+    weight, bias = _parameter((208, 96), dtype, 1), _parameter((208,), dtype, 2)
+    buffers = GradientBuffer(weight), GradientBuffer(bias)
+
+    def backward(x: Tensor, dy: Tensor) -> None:
+        linear(x, weight, bias, weight_grad=buffers[0], bias_grad=buffers[1]).backward(dy)
+
+    rows = max(sweep.lengths)
+    inputs = probe((rows, 96), dtype, seed=3), probe((rows, 208), dtype, seed=4)
+    _cuts_alike(tally, (weight, bias), backward, inputs)
+
+
+def check_rms_norm_fold(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
+    """dweight of `rms_norm`, for hidden states and for four heads a token."""
+    for heads in (1, 4):
+        weight = _parameter((32,), dtype, 1)
+        buffer = GradientBuffer(weight)
+
+        def backward(
+            x: Tensor,
+            dy: Tensor,
+            weight: nn.Parameter = weight,
+            buffer: GradientBuffer = buffer,
+            heads: int = heads,
+        ) -> None:
+            rms_norm(x, weight, 1e-6, rows_per_token=heads, weight_grad=buffer).backward(dy)
+
+        shape = (max(sweep.lengths), heads, 32)
+        inputs = probe(shape, dtype, seed=2), probe(shape, dtype, seed=3)
+        _cuts_alike(tally, (weight,), backward, inputs)
+
+
+def check_embedding_fold(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
+    """The gradient of an embedding whose tokens repeat."""
+    weight = _parameter((331, 96), dtype, 1)
+    buffer = GradientBuffer(weight)
+
+    def backward(tokens: Tensor, dy: Tensor) -> None:
+        embedding(tokens, weight, weight_grad=buffer).backward(dy)
+
+    rows = max(sweep.lengths)
+    tokens = torch.tensor(probe_tokens([rows], 331, seed=2)[0])
+    _cuts_alike(tally, (weight,), backward, (tokens, probe((rows, 96), dtype, seed=3)))
+
+
+def check_lm_head_fold(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
+    """dweight of the LM head inside `token_logprobs`, and its chunks of tokens."""
+    hidden, head, targets, rows = token_logprob_probe(max(sweep.lengths), dtype)
+    weight = nn.Parameter(head)
+    buffer = GradientBuffer(weight)
+    targets = targets_inside(hidden, head, targets, rows)
+
+    def backward(index: Tensor, chunk: int = 1024) -> None:
+        # Filler has index -1: any row, not scored.
+        own = targets[index].masked_fill(index < 0, IGNORED)
+        logprobs, entropy = token_logprobs(
+            hidden[index], weight, own, rows.select(index), chunk_tokens=chunk, weight_grad=buffer
+        )
+        (logprobs.sum() - 0.1 * entropy.sum()).backward()
+
+    index = torch.arange(len(hidden))
+    _cuts_alike(tally, (weight,), backward, (index,), filler=-1)
+    weight.grad = None
+    backward(index)
+    assert weight.grad is not None
+    whole = weight.grad.clone()
+    for chunk in (16, 48):
+        weight.grad = None
+        backward(index, chunk)
+        tally.equal(f"chunk_tokens {chunk}", whole, weight.grad)
+
+
+def _cuts_alike(
+    tally: Tally,
+    parameters: Sequence[nn.Parameter],
+    backward: Backward,
+    inputs: Sequence[Tensor],
+    *,
+    filler: int = 0,
+) -> None:
+    """Compare gradients of one call with those of the same tokens cut, filled and repeated."""
+    rows = len(inputs[0])
+
+    def gradients(cuts: Sequence[int], fill: int = 0) -> list[Tensor]:
+        for parameter in parameters:
+            parameter.grad = None
+        edges = [0, *cuts, rows]
+        for begin, end in zip(edges[:-1], edges[1:], strict=True):
+            part = [x[begin:end] for x in inputs]
+            backward(*(_filled(x, fill, filler) for x in part))
+        return [p.grad.clone() for p in parameters if p.grad is not None]
+
+    whole = gradients(())
+    steps = rows // STEP
+    ways: dict[str, tuple[Sequence[int], int]] = {
+        "run again": ((), 0),
+        "one step a call": ([STEP * i for i in range(1, -(-rows // STEP))], 0),
+        "two calls": ([STEP * (steps // 2)], 0),
+        "uneven cuts": (sorted({STEP * (steps * n // 10) for n in (1, 2, 7)} - {0}), 0),
+        "filler of 1 step": ((), 1),
+        "cut, filler of 3 steps": ([STEP * (steps // 2)], 3),
+    }
+    for name, (cuts, fill) in ways.items():
+        for expected, actual in zip(whole, gradients(cuts, fill), strict=True):
+            tally.equal(name, expected, actual)
+
+
+def _filled(x: Tensor, steps: int, value: int) -> Tensor:
+    """x with whole steps of filler rows after it (its own last step completed first)."""
+    if not steps:
+        return x
+    count = -len(x) % STEP + steps * STEP
+    return torch.cat([x, x.new_full((count, *x.shape[1:]), value)])
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> nn.Parameter:
+    return nn.Parameter(probe(shape, dtype, seed=seed))

@@ -1,0 +1,146 @@
+import json
+import math
+
+import pytest
+
+from rl_consistency.cli.plots import (
+    drift_counts,
+    drift_figure,
+    gradient_check_figure,
+    load_rows,
+    reward_figure,
+    save_picture,
+    series,
+    timing_figure,
+)
+
+
+def row(step, *, ours=0.0, stock=None, **more):
+    def drift(path, largest):
+        return {
+            f"{path}/tokens": 100,
+            f"{path}/mismatched_tokens": 0 if largest == 0 else 40,
+            f"{path}/mismatch_fraction": 0.0 if largest == 0 else 0.4,
+            f"{path}/logprob_abs_diff/max": largest,
+            f"{path}/logprob_abs_diff/mean": largest / 10,
+        }
+
+    found = {"step": step, "reward/mean": step / 10} | drift("consistency", ours)
+    return found | (drift("stock", stock) if stock is not None else {}) | more
+
+
+ROWS = [row(1, stock=3e-6), row(2), row(3, stock=5e-7)]
+
+
+def lines(axes):
+    return {line.get_label(): line for line in axes.get_lines()}
+
+
+def pixel_height(axes, value):
+    return axes.transData.transform((1, value))[1]
+
+
+def test_zero_has_a_line_of_its_own_below_every_difference():
+    size, share = drift_figure(ROWS).axes
+    ours, stock = lines(size)["rl_consistency, max"], lines(size)["stock, max"]
+    assert list(ours.get_ydata()) == [0.0, 0.0, 0.0]
+    assert list(stock.get_ydata()) == [3e-6, 5e-7] and list(stock.get_xdata()) == [1, 3]
+    low, high = size.get_ylim()
+    assert low < 0 and high > 3e-6
+    assert pixel_height(size, 5e-8) - pixel_height(size, 0.0) > 20
+    labels = [size.yaxis.get_major_formatter()(tick) for tick in size.get_yticks()]
+    assert labels[0] == "0 (same bits)" and "$10^{-6}$" in labels
+    assert list(lines(share)["stock"].get_ydata()) == [0.4, 0.4]
+
+
+@pytest.mark.parametrize("rows", [[row(1)], [row(1, stock=0.0)], [row(1, ours=2.5, stock=1e-300)]])
+def test_extreme_runs_can_be_drawn(rows):
+    drift_figure(rows).canvas.draw()
+
+
+def test_a_drifted_step_is_marked_however_small_its_share():
+    rows = [row(1), row(2, ours=1e-7), row(3)]
+    _, share = drift_figure(rows).axes
+    assert list(lines(share)["rl_consistency drifted"].get_xdata()) == [2]
+    assert "rl_consistency drifted" not in lines(drift_figure(ROWS).axes[1])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_is_marked(value):
+    size, _ = drift_figure([row(1), row(2, ours=value), row(3)]).axes
+    assert list(lines(size)["not finite"].get_xdata()) == [2]
+
+
+def test_counts_sum_over_the_run():
+    assert drift_counts(ROWS) == {
+        "rl_consistency": "0 of 300 tokens differ",
+        "stock": "80 of 200 tokens differ",
+    }
+    assert drift_counts([{"step": 1}]) == {}
+
+
+def test_rewards_of_training_and_evaluation_are_both_drawn():
+    rows = [row(1), row(2, **{"eval/reward": 0.9}), row(3)]
+    drawn = lines(reward_figure(rows).axes[0])
+    assert list(drawn["training completions"].get_ydata()) == [0.1, 0.2, 0.3]
+    assert list(drawn["evaluation"].get_xdata()) == [2]
+
+
+def test_gradient_checks_are_split_into_passed_and_failed():
+    key = "consistency/gradient_check"
+    rows = [
+        row(step, **{f"{key}/passed": count == 0, f"{key}/mismatched_elements": count})
+        for step, count in [(1, 0), (2, 7), (3, 0)]
+    ]
+    drawn = lines(gradient_check_figure(rows).axes[0])
+    assert list(drawn["passed (2)"].get_xdata()) == [1, 3]
+    assert list(drawn["failed (1)"].get_ydata()) == [7]
+
+
+def test_a_check_reported_as_failed_is_never_drawn_as_passed():
+    key = "consistency/gradient_check"
+    rows = [row(1, **{f"{key}/passed": False, f"{key}/mismatched_elements": 0})]
+    assert "failed (1)" in lines(gradient_check_figure(rows).axes[0])
+
+
+def test_phases_are_stacked_and_absent_ones_left_out():
+    rows = [
+        row(1, **{"time/rollout_seconds": 2.0, "time/training_seconds": 1.0}),
+        row(2, **{"time/rollout_seconds": 2.0, "tokens_per_second": 50.0}),
+    ]
+    seconds, _ = timing_figure(rows).axes
+    assert [bars.get_label() for bars in seconds.containers] == ["rollout", "training"]
+    assert [bar.get_y() for bar in seconds.containers[1]] == [2.0, 2.0]
+
+
+def test_what_was_not_measured_says_so():
+    for draw in (drift_figure, reward_figure, gradient_check_figure, timing_figure):
+        texts = [text.get_text() for axes in draw([{"step": 1}]).axes for text in axes.texts]
+        assert "not measured in this run" in texts
+
+
+def test_series_skips_rows_without_the_metric():
+    assert series(ROWS, "stock/mismatch_fraction") == ([1, 3], [0.4, 0.4])
+
+
+def write_metrics(run_dir, rows):
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+def test_the_picture_is_a_png_in_the_run_directory(tmp_path):
+    write_metrics(tmp_path / "run", ROWS)
+    path = save_picture(tmp_path / "run")
+    assert path == tmp_path / "run" / "drift.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in path.parent.iterdir()) == ["drift.png", "metrics.jsonl"]
+
+
+def test_a_missing_or_empty_run_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no run directory"):
+        load_rows(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl"):
+        load_rows(tmp_path)
+    write_metrics(tmp_path, [])
+    with pytest.raises(ValueError, match="before its first step"):
+        load_rows(tmp_path)

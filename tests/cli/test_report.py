@@ -1,0 +1,154 @@
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import pytest
+
+from rl_consistency.cli.report import render
+
+
+def make_run(run_dir, *, mismatched=0, checks=(True, True), summary=None):
+    run_dir.mkdir()
+    with open(run_dir / "metrics.jsonl", "w") as stream:
+        for step, passed in enumerate(checks, start=1):
+            row = {
+                "step": step,
+                "reward/mean": 0.1 * step,
+                "tokens_per_second": 1000.0,
+                "time/rollout_seconds": 1.0,
+                "consistency/tokens": 500,
+                "consistency/mismatched_tokens": mismatched,
+                "consistency/mismatch_fraction": mismatched / 500,
+                "consistency/logprob_abs_diff/max": 1e-6 * mismatched,
+                "stock/tokens": 500,
+                "stock/mismatched_tokens": 210,
+                "stock/mismatch_fraction": 0.42,
+                "stock/logprob_abs_diff/max": 3e-6,
+                "consistency/gradient_check/passed": passed,
+                "consistency/gradient_check/mismatched_elements": 0 if passed else 3,
+            }
+            stream.write(json.dumps(row) + "\n")
+    (run_dir / "config.yaml").write_text("run:\n  name: <script>alert(1)</script>\n")
+    if summary is not None:
+        (run_dir / "summary.json").write_text(json.dumps(summary))
+    return run_dir
+
+
+SUMMARY = {
+    "consistency/mismatched_tokens": 0,
+    "consistency/logprob_abs_diff/max": 0.0,
+    "stock/logprob_abs_diff/max": 3.25e-6,
+    "consistency/importance_ratio/first_update": 0.99999999,
+    "tokens": 51234,
+    "final": {"parameter_digest": "abcd", "resumed": False},
+}
+
+
+class Elements(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.text = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read(path):
+    page = Elements()
+    page.feed(path.read_text(encoding="utf-8"))
+    return page
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path):
+    path = render(make_run(tmp_path / "run", summary=SUMMARY))
+    assert path == tmp_path / "run" / "report.html"
+    tags = {tag for tag, _ in read(path).seen}
+    assert not tags & {"script", "link", "img", "iframe"}
+    for _, attributes in read(path).seen:
+        for name in ("src", "href", "xlink:href"):
+            assert (attributes.get(name) or "#").startswith("#")
+    assert not re.search(r"url\((?!['\"]?#)|@import", path.read_text())
+
+
+def test_four_plots_are_inline_and_well_formed(tmp_path):
+    text = render(make_run(tmp_path / "run")).read_text()
+    svgs = re.findall(r"<svg .*?</svg>", text, flags=re.DOTALL)
+    labels = [ElementTree.fromstring(svg).get("aria-label") for svg in svgs]
+    assert labels == ["Drift", "Reward", "Gradient checks", "Time"]
+    clips = [set(re.findall(r'<clipPath id="(\w+)"', svg)) for svg in svgs]
+    assert sum(map(len, clips)) == len(set.union(*clips))
+
+
+def test_the_same_run_gives_the_same_page(tmp_path):
+    run = make_run(tmp_path / "run", summary=SUMMARY)
+    assert render(run).read_bytes() == render(run).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "verdict", "words"),
+    [
+        ({}, "verdict", ["0 of 1,000 tokens differ", "420 of 1,000", "passed: 2 of 2"]),
+        ({"mismatched": 2}, "verdict bad", ["4 of 1,000 tokens differ"]),
+        ({"checks": (True, False)}, "verdict bad", ["passed: 1 of 2"]),
+    ],
+)
+def test_the_verdict_turns_bad_on_drift_or_a_failed_check(tmp_path, options, verdict, words):
+    page = read(render(make_run(tmp_path / "run", **options)))
+    assert ("section", {"class": verdict}) in page.seen
+    text = " ".join(page.text)
+    assert all(word in text for word in words)
+
+
+def test_the_summary_sets_both_paths_side_by_side_and_never_rounds_to_a_claim(tmp_path):
+    page = read(render(make_run(tmp_path / "run", summary=SUMMARY)))
+    text = " ".join(page.text)
+    cells = [part for part in page.text if part.strip()]
+    at = cells.index("logprob_abs_diff/max")
+    assert cells[at : at + 3] == ["logprob_abs_diff/max", "0.0", "3.25e-06"]
+    assert "0.99999999" in text and "51,234" in text
+    assert "final/parameter_digest" in text and "abcd" in text
+
+
+def test_a_run_without_a_summary_is_said_to_be_unfinished(tmp_path):
+    text = " ".join(read(render(make_run(tmp_path / "run"))).text)
+    assert "the run has not finished" in text
+
+
+def test_the_configuration_is_text_not_markup(tmp_path):
+    page = read(render(make_run(tmp_path / "run")))
+    assert "script" not in {tag for tag, _ in page.seen}
+    assert "<script>alert(1)</script>" in "".join(page.text)
+
+
+def test_a_truncated_metrics_line_is_named_and_the_old_report_kept(tmp_path):
+    run = make_run(tmp_path / "run")
+    before = render(run).read_bytes()
+    with open(run / "metrics.jsonl", "a") as stream:
+        stream.write('{"step": 3, "rew')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 3.*resume the run"):
+        render(run)
+    assert (run / "report.html").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("summary", "message"), [('{"a": ', "not whole JSON"), ("[1]", "JSON object, got a list")]
+)
+def test_a_damaged_summary_is_named(tmp_path, summary, message):
+    run = make_run(tmp_path / "run")
+    (run / "summary.json").write_text(summary)
+    with pytest.raises(ValueError, match=message):
+        render(run)
+
+
+@pytest.mark.parametrize("missing", ["metrics.jsonl", "config.yaml"])
+def test_what_is_not_a_run_directory_is_refused(tmp_path, missing):
+    run = make_run(tmp_path / "run")
+    (run / missing).unlink()
+    with pytest.raises(FileNotFoundError, match=f"no {missing}"):
+        render(run)
+    with pytest.raises(FileNotFoundError, match="no run directory"):
+        render(tmp_path / "nowhere")
