@@ -1,26 +1,28 @@
 """o = softmax(scale * q k^T + mask) v, causal, per sequence, as a fold over blocks of keys.
 
-Shapes: q [T, H, D], k and v [T, Hkv, D] (packed) or [num_blocks, block_size, Hkv, D] (paged); H a multiple of Hkv (GQA),
-    D a multiple of 16 up to 256 -> o [T, H, D], lse [T, H] fp32 (natural log).
-Dtypes and rounding points: fp32, bf16, fp16; scores, statistics and accumulators fp32; probabilities rounded to the dtype of v
-    before they are summed and multiplied with v; o rounded once. Backward: probabilities and score gradients rounded to the dtype
-    before their products.
+Shapes: q [T, H, D], k and v [T, Hkv, D] (packed) or [num_blocks, block_size, Hkv, D] (paged); H a
+    multiple of Hkv (GQA), D a multiple of 16 up to 256 -> o [T, H, D], lse [T, H] fp32 (natural
+    log).
+Dtypes and rounding points: fp32, bf16, fp16; scores, statistics and accumulators fp32;
+    probabilities rounded to the dtype of v before they are summed and multiplied with v; o rounded
+    once. Backward: probabilities and score gradients rounded to the dtype before their products.
 Order: `ORDER` below.
-Invariant to: the other sequences, the number of queries in the call (prefill, chunk, decode), the placement of keys, the block size
-    of the cache, tiles of queries, rows no sequence owns (they give 0).
+Invariant to: the other sequences, the number of queries in the call (prefill, chunk, decode), the
+    placement of keys, the block size of the cache, tiles of queries, rows no sequence owns (they
+    give 0).
 Varies with: D, the window, and the key's distance from its sequence's start (block borders).
 Backward: dq, dk, dv without atomics; packed layout only. lse has no gradient.
 Errors: TypeError on dtypes, ValueError on shapes, devices, layout and autocast.
 Cost: on the CPU two batched products per block of 64 keys; keys are gathered per tile.
 
-Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018); Dao et al., FlashAttention (2022).
+Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018); Dao et al.,
+    FlashAttention (2022).
 """
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,12 +48,13 @@ ORDER = ReductionOrder(
     version=1,
     text=(
         "Keys in blocks of 64 counted from the sequence's first token. Per block: s = (q.k in the "
-        "matmul order over D) * scale; m' = max(m, max s); a = exp(m - m'); p = exp(s - m') rounded "
-        "to the dtype of v; l = l*a + tree(p); acc = acc*a + (p.v in the matmul order over the "
-        "block). o = acc/l, lse = m + log(l). Backward in tiles of 64 queries by 64 keys, both "
-        "counted from the sequence's start: p = exp(s - lse), ds = p*(dp - tree(do*o)), both "
-        "rounded to the dtype; dq folds over key tiles upward; dk and dv fold over query tiles "
-        "upward, in each first over the group's heads upward. Negative zero becomes positive zero."
+        "matmul order over D) * scale; m' = max(m, max s); a = exp(m - m'); p = exp(s - m') "
+        "rounded to the dtype of v; l = l*a + tree(p); acc = acc*a + (p.v in the matmul order "
+        "over the block). o = acc/l, lse = m + log(l). Backward in tiles of 64 queries by 64 "
+        "keys, both counted from the sequence's start: p = exp(s - lse), ds = p*(dp - "
+        "tree(do*o)), both rounded to the dtype; dq folds over key tiles upward; dk and dv fold "
+        "over query tiles upward, in each first over the group's heads upward. Negative zero "
+        "becomes positive zero."
     ),
 )
 
@@ -79,6 +82,11 @@ def attention_varlen(
         (o [T, H, D], lse [T, H] fp32).
     """
     _check(q, k, v, layout, window)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"attention: q has {q.shape[0]} rows but k has {k.shape[0]}; packed keys stand in the "
+            "rows of their queries."
+        )
     return _Attention.apply(q, k, v, layout, scale, window)  # type: ignore[no-any-return]
 
 
@@ -124,7 +132,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, window: int
             f"attention: head_dim {head_dim}; allowed: multiples of 16 up to {MAX_HEAD_DIM}."
         )
     if window is not None and window < 1:
-        raise ValueError(f"attention: window {window}; it must be at least 1, or None for no window.")
+        raise ValueError(
+            f"attention: window {window}; it must be at least 1, or None for no window."
+        )
     ends = [s + n for s, n in zip(layout.query_starts, layout.query_lens, strict=True)]
     if max(ends, default=0) > q.shape[0]:
         raise ValueError(
@@ -134,7 +144,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, window: int
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, layout, scale, window):  # noqa: ANN001
+    def forward(ctx, q, k, v, layout, scale, window):
         out, lse = _forward(q, k, v, layout, scale, window)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.layout, ctx.scale, ctx.window = layout, scale, window
@@ -142,7 +152,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx, *grad_outputs):  # noqa: ANN001
+    def backward(ctx, *grad_outputs):
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = _backward(
             grad_outputs[0], q, k, v, out, lse, ctx.layout, ctx.scale, ctx.window
@@ -158,7 +168,9 @@ def _forward(
     group = heads // kv_heads
     plan = layout.plan(group, window)
     # [T, Hkv, group, D] -> [T * group, Hkv, D]: one row per position and head of a KV group.
-    queries = q.view(rows, kv_heads, group, head_dim).transpose(1, 2).reshape(-1, kv_heads, head_dim)
+    queries = (
+        q.view(rows, kv_heads, group, head_dim).transpose(1, 2).reshape(-1, kv_heads, head_dim)
+    )
     out = q.new_zeros(rows * group, kv_heads, head_dim)
     lse = torch.full((rows * group, kv_heads), -math.inf)
     per_tile = 2 * KEY_BLOCK * kv_heads * head_dim * 4
@@ -186,16 +198,16 @@ def _fold_tiles(
     # [tiles, 16, Hkv, D] -> [tiles, Hkv, 16, D]
     q = queries[plan.query_rows[tiles]].transpose(1, 2).float().contiguous()
     positions = plan.query_positions[tiles]
-    first, last = plan.first_block[tiles.numpy()], plan.last_block[tiles.numpy()]
+    first, last = plan.first_block[tiles], plan.last_block[tiles]
     m = q.new_full(q.shape[:-1], -math.inf)
     length = torch.zeros_like(m)
     acc = torch.zeros_like(q)
-    for block in range(int(first.min(initial=0)), int(last.max(initial=-1)) + 1):
-        chosen = np.flatnonzero((first <= block) & (block <= last))
-        if len(chosen) == 0:
+    blocks = range(int(first.min()), int(last.max()) + 1) if len(tiles) else ()
+    for block in blocks:
+        index = torch.nonzero((first <= block) & (block <= last)).flatten()
+        if len(index) == 0:
             continue
         span = slice(block * KEY_BLOCK, (block + 1) * KEY_BLOCK)
-        index = torch.from_numpy(chosen)
         key_rows = plan.key_rows[plan.sequence[tiles[index]], span]
         visible = _visible(positions[index], torch.arange(span.start, span.stop), window)
         state = _fold_block(
@@ -256,20 +268,17 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     delta = tree_sum(do.float() * out.float())
     gradients = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
-    lens = np.asarray(layout.query_lens, dtype=np.int64)
-    starts = np.asarray(layout.query_starts, dtype=np.int64)
+    lens = torch.tensor(list(layout.query_lens), dtype=torch.int64)
+    starts = torch.tensor(list(layout.query_starts), dtype=torch.int64)
     blocks = -(-lens // KEY_BLOCK)
-    for count in np.unique(blocks[blocks > 0]):
-        members = np.flatnonzero(blocks == count)
-        per_sequence = int(count) * KEY_BLOCK * q.shape[1] * q.shape[2] * 4 * 8
-        size = max(1, GATHER_BYTES // per_sequence)
-        for i in range(0, len(members), size):
-            chosen = members[i : i + size]
-            positions = np.arange(int(count) * KEY_BLOCK)
-            valid = torch.from_numpy(positions[None, :] < lens[chosen][:, None])
-            rows = torch.from_numpy(
-                starts[chosen][:, None] + np.minimum(positions[None, :], lens[chosen][:, None] - 1)
-            )
+    for count in blocks[blocks > 0].unique().tolist():
+        positions = torch.arange(count * KEY_BLOCK)
+        per_sequence = len(positions) * q.shape[1] * q.shape[2] * 4 * 8
+        members = torch.nonzero(blocks == count).flatten()
+        for chosen in members.split(max(1, GATHER_BYTES // per_sequence)):
+            own_lens = lens[chosen][:, None]
+            valid = positions < own_lens
+            rows = starts[chosen][:, None] + torch.minimum(positions, own_lens - 1)
             parts = _backward_sequences(
                 [t[rows] for t in (do, q, k, v)], lse[rows], delta[rows], valid, scale, window
             )

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 ROW_TILE = 16
@@ -37,8 +35,8 @@ class TilePlan:
     query_positions: Tensor
     sequence: Tensor
     key_rows: Tensor
-    first_block: NDArray[np.int64]
-    last_block: NDArray[np.int64]
+    first_block: Tensor
+    last_block: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +73,7 @@ class AttentionLayout:
                     "0 <= queries <= keys."
                 )
 
-    def key_rows(self, width: int) -> NDArray[np.int64]:
+    def key_rows(self, width: int) -> Tensor:
         """[sequences, width] storage row of each key position, the last key's row past the end."""
         raise NotImplementedError
 
@@ -87,28 +85,30 @@ class AttentionLayout:
         return self._plans[key]
 
     def _make_plan(self, group: int, window: int | None) -> TilePlan:
-        starts = np.asarray(self.query_starts, dtype=np.int64)
-        queries = np.asarray(self.query_lens, dtype=np.int64)
-        contexts = np.asarray(self.context_lens, dtype=np.int64)
+        starts, queries, contexts = (
+            torch.tensor(list(values), dtype=torch.int64)
+            for values in (self.query_starts, self.query_lens, self.context_lens)
+        )
         tiles = -(-(queries * group) // ROW_TILE)
-        sequence = np.repeat(np.arange(len(starts)), tiles)
-        tile_in_sequence = np.arange(len(sequence)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-        flat = tile_in_sequence[:, None] * ROW_TILE + np.arange(ROW_TILE)
+        sequence = torch.repeat_interleave(tiles)
+        tile_in_sequence = torch.arange(len(sequence)) - (tiles.cumsum(0) - tiles)[sequence]
+        flat = tile_in_sequence[:, None] * ROW_TILE + torch.arange(ROW_TILE)
         valid = flat < (queries * group)[sequence][:, None]
         token, head = flat // group, flat % group
-        rows = (starts[sequence][:, None] + token) * group + head
+        rows = ((starts[sequence][:, None] + token) * group + head).masked_fill(~valid, 0)
         positions = (contexts - queries)[sequence][:, None] + token
-        last = np.where(valid, positions, -1).max(axis=1, initial=-1) // KEY_BLOCK
-        first = np.zeros_like(last)
+        # A tile's first row is never filler, so its position is the tile's earliest.
+        earliest, positions = positions[:, 0], positions.masked_fill(~valid, -1)
+        last = positions.amax(dim=1) // KEY_BLOCK if len(sequence) else sequence
+        first = torch.zeros_like(last)
         if window is not None:
-            earliest = np.where(valid, positions, np.iinfo(np.int64).max).min(axis=1, initial=0)
-            first = np.maximum(earliest - window + 1, 0) // KEY_BLOCK
-        width = int(last.max(initial=0) + 1) * KEY_BLOCK
+            first = (earliest - window + 1).clamp(min=0) // KEY_BLOCK
+        width = (int(last.max()) + 1 if len(sequence) else 1) * KEY_BLOCK
         return TilePlan(
-            query_rows=torch.from_numpy(np.where(valid, rows, 0)),
-            query_positions=torch.from_numpy(np.where(valid, positions, -1)),
-            sequence=torch.from_numpy(sequence),
-            key_rows=torch.from_numpy(self.key_rows(width)),
+            query_rows=rows,
+            query_positions=positions,
+            sequence=sequence,
+            key_rows=self.key_rows(width),
             first_block=first,
             last_block=last,
         )
@@ -123,10 +123,9 @@ class PackedSequences(AttentionLayout):
         """Sequences that begin at `starts` and have `lens` tokens each."""
         return cls(query_starts=starts, query_lens=lens, context_lens=lens)
 
-    def key_rows(self, width: int) -> NDArray[np.int64]:
-        starts = np.asarray(self.query_starts, dtype=np.int64)[:, None]
-        lens = np.asarray(self.context_lens, dtype=np.int64)[:, None]
-        return starts + np.minimum(np.arange(width)[None, :], np.maximum(lens - 1, 0))
+    def key_rows(self, width: int) -> Tensor:
+        starts = torch.tensor(list(self.query_starts), dtype=torch.int64)
+        return starts[:, None] + _clamped_positions(self.context_lens, width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,17 +154,21 @@ class PagedAttention(AttentionLayout):
                     f"blocks hold {len(table) * self.block_size}."
                 )
 
-    def key_rows(self, width: int) -> NDArray[np.int64]:
+    def key_rows(self, width: int) -> Tensor:
         longest = max((len(table) for table in self.block_tables), default=0)
-        tables = np.zeros((len(self.block_tables), max(longest, 1)), dtype=np.int64)
-        for i, table in enumerate(self.block_tables):
-            tables[i, : len(table)] = table
-        contexts = np.asarray(self.context_lens, dtype=np.int64)[:, None]
-        positions = np.minimum(np.arange(width)[None, :], np.maximum(contexts - 1, 0))
-        blocks = np.take_along_axis(tables, positions // self.block_size, axis=1)
+        filled = [[*table, *([0] * (longest - len(table)))] for table in self.block_tables]
+        tables = torch.tensor(filled, dtype=torch.int64).view(len(filled), longest)
+        positions = _clamped_positions(self.context_lens, width)
+        blocks = tables.gather(1, positions // self.block_size)
         return blocks * self.block_size + positions % self.block_size
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, [T, Hkv, D], in their slots."""
         for cache, new in ((self.key_cache[layer], k), (self.value_cache[layer], v)):
             cache.view(-1, *cache.shape[2:]).index_copy_(0, self.slot_mapping, new)
+
+
+def _clamped_positions(context_lens: Sequence[int], width: int) -> Tensor:
+    """[sequences, width] key positions, the last key's past the end of a sequence."""
+    last = torch.tensor(list(context_lens), dtype=torch.int64).sub(1).clamp(min=0)
+    return torch.minimum(torch.arange(width)[None, :], last[:, None])

@@ -5,7 +5,8 @@ Dtypes and rounding points: a copy; the gradient is accumulated in fp32.
 Order: none forward.
 Invariant to: everything but the token itself.
 Varies with: nothing.
-Backward: repeated tokens are added in token order (`gradient_fold`, embedding rows); `padding_idx` receives none.
+Backward: repeated tokens are added in token order (`gradient_fold`, embedding rows); `padding_idx`
+    receives none.
 Errors: TypeError on dtypes, ValueError on devices, autocast and ids outside the table.
 Cost: memory-bound.
 """
@@ -59,13 +60,13 @@ def embedding(
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, token_ids, weight, padding_idx, weight_grad):  # noqa: ANN001
+    def forward(ctx, token_ids, weight, padding_idx, weight_grad):
         ctx.save_for_backward(token_ids, weight)
         ctx.padding_idx, ctx.weight_grad = padding_idx, weight_grad
-        return weight.index_select(0, token_ids.flatten()).view(*token_ids.shape, -1)
+        return weight.index_select(0, token_ids.flatten()).view(*token_ids.shape, weight.shape[1])
 
     @staticmethod
-    def backward(ctx, *grad_outputs):  # noqa: ANN001
+    def backward(ctx, *grad_outputs):
         token_ids, weight = ctx.saved_tensors
         rows = grad_outputs[0].reshape(-1, weight.shape[1])
         index = token_ids.flatten()

@@ -1,10 +1,12 @@
 """y = activation(gate) * up: SwiGLU (silu) and GeGLU (gelu, gelu_tanh).
 
 Shapes: gate [..., F], up [..., F] -> [..., F].
-Dtypes and rounding points: fp32, bf16, fp16 in and out; fp32 inside, one rounding at the end (stock rounds the activation as well).
+Dtypes and rounding points: fp32, bf16, fp16 in and out; fp32 inside, one rounding at the end (stock
+    rounds the activation as well).
 Order: none; elementwise.
-Invariant to: position and size of the tensor. `torch.sigmoid`, `silu`, `gelu(tanh)` and `exp2` are not on a CPU: their vector
-    body and scalar tail differ, so a value changes with where it stands. exp, tanh and erf were measured not to.
+Invariant to: position and size of the tensor. `torch.sigmoid`, `silu`, `gelu(tanh)` and `exp2` are
+    not on a CPU: their vector body and scalar tail differ, so a value changes with where it stands.
+    exp, tanh and erf were measured not to.
 Varies with: nothing.
 Backward: elementwise, fp32 inside, one rounding.
 Errors: TypeError on dtypes, ValueError on shapes, activations, devices and autocast.
@@ -61,14 +63,14 @@ def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
 
 class _GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate, up, activation):  # noqa: ANN001
+    def forward(ctx, gate, up, activation):
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         value, _ = _activate(gate.float(), activation)
         return (value * up.float()).to(gate.dtype)
 
     @staticmethod
-    def backward(ctx, *grad_outputs):  # noqa: ANN001
+    def backward(ctx, *grad_outputs):
         gate, up = ctx.saved_tensors
         dy = grad_outputs[0].float()
         value, derivative = _activate(gate.float(), ctx.activation)

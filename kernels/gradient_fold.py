@@ -1,10 +1,12 @@
 """g <- g + sum_t outer(dy_t, x_t): parameter gradients as a left fold over tokens.
 
-Shapes: `fold_outer`: g [N, K] fp32, dy [T, N], x [T, K]. `fold_columns`: g [C] fp32, rows [R, C]. `fold_rows`: g [V, C] fp32,
-    index [T], rows [T, C].
-Dtypes and rounding points: operands widened to fp32; the accumulator is fp32 and is never rounded to anything else.
+Shapes: `fold_outer`: g [N, K] fp32, dy [T, N], x [T, K]. `fold_columns`: g [C] fp32, rows [R, C].
+    `fold_rows`: g [V, C] fp32, index [T], rows [T, C].
+Dtypes and rounding points: operands widened to fp32; the accumulator is fp32 and is never rounded
+    to anything else.
 Order: `ORDER` below.
-Invariant to: where a sequence of tokens is cut into calls, as long as every cut falls on a multiple of 16.
+Invariant to: where a sequence of tokens is cut into calls, as long as every cut falls on a multiple
+    of 16.
 Varies with: the order of the tokens.
 Backward: none.
 Errors: `GradientBuffer` refuses a gradient it did not fold (ValueError).

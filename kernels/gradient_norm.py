@@ -2,7 +2,8 @@
 
 Shapes: any number of tensors of any shape -> scalar.
 Dtypes and rounding points: widened to fp32; squares and sums in fp32; one square root.
-Order: the `row_reduction` tree over each flattened tensor, then a left fold over the tensors in the order given.
+Order: the `row_reduction` tree over each flattened tensor, then a left fold over the tensors in the
+    order given.
 Invariant to: how the gradients were accumulated (they are bytes by then), threads.
 Varies with: the order of the tensors; pass them in `named_parameters()` order.
 Backward: none.

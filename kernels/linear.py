@@ -1,11 +1,13 @@
 """y = x @ weight^T + bias.
 
 Shapes: x [..., K], weight [N, K], bias [N] -> [..., N].
-Dtypes and rounding points: fp32, bf16, fp16; fp32 accumulation, bias added in fp32, one rounding to the dtype of x.
+Dtypes and rounding points: fp32, bf16, fp16; fp32 accumulation, bias added in fp32, one rounding to
+    the dtype of x.
 Order: `matmul` for each output element.
 Invariant to: the number of rows, their positions and neighbours.
 Varies with: K, N.
-Backward: dX = dY @ weight in the `matmul` order (N walked upward), rounded once; dW and dbias by `gradient_fold`.
+Backward: dX = dY @ weight in the `matmul` order (N walked upward), rounded once; dW and dbias by
+    `gradient_fold`.
 Errors: TypeError on dtypes, ValueError on shapes, devices and autocast.
 Cost: see `matmul` and `gradient_fold`.
 """
@@ -62,12 +64,17 @@ def linear(
             f"linear: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; "
             "weight is [out_features, in_features] and x ends in in_features."
         )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; "
+            "bias is [out_features]."
+        )
     return _Linear.apply(x, weight, bias, weight_grad, bias_grad)  # type: ignore[no-any-return]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, weight_grad, bias_grad):  # noqa: ANN001
+    def forward(ctx, x, weight, bias, weight_grad, bias_grad):
         ctx.save_for_backward(x, weight, bias)
         ctx.buffers = (weight_grad, bias_grad)
         y = row_matmul(x.reshape(-1, x.shape[-1]), weight.t())
@@ -76,7 +83,7 @@ class _Linear(torch.autograd.Function):
         return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx, *grad_outputs):  # noqa: ANN001
+    def backward(ctx, *grad_outputs):
         (dy,) = grad_outputs
         x, weight, bias = ctx.saved_tensors
         weight_grad, bias_grad = ctx.buffers

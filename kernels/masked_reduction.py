@@ -20,7 +20,7 @@ from rl_consistency.kernels.row_reduction import tree_sum
 ORDER = ReductionOrder(
     id="masked_reduction",
     version=1,
-    text="Active values compacted in row-major order, then the halving tree over all of them, fp32.",
+    text="Active values compacted in row-major order, then the halving tree over them, fp32.",
 )
 
 

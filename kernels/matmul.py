@@ -1,7 +1,9 @@
 """y = a @ b for a batch of independent rows: the order every other matrix product builds on.
 
-Shapes: `row_matmul`: a [M, K], b [K, N] -> [M, N] fp32. `tile_matmul`: a [B, m, K], b [B, K, N] -> [B, m, N] fp32.
-Dtypes and rounding points: operands are widened to fp32 exactly; fp32 accumulation; the caller rounds once.
+Shapes: `row_matmul`: a [M, K], b [K, N] -> [M, N] fp32. `tile_matmul`: a [B, m, K], b [B, K, N] ->
+    [B, m, N] fp32.
+Dtypes and rounding points: operands are widened to fp32 exactly; fp32 accumulation; the caller
+    rounds once.
 Order: `ORDER` below.
 Invariant to: M, the position of a row, the other rows, the number of products in the batch.
 Varies with: K and N (they fix the library's walk over K), the library version, the thread count.

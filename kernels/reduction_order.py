@@ -19,7 +19,8 @@ class ReductionOrder:
     version: int
     """Raised whenever the same inputs would give other bits than before."""
     text: str
-    """The order and the rounding points, in words precise enough to write a second schedule from."""
+    """The order and the rounding points, in words precise enough to write a second schedule
+    from."""
 
     @property
     def tag(self) -> str:

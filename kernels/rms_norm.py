@@ -1,11 +1,14 @@
 """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 
-Shapes: x [..., H], weight [H] -> [..., H]. Used for hidden states and, per head, for queries and keys (qk-norm).
-Dtypes and rounding points: fp32, bf16, fp16 in and out; fp32 inside, one rounding at the end (stock rounds twice in bf16).
+Shapes: x [..., H], weight [H] -> [..., H]. Used for hidden states and, per head, for queries and
+    keys (qk-norm).
+Dtypes and rounding points: fp32, bf16, fp16 in and out; fp32 inside, one rounding at the end (stock
+    rounds twice in bf16).
 Order: the mean square by the `row_reduction` tree over H.
 Invariant to: the number of rows, their positions and neighbours.
 Varies with: H.
-Backward: dx row by row (its one sum by the same tree); dweight by `gradient_fold`, a step being 16 tokens with all their heads.
+Backward: dx row by row (its one sum by the same tree); dweight by `gradient_fold`, a step being 16
+    tokens with all their heads.
 Errors: TypeError on dtypes, ValueError on shapes, devices and autocast.
 Cost: memory-bound; about 3 H extra elementwise operations for the tree.
 
@@ -26,8 +29,8 @@ ORDER = ReductionOrder(
     id="rms_norm",
     version=1,
     text=(
-        "fp32: s = tree(x*x)/H, r = 1/sqrt(s + eps), y = (x*r)*weight, rounded once. Backward: "
-        "c = tree((dy*weight)*(x*r))/H, dx = r*((dy*weight) - (x*r)*c), rounded once; dweight folds "
+        "fp32: s = tree(x*x)/H, r = 1/sqrt(s + eps), y = (x*r)*weight, rounded once. Backward: c "
+        "= tree((dy*weight)*(x*r))/H, dx = r*((dy*weight) - (x*r)*c), rounded once; dweight folds "
         "dy*(x*r) by columns, a step being 16 tokens with all their heads."
     ),
 )
@@ -65,7 +68,7 @@ def rms_norm(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps, rows_per_token, weight_grad):  # noqa: ANN001
+    def forward(ctx, x, weight, eps, rows_per_token, weight_grad):
         wide = x.float()
         # Division and square root round correctly in every code path; rsqrt is an approximation.
         rstd = 1.0 / torch.sqrt(tree_sum(wide * wide) / x.shape[-1] + eps).unsqueeze(-1)
@@ -74,7 +77,7 @@ class _RMSNorm(torch.autograd.Function):
         return ((wide * rstd) * weight.float()).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, *grad_outputs):  # noqa: ANN001
+    def backward(ctx, *grad_outputs):
         x, weight, rstd = ctx.saved_tensors
         dy = grad_outputs[0].float()
         normalized = x.float() * rstd

@@ -1,8 +1,9 @@
 """Rotary position embedding of queries and keys: (a, b) -> (a cos - b sin, b cos + a sin).
 
-Shapes: q [T, H, D], k [T, Hkv, D], cos and sin [T, D/2] -> rotated q and k. Element i of the first half pairs with i + D/2.
-Dtypes and rounding points: q and k in fp32, bf16, fp16; cos and sin fp32; two products and one sum, each rounded to fp32 (no fused
-    multiply-add), then one rounding to the dtype.
+Shapes: q [T, H, D], k [T, Hkv, D], cos and sin [T, D/2] -> rotated q and k. Element i of the first
+    half pairs with i + D/2.
+Dtypes and rounding points: q and k in fp32, bf16, fp16; cos and sin fp32; two products and one sum,
+    each rounded to fp32 (no fused multiply-add), then one rounding to the dtype.
 Order: a sum of two terms; `ORDER` fixes which.
 Invariant to: everything but a token's own values and position.
 Varies with: nothing.
@@ -75,12 +76,12 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin):  # noqa: ANN001
+    def forward(ctx, q, k, cos, sin):
         ctx.save_for_backward(cos, sin)
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
     @staticmethod
-    def backward(ctx, *grad_outputs):  # noqa: ANN001
+    def backward(ctx, *grad_outputs):
         dq, dk = grad_outputs
         cos, sin = ctx.saved_tensors
         return _rotate(dq, cos, -sin), _rotate(dk, cos, -sin), None, None

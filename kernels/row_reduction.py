@@ -45,7 +45,7 @@ def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
     if n == 0:
         return x.new_zeros(x.shape[:-1])
     half = (1 << (n - 1).bit_length()) // 2
-    if 0 < half and n < 2 * half:
+    if half > 0 and n < 2 * half:
         upper = x[..., half:]
         x = torch.cat([x[..., : n - half] + upper, x[..., n - half : half]], dim=-1)
         half //= 2

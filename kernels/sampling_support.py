@@ -1,7 +1,10 @@
-"""The distribution a token is drawn from: logits / temperature, restricted by top-k, top-p and min-p.
+"""The distribution a token is drawn from: logits / temperature, restricted by top-k, top-p and
+min-p.
 
-Shapes: logits [T, V] fp32, one set of parameters per row -> scaled logits [T, V] fp32, log-normalizer [T] fp32.
-Dtypes and rounding points: fp32; one division by the temperature, then one subtraction of the row's maximum; exp and log in fp32.
+Shapes: logits [T, V] fp32, one set of parameters per row -> scaled logits [T, V] fp32,
+    log-normalizer [T] fp32.
+Dtypes and rounding points: fp32; one division by the temperature, then one subtraction of the row's
+    maximum; exp and log in fp32.
 Order: `ORDER` below.
 Invariant to: the other rows.
 Varies with: V.
@@ -9,9 +12,11 @@ Backward: in `token_logprobs`; the support is a constant there.
 Errors: ValueError on parameters outside their ranges.
 Cost: one stable sort of [T, V] where any row truncates, else memory-bound.
 
-Rollout samples from this and training recomputes it from bit-equal logits, so the logprob of a token
+Rollout samples from this and training recomputes it from bit-equal logits, so the logprob of a
+token
 under truncation is the true behaviour logprob on both sides.
-Source: Fan et al., top-k (2018); Holtzman et al., nucleus sampling (2020); Nguyen et al., min-p (2024).
+Source: Fan et al., top-k (2018); Holtzman et al., nucleus sampling (2020); Nguyen et al., min-p
+    (2024).
 """
 
 from __future__ import annotations
@@ -28,11 +33,12 @@ ORDER = ReductionOrder(
     id="sampling_support",
     version=1,
     text=(
-        "z = logits/temperature. Tokens ranked by z downward, equal z by lower id first. top_k keeps "
-        "the first k; top_p then keeps a token while the fp64 running sum of the kept probabilities "
-        "before it, in rank order, is below top_p; min_p then keeps exp(z - max z) >= min_p; the "
-        "first rank always stays. Temperature 0 keeps the first rank alone. s = z - max z; "
-        "log_normalizer = log(tree(exp(s))) over the support in id order, others counting as 0."
+        "z = logits/temperature. Tokens ranked by z downward, equal z by lower id first. top_k "
+        "keeps the first k; top_p then keeps a token while the fp64 running sum of the kept "
+        "probabilities before it, in rank order, is below top_p; min_p then keeps exp(z - max z) "
+        ">= min_p; the first rank always stays. Temperature 0 keeps the first rank alone. s = z - "
+        "max z; log_normalizer = log(tree(exp(s))) over the support in id order, others counting "
+        "as 0."
     ),
 )
 
@@ -68,8 +74,8 @@ class SamplingRows:
         """
         if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
             raise ValueError(
-                f"sampling: temperature {temperature}, top_k {top_k}, top_p {top_p}, min_p {min_p}; "
-                "allowed: temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1."
+                f"sampling: temperature {temperature}, top_k {top_k}, top_p {top_p}, min_p "
+                f"{min_p}; allowed: temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1."
             )
         return cls(
             temperature=torch.full((count,), temperature, dtype=torch.float32, device=device),
@@ -140,10 +146,12 @@ def distribution(logits: Tensor, rows: SamplingRows) -> Distribution:
         scaled logits and their log-normalizer.
     """
     if logits.dtype != torch.float32 or logits.dim() != 2:
-        raise TypeError(f"sampling: logits are {logits.dtype} {tuple(logits.shape)}; need fp32 [T, V].")
+        raise TypeError(
+            f"sampling: logits are {logits.dtype} {tuple(logits.shape)}; need fp32 [T, V]."
+        )
     if rows.temperature.shape[0] != logits.shape[0]:
         raise ValueError(
-            f"sampling: {rows.temperature.shape[0]} parameters for {logits.shape[0]} rows of logits."
+            f"sampling: {rows.temperature.shape[0]} parameters for {logits.shape[0]} rows."
         )
     temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0)
     scaled = logits / temperature.unsqueeze(1)

@@ -1,16 +1,21 @@
 """log p(target | hidden state) and the entropy of p, straight from hidden states and the LM head.
 
-Shapes: hidden [T, H], weight [V, H], targets [T] int64, `SamplingRows` of T -> logprobs [T] fp32, entropy [T] fp32.
-Dtypes and rounding points: hidden and weight fp32, bf16, fp16; logits stay fp32 (never rounded to the model dtype, as stock does);
-    logit gradients are rounded to the model dtype once, then hidden gradients once.
+Shapes: hidden [T, H], weight [V, H], targets [T] int64, `SamplingRows` of T -> logprobs [T] fp32,
+    entropy [T] fp32.
+Dtypes and rounding points: hidden and weight fp32, bf16, fp16; logits stay fp32 (never rounded to
+    the model dtype, as stock does); logit gradients are rounded to the model dtype once, then
+    hidden gradients once.
 Order: `ORDER` below.
 Invariant to: the other rows, the chunk of tokens, which other positions are scored.
 Varies with: H, V.
-Backward: to hidden in the matmul order over V; to weight by `gradient_fold` over the rows in order. The support is a constant.
+Backward: to hidden in the matmul order over V; to weight by `gradient_fold` over the rows in order.
+    The support is a constant.
 Errors: TypeError on dtypes, ValueError on shapes, targets, devices and autocast.
-Cost: logits of a chunk of tokens at a time, recomputed in backward: memory chunk_tokens x V, never T x V.
+Cost: logits of a chunk of tokens at a time, recomputed in backward: memory chunk_tokens x V, never
+    T x V.
 
-Rollout reads its logits through `lm_head_logits` and its logprobs through the same `Distribution`, so the two sides are one function.
+Rollout reads its logits through `lm_head_logits` and its logprobs through the same `Distribution`,
+so the two sides are one function.
 """
 
 from __future__ import annotations
@@ -34,9 +39,9 @@ ORDER = ReductionOrder(
     text=(
         "Logits in the matmul order over H, fp32; the distribution by the sampling-support order "
         "over V; logprob = s[target] - log_normalizer; entropy = tree(p*u) with u = "
-        "log_normalizer - s. Backward: dz = dlogprob*(onehot - p) + dentropy*(p*(u - entropy)), dlogits = "
-        "dz/temperature rounded to the model dtype; dhidden in the matmul order over V; dweight by "
-        "the gradient fold over rows."
+        "log_normalizer - s. Backward: dz = dlogprob*(onehot - p) + dentropy*(p*(u - entropy)), "
+        "dlogits = dz/temperature rounded to the model dtype; dhidden in the matmul order over V; "
+        "dweight by the gradient fold over rows."
     ),
 )
 
@@ -51,13 +56,17 @@ def lm_head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [T, V] fp32, unrounded.
     """
+    _check_head(hidden, weight)
+    return row_matmul(hidden, weight.t())
+
+
+def _check_head(hidden: Tensor, weight: Tensor) -> None:
     require_operands("token_logprobs", hidden=hidden, weight=weight)
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"token_logprobs: hidden {tuple(hidden.shape)} does not fit the LM head "
             f"{tuple(weight.shape)}; they are [tokens, hidden_size] and [vocab, hidden_size]."
         )
-    return row_matmul(hidden, weight.t())
 
 
 def token_logprobs(
@@ -80,18 +89,26 @@ def token_logprobs(
         weight_grad: buffer that the LM head's gradient is folded into.
 
     Returns:
-        (logprobs [T] fp32, entropy [T] fp32), both 0 where the target is ignored, both differentiable.
+        (logprobs [T] fp32, entropy [T] fp32), both 0 where the target is ignored, both
+        differentiable.
     """
-    require_operands("token_logprobs", hidden=hidden, weight=weight)
+    _check_head(hidden, weight)
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(
             f"token_logprobs: targets {tuple(targets.shape)} {targets.dtype} for hidden "
             f"{tuple(hidden.shape)}; one int64 target per row."
         )
+    if rows.temperature.shape != targets.shape:
+        raise ValueError(
+            f"token_logprobs: {rows.temperature.shape[0]} sampling parameters for "
+            f"{hidden.shape[0]} rows; one of each per row."
+        )
     if chunk_tokens < STEP or chunk_tokens % STEP:
-        raise ValueError(f"token_logprobs: chunk_tokens {chunk_tokens}; a multiple of {STEP} is needed.")
+        raise ValueError(
+            f"token_logprobs: chunk_tokens {chunk_tokens}; a multiple of {STEP} is needed."
+        )
     scored = targets[targets != IGNORED]
-    if scored.numel() and not (0 <= int(scored.min()) and int(scored.max()) < weight.shape[0]):
+    if scored.numel() and not (int(scored.min()) >= 0 and int(scored.max()) < weight.shape[0]):
         raise ValueError(
             f"token_logprobs: targets span [{int(scored.min())}, {int(scored.max())}], the LM head "
             f"has {weight.shape[0]} rows. Use the tokenizer that belongs to the model."
@@ -101,7 +118,7 @@ def token_logprobs(
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, rows, chunk_tokens, weight_grad):  # noqa: ANN001
+    def forward(ctx, hidden, weight, targets, rows, chunk_tokens, weight_grad):
         ctx.save_for_backward(hidden, weight, targets)
         ctx.rows, ctx.chunk_tokens, ctx.weight_grad = rows, chunk_tokens, weight_grad
         logprobs = torch.zeros(hidden.shape[0], device=hidden.device)
@@ -113,7 +130,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, *grad_outputs):  # noqa: ANN001
+    def backward(ctx, *grad_outputs):
         hidden, weight, targets = ctx.saved_tensors
         dlogprobs, dentropy = grad_outputs
         dhidden = torch.zeros_like(hidden)

@@ -20,7 +20,19 @@ _EXPORTS = {
     "check_gradients": "rl_consistency.parity.gradients",
 }
 
-__all__ = [*_EXPORTS, "__version__"]
+__all__ = [
+    "Completion",
+    "ConsistencyError",
+    "RolloutEngine",
+    "SamplingParams",
+    "__version__",
+    "check_gradients",
+    "compare_logprobs",
+    "fingerprint",
+    "patch",
+    "strict",
+    "token_logprobs",
+]
 
 if TYPE_CHECKING:
     from rl_consistency.models.patch import patch

@@ -15,7 +15,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from rl_consistency.numerics.fingerprint import Fingerprint
 FORMAT = 1
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "trainer.json"
 _PARTIAL, _REPLACED = ".partial", ".replaced"
+_KEPT = ("schedule", "totals", "extra")
 
 
 class CheckpointError(ValueError):
@@ -72,7 +74,7 @@ def save_checkpoint(
     """
     target = directory / f"step_{step:06d}"
     partial = target.with_name(target.name + _PARTIAL)
-    try:
+    with _explained(f"the checkpoint {target}", partial):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         model.config.architectures = [type(model).__name__]
@@ -99,18 +101,56 @@ def save_checkpoint(
         os.replace(partial, target)
         shutil.rmtree(replaced, ignore_errors=True)
         _flush_directory(directory)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"cannot write the checkpoint {target}: {error}. Earlier checkpoints are whole; free "
-            "some space (training.keep_checkpoints) and continue with --resume."
-        ) from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     for old in list_checkpoints(directory)[:-keep]:
+        (old / STATE).unlink()  # first: what is half removed must not be listed
         shutil.rmtree(old)
     return target
+
+
+def save_weights(file: Path, model: Any) -> None:
+    """Write a model's parameters to one file.
+
+    Raises:
+        CheckpointError: the disk refused; nothing is left behind.
+    """
+    partial = file.with_name(file.name + _PARTIAL)
+    with _explained(str(file), partial):
+        save_file(_weights(model), partial, metadata={"format": "pt"})
+        os.replace(partial, file)
+
+
+def read_weights(file: Path) -> dict[str, Tensor]:
+    """What `save_weights` wrote.
+
+    Raises:
+        CheckpointError: missing or truncated.
+    """
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{file} is missing, truncated or damaged ({error}); restore it, or start the run anew "
+            "with --overwrite."
+        ) from error
+
+
+@contextmanager
+def _explained(what: str, partial: Path) -> Iterator[None]:
+    """Remove `partial` on any failure, and say what a failing disk means for the run."""
+    try:
+        yield
+    except BaseException as error:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
+        # tokenizers reports a failed write as a bare Exception.
+        if isinstance(error, OSError | SafetensorError) or type(error) is Exception:
+            raise CheckpointError(
+                f"cannot write {what}: {error}. Earlier checkpoints are whole; free some space "
+                "(training.keep_checkpoints) and continue with --resume."
+            ) from error
+        raise
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -140,7 +180,7 @@ def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
     tensors = {}
     for name in (WEIGHTS, OPTIMIZER):
         file = path / name
-        if not file.is_file() or _sha256(file) != state["sha256"][name]:
+        if not file.is_file() or _sha256(file) != state["sha256"].get(name):
             raise CheckpointError(
                 f"{file} is missing, truncated or damaged (its SHA-256 is not the one recorded). "
                 "Remove this checkpoint directory and resume from the one before it."
@@ -151,9 +191,7 @@ def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
         step=state["step"],
         weights=tensors[WEIGHTS],
         optimizer=tensors[OPTIMIZER],
-        schedule=state["schedule"],
-        totals=state["totals"],
-        extra=state["extra"],
+        **{name: state[name] for name in _KEPT},
     )
 
 
@@ -162,13 +200,15 @@ def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
     """Copy checkpoint weights into a model's parameters, in place.
 
     Raises:
-        CheckpointError: names or shapes do not fit.
+        CheckpointError: names, shapes or dtypes do not fit; nothing has been copied.
     """
     own = dict(model.named_parameters())
     misfits = sorted(
         name
         for name in own.keys() | weights.keys()
-        if name not in own or name not in weights or own[name].shape != weights[name].shape
+        if name not in own
+        or name not in weights
+        or (own[name].shape, own[name].dtype) != (weights[name].shape, weights[name].dtype)
     )
     if misfits:
         raise CheckpointError(
@@ -192,7 +232,15 @@ def _state(path: Path) -> dict[str, Any]:
             f"{path} is not a readable checkpoint: {error}. Resume from another one, or start anew."
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{path / STATE} is not of checkpoint format {FORMAT}.")
+        raise CheckpointError(
+            f"{path / STATE} is not of checkpoint format {FORMAT}; resume with the version of "
+            "rl_consistency that wrote it."
+        )
+    if missing := sorted({"step", "fingerprint", *_KEPT, "sha256"} - state.keys()):
+        raise CheckpointError(
+            f"{path / STATE} is damaged: it lacks {', '.join(missing)}. Remove this checkpoint "
+            "directory and resume from the one before it."
+        )
     return state
 
 
@@ -202,8 +250,11 @@ def _sha256(file: Path) -> str:
 
 
 def _flush(directory: Path) -> None:
-    for file in directory.iterdir():
-        with file.open("rb") as stream:
+    for path in directory.rglob("*"):
+        if path.is_dir():
+            _flush_directory(path)
+            continue
+        with path.open("rb") as stream:
             os.fsync(stream.fileno())
     _flush_directory(directory)
 

@@ -192,7 +192,7 @@ def _problems(error: ValidationError) -> list[str]:
         elif item["type"] == "missing":
             problems.append(f"{path}: missing, has to be given")
         elif item["type"] == "value_error":
-            message = str(item["ctx"]["error"])
+            message = str(item.get("ctx", {}).get("error", item["msg"]))
             problems += [f"{path}: {message}"] if path else message.splitlines()
         else:
             problems.append(f"{path}: {item['msg']}, got {_shown(item['input'])}")

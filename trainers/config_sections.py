@@ -74,8 +74,11 @@ class RunSection(Section):
     seed: Annotated[int, _Number, Field(ge=0, lt=2**63)] = 0
     """Seeds the data order, the sampler, the weights of a built policy and the generated task."""
 
-    device: Literal["cpu"] = "cpu"
-    """Where the run computes."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the run computes; a device whose ops have no schedule yet is refused at the start."""
+
+    num_threads: Count | None = None
+    """CPU threads; part of the fingerprint. Tiny models run fastest on 1; null = torch's choice."""
 
 
 class BuildSection(Section):

@@ -18,8 +18,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from rl_consistency.models.batch_layout import lay_out
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
-from rl_consistency.parity.gradients import lay_out
 from rl_consistency.rollout.engine import Completion, RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers.advantages import (
@@ -181,9 +181,7 @@ class GRPOTrainer:
             shaped = shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
         elif algorithm.overlong == "mask":
             keep = overlong_mask([completion.finish_reason for completion in completions])
-        advantages = group_advantages(
-            shaped, self._sampling.n, kind=algorithm.advantage
-        )
+        advantages = group_advantages(shaped, self._sampling.n, kind=algorithm.advantage)
         cut = sum(completion.finish_reason == "length" for completion in completions)
         metrics |= {
             "reward/mean": fmean(rewards.total),
@@ -250,7 +248,9 @@ class GRPOTrainer:
             advantages=per_token(experience.advantages[list(group)], scored.lengths),
             sequence_ids=per_token(torch.tensor(list(group)), scored.lengths),
             lengths=scored.lengths,
-            reference_logprobs=None if reference is None else torch.cat([reference[i] for i in group]),
+            reference_logprobs=None
+            if reference is None
+            else torch.cat([reference[i] for i in group]),
             entropy=scored.entropy,
         )
         keep = None if experience.keep is None else experience.keep[list(group)]
@@ -271,9 +271,9 @@ class GRPOTrainer:
             sequences=[experience.sequences[i] for i in part],
             prompt_lengths=[experience.prompt_lengths[i] for i in part],
             sampling=self._sampling,
-            loss=lambda scored, group: self._loss(
-                experience, part, scored, [part[i] for i in group]
-            ).loss,
+            loss=lambda scored, group: (
+                self._loss(experience, part, scored, [part[i] for i in group]).loss
+            ),
             first_of_step=first_of_step,
         )
 

@@ -269,8 +269,8 @@ def _drift_message(step: int, report: DriftReport, bundle: Path) -> str:
     return (
         f"step {step}: {report.mismatched_tokens} of {report.tokens} tokens have other logprobs in "
         f"training than in rollout (largest difference {report.max_abs_diff:g}, "
-        f"{report.max_ulp} ULP, {report.nonfinite_tokens} not finite). Replay bundle: {bundle}. Run "
-        "`rl-consistency verify` to see which op differs, or set consistency.on_drift to warn."
+        f"{report.max_ulp} ULP, {report.nonfinite_tokens} not finite). Replay bundle: {bundle}. "
+        "Run `rl-consistency verify` to see which op differs, or set consistency.on_drift to warn."
     )
 
 

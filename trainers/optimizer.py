@@ -75,8 +75,8 @@ class PolicyOptimizer:
         norm = float(gradient_norm(gradients))
         if not norm < float("inf"):
             raise ValueError(
-                f"the gradient norm is {norm}; no weight was changed. Lower the learning rate, look "
-                "for extreme rewards or advantages, or resume from the last checkpoint."
+                f"the gradient norm is {norm}; no weight was changed. Lower the learning rate, "
+                "look for extreme rewards or advantages, or resume from the last checkpoint."
             )
         if self._max_norm is not None and norm > self._max_norm:
             for gradient in gradients:

@@ -7,14 +7,15 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
 
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.fingerprint import fingerprint
@@ -28,10 +29,12 @@ from rl_consistency.trainers.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     load_weights,
+    read_weights,
     save_checkpoint,
+    save_weights,
 )
 from rl_consistency.trainers.config import RunConfig, dump_config
-from rl_consistency.trainers.data import Example, encode_prompt, read_jsonl
+from rl_consistency.trainers.data import DataError, Example, encode_prompt, read_jsonl
 from rl_consistency.trainers.grpo import GRPOTrainer, PromptSet
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.optimizer import PolicyOptimizer
@@ -50,6 +53,19 @@ from rl_consistency.trainers.tracking import (
 Announce = Callable[[str], None]
 SUMMARY_STEPS = 5
 """Steps at either end of a run whose mean reward the summary shows."""
+REFERENCE = "reference.safetensors"
+RUN_FILES = (
+    "config.yaml",
+    "metrics.jsonl",
+    "summary.json",
+    "report.html",
+    "drift.png",
+    REFERENCE,
+    "checkpoints",
+    "replay",
+    "wandb",
+)
+"""What a run leaves in its directory, and all that `overwrite` removes from it."""
 
 
 class RunDirectoryError(ValueError):
@@ -79,31 +95,37 @@ def train(
         ConsistencyError: drift, where the recipe says `on_drift: raise`.
     """
     started = time.perf_counter()
-    directory = _open_directory(config, resume=resume, overwrite=overwrite)
+    _check_directory(config, resume=resume, overwrite=overwrite)
     with ExitStack() as stack:
+        stack.enter_context(_threads(config.run.num_threads))
         stack.enter_context(
             strict(config.consistency.strict, except_=config.consistency.strict_except)
             if _strictness_given(config)
             else strict(except_=current().stock)
         )
-        run = _Run(config, directory, announce)
+        # Everything that may be refused is refused before the directory is touched.
+        run = _Run(config, announce, stack)
         first_step = run.restore() if resume else run.begin()
         with TrackerSet(run.trackers(first_step, resume)) as trackers:
+            # Logged first, saved second: no kill can leave a checkpoint whose metrics are missing.
             if not resume:
-                trackers.log(0, run.trainer.evaluate() | {"warm_start/loss": run.warm_start_loss})
+                if opening := run.opening_metrics():
+                    trackers.log(0, opening)
+                run.save_if_due(0)
             for step in range(first_step, config.training.steps + 1):
                 trackers.log(step, run.step(step))
-        run.save(config.training.steps)
+                run.save_if_due(step)
         return run.summarize(time.perf_counter() - started)
 
 
 class _Run:
-    """The parts of one run and how they are saved and restored."""
+    """The parts of one run and how they are saved and restored; `stack` undoes its patches."""
 
-    def __init__(self, config: RunConfig, directory: Path, announce: Announce):
+    def __init__(self, config: RunConfig, announce: Announce, stack: ExitStack):
         self.config = config
-        self.directory = directory
+        self.directory = config.run.output_dir
         self.announce = announce
+        self.stack = stack
         self.model, self.tokenizer = load_policy(
             config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
@@ -113,21 +135,21 @@ class _Run:
             RewardFunction(f.name, resolve(f.name), f.weight) for f in config.reward.functions
         ]
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
-        self.session = patch(self.model)
-        self.session.verify() if not current().stock else None
+        session = stack.enter_context(patch(self.model))
+        if not current().stock:
+            session.verify()
         self.accelerator = Accelerator(cpu=config.run.device == "cpu", mixed_precision="no")
         self.model = self.accelerator.prepare(self.model)
         self.fingerprint = fingerprint(config.run.device)
         self.warm_start_loss = float("nan")
-        self.saved_step = -1
+        self.warm_start_targets = self._warm_start_targets()
 
     def begin(self) -> int:
-        """Warm start, then the first checkpoint; returns the first step."""
+        """Open the run directory, then the warm start; returns the first step."""
+        _open_directory(self.config)
         self._warm_start()
         self._keep_reference()
         self._assemble()
-        if self.config.warm_start.steps or self.config.training.save_every:
-            self.save(0)
         return 1
 
     def restore(self) -> int:
@@ -140,27 +162,37 @@ class _Run:
             )
         checkpoint = load_checkpoint(checkpoints[-1], self.fingerprint)
         load_weights(self.model, checkpoint.weights)
-        self._load_reference()
+        self._load_reference(checkpoint.extra["reference_digest"])
         self._assemble()
         self._continue(checkpoint)
         self.announce(f"resumed from {checkpoint.path}")
         return checkpoint.step + 1
 
     def step(self, step: int) -> dict[str, Any]:
-        """One GRPO step, with evaluation and checkpoint where they are due."""
+        """One GRPO step, with evaluation where it is due."""
         metrics = self.trainer.step(step)
         training = self.config.training
         last = step == training.steps
         if training.eval_every and (step % training.eval_every == 0 or last):
             metrics |= self.trainer.evaluate()
-        if training.save_every and step % training.save_every == 0 and not last:
-            self.save(step)
         return metrics
 
-    def save(self, step: int) -> None:
-        """Write a checkpoint, unless this step's has been written."""
-        if step == self.saved_step:
-            return
+    def opening_metrics(self) -> dict[str, Any]:
+        """What is known before the first step; may be empty."""
+        metrics = self.trainer.evaluate() if self.config.training.eval_every else {}
+        if self.config.warm_start.steps:
+            metrics["warm_start/loss"] = self.warm_start_loss
+        return metrics
+
+    def save_if_due(self, step: int) -> None:
+        """Write a checkpoint at the end, after a warm start, and as often as the recipe says."""
+        training = self.config.training
+        warm = step == 0 and self.config.warm_start.steps > 0
+        regular = training.save_every > 0 and step % training.save_every == 0
+        if warm or regular or step == training.steps:
+            self._save(step)
+
+    def _save(self, step: int) -> None:
         save_checkpoint(
             self.directory / "checkpoints",
             step=step,
@@ -169,11 +201,15 @@ class _Run:
             optimizer=self.optimizer.tensors(),
             schedule=self.optimizer.schedule_state(),
             totals=self.hook.state_dict(),
-            extra={"warm_start_loss": self.warm_start_loss},
+            extra={
+                "warm_start_loss": self.warm_start_loss,
+                "reference_digest": None
+                if self.reference is None
+                else parameter_digest(self.reference),
+            },
             fingerprint=self.fingerprint,
             keep=self.config.training.keep_checkpoints,
         )
-        self.saved_step = step
 
     def trackers(self, first_step: int, resume: bool) -> list[Tracker]:
         """Where metrics go, as the recipe says."""
@@ -266,7 +302,6 @@ class _Run:
         self.optimizer.load(checkpoint.optimizer, checkpoint.schedule)
         self.hook.load_state_dict(checkpoint.totals)
         self.warm_start_loss = checkpoint.extra["warm_start_loss"]
-        self.saved_step = checkpoint.step
 
     def _data(self) -> tuple[PromptSet, PromptSet | None]:
         data, seed = self.config.data, self.config.run.seed
@@ -276,13 +311,14 @@ class _Run:
             evaluation = problems(seed, "eval", data.task.eval_size, **task)
         else:
             assert data.path is not None
-            fields = {
-                "prompt_field": data.prompt_field,
-                "answer_field": data.answer_field,
-                "prompt_template": data.prompt_template,
-            }
-            train = read_jsonl(data.path, limit=data.limit, **fields)
-            evaluation = read_jsonl(data.eval_path, **fields) if data.eval_path else []
+            read = partial(
+                read_jsonl,
+                prompt_field=data.prompt_field,
+                answer_field=data.answer_field,
+                prompt_template=data.prompt_template,
+            )
+            train = read(data.path, limit=data.limit)
+            evaluation = read(data.eval_path) if data.eval_path else []
         return self._encoded(train), self._encoded(evaluation) if evaluation else None
 
     def _encoded(self, examples: Sequence[Example]) -> PromptSet:
@@ -301,11 +337,30 @@ class _Run:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def _warm_start_targets(self) -> list[list[int]]:
+        """Token ids of the target of every example, end token included; [] without a warm start."""
+        if not self.config.warm_start.steps:
+            return []
+        targets = [
+            [*self._encode(example.target), self.tokenizer.eos_token_id]
+            for example in self.train_set.examples
+        ]
+        context = context_length(self.model)
+        for example, prompt, target in zip(
+            self.train_set.examples, self.train_set.prompts, targets, strict=True
+        ):
+            if len(prompt) + len(target) > context:
+                raise DataError(
+                    f"example {example.id}: prompt and answer have {len(prompt) + len(target)} "
+                    f"tokens, the model's context is {context}: take the example out of the data, "
+                    "or set warm_start.steps to 0"
+                )
+        return targets
+
     def _warm_start(self) -> None:
         section = self.config.warm_start
         if not section.steps:
             return
-        eos = eos_token_ids(self.model, self.tokenizer)[:1]
 
         def progress(done: int, total: int, loss: float) -> None:
             if done % max(total // 5, 1) == 0:
@@ -314,7 +369,7 @@ class _Run:
         self.warm_start_loss = warm_start(
             self.model,
             self.train_set.prompts,
-            [[*self._encode(example.target), *eos] for example in self.train_set.examples],
+            self.warm_start_targets,
             section,
             self.accelerator,
             seed=self.config.run.seed,
@@ -324,43 +379,71 @@ class _Run:
     def _keep_reference(self) -> None:
         if self.reference is None:
             return
-        weights = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-        save_file(weights, self.directory / "reference.safetensors")
-        self._load_reference()
+        save_weights(self.directory / REFERENCE, self.model)
+        self._load_reference(parameter_digest(self.model))
 
-    def _load_reference(self) -> None:
+    def _load_reference(self, digest: str | None) -> None:
         if self.reference is None:
             return
-        file = self.directory / "reference.safetensors"
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing; the KL reference cannot be restored.")
-        load_weights(self.reference, load_file(file))
+        file = self.directory / REFERENCE
+        load_weights(self.reference, read_weights(file))
+        if parameter_digest(self.reference) != digest:
+            raise CheckpointError(
+                f"{file} is not the KL reference this run began with (its digest differs); restore "
+                "it, or start the run anew with --overwrite."
+            )
         self.reference.requires_grad_(False)
-        patch(self.reference)
+        self.stack.enter_context(patch(self.reference))
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _strictness_given(config: RunConfig) -> bool:
     return not config.consistency.strict or bool(config.consistency.strict_except)
 
 
-def _open_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> Path:
+def _check_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> None:
     directory = config.run.output_dir
-    started = (directory / "config.yaml").exists() or (directory / "metrics.jsonl").exists()
+    if directory.exists() and not directory.is_dir():
+        raise RunDirectoryError(f"run.output_dir: {directory} is not a directory; choose another.")
+    started = any((directory / name).exists() for name in RUN_FILES)
     if resume:
         if not started:
             raise RunDirectoryError(f"{directory} holds no run to resume; leave out --resume.")
         _require_same_config(directory / "config.yaml", config)
-        return directory
-    if started and not overwrite:
+    elif started and not overwrite:
         raise RunDirectoryError(
             f"{directory} already holds a run; continue it with --resume, remove it with "
             "--overwrite, or choose another with --set run.output_dir=DIR."
         )
-    if started:
-        shutil.rmtree(directory)
+    policy = config.policy.path
+    if overwrite and policy is not None and directory.resolve() in policy.resolve().parents:
+        raise RunDirectoryError(
+            f"policy.path {policy} lies inside {directory}, which --overwrite would remove; choose "
+            "another run.output_dir."
+        )
+
+
+def _open_directory(config: RunConfig) -> None:
+    """Make the run directory, without what an earlier run left in it, and save the config there."""
+    directory = config.run.output_dir
     directory.mkdir(parents=True, exist_ok=True)
+    for name in RUN_FILES:
+        path = directory / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
     _write_atomically(directory / "config.yaml", dump_config(config))
-    return directory
 
 
 def _require_same_config(file: Path, config: RunConfig) -> None:
@@ -375,5 +458,3 @@ def _write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
-
-

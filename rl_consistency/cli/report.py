@@ -121,10 +121,10 @@ def _figures(rows: Rows) -> str:
 
 
 def _svg(figure: Figure, title: str) -> str:
-    """The figure as an inline SVG element; ids are salted with the title, being page-wide."""
+    """The figure as an inline SVG element; its ids are hashes of what they name."""
     stream = io.StringIO()
-    # No date and a fixed salt: the same run gives the same page.
-    with rc_context({**plots.STYLE, "svg.hashsalt": title}):
+    # No date, and the style's fixed salt: the same run gives the same page.
+    with rc_context(plots.STYLE):
         figure.savefig(stream, format="svg", metadata={"Date": None}, transparent=True)
     text = stream.getvalue()
     return text[text.index("<svg") :].replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)

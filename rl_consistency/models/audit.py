@@ -24,7 +24,8 @@ class Verdict(StrEnum):
     CANONICAL = "canonical"
     """Runs in a registered reduction order."""
     AUDITED = "audited elementwise"
-    """No sum across tokens or features; a test shows its bits do not depend on where a value stands."""
+    """No sum across tokens or features; a test shows its bits do not depend on where a value
+    stands."""
     UNSUPPORTED = "unsupported"
     """Nothing is known; `patch` refuses."""
 
@@ -74,7 +75,8 @@ class AuditTable:
         cells = [header, *((r.name, r.kind, str(r.verdict), r.basis) for r in self.rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
         return "\n".join(
-            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+            for row in cells
         )
 
 
@@ -180,7 +182,9 @@ def audit(model: nn.Module, stock_classes: Mapping[str, type[nn.Module]]) -> Aud
                 AuditRow(name, stock.__name__, Verdict.CANONICAL, ORDERS["glu"].tag, TESTS["glu"])
             )
         else:
-            rows.append(AuditRow(name, stock.__name__, Verdict.UNSUPPORTED, "no audit covers it", ""))
+            rows.append(
+                AuditRow(name, stock.__name__, Verdict.UNSUPPORTED, "no audit covers it", "")
+            )
     return AuditTable((*rows, *FUNCTIONAL))
 
 

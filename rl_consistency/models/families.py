@@ -28,7 +28,8 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 """model_type -> class-name prefix in transformers."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""RoPE variants whose frequencies are fixed when the model is built; the others change with length."""
+"""RoPE variants whose frequencies are fixed when the model is built; the others change with
+length."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -121,7 +122,9 @@ def check_config(config: PreTrainedConfig) -> None:
         problems.append(f"rope_type {rope!r} (covered: {', '.join(ROPE_TYPES)})")
     other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
     if other_layers:
-        problems.append(f"layer types {', '.join(other_layers)} (covered: {', '.join(LAYER_TYPES)})")
+        problems.append(
+            f"layer types {', '.join(other_layers)} (covered: {', '.join(LAYER_TYPES)})"
+        )
     if getattr(config, "hidden_act", "silu") not in ACTIVATIONS:
         problems.append(f"hidden_act {config.hidden_act!r} (covered: {', '.join(ACTIVATIONS)})")
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
@@ -130,7 +133,9 @@ def check_config(config: PreTrainedConfig) -> None:
     if getattr(config, "quantization_config", None):
         problems.append("quantization_config (load the model unquantized)")
     if problems:
-        raise UnsupportedModelError(f"{config.model_type} model not covered: {'; '.join(problems)}.")
+        raise UnsupportedModelError(
+            f"{config.model_type} model not covered: {'; '.join(problems)}."
+        )
 
 
 def check_parameters(model: nn.Module) -> None:

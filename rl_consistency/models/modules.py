@@ -2,7 +2,8 @@
 
 Each class is mixed in front of the exact Hugging Face class (`families.canonical_class`), so that a
 patched module keeps its parameters, its state-dict keys and its place in the tree; `super()` is the
-stock path. Inside a patched model hidden states are packed rows [1, R, ...] (`packing.PackedBatch`).
+stock path. Inside a patched model hidden states are packed rows [1, R, ...]
+(`packing.PackedBatch`).
 """
 
 from __future__ import annotations
@@ -163,6 +164,8 @@ class CanonicalAttention(CanonicalModule):
     k_proj: nn.Module
     v_proj: nn.Module
     o_proj: nn.Module
+    q_norm: nn.Module
+    k_norm: nn.Module
 
     def forward(
         self,

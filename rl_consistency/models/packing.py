@@ -1,4 +1,5 @@
-"""One layout inside the model: sequences packed one after another, each starting on a multiple of 16.
+"""One layout inside the model: sequences packed one after another, each starting on a multiple of
+16.
 
 Padded batches, lists of sequences and packed rows with position resets all become a `PackedBatch`,
 so there is one set of bits whatever form a batch arrived in. The alignment is the gradient fold's
@@ -7,6 +8,7 @@ step: a cut between two sequences is then always a cut between two steps.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,7 +90,8 @@ class PaddedBatch:
         """[R, ...] packed rows -> [B, L, ...], zeros at padding; differentiable."""
         padded = rows.new_zeros(*self.mask.shape, *rows.shape[1:])
         return padded.masked_scatter(
-            self.mask.view(*self.mask.shape, *([1] * (rows.dim() - 1))), rows[self.packed.token_rows]
+            self.mask.view(*self.mask.shape, *([1] * (rows.dim() - 1))),
+            rows[self.packed.token_rows],
         )
 
 
@@ -107,7 +110,9 @@ def pack_padded(
             count every sequence from 0.
     """
     if input_ids.dim() != 2:
-        raise ValueError(f"input_ids {tuple(input_ids.shape)}; a batch of shape [batch, length] is needed.")
+        raise ValueError(
+            f"input_ids {tuple(input_ids.shape)}; a batch of shape [batch, length] is needed."
+        )
     mask = _checked_mask(input_ids, attention_mask)
     lens = mask.sum(dim=1)
     if position_ids is None:
@@ -131,7 +136,7 @@ def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     bad = torch.nonzero(runs != 1).flatten().tolist()
     if bad:
         raise ValueError(
-            f"attention_mask row {bad[0]} has a hole or no token; pad each row on one side or both, "
+            f"attention_mask row {bad[0]} has a hole or no token; pad each row at its ends, "
             "with its tokens in one run."
         )
     return mask
@@ -151,4 +156,4 @@ def _lengths_by_position(mask: Tensor, position_ids: Tensor) -> list[int]:
             "from the attention mask."
         )
     edges = torch.nonzero(starts).flatten().tolist() + [len(positions)]
-    return [end - begin for begin, end in zip(edges[:-1], edges[1:], strict=True)]
+    return [end - begin for begin, end in itertools.pairwise(edges)]

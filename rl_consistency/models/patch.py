@@ -1,4 +1,5 @@
-"""The patch session: a Hugging Face policy whose forward and backward run in the canonical orders."""
+"""The patch session: a Hugging Face policy whose forward and backward run in the canonical
+orders."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rl_consistency.kernels.attention_layout import PackedSequences
 from rl_consistency.kernels.gradient_fold import GradientBuffer
 from rl_consistency.models import families
 from rl_consistency.models.audit import AuditTable, audit
@@ -23,10 +25,18 @@ from rl_consistency.models.modules import (
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import numeric_settings, verify_settings
+from rl_consistency.numerics.strict import VARIABLE, current
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, PatchSession] = weakref.WeakKeyDictionary()
 
-_ATTRIBUTES = ("_gradient_buffers", "rows_per_token", "activation", "window", "apply_stock_rotary", "_rotary_table")
+_ATTRIBUTES = (
+    "_gradient_buffers",
+    "rows_per_token",
+    "activation",
+    "window",
+    "apply_stock_rotary",
+    "_rotary_table",
+)
 
 
 class PatchSession:
@@ -98,10 +108,12 @@ class PatchSession:
     def verify(self) -> None:
         """Prove that the patch is live: classes, settings, and a forward pass of this very model.
 
-        Two sequences are run alone and together; their hidden states must be equal as bytes.
+        Three sequences, one of a single token, are run alone and together; their hidden states must
+        be equal as bytes.
 
         Raises:
-            ConsistencyError: something undid the patch, or the bytes differ.
+            ConsistencyError: something undid the patch, an op is on its stock path, or the bytes
+                differ.
         """
         undone = self._undone()
         if undone or not self._stock_classes:
@@ -111,14 +123,20 @@ class PatchSession:
                 "replaces modules, and do not use a session after restore()."
             )
         verify_settings()
+        stock = sorted(current().stock)
+        if stock:
+            raise ConsistencyError(
+                f"ops on their stock path here: {', '.join(stock)}. Leave the strict(...) block "
+                f"or unset {VARIABLE}."
+            )
         device = next(self.model.parameters()).device
         vocabulary = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        sequences = [[i * 7 % vocabulary for i in range(n)] for n in (3, 21)]
+        sequences = [[(i * 7 + n) % vocabulary for i in range(n)] for n in (1, 3, 21)]
         with torch.no_grad():
-            together = self._hidden_rows(PackedBatch.from_sequences(sequences, device))
-            alone = torch.cat(
-                [self._hidden_rows(PackedBatch.from_sequences([s], device)) for s in sequences]
-            )
+            batch = PackedBatch.from_sequences(sequences, device)
+            together = self._hidden(batch.input_ids, batch.layout, batch.position_ids)
+            alone = [self._alone(torch.tensor(s, device=device)) for s in sequences]
+            together, alone = together[batch.token_rows], torch.cat(alone)
         different = int((together.float() != alone.float()).any(dim=1).sum())
         if different:
             raise ConsistencyError(
@@ -126,10 +144,17 @@ class PatchSession:
                 "`rl-consistency verify` to see which op."
             )
 
-    def _hidden_rows(self, batch: PackedBatch) -> torch.Tensor:
+    def _hidden(
+        self, input_ids: torch.Tensor, layout: PackedSequences, position_ids: torch.Tensor
+    ) -> torch.Tensor:
         decoder: Any = self.model.model
-        hidden = decoder.packed_forward(batch.input_ids, batch.position_ids, batch.layout)
-        return hidden[batch.token_rows]
+        return decoder.packed_forward(input_ids, position_ids, layout)
+
+    def _alone(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Hidden states of one sequence without filler rows, as a decode step would have them."""
+        count = len(tokens)
+        positions = torch.arange(count, device=tokens.device)
+        return self._hidden(tokens, PackedSequences.of([0], [count]), positions)
 
     def _undone(self) -> list[str]:
         return [
@@ -151,11 +176,12 @@ class PatchSession:
             if mixin is None:
                 continue
             stock = type(module)
+            module.__class__ = families.canonical_class(mixin, stock)
+            assert isinstance(module, CanonicalModule)
             module._gradient_buffers = {
                 own: buffers[f"{name}.{own}".lstrip(".")]
-                for own, _ in module.named_parameters(prefix="", recurse=False)
+                for own, _ in module.named_parameters(recurse=False)
             }
-            module.__class__ = families.canonical_class(mixin, stock)
             self._stock_classes[name] = stock
             self._configure(config, module)
 
@@ -189,7 +215,9 @@ def patch(model: nn.Module) -> PatchSession:
         ValueError: already patched.
     """
     if model in _SESSIONS:
-        raise ValueError("the model is patched already; restore() the session before patching again.")
+        raise ValueError(
+            "the model is patched already; restore() the session before patching again."
+        )
     if isinstance(model, CanonicalModule):
         raise ValueError(
             "the model is a copy of a patched one; copy a model before patching it, or restore() "
@@ -228,7 +256,8 @@ def patched_session(model: nn.Module) -> PatchSession:
 
 
 def _gradient_buffers(model: nn.Module) -> dict[str, GradientBuffer]:
-    """One buffer per use of each parameter, by qualified name; shared parameters are seen per use."""
+    """One buffer per use of each parameter, by qualified name; shared parameters are seen per
+    use."""
     uses: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
         for own, parameter in module.named_parameters(prefix=name, recurse=False):
@@ -236,9 +265,7 @@ def _gradient_buffers(model: nn.Module) -> dict[str, GradientBuffer]:
     return {
         name: buffer
         for parameter, names in uses.items()
-        for name, buffer in zip(
-            names, GradientBuffer.for_uses(parameter, len(names)), strict=True
-        )
+        for name, buffer in zip(names, GradientBuffer.for_uses(parameter, len(names)), strict=True)
     }
 
 

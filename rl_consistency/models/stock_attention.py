@@ -1,4 +1,5 @@
-"""The stock path of attention over our layouts: torch's scaled_dot_product_attention, per sequence."""
+"""The stock path of attention over our layouts: torch's scaled_dot_product_attention, per
+sequence."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def stock_attention(
     key_rows = layout.key_rows(-(-max(longest, 1) // KEY_BLOCK) * KEY_BLOCK)
     spans = zip(layout.query_starts, layout.query_lens, layout.context_lens, strict=True)
     for i, (start, queries, context) in enumerate(spans):
-        index = torch.from_numpy(key_rows[i, :context]).to(q.device)
+        index = key_rows[i, :context].to(q.device)
         position = torch.arange(context - queries, context, device=q.device)[:, None]
         distance = position - torch.arange(context, device=q.device)
         visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)

@@ -126,7 +126,9 @@ class _Rows:
 
 
 def _pack(
-    model: nn.Module, sequences: Sequence[Sequence[int]] | Tensor | PackedBatch, attention_mask: Tensor | None
+    model: nn.Module,
+    sequences: Sequence[Sequence[int]] | Tensor | PackedBatch,
+    attention_mask: Tensor | None,
 ) -> tuple[PackedBatch, list[int]]:
     if isinstance(sequences, Tensor):
         batch = pack_padded(sequences, attention_mask).packed

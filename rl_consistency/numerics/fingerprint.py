@@ -11,6 +11,7 @@ import accelerate
 import torch
 import transformers
 
+from rl_consistency.kernels.reduction_order import ReductionOrder
 from rl_consistency.numerics.orders import ORDERS
 from rl_consistency.numerics.settings import SETTINGS
 from rl_consistency.numerics.strict import current
@@ -29,7 +30,8 @@ class Fingerprint:
         return hashlib.sha256(json.dumps(self.entries, sort_keys=True).encode()).hexdigest()
 
     def difference(self, other: Fingerprint) -> list[str]:
-        """`name: ours != theirs` for every entry that differs; empty when the bits are comparable."""
+        """`name: ours != theirs` for every entry that differs; empty when the bits are
+        comparable."""
         names = sorted(self.entries.keys() | other.entries.keys())
         return [
             f"{name}: {self.entries.get(name, 'absent')} != {other.entries.get(name, 'absent')}"
@@ -49,10 +51,7 @@ def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
         process-wide numeric settings.
     """
     device = torch.device(device)
-    entries = {
-        f"order.{order.id}": f"v{order.version} {hashlib.sha256(order.text.encode()).hexdigest()[:16]}"
-        for order in ORDERS.values()
-    }
+    entries = {f"order.{order.id}": _order_entry(order) for order in ORDERS.values()}
     entries["stock_ops"] = ",".join(sorted(current().stock)) or "none"
     entries["torch"] = torch.__version__
     entries["transformers"] = transformers.__version__
@@ -63,6 +62,10 @@ def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
         entries["num_threads"] = str(torch.get_num_threads())
     entries |= {f"setting.{s.name}": str(s.read()) for s in SETTINGS}
     return Fingerprint(entries)
+
+
+def _order_entry(order: ReductionOrder) -> str:
+    return f"v{order.version} {hashlib.sha256(order.text.encode()).hexdigest()[:16]}"
 
 
 def _device_name(device: torch.device) -> str:

@@ -63,7 +63,11 @@ def verify_settings() -> None:
     Raises:
         ConsistencyError: names each setting that something else has changed.
     """
-    wrong = [f"{s.name} is {s.read()!r}, needs {s.required!r}" for s in SETTINGS if s.read() != s.required]
+    wrong = [
+        f"{s.name} is {s.read()!r}, needs {s.required!r}"
+        for s in SETTINGS
+        if s.read() != s.required
+    ]
     if wrong:
         raise ConsistencyError(
             f"process-wide numeric settings changed: {'; '.join(wrong)}. Run inside "

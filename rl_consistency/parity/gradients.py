@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rl_consistency.models.packing import PackedBatch
+from rl_consistency.models.batch_layout import Layout, lay_out
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
-
-Layout = Literal["packed", "packed_with_gaps", "left_padded", "right_padded"]
 
 LossFunction = Callable[[TokenLogprobs, Sequence[int]], Tensor]
 """(logprobs of some sequences, their indices) -> their share of the loss, a scalar.
@@ -169,26 +167,7 @@ def _present(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def lay_out(
-    sequences: Sequence[Sequence[int]], layout: Layout, device: torch.device | str = "cpu"
-) -> tuple[PackedBatch | Tensor, Tensor | None]:
-    """Sequences in one of the layouts, and the attention mask where the layout is padded."""
-    if layout in ("packed", "packed_with_gaps"):
-        gap = 1 if layout == "packed_with_gaps" else 0
-        return PackedBatch.from_sequences(sequences, device, gap=gap), None
-    width = max(len(sequence) for sequence in sequences) + 3
-    ids = torch.zeros(len(sequences), width, dtype=torch.int64, device=device)
-    mask = torch.zeros_like(ids)
-    for row, sequence in enumerate(sequences):
-        start = width - len(sequence) if layout == "left_padded" else 0
-        ids[row, start : start + len(sequence)] = torch.tensor(sequence, device=device)
-        mask[row, start : start + len(sequence)] = 1
-    return ids, mask
-
-
-def _compare(
-    name: str, expected: dict[str, Tensor], actual: dict[str, Tensor]
-) -> RegroupingResult:
+def _compare(name: str, expected: dict[str, Tensor], actual: dict[str, Tensor]) -> RegroupingResult:
     mismatched, first = 0, None
     for parameter in sorted(expected.keys() ^ actual.keys()):
         present = expected.get(parameter, actual.get(parameter))

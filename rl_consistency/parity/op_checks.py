@@ -33,10 +33,10 @@ HEAD_SCALE = 0.02
 def check_linear(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
     """y and dX of `linear`, with and without bias."""
     for i, (inner, columns) in enumerate(LINEAR_SHAPES):
-        weight = probe((columns, inner), dtype, seed=i)
+        weight = probe((columns, inner), dtype, seed=i, scale=0.02)
         bias = probe((columns,), dtype, seed=10 + i) if i else None
         x = probe((max(sweep.lengths), inner), dtype, seed=20 + i)
-        dy = probe((len(x), columns), dtype, seed=30 + i)
+        dy = probe((len(x), columns), dtype, seed=30 + i, scale=0.02)
         name = f"{inner} x {columns}"
         rows_alike(tally, name, sweep, lambda x, w=weight, b=bias: linear(x, w, b), x)
         rows_alike(

@@ -1,4 +1,5 @@
-"""What the same tokens would have cost on the stock path: the drift that everybody else trains with.
+"""What the same tokens would have cost on the stock path: the drift that everybody else trains
+with.
 
 The unpatched Hugging Face model decodes them token by token with a KV cache (left-padded batch, as
 a generation loop does), then scores them in one batched forward pass (right-padded, as a trainer
@@ -8,15 +9,16 @@ does). Both take log_softmax of the logits in fp32.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from rl_consistency.models.batch_layout import lay_out
 from rl_consistency.models.patch import PatchSession
 from rl_consistency.parity.drift import DriftReport, compare_logprobs
-from rl_consistency.parity.gradients import lay_out
 
 
 @torch.no_grad()
@@ -42,13 +44,24 @@ def measure_stock_drift(
     """
     decoded: list[Tensor] = []
     scored: list[Tensor] = []
-    with session.stock() as model:
+    with session.stock() as model, _evaluating(model):
         for start in range(0, len(sequences), batch_size):
             chunk = [list(s) for s in sequences[start : start + batch_size]]
             prompts = list(prompt_lengths[start : start + batch_size])
             decoded += _decode(model, chunk, prompts, temperature or 1.0)
             scored += _score(model, chunk, prompts, temperature or 1.0)
     return compare_logprobs(decoded, scored)
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Evaluation mode: in training mode gradient checkpointing would throw the KV cache away."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def _score(

@@ -44,6 +44,7 @@ def test_equal_logprobs_pass_with_every_figure_exact():
     assert report.ratio_min == report.ratio_mean == report.ratio_max == 1.0
     zeros = [report.mean_abs_diff, report.max_abs_diff, report.kl_k1, report.kl_k3]
     assert all(value == 0.0 and math.copysign(1, value) == 1 for value in zeros)
+    assert math.copysign(1, compare_logprobs(logprobs(1), logprobs(1)).kl_k1) == 1
 
 
 def test_the_worked_example_of_the_docstring():

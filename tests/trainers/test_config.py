@@ -135,7 +135,7 @@ def test_all_problems_are_reported_at_once_by_dotted_path():
         ("rollout.temperature=0", "rollout.temperature: "),
         ("rollout.top_p=0", "rollout.top_p: "),
         ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: "),
-        ("run.device=cuda", "run.device: Input should be 'cpu'"),
+        ("run.device=tpu", "run.device: Input should be 'cpu'"),
         ("run.seed=-1", "run.seed: "),
         ("policy.path=somewhere", "policy: exactly one of path, hub, build is needed, got path, "),
         ("policy.build=null", "policy: exactly one of path, hub, build is needed, got none"),

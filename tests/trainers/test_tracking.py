@@ -97,6 +97,16 @@ def test_resuming_cuts_later_steps_and_an_unfinished_line(tmp_path):
     assert steps_of(path) == [1, 2, 3, 4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("resume_from", [2, 5])
+def test_an_unfinished_line_goes_even_when_no_later_step_does(tmp_path, resume_from):
+    path = tmp_path / "m.jsonl"
+    write(path, [1, 2])
+    before = path.read_bytes()
+    path.write_bytes(before + b'{"step": 3, "lo')
+    write(path, [], resume_from=resume_from)
+    assert path.read_bytes() == before
+
+
 def test_resuming_keeps_bytes_of_earlier_steps(tmp_path):
     path = tmp_path / "m.jsonl"
     write(path, range(1, 4))

@@ -1,0 +1,258 @@
+"""C6: the error of every canonical order against fp64 is at most that of the stock op.
+
+Errors are means over many elements of probe data, each element measured by the size of its row and
+column, so that neither one unlucky rounding nor one outlier channel decides. Parameter gradients are
+those of 512 tokens: the error of a left fold in fp32 grows faster with the number of tokens than that
+of a library that blocks its sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl_consistency.kernels.attention import attention_reference, attention_varlen
+from rl_consistency.kernels.attention_layout import PackedSequences
+from rl_consistency.kernels.embedding import embedding
+from rl_consistency.kernels.glu import ACTIVATIONS, glu, glu_reference
+from rl_consistency.kernels.gradient_norm import gradient_norm
+from rl_consistency.kernels.linear import linear, linear_reference
+from rl_consistency.kernels.masked_reduction import masked_mean
+from rl_consistency.kernels.rms_norm import rms_norm, rms_norm_reference
+from rl_consistency.kernels.rotary import rotary, rotary_reference, rotary_table
+from rl_consistency.kernels.sampling_support import SamplingRows
+from rl_consistency.kernels.token_logprobs import token_logprobs, token_logprobs_reference
+from rl_consistency.parity.attention_checks import SCORE_SCALE
+from rl_consistency.parity.claims import Tally
+from rl_consistency.parity.op_checks import token_logprob_probe
+from rl_consistency.parity.probe import probe
+from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
+
+Op = Callable[..., Tensor]
+
+Draw = tuple[tuple[Tensor, ...], Tensor]
+"""(operands, gradient of the output)."""
+
+ROWS = 512
+"""Tokens of one draw."""
+
+MANY = 32
+"""Draws where an error is a mean over few elements (a bias, a norm's weight)."""
+
+
+def check_linear_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+    """y, dX, dW and dbias."""
+
+    def draw(inner: int, columns: int, seed: int) -> Draw:
+        return (
+            probe((ROWS, inner), dtype, seed=seed, scale=0.02),
+            probe((columns, inner), dtype, seed=seed + 1),
+            probe((columns,), dtype, seed=seed + 2),
+        ), probe((ROWS, columns), dtype, seed=seed + 3, scale=0.02)
+
+    draws = [draw(96, 208, 10 * i) for i in range(MANY)]
+    _compare(tally, "96 x 208", linear, F.linear, linear_reference, draws)
+    # The bias sees no K; one draw of it would be judged by a few outlier channels.
+    operands, dy = draw(1000, 331, 1)
+    _compare(tally, "1000 x 331", linear, F.linear, linear_reference, [(operands[:2], dy)])
+
+
+def check_rms_norm_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+    """y, dx and dweight."""
+
+    def stock(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return weight * wide.to(x.dtype)
+
+    def draw(width: int, seed: int) -> Draw:
+        x, dy = (probe((ROWS, width), dtype, seed=seed + i) for i in (0, 1))
+        return (x, probe((width,), dtype, seed=seed + 2)), dy * 0.02
+
+    for width, count in ((96, MANY), (1000, MANY // 4)):
+        _compare(
+            tally,
+            f"width {width}",
+            lambda x, weight: rms_norm(x, weight, 1e-6),
+            stock,
+            lambda x, weight: rms_norm_reference(x, weight, 1e-6),
+            [draw(width, 10 * i) for i in range(count)],
+        )
+
+
+def check_rotary_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+    """Rotated rows and their gradient, at positions up to 4096."""
+    head_dim = 64
+    inv_freq = 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
+    positions = torch.arange(ROWS) * 8
+    cos, sin = rotary_table(inv_freq, int(positions.max()) + 1)[:, positions]
+
+    def stock(x: Tensor) -> Tensor:
+        angles = positions[:, None].float() * inv_freq
+        cos, sin = (torch.cat([f, f], dim=-1).to(x.dtype)[:, None] for f in (angles.cos(), angles.sin()))
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+    x, dy = (probe((ROWS, 4, head_dim), dtype, seed=s) for s in (1, 2))
+    _compare(
+        tally,
+        "rotation",
+        lambda x: rotary(x, x, cos, sin)[0],
+        stock,
+        lambda x: rotary_reference(x, inv_freq, positions),
+        [((x,), dy)],
+    )
+
+
+def check_glu_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+    """Every activation, values and gradients."""
+    stock = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    }
+    gate, up, dy = (probe((ROWS, 208), dtype, seed=s, scale=0.2) for s in (1, 2, 3))
+    for activation in ACTIVATIONS:
+        _compare(
+            tally,
+            activation,
+            lambda gate, up, a=activation: glu(gate, up, a),
+            lambda gate, up, a=activation: stock[a](gate) * up,
+            lambda gate, up, a=activation: glu_reference(gate, up, a),
+            [((gate, up), dy)],
+        )
+
+
+def check_embedding_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+    """The gradient where tokens repeat."""
+    tokens = torch.arange(8 * ROWS) * 7 % 61
+    weight, dy = probe((61, 96), dtype, seed=1), probe((len(tokens), 96), dtype, seed=2, scale=0.02)
+    _compare(
+        tally,
+        "lookup",
+        lambda weight: embedding(tokens, weight),
+        lambda weight: F.embedding(tokens, weight),
+        lambda weight: F.embedding(tokens, weight.double()),
+        [((weight,), dy)],
+    )
+
+
+def check_attention_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+    """o, dq, dk and dv of one causal sequence."""
+    heads, kv_heads, head_dim = 4, 2, 64
+    scale = head_dim**-0.5
+    layout = PackedSequences.of([0], [ROWS])
+    operands = (
+        probe((ROWS, heads, head_dim), dtype, seed=1, scale=SCORE_SCALE),
+        probe((ROWS, kv_heads, head_dim), dtype, seed=2, scale=SCORE_SCALE),
+        probe((ROWS, kv_heads, head_dim), dtype, seed=3, scale=0.1),
+    )
+
+    def stock(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    _compare(
+        tally,
+        "causal",
+        lambda q, k, v: attention_varlen(q, k, v, layout, scale=scale)[0],
+        stock,
+        lambda q, k, v: attention_reference(q, k, v, scale=scale),
+        [(operands, probe((ROWS, heads, head_dim), dtype, seed=4, scale=0.1))],
+    )
+
+
+def check_token_logprobs_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+    """Logprobs, dhidden and dweight against log_softmax of the model's own logits."""
+    hidden, weight, targets, _ = token_logprob_probe(ROWS, dtype)
+    rows = SamplingRows.uniform(len(hidden))
+
+    def stock(hidden: Tensor, weight: Tensor) -> Tensor:
+        logprobs = F.linear(hidden, weight).float().log_softmax(-1)
+        return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1)
+
+    _compare(
+        tally,
+        "logprobs",
+        lambda hidden, weight: token_logprobs(hidden, weight, targets, rows)[0],
+        stock,
+        lambda hidden, weight: token_logprobs_reference(hidden, weight, targets)[0],
+        [((hidden, weight), probe((len(hidden),), torch.float32, seed=4))],
+    )
+
+
+def check_masked_reduction_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+    """Means of many batches of values."""
+    del dtype  # losses are fp32 whatever the model is
+    batches = probe((256, 4097), torch.float32, seed=1).unbind(0)
+    exact = torch.stack([b.double().mean() for b in batches])
+    ours = torch.stack([masked_mean(b) for b in batches])
+    stock = torch.stack([b.mean() for b in batches])
+    _judge(tally, "mean", *_errors(ours, stock, exact))
+
+
+def check_gradient_norm_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+    """Norms of many sets of gradients."""
+    del dtype  # gradients are fp32 whatever the model is
+    sets = [[probe((n, 96), seed=64 * i + n) for n in (3, 96, 331)] for i in range(64)]
+    exact = torch.stack(
+        [torch.stack([g.double().square().sum() for g in s]).sum().sqrt() for s in sets]
+    )
+    stock = torch.stack([torch.nn.utils.get_total_norm(s) for s in sets])
+    ours = torch.stack([gradient_norm(s) for s in sets])
+    _judge(tally, "norm", *_errors(ours, stock, exact))
+
+
+def _compare(
+    tally: Tally, case: str, ours: Op, stock: Op, reference: Op, draws: Sequence[Draw]
+) -> None:
+    """Judge an op's value and the gradient of each operand, errors averaged over the draws."""
+    errors: list[list[tuple[float, float]]] = []
+    for operands, dy in draws:
+        found = [_value_and_gradients(op, operands, dy) for op in (ours, stock)]
+        wide = tuple(x.double() for x in operands)
+        exact = _value_and_gradients(reference, wide, dy.double())
+        errors.append([_errors(*values) for values in zip(*found, exact, strict=True)])
+    for i, pairs in enumerate(zip(*errors, strict=True)):
+        mine, theirs = (sum(side) / len(pairs) for side in zip(*pairs, strict=True))
+        _judge(tally, case if i == 0 else f"{case}, gradient of operand {i}", mine, theirs)
+
+
+def _value_and_gradients(op: Op, operands: tuple[Tensor, ...], dy: Tensor) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in operands]
+    value = op(*leaves)
+    value.backward(dy.to(value.dtype))
+    return [value.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def _errors(ours: Tensor, stock: Tensor, exact: Tensor) -> tuple[float, float]:
+    scale = _scale(exact)
+    mine, theirs = (((x.double() - exact) / scale).abs().mean().item() for x in (ours, stock))
+    return mine, theirs
+
+
+def _judge(tally: Tally, case: str, mine: float, theirs: float) -> None:
+    ratio = mine / theirs if theirs else (1.0 if mine == 0 else float("inf"))
+    text = f"{ratio:.3f} x the stock error ({mine:.2e} against {theirs:.2e} of the value)"
+    tally.expect(case, ratio <= ERROR_GROWTH_LIMIT, text)
+    if not tally.mismatches and ratio >= _noted_ratio(tally.detail):
+        tally.detail = f"{case}: {text}"
+
+
+def _scale(exact: Tensor) -> Tensor:
+    """The size of a value's row and column, so that no outlier channel decides the mean alone."""
+    if exact.dim() < 2:
+        return exact.square().mean().sqrt()
+    rows = exact.square().flatten(1).mean(1).sqrt().view(-1, *[1] * (exact.dim() - 1))
+    rows = rows.masked_fill(rows == 0, 1.0)
+    columns = (exact / rows).square().mean(0, keepdim=True).sqrt()
+    return rows * columns.masked_fill(columns == 0, 1.0)
+
+
+def _noted_ratio(detail: str) -> float:
+    """The ratio in a note of `_judge`; 0 without one."""
+    return float(detail.split(": ")[1].split(" x ")[0]) if detail else 0.0
