@@ -3,8 +3,9 @@
 Usage: python -m benchmarks.accuracy [--seeds N]. Prints the table, writes docs/accuracy.md and
 benchmarks/results/cpu_accuracy.json, and exits 1 if a ratio exceeds the contract's limit.
 
-An error is the L2 norm of the difference over the L2 norm of the fp64 result, averaged over seeds.
-Parameter gradients are compared as autograd hands them over, in the parameter's dtype.
+An error is the sum of absolute differences over the sum of absolute fp64 values, averaged over
+seeds; squares would leave the verdict to the few outliers a probe has. Gradients are those of
+normally distributed cotangents; a parameter's is compared as autograd hands it over, in its dtype.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = (torch.float32, torch.bfloat16)
+LONG_ROWS = 8192
+"""Tokens of one backward pass in the table of long folds."""
 
 CONSTANTS = frozenset({"inv_freq"})
 """Inputs that receive no gradient."""
@@ -69,7 +72,7 @@ class Row:
     dtype: str
     quantity: str
     canonical: float
-    """Relative L2 error, mean over seeds."""
+    """Relative error, mean over seeds."""
     stock: float
 
     @property
@@ -115,9 +118,10 @@ def _quantities(
     }
     outputs = run(leaves)
     differentiable = {name: t for name, t in outputs.items() if t.requires_grad}
+    generator = torch.Generator().manual_seed(seed + 1000)
     cotangents = [
-        probe(tuple(t.shape) or (1,), dtype, seed + 1000 + i).view(t.shape).to(t.dtype)
-        for i, t in enumerate(differentiable.values())
+        torch.randn(t.shape, generator=generator).to(dtype).to(t.dtype)
+        for t in differentiable.values()
     ]
     if differentiable:
         torch.autograd.backward(list(differentiable.values()), cotangents)
@@ -130,7 +134,7 @@ def _wide(t: Tensor) -> Tensor:
 
 
 def _error(got: Tensor, exact: Tensor) -> float:
-    return float((got.double() - exact).norm() / exact.norm())
+    return float((got.double() - exact).abs().sum() / exact.abs().sum())
 
 
 def cases(rows: int = 256, width: int = 512) -> list[Case]:
@@ -337,54 +341,93 @@ def _token_logprobs(rows: int, width: int, vocabulary: int) -> Case:
     return Case("token_logprobs", inputs, canonical, stock, reference)
 
 
-def _masked_mean(rows: int, width: int) -> Case:
-    def mask(x: Tensor) -> Tensor:
-        return torch.arange(x.numel()).view_as(x) % 3 != 0
+def _masked_mean(rows: int, width: int, groups: int = 32) -> Case:
+    """Means of many groups: the error of one scalar would be a matter of luck."""
+
+    def active(t: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        values = t["values"].chunk(groups)
+        return [(v, torch.arange(v.numel()).view_as(v) % 3 != 0) for v in values]
+
+    def means(mean: Callable[[Tensor, Tensor], Tensor]) -> Run:
+        return lambda t: {"mean": torch.stack([mean(v, m) for v, m in active(t)])}
 
     return Case(
         op="masked_reduction",
-        inputs=lambda dtype, seed: {"values": probe((rows, width), dtype, seed)},
-        canonical=lambda t: {"mean": masked_mean(t["values"], mask(t["values"]))},
-        stock=lambda t: {"mean": t["values"].float()[mask(t["values"])].mean()},
-        reference=lambda t: {"mean": t["values"][mask(t["values"])].mean()},
+        inputs=lambda dtype, seed: {"values": probe((8 * rows, width), dtype, seed)},
+        canonical=means(masked_mean),
+        stock=means(lambda values, mask: values.float()[mask].mean()),
+        reference=means(lambda values, mask: values[mask].mean()),
         dtypes=(torch.float32,),
     )
 
 
-def _gradient_norm(rows: int, width: int) -> Case:
+def _gradient_norm(rows: int, width: int, groups: int = 32) -> Case:
+    def norms(norm: Callable[[list[Tensor]], Tensor]) -> Run:
+        def run(t: dict[str, Tensor]) -> Outputs:
+            split = zip(*(g.detach().chunk(groups) for g in t.values()), strict=True)
+            return {"norm": torch.stack([norm(list(parts)) for parts in split])}
+
+        return run
+
     return Case(
         op="gradient_norm",
         inputs=lambda dtype, seed: {
-            f"g{i}": probe((rows >> i, width), dtype, seed + i) for i in range(4)
+            f"g{i}": probe((8 * rows >> i, width), dtype, seed + i) for i in range(3)
         },
-        canonical=lambda t: {"norm": gradient_norm(t.values())},
-        stock=lambda t: {"norm": torch.nn.utils.get_total_norm([g.detach() for g in t.values()])},
-        reference=lambda t: {"norm": sum((g.detach() ** 2).sum() for g in t.values()).sqrt()},
+        canonical=norms(gradient_norm),
+        stock=norms(torch.nn.utils.get_total_norm),
+        reference=norms(lambda parts: sum((p * p).sum() for p in parts).sqrt()),
         dtypes=(torch.float32,),
     )
 
 
-def _markdown(rows: list[Row], seeds: int) -> str:
+def _long_folds(seeds: range) -> list[Row]:
+    wanted = ("dweight", "dbias")
+    return [
+        row
+        for case in (_linear(LONG_ROWS, 128), _rms_norm(LONG_ROWS, 128))
+        for row in measure(case, torch.float32, seeds)
+        if row.quantity in wanted
+    ]
+
+
+def _markdown(rows: list[Row], long: list[Row], seeds: int) -> str:
     worst = max(rows, key=lambda row: row.ratio)
     return "\n".join(
         [
             "# Accuracy of the canonical orders",
             "",
-            "Generated by `python -m benchmarks.accuracy`. The error is the L2 norm of the",
-            f"difference from fp64 over the L2 norm of the fp64 result, mean over {seeds} seeds, on",
-            f"the CPU. Claim C6: no ratio above {ERROR_GROWTH_LIMIT}; the largest here is",
-            f"{worst.ratio:.3f} ({worst.op}, {worst.dtype}, {worst.quantity}).",
+            "Generated by `python -m benchmarks.accuracy`, on the CPU. The error is the sum of",
+            "absolute differences from fp64 over the sum of absolute fp64 values, mean over",
+            f"{seeds} seeds of probe data of about 256 x 512. Claim C6: no ratio of our error to the",
+            f"stock op's above {ERROR_GROWTH_LIMIT}; the largest here is {worst.ratio:.3f}",
+            f"({worst.op}, {worst.dtype}, {worst.quantity}).",
             "",
-            "| op | dtype | quantity | canonical error | stock error | ratio |",
-            "| --- | --- | --- | ---: | ---: | ---: |",
-            *(
-                f"| {r.op} | {r.dtype} | {r.quantity} | {r.canonical:.3e} | {r.stock:.3e} "
-                f"| {r.ratio:.3f} |"
-                for r in rows
-            ),
+            *_table(rows),
+            "",
+            "## Long folds",
+            "",
+            f"Parameter gradients over {LONG_ROWS} tokens in one backward pass, fp32. The fold adds",
+            "16 tokens at a time to one running sum, which is what makes it independent of the cut;",
+            "its error grows with the number of steps, where torch adds in a tree. In bf16 a",
+            "patched model still gains, because its gradients stay fp32. These rows are outside C6.",
+            "",
+            *_table(long),
             "",
         ]
     )
+
+
+def _table(rows: list[Row]) -> list[str]:
+    return [
+        "| op | dtype | quantity | canonical error | stock error | ratio |",
+        "| --- | --- | --- | ---: | ---: | ---: |",
+        *(
+            f"| {r.op} | {r.dtype} | {r.quantity} | {r.canonical:.3e} | {r.stock:.3e} "
+            f"| {r.ratio:.3f} |"
+            for r in rows
+        ),
+    ]
 
 
 def main() -> int:
@@ -397,7 +440,8 @@ def main() -> int:
         for dtype in case.dtypes
         for row in measure(case, dtype, range(seeds))
     ]
-    text = _markdown(rows, seeds)
+    long = _long_folds(range(min(seeds, 3)))
+    text = _markdown(rows, long, seeds)
     print(text)
     (ROOT / "docs" / "accuracy.md").write_text(text)
     results = ROOT / "benchmarks" / "results" / "cpu_accuracy.json"
@@ -411,8 +455,11 @@ def main() -> int:
         "num_threads": torch.get_num_threads(),
         "limit": ERROR_GROWTH_LIMIT,
     }
-    table = [asdict(row) | {"ratio": row.ratio} for row in rows]
-    results.write_text(json.dumps({"meta": meta, "rows": table}, indent=1) + "\n")
+    tables = {
+        name: [asdict(row) | {"ratio": row.ratio} for row in part]
+        for name, part in (("rows", rows), ("long_folds", long))
+    }
+    results.write_text(json.dumps({"meta": meta} | tables, indent=1) + "\n")
     return int(any(row.ratio > ERROR_GROWTH_LIMIT for row in rows))
 
 

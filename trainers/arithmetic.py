@@ -3,13 +3,15 @@
     prompt "3+5+2+8="   completion "8,10,18"   answer "18"
 
 Every step of a completion is a small addition, so a tiny model learns the form in a few supervised
-steps, is partly right, and has something to gain from reinforcement. A problem is a pure function
+steps. The worked examples it learns from may be imperfect (`target_errors`), which leaves something
+to gain from reinforcement: the reward only asks whether the final sum is right. A problem is a pure function
 of (seed, split, index). Training and evaluation never share a sum: the text of a sum, and nothing
 else, decides which of the two it belongs to.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate, count
 from typing import Literal
 
@@ -20,8 +22,20 @@ EVAL_SHARE = 8
 """One sum in this many belongs to evaluation."""
 
 
-def problem(seed: int, split: Split, index: int, *, num_terms: int, max_value: int) -> Example:
-    """Problem `index` of `split`: `num_terms` (at least 2) terms from 1 to `max_value`."""
+def problem(
+    seed: int,
+    split: Split,
+    index: int,
+    *,
+    num_terms: int,
+    max_value: int,
+    target_errors: float = 0.0,
+) -> Example:
+    """Problem `index` of `split`: `num_terms` (at least 2) terms from 1 to `max_value`.
+
+    Each running total of the target is off by one to three with probability `target_errors`; the
+    answer is always right.
+    """
     check_parameters(num_terms, max_value)
     for attempt in count():
         terms = [
@@ -32,19 +46,40 @@ def problem(seed: int, split: Split, index: int, *, num_terms: int, max_value: i
         if split_of(prompt) == split:
             break
     totals = list(accumulate(terms))[1:]
+    shown = [
+        total + _error(seed, split, index, place, target_errors)
+        for place, total in enumerate(totals)
+    ]
     return Example(
-        id=index, prompt=prompt, answer=str(totals[-1]), target=",".join(map(str, totals))
+        id=index, prompt=prompt, answer=str(totals[-1]), target=",".join(map(str, shown))
     )
 
 
+def _error(seed: int, split: Split, index: int, place: int, share: float) -> int:
+    """0, or with probability `share` a number from 1 to 3."""
+    drawn = keyed_integer(seed, "arithmetic error", split, index, place)
+    return 1 + drawn % 3 if (drawn >> 11) < share * 2.0**53 else 0
+
+
 def problems(
-    seed: int, split: Split, size: int, *, num_terms: int, max_value: int
+    seed: int,
+    split: Split,
+    size: int,
+    *,
+    num_terms: int,
+    max_value: int,
+    target_errors: float = 0.0,
 ) -> list[Example]:
     """The first `size` problems of `split`."""
-    return [
-        problem(seed, split, index, num_terms=num_terms, max_value=max_value)
-        for index in range(size)
-    ]
+    make = partial(
+        problem,
+        seed,
+        split,
+        num_terms=num_terms,
+        max_value=max_value,
+        target_errors=target_errors,
+    )
+    return [make(index) for index in range(size)]
 
 
 def split_of(prompt: str) -> Split:

@@ -306,9 +306,15 @@ class _Run:
     def _data(self) -> tuple[PromptSet, PromptSet | None]:
         data, seed = self.config.data, self.config.run.seed
         if data.task is not None:
-            task = {"num_terms": data.task.num_terms, "max_value": data.task.max_value}
-            train = problems(seed, "train", data.task.train_size, **task)[: data.limit]
-            evaluation = problems(seed, "eval", data.task.eval_size, **task)
+            make = partial(
+                problems,
+                seed,
+                num_terms=data.task.num_terms,
+                max_value=data.task.max_value,
+                target_errors=data.task.target_errors,
+            )
+            train = make("train", data.task.train_size)[: data.limit]
+            evaluation = make("eval", data.task.eval_size)
         else:
             assert data.path is not None
             read = partial(

@@ -53,6 +53,8 @@ class PatchSession:
         self._model = weakref.ref(model)
         self._stock_classes: dict[str, type[nn.Module]] = {}
         self._settings = ExitStack()
+        # A session that is dropped, or alive at exit, must not leave the settings held.
+        weakref.finalize(self, self._settings.close)
 
     def __enter__(self) -> PatchSession:
         return self

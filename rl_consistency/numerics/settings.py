@@ -44,17 +44,36 @@ SETTINGS = (
 )
 
 
+@dataclass
+class _Held:
+    """How many blocks hold the settings, and the values from before the first of them."""
+
+    count: int = 0
+    before: tuple[Any, ...] = ()
+
+
+_held = _Held()
+
+
 @contextmanager
 def numeric_settings() -> Iterator[None]:
-    """Hold every setting at its required value inside the block; restores on any exit."""
-    before = [setting.read() for setting in SETTINGS]
+    """Hold every setting at its required value inside the block; restores on any exit.
+
+    Blocks may overlap in any order (two patched models, one restored before the other): the last
+    one to end restores what the first one found.
+    """
+    if _held.count == 0:
+        _held.before = tuple(setting.read() for setting in SETTINGS)
+    _held.count += 1
     try:
         for setting in SETTINGS:
             setting.write(setting.required)
         yield
     finally:
-        for setting, value in zip(SETTINGS, before, strict=True):
-            setting.write(value)
+        _held.count -= 1
+        if _held.count == 0:
+            for setting, value in zip(SETTINGS, _held.before, strict=True):
+                setting.write(value)
 
 
 def verify_settings() -> None:

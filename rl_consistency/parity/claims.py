@@ -82,11 +82,6 @@ class Tally:
                 self.detail = f"{case}: {detail}" if detail else case
         return holds
 
-    def note(self, text: str) -> None:
-        """A figure to print while nothing has failed."""
-        if not self.mismatches:
-            self.detail = text
-
 
 @dataclass(frozen=True, kw_only=True)
 class Check:

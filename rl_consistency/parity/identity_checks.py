@@ -1,0 +1,71 @@
+"""C7: one process, one order; what differs is named and refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+
+from rl_consistency.kernels.sampling_support import distribution
+from rl_consistency.models import token_logprobs as training
+from rl_consistency.models.forward import lm_head_weight as training_weight
+from rl_consistency.numerics import fingerprint as fingerprint_module
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.fingerprint import Fingerprint
+from rl_consistency.numerics.orders import ORDERS
+from rl_consistency.numerics.settings import numeric_settings, verify_settings
+from rl_consistency.numerics.strict import OPS, strict
+from rl_consistency.parity.claims import Tally
+from rl_consistency.parity.substitution import substituted
+from rl_consistency.rollout import model_runner, sampler
+
+
+def check_fingerprint(tally: Tally) -> None:
+    """Equal here and now; another order, strictness or setting is named."""
+    first = _now()
+    tally.expect("the same process twice", first == _now() and first.digest == _now().digest)
+    tally.expect("no difference from itself", first.difference(_now()) == [])
+    for op in OPS:
+        with strict(except_={op}):
+            _expect_named(tally, f"{op} on its stock path", first, _now(), "stock_ops")
+    for order in ORDERS.values():
+        for changed in (replace(order, version=order.version + 1), replace(order, text="reversed")):
+            others = MappingProxyType(dict(ORDERS) | {order.id: changed})
+            with substituted(ORDERS, others):
+                _expect_named(tally, f"another {order.id}", first, _now(), f"order.{order.id}")
+    precision = torch.get_float32_matmul_precision()
+    with numeric_settings():
+        before = _now()
+        torch.set_float32_matmul_precision("medium")
+        _expect_named(tally, "matmul precision", before, _now(), "float32_matmul_precision")
+        tally.expect("a changed setting is refused", _settings_refused())
+    tally.expect("settings restored", torch.get_float32_matmul_precision() == precision)
+
+
+def check_one_function(tally: Tally) -> None:
+    """Rollout and training name the same functions for the quantities both need."""
+    tally.expect("distribution", sampler.distribution is distribution)
+    tally.expect("LM head weight", model_runner.lm_head_weight is training_weight)
+    tally.expect("LM head logits", model_runner.lm_head_logits is training.lm_head_logits)
+
+
+def _now() -> Fingerprint:
+    return fingerprint_module.fingerprint()
+
+
+def _expect_named(
+    tally: Tally, case: str, ours: Fingerprint, theirs: Fingerprint, name: str
+) -> None:
+    named = ours.difference(theirs)
+    holds = any(name in line for line in named) and ours.digest != theirs.digest
+    tally.expect(case, holds, f"named {named or 'nothing'}, expected {name}")
+
+
+def _settings_refused() -> bool:
+    try:
+        verify_settings()
+    except ConsistencyError:
+        return True
+    return False
+

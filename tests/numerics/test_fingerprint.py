@@ -1,0 +1,69 @@
+import torch
+
+from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
+from rl_consistency.numerics.orders import ORDERS
+from rl_consistency.numerics.settings import SETTINGS
+from rl_consistency.numerics.strict import strict
+
+
+def test_two_of_one_process_are_equal():
+    one, other = fingerprint(), fingerprint()
+    assert one == other and one.digest == other.digest
+    assert one.difference(other) == []
+
+
+def test_it_covers_orders_versions_device_threads_and_settings():
+    entries = fingerprint().entries
+    assert {f"order.{name}" for name in ORDERS} <= entries.keys()
+    assert {f"setting.{setting.name}" for setting in SETTINGS} <= entries.keys()
+    assert entries["torch"] == torch.__version__
+    assert entries["device"].startswith("cpu")
+    assert {"transformers", "accelerate", "stock_ops", "cpu_capability"} <= entries.keys()
+
+
+def test_a_stock_op_shows():
+    with strict(except_={"attention", "glu"}):
+        changed = fingerprint()
+    assert fingerprint().difference(changed) == ["stock_ops: none != attention,glu"]
+    assert fingerprint().digest != changed.digest
+
+
+def test_a_setting_shows():
+    before = torch.get_float32_matmul_precision()
+    expected = fingerprint()
+    torch.set_float32_matmul_precision("high" if before != "high" else "highest")
+    try:
+        (line,) = [
+            line for line in expected.difference(fingerprint()) if "float32_matmul" in line
+        ]
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert line.startswith(f"setting.float32_matmul_precision: {before} != ")
+
+
+def test_the_thread_count_shows():
+    before = torch.get_num_threads()
+    expected = fingerprint()
+    torch.set_num_threads(before + 1)
+    try:
+        assert expected.difference(fingerprint()) == [f"num_threads: {before} != {before + 1}"]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_order_shows():
+    entries = fingerprint().entries
+    other = Fingerprint(entries | {"order.linear": "v2 0123"})
+    assert fingerprint().difference(other) == [
+        f"order.linear: {entries['order.linear']} != v2 0123"
+    ]
+
+
+def test_a_missing_entry_shows_on_either_side():
+    one, other = Fingerprint({"a": "1"}), Fingerprint({"b": "2"})
+    assert one.difference(other) == ["a: 1 != absent", "b: absent != 2"]
+
+
+def test_the_digest_does_not_depend_on_the_order_of_entries():
+    assert Fingerprint({"a": "1", "b": "2"}).digest == Fingerprint({"b": "2", "a": "1"}).digest
+    assert Fingerprint({"a": "12"}).digest != Fingerprint({"a1": "2"}).digest

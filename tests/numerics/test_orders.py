@@ -1,0 +1,55 @@
+import ast
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from rl_consistency.numerics.orders import ORDERS, order
+
+GOLDEN = {
+    "matmul/v1": "b7684d2e4fac1a51",
+    "row_reduction/v1": "d511ef454a6e8c3a",
+    "gradient_fold/v1": "33bc170b8f11a2fb",
+    "linear/v1": "0a310bd2e77d9987",
+    "rms_norm/v1": "b2bd1d80ec184b9a",
+    "rotary/v1": "e2972e84bb90ff1a",
+    "glu/v1": "b4cc09caf865f98f",
+    "embedding/v1": "391fba717c26b627",
+    "attention/v1": "f4783b50ee418b69",
+    "sampling_support/v1": "3ecd8afff467b707",
+    "token_logprobs/v1": "b154f93261e7c6e3",
+    "masked_reduction/v1": "9ce3a9ee53b2c979",
+    "gradient_norm/v1": "f8ac08dca9913472",
+}
+"""Tag -> SHA-256 of the order's text. Another text is another order: raise the version, say so in
+the changelog, and only then change the line here."""
+
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+
+
+def test_a_text_changes_only_with_its_version():
+    digests = {o.tag: hashlib.sha256(o.text.encode()).hexdigest()[:16] for o in ORDERS.values()}
+    assert digests == GOLDEN
+
+
+def test_every_kernel_file_with_an_order_is_registered():
+    with_order = {
+        path.stem
+        for path in KERNELS.glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Assign)
+        and any(isinstance(t, ast.Name) and t.id == "ORDER" for t in node.targets)
+    }
+    assert with_order == set(ORDERS)
+
+
+def test_orders_are_found_by_name():
+    assert order("linear") is ORDERS["linear"]
+    assert all(order(name).id == name for name in ORDERS)
+    with pytest.raises(ValueError, match="no canonical order 'softmax'; known: matmul"):
+        order("softmax")
+
+
+def test_the_registry_cannot_be_changed():
+    with pytest.raises(TypeError):
+        ORDERS["linear"] = ORDERS["glu"]  # pyright: ignore[reportIndexIssue]

@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.settings import SETTINGS, numeric_settings, verify_settings
+
+
+@pytest.fixture
+def loosened():
+    """fp32 products in a lower precision, as a program around us may have set it."""
+    before = [setting.read() for setting in SETTINGS]
+    torch.set_float32_matmul_precision("high")
+    yield [setting.read() for setting in SETTINGS]
+    for setting, value in zip(SETTINGS, before, strict=True):
+        setting.write(value)
+
+
+def test_settings_are_held_inside_and_given_back_outside(loosened):
+    with numeric_settings():
+        assert [setting.read() for setting in SETTINGS] == [s.required for s in SETTINGS]
+        verify_settings()
+    assert [setting.read() for setting in SETTINGS] == loosened
+
+
+def test_an_exception_gives_settings_back(loosened):
+    with pytest.raises(RuntimeError, match="stop"), numeric_settings():
+        raise RuntimeError("stop")
+    assert [setting.read() for setting in SETTINGS] == loosened
+
+
+def test_blocks_nest(loosened):
+    with numeric_settings():
+        with numeric_settings():
+            pass
+        verify_settings()
+    assert [setting.read() for setting in SETTINGS] == loosened
+
+
+def test_a_setting_changed_inside_is_named():
+    with numeric_settings():
+        torch.set_float32_matmul_precision("medium")
+        with pytest.raises(
+            ConsistencyError,
+            match=r"float32_matmul_precision is 'medium', needs 'highest'.*numeric_settings",
+        ):
+            verify_settings()
+    assert torch.get_float32_matmul_precision() != "medium"
+
+
+def test_blocks_may_end_in_any_order(loosened):
+    """As two patched models do, when the first is restored before the second."""
+    first, second = numeric_settings(), numeric_settings()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    verify_settings()
+    second.__exit__(None, None, None)
+    assert [setting.read() for setting in SETTINGS] == loosened

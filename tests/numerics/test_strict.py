@@ -1,0 +1,148 @@
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from rl_consistency.numerics.strict import (
+    OPS,
+    VARIABLE,
+    Strictness,
+    _from_environment,
+    current,
+    is_canonical,
+    strict,
+)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets the variable and lets it be read anew, inside one test."""
+
+    def set_to(text):
+        if text is None:
+            monkeypatch.delenv(VARIABLE, raising=False)
+        else:
+            monkeypatch.setenv(VARIABLE, text)
+        _from_environment.cache_clear()
+
+    yield set_to
+    monkeypatch.undo()
+    _from_environment.cache_clear()
+
+
+def stock_ops():
+    return {op for op in OPS if not is_canonical(op)}
+
+
+def test_everything_is_canonical_by_default(environment):
+    environment(None)
+    assert stock_ops() == set()
+
+
+def test_a_block_switches_all_or_some():
+    with strict(False):
+        assert stock_ops() == set(OPS)
+    with strict(except_={"attention", "linear"}):
+        assert stock_ops() == {"attention", "linear"}
+    with strict(False, except_=["glu"]):
+        assert stock_ops() == set(OPS) - {"glu"}
+
+
+def test_blocks_nest_and_the_innermost_decides():
+    with strict(False):
+        with strict(except_={"glu"}) as inner:
+            assert stock_ops() == {"glu"}
+            assert inner == current()
+            with strict():
+                assert stock_ops() == set()
+            assert stock_ops() == {"glu"}
+        assert stock_ops() == set(OPS)
+
+
+def test_an_exception_restores_the_choice():
+    before = current()
+    with pytest.raises(RuntimeError, match="stop"), strict(False):
+        raise RuntimeError("stop")
+    assert current() == before
+    with strict(except_={"glu"}):
+        with pytest.raises(ValueError, match="unknown op"), strict(except_={"gluu"}):
+            pass
+        assert stock_ops() == {"glu"}
+
+
+def test_another_thread_keeps_its_own_choice():
+    seen = []
+    with strict(False):
+        thread = threading.Thread(target=lambda: seen.append(is_canonical("linear")))
+        thread.start()
+        thread.join()
+    assert seen == [_from_environment().canonical("linear")]
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match=r"unknown op 'atention', 'mlp'; known: linear, rms_norm"):
+        with strict(except_={"mlp", "atention"}):
+            pass
+    with pytest.raises(ValueError, match=r"except_='attention'; give a set .*\{'attention'\}"):
+        with strict(except_="attention"):
+            pass
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (None, set()),
+        ("1", set()),
+        (" 0 ", set(OPS)),
+        ("-attention,-linear", {"attention", "linear"}),
+        ("-glu , -rotary", {"glu", "rotary"}),
+    ],
+)
+def test_the_variable_chooses_where_no_block_does(text, expected, environment):
+    environment(text)
+    assert stock_ops() == expected
+    with strict():
+        assert stock_ops() == set()
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("true", "allowed: 1, 0, or ops to leave out"),
+        ("", "allowed: 1, 0"),
+        ("attention", "allowed: 1, 0"),
+        ("-attention,linear", "allowed: 1, 0"),
+        ("-atention", "unknown op 'atention'"),
+    ],
+)
+def test_a_mistyped_variable_is_refused(text, message, environment):
+    environment(text)
+    with pytest.raises(ValueError, match=message):
+        is_canonical("linear")
+
+
+def test_the_variable_is_read_once(environment, monkeypatch):
+    environment("-glu")
+    assert stock_ops() == {"glu"}
+    monkeypatch.setenv(VARIABLE, "0")
+    assert stock_ops() == {"glu"}
+
+
+def test_the_variable_reaches_a_new_process():
+    code = "from rl_consistency.numerics.strict import current; print(current().as_record())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, VARIABLE: "-attention"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "{'strict': False, 'stock_ops': ['attention']}"
+
+
+def test_the_record_says_what_ran():
+    assert Strictness().as_record() == {"strict": True, "stock_ops": []}
+    some = Strictness(frozenset({"linear", "glu"}))
+    assert some.as_record() == {"strict": False, "stock_ops": ["glu", "linear"]}

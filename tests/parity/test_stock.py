@@ -1,0 +1,129 @@
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.parity import stock
+from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.parity.stock import measure_stock_drift
+from rl_consistency.rollout.sampling_params import SamplingParams
+
+FAMILIES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+PROMPTS = [4, 7, 1, 5, 2]
+LENGTHS = [9, 30, 12, 6, 21]
+
+
+def build(family="qwen3", dtype=torch.float32):
+    config_class, model_class = FAMILIES[family]
+    config = config_class(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return model_class(config).to(dtype)
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 64, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@pytest.fixture
+def sides(monkeypatch):
+    """Both sides' logprobs as `measure_stock_drift` compares them."""
+    seen = []
+    real = stock.compare_logprobs
+
+    def compare(decoded, scored):
+        seen.append((decoded, scored))
+        return real(decoded, scored)
+
+    monkeypatch.setattr(stock, "compare_logprobs", compare)
+    return seen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 0.5)])
+def test_the_stock_path_drifts_a_little(sequences, family, dtype, limit):
+    model = build(family, dtype)
+    with patch(model) as session:
+        report = measure_stock_drift(session, sequences, PROMPTS)
+    assert report.tokens == sum(LENGTHS) - sum(PROMPTS)
+    assert report.mismatch_fraction > 0.1 and report.nonfinite_tokens == 0
+    assert 0 < report.max_abs_diff < limit
+
+
+def test_without_a_cache_and_a_batch_nothing_drifts(sequences, monkeypatch):
+    """The control: drift comes from computing otherwise, not from comparing wrongly."""
+    monkeypatch.setattr(stock, "_decode", stock._score)
+    model = build()
+    with patch(model) as session:
+        report = measure_stock_drift(session, sequences, PROMPTS)
+    assert report.passed and report.max_ulp == 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_both_sides_score_the_tokens_that_training_scores(
+    sequences, sides, batch_size, temperature
+):
+    model = build()
+    with patch(model) as session:
+        measure_stock_drift(
+            session, sequences, PROMPTS, temperature=temperature, batch_size=batch_size
+        )
+        ours = token_logprobs(
+            model,
+            sequences,
+            prompt_lengths=PROMPTS,
+            sampling=SamplingParams(temperature=temperature),
+        ).split()
+    for theirs in sides[0]:
+        assert [len(part) for part in theirs] == [len(part) for part in ours]
+        for part, expected in zip(theirs, ours):
+            assert part.dtype == torch.float32
+            assert (part - expected).abs().max() < 1e-4
+
+
+def test_greedy_is_read_as_temperature_one(sequences, sides):
+    model = build()
+    with patch(model) as session:
+        for temperature in (0.0, 1.0):
+            measure_stock_drift(session, sequences, PROMPTS, temperature=temperature)
+    assert all(torch.equal(a, b) for a, b in zip(sides[0][1], sides[1][1]))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_gradient_checkpointing_does_not_pass_for_drift(sequences, training):
+    """In training mode it would make transformers throw the KV cache away."""
+    plain, checkpointed = build(), build()
+    checkpointed.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False}
+    )
+    reports = []
+    for model in (plain, checkpointed):
+        model.train(training)
+        with patch(model) as session:
+            reports.append(measure_stock_drift(session, sequences, PROMPTS))
+        assert model.training is training
+    assert reports[0] == reports[1]
+
+
+def test_measuring_leaves_the_patched_model_as_it_was(sequences):
+    model = build()
+    with patch(model) as session:
+        before = parameter_digest(model)
+        measure_stock_drift(session, sequences, PROMPTS)
+        session.verify()
+        assert parameter_digest(model) == before
+        assert all(parameter.grad is None for parameter in model.parameters())

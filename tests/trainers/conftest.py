@@ -1,0 +1,122 @@
+"""A tiny run, and rewards that tell its samples apart: an untrained policy earns none of its own."""
+
+import copy
+import json
+import sys
+
+import pytest
+
+from rl_consistency.trainers.config import RunConfig
+from rl_consistency.trainers.run import train
+from rl_consistency.trainers.tracking import read_metrics
+
+TOY_REWARDS = '''
+def varied(prompts, completions, answers, **extra):
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+def short(prompts, completions, answers, **extra):
+    return [1.0 - len(text) / 9 for text in completions]
+
+def raising(prompts, completions, answers, **extra):
+    raise RuntimeError("no judge at home")
+
+def nan_for_the_third(prompts, completions, answers, **extra):
+    return [float("nan") if i == 2 else 0.0 for i in range(len(completions))]
+
+def one_too_few(prompts, completions, answers, **extra):
+    return [0.0] * (len(completions) - 1)
+'''
+
+RECIPE = {
+    "run": {"name": "tiny", "num_threads": 1, "seed": 3},
+    "policy": {
+        "build": {
+            "architecture": "qwen3",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 64,
+        }
+    },
+    "tokenizer": {"kind": "byte"},
+    "data": {
+        "task": {"name": "arithmetic", "num_terms": 3, "train_size": 32, "eval_size": 4},
+        "max_prompt_tokens": 6,
+    },
+    "reward": {"functions": [{"name": "toy_rewards:varied"}]},
+    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_new_tokens": 9},
+    "optimizer": {"learning_rate": 1e-2},
+    "training": {"steps": 3},
+    "tracking": {"console": False},
+}
+
+
+class TinyRun:
+    """Makes configs from `RECIPE` and dotted changes, and runs them."""
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def tree(self, **changes):
+        """The recipe with `section.key` values changed; None removes a key."""
+        tree = copy.deepcopy(RECIPE)
+        for path, value in {"run.output_dir": str(self.directory / "run")} | changes.items():
+            *parents, key = path.split(".")
+            node = tree
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            if value is None:
+                node.pop(key, None)
+            else:
+                node[key] = value
+        return tree
+
+    def config(self, **changes):
+        return RunConfig.model_validate(self.tree(**changes))
+
+    def __call__(self, *, resume=False, overwrite=False, announce=lambda line: None, **changes):
+        """(summary, rows of metrics) of a run."""
+        config = self.config(**changes)
+        summary = train(config, resume=resume, overwrite=overwrite, announce=announce)
+        return summary, read_metrics(config.run.output_dir / "metrics.jsonl")
+
+    def of_its_own(self, name, **changes):
+        """The same in a directory of its own."""
+        return self(**{"run.output_dir": str(self.directory / name)} | changes)
+
+    def example_file(self, count=20, name="train.jsonl"):
+        """A JSONL file of sums."""
+        lines = [{"question": f"{n}+{n % 7}=", "answer": str(n + n % 7)} for n in range(count)]
+        file = self.directory / name
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return file
+
+
+@pytest.fixture
+def toy_rewards(tmp_path, monkeypatch):
+    """The module `toy_rewards`, importable from its folder."""
+    (tmp_path / "toy_rewards.py").write_text(TOY_REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "toy_rewards", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def tiny_run(toy_rewards):
+    return TinyRun(toy_rewards)
+
+
+def lasting(rows):
+    """Rows of metrics without what a clock decides."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith("time/") and k != "tokens_per_second"}
+        for row in rows
+    ]
+
+
+@pytest.fixture(name="lasting")
+def lasting_fixture():
+    return lasting

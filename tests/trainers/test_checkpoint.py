@@ -1,0 +1,271 @@
+import json
+import math
+import resource
+import shutil
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rl_consistency.models.patch import patch
+from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
+from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.trainers import checkpoint
+from rl_consistency.trainers.checkpoint import (
+    OPTIMIZER,
+    STATE,
+    WEIGHTS,
+    CheckpointError,
+    list_checkpoints,
+    load_checkpoint,
+    load_weights,
+    read_weights,
+    save_checkpoint,
+    save_weights,
+)
+from rl_consistency.trainers.config_sections import BuildSection
+from rl_consistency.trainers.policy import build_model
+from rl_consistency.trainers.tokenizer import byte_tokenizer
+
+
+def built(architecture="qwen3", *, seed=1, dtype=torch.float32, **changes):
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    build = BuildSection(architecture=architecture, **sizes | changes)
+    return build_model(build, byte_tokenizer(), seed=seed, dtype=dtype)
+
+
+def save(directory, *, model=None, step=1, keep=9, **changes):
+    model = built() if model is None else model
+    moments = {f"{n}.exp_avg": torch.full_like(p, 0.5) for n, p in model.named_parameters()}
+    given = {
+        "optimizer": moments,
+        "schedule": {"last_epoch": step, "_last_lr": [1e-3 / 3]},
+        "totals": {"drift": {}, "gradient_checks": 2},
+        "extra": {"loss": math.nan},
+        "fingerprint": fingerprint(),
+    } | changes
+    return save_checkpoint(
+        directory, step=step, model=model, tokenizer=byte_tokenizer(), keep=keep, **given
+    )
+
+
+def contents(directory):
+    return {
+        str(file.relative_to(directory)): file.read_bytes()
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_reads_back_what_was_written(tmp_path, dtype):
+    model = built(dtype=dtype)
+    path = save(tmp_path, model=model, step=30)
+    assert path.name == "step_000030"
+    loaded = load_checkpoint(path, fingerprint())
+    other = built(seed=2, dtype=dtype)
+    places = [p.data_ptr() for p in other.parameters()]
+    load_weights(other, loaded.weights)
+    assert parameter_digest(other) == parameter_digest(model)
+    assert [p.data_ptr() for p in other.parameters()] == places
+    assert other.lm_head.weight is other.get_input_embeddings().weight
+    assert (loaded.step, loaded.path) == (30, path)
+    assert loaded.schedule == {"last_epoch": 30, "_last_lr": [1e-3 / 3]}
+    assert loaded.totals == {"drift": {}, "gradient_checks": 2}
+    assert math.isnan(loaded.extra["loss"])
+    assert all((tensor == 0.5).all() for tensor in loaded.optimizer.values())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama", "mistral", "qwen2"])
+def test_a_checkpoint_of_a_patched_policy_is_a_hugging_face_model(tmp_path, architecture, tied):
+    model = built(architecture, dtype=torch.bfloat16, tie_word_embeddings=tied)
+    with patch(model):
+        path = save(tmp_path, model=model)
+    loaded, report = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(report.values())
+    assert type(loaded) is type(model) and loaded.dtype == torch.bfloat16
+    assert parameter_digest(loaded) == parameter_digest(model)
+    assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == tied
+    assert AutoTokenizer.from_pretrained(path).encode("3+4=") == byte_tokenizer().encode("3+4=")
+
+
+def test_an_optimizer_that_has_not_stepped_is_saved_too(tmp_path):
+    path = save(tmp_path, optimizer={}, step=0)
+    assert load_checkpoint(path, fingerprint()).optimizer == {}
+
+
+def test_pruning_keeps_the_newest(tmp_path):
+    for step in (9, 10, 100):
+        save(tmp_path, step=step, keep=2)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000010", "step_000100"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000010", "step_000100"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, model=built(seed=1))
+    path = save(tmp_path, model=built(seed=2))
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    weights = load_checkpoint(path, fingerprint()).weights
+    assert parameter_digest(weights) == parameter_digest(built(seed=2))
+
+
+def test_leftovers_of_a_kill_are_neither_listed_nor_in_the_way(tmp_path):
+    path = save(tmp_path, step=1)
+    shutil.copytree(path, tmp_path / "step_000002.partial")
+    shutil.copytree(path, tmp_path / "step_000002.replaced")
+    (tmp_path / "step_000003").mkdir()
+    assert list_checkpoints(tmp_path) == [path]
+    again = save(tmp_path, step=2)
+    assert list_checkpoints(tmp_path) == [path, again]
+    assert not (tmp_path / "step_000002.partial").exists()
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, OPTIMIZER])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "one bit"])
+def test_damaged_tensors_are_refused(tmp_path, file, damage):
+    path = save(tmp_path)
+    data = bytearray((path / file).read_bytes())
+    if damage == "missing":
+        (path / file).unlink()
+    elif damage == "truncated":
+        (path / file).write_bytes(data[:-10])
+    else:
+        data[-1] ^= 1
+        (path / file).write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{file} is missing, truncated or damaged.*before"):
+        load_checkpoint(path, fingerprint())
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"step": 1}', "[]", "\udcff"])
+def test_a_damaged_state_file_is_refused(tmp_path, text):
+    path = save(tmp_path)
+    (path / STATE).write_text(text, errors="surrogateescape")
+    with pytest.raises(CheckpointError, match=str(path)):
+        load_checkpoint(path, fingerprint())
+
+
+@pytest.mark.parametrize("field", ["step", "schedule", "totals", "extra", "fingerprint", "sha256"])
+def test_a_state_file_that_lacks_something_is_refused(tmp_path, field):
+    path = save(tmp_path)
+    state = json.loads((path / STATE).read_text())
+    del state[field]
+    (path / STATE).write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match=f"it lacks {field}"):
+        load_checkpoint(path, fingerprint())
+
+
+def test_another_fingerprint_is_refused_by_name(tmp_path):
+    entries = fingerprint().entries
+    path = save(tmp_path, fingerprint=Fingerprint({**entries, "torch": "1.0", "num_threads": "99"}))
+    with pytest.raises(CheckpointError, match=r"num_threads: \d+ != 99; torch: .* != 1\.0"):
+        load_checkpoint(path, fingerprint())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"hidden_size": 48},
+        {"num_hidden_layers": 1},
+        {"architecture": "llama"},
+        {"tie_word_embeddings": False},
+        {"dtype": torch.bfloat16},
+    ],
+)
+def test_another_model_s_weights_are_refused_and_nothing_is_copied(tmp_path, other):
+    weights = load_checkpoint(save(tmp_path), fingerprint()).weights
+    model = built(**{"seed": 2} | other)
+    before = parameter_digest(model)
+    with pytest.raises(CheckpointError, match="does not fit the policy: .* the first is "):
+        load_weights(model, weights)
+    assert parameter_digest(model) == before
+
+
+@contextmanager
+def largest_file(size):
+    """Writes beyond `size` bytes of any one file fail, as they do on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "file", ["config.json", "tokenizer.json", WEIGHTS, OPTIMIZER, STATE, "generation_config.json"]
+)
+def test_a_disk_that_fills_up_at_any_file_leaves_the_previous_checkpoint_whole(tmp_path, file):
+    first = save(tmp_path, step=1, keep=1)
+    before = contents(tmp_path)
+    with (
+        largest_file((first / file).stat().st_size // 2),
+        pytest.raises(CheckpointError, match="cannot write the checkpoint .*free some space"),
+    ):
+        save(tmp_path, step=2, keep=1)
+    assert contents(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+    assert list_checkpoints(tmp_path) == [first]
+    load_checkpoint(first, fingerprint())
+    assert save(tmp_path, step=2, keep=1).name == "step_000002"
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_interrupt_in_the_middle_of_a_save_leaves_the_previous_checkpoint(
+    tmp_path, monkeypatch, call
+):
+    first = save(tmp_path, step=1, keep=1)
+    before = contents(tmp_path)
+    real, calls = checkpoint.save_file, []
+
+    def interrupted(tensors, path, **given):
+        real(tensors, path, **given)
+        calls.append(path)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, step=2, keep=1)
+    assert contents(tmp_path) == before and list_checkpoints(tmp_path) == [first]
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+
+
+def test_an_interrupt_in_the_middle_of_pruning_lists_only_whole_checkpoints(tmp_path, monkeypatch):
+    save(tmp_path, step=1)
+    real = shutil.rmtree
+
+    def interrupted(path, **given):
+        if path.name == "step_000001":
+            (path / WEIGHTS).unlink()
+            raise KeyboardInterrupt
+        real(path, **given)
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, step=2, keep=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002"]
+
+
+def test_weights_alone_are_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "reference.safetensors"
+    model = built()
+    save_weights(file, model)
+    assert parameter_digest(read_weights(file)) == parameter_digest(model)
+    before = file.read_bytes()
+    with largest_file(1000), pytest.raises(CheckpointError, match="cannot write .*reference"):
+        save_weights(file, built(seed=2))
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+    file.write_bytes(before[:-10])
+    with pytest.raises(CheckpointError, match="reference.safetensors is missing, truncated"):
+        read_weights(file)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="reference.safetensors is missing, truncated"):
+        read_weights(file)

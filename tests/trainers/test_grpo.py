@@ -1,0 +1,364 @@
+import pytest
+import torch
+from accelerate import Accelerator
+
+from rl_consistency.kernels import linear
+from rl_consistency.models.patch import patch
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.trainers import run as run_module
+from rl_consistency.trainers.data import Example
+from rl_consistency.trainers.grpo import GRPOTrainer, PromptSet
+from rl_consistency.trainers.optimizer import PolicyOptimizer
+from rl_consistency.trainers.policy import load_policy
+from rl_consistency.trainers.rewards import RewardFunction
+
+TWO_LAYERS = {"policy.build.num_hidden_layers": 2}
+EXACT = ("mismatched_tokens", "nonfinite_tokens", "logprob_abs_diff/max", "ulp/max", "kl/k3")
+
+
+def require_no_drift(summary, rows):
+    """Every sampled token of every step, and the first ratio of every rollout."""
+    steps = [row for row in rows if row["step"] > 0]
+    assert steps
+    for record in (summary, *steps):
+        assert record["consistency/tokens"] > 0
+        for name in EXACT:
+            assert record[f"consistency/{name}"] == 0, name
+        for name in ("min", "mean", "max"):
+            assert record[f"consistency/importance_ratio/{name}"] == 1.0
+    assert summary["consistency/gradient_check/mismatched_elements"] == 0
+
+
+def digests(rows):
+    return [
+        (row["consistency/gradient_digest"], row["consistency/parameter_digest"], row["loss"])
+        for row in rows
+        if row["step"] > 0
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Digests of the run that others are compared with, by what they have in common with it."""
+    return {}
+
+
+def same_trajectory(plain, tiny_run, common, **changes):
+    """Whether `changes` leave all gradients, weights and losses of a run alone."""
+    key = repr(sorted(common.items()))
+    if key not in plain:
+        plain[key] = digests(tiny_run.of_its_own("plain", **TWO_LAYERS, **common)[1])
+    summary, rows = tiny_run(**TWO_LAYERS, **common, **changes)
+    require_no_drift(summary, rows)
+    assert all(row["gradient_norm"] > 0 for row in rows if row["step"] > 0)
+    return digests(rows) == plain[key]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training.micro_batch_size": 1},
+        {"training.micro_batch_size": 2},
+        {"training.micro_batch_size": 3},
+        {"training.micro_batch_size": 64},
+        {"training.layout": "padded"},
+        {"training.layout": "padded", "training.micro_batch_size": 3},
+        {"policy.gradient_checkpointing": True},
+        {"rollout.prefill_chunk_size": 3},
+        {"rollout.max_batch_tokens": 5},
+        {"rollout.max_num_seqs": 1},
+        {"rollout.prefix_sharing": False},
+        {"rollout.kv_block_size": 5},
+        {"consistency.gradient_check_every": 1, "consistency.shadow_every": 1},
+    ],
+    ids=lambda changes: ",".join(f"{k.split('.')[1]}={v}" for k, v in changes.items()),
+)
+def test_how_the_work_is_cut_does_not_change_a_bit(plain, tiny_run, changes):
+    assert same_trajectory(plain, tiny_run, {}, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"training.micro_batch_size": 1},
+        {"training.micro_batch_size": 3, "training.layout": "padded"},
+        {"policy.gradient_checkpointing": True},
+    ],
+    ids=["micro-batch 1", "padded", "checkpointing"],
+)
+@pytest.mark.parametrize(
+    "common",
+    [
+        {"policy.dtype": "bfloat16"},
+        {
+            "algorithm.loss": "dapo",
+            "algorithm.updates_per_rollout": 2,
+            "algorithm.kl_coefficient": 0.1,
+            "algorithm.entropy_coefficient": 0.01,
+            "policy.build.tie_word_embeddings": False,
+        },
+    ],
+    ids=["bf16", "everything"],
+)
+def test_nor_does_it_in_bf16_or_with_every_term_of_the_loss(plain, tiny_run, common, changes):
+    assert same_trajectory(plain, tiny_run, common, **changes)
+
+
+def test_a_forward_that_depends_on_its_batch_is_caught(tiny_run, monkeypatch):
+    """The control: a row-dependent product must show in the drift of a run."""
+    real = linear.matmul
+
+    def row_dependent(a, b, *args, **given):
+        result = real(a, b, *args, **given)
+        return result * (1 + 2**-22) if a.shape[0] > 40 else result
+
+    monkeypatch.setattr(linear, "matmul", row_dependent)
+    summary, _ = tiny_run(**{"consistency.on_drift": "record", "consistency.strict": True})
+    assert summary["consistency/mismatched_tokens"] > 0
+
+
+def test_preemption_does_not_change_a_bit(plain, tiny_run, monkeypatch):
+    engines = []
+
+    class Recorded(RolloutEngine):
+        def generate(self, *args, **given):
+            completions = super().generate(*args, **given)
+            engines.append(self.stats["preemptions"])
+            return completions
+
+    monkeypatch.setattr(run_module, "RolloutEngine", Recorded)
+    assert same_trajectory(
+        plain, tiny_run, {}, **{"rollout.num_kv_blocks": 7, "rollout.kv_block_size": 4}
+    )
+    assert max(engines) > 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2"])
+def test_other_families_do_not_drift(tiny_run, architecture):
+    require_no_drift(
+        *tiny_run(
+            **{
+                "policy.build.architecture": architecture,
+                "consistency.gradient_check_every": 2,
+                "training.micro_batch_size": 3,
+            }
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_policies_do_not_drift(tiny_run, dtype):
+    summary, rows = tiny_run(
+        **{
+            "policy.dtype": dtype,
+            "optimizer.learning_rate": 1e-3,
+            "consistency.gradient_check_every": 2,
+            "consistency.shadow_every": 1,
+        }
+    )
+    require_no_drift(summary, rows)
+    assert summary["stock/mismatch_fraction"] > 0.1
+    assert len({row["consistency/parameter_digest"] for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm.loss": "grpo", "algorithm.advantage": "grpo"},
+        {"algorithm.loss": "dr_grpo", "algorithm.advantage": "dr_grpo"},
+        {"algorithm.loss": "dapo", "algorithm.clip_high": 0.28},
+        {"algorithm.kl_coefficient": 0.1},
+        {"algorithm.entropy_coefficient": 0.01},
+        {"algorithm.updates_per_rollout": 2},
+        {"algorithm.updates_per_rollout": 4, "algorithm.epochs_per_rollout": 2},
+        {"algorithm.epochs_per_rollout": 3},
+        {"algorithm.overlong": "mask"},
+        {"algorithm.overlong": "penalty", "algorithm.overlong_buffer": 4},
+        {"optimizer.schedule": "cosine", "optimizer.warmup_steps": 1},
+        {"optimizer.max_grad_norm": None, "optimizer.weight_decay": 0.1},
+        {"data.shuffle": False},
+    ],
+    ids=lambda changes: ",".join(f"{k.split('.')[1]}={v}" for k, v in changes.items()),
+)
+def test_every_variant_of_the_algorithm_keeps_its_promise(tiny_run, changes):
+    summary, rows = tiny_run(
+        **{"training.micro_batch_size": 3, "consistency.gradient_check_every": 1} | changes
+    )
+    require_no_drift(summary, rows)
+    assert summary["consistency/gradient_check/passed"] == 3
+    assert len({row["consistency/parameter_digest"] for row in rows}) == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout.top_k": 5},
+        {"rollout.top_p": 0.6},
+        {"rollout.min_p": 0.3},
+        {"rollout.top_k": 20, "rollout.top_p": 0.9, "rollout.min_p": 0.02},
+        {"rollout.temperature": 0.6, "rollout.top_k": 8},
+        {"rollout.temperature": 1.7},
+    ],
+    ids=lambda changes: ",".join(f"{k.split('.')[1]}={v}" for k, v in changes.items()),
+)
+def test_truncated_and_tempered_sampling_do_not_drift(tiny_run, changes):
+    require_no_drift(
+        *tiny_run(
+            **{"training.micro_batch_size": 3, "consistency.gradient_check_every": 2} | changes
+        )
+    )
+
+
+def test_a_second_update_on_a_rollout_leaves_ratio_one(tiny_run):
+    _, rows = tiny_run(**{"algorithm.epochs_per_rollout": 2, "optimizer.learning_rate": 0.05})
+    for row in rows:
+        assert row["consistency/importance_ratio/max"] == 1.0
+        assert row["policy/ratio/max"] > 1.0
+
+
+def test_the_reference_is_the_policy_the_run_began_with(tiny_run):
+    _, rows = tiny_run(**{"algorithm.kl_coefficient": 0.1, "training.steps": 2})
+    assert rows[0]["policy/kl/k3"] == 0.0
+    assert rows[1]["policy/kl/k3"] > 0.0
+    _, rows = tiny_run.of_its_own(
+        "warm", **{"algorithm.kl_coefficient": 0.1, "warm_start.steps": 2, "training.steps": 1}
+    )
+    assert rows[1]["policy/kl/k3"] == 0.0
+
+
+def test_rewards_lead_the_policy(tiny_run):
+    summary, _ = tiny_run(
+        **{
+            "reward.functions": [{"name": "toy_rewards:short"}],
+            "rollout.prompts_per_step": 8,
+            "rollout.samples_per_prompt": 4,
+            "optimizer.learning_rate": 0.03,
+            "training.steps": 20,
+            "training.micro_batch_size": 32,
+        }
+    )
+    assert summary["reward/last"] > summary["reward/first"] + 0.2
+
+
+class RecordingHook:
+    """A hook that only writes down what it is told."""
+
+    def __init__(self):
+        self.calls = []
+        self.rollouts = []
+        self.logprobs = []
+        self.gradient_steps = []
+
+    def on_rollout(self, rollout):
+        self.calls.append("rollout")
+        self.rollouts.append(rollout)
+        return {"seen/rollout": 1}
+
+    def on_training_logprobs(self, logprobs):
+        self.calls.append("logprobs")
+        self.logprobs.append(logprobs)
+        return {"seen/logprobs": 1}
+
+    def on_gradients(self, step):
+        self.calls.append("gradients")
+        self.gradient_steps.append(step)
+        return {"seen/gradients": len(self.gradient_steps)}
+
+    def on_step_end(self):
+        self.calls.append("end")
+        return {"seen/end": 1}
+
+
+@pytest.fixture
+def make_trainer(tiny_run):
+    kept = []
+
+    def make(hook, rewards=None, evaluation=None, **changes):
+        config = tiny_run.config(**changes)
+        model, tokenizer = load_policy(config.policy, config.tokenizer, seed=1)
+        accelerator = Accelerator(cpu=True)
+        examples = [
+            Example(id=i, prompt=f"{i}+{i}=", answer=str(2 * i), target=str(2 * i))
+            for i in range(6)
+        ]
+        prompts = PromptSet(
+            examples=examples, prompts=[tokenizer.encode(e.prompt) for e in examples]
+        )
+        kept.append(patch(model))
+        trainer = GRPOTrainer(
+            model,
+            tokenizer,
+            RolloutEngine(model, eos_token_id=258, num_kv_blocks=64),
+            PolicyOptimizer(model, config.optimizer, accelerator, total_steps=8),
+            accelerator,
+            config=config,
+            train=prompts,
+            evaluation=prompts if evaluation is None else evaluation,
+            rewards=rewards or [RewardFunction("length", lambda completions, **_: [*map(len, completions)])],
+            hook=hook,
+        )
+        return trainer
+
+    return make
+
+
+def test_the_hook_is_told_four_times_a_step_and_nothing_more(make_trainer):
+    hook = RecordingHook()
+    trainer = make_trainer(
+        hook, **{"algorithm.updates_per_rollout": 2, "training.micro_batch_size": 3}
+    )
+    metrics = trainer.step(1) | trainer.step(2)
+    assert hook.calls == ["rollout", "logprobs", "gradients", "gradients", "end"] * 2
+    assert {"seen/rollout", "seen/logprobs", "seen/gradients", "seen/end"} <= metrics.keys()
+    assert [step.first_of_step for step in hook.gradient_steps] == [True, False] * 2
+    assert not any(name.startswith(("consistency/", "stock/")) for name in metrics)
+
+
+def test_the_hook_sees_samples_in_logical_order(make_trainer):
+    hook = RecordingHook()
+    trainer = make_trainer(hook, **{"training.micro_batch_size": 3, "data.shuffle": False})
+    trainer.step(1)
+    (rollout,), (logprobs,), (step,) = hook.rollouts, hook.logprobs, hook.gradient_steps
+    assert rollout.step == 1
+    for i, (sequence, length) in enumerate(zip(rollout.sequences, rollout.prompt_lengths)):
+        assert bytes(sequence[:length]).decode() == f"{i // 2}+{i // 2}="
+        assert len(sequence) - length == len(rollout.logprobs[i]) == len(logprobs[i])
+        assert torch.equal(rollout.logprobs[i], logprobs[i])
+    assert step.sequences == rollout.sequences
+    assert step.prompt_lengths == rollout.prompt_lengths
+
+
+def test_one_step_is_a_function_of_its_number_and_the_weights(make_trainer):
+    hooks = [RecordingHook(), RecordingHook()]
+    first, second = (make_trainer(hook, **{"optimizer.learning_rate": 1e-30}) for hook in hooks)
+    for step in (1, 2, 3):
+        first.step(step)
+    second.step(3)
+    assert hooks[0].rollouts[2].sequences == hooks[1].rollouts[0].sequences
+
+
+def test_evaluation_is_greedy_and_changes_nothing(make_trainer):
+    trainer = make_trainer(RecordingHook())
+    before = trainer.evaluate()
+    assert before == trainer.evaluate() and before.keys() == {"eval/reward"}
+
+
+def test_evaluation_can_be_limited(make_trainer):
+    seen = []
+
+    def count(completions, **_):
+        seen.append(len(completions))
+        return [0.0] * len(completions)
+
+    trainer = make_trainer(
+        RecordingHook(), rewards=[RewardFunction("count", count)], **{"training.eval_samples": 2}
+    )
+    trainer.evaluate()
+    assert seen == [2]
+
+
+def test_a_group_of_equal_rewards_moves_nothing(make_trainer):
+    trainer = make_trainer(
+        RecordingHook(), rewards=[RewardFunction("same", lambda completions, **_: [1.0] * len(completions))]
+    )
+    assert trainer.step(1)["gradient_norm"] == 0.0

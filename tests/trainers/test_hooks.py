@@ -1,0 +1,331 @@
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
+from rl_consistency.parity.digest import gradient_digest, parameter_digest
+from rl_consistency.parity.replay import load_replay_bundle
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.trainers.config_sections import BuildSection
+from rl_consistency.trainers.hooks import ConsistencyHook, GradientStep, Rollout
+from rl_consistency.trainers.policy import build_model
+from rl_consistency.trainers.tokenizer import byte_tokenizer
+
+ROOT = Path(__file__).parents[2]
+SAMPLING = SamplingParams(n=2, temperature=0.8, max_tokens=9, seed=4)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
+
+DRIFT_NAMES = {
+    "tokens",
+    "mismatched_tokens",
+    "mismatch_fraction",
+    "nonfinite_tokens",
+    "logprob_abs_diff/mean",
+    "logprob_abs_diff/max",
+    "ulp/mean",
+    "ulp/max",
+    "kl/k1",
+    "kl/k3",
+    "importance_ratio/min",
+    "importance_ratio/mean",
+    "importance_ratio/max",
+    "clip_fraction",
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    build = BuildSection(
+        architecture="qwen3",
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    model = build_model(build, byte_tokenizer(), seed=1)
+    with patch(model):
+        yield model
+
+
+@pytest.fixture(scope="module")
+def rollout(model):
+    engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=64)
+    completions = engine.generate(PROMPTS, SAMPLING)
+    prompts = [PROMPTS[c.prompt_index] for c in completions]
+    return Rollout(
+        step=1,
+        sequences=[[*p, *c.token_ids] for p, c in zip(prompts, completions)],
+        prompt_lengths=[len(p) for p in prompts],
+        logprobs=[c.token_logprobs for c in completions],
+        sampling=SAMPLING,
+    )
+
+
+@pytest.fixture
+def make_hook(model, tmp_path):
+    def make(**changes):
+        given = {"replay_dir": tmp_path / "replay", "config": {"seed": 4}} | changes
+        return ConsistencyHook(model, **given)
+
+    return make
+
+
+def at_step(rollout, step):
+    return Rollout(**{**vars(rollout), "step": step})
+
+
+def recomputed(model, rollout):
+    with torch.no_grad():
+        return token_logprobs(
+            model, rollout.sequences, prompt_lengths=rollout.prompt_lengths, sampling=SAMPLING
+        ).split()
+
+
+def one_ulp_off(logprobs):
+    """The same logprobs but for the second token of sequence 3."""
+    changed = [part.clone() for part in logprobs]
+    changed[3][1] = torch.nextafter(changed[3][1], torch.tensor(0.0))
+    return changed
+
+
+def global_mean(rollout):
+    tokens = sum(len(part) for part in rollout.logprobs)
+    return lambda scored, group: -(scored.logprobs / tokens).sum()
+
+
+def mean_of_what_is_at_hand(scored, group):
+    return -scored.logprobs.mean()
+
+
+def trained(model, rollout, loss):
+    """Gradients of the whole batch, and the step that describes them."""
+    model.zero_grad(set_to_none=True)
+    scored = token_logprobs(
+        model, rollout.sequences, prompt_lengths=rollout.prompt_lengths, sampling=SAMPLING
+    )
+    loss(scored, range(len(rollout.sequences))).backward()
+    return gradient_step(rollout, loss)
+
+
+def gradient_step(rollout, loss, first_of_step=True):
+    return GradientStep(
+        sequences=rollout.sequences,
+        prompt_lengths=rollout.prompt_lengths,
+        sampling=SAMPLING,
+        loss=loss,
+        first_of_step=first_of_step,
+    )
+
+
+def whole_step(hook, model, rollout):
+    metrics = hook.on_rollout(rollout)
+    metrics |= hook.on_training_logprobs(recomputed(model, rollout))
+    metrics |= hook.on_gradients(trained(model, rollout, global_mean(rollout)))
+    return metrics | hook.on_step_end()
+
+
+def test_a_step_is_logged_under_exactly_the_promised_names(make_hook, model, rollout):
+    metrics = whole_step(make_hook(gradient_check_every=1, shadow_every=1), model, rollout)
+    expected = {f"consistency/{name}" for name in DRIFT_NAMES}
+    expected |= {"consistency/gradient_digest", "consistency/parameter_digest"}
+    expected |= {
+        "consistency/gradient_check/passed",
+        "consistency/gradient_check/mismatched_elements",
+    }
+    expected |= {f"stock/{name}" for name in DRIFT_NAMES}
+    assert {name for name in metrics if not name.startswith("time/")} == expected
+
+
+def test_a_step_without_drift_reads_zero_and_the_stock_path_does_not(make_hook, model, rollout):
+    metrics = whole_step(make_hook(gradient_check_every=1, shadow_every=1), model, rollout)
+    assert metrics["consistency/tokens"] == metrics["stock/tokens"] == 54
+    assert metrics["consistency/mismatched_tokens"] == metrics["consistency/ulp/max"] == 0
+    assert metrics["consistency/importance_ratio/min"] == 1.0
+    assert metrics["consistency/importance_ratio/max"] == 1.0
+    assert metrics["consistency/gradient_check/passed"] is True
+    assert metrics["consistency/gradient_digest"] == gradient_digest(model)
+    assert metrics["consistency/parameter_digest"] == parameter_digest(model)
+    assert metrics["stock/mismatched_tokens"] > 0
+    assert 0 < metrics["stock/logprob_abs_diff/max"] < 1e-4
+
+
+def test_checks_come_on_the_first_step_and_every_so_many_after(make_hook, model, rollout):
+    hook = make_hook(gradient_check_every=2, shadow_every=3)
+    checked, shadowed = [], []
+    for step in range(1, 8):
+        metrics = whole_step(hook, model, at_step(rollout, step))
+        checked += [step] if "consistency/gradient_check/passed" in metrics else []
+        shadowed += [step] if "stock/tokens" in metrics else []
+    assert checked == [1, 3, 5, 7] and shadowed == [1, 4, 7]
+    assert hook.totals.gradient_checks == hook.totals.gradient_checks_passed == 4
+
+
+def test_checks_can_be_off(make_hook, model, rollout):
+    hook = make_hook()
+    metrics = whole_step(hook, model, rollout)
+    assert not any(name.startswith(("stock/", "consistency/gradient_check")) for name in metrics)
+    assert "stock/tokens" not in hook.summary()
+
+
+def test_only_the_first_update_on_a_rollout_is_digested(make_hook, rollout):
+    hook = make_hook(gradient_check_every=1)
+    hook.on_rollout(rollout)
+    assert hook.on_gradients(gradient_step(rollout, None, first_of_step=False)) == {}
+
+
+def test_drift_saves_a_replay_bundle_before_it_raises(make_hook, model, rollout, tmp_path):
+    hook = make_hook(on_drift="raise")
+    hook.on_rollout(at_step(rollout, 5))
+    training = one_ulp_off(rollout.logprobs)
+    with pytest.raises(ConsistencyError, match=r"step 5: 1 of 54 tokens .* 1 ULP") as caught:
+        hook.on_training_logprobs(training)
+    (path,) = (tmp_path / "replay").iterdir()
+    assert str(path) in str(caught.value)
+    bundle = load_replay_bundle(path)
+    assert bundle.sequences == [rollout.sequences[3]] and bundle.sequence_indices == [3]
+    assert bundle.config == {"seed": 4, "step": 5}
+    assert bundle.parameter_digest == parameter_digest(model)
+    assert bundle.fingerprint == fingerprint().entries
+    assert torch.equal(bundle.training_logprobs[0], training[3])
+    assert torch.equal(bundle.rollout_logprobs[0], rollout.logprobs[3])
+    assert hook.totals.drift.report is not None
+    assert hook.totals.drift.report.mismatched_tokens == 1
+
+
+@pytest.mark.parametrize("on_drift", ["warn", "record"])
+def test_drift_can_be_told_or_only_recorded(make_hook, rollout, tmp_path, on_drift):
+    told = []
+    hook = make_hook(on_drift=on_drift, warn=told.append)
+    hook.on_rollout(rollout)
+    metrics = hook.on_training_logprobs(one_ulp_off(rollout.logprobs))
+    assert metrics["consistency/mismatched_tokens"] == metrics["consistency/ulp/max"] == 1
+    assert len(told) == (on_drift == "warn")
+    assert len(list((tmp_path / "replay").iterdir())) == 1
+    assert hook.summary()["consistency/mismatched_tokens"] == 1
+
+
+def test_a_nan_is_drift(make_hook, rollout):
+    hook = make_hook()
+    hook.on_rollout(rollout)
+    training = [part.clone() for part in rollout.logprobs]
+    training[0][0] = torch.nan
+    with pytest.raises(ConsistencyError, match="1 not finite"):
+        hook.on_training_logprobs(training)
+
+
+def test_a_loss_whose_weights_depend_on_the_cut_fails_the_gradient_check(
+    make_hook, model, rollout
+):
+    hook = make_hook(gradient_check_every=1)
+    hook.on_rollout(rollout)
+    step = trained(model, rollout, mean_of_what_is_at_hand)
+    with pytest.raises(ConsistencyError, match=r"step 1: gradients depend on .* first in model\."):
+        hook.on_gradients(step)
+    assert (hook.totals.gradient_checks, hook.totals.gradient_checks_passed) == (1, 0)
+
+
+def test_gradients_that_are_not_those_of_the_step_fail_the_gradient_check(
+    make_hook, model, rollout
+):
+    told = []
+    hook = make_hook(gradient_check_every=1, on_drift="warn", warn=told.append)
+    hook.on_rollout(rollout)
+    step = trained(model, rollout, global_mean(rollout))
+    weight = model.model.layers[0].mlp.up_proj.weight
+    with torch.no_grad():
+        weight.grad[0, 0] = torch.nextafter(weight.grad[0, 0], torch.tensor(1.0))
+    metrics = hook.on_gradients(step)
+    assert metrics["consistency/gradient_check/passed"] is False
+    assert metrics["consistency/gradient_check/mismatched_elements"] == 1
+    assert "in 1 elements, first in model.layers.0.mlp.up_proj.weight" in told[0]
+
+
+def test_a_gradient_check_leaves_gradients_and_weights_as_they_were(make_hook, model, rollout):
+    hook = make_hook(gradient_check_every=1)
+    hook.on_rollout(rollout)
+    step = trained(model, rollout, global_mean(rollout))
+    tensors = [p.grad for p in model.parameters()]
+    before = gradient_digest(model), parameter_digest(model)
+    hook.on_gradients(step)
+    assert (gradient_digest(model), parameter_digest(model)) == before
+    assert all(a is p.grad for a, p in zip(tensors, model.parameters()))
+
+
+def test_totals_survive_a_checkpoint(make_hook, model, rollout):
+    def hook():
+        return make_hook(gradient_check_every=1, shadow_every=1, on_drift="record")
+
+    def bad_step(hook, step):
+        hook.on_rollout(at_step(rollout, step))
+        hook.on_training_logprobs(one_ulp_off(rollout.logprobs))
+        hook.on_gradients(trained(model, rollout, mean_of_what_is_at_hand))
+        hook.on_step_end()
+
+    whole, first, second = hook(), hook(), hook()
+    for step in (1, 2):
+        bad_step(whole, step)
+    bad_step(first, 1)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.summary() == first.summary()
+    bad_step(second, 2)
+    assert second.summary() == whole.summary()
+    assert whole.summary()["consistency/mismatched_tokens"] == 2
+    assert whole.summary()["consistency/gradient_check/passed"] == 0
+    assert whole.summary()["stock/tokens"] == 108
+
+
+def test_totals_of_nothing_survive_a_checkpoint(make_hook):
+    first, second = make_hook(), make_hook()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.summary() == first.summary()
+
+
+def test_another_side_with_another_fingerprint_is_refused_by_name(make_hook):
+    ours = fingerprint().entries
+    make_hook(expected_fingerprint=Fingerprint(dict(ours)))
+    theirs = Fingerprint({**ours, "order.attention": "v9 0", "num_threads": "99"})
+    with pytest.raises(
+        ConsistencyError, match=r"num_threads: \d+ != 99; order\.attention: v\d+ \w+ != v9 0"
+    ):
+        make_hook(expected_fingerprint=theirs)
+
+
+def test_a_model_that_is_not_patched_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not patched"):
+        ConsistencyHook(torch.nn.Linear(1, 1), replay_dir=tmp_path)
+
+
+def test_methods_out_of_order_are_refused(make_hook, rollout):
+    hook = make_hook(gradient_check_every=1)
+    with pytest.raises(ValueError, match="on_rollout must be called before"):
+        hook.on_training_logprobs(rollout.logprobs)
+    hook.on_rollout(rollout)
+    hook.on_step_end()
+    with pytest.raises(ValueError, match="on_rollout must be called before"):
+        hook.on_gradients(gradient_step(rollout, None))
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["grpo", "supervised", "optimizer", "losses", "batch", "advantages", "rewards", "data"],
+)
+def test_the_loop_itself_knows_nothing_of_drift(file):
+    tree = ast.parse((ROOT / "trainers" / f"{file}.py").read_text())
+    imported = {
+        alias.name if isinstance(node, ast.Import) else node.module or ""
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert not any("parity" in name for name in imported), imported
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    assert not any("drift" in name.lower() or name == "ConsistencyHook" for name in names)

@@ -1,0 +1,218 @@
+import json
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from rl_consistency.kernels.gradient_norm import gradient_norm
+from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.trainers.config_sections import OptimizerSection
+from rl_consistency.trainers.optimizer import PolicyOptimizer
+
+RATE = 1e-2
+
+
+def small_model(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3, bias=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model = model.to(dtype)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    return model
+
+
+def give_gradients(model, step=0, scale=1.0):
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * scale
+
+
+def optimizer_of(model, *, total_steps=10, **changes):
+    section = OptimizerSection(**{"learning_rate": RATE, "max_grad_norm": None} | changes)
+    return PolicyOptimizer(model, section, Accelerator(cpu=True), total_steps=total_steps)
+
+
+def plain_adamw(parameters, **changes):
+    given = {"lr": RATE, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0} | changes
+    return torch.optim.AdamW(parameters, foreach=False, fused=False, **given)
+
+
+def test_an_fp32_policy_is_its_own_master_and_steps_as_adamw_does():
+    model, twin = small_model(), small_model()
+    optimizer = optimizer_of(model, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6)
+    reference = plain_adamw(twin.parameters(), weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6)
+    for step in range(3):
+        give_gradients(model, step)
+        give_gradients(twin, step)
+        optimizer.step()
+        reference.step()
+    assert parameter_digest(model) == parameter_digest(twin)
+    assert not any(name.endswith(".master") for name in optimizer.tensors())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_low_precision_policy_follows_fp32_masters_rounded_into_it_in_place(dtype):
+    model = small_model(dtype)
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    places = [p.data_ptr() for p in model.parameters()]
+    optimizer, reference = optimizer_of(model), plain_adamw(masters)
+    for step in range(3):
+        give_gradients(model, step)
+        for master, parameter in zip(masters, model.parameters()):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.clone()
+        optimizer.step()
+        reference.step()
+    for parameter, master in zip(model.parameters(), masters):
+        assert torch.equal(parameter, master.to(dtype))
+    assert [p.data_ptr() for p in model.parameters()] == places
+
+
+def test_updates_smaller_than_a_bf16_step_are_not_lost():
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    model.weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    optimizer = optimizer_of(model, learning_rate=1e-4)
+    for _ in range(100):
+        model.weight.grad = torch.ones(1, 1)
+        optimizer.step()
+    assert model.weight.item() == pytest.approx(0.99, abs=0.004)
+
+
+def test_gradients_are_clipped_to_the_norm_and_the_norm_before_is_returned():
+    model, twin = small_model(), small_model()
+    give_gradients(model, scale=7.0)
+    give_gradients(twin, scale=7.0)
+    norm = float(gradient_norm([p.grad for p in twin.parameters() if p.grad is not None]))
+    total = sum(float(p.grad.double().square().sum()) for p in twin.parameters())  # type: ignore
+    assert norm == pytest.approx(math.sqrt(total), rel=1e-6)
+    for parameter in twin.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * (0.5 / norm)
+    reference = plain_adamw(twin.parameters(), eps=1.0)
+    reference.step()
+    assert optimizer_of(model, max_grad_norm=0.5, eps=1.0).step() == norm
+    assert parameter_digest(model) == parameter_digest(twin)
+
+
+@pytest.mark.parametrize("limit", [None, 1e6])
+def test_a_norm_within_the_limit_changes_nothing(limit):
+    model, twin = small_model(), small_model()
+    give_gradients(model)
+    give_gradients(twin)
+    optimizer_of(model, max_grad_norm=limit, eps=1.0).step()
+    plain_adamw(twin.parameters(), eps=1.0).step()
+    assert parameter_digest(model) == parameter_digest(twin)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_not_finite_raises_and_changes_nothing(value, dtype):
+    model = small_model(dtype)
+    optimizer = optimizer_of(model, schedule="linear")
+    give_gradients(model)
+    optimizer.step()
+    weights, rate = parameter_digest(model), optimizer.learning_rate
+    state = {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    give_gradients(model, 1)
+    model[1].weight.grad[0, 0] = value
+    with pytest.raises(ValueError, match="gradient norm is .*no weight was changed"):
+        optimizer.step()
+    assert parameter_digest(model) == weights and optimizer.learning_rate == rate
+    assert all(torch.equal(tensor, state[name]) for name, tensor in optimizer.tensors().items())
+
+
+def test_a_missing_gradient_is_named_and_changes_nothing():
+    model = small_model()
+    before = parameter_digest(model)
+    give_gradients(model)
+    model[1].weight.grad = None
+    with pytest.raises(ValueError, match=r"parameter 1\.weight has no gradient"):
+        optimizer_of(model).step()
+    assert parameter_digest(model) == before
+
+
+def test_frozen_parameters_are_left_alone():
+    model = small_model()
+    model[0].requires_grad_(False)
+    frozen = model[0].weight.clone()
+    optimizer = optimizer_of(model)
+    give_gradients(model)
+    optimizer.step()
+    assert torch.equal(model[0].weight, frozen)
+    assert all(name.startswith("1.weight") for name in optimizer.tensors())
+
+
+def test_a_step_drops_the_gradients():
+    model = small_model(torch.bfloat16)
+    give_gradients(model)
+    optimizer_of(model).step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("done", [0, 3])
+def test_a_restored_optimizer_continues_bit_for_bit(dtype, done, tmp_path):
+    settings = {"schedule": "cosine", "warmup_steps": 2, "max_grad_norm": 1.0}
+
+    def run(model, optimizer, steps):
+        rates = []
+        for step in steps:
+            rates.append(optimizer.learning_rate)
+            give_gradients(model, step)
+            optimizer.step()
+        return rates
+
+    whole = small_model(dtype)
+    expected = run(whole, optimizer_of(whole, **settings), range(7))
+
+    model = small_model(dtype)
+    first = optimizer_of(model, **settings)
+    rates = run(model, first, range(done))
+    save_file(first.tensors(), tmp_path / "o.safetensors")
+    saved = json.dumps(first.schedule_state())
+    second = optimizer_of(model, **settings)
+    second.load(load_file(tmp_path / "o.safetensors"), json.loads(saved))
+    rates += run(model, second, range(done, 7))
+    assert rates == expected
+    assert parameter_digest(model) == parameter_digest(whole)
+
+
+def test_names_that_begin_alike_do_not_exchange_their_state():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "a_weight": nn.Linear(2, 2)})
+    first = optimizer_of(model)
+    give_gradients(model)
+    first.step()
+    state = {name: tensor.clone() for name, tensor in first.tensors().items()}
+    second = optimizer_of(model)
+    second.load(state, first.schedule_state())
+    assert second.tensors().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in second.tensors().items())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "expected"),
+    [
+        ("constant", 0, [1, 1, 1, 1, 1, 1]),
+        ("constant", 2, [0, 1 / 2, 1, 1, 1, 1]),
+        ("linear", 2, [0, 1 / 2, 1, 3 / 4, 2 / 4, 1 / 4]),
+        ("cosine", 2, [0, 1 / 2, *((1 + math.cos(math.pi * n / 4)) / 2 for n in range(4))]),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(schedule, warmup, expected):
+    model = small_model()
+    optimizer = optimizer_of(model, schedule=schedule, warmup_steps=warmup, total_steps=6)
+    rates = []
+    for step in range(6):
+        rates.append(optimizer.learning_rate)
+        give_gradients(model, step)
+        optimizer.step()
+    assert rates == pytest.approx([RATE * share for share in expected])
+    assert optimizer.learning_rate == pytest.approx(0 if schedule != "constant" else RATE)
