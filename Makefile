@@ -26,7 +26,7 @@ help:
 	@sed -n '1,3p' Makefile
 
 demo: .venv/.ready
-	$(BIN)/rl-consistency train $(RECIPE)
+	$(BIN)/rl-consistency train $(RECIPE) --overwrite
 
 test: .venv/.ready-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not gpu"
@@ -40,8 +40,9 @@ lint: .venv/.ready-dev
 gpu-test:
 	$(GPU_PYTHON) -m pytest -m gpu
 
-bench: test
-	$(BIN)/rl-consistency bench
+bench: .venv/.ready-dev test
+	$(BIN)/python -m benchmarks.accuracy
+	$(BIN)/python -m benchmarks.speed
 
 # torch first and alone: the index it may come from need not hold its dependencies, which the next
 # line takes from the usual one, without replacing the build that is already there.

@@ -105,9 +105,7 @@ def _mean(values: tuple[float, ...]) -> float:
     return sum(values) / len(values)
 
 
-def _quantities(
-    run: Run, inputs: dict[str, Tensor], dtype: torch.dtype, seed: int
-) -> Outputs:
+def _quantities(run: Run, inputs: dict[str, Tensor], dtype: torch.dtype, seed: int) -> Outputs:
     """Outputs, and the gradients of all floating inputs under one cotangent per output.
 
     The cotangents have the dtype under test, which every side holds exactly.

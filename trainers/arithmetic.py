@@ -3,8 +3,10 @@
     prompt "3+5+2+8="   completion "8,10,18"   answer "18"
 
 Every step of a completion is a small addition, so a tiny model learns the form in a few supervised
-steps. The worked examples it learns from may be imperfect (`target_errors`), which leaves something
-to gain from reinforcement: the reward only asks whether the final sum is right. A problem is a pure function
+steps. Some of the worked examples may stop early (`incomplete_targets`), and a policy that imitates
+them
+does too; reinforcement, which only sees whether the final sum is right, mends that. A problem is a
+pure function
 of (seed, split, index). Training and evaluation never share a sum: the text of a sum, and nothing
 else, decides which of the two it belongs to.
 """
@@ -29,12 +31,12 @@ def problem(
     *,
     num_terms: int,
     max_value: int,
-    target_errors: float = 0.0,
+    incomplete_targets: float = 0.0,
 ) -> Example:
     """Problem `index` of `split`: `num_terms` (at least 2) terms from 1 to `max_value`.
 
-    Each running total of the target is off by one to three with probability `target_errors`; the
-    answer is always right.
+    With probability `incomplete_targets` the target stops before its last running total; the answer
+    is always whole.
     """
     check_parameters(num_terms, max_value)
     for attempt in count():
@@ -46,19 +48,12 @@ def problem(
         if split_of(prompt) == split:
             break
     totals = list(accumulate(terms))[1:]
-    shown = [
-        total + _error(seed, split, index, place, target_errors)
-        for place, total in enumerate(totals)
-    ]
+    drawn = keyed_integer(seed, "arithmetic target", split, index)
+    incomplete = (drawn >> 11) < incomplete_targets * 2.0**53
+    shown = totals[: 1 + drawn % (len(totals) - 1)] if incomplete and len(totals) > 1 else totals
     return Example(
         id=index, prompt=prompt, answer=str(totals[-1]), target=",".join(map(str, shown))
     )
-
-
-def _error(seed: int, split: Split, index: int, place: int, share: float) -> int:
-    """0, or with probability `share` a number from 1 to 3."""
-    drawn = keyed_integer(seed, "arithmetic error", split, index, place)
-    return 1 + drawn % 3 if (drawn >> 11) < share * 2.0**53 else 0
 
 
 def problems(
@@ -68,7 +63,7 @@ def problems(
     *,
     num_terms: int,
     max_value: int,
-    target_errors: float = 0.0,
+    incomplete_targets: float = 0.0,
 ) -> list[Example]:
     """The first `size` problems of `split`."""
     make = partial(
@@ -77,7 +72,7 @@ def problems(
         split,
         num_terms=num_terms,
         max_value=max_value,
-        target_errors=target_errors,
+        incomplete_targets=incomplete_targets,
     )
     return [make(index) for index in range(size)]
 

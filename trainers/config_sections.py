@@ -178,8 +178,8 @@ class ArithmeticSection(Section):
     eval_size: CountOrZero = 128
     """Number of evaluation examples; their sums never occur in training."""
 
-    target_errors: Annotated[float, _Number, Field(ge=0, lt=1)] = 0.0
-    """Share of the running totals that are wrong in what the warm start imitates."""
+    incomplete_targets: Annotated[float, _Number, Field(ge=0, lt=1)] = 0.0
+    """Share of the worked examples that stop too early in what the warm start imitates."""
 
     @model_validator(mode="after")
     def _enough_sums(self) -> ArithmeticSection:

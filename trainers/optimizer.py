@@ -19,7 +19,8 @@ class PolicyOptimizer:
 
     A bf16 or fp16 policy is updated through fp32 master weights, which are rounded into the policy
     in place after every step; an fp32 policy is its own master. Gradients are read from
-    `parameter.grad`, which the canonical backward leaves in fp32.
+    `parameter.grad`, which the canonical backward leaves in fp32 (the stock one in the policy's
+    dtype, widened here).
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class PolicyOptimizer:
                 f"parameter {self._names[i]} has no gradient; every trained parameter must take "
                 "part in the loss."
             )
-        return gradient
+        return gradient.float()
 
     @torch.no_grad()
     def _publish(self) -> None:

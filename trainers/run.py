@@ -311,7 +311,7 @@ class _Run:
                 seed,
                 num_terms=data.task.num_terms,
                 max_value=data.task.max_value,
-                target_errors=data.task.target_errors,
+                incomplete_targets=data.task.incomplete_targets,
             )
             train = make("train", data.task.train_size)[: data.limit]
             evaluation = make("eval", data.task.eval_size)
@@ -325,6 +325,11 @@ class _Run:
             )
             train = read(data.path, limit=data.limit)
             evaluation = read(data.eval_path) if data.eval_path else []
+        if len(train) < self.config.rollout.prompts_per_step:
+            raise DataError(
+                f"rollout.prompts_per_step: {self.config.rollout.prompts_per_step} exceeds the "
+                f"{len(train)} training examples of {data.path}: lower it, or give more data"
+            )
         return self._encoded(train), self._encoded(evaluation) if evaluation else None
 
     def _encoded(self, examples: Sequence[Example]) -> PromptSet:

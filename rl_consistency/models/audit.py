@@ -164,7 +164,7 @@ def audit(model: nn.Module, stock_classes: Mapping[str, type[nn.Module]]) -> Aud
     config = model.config
     assert isinstance(config, PreTrainedConfig)
     rows: list[AuditRow] = []
-    inside_mlp: set[int] = set()
+    activations: set[int] = set()
     mixins = families.mixins(config)
     for name, module in model.named_modules():
         stock = stock_classes.get(name, type(module))
@@ -174,10 +174,11 @@ def audit(model: nn.Module, stock_classes: Mapping[str, type[nn.Module]]) -> Aud
         if mixin is not None:
             rows.append(_canonical_row(name, stock, mixin))
             if mixin.op == "glu":
-                inside_mlp.update(id(child) for child in module.children())
+                # The activation alone is replaced by the op; any other child runs as it is.
+                activations.add(id(module.act_fn))
         elif stock in families.containers(config):
             continue
-        elif id(module) in inside_mlp:
+        elif id(module) in activations:
             rows.append(
                 AuditRow(name, stock.__name__, Verdict.CANONICAL, ORDERS["glu"].tag, TESTS["glu"])
             )

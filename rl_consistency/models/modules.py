@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rl_consistency.kernels.attention import attention_paged, attention_varlen
 from rl_consistency.kernels.attention_layout import (
@@ -118,7 +119,8 @@ class CanonicalRotaryEmbedding(CanonicalModule):
     """Cosines and sines by position, gathered from one table."""
 
     op = "rotary"
-    inv_freq: Tensor
+    rope_type: str
+    compute_default_rope_parameters: Any
     attention_scaling: float
     _rotary_table: Tensor | None = None
 
@@ -131,9 +133,18 @@ class CanonicalRotaryEmbedding(CanonicalModule):
         table = self._rotary_table
         if table is None or table.shape[1] < needed or table.device != x.device:
             rows = -(-max(needed, 1) // TABLE_POSITIONS) * TABLE_POSITIONS
-            table = rotary_table(self.inv_freq.to(x.device), rows, self.attention_scaling)
+            frequencies = self._inverse_frequencies().to(x.device)
+            table = rotary_table(frequencies, rows, self.attention_scaling)
             self._rotary_table = table
         return table[0, positions], table[1, positions]
+
+    def _inverse_frequencies(self) -> Tensor:
+        """[D/2] fp32, anew from the config: `model.to(dtype)` rounds the module's own buffer, and a
+        model loaded in that dtype would then rotate by other angles.
+        """
+        if self.rope_type == "default":
+            return self.compute_default_rope_parameters(self.config)[0]
+        return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)[0]
 
 
 class CanonicalMLP(CanonicalModule):

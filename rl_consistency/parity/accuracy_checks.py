@@ -114,7 +114,12 @@ def check_glu_accuracy(tally: Tally, dtype: torch.dtype) -> None:
         "gelu": F.gelu,
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     }
-    gate, up, dy = (probe((ROWS, 208), dtype, seed=s, scale=0.2) for s in (1, 2, 3))
+
+    def draw(seed: int) -> Draw:
+        gate, up, dy = (probe((ROWS, 208), dtype, seed=seed + i) for i in range(3))
+        return (gate, up), dy
+
+    draws = [draw(10 * i) for i in range(4)]
     for activation in ACTIVATIONS:
         _compare(
             tally,
@@ -122,7 +127,7 @@ def check_glu_accuracy(tally: Tally, dtype: torch.dtype) -> None:
             lambda gate, up, a=activation: glu(gate, up, a),
             lambda gate, up, a=activation: stock[a](gate) * up,
             lambda gate, up, a=activation: glu_reference(gate, up, a),
-            [((gate, up), dy)],
+            draws,
         )
 
 

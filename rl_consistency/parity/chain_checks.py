@@ -77,8 +77,8 @@ class Chain:
         both = torch.stack([scored.logprobs, scored.entropy], dim=1)
         return list(both.split([len(self.samples[i]) - 1 for i in members]))
 
-    def divergence(self, sample: int, members: Sequence[int]) -> str:
-        """Names the first part that differs between a sample alone and among `members`."""
+    def divergence(self, sample: int, members: Sequence[int]) -> str | None:
+        """The first part that differs between a sample alone and packed among `members`."""
         traces = []
         for group in ([sample], members):
             batch = PackedBatch.from_sequences([self.samples[i] for i in group])
@@ -88,7 +88,7 @@ class Chain:
                 activations.rows = len(batch.input_ids)
                 packed_hidden_states(self.model, batch)
             traces.append(activations.take(own))
-        return first_divergence(*traces) or "no module alone"
+        return first_divergence(*traces)
 
 
 def check_packed_chain(tally: Tally, chain: Chain) -> None:
@@ -210,7 +210,8 @@ def _compare_samples(
     for i, rows in zip(members, found, strict=True):
         unseen = tally.mismatches == 0
         if not tally.equal(case, chain.alone[i], rows, _token(i)) and unseen:
-            tally.detail += f"; first to differ in a packed batch: {chain.divergence(i, members)}"
+            where = chain.divergence(i, members)
+            tally.detail += f"; first to differ: {where}" if where else "; not in a packed batch"
 
 
 def _paged_hidden(

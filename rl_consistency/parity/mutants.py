@@ -41,8 +41,8 @@ from rl_consistency.parity.sweep import QUICK
 from rl_consistency.parity.verify import Target, chain_checks_of, op_checks_in, process_checks
 from rl_consistency.rollout import model_runner, random_stream, sampler
 
-FEW_ROWS = 8
-"""Rows below which a row-dependent schedule switches."""
+FEW_ROWS = 40
+"""Rows below which a row-dependent schedule switches; a packed sequence has at least 16."""
 
 PRESET = "tiny-qwen3"
 """Tied embeddings, GQA and qk-norm: every mutant can show in it."""
@@ -130,7 +130,7 @@ def _library_tile_for_few_rows() -> AbstractContextManager[None]:
     original = matmul.row_matmul
 
     def mutant(a: Tensor, b: Tensor) -> Tensor:
-        return torch.mm(a.float(), b.float()) if len(a) < FEW_ROWS else original(a, b)
+        return torch.mm(a.float(), b.float()) if len(a) < 8 else original(a, b)
 
     return substituted(original, mutant)
 
@@ -220,7 +220,7 @@ def _norm_reduced_over_the_batch() -> AbstractContextManager[None]:
 
     def mutant(x: Tensor, dim: int = -1) -> Tensor:
         # One accumulator per chunk of columns; how many chunks depends on the rows of the call.
-        chunks = 2 if len(x) < FEW_ROWS else 3
+        chunks = 2 if x.numel() // x.shape[dim] < FEW_ROWS else 3
         return torch.stack([original(part, dim) for part in x.chunk(chunks, dim=dim)]).sum(0)
 
     return attribute(rms_norm, "tree_sum", mutant)

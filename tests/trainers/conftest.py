@@ -63,7 +63,8 @@ class TinyRun:
     def tree(self, **changes):
         """The recipe with `section.key` values changed; None removes a key."""
         tree = copy.deepcopy(RECIPE)
-        for path, value in {"run.output_dir": str(self.directory / "run")} | changes.items():
+        changes = {"run.output_dir": str(self.directory / "run")} | changes
+        for path, value in changes.items():
             *parents, key = path.split(".")
             node = tree
             for parent in parents:
@@ -85,7 +86,7 @@ class TinyRun:
 
     def of_its_own(self, name, **changes):
         """The same in a directory of its own."""
-        return self(**{"run.output_dir": str(self.directory / name)} | changes)
+        return self(**changes | {"run.output_dir": str(self.directory / name)})
 
     def example_file(self, count=20, name="train.jsonl"):
         """A JSONL file of sums."""

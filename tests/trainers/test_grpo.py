@@ -1,10 +1,14 @@
+from contextlib import ExitStack
+
 import pytest
 import torch
 from accelerate import Accelerator
 
 from rl_consistency.kernels import linear
 from rl_consistency.models.patch import patch
+from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.trainers import grpo
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.data import Example
 from rl_consistency.trainers.grpo import GRPOTrainer, PromptSet
@@ -12,7 +16,7 @@ from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.rewards import RewardFunction
 
-TWO_LAYERS = {"policy.build.num_hidden_layers": 2}
+TWO_LAYERS = {"policy.build.num_hidden_layers": 2, "training.steps": 2}
 EXACT = ("mismatched_tokens", "nonfinite_tokens", "logprob_abs_diff/max", "ulp/max", "kl/k3")
 
 
@@ -104,17 +108,29 @@ def test_nor_does_it_in_bf16_or_with_every_term_of_the_loss(plain, tiny_run, com
     assert same_trajectory(plain, tiny_run, common, **changes)
 
 
-def test_a_forward_that_depends_on_its_batch_is_caught(tiny_run, monkeypatch):
-    """The control: a row-dependent product must show in the drift of a run."""
-    real = linear.matmul
+def test_a_training_forward_that_computes_otherwise_is_caught(tiny_run, monkeypatch):
+    """The control: one rounding more in training must show as drift."""
+    real = linear.row_matmul
 
-    def row_dependent(a, b, *args, **given):
-        result = real(a, b, *args, **given)
-        return result * (1 + 2**-22) if a.shape[0] > 40 else result
+    def otherwise(rows, weight):
+        result = real(rows, weight)
+        return result * (1 + 2**-22) if torch.is_grad_enabled() else result
 
-    monkeypatch.setattr(linear, "matmul", row_dependent)
-    summary, _ = tiny_run(**{"consistency.on_drift": "record", "consistency.strict": True})
+    monkeypatch.setattr(linear, "row_matmul", otherwise)
+    summary, _ = tiny_run(**{"consistency.on_drift": "record"})
     assert summary["consistency/mismatched_tokens"] > 0
+
+
+def test_a_loss_that_depends_on_the_micro_batch_is_caught(tiny_run, monkeypatch):
+    """The control: weights from the counts at hand must fail the gradient check."""
+    real = grpo.token_weights
+
+    def local(lengths, kind, **counts):
+        return real(lengths, kind, **{**counts, "total_tokens": sum(lengths)})
+
+    monkeypatch.setattr(grpo, "token_weights", local)
+    with pytest.raises(ConsistencyError, match="gradients depend on how the batch was cut"):
+        tiny_run(**{"algorithm.loss": "dapo", "consistency.gradient_check_every": 1})
 
 
 def test_preemption_does_not_change_a_bit(plain, tiny_run, monkeypatch):
@@ -172,7 +188,6 @@ def test_low_precision_policies_do_not_drift(tiny_run, dtype):
         {"algorithm.updates_per_rollout": 2},
         {"algorithm.updates_per_rollout": 4, "algorithm.epochs_per_rollout": 2},
         {"algorithm.epochs_per_rollout": 3},
-        {"algorithm.overlong": "mask"},
         {"algorithm.overlong": "penalty", "algorithm.overlong_buffer": 4},
         {"optimizer.schedule": "cosine", "optimizer.warmup_steps": 1},
         {"optimizer.max_grad_norm": None, "optimizer.weight_decay": 0.1},
@@ -207,6 +222,28 @@ def test_truncated_and_tempered_sampling_do_not_drift(tiny_run, changes):
             **{"training.micro_batch_size": 3, "consistency.gradient_check_every": 2} | changes
         )
     )
+
+
+def test_masking_what_was_cut_keeps_its_promise_too(tiny_run):
+    changes = {
+        "warm_start.steps": 20,
+        "warm_start.learning_rate": 1e-2,
+        "rollout.max_new_tokens": 7,
+        "training.micro_batch_size": 3,
+        "consistency.gradient_check_every": 1,
+    }
+    parameters = {}
+    for overlong in ("mask", "keep"):
+        summary, rows = tiny_run(overwrite=True, **changes, **{"algorithm.overlong": overlong})
+        require_no_drift(summary, rows)
+        assert 0 < rows[1]["completion/cut_fraction"] < 1
+        parameters[overlong] = rows[1]["consistency/gradient_digest"]
+    assert parameters["mask"] != parameters["keep"]
+
+
+def test_a_step_in_which_everything_is_masked_moves_nothing(tiny_run):
+    _, rows = tiny_run(**{"algorithm.overlong": "mask", "training.steps": 1})
+    assert rows[0]["completion/cut_fraction"] == 1 and rows[0]["gradient_norm"] == 0
 
 
 def test_a_second_update_on_a_rollout_leaves_ratio_one(tiny_run):
@@ -269,11 +306,13 @@ class RecordingHook:
         return {"seen/end": 1}
 
 
+def length_of_text(completions, **_):
+    return [len(text) for text in completions]
+
+
 @pytest.fixture
 def make_trainer(tiny_run):
-    kept = []
-
-    def make(hook, rewards=None, evaluation=None, **changes):
+    def make(hook, reward=length_of_text, **changes):
         config = tiny_run.config(**changes)
         model, tokenizer = load_policy(config.policy, config.tokenizer, seed=1)
         accelerator = Accelerator(cpu=True)
@@ -284,8 +323,9 @@ def make_trainer(tiny_run):
         prompts = PromptSet(
             examples=examples, prompts=[tokenizer.encode(e.prompt) for e in examples]
         )
-        kept.append(patch(model))
-        trainer = GRPOTrainer(
+        models.append(model)
+        stack.enter_context(patch(model))
+        return GRPOTrainer(
             model,
             tokenizer,
             RolloutEngine(model, eos_token_id=258, num_kv_blocks=64),
@@ -293,13 +333,14 @@ def make_trainer(tiny_run):
             accelerator,
             config=config,
             train=prompts,
-            evaluation=prompts if evaluation is None else evaluation,
-            rewards=rewards or [RewardFunction("length", lambda completions, **_: [*map(len, completions)])],
+            evaluation=prompts,
+            rewards=[RewardFunction("given", reward)],
             hook=hook,
         )
-        return trainer
 
-    return make
+    models = []
+    with ExitStack() as stack:
+        yield make
 
 
 def test_the_hook_is_told_four_times_a_step_and_nothing_more(make_trainer):
@@ -350,15 +391,10 @@ def test_evaluation_can_be_limited(make_trainer):
         seen.append(len(completions))
         return [0.0] * len(completions)
 
-    trainer = make_trainer(
-        RecordingHook(), rewards=[RewardFunction("count", count)], **{"training.eval_samples": 2}
-    )
-    trainer.evaluate()
+    make_trainer(RecordingHook(), count, **{"training.eval_samples": 2}).evaluate()
     assert seen == [2]
 
 
 def test_a_group_of_equal_rewards_moves_nothing(make_trainer):
-    trainer = make_trainer(
-        RecordingHook(), rewards=[RewardFunction("same", lambda completions, **_: [1.0] * len(completions))]
-    )
+    trainer = make_trainer(RecordingHook(), lambda completions, **_: [1.0] * len(completions))
     assert trainer.step(1)["gradient_norm"] == 0.0

@@ -1,0 +1,90 @@
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from rl_consistency.models import families
+from rl_consistency.models.families import UnsupportedModelError
+from rl_consistency.models.modules import CanonicalLinear, CanonicalModule, CanonicalRMSNorm
+from rl_consistency.parity.presets import PRESETS, build_preset
+
+CONFIGS = (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_default_configurations_are_covered(config):
+    families.check_config(config())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_module_with_a_forward_of_its_own_has_a_mixin_or_is_a_container(preset):
+    model = build_preset(preset)
+    known = families.mixins(model.config).keys() | families.containers(model.config)
+    inside_mlp = {id(m.act_fn) for m in model.modules() if hasattr(m, "act_fn")}
+    left = {type(m) for m in model.modules() if id(m) not in inside_mlp} - known
+    assert left == set()
+
+
+def test_another_architecture_is_refused():
+    with pytest.raises(UnsupportedModelError, match=r"architecture 'gpt2' is not covered; covered: "):
+        families.check_config(GPT2Config())
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            r"rope_type 'dynamic' \(covered: default, linear, llama3, yarn\)",
+        ),
+        ({"attention_dropout": 0.1}, r"active dropout attention_dropout=0.1 \(set it to 0.0\)"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ({"quantization_config": {"bits": 8}}, "quantization_config"),
+    ],
+)
+def test_an_uncovered_setting_is_named(changes, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        families.check_config(LlamaConfig(**changes))
+
+
+def test_every_uncovered_setting_is_named_at_once():
+    with pytest.raises(UnsupportedModelError, match="hidden_act.*active dropout"):
+        families.check_config(LlamaConfig(hidden_act="relu", attention_dropout=0.1))
+
+
+def test_another_layer_type_is_named():
+    config = Qwen3Config(num_hidden_layers=2)
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(UnsupportedModelError, match="layer types linear_attention"):
+        families.check_config(config)
+
+
+def test_fp8_and_mixed_dtypes_are_refused():
+    model = build_preset("tiny-llama")
+    families.check_parameters(model)
+    model.lm_head.bfloat16()
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"lm_head.weight is torch.bfloat16, the first is torch.float32.*model.to\(dtype\)",
+    ):
+        families.check_parameters(model)
+    weight = nn.Linear(4, 4).to(torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedModelError, match=r"float8_e4m3fn.*fp8 is not covered"):
+        families.check_parameters(weight)
+    with pytest.raises(UnsupportedModelError, match="weight is torch.float64"):
+        families.check_parameters(nn.Linear(4, 4).double())
+
+
+def test_a_canonical_class_keeps_the_name_and_the_parameters_class():
+    cls = families.canonical_class(CanonicalLinear, nn.Linear)
+    assert cls.__name__ == "Linear"
+    assert issubclass(cls, CanonicalModule) and issubclass(cls, nn.Linear)
+    assert families.canonical_class(CanonicalLinear, nn.Linear) is cls
+    assert families.canonical_class(CanonicalRMSNorm, nn.Linear) is not cls
+
+
+def test_windows_follow_each_familys_own_rule():
+    for preset, expected in (("tiny-mistral", 100), ("tiny-llama", None), ("tiny-qwen3", None)):
+        model = build_preset(preset)
+        attention = model.model.layers[0].self_attn
+        assert families.window_of(model.config, attention) == expected

@@ -1,0 +1,143 @@
+import pytest
+import torch
+
+from rl_consistency.models.packing import ALIGNMENT, PackedBatch, pack_padded
+
+SEQUENCES = [[5, 6], [7], list(range(20, 57)), list(range(100, 116))]
+
+
+def padded(side, extra=0):
+    width = max(map(len, SEQUENCES)) + extra
+    ids = torch.full((len(SEQUENCES), width), 9)
+    mask = torch.zeros_like(ids)
+    for i, sequence in enumerate(SEQUENCES):
+        start = width - len(sequence) if side == "left" else 0
+        ids[i, start : start + len(sequence)] = torch.tensor(sequence)
+        mask[i, start : start + len(sequence)] = 1
+    return ids, mask
+
+
+def contents(batch):
+    return (
+        batch.input_ids.tolist(),
+        batch.position_ids.tolist(),
+        batch.token_rows.tolist(),
+        list(batch.layout.query_starts),
+        list(batch.layout.query_lens),
+    )
+
+
+def test_the_docstring_example_holds():
+    batch = PackedBatch.from_sequences([[5, 6], [7]])
+    assert batch.input_ids.shape == (32,)
+    assert batch.input_ids[[0, 1, 16]].tolist() == [5, 6, 7]
+    assert batch.token_rows.tolist() == [0, 1, 16]
+    filler = torch.ones(32, dtype=torch.bool)
+    filler[batch.token_rows] = False
+    assert not batch.input_ids[filler].any() and not batch.position_ids[filler].any()
+
+
+def test_every_sequence_starts_on_the_alignment():
+    batch = PackedBatch.from_sequences(SEQUENCES)
+    assert batch.layout.query_starts == [0, 16, 32, 80]
+    assert batch.layout.query_lens == [2, 1, 37, 16]
+    assert len(batch.input_ids) == 96 and len(batch.input_ids) % ALIGNMENT == 0
+    for start, sequence in zip(batch.layout.query_starts, SEQUENCES, strict=True):
+        rows = slice(start, start + len(sequence))
+        assert batch.input_ids[rows].tolist() == sequence
+        assert batch.position_ids[rows].tolist() == list(range(len(sequence)))
+
+
+def test_gaps_are_filler_before_each_sequence():
+    batch = PackedBatch.from_sequences([[5, 6], [7]], gap=2)
+    assert batch.layout.query_starts == [32, 80]
+    assert len(batch.input_ids) == 96
+    assert batch.input_ids[batch.token_rows].tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("extra", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_padded_batches_become_the_same_rows(side, extra, dtype):
+    ids, mask = padded(side, extra)
+    batch = pack_padded(ids, mask.to(dtype))
+    assert contents(batch.packed) == contents(PackedBatch.from_sequences(SEQUENCES))
+
+
+def test_padding_on_both_sides_is_fine():
+    ids = torch.tensor([[9, 5, 6, 9]])
+    batch = pack_padded(ids, torch.tensor([[0, 1, 1, 0]]))
+    assert contents(batch.packed) == contents(PackedBatch.from_sequences([[5, 6]]))
+
+
+def test_position_resets_separate_packed_sequences():
+    flat = [token for sequence in SEQUENCES for token in sequence]
+    positions = [i for sequence in SEQUENCES for i in range(len(sequence))]
+    batch = pack_padded(torch.tensor([flat]), position_ids=torch.tensor([positions]))
+    assert contents(batch.packed) == contents(PackedBatch.from_sequences(SEQUENCES))
+    shared = pack_padded(torch.tensor([[5, 6], [7, 8]]), position_ids=torch.arange(2))
+    assert contents(shared.packed) == contents(PackedBatch.from_sequences([[5, 6], [7, 8]]))
+
+
+def test_position_ids_from_the_mask_are_accepted():
+    ids, mask = padded("left", 3)
+    batch = pack_padded(ids, mask, (mask.cumsum(1) - 1).masked_fill(mask == 0, 1))
+    assert contents(batch.packed) == contents(PackedBatch.from_sequences(SEQUENCES))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_unpacking_puts_rows_back_and_zeros_at_padding(side):
+    ids, mask = padded(side, 3)
+    batch = pack_padded(ids, mask)
+    rows = torch.arange(1.0, len(batch.packed.input_ids) + 1)[:, None].expand(-1, 3)
+    unpacked = batch.unpack(rows)
+    assert unpacked.shape == (*ids.shape, 3)
+    assert torch.equal(unpacked[mask.bool()], rows[batch.packed.token_rows])
+    assert not unpacked[~mask.bool()].any()
+
+
+def test_unpacking_is_differentiable():
+    ids, mask = padded("left")
+    batch = pack_padded(ids, mask)
+    rows = torch.randn(len(batch.packed.input_ids), 3, requires_grad=True)
+    batch.unpack(rows).sum().backward()
+    expected = torch.zeros_like(rows)
+    expected[batch.packed.token_rows] = 1.0
+    assert torch.equal(rows.grad, expected)
+
+
+@pytest.mark.parametrize("sequences", [[], [[1], []]])
+def test_nothing_to_pack_is_refused(sequences):
+    with pytest.raises(ValueError, match=r"cannot pack .*none may be empty"):
+        PackedBatch.from_sequences(sequences)
+
+
+@pytest.mark.parametrize(
+    "mask, message",
+    [
+        ([[1, 1, 1], [1, 0, 1]], "row 1 has a hole or no token"),
+        ([[1, 1, 1], [0, 0, 0]], "row 1 has a hole or no token"),
+        ([[1, 1], [1, 1]], r"attention_mask \(2, 2\) must have the shape of input_ids \(2, 3\)"),
+    ],
+)
+def test_bad_masks_are_refused(mask, message):
+    with pytest.raises(ValueError, match=message):
+        pack_padded(torch.ones(2, 3, dtype=torch.int64), torch.tensor(mask))
+
+
+def test_a_blockwise_mask_is_refused():
+    with pytest.raises(ValueError, match="4-D and blockwise masks are not supported"):
+        pack_padded(torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 1, 3, 3))
+
+
+@pytest.mark.parametrize(
+    "positions", [[[1, 2, 3]], [[0, 1, 3]], [[0, 0, 2]], [[0, 2, 0]], [[5, 0, 1]]]
+)
+def test_positions_that_do_not_count_from_zero_are_refused(positions):
+    with pytest.raises(ValueError, match="position_ids must count each sequence from 0"):
+        pack_padded(torch.ones(1, 3, dtype=torch.int64), position_ids=torch.tensor(positions))
+
+
+def test_a_flat_row_of_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"input_ids \(3,\); a batch of shape \[batch, length\]"):
+        pack_padded(torch.ones(3, dtype=torch.int64))
