@@ -413,6 +413,9 @@ class ConsistencySection(Section):
     gradient_check_every: CountOrZero = 0
     """Recompute the gradients under other groupings every this many steps; 0 = never."""
 
+    gradient_check_sequences: Count | None = None
+    """Completions regrouped in such a check, the first of the step; null = all, which is slow."""
+
     shadow_every: CountOrZero = 0
     """Measure the drift of the stock path on the same tokens every this many steps; 0 = never."""
 

@@ -20,7 +20,13 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import gradient_digest, parameter_digest
 from rl_consistency.parity.drift import DriftReport, DriftTotals, compare_logprobs
-from rl_consistency.parity.gradients import GradientReport, LossFunction, check_gradients
+from rl_consistency.parity.gradients import (
+    REGROUPINGS,
+    GradientReport,
+    LossFunction,
+    Regrouping,
+    check_gradients,
+)
 from rl_consistency.parity.replay import save_replay_bundle
 from rl_consistency.parity.stock import measure_stock_drift
 
@@ -94,6 +100,8 @@ class ConsistencyHook:
     Args:
         model: the patched policy.
         gradient_check_every: steps between gradient checks; 0 is never.
+        gradient_check_sequences: how many of a step's sequences are regrouped in a check, the first
+            ones; None is all. The step's own gradients are always computed again as a whole.
         shadow_every: steps between measurements of the stock path; 0 is never.
         on_drift: `raise` stops the run, `warn` calls `warn`, `record` only logs. A replay bundle is
             saved first in all three.
@@ -111,6 +119,7 @@ class ConsistencyHook:
         model: nn.Module,
         *,
         gradient_check_every: int = 0,
+        gradient_check_sequences: int | None = None,
         shadow_every: int = 0,
         on_drift: OnDrift = "raise",
         replay_dir: Path,
@@ -121,6 +130,7 @@ class ConsistencyHook:
         self._model = model
         self._session = patched_session(model)
         self._gradient_check_every = gradient_check_every
+        self._gradient_check_sequences = gradient_check_sequences
         self._shadow_every = shadow_every
         self._on_drift = on_drift
         self._replay_dir = replay_dir
@@ -204,14 +214,10 @@ class ConsistencyHook:
 
     def _check_gradients(self, step: GradientStep) -> Metrics:
         started = perf_counter()
-        report = check_gradients(
-            self._model,
-            step.sequences,
-            prompt_lengths=step.prompt_lengths,
-            loss=step.loss,
-            sampling=step.sampling,
-            compare_present=True,
-        )
+        count = self._gradient_check_sequences or len(step.sequences)
+        as_trained = self._gradients_again(step, len(step.sequences), (), compare_present=True)
+        regrouped = self._gradients_again(step, count, REGROUPINGS, compare_present=False)
+        report = GradientReport(as_trained.results + regrouped.results, as_trained.elements)
         self.totals.gradient_checks += 1
         self.totals.gradient_checks_passed += report.passed
         self.totals.gradient_mismatched_elements += report.mismatched_elements
@@ -222,6 +228,24 @@ class ConsistencyHook:
             "consistency/gradient_check/mismatched_elements": report.mismatched_elements,
             "time/gradient_check_seconds": perf_counter() - started,
         }
+
+    def _gradients_again(
+        self,
+        step: GradientStep,
+        count: int,
+        regroupings: Sequence[Regrouping],
+        *,
+        compare_present: bool,
+    ) -> GradientReport:
+        return check_gradients(
+            self._model,
+            step.sequences[:count],
+            prompt_lengths=step.prompt_lengths[:count],
+            loss=step.loss,
+            sampling=step.sampling,
+            regroupings=regroupings,
+            compare_present=compare_present,
+        )
 
     def _save_replay(self, rollout: Rollout, logprobs: Sequence[Tensor]) -> Path:
         return save_replay_bundle(

@@ -278,6 +278,7 @@ class _Run:
         self.hook = ConsistencyHook(
             self.model,
             gradient_check_every=config.consistency.gradient_check_every,
+            gradient_check_sequences=config.consistency.gradient_check_sequences,
             shadow_every=config.consistency.shadow_every,
             on_drift=config.consistency.on_drift,
             replay_dir=self.directory / "replay",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+"""Recipes that come with the package."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from rl_consistency.trainers.run import train
 
     console = Console()
-    config = load_config(args.recipe, args.overrides)
+    config = load_config(find_recipe(args.recipe), args.overrides)
     summary = train(
         config,
         resume=args.resume,
@@ -49,6 +53,23 @@ def run(args: argparse.Namespace) -> int:
     console.print(summary_table(summary))
     console.print(f"picture  {picture}\nreport   {report}", highlight=False, markup=False)
     return 0 if passed(summary) else 1
+
+
+def find_recipe(name: str) -> Path:
+    """The recipe file a user means: a path, or a shipped recipe's name.
+
+    Raises:
+        ValueError: neither exists; lists the shipped names.
+    """
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") or path.exists():
+        return path
+    shipped = {file.stem: file for file in sorted(RECIPES.rglob("*.yaml"))}
+    if name not in shipped:
+        raise ValueError(
+            f"no recipe {name!r}: give a YAML file, or one of {', '.join(shipped) or 'none'}"
+        )
+    return shipped[name]
 
 
 def passed(summary: dict[str, Any]) -> bool:

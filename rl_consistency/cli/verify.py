@@ -1,11 +1,11 @@
-"""`rl-consistency verify`: every claim checked on this machine, and the checks checked by mutants."""
+"""`rl-consistency verify`: every claim checked on this machine, and the checks by mutants."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,10 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--preset",
         metavar="NAME",
-        help="one tiny model: tiny-qwen3, tiny-llama, tiny-qwen2 or tiny-mistral (default: all, the "
-        "first over the full sweep)",
+        help="one tiny model: tiny-qwen3, tiny-llama, tiny-qwen2 or tiny-mistral (default: all, "
+        "the first over the full sweep)",
     )
-    parser.add_argument("--dtype", metavar="DTYPE", help=f"{', '.join(DTYPES)} (default: both first)")
+    parser.add_argument(
+        "--dtype", metavar="DTYPE", help=f"{', '.join(DTYPES)} (default: the first two)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to a file")
     parser.add_argument("--quick", action="store_true", help="a smaller sweep")
     parser.add_argument(
@@ -83,58 +85,70 @@ def _run_claims(targets: Sequence[Target], json_file: Path | None) -> int:
             targets, on_start=started, on_result=lambda result: progress.advance(task)
         )
     seconds = time.perf_counter() - start
-    console.print(claims_table(results))
+    for table in claims_tables(results):
+        console.print(table)
     failed = [r for r in results if not r.passed]
     for r in failed:
         console.print(f"[red]{r.key}[/] ({r.scope}): {escape(r.detail)}", highlight=False)
     cases = sum(r.cases for r in results)
     console.print(
-        f"{len(results) - len(failed)} of {len(results)} checks passed, {cases:,} comparisons, "
-        f"{seconds:.0f} s, fingerprint {_fingerprint()['digest'][:16]}",
+        f"{len(results) - len(failed)} of {len(results)} checks passed, {cases:,} comparisons on "
+        f"{_models(targets)}, {seconds:.0f} s, fingerprint {_fingerprint()['digest'][:12]}",
         highlight=False,
     )
     _write(json_file, {"results": [asdict(r) for r in results]}, not failed, seconds)
     return 1 if failed else 0
 
 
-def claims_table(results: Sequence[Result]) -> Table:
-    """One row per claim and subject, over all models and dtypes it was checked in."""
+def _models(targets: Sequence[Target]) -> str:
+    return ", ".join(dict.fromkeys(target.name for target in targets))
+
+
+def claims_tables(results: Sequence[Result]) -> list[Table]:
+    """One table per claim, one row per subject over all models and dtypes it was checked in."""
     from rl_consistency.parity.claims import CLAIMS
 
-    table = Table(title="Claims, judged by bytes (C6: by error against fp64)")
-    for name in ("claim", "subject", "what was varied", "in"):
-        table.add_column(name, overflow="fold")
-    table.add_column("comparisons", justify="right")
-    table.add_column("result")
+    tables = []
     for claim, text in CLAIMS.items():
         own = [r for r in results if r.claim == claim]
         if not own:
             continue
-        table.add_section()
-        table.add_row(f"[bold]{claim}", f"[bold]{text}")
+        table = Table(
+            title=f"{claim}  {text}",
+            title_justify="left",
+            title_style="bold",
+            show_header=False,
+            box=None,
+            expand=True,
+        )
+        table.add_column(width=5, no_wrap=True)
+        table.add_column(width=max(len(r.subject) for r in results), no_wrap=True)
+        table.add_column(ratio=1, overflow="fold")
+        table.add_column(width=18)
+        table.add_column(width=6, justify="right", no_wrap=True)
         for key in dict.fromkeys(r.key for r in own):
             rows = [r for r in own if r.key == key]
-            scopes = ", ".join(_scopes(r.scope for r in rows))
-            table.add_row(
-                "", rows[0].subject, rows[0].what, scopes, f"{sum(r.cases for r in rows):,}", _verdict(rows)
-            )
-    return table
-
-
-def _scopes(scopes: Iterable[str]) -> list[str]:
-    """`model fp32`, `model bf16` -> `model fp32 bf16`."""
-    grouped: dict[str, list[str]] = {}
-    for scope in scopes:
-        *model, dtype = scope.split(" ")
-        grouped.setdefault(" ".join(model), []).append(dtype)
-    return [" ".join(filter(None, (model, *dtypes))) for model, dtypes in grouped.items()]
+            cases = f"{sum(r.cases for r in rows):,}"
+            table.add_row(_verdict(rows), rows[0].subject, _varied(rows), _scopes(rows), cases)
+        tables.append(table)
+    return tables
 
 
 def _verdict(rows: Sequence[Result]) -> str:
-    red = [r for r in rows if not r.passed]
-    if red:
-        return f"[red]{sum(r.mismatches for r in red)} differ[/]"
-    return "[green]holds[/]"
+    return "[green]holds[/]" if all(r.passed for r in rows) else "[red]RED[/]"
+
+
+def _varied(rows: Sequence[Result]) -> str:
+    figures = [r.figure for r in rows if r.figure is not None]
+    return rows[0].what + (f", at most {max(figures):.2f}" if figures else "")
+
+
+def _scopes(rows: Sequence[Result]) -> str:
+    """`model fp32`, `other fp32`, `model bf16`, ... -> `2 models fp32 bf16`."""
+    models = dict.fromkeys(r.scope.rpartition(" ")[0] for r in rows)
+    dtypes = " ".join(dict.fromkeys(r.scope.rpartition(" ")[2] for r in rows))
+    names = " ".join(models) if len(models) == 1 else f"{len(models)} models"
+    return f"{names} {dtypes}".strip()
 
 
 def _run_mutants(json_file: Path | None) -> int:

@@ -169,15 +169,17 @@ def _scored_tokens(
 
 def _masks(lens: list[int], loss_mask: Any, attention_mask: Tensor | None) -> list[Tensor]:
     if isinstance(loss_mask, Tensor):
-        if attention_mask is not None:
-            flat = loss_mask[attention_mask.bool()]
-        else:
-            flat = loss_mask.flatten()
-        if flat.numel() != sum(lens):
-            raise ValueError(f"loss_mask {tuple(loss_mask.shape)} does not fit the padded batch.")
-        masks = list(flat.bool().cpu().split(lens))
+        real = torch.ones_like(loss_mask) if attention_mask is None else attention_mask
+        if loss_mask.shape != real.shape or int(real.sum()) != sum(lens):
+            raise ValueError(
+                f"loss_mask {tuple(loss_mask.shape)} does not fit the batch; it has the shape of "
+                "the padded input_ids."
+            )
+        masks = list(loss_mask[real.bool()].bool().cpu().split(lens))
     else:
         masks = [torch.as_tensor(mask, dtype=torch.bool) for mask in loss_mask]
+    if len(masks) != len(lens):
+        raise ValueError(f"loss_mask has {len(masks)} entries for {len(lens)} sequences.")
     for i, (mask, length) in enumerate(zip(masks, lens, strict=True)):
         if len(mask) != length or bool(mask[0]):
             raise ValueError(

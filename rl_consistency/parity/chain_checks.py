@@ -37,7 +37,7 @@ GRADIENT_LENGTHS = (33, 7, 48, 2, 129, 16, 31, 64, 5, 40, 17, 90)
 
 
 class Chain:
-    """A patched model, the samples it is swept over, and each sample's outputs when it runs alone."""
+    """A patched model, the samples it is swept over, and each sample's outputs when alone."""
 
     def __init__(self, model: nn.Module, sweep: Sweep) -> None:
         config: Any = model.config
@@ -98,7 +98,9 @@ def check_packed_chain(tally: Tally, chain: Chain) -> None:
             _compare_samples(tally, chain, name, members, chain.hidden(members))
     members = list(range(len(chain.samples)))
     for gap in (1, 3):
-        _compare_samples(tally, chain, f"packed with gap {gap}", members, chain.hidden(members, gap))
+        _compare_samples(
+            tally, chain, f"packed with gap {gap}", members, chain.hidden(members, gap)
+        )
 
 
 @torch.no_grad()

@@ -46,7 +46,9 @@ class Result:
     passed: bool
     """At least one comparison, and none failed."""
     detail: str
-    """The first failure: which case, which place, both values; or a figure worth printing."""
+    """The first failure: which case, which place, both values; or a remark."""
+    figure: float | None
+    """For C6 the largest error ratio; None where bytes judge."""
     seconds: float
 
     @property
@@ -62,6 +64,7 @@ class Tally:
         self.cases = 0
         self.mismatches = 0
         self.detail = ""
+        self.figure: float | None = None
 
     def equal(
         self, case: str, expected: Tensor, actual: Tensor, row_name: RowName = "row {}".format
@@ -117,6 +120,7 @@ class Check:
             mismatches=tally.mismatches,
             passed=tally.cases > 0 and tally.mismatches == 0,
             detail=tally.detail or ("" if tally.cases else "nothing was compared"),
+            figure=tally.figure,
             seconds=time.perf_counter() - start,
         )
 

@@ -1,4 +1,4 @@
-"""Which part of the model is the first whose output differs between two ways to run the same tokens."""
+"""Which part of a model is the first to differ between two ways to run the same tokens."""
 
 from __future__ import annotations
 

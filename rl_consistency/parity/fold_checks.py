@@ -1,8 +1,9 @@
-"""C3 per op: parameter gradients are left folds, so the cut into calls and the filler do not matter."""
+"""C3 per op: parameter gradients are left folds, whatever the cut into calls and the filler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -86,12 +87,11 @@ def check_lm_head_fold(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
     _cuts_alike(tally, (weight,), backward, (index,), filler=-1)
     weight.grad = None
     backward(index)
-    assert weight.grad is not None
-    whole = weight.grad.clone()
+    whole = _gradient(weight)
     for chunk in (16, 48):
         weight.grad = None
         backward(index, chunk)
-        tally.equal(f"chunk_tokens {chunk}", whole, weight.grad)
+        tally.equal(f"chunk_tokens {chunk}", whole, _gradient(weight))
 
 
 def _cuts_alike(
@@ -109,7 +109,7 @@ def _cuts_alike(
         for parameter in parameters:
             parameter.grad = None
         edges = [0, *cuts, rows]
-        for begin, end in zip(edges[:-1], edges[1:], strict=True):
+        for begin, end in pairwise(edges):
             part = [x[begin:end] for x in inputs]
             backward(*(_filled(x, fill, filler) for x in part))
         return [p.grad.clone() for p in parameters if p.grad is not None]
@@ -135,6 +135,11 @@ def _filled(x: Tensor, steps: int, value: int) -> Tensor:
         return x
     count = -len(x) % STEP + steps * STEP
     return torch.cat([x, x.new_full((count, *x.shape[1:]), value)])
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.clone()
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> nn.Parameter:

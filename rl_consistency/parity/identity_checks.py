@@ -68,4 +68,3 @@ def _settings_refused() -> bool:
     except ConsistencyError:
         return True
     return False
-

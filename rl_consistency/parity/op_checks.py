@@ -1,4 +1,4 @@
-"""C1 for the ops that treat rows one by one: a row alone and a row among others are the same bytes."""
+"""C1 for ops that treat rows one by one: a row alone and among others is the same bytes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def check_rotary(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
     rows_alike(tally, "dq and dk", sweep, gradients, q, k, cos, sin)
     for reach in sweep.row_counts():
         short = rotary_table(inv_freq, reach).transpose(0, 1)
-        tally.equal(f"table of {reach}", table[:, :reach].transpose(0, 1), short, "position {}".format)
+        tally.equal(
+            f"table of {reach}", table[:, :reach].transpose(0, 1), short, "position {}".format
+        )
 
 
 def check_glu(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
@@ -136,7 +138,9 @@ def check_token_logprobs(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None
     rows_alike(tally, "dhidden", sweep, gradient, hidden, inside, *parameters)
     together = scores(hidden, inside, *parameters)
     for chunk in (16, 64, 256):
-        tally.equal(f"chunk_tokens {chunk}", together, scores(hidden, inside, *parameters, chunk=chunk))
+        tally.equal(
+            f"chunk_tokens {chunk}", together, scores(hidden, inside, *parameters, chunk=chunk)
+        )
     some = inside.masked_fill(torch.arange(len(inside)) % 3 == 0, IGNORED)
     kept = some != IGNORED
     tally.equal("a third ignored", together[kept], scores(hidden, some, *parameters)[kept])
@@ -222,8 +226,11 @@ def token_logprob_probe(
         SamplingRows.uniform(1, min_p=0.05),
         SamplingRows.uniform(1, temperature=0.0),
     )
-    return hidden, weight, targets, SamplingRows.concatenate(list(kinds)).select(
-        torch.arange(rows) % len(kinds)
+    return (
+        hidden,
+        weight,
+        targets,
+        SamplingRows.concatenate(list(kinds)).select(torch.arange(rows) % len(kinds)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Sequences fed to a paged KV cache call by call, without a scheduler: chunks, decode, any placement."""
+"""Sequences fed to a paged KV cache call by call, without a scheduler: chunks and decode."""
 
 from __future__ import annotations
 

@@ -63,7 +63,10 @@ class RolloutProbe:
             prompts,
             [
                 SamplingParams(
-                    n=SAMPLES, max_tokens=max_tokens, seed=11, **SAMPLING[i % len(SAMPLING)]  # type: ignore[arg-type]
+                    n=SAMPLES,
+                    max_tokens=max_tokens,
+                    seed=11,
+                    **SAMPLING[i % len(SAMPLING)],  # type: ignore[arg-type]
                 )
                 for i in range(len(prompts))
             ],
@@ -71,7 +74,8 @@ class RolloutProbe:
 
     def generate(self, chain: Chain, serving: Serving) -> tuple[list[Completion], dict[str, int]]:
         """Completions in the prompts' own order, and the engine's counters."""
-        engine = RolloutEngine(chain.model, eos_token_id=chain.config.eos_token_id, **serving.options)
+        options: dict[str, Any] = {"max_num_seqs": SAMPLES * len(self.prompts)} | serving.options
+        engine = RolloutEngine(chain.model, eos_token_id=chain.config.eos_token_id, **options)
         order = list(range(len(self.prompts))) if serving.order is None else list(serving.order)
         calls = [[i] for i in order] if serving.alone else [order]
         found: dict[tuple[int, int], Completion] = {}
@@ -93,7 +97,7 @@ def servings(chain: Chain) -> Iterator[Serving]:
     count = len(PROMPT_LENGTHS)
     yield Serving("each prompt alone", alone=True)
     yield Serving("permuted prompts", order=[(5 * i + 3) % count for i in range(count)])
-    yield Serving("at most 3 sequences", {"max_num_seqs": 3})
+    yield Serving("at most 5 sequences", {"max_num_seqs": 5})
     for chunk in chain.sweep.chunks:
         yield Serving(f"prefill chunk {chunk}", {"prefill_chunk_size": chunk})
     yield Serving("at most 24 tokens a step", {"max_batch_tokens": 24})
@@ -129,7 +133,8 @@ def check_rollout_against_training(tally: Tally, chain: Chain, max_tokens: int) 
         completions, _ = probe.generate(chain, serving)
         owners = [i // SAMPLES for i in range(len(completions))]
         sequences = [
-            [*probe.prompts[owner], *c.token_ids] for owner, c in zip(owners, completions, strict=True)
+            [*probe.prompts[owner], *c.token_ids]
+            for owner, c in zip(owners, completions, strict=True)
         ]
         sampling = [probe.sampling[owner] for owner in owners]
         prompts = [len(probe.prompts[owner]) for owner in owners]

@@ -74,9 +74,13 @@ FULL = Sweep()
 """The whole sweep."""
 
 QUICK = Sweep(
-    batches=(1, 8, 16), lengths=(1, 31, 33, 129, 257), chunks=(7, 64), pads=(0, 5), cache_blocks=(7, 16)
+    batches=(1, 8, 16),
+    lengths=(1, 31, 33, 129, 257),
+    chunks=(7, 64),
+    pads=(0, 5),
+    cache_blocks=(7, 16),
 )
-"""A smaller one that still crosses every tile border; used for further models and by the controls."""
+"""A smaller one that still crosses every tile border: for further models and the controls."""
 
 
 def split(samples: list[int], size: int) -> list[list[int]]:

@@ -40,7 +40,9 @@ def attend(members, heads=4, kv_heads=2, *, dtype=torch.float32, gap=0, window=N
     for i in members:
         starts.append(row)
         row += -(-LENGTHS[i] // 16) * 16 + gap
-    packed = [torch.full((row, h, D), junk, dtype=dtype) for h in (heads, kv_heads, kv_heads, heads)]
+    packed = [
+        torch.full((row, h, D), junk, dtype=dtype) for h in (heads, kv_heads, kv_heads, heads)
+    ]
     for i, start in zip(members, starts, strict=True):
         for whole, part in zip(packed, sequence(i, heads, kv_heads, dtype), strict=True):
             whole[start : start + LENGTHS[i]] = part
@@ -65,7 +67,9 @@ def differing(one, other):
     return [i for i in one.keys() & other.keys() if first_difference(one[i], other[i])]
 
 
-def paged_outputs(i, chunk, *, block_size=16, window=None, heads=4, kv_heads=2, dtype=torch.float32):
+def paged_outputs(
+    i, chunk, *, block_size=16, window=None, heads=4, kv_heads=2, dtype=torch.float32
+):
     """Sequence i through a paged cache with shuffled blocks, `chunk` new tokens a call."""
     q, k, v, _ = sequence(i, heads, kv_heads, dtype)
     n = LENGTHS[i]
@@ -226,8 +230,9 @@ def test_strides_do_not_matter():
     results = []
     for strided in (False, True):
         leaves = [
-            (t.permute(2, 1, 0).contiguous().permute(2, 1, 0) if strided else t.clone())
-            .requires_grad_()
+            (
+                t.permute(2, 1, 0).contiguous().permute(2, 1, 0) if strided else t.clone()
+            ).requires_grad_()
             for t in (q, k, v)
         ]
         o, lse = attention_varlen(*leaves, layout, scale=SCALE)
@@ -241,8 +246,11 @@ def test_no_sequences_give_zeros():
     o, lse = attention_varlen(q, kv, kv, PackedSequences.of([], []), scale=SCALE)
     assert o.shape == (0, 4, D) and lse.shape == (0, 4)
     rows = attention_varlen(
-        torch.ones(16, 4, D), torch.ones(16, 2, D), torch.ones(16, 2, D),
-        PackedSequences.of([], []), scale=SCALE,
+        torch.ones(16, 4, D),
+        torch.ones(16, 2, D),
+        torch.ones(16, 2, D),
+        PackedSequences.of([], []),
+        scale=SCALE,
     )[0]
     assert not rows.any()
 

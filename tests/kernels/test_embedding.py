@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,7 +29,7 @@ def gradient(op, cuts, dtype, filler=0):
     weight = nn.Parameter(probe((VOCABULARY, H), dtype))
     options = {"weight_grad": GradientBuffer(weight)} if op is embedding else {}
     edges = [0, *cuts, TOKENS]
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in itertools.pairwise(edges):
         rows = F.pad(ids[start:stop], (filler, filler))
         op(rows, weight, **options).backward(F.pad(dy[start:stop], (0, 0, filler, filler)))
     return weight.grad

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -24,7 +26,7 @@ def same_bytes(a, b):
 
 def spans(cuts):
     edges = [0, *cuts, TOKENS]
-    return [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [slice(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def folds(dtype=torch.float32):
@@ -38,9 +40,7 @@ def folds(dtype=torch.float32):
         "columns": ((24,), lambda g, s: fold_columns(g, dy[s]), dy.double().sum(0)),
         "heads": (
             (24,),
-            lambda g, s: fold_columns(
-                g, heads[s.start * 3 : s.stop * 3], rows_per_token=3
-            ),
+            lambda g, s: fold_columns(g, heads[s.start * 3 : s.stop * 3], rows_per_token=3),
             heads.double().sum(0),
         ),
         "rows": ((VOCABULARY, 40), lambda g, s: fold_rows(g, index[s], x[s]), rows),

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,7 +41,7 @@ def gradients(op, cuts, dtype, filler=0):
     buffers = {"weight_grad": GradientBuffer(weight), "bias_grad": GradientBuffer(bias)}
     dx = []
     edges = [0, *cuts, ROWS]
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in itertools.pairwise(edges):
         rows = torch.cat([x[start:stop], probe((filler + 1, K), dtype, seed=4)[:filler]])
         rows.requires_grad_()
         op(rows, weight, bias, **(buffers if op is linear else {})).backward(

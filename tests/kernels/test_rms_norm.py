@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,7 +38,7 @@ def weight_gradient(cuts, dtype, heads=1, buffered=True, filler=0):
     weight = nn.Parameter(probe((H,), dtype, seed=1))
     buffer = GradientBuffer(weight) if buffered else None
     edges = [0, *cuts, ROWS]
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in itertools.pairwise(edges):
         rows = torch.cat([x[start:stop], x[:filler]])
         y = rms_norm(rows, weight, EPS, rows_per_token=heads, weight_grad=buffer)
         y.backward(torch.cat([dy[start:stop], torch.zeros_like(dy[:filler])]))
@@ -108,7 +110,7 @@ def test_heads_counted_as_tokens_fail_the_same_check():
     for cuts in ([0, 48], [0, 24, 48]):
         weight = nn.Parameter(probe((H,), seed=1))
         buffer = GradientBuffer(weight)
-        for a, b in zip(cuts[:-1], cuts[1:], strict=True):
+        for a, b in itertools.pairwise(cuts):
             rms_norm(x[a:b], weight, EPS, weight_grad=buffer).backward(dy[a:b])
         gradients.append(weight.grad)
     assert not same_bytes(*gradients)
@@ -131,16 +133,14 @@ def test_bad_operands_are_refused():
 
 
 def test_stock_gradient_fails_the_same_check():
-    whole, cut = (
-        weight_gradient(cuts, torch.float32, buffered=False) for cuts in ([], [32, 48])
-    )
+    whole, cut = (weight_gradient(cuts, torch.float32, buffered=False) for cuts in ([], [32, 48]))
     assert not same_bytes(whole, cut)
     x, weight = operands()
     dy = probe((ROWS, H), seed=3)
     sums = []
     for cuts in ([0, 80], [0, 32, 48, 80]):
         param = nn.Parameter(weight)
-        for a, b in zip(cuts[:-1], cuts[1:], strict=True):
+        for a, b in itertools.pairwise(cuts):
             F.rms_norm(x[a:b], (H,), param, EPS).backward(dy[a:b])
         sums.append(param.grad)
     assert not same_bytes(*sums)

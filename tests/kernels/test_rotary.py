@@ -64,7 +64,10 @@ def test_gradient_is_bitwise_per_position(dtype):
     q, k = operands(dtype)
 
     def gradients(dq, dk, positions):
-        leaves = [torch.zeros_like(dq, requires_grad=True), torch.zeros_like(dk, requires_grad=True)]
+        leaves = [
+            torch.zeros_like(dq, requires_grad=True),
+            torch.zeros_like(dk, requires_grad=True),
+        ]
         torch.autograd.backward(rotated(*leaves, positions), [dq, dk])
         return [leaf.grad for leaf in leaves]
 
@@ -87,9 +90,7 @@ def test_table_is_the_rounded_fp64_cosine():
 def test_strides_do_not_matter():
     q, k = operands()
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k)]
-    for ours, expected in zip(
-        rotated(*strided, POSITIONS), rotated(q, k, POSITIONS), strict=True
-    ):
+    for ours, expected in zip(rotated(*strided, POSITIONS), rotated(q, k, POSITIONS), strict=True):
         assert same_bytes(ours, expected)
 
 

@@ -104,7 +104,7 @@ def test_greedy_keeps_the_lowest_id_of_a_tie():
     ],
 )
 def test_support_is_the_documented_set(settings, expected):
-    """Probabilities are 0.062, 0.458, 0.458, 0.023; of the first three ranks 0.468, 0.468, 0.063."""
+    """Probabilities 0.062, 0.458, 0.458, 0.023; of the first three ranks 0.468, 0.468, 0.063."""
     assert support([1.0, 3.0, 3.0, 0.0], **settings) == expected
 
 
@@ -122,7 +122,10 @@ def test_rows_do_not_depend_on_the_batch():
     indices += [torch.randperm(ROWS, generator=torch.Generator().manual_seed(0))]
     for index in map(list, indices):
         expected = {name: value[index] for name, value in whole.items()}
-        assert first_difference(results(values[index], rows.select(torch.tensor(index))), expected) is None
+        assert (
+            first_difference(results(values[index], rows.select(torch.tensor(index))), expected)
+            is None
+        )
     assert first_difference(results(values, rows), whole) is None
 
 
@@ -195,4 +198,6 @@ def test_an_unstable_sort_fails_the_tie_check(monkeypatch):
 
 def test_bf16_logits_fail_the_fp64_check():
     one = distribution(logits().bfloat16().float(), SamplingRows.uniform(ROWS))
-    assert not torch.allclose(one.probabilities().double(), logits().double().softmax(-1), atol=1e-5)
+    assert not torch.allclose(
+        one.probabilities().double(), logits().double().softmax(-1), atol=1e-5
+    )

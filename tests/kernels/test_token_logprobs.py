@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,7 +58,7 @@ def weight_gradient(cuts, dtype, chunk_tokens=1024, filler=0, buffered=True):
     weight = nn.Parameter(weight)
     buffer = GradientBuffer(weight) if buffered else None
     edges = [0, *cuts, ROWS]
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in itertools.pairwise(edges):
         logprobs, entropy = token_logprobs(
             torch.cat([hidden[start:stop], hidden[:filler]]),
             weight,

@@ -72,7 +72,9 @@ def test_an_adapter_anywhere_is_unsupported(place):
     model.set_submodule(place, Adapter(96, 96))
     table = audit(model, {})
     assert [row.name for row in table.unsupported] == [place]
-    with pytest.raises(UnsupportedModelError, match=rf"module {place} \(Adapter\) has no canonical"):
+    with pytest.raises(
+        UnsupportedModelError, match=rf"module {place} \(Adapter\) has no canonical"
+    ):
         table.require_supported()
 
 

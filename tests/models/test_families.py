@@ -26,7 +26,9 @@ def test_every_module_with_a_forward_of_its_own_has_a_mixin_or_is_a_container(pr
 
 
 def test_another_architecture_is_refused():
-    with pytest.raises(UnsupportedModelError, match=r"architecture 'gpt2' is not covered; covered: "):
+    with pytest.raises(
+        UnsupportedModelError, match=r"architecture 'gpt2' is not covered; covered: "
+    ):
         families.check_config(GPT2Config())
 
 

@@ -18,8 +18,8 @@ from rl_consistency.models import modules
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.models.patch import patch, patched_session
-from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics import settings
+from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import SETTINGS
 from rl_consistency.numerics.strict import OPS, strict
 from rl_consistency.parity.digest import first_difference
@@ -231,7 +231,10 @@ def test_patching_twice_is_refused():
 
 def test_patching_a_copy_of_a_patched_model_is_refused():
     model = build_preset("tiny-llama")
-    with patch(model), pytest.raises(ValueError, match="copy of a patched one; copy a model before"):
+    with (
+        patch(model),
+        pytest.raises(ValueError, match="copy of a patched one; copy a model before"),
+    ):
         patch(copy.deepcopy(model))
 
 
@@ -271,7 +274,10 @@ def dropout(model):
 @pytest.mark.parametrize(
     "model, message",
     [
-        (lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=61)), "gpt2"),
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=61)),
+            "gpt2",
+        ),
         (
             lambda: tiny(
                 rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -341,10 +347,10 @@ def test_verify_names_a_class_that_was_swapped_back():
 
 @pytest.mark.parametrize("op", OPS)
 def test_verify_fails_when_an_op_is_on_its_stock_path(op):
-    with patch(model := build_preset("tiny-llama")) as session, strict(except_={op}):
-        with pytest.raises(ConsistencyError, match=f"stock path here: {op}"):
-            session.verify()
-    del model
+    model = build_preset("tiny-llama")
+    refused = pytest.raises(ConsistencyError, match=f"stock path here: {op}")
+    with patch(model) as session, strict(except_={op}), refused:
+        session.verify()
 
 
 def test_verify_fails_when_a_setting_was_changed(nothing_held):

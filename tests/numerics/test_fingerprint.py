@@ -33,9 +33,7 @@ def test_a_setting_shows():
     expected = fingerprint()
     torch.set_float32_matmul_precision("high" if before != "high" else "highest")
     try:
-        (line,) = [
-            line for line in expected.difference(fingerprint()) if "float32_matmul" in line
-        ]
+        (line,) = [line for line in expected.difference(fingerprint()) if "float32_matmul" in line]
     finally:
         torch.set_float32_matmul_precision(before)
     assert line.startswith(f"setting.float32_matmul_precision: {before} != ")

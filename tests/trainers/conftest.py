@@ -1,4 +1,4 @@
-"""A tiny run, and rewards that tell its samples apart: an untrained policy earns none of its own."""
+"""A tiny run, and rewards that tell its samples apart: an untrained policy earns no others."""
 
 import copy
 import json
@@ -10,7 +10,7 @@ from rl_consistency.trainers.config import RunConfig
 from rl_consistency.trainers.run import train
 from rl_consistency.trainers.tracking import read_metrics
 
-TOY_REWARDS = '''
+TOY_REWARDS = """
 def varied(prompts, completions, answers, **extra):
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 
@@ -25,7 +25,7 @@ def nan_for_the_third(prompts, completions, answers, **extra):
 
 def one_too_few(prompts, completions, answers, **extra):
     return [0.0] * (len(completions) - 1)
-'''
+"""
 
 RECIPE = {
     "run": {"name": "tiny", "num_threads": 1, "seed": 3},

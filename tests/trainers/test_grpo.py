@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from rl_consistency.kernels import linear
+from rl_consistency.models import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.engine import RolloutEngine
@@ -109,14 +109,14 @@ def test_nor_does_it_in_bf16_or_with_every_term_of_the_loss(plain, tiny_run, com
 
 
 def test_a_training_forward_that_computes_otherwise_is_caught(tiny_run, monkeypatch):
-    """The control: one rounding more in training must show as drift."""
-    real = linear.row_matmul
+    """The control: one rounding more in training's attention must show as drift."""
+    real = modules.attention_varlen
 
-    def otherwise(rows, weight):
-        result = real(rows, weight)
-        return result * (1 + 2**-22) if torch.is_grad_enabled() else result
+    def otherwise(*args, **given):
+        out, lse = real(*args, **given)
+        return out * (1 + 2**-22), lse
 
-    monkeypatch.setattr(linear, "row_matmul", otherwise)
+    monkeypatch.setattr(modules, "attention_varlen", otherwise)
     summary, _ = tiny_run(**{"consistency.on_drift": "record"})
     assert summary["consistency/mismatched_tokens"] > 0
 

@@ -222,9 +222,7 @@ def test_a_nan_is_drift(make_hook, rollout):
         hook.on_training_logprobs(training)
 
 
-def test_a_loss_whose_weights_depend_on_the_cut_fails_the_gradient_check(
-    make_hook, model, rollout
-):
+def test_a_loss_whose_weights_depend_on_the_cut_fails_the_gradient_check(make_hook, model, rollout):
     hook = make_hook(gradient_check_every=1)
     hook.on_rollout(rollout)
     step = trained(model, rollout, mean_of_what_is_at_hand)

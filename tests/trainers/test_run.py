@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import signal
@@ -16,7 +17,6 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.replay import load_replay_bundle
-from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers import checkpoint
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.checkpoint import CheckpointError, list_checkpoints
@@ -219,7 +219,7 @@ def interrupt(monkeypatch, place):
             armed.clear()
             raise Interrupt
 
-    log, save, sample = MetricsFile.log, run_module.save_checkpoint, RolloutEngine.generate
+    log, save = MetricsFile.log, run_module.save_checkpoint
     learn, write = GRPOTrainer._learn, checkpoint.save_file
     seen = {"rollouts": 0, "saving": None}
 
@@ -242,7 +242,6 @@ def interrupt(monkeypatch, place):
 
     def learning(self, experience):
         seen["rollouts"] += 1
-        stop_if(where == "before learning" and seen["rollouts"] == step)
         metrics = learn(self, experience)
         stop_if(where == "after learning" and seen["rollouts"] == step)
         return metrics
@@ -251,7 +250,6 @@ def interrupt(monkeypatch, place):
     monkeypatch.setattr(run_module, "save_checkpoint", saving)
     monkeypatch.setattr(checkpoint, "save_file", writing)
     monkeypatch.setattr(GRPOTrainer, "_learn", learning)
-    monkeypatch.setattr(RolloutEngine, "generate", sample)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +257,6 @@ def interrupt(monkeypatch, place):
     [
         ("after log", 0),
         ("after save", 0),
-        ("before learning", 1),
         ("after log", 2),
         ("in save", 2),
         ("after save", 2),
@@ -267,7 +264,6 @@ def interrupt(monkeypatch, place):
         ("before log", 4),
         ("after log", 5),
         ("after log", 6),
-        ("in save", 6),
         ("after save", 6),
     ],
     ids=lambda place: " ".join(map(str, place)),
@@ -351,9 +347,7 @@ def test_resuming_in_another_environment_is_refused_by_name(tiny_run):
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
-def test_resuming_from_a_truncated_checkpoint_is_refused_and_loses_nothing(
-    tiny_run, lasting, file
-):
+def test_resuming_from_a_truncated_checkpoint_is_refused_and_loses_nothing(tiny_run, lasting, file):
     changes = {"training.save_every": 1}
     _, rows = tiny_run(**changes)
     newest = list_checkpoints(tiny_run.directory / "run" / "checkpoints")[-1]
@@ -391,67 +385,88 @@ from rl_consistency.trainers import checkpoint, run
 from rl_consistency.trainers.config import load_config
 from rl_consistency.trainers.tracking import MetricsFile
 
-recipe, mode, how = sys.argv[1:]
-log, save_file, saves = MetricsFile.log, checkpoint.save_file, []
+recipe, mode = sys.argv[1:]
+log, save_file = MetricsFile.log, checkpoint.save_file
 
 def log_and_die(self, step, metrics):
     log(self, step, metrics)
     if step == 5:
-        os.kill(os.getpid(), getattr(signal, how))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 def save_half_and_die(tensors, path, **given):
-    saves.append(path)
     save_file(tensors, path, **given)
     if "step_000004" in str(path) and path.name == "optimizer.safetensors":
         os.truncate(path, 1000)
-        os.kill(os.getpid(), getattr(signal, how))
+        os.kill(os.getpid(), signal.SIGKILL)
 
-if mode == "step":
+if mode == "in a step":
     MetricsFile.log = log_and_die
-elif mode == "save":
+else:
     checkpoint.save_file = save_half_and_die
-run.train(load_config(recipe), resume=mode == "resume")
+run.train(load_config(recipe))
 """
 
 
-def in_a_process(tiny_run, recipe, mode, how="SIGKILL"):
-    script = tiny_run.directory / "script.py"
+@pytest.mark.parametrize(("mode", "newest"), [("in a step", 4), ("in a save", 2)])
+def test_a_killed_process_is_resumed_by_another_as_if_never_killed(
+    tiny_run, lasting, whole_run, mode, newest
+):
+    summary, rows = uninterrupted(whole_run, tiny_run, lasting)
+    recipe, script = tiny_run.directory / "recipe.yaml", tiny_run.directory / "script.py"
+    recipe.write_text(yaml.safe_dump(tiny_run.tree(**LONG)))
     script.write_text(SCRIPT)
     paths = os.pathsep.join([str(ROOT), str(tiny_run.directory)])
-    return subprocess.run(
-        [sys.executable, script, recipe, mode, how],
+    killed = subprocess.run(
+        [sys.executable, script, recipe, mode],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
-
-
-@pytest.mark.parametrize(
-    ("mode", "how", "newest"),
-    [("step", "SIGKILL", 4), ("save", "SIGKILL", 2), ("step", "SIGINT", 4)],
-)
-def test_a_killed_process_is_resumed_as_if_never_killed(
-    tiny_run, lasting, whole_run, mode, how, newest
-):
-    summary, rows = uninterrupted(whole_run, tiny_run, lasting)
-    recipe = tiny_run.directory / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(tiny_run.tree(**LONG)))
-    killed = in_a_process(tiny_run, recipe, mode, how)
-    assert killed.returncode == -getattr(signal, how), killed.stderr[-2000:]
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     directory = tiny_run.directory / "run"
     assert list_checkpoints(directory / "checkpoints")[-1].name == f"step_{newest:06d}"
     assert not (directory / "summary.json").exists()
     assert len(read_metrics(directory / "metrics.jsonl")) > newest
-    if how == "SIGKILL" and mode == "step":
-        resumed = in_a_process(tiny_run, recipe, "resume")
-        assert resumed.returncode == 0, resumed.stderr[-2000:]
-        resumed_summary = json.loads((directory / "summary.json").read_text())
-        resumed_rows = read_metrics(directory / "metrics.jsonl")
-    else:
-        resumed_summary, resumed_rows = tiny_run(**LONG, resume=True)
+    resumed, resumed_rows = tiny_run(**LONG, resume=True)
     assert lasting(resumed_rows) == rows
-    assert lasting_summary(resumed_summary) == summary
+    assert lasting_summary(resumed) == summary
+
+
+def test_an_interrupt_from_the_keyboard_leaves_a_run_that_resumes(
+    tiny_run, lasting, whole_run, monkeypatch
+):
+    summary, rows = uninterrupted(whole_run, tiny_run, lasting)
+    real = MetricsFile.log
+
+    def log(self, step, metrics):
+        real(self, step, metrics)
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(MetricsFile, "log", log)
+        tiny_run(**LONG)
+    resumed, resumed_rows = tiny_run(**LONG, resume=True)
+    assert lasting(resumed_rows) == rows and lasting_summary(resumed) == summary
+
+
+def test_a_disk_that_fills_up_in_mid_run_costs_nothing_that_was_saved(
+    tiny_run, lasting, whole_run, monkeypatch
+):
+    summary, rows = uninterrupted(whole_run, tiny_run, lasting)
+    real = checkpoint.save_file
+
+    def full(tensors, path, **given):
+        if "step_000004" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(tensors, path, **given)
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="No space left"):
+        patched.setattr(checkpoint, "save_file", full)
+        tiny_run(**LONG)
+    resumed, resumed_rows = tiny_run(**LONG, resume=True)
+    assert lasting(resumed_rows) == rows and lasting_summary(resumed) == summary
 
 
 # Bad input.
@@ -554,8 +569,10 @@ def test_a_prompt_longer_than_the_context_is_named(tiny_run):
 def test_an_answer_too_long_for_the_warm_start_is_named(tiny_run):
     changes = from_file(tiny_run, **{"warm_start.steps": 1})
     Path(changes["data.path"]).write_text(
-        json.dumps({"question": "1+1=", "answer": "2"}) + "\n"
-        + json.dumps({"question": "2+2=", "answer": "4" * 61}) + "\n"
+        json.dumps({"question": "1+1=", "answer": "2"})
+        + "\n"
+        + json.dumps({"question": "2+2=", "answer": "4" * 61})
+        + "\n"
     )
     changes |= {"rollout.prompts_per_step": 1}
     with pytest.raises(DataError, match=r"example 1: prompt and answer have 66 tokens, .* 64"):

@@ -1,0 +1,234 @@
+import copy
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+
+from rl_consistency.models.patch import patch
+from rl_consistency.numerics.strict import strict
+from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.presets import PRESETS, build_preset
+from rl_consistency.parity.probe import probe_tokens
+
+LENGTHS = (9, 33, 21, 16)
+
+
+def sequences(model):
+    return probe_tokens(LENGTHS, model.config.vocab_size)
+
+
+def padded(tokens, side, extra=0):
+    width = max(map(len, tokens)) + extra
+    ids = torch.zeros(len(tokens), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i, sequence in enumerate(tokens):
+        start = width - len(sequence) if side == "left" else 0
+        ids[i, start : start + len(sequence)] = torch.tensor(sequence)
+        mask[i, start : start + len(sequence)] = 1
+    return ids, mask
+
+
+def packed(tokens):
+    flat = torch.tensor([[t for s in tokens for t in s]])
+    return flat, torch.cat([torch.arange(len(s)) for s in tokens])[None]
+
+
+def loss(logits, targets):
+    """A sum over tokens, so that the calls of a batch add up to the batch."""
+    chosen = logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    return -(chosen * 0.01)
+
+
+def gradients(model, calls):
+    """Gradients of all parameters over backward passes of `calls`, each (ids, options, mask)."""
+    model.zero_grad()
+    for ids, options, mask in calls:
+        per_token = loss(model(ids, **options).logits, ids)
+        per_token[mask].sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def call_forms(model):
+    tokens = sequences(model)
+    yield "single", [(torch.tensor([s]), {}, torch.ones(1, len(s)).bool()) for s in tokens]
+    for side, extra in (("left", 0), ("left", 5), ("right", 3)):
+        ids, mask = padded(tokens, side, extra)
+        yield f"{side} {extra}", [(ids, {"attention_mask": mask}, mask.bool())]
+    flat, positions = packed(tokens)
+    yield "packed", [(flat, {"position_ids": positions}, torch.ones_like(flat).bool())]
+    halves = []
+    for part in (tokens[:1], tokens[1:]):
+        ids, mask = padded(part, "left", 2)
+        halves.append((ids, {"attention_mask": mask}, mask.bool()))
+    yield "uneven", halves
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_gradients_through_logits_do_not_depend_on_the_form_of_the_batch(preset, dtype):
+    model = build_preset(preset, dtype)
+    with patch(model):
+        (_, expected), *others = [(name, gradients(model, c)) for name, c in call_forms(model)]
+        assert all(g.dtype == torch.float32 for g in expected.values())
+        for name, found in others:
+            assert first_difference(found, expected) is None, name
+
+
+@pytest.mark.parametrize("op", ["linear", "rms_norm", "embedding"])
+def test_stock_gradients_fail_the_same_check(op):
+    model = build_preset("tiny-llama")
+    with patch(model), strict(except_={op}):
+        (_, expected), *others = [(name, gradients(model, c)) for name, c in call_forms(model)]
+        assert any(first_difference(found, expected) is not None for _, found in others)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_are_those_of_the_stock_model_up_to_rounding(tied):
+    model = build_preset("tiny-qwen3" if tied else "tiny-llama")
+    stock = copy.deepcopy(model)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    calls = next(iter(call_forms(model)))[1]
+    with patch(model):
+        ours = gradients(model, calls)
+    for name, expected in gradients(stock, calls).items():
+        assert (ours[name] - expected).norm() <= 1e-4 * expected.norm(), name
+
+
+def activation_checkpointing(model, options):
+    """Newer transformers have another name for it, and warn on the old one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable(options)
+    if options["use_reentrant"]:
+        model.enable_input_require_grads()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-mistral"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_changes_no_byte(preset, dtype, use_reentrant):
+    model = build_preset(preset, dtype).train()
+    calls = dict(call_forms(model))["left 5"]
+    runs = []
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: runs.append(1))
+    with patch(model):
+        plain = gradients(model, calls)
+        assert len(runs) == 1
+        activation_checkpointing(model, {"use_reentrant": use_reentrant})
+        assert first_difference(gradients(model, calls), plain) is None
+        assert len(runs) == 3
+
+
+def test_optimizer_steps_between_backward_passes_start_afresh():
+    """Two steps of a tied model with zero_grad in both forms give the same weights."""
+    weights = []
+    for set_to_none in (True, False):
+        model = build_preset("tiny-qwen3")
+        calls = dict(call_forms(model))["packed"]
+        with patch(model):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            for _ in range(2):
+                for ids, options, mask in calls:
+                    loss(model(ids, **options).logits, ids)[mask].sum().backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+        weights.append({name: p.detach() for name, p in model.named_parameters()})
+    assert first_difference(*weights) is None
+
+
+def test_clipping_a_tied_gradient_between_backward_passes_is_refused():
+    model = build_preset("tiny-qwen3")
+    ids = torch.tensor([sequences(model)[1]])
+    with patch(model):
+        loss(model(ids).logits, ids).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(ValueError, match="tied parameter was changed between two backward"):
+            loss(model(ids).logits, ids).sum().backward()
+
+
+def test_frozen_parameters_receive_no_gradient():
+    model = build_preset("tiny-llama")
+    model.model.layers[0].requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(False)
+    ids = torch.tensor([sequences(model)[1]])
+    with patch(model):
+        loss(model(ids).logits, ids).sum().backward()
+        without = {name for name, p in model.named_parameters() if p.grad is None}
+    assert without == {name for name, p in model.named_parameters() if not p.requires_grad}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"past_key_values": object()}, "was given past_key_values"),
+        ({"use_cache": True}, "was given use_cache"),
+        ({"output_hidden_states": True}, "was given output_hidden_states"),
+        ({"output_attentions": True, "use_cache": True}, "given output_attentions, use_cache"),
+        ({"labels": torch.zeros(1, 3)}, "was given labels"),
+        ({"inputs_embeds": torch.zeros(1, 3, 96), "input_ids": None}, "given inputs_embeds"),
+        ({"input_ids": None}, "was given no input_ids"),
+        ({"logits_to_keep": torch.tensor([1])}, "logits_to_keep as a tensor"),
+        ({"attention_mask": torch.ones(1, 1, 3, 3)}, "4-D and blockwise masks"),
+        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "has a hole"),
+    ],
+)
+def test_what_the_patched_forward_cannot_honour_is_refused(options, message):
+    model = build_preset("tiny-llama")
+    given = {"input_ids": torch.tensor([[1, 2, 3]])} | options
+    with patch(model), pytest.raises(ValueError, match=message):
+        model(**given)
+
+
+def test_the_decoder_alone_refuses_the_same():
+    model = build_preset("tiny-llama")
+    with patch(model), pytest.raises(ValueError, match=r"given use_cache.*RolloutEngine"):
+        model.model(torch.tensor([[1, 2, 3]]), use_cache=True)
+
+
+def test_generation_with_a_cache_is_refused_while_patched():
+    model = build_preset("tiny-llama")
+    ids = torch.tensor([[1, 2, 3]])
+    with patch(model), pytest.raises(ValueError, match="for decoding with a cache|past_key_values"):
+        model.generate(ids, max_new_tokens=2, do_sample=False)
+    assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] >= 4
+
+
+def test_harmless_options_are_accepted():
+    model = build_preset("tiny-llama")
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with patch(model), torch.no_grad():
+        whole = model(ids, use_cache=False, past_key_values=None, return_dict=True).logits
+        (tuple_logits,) = model(ids, return_dict=False)
+        last = model(ids, logits_to_keep=2).logits
+        hidden = model.model(ids).last_hidden_state
+    assert first_difference({"": tuple_logits}, {"": whole}) is None
+    assert first_difference({"": last}, {"": whole[:, -2:]}) is None
+    assert hidden.shape == (1, 4, 96)
+
+
+def test_a_token_outside_the_vocabulary_is_refused():
+    model = build_preset("tiny-llama")
+    with patch(model), pytest.raises(ValueError, match=r"token ids span \[0, 331\], the table has"):
+        model(torch.tensor([[1, 331]]))
+
+
+def test_qk_norm_folds_by_tokens_with_all_their_heads():
+    model = build_preset("tiny-qwen3")
+    with patch(model):
+        attention = model.model.layers[0].self_attn
+        assert attention.q_norm.rows_per_token == 4
+        assert attention.k_norm.rows_per_token == 2
+        assert model.model.norm.rows_per_token == 1
+
+
+def test_a_patched_model_is_not_kept_alive_by_its_patch():
+    model = build_preset("tiny-llama")
+    alive = weakref.ref(model)
+    patch(model)
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    del model
+    gc.collect()
+    assert alive() is None

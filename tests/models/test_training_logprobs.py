@@ -1,0 +1,210 @@
+"""rl_consistency.token_logprobs (the op of the same name is tested with the kernels)."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from rl_consistency.models.packing import PackedBatch
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.numerics.strict import strict
+from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.gradients import lay_out
+from rl_consistency.parity.presets import PRESETS, build_preset
+from rl_consistency.parity.probe import probe_tokens
+
+LENGTHS = (9, 33, 2, 47)
+PROMPTS = [3, 16, 1, 46]
+LAYOUTS = ("packed", "packed_with_gaps", "left_padded", "right_padded")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+SETTINGS = [
+    Sampling(),
+    Sampling(temperature=0.7, top_p=0.95),
+    Sampling(top_k=20),
+    Sampling(min_p=0.01),
+]
+
+
+def sequences(model):
+    return probe_tokens(LENGTHS, model.config.vocab_size)
+
+
+def same_bytes(a, b):
+    return first_difference({"": a}, {"": b}) is None
+
+
+def step(model, scored):
+    """One backward pass: values and gradients."""
+    model.zero_grad()
+    finite = scored.logprobs.masked_fill(~torch.isfinite(scored.logprobs), 0.0)
+    (finite.sum() + 0.1 * scored.entropy.sum()).backward()
+    values = {"logprobs": scored.logprobs.detach(), "entropy": scored.entropy.detach()}
+    return values | {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.fixture
+def model():
+    model = build_preset("tiny-qwen3")
+    with patch(model):
+        yield model
+
+
+def test_scores_are_the_logprobs_of_the_next_tokens(model):
+    scored = token_logprobs(model, sequences(model), prompt_lengths=PROMPTS)
+    assert scored.lengths == [6, 17, 1, 1]
+    for s, prompt, ours in zip(sequences(model), PROMPTS, scored.split(), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([s])).logits[0, prompt - 1 : -1].double()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(s[prompt:])[:, None])[:, 0]
+        assert torch.allclose(ours.double(), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_layout_gives_the_same_bytes_and_gradients(preset, dtype):
+    model = build_preset(preset, dtype)
+    options = {"prompt_lengths": PROMPTS, "sampling": SETTINGS}
+    with patch(model):
+        expected = step(model, token_logprobs(model, sequences(model), **options))
+        for layout in LAYOUTS:
+            inputs, mask = lay_out(sequences(model), layout)
+            scored = token_logprobs(model, inputs, attention_mask=mask, **options)
+            assert first_difference(step(model, scored), expected) is None, layout
+
+
+def test_a_sequence_does_not_depend_on_the_others(model):
+    whole = token_logprobs(model, sequences(model), prompt_lengths=PROMPTS, sampling=SETTINGS)
+    for i, s in enumerate(sequences(model)):
+        alone = token_logprobs(model, [s], prompt_lengths=[PROMPTS[i]], sampling=SETTINGS[i])
+        assert same_bytes(alone.logprobs, whole.split()[i])
+
+
+def test_scoring_more_tokens_changes_none(model):
+    whole = token_logprobs(model, sequences(model), prompt_lengths=[1] * 4).split()
+    some = token_logprobs(model, sequences(model), prompt_lengths=PROMPTS).split()
+    for prompt, many, few in zip(PROMPTS, whole, some, strict=True):
+        assert same_bytes(many[prompt - 1 :], few)
+
+
+def test_a_loss_mask_scores_the_same_tokens_in_every_form(model):
+    tokens = sequences(model)
+    masks = [[i >= p and i % 3 != 1 for i in range(len(s))] for s, p in zip(tokens, PROMPTS)]
+    masks[2] = [False, False]
+    expected = token_logprobs(model, tokens, loss_mask=masks)
+    assert expected.lengths == [sum(m) for m in masks]
+    every = token_logprobs(model, tokens, prompt_lengths=[1] * 4).split()
+    chosen = [e[torch.tensor(m[1:])] for e, m in zip(every, masks, strict=True)]
+    assert same_bytes(expected.logprobs, torch.cat(chosen))
+    for layout in ("left_padded", "right_padded"):
+        ids, attention = lay_out(tokens, layout)
+        padded_mask = torch.zeros_like(ids)
+        padded_mask[attention.bool()] = torch.tensor([x for m in masks for x in m]).long()
+        scored = token_logprobs(model, ids, attention_mask=attention, loss_mask=padded_mask)
+        assert same_bytes(scored.logprobs, expected.logprobs)
+
+
+def test_one_sampling_for_all_is_that_sampling_for_each(model):
+    one = token_logprobs(model, sequences(model), prompt_lengths=PROMPTS, sampling=SETTINGS[1])
+    each = token_logprobs(
+        model, sequences(model), prompt_lengths=PROMPTS, sampling=[SETTINGS[1]] * 4
+    )
+    plain = token_logprobs(model, sequences(model), prompt_lengths=PROMPTS)
+    assert same_bytes(one.logprobs, each.logprobs)
+    assert not same_bytes(one.logprobs, plain.logprobs)
+
+
+def test_a_packed_batch_and_a_full_tensor_are_taken_as_they_are(model):
+    tokens = [s[:9] for s in sequences(model) if len(s) >= 9]
+    expected = token_logprobs(model, tokens, prompt_lengths=[3] * 3).logprobs
+    batch = PackedBatch.from_sequences(tokens)
+    assert same_bytes(token_logprobs(model, batch, prompt_lengths=[3] * 3).logprobs, expected)
+    full = torch.tensor(tokens)
+    assert same_bytes(token_logprobs(model, full, prompt_lengths=[3] * 3).logprobs, expected)
+
+
+def test_a_sequence_that_is_all_prompt_scores_nothing(model):
+    scored = token_logprobs(model, sequences(model), prompt_lengths=[9, 16, 2, 46])
+    assert scored.lengths == [0, 17, 0, 1] and len(scored.logprobs) == 18
+    assert len(scored.split()[0]) == 0
+
+
+def test_bad_calls_are_refused(model):
+    tokens = sequences(model)
+    with pytest.raises(ValueError, match="exactly one of prompt_lengths and loss_mask"):
+        token_logprobs(model, tokens)
+    with pytest.raises(ValueError, match="exactly one of prompt_lengths and loss_mask"):
+        token_logprobs(model, tokens, prompt_lengths=PROMPTS, loss_mask=[[False]])
+    with pytest.raises(ValueError, match="3 prompt_lengths for 4 sequences"):
+        token_logprobs(model, tokens, prompt_lengths=[1, 1, 1])
+    for bad in (0, 10):
+        with pytest.raises(ValueError, match=rf"prompt_lengths\[0\] is {bad}.*1 to 9"):
+            token_logprobs(model, tokens, prompt_lengths=[bad, 1, 1, 1])
+    with pytest.raises(ValueError, match="no token is scored"):
+        token_logprobs(model, tokens, prompt_lengths=list(LENGTHS))
+    with pytest.raises(ValueError, match="2 sampling parameters for 4 sequences"):
+        token_logprobs(model, tokens, prompt_lengths=PROMPTS, sampling=SETTINGS[:2])
+    with pytest.raises(ValueError, match="attention_mask goes with a padded tensor"):
+        token_logprobs(model, tokens, prompt_lengths=PROMPTS, attention_mask=torch.ones(4, 47))
+    with pytest.raises(ValueError, match="cannot pack .*none may be empty"):
+        token_logprobs(model, [[1, 2], []], prompt_lengths=[1, 1])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [[False, True]] * 4,
+        [[True] + [False] * (n - 1) for n in LENGTHS],
+        [[False] * n for n in LENGTHS[:3]],
+    ],
+    ids=["too short", "first token", "too few"],
+)
+def test_a_loss_mask_that_does_not_fit_is_refused(model, mask):
+    with pytest.raises(ValueError, match=r"loss_mask (0|has 3) .*entries for (9 tokens|4 seq)"):
+        token_logprobs(model, sequences(model), loss_mask=mask)
+
+
+def test_a_padded_loss_mask_of_another_shape_is_refused(model):
+    ids, attention = lay_out(sequences(model), "left_padded")
+    for mask in (torch.ones(4, 5), torch.ones_like(ids)[:, 1:]):
+        with pytest.raises(ValueError, match=r"loss_mask \(4, \d+\) does not fit the batch"):
+            token_logprobs(model, ids, attention_mask=attention, loss_mask=mask)
+
+
+def test_an_unpatched_model_is_refused():
+    model = build_preset("tiny-llama")
+    with pytest.raises(ValueError, match=r"not patched; call rl_consistency.patch\(model\) first"):
+        token_logprobs(model, [[1, 2, 3]], prompt_lengths=[1])
+    refused = pytest.raises(ValueError, match="not patched")
+    with patch(model) as session, session.stock(), refused:
+        token_logprobs(model, [[1, 2, 3]], prompt_lengths=[1])
+
+
+@pytest.mark.parametrize("sampling", SETTINGS)
+def test_the_stock_path_scores_the_same_support_up_to_rounding(model, sampling):
+    options = {"prompt_lengths": PROMPTS, "sampling": sampling}
+    ours = token_logprobs(model, sequences(model), **options)
+    with strict(except_={"token_logprobs"}):
+        stock = token_logprobs(model, sequences(model), **options)
+    inside = torch.isfinite(ours.logprobs)
+    assert torch.equal(inside, torch.isfinite(stock.logprobs))
+    assert torch.allclose(stock.logprobs[inside], ours.logprobs[inside], atol=1e-4)
+    assert torch.allclose(stock.entropy, ours.entropy, atol=1e-3)
+
+
+def test_the_stock_path_fails_the_bytewise_check():
+    model = build_preset("tiny-qwen3", torch.bfloat16)
+    with patch(model):
+        ours = token_logprobs(model, sequences(model), prompt_lengths=PROMPTS)
+        with strict(False):
+            stock = token_logprobs(model, sequences(model), prompt_lengths=PROMPTS)
+    assert not same_bytes(ours.logprobs, stock.logprobs)

@@ -1,0 +1,164 @@
+import pytest
+import torch
+
+from rl_consistency.models.patch import patch
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.strict import strict
+from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.gradients import (
+    REGROUPINGS,
+    WHOLE,
+    GradientReport,
+    Regrouping,
+    RegroupingResult,
+    check_gradients,
+    lay_out,
+)
+from rl_consistency.parity.presets import PRESETS, build_preset
+from rl_consistency.parity.probe import probe_tokens
+
+LENGTHS = (20, 9, 33, 16, 41)
+PROMPTS = [5, 3, 16, 1, 7]
+TOTAL = sum(n - p for n, p in zip(LENGTHS, PROMPTS, strict=True))
+
+
+def global_loss(scored, group):
+    """Weights from the count of the whole batch."""
+    weights = torch.cat(
+        [torch.full((n,), 0.5 + 0.1 * i) for i, n in zip(group, scored.lengths, strict=True)]
+    )
+    return -((scored.logprobs + 0.01 * scored.entropy) * weights).sum() / TOTAL
+
+
+def check(model, loss=global_loss, **options):
+    sequences = probe_tokens(LENGTHS, model.config.vocab_size)
+    return check_gradients(model, sequences, prompt_lengths=PROMPTS, loss=loss, **options)
+
+
+def test_groups_repeat_their_sizes_and_cut_the_last():
+    assert list(Regrouping("uneven", (1, 2)).groups(4)) == [[0], [1, 2], [3]]
+    assert list(Regrouping("uneven", (3, 1)).groups(6)) == [[0, 1, 2], [3], [4, 5]]
+    assert list(WHOLE.groups(3)) == [[0, 1, 2]]
+    assert list(WHOLE.groups(0)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_regrouping_gives_the_same_bytes(preset, dtype):
+    model = build_preset(preset, dtype)
+    with patch(model):
+        report = check(model)
+    assert report.passed and report.first_parameter is None
+    assert [r.name for r in report.results] == [r.name for r in REGROUPINGS]
+    assert report.elements == sum(p.numel() for p in model.parameters())
+    report.require_passed()
+
+
+def test_gradients_and_weights_are_left_as_they_were():
+    model = build_preset("tiny-qwen3")
+    with patch(model):
+        model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        before = {name: g.clone() for name, g in gradients.items()}
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        check(model, regroupings=REGROUPINGS[:1])
+        assert all(p.grad is gradients[name] for name, p in model.named_parameters())
+        assert first_difference(gradients, before) is None
+        assert (
+            first_difference({n: p.detach() for n, p in model.named_parameters()}, weights) is None
+        )
+
+
+def test_absent_gradients_stay_absent_even_when_the_loss_raises():
+    model = build_preset("tiny-llama")
+
+    def broken(scored, group):
+        if len(group) == 1:
+            raise RuntimeError("stop")
+        return scored.logprobs.sum()
+
+    with patch(model), pytest.raises(RuntimeError, match="stop"):
+        check(model, broken)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_training_goes_on_after_a_check(set_to_none):
+    """A check between zero_grad and the next step leaves that step's bytes alone."""
+    results = []
+    for checked in (False, True):
+        model = build_preset("tiny-qwen3")
+        with patch(model):
+            model(torch.tensor([[4, 5, 6]])).logits.sum().backward()
+            model.zero_grad(set_to_none=set_to_none)
+            if checked:
+                check(model, regroupings=REGROUPINGS[:1])
+            model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+            results.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert first_difference(*results) is None
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-llama"])
+@pytest.mark.parametrize("options", [{"enabled": False}, {"except_": {"linear"}}])
+def test_stock_gradients_fail(preset, options):
+    model = build_preset(preset)
+    with patch(model), strict(**options):
+        report = check(model)
+    assert not report.passed and report.mismatched_elements > 0
+    assert report.first_parameter in dict(model.named_parameters())
+    with pytest.raises(ConsistencyError, match=r"gradients depend on how the batch was cut: '"):
+        report.require_passed()
+
+
+def test_weights_from_the_micro_batch_fail():
+    """The usual slip: a mean over the tokens at hand."""
+    model = build_preset("tiny-llama")
+    with patch(model):
+        report = check(model, lambda scored, group: scored.logprobs.mean())
+    assert [r.name for r in report.results if r.mismatched_elements == 0] == ["right-padded"]
+
+
+def test_another_order_of_sequences_fails():
+    """What the fold does not promise: a batch in another logical order."""
+    model = build_preset("tiny-llama")
+    sequences = probe_tokens(LENGTHS, model.config.vocab_size)
+    gradients = []
+    with patch(model):
+        for order in (range(5), reversed(range(5))):
+            model.zero_grad()
+            batch, _ = lay_out([sequences[i] for i in order], "packed")
+            model.model.packed_forward(
+                batch.input_ids, batch.position_ids, batch.layout
+            ).sum().backward()
+            gradients.append(model.model.norm.weight.grad.clone())
+    assert first_difference({"": gradients[0]}, {"": gradients[1]}) is not None
+
+
+@pytest.mark.parametrize("layout", ["left_padded", "right_padded"])
+def test_padded_layouts_hold_every_token_once(layout):
+    ids, mask = lay_out([[5, 6], [7, 8, 9]], layout)
+    assert ids.shape == mask.shape == (2, 6)
+    assert ids[mask.bool()].tolist() == [5, 6, 7, 8, 9]
+    assert bool(mask[0, -1]) == (layout == "left_padded")
+
+
+def test_packed_layouts_differ_in_their_gaps():
+    plain, mask = lay_out([[5, 6], [7]], "packed")
+    gaps, _ = lay_out([[5, 6], [7]], "packed_with_gaps")
+    assert mask is None
+    assert plain.layout.query_starts == [0, 16] and gaps.layout.query_starts == [16, 48]
+
+
+def test_the_report_adds_up_and_names_the_first():
+    report = GradientReport(
+        (
+            RegroupingResult("a", 0, None),
+            RegroupingResult("b", 2, "lm_head.weight"),
+            RegroupingResult("c", 3, "model.norm.weight"),
+        ),
+        10,
+    )
+    assert report.mismatched_elements == 5 and not report.passed
+    assert report.first_parameter == "lm_head.weight"
+    with pytest.raises(ConsistencyError, match=r"'b' differs .* 2 of 10 .* in lm_head.weight"):
+        report.require_passed()
