@@ -40,6 +40,7 @@ from rl_consistency.kernels.reduction_order import ReductionOrder
 from rl_consistency.kernels.row_reduction import tree_sum
 
 MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 16
 GATHER_BYTES = 64 << 20
 """Upper bound on the fp32 keys gathered at a time; neutral to the bits."""
 
@@ -127,7 +128,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, window: int
             f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; k and v are "
             "alike, head_dim is shared, and query heads are a multiple of key heads."
         )
-    if head_dim % 16 or head_dim > MAX_HEAD_DIM:
+    if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
         raise ValueError(
             f"attention: head_dim {head_dim}; allowed: multiples of 16 up to {MAX_HEAD_DIM}."
         )

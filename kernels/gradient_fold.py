@@ -75,12 +75,15 @@ class GradientBuffer:
     (tied embeddings) has one buffer per use, so that the fold of one use is never interrupted by
     the other's tokens; `parameter.grad` is then the sum of the buffers in the order of the uses and
     is written anew after every backward pass. `optimizer.zero_grad()` starts all of them afresh.
+    While a use is on its stock path (`on_stock_path`), autograd adds to `parameter.grad` behind our
+    back, nothing is promised about its bits, and all uses fold into it directly.
     """
 
     def __init__(self, parameter: nn.Parameter, siblings: list[GradientBuffer] | None = None):
         self.parameter = parameter
         self._siblings = [] if siblings is None else siblings
         self._siblings.append(self)
+        self.on_stock_path = False
         self._own: Tensor | None = None
         self._published: tuple[Tensor, int] | None = None
 
@@ -107,7 +110,7 @@ class GradientBuffer:
                 f"the gradient present is {parameter.grad.dtype}; the fold continues fp32 only. "
                 "Call optimizer.zero_grad(set_to_none=True) after patch()."
             )
-        if len(self._siblings) == 1:
+        if not self._separate:
             return parameter.grad
         self._check_published(parameter.grad)
         if self._own is None:
@@ -116,7 +119,7 @@ class GradientBuffer:
 
     def commit(self) -> None:
         """Publish the sum of all uses as `parameter.grad`."""
-        if len(self._siblings) == 1:
+        if not self._separate:
             return
         gradient = self.parameter.grad
         assert gradient is not None
@@ -127,6 +130,11 @@ class GradientBuffer:
         stamp = (gradient, gradient._version)
         for buffer in self._siblings:
             buffer._published = stamp
+
+    @property
+    def _separate(self) -> bool:
+        """Whether uses are kept apart: not for one use, nor beside autograd's own additions."""
+        return len(self._siblings) > 1 and not any(b.on_stock_path for b in self._siblings)
 
     def _start_afresh(self) -> None:
         for buffer in self._siblings:

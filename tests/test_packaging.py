@@ -75,12 +75,21 @@ def test_ci_runs_what_a_developer_runs():
 def test_the_wheel_holds_every_file_of_every_room_once(wheel):
     packed = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")]
     rooms = {room: (ROOT / "rl_consistency" / room).resolve() for room in ROOMS}
-    expected = ["rl_consistency/__init__.py"] + [
+    expected = ["rl_consistency/__init__.py", "rl_consistency/__main__.py"] + [
         f"rl_consistency/{room}/{file.relative_to(folder)}"
         for room, folder in rooms.items()
         for file in folder.glob("**/*.py")
     ]
     assert sorted(packed) == sorted(expected)
+
+
+def test_the_wheel_brings_every_recipe(wheel):
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".yaml")}
+    recipes = ROOT / "recipes"
+    shipped = {
+        f"rl_consistency/recipes/{file.relative_to(recipes)}" for file in recipes.rglob("*.yaml")
+    }
+    assert packed == shipped and shipped
 
 
 def test_the_wheel_declares_its_command_and_licence(wheel):

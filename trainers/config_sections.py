@@ -420,7 +420,7 @@ class ConsistencySection(Section):
     """Measure the drift of the stock path on the same tokens every this many steps; 0 = never."""
 
     on_drift: Literal["raise", "warn", "record"] = "raise"
-    """What a differing logprob or gradient does, after the replay bundle is saved."""
+    """What a differing logprob or gradient does; differing tokens are saved for replay first."""
 
 
 class WandbSection(Section):

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from uuid import uuid4
 
 import torch
 from accelerate import Accelerator
@@ -142,6 +143,7 @@ class _Run:
         self.model = self.accelerator.prepare(self.model)
         self.fingerprint = fingerprint(config.run.device)
         self.warm_start_loss = float("nan")
+        self.wandb_run_id = uuid4().hex[:8]
         self.warm_start_targets = self._warm_start_targets()
 
     def begin(self) -> int:
@@ -202,6 +204,7 @@ class _Run:
             schedule=self.optimizer.schedule_state(),
             totals=self.hook.state_dict(),
             extra={
+                "wandb_run_id": self.wandb_run_id,
                 "warm_start_loss": self.warm_start_loss,
                 "reference_digest": None
                 if self.reference is None
@@ -228,6 +231,7 @@ class _Run:
                     name=tracking.wandb.name or run.name,
                     config=self.config.model_dump(mode="json"),
                     mode=tracking.wandb.mode,
+                    run_id=self.wandb_run_id,
                 )
             )
         return trackers
@@ -303,6 +307,7 @@ class _Run:
         self.optimizer.load(checkpoint.optimizer, checkpoint.schedule)
         self.hook.load_state_dict(checkpoint.totals)
         self.warm_start_loss = checkpoint.extra["warm_start_loss"]
+        self.wandb_run_id = checkpoint.extra["wandb_run_id"]
 
     def _data(self) -> tuple[PromptSet, PromptSet | None]:
         data, seed = self.config.data, self.config.run.seed

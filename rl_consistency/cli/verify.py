@@ -140,7 +140,7 @@ def _verdict(rows: Sequence[Result]) -> str:
 
 def _varied(rows: Sequence[Result]) -> str:
     figures = [r.figure for r in rows if r.figure is not None]
-    return rows[0].what + (f", at most {max(figures):.2f}" if figures else "")
+    return rows[0].what + (f": {max(figures):.2f} x stock" if figures else "")
 
 
 def _scopes(rows: Sequence[Result]) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rl_consistency.kernels.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.kernels.operand import DTYPES
 from rl_consistency.models.modules import (
     CanonicalAttention,
@@ -124,6 +125,12 @@ def check_config(config: PreTrainedConfig) -> None:
     if other_layers:
         problems.append(
             f"layer types {', '.join(other_layers)} (covered: {', '.join(LAYER_TYPES)})"
+        )
+    heads: int = config.num_attention_heads
+    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
+        problems.append(
+            f"head_dim {head_dim} (covered: multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM})"
         )
     if getattr(config, "hidden_act", "silu") not in ACTIVATIONS:
         problems.append(f"hidden_act {config.hidden_act!r} (covered: {', '.join(ACTIVATIONS)})")

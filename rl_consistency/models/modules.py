@@ -45,6 +45,13 @@ class CanonicalModule(nn.Module):
     op: str = ""
     """The op this module runs in, by its name in `numerics.strict.OPS`; empty for containers."""
 
+    def canonical(self) -> bool:
+        """Whether the module runs in its canonical order here; tells its gradient buffers."""
+        chosen = is_canonical(self.op)
+        for buffer in self._gradient_buffers.values():
+            buffer.on_stock_path = not chosen
+        return chosen
+
     def gradient_buffer(self, name: str) -> GradientBuffer | None:
         """The buffer of one of the module's own parameters.
 
@@ -67,7 +74,7 @@ class CanonicalLinear(CanonicalModule):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        if not is_canonical("linear"):
+        if not self.canonical():
             return super().forward(input)
         return linear(
             input,
@@ -87,7 +94,7 @@ class CanonicalRMSNorm(CanonicalModule):
     """Heads of one token when the norm is per head (qk-norm)."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if not is_canonical("rms_norm"):
+        if not self.canonical():
             return super().forward(hidden_states)
         return rms_norm(
             hidden_states,
@@ -105,7 +112,7 @@ class CanonicalEmbedding(CanonicalModule):
     padding_idx: int | None
 
     def forward(self, input: Tensor) -> Tensor:
-        if not is_canonical("embedding"):
+        if not self.canonical():
             return super().forward(input)
         return embedding(
             input,
@@ -157,7 +164,7 @@ class CanonicalMLP(CanonicalModule):
     down_proj: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        if not is_canonical("glu"):
+        if not self.canonical():
             return super().forward(x)
         return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), self.activation))
 

@@ -88,7 +88,10 @@ def token_logprobs(
     hidden = packed_hidden_states(model, batch)
     rows, targets, kept = _scored_rows(batch, lens, scored)
     parameters = _sampling_rows(sampling, lens, rows.owner)
-    scorer = _canonical_scores if is_canonical("token_logprobs") else _stock_scores
+    canonical = is_canonical("token_logprobs")
+    if (head := lm_head_gradient(model)) is not None:
+        head.on_stock_path = not canonical
+    scorer = _canonical_scores if canonical else _stock_scores
     logprobs, entropy = scorer(model, hidden[rows.index], targets, parameters)
     lengths = [int(mask.sum()) for mask in scored]
     return TokenLogprobs(logprobs[kept], entropy[kept], lengths)

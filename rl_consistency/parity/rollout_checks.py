@@ -56,9 +56,11 @@ class RolloutProbe:
     @classmethod
     def of(cls, chain: Chain, max_tokens: int) -> RolloutProbe:
         """Prompts for a chain's model: the first two begin alike, the last repeats the fourth."""
-        prompts = probe_tokens(PROMPT_LENGTHS, chain.config.vocab_size, seed=3)
+        room = chain.config.max_position_embeddings - max_tokens
+        lengths = [min(n, room) for n in PROMPT_LENGTHS]
+        prompts = probe_tokens(lengths, chain.config.vocab_size, seed=3)
         prompts[1] = [*prompts[0][:33], *prompts[1][33:]]
-        prompts[7] = [*prompts[3], *prompts[7][65:]]
+        prompts[7] = [*prompts[3], *prompts[7][len(prompts[3]) :]]
         return cls(
             prompts,
             [

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -173,7 +174,12 @@ def directory_targets(directory: Path, dtypes: Sequence[torch.dtype], sweep: Swe
 
 
 def _load(directory: Path, dtype: torch.dtype) -> nn.Module:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    except SafetensorError as error:
+        raise ValueError(
+            f"the weights in {directory} are damaged ({error}); save them again."
+        ) from error
     return model.eval()
 
 
@@ -191,7 +197,7 @@ def op_checks_in(dtype: torch.dtype, sweep: Sweep) -> list[Check]:
         )
         for claim, subject, what, body in OP_CHECKS
     ]
-    what = "error against fp64, stock = 1"
+    what = "values, gradients"
     return checks + [
         _check("C6", subject, what, lambda tally, body=body: body(tally, dtype), scope=scope)
         for subject, body in _ACCURACY

@@ -1,0 +1,161 @@
+"""`rl-consistency verify`: options, tables, JSON, statuses."""
+
+import json
+from contextlib import nullcontext
+
+import pytest
+import torch
+from rich.console import Console
+
+from rl_consistency.cli.main import main
+from rl_consistency.cli.verify import claims_tables, mutants_table
+from rl_consistency.parity import mutants, perturbations, verify
+from rl_consistency.parity.claims import Result
+from rl_consistency.parity.mutants import Mutant, MutantResult
+from rl_consistency.parity.sweep import QUICK
+
+
+def result(**changes):
+    values = {
+        "claim": "C1",
+        "subject": "linear",
+        "scope": "fp32",
+        "what": "rows",
+        "cases": 1200,
+        "mismatches": 0,
+        "passed": True,
+        "detail": "",
+        "figure": None,
+        "seconds": 0.1,
+    }
+    return Result(**(values | changes))
+
+
+RED = result(scope="bf16", mismatches=7, passed=False, detail="batch 8: row [3]: 1.0 against 2.0")
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Stands in for the checks: records the targets, gives back the prepared results."""
+
+    class Runs:
+        targets = None
+        results = (result(),)
+
+    def run_checks(targets, **callbacks):
+        Runs.targets = targets
+        return list(Runs.results)
+
+    monkeypatch.setattr(verify, "run_checks", run_checks)
+    return Runs
+
+
+def printed(*tables):
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    for table in tables:
+        console.print(table)
+    return console.export_text()
+
+
+def test_green_is_status_0_and_red_is_status_1_with_the_place(runs, capsys):
+    assert main(["verify"]) == 0
+    assert "1 of 1 checks passed, 1,200 comparisons" in " ".join(capsys.readouterr().out.split())
+    runs.results = (result(), RED)
+    assert main(["verify"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "C1 linear (bf16): batch 8: row [3]: 1.0 against 2.0" in shown
+    assert "1 of 2 checks passed" in shown
+
+
+def test_json_holds_every_result_and_the_fingerprint(runs, tmp_path):
+    runs.results = (result(), RED)
+    file = tmp_path / "verify.json"
+    assert main(["verify", "--json", str(file)]) == 1
+    content = json.loads(file.read_text())
+    assert content["passed"] is False
+    assert [r["mismatches"] for r in content["results"]] == [0, 7]
+    assert len(content["fingerprint"]["digest"]) == 64
+    assert content["fingerprint"]["entries"]["torch"] == torch.__version__
+
+
+def test_options_choose_the_targets(runs, tmp_path):
+    main(["verify", "--preset", "tiny-llama", "--dtype", "float16", "--quick"])
+    (target,) = runs.targets
+    assert (target.name, target.dtype, target.sweep) == ("tiny-llama", torch.float16, QUICK)
+    main(["verify", "--quick"])
+    assert len(runs.targets) == 8
+    verify.build_preset("tiny-qwen2").save_pretrained(tmp_path / "policy")
+    main(["verify", "--model", str(tmp_path / "policy")])
+    assert [t.name for t in runs.targets] == ["policy"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--preset", "tiny-gpt"], "unknown preset 'tiny-gpt'"),
+        (["--model", "/absent"], "/absent is not a directory"),
+        (["--dtype", "float8_e4m3fn"], "fp8 has none"),
+        (["--device", "tpu"], "no device"),
+        (["--device", "meta"], "no schedule for meta"),
+        (["--json", "/absent/x.json"], "not a file in an existing directory"),
+        (["--mutants", "--preset", "tiny-llama", "--quick"], "leave out --preset --quick"),
+    ],
+)
+def test_bad_input_is_one_message_and_status_2(runs, capsys, options, message):
+    assert main(["verify", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert runs.targets is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_missing_gpu_is_named(runs, capsys):
+    assert main(["verify", "--device", "cuda"]) == 2
+    assert "no CUDA device is available" in capsys.readouterr().err
+
+
+def test_an_unsupported_architecture_is_named(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "opt"}')
+    assert main(["verify", "--model", str(tmp_path)]) == 2
+    assert "architecture 'opt' is not covered" in capsys.readouterr().err
+
+
+def test_the_tables_fit_a_narrow_terminal_and_keep_every_subject():
+    c6 = result(claim="C6", subject="token_logprobs", figure=1.031, what="values")
+    models = [result(subject="chain, packed", scope=f"tiny-{m} fp32") for m in ("a", "b")]
+    shown = printed(*claims_tables([result(), RED, *models, c6]))
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("RED" in line and "linear" in line and "2,400" in line for line in lines)
+    assert any("chain, packed" in line and "2 models fp32" in line for line in lines)
+    assert any("token_logprobs" in line and "1.03 x stock" in line for line in lines)
+
+
+def test_a_surviving_mutant_is_shown_and_fails(monkeypatch, capsys, tmp_path):
+    caught = Mutant(
+        name="caught",
+        what="embeddings depend on the call",
+        perturb=perturbations.embedding_quantized_per_call,
+        caught_by=("C1 embedding",),
+    )
+    harmless = Mutant(name="harmless", what="-", perturb=nullcontext, caught_by=("C1 embedding",))
+    monkeypatch.setattr(mutants, "MUTANTS", (caught,))
+    assert main(["verify", "--mutants"]) == 0
+    assert "1 of 1 mutants caught" in capsys.readouterr().out
+    monkeypatch.setattr(mutants, "MUTANTS", (caught, harmless))
+    file = tmp_path / "mutants.json"
+    assert main(["verify", "--mutants", "--json", str(file)]) == 1
+    assert "SURVIVED" in capsys.readouterr().out
+    content = json.loads(file.read_text())
+    assert [m["killed"] for m in content["mutants"]] == [True, False]
+    assert content["passed"] is False
+
+
+def test_the_mutants_table_names_the_check_that_noticed():
+    mutant = Mutant(
+        name="split K", what="two halves", perturb=nullcontext, caught_by=("C1 linear",)
+    )
+    shown = printed(mutants_table([MutantResult(mutant=mutant, results=(RED,))]))
+    assert "C1 linear (7 of 1200)" in " ".join(shown.split())
+    assert "caught" in shown

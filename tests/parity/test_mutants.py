@@ -1,0 +1,63 @@
+"""Every negative control turns its checks red, every check has one, and nothing stays behind."""
+
+import sys
+
+import pytest
+import torch
+
+from rl_consistency.parity.mutants import MUTANTS, Mutant, run_controls, run_mutant
+from rl_consistency.parity.sweep import QUICK
+from rl_consistency.parity.verify import CHAIN_CHECKS, op_checks_in, process_checks
+
+
+def bindings():
+    """What every name in every loaded module and class of the package is bound to."""
+    found = {}
+    for path, module in list(sys.modules.items()):
+        if path.startswith("rl_consistency."):
+            for name, value in vars(module).items():
+                if name.startswith("__"):
+                    continue
+                found[path, name] = value
+                if isinstance(value, type) and value.__module__ == path:
+                    found |= {(path, name, own): v for own, v in vars(value).items()}
+    return found
+
+
+def changed(before, after):
+    return [key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_the_mutant_is_caught(mutant):
+    result = run_mutant(mutant)
+    assert result.killed, result.survivors
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_the_mutant_is_undone_on_an_error(mutant):
+    before = bindings()
+    with pytest.raises(RuntimeError), mutant.perturb():
+        assert changed(before, bindings())
+        raise RuntimeError
+    assert changed(before, bindings()) == []
+
+
+def test_every_check_has_a_mutant():
+    keys = {c.key for c in process_checks() + op_checks_in(torch.float32, QUICK)}
+    keys |= {f"{claim} {subject}" for claim, subject, *_ in CHAIN_CHECKS}
+    assert keys == {key for mutant in MUTANTS for key in mutant.caught_by}
+
+
+def test_a_mutant_that_changes_nothing_survives():
+    from contextlib import nullcontext
+
+    harmless = Mutant(name="none", what="", perturb=nullcontext, caught_by=("C1 embedding",))
+    result = run_mutant(harmless)
+    assert not result.killed
+    assert result.survivors == ("C1 embedding",)
+
+
+def test_an_unknown_check_is_an_error():
+    with pytest.raises(ValueError, match="no check 'C9 nothing'"):
+        run_controls(["C9 nothing"])

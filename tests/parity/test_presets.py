@@ -1,0 +1,55 @@
+"""Tiny models of the covered families."""
+
+import pytest
+import torch
+
+from rl_consistency.models.families import FAMILIES
+from rl_consistency.models.patch import patch
+from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.parity.presets import PRESETS, build_preset
+
+
+def test_there_is_a_preset_for_every_covered_family():
+    families = {build_preset(name).config.model_type for name in PRESETS}
+    assert families == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_can_be_patched_in_every_dtype(name):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        model = build_preset(name, dtype)
+        with patch(model) as session:
+            session.verify()
+            assert not session.report().unsupported
+
+
+def test_the_seed_decides_the_weights_and_nothing_else_moves():
+    state = torch.random.get_rng_state()
+    first = build_preset("tiny-qwen3", seed=3)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.manual_seed(99)
+    assert parameter_digest(build_preset("tiny-qwen3", seed=3)) == parameter_digest(first)
+    assert parameter_digest(build_preset("tiny-qwen3", seed=4)) != parameter_digest(first)
+
+
+def test_weights_have_outlier_channels():
+    weight = build_preset("tiny-llama").model.layers[0].mlp.up_proj.weight.detach()
+    sizes = weight.square().mean(0).sqrt().sort().values
+    assert sizes[-1] > 3 * sizes[len(sizes) // 2]
+
+
+def test_presets_have_what_their_family_adds():
+    assert build_preset("tiny-qwen2").model.layers[0].self_attn.q_proj.bias is not None
+    assert hasattr(build_preset("tiny-qwen3").model.layers[0].self_attn, "q_norm")
+    assert build_preset("tiny-mistral").config.sliding_window == 100
+    assert build_preset("tiny-llama").config.rope_parameters["rope_type"] == "llama3"
+    qwen3, llama = build_preset("tiny-qwen3"), build_preset("tiny-llama")
+    assert qwen3.lm_head.weight is qwen3.model.embed_tokens.weight
+    assert llama.lm_head.weight is not llama.model.embed_tokens.weight
+
+
+def test_bad_requests_are_named():
+    with pytest.raises(ValueError, match="unknown preset 'tiny-gpt'.*tiny-qwen3"):
+        build_preset("tiny-gpt")
+    with pytest.raises(TypeError, match="float8"):
+        build_preset("tiny-qwen3", torch.float8_e4m3fn)
