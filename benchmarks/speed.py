@@ -1,7 +1,7 @@
-"""What the canonical path costs on a CPU: one forward and backward pass, ours and stock, interleaved.
+"""What the canonical path costs on a CPU: forward and backward, ours and stock, interleaved.
 
-`python -m benchmarks.speed` prints the table and writes benchmarks/results/cpu_speed.json. The stock
-side is the unpatched Hugging Face model on the same sequences, right-padded. One thread each, medians.
+`python -m benchmarks.speed` prints the table and writes benchmarks/results/cpu_speed.json. Stock is
+the unpatched Hugging Face model on the same sequences, right-padded. One thread each, medians.
 """
 
 from __future__ import annotations

@@ -25,7 +25,15 @@ def setup_cfg():
 def wheel(tmp_path_factory):
     """A wheel built from a copy, so that no build folder is left in the tree."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    tree = ["setup.cfg", "pyproject.toml", "LICENSE", "rl_consistency", "kernels", "trainers", "recipes"]
+    tree = [
+        "setup.cfg",
+        "pyproject.toml",
+        "LICENSE",
+        "rl_consistency",
+        "kernels",
+        "trainers",
+        "recipes",
+    ]
     tree += ["README.md"] if (ROOT / "README.md").exists() else []
     # cp -P keeps the symlinks as links.
     subprocess.run(["cp", "-RP", *(str(ROOT / name) for name in tree), str(source)], check=True)

@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
     directory = config.run.output_dir
     picture, report = save_picture(directory), render(directory)
     console.print(summary_table(summary))
-    console.print(f"picture  {picture}\nreport   {report}", highlight=False, markup=False)
+    # Paths stay whole, to be copied.
+    console.print(f"picture  {picture}\nreport   {report}", soft_wrap=True, markup=False)
     return 0 if passed(summary) else 1
 
 

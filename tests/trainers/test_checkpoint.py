@@ -34,8 +34,8 @@ def built(architecture="qwen3", *, seed=1, dtype=torch.float32, **changes):
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
     }
     build = BuildSection(architecture=architecture, **sizes | changes)
     return build_model(build, byte_tokenizer(), seed=seed, dtype=dtype)
