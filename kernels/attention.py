@@ -25,6 +25,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.attention_layout import (
     KEY_BLOCK,
@@ -153,6 +154,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grad_outputs):
         q, k, v, out, lse = ctx.saved_tensors
         dq, dk, dv = _backward(

@@ -19,7 +19,7 @@ KEY_BLOCK = 64
 """Keys in one step of the softmax fold, counted from the sequence's own first token."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TilePlan:
     """Index tensors of one layout for one number of query heads per KV head.
 

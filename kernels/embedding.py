@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.gradient_fold import GradientBuffer, fold_parameter, fold_rows
 from rl_consistency.kernels.operand import require_operands
@@ -66,6 +67,7 @@ class _Embedding(torch.autograd.Function):
         return weight.index_select(0, token_ids.flatten()).view(*token_ids.shape, weight.shape[1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grad_outputs):
         token_ids, weight = ctx.saved_tensors
         rows = grad_outputs[0].reshape(-1, weight.shape[1])

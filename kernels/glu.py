@@ -22,6 +22,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.operand import require_operands
 from rl_consistency.kernels.reduction_order import ReductionOrder
@@ -70,6 +71,7 @@ class _GLU(torch.autograd.Function):
         return (value * up.float()).to(gate.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grad_outputs):
         gate, up = ctx.saved_tensors
         dy = grad_outputs[0].float()

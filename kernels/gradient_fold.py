@@ -74,16 +74,14 @@ class GradientBuffer:
     A parameter used once folds straight into `parameter.grad`. A parameter used in several places
     (tied embeddings) has one buffer per use, so that the fold of one use is never interrupted by
     the other's tokens; `parameter.grad` is then the sum of the buffers in the order of the uses and
-    is written anew after every backward pass. `optimizer.zero_grad()` starts all of them afresh.
-    While a use is on its stock path (`on_stock_path`), autograd adds to `parameter.grad` behind our
-    back, nothing is promised about its bits, and all uses fold into it directly.
+    is written anew after every backward pass. `optimizer.zero_grad()` starts all of them afresh. A
+    gradient that is there before the first fold is continued by the first use.
     """
 
     def __init__(self, parameter: nn.Parameter, siblings: list[GradientBuffer] | None = None):
         self.parameter = parameter
         self._siblings = [] if siblings is None else siblings
         self._siblings.append(self)
-        self.on_stock_path = False
         self._own: Tensor | None = None
         self._published: tuple[Tensor, int] | None = None
 
@@ -110,7 +108,7 @@ class GradientBuffer:
                 f"the gradient present is {parameter.grad.dtype}; the fold continues fp32 only. "
                 "Call optimizer.zero_grad(set_to_none=True) after patch()."
             )
-        if not self._separate:
+        if len(self._siblings) == 1:
             return parameter.grad
         self._check_published(parameter.grad)
         if self._own is None:
@@ -119,7 +117,7 @@ class GradientBuffer:
 
     def commit(self) -> None:
         """Publish the sum of all uses as `parameter.grad`."""
-        if not self._separate:
+        if len(self._siblings) == 1:
             return
         gradient = self.parameter.grad
         assert gradient is not None
@@ -127,14 +125,7 @@ class GradientBuffer:
         for buffer in self._siblings:
             if buffer._own is not None:
                 gradient.add_(buffer._own)
-        stamp = (gradient, gradient._version)
-        for buffer in self._siblings:
-            buffer._published = stamp
-
-    @property
-    def _separate(self) -> bool:
-        """Whether uses are kept apart: not for one use, nor beside autograd's own additions."""
-        return len(self._siblings) > 1 and not any(b.on_stock_path for b in self._siblings)
+        self._stamp(gradient)
 
     def _start_afresh(self) -> None:
         for buffer in self._siblings:
@@ -143,15 +134,25 @@ class GradientBuffer:
 
     def _check_published(self, gradient: Tensor) -> None:
         published = self._published
-        if published is None or (published[0] is gradient and published[1] == gradient._version):
-            return
-        if gradient.any():
-            raise ValueError(
-                "the gradient of a tied parameter was changed between two backward passes, so the "
-                "fold cannot be continued. Scale or clip only after the last backward pass, and "
-                "call optimizer.zero_grad() before the next."
-            )
-        self._start_afresh()
+        if published is None:
+            self._start_afresh()
+            if gradient.any():
+                self._siblings[0]._own = gradient.clone()
+            self._stamp(gradient)
+        elif published[0] is not gradient or published[1] != gradient._version:
+            if gradient.any():
+                raise ValueError(
+                    "the gradient of a tied parameter was changed between two backward passes, so "
+                    "the fold cannot be continued. Scale or clip only after the last backward "
+                    "pass, call optimizer.zero_grad() before the next, and keep one strict(...) "
+                    "choice for all micro-batches of a step."
+                )
+            self._start_afresh()
+            self._stamp(gradient)
+
+    def _stamp(self, gradient: Tensor) -> None:
+        for buffer in self._siblings:
+            buffer._published = (gradient, gradient._version)
 
 
 def fold_parameter(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.gradient_fold import (
     GradientBuffer,
@@ -83,6 +84,7 @@ class _Linear(torch.autograd.Function):
         return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grad_outputs):
         (dy,) = grad_outputs
         x, weight, bias = ctx.saved_tensors

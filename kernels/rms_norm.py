@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.gradient_fold import GradientBuffer, fold_columns, fold_parameter
 from rl_consistency.kernels.operand import require_operands
@@ -77,6 +78,7 @@ class _RMSNorm(torch.autograd.Function):
         return ((wide * rstd) * weight.float()).to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grad_outputs):
         x, weight, rstd = ctx.saved_tensors
         dy = grad_outputs[0].float()

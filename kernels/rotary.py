@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.operand import require_operands
 from rl_consistency.kernels.reduction_order import ReductionOrder
@@ -81,6 +82,7 @@ class _Rotary(torch.autograd.Function):
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grad_outputs):
         dq, dk = grad_outputs
         cos, sin = ctx.saved_tensors

@@ -43,7 +43,7 @@ ORDER = ReductionOrder(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class SamplingRows:
     """Sampling parameters, one entry per row of logits."""
 
@@ -101,7 +101,7 @@ class SamplingRows:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Distribution:
     """What a row's token is drawn from.
 

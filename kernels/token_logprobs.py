@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.gradient_fold import STEP, GradientBuffer, fold_outer, fold_parameter
 from rl_consistency.kernels.matmul import row_matmul
@@ -130,6 +131,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grad_outputs):
         hidden, weight, targets = ctx.saved_tensors
         dlogprobs, dentropy = grad_outputs
@@ -164,7 +166,7 @@ def _chunk(
     hidden: Tensor, weight: Tensor, targets: Tensor, rows: SamplingRows, span: slice
 ) -> tuple[Tensor, Distribution, Tensor]:
     """(scored [n] bool, distribution of the n rows, targets [n] with ignored ones set to 0)."""
-    sampled = distribution(row_matmul(hidden[span], weight.t()), rows.select(span))
+    sampled = distribution(lm_head_logits(hidden[span], weight), rows.select(span))
     chosen = targets[span] != IGNORED
     return chosen, sampled, targets[span].masked_fill(~chosen, 0)
 

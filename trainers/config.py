@@ -129,6 +129,21 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
                 f"rollout.prompts_per_step: {rollout.prompts_per_step} exceeds the {size} "
                 "training examples"
             )
+    truncated = [
+        name
+        for name, value, off in (
+            ("top_k", rollout.top_k, 0),
+            ("top_p", rollout.top_p, 1.0),
+            ("min_p", rollout.min_p, 0.0),
+        )
+        if value != off
+    ]
+    if truncated and algorithm.kl_coefficient:
+        yield (
+            f"algorithm.kl_coefficient: a KL to the reference needs untruncated sampling, but "
+            f"rollout.{', rollout.'.join(truncated)} is set: the reference may give a sampled "
+            "token probability 0"
+        )
     if (algorithm.overlong == "penalty") != (algorithm.overlong_buffer > 0):
         yield "algorithm.overlong_buffer: must be positive with overlong: penalty, else 0"
     if algorithm.overlong_buffer > rollout.max_new_tokens:
@@ -146,7 +161,7 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
     evaluable = data.eval_path is not None or (data.task is not None and data.task.eval_size > 0)
     if training.eval_every and not evaluable:
         yield "training.eval_every: there is no evaluation set: give data.eval_path or set it to 0"
-    if config.consistency.strict_except and not config.consistency.strict:
+    if config.consistency.strict_except and config.consistency.strict is False:
         yield "consistency.strict_except: has no meaning when strict is false"
 
 

@@ -141,8 +141,9 @@ class PolicySection(Section):
     build: BuildSection | None = None
     """Sizes of a policy with fresh weights drawn from run.seed."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the parameters and activations; accumulation is always float32."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the parameters and activations; accumulation is always float32. float16 cannot be
+    trained: per-token gradients underflow without a loss scale."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass; changes memory and time, not bits."""
@@ -343,7 +344,8 @@ class AlgorithmSection(Section):
     """Passes over each rollout batch."""
 
     overlong: Literal["keep", "mask", "penalty"] = "keep"
-    """Completions cut at max_new_tokens: kept, left out of the loss, or penalised by length."""
+    """Completions cut at max_new_tokens: kept, given no weight in the loss (they still count in its
+    denominators and in the group's mean), or penalised by length."""
 
     overlong_buffer: CountOrZero = 0
     """Tokens before max_new_tokens over which the penalty grows; only with overlong: penalty."""
@@ -404,8 +406,9 @@ class TrainingSection(Section):
 class ConsistencySection(Section):
     """What is checked while training, and what happens when it fails."""
 
-    strict: bool = True
-    """Canonical reduction orders; false runs the stock ops and promises nothing."""
+    strict: bool | None = None
+    """Canonical reduction orders; false runs the stock ops and promises nothing; null = canonical,
+    unless the environment variable RL_CONSISTENCY_STRICT says otherwise."""
 
     strict_except: Annotated[tuple[str, ...], AfterValidator(_known_ops)] = ()
     """Ops that run stock although strict is on (for ablations)."""

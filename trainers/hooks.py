@@ -153,7 +153,7 @@ class ConsistencyHook:
         metrics: Metrics = dict(report.metrics("consistency"))
         if not report.passed:
             bundle = self._save_replay(rollout, logprobs)
-            self._drifted(_drift_message(rollout.step, report, bundle))
+            self._drifted(_drift_message(rollout.step, report, bundle), metrics)
         if self._due(self._shadow_every, rollout.step):
             metrics |= self._shadow(rollout)
         return metrics
@@ -221,13 +221,14 @@ class ConsistencyHook:
         self.totals.gradient_checks += 1
         self.totals.gradient_checks_passed += report.passed
         self.totals.gradient_mismatched_elements += report.mismatched_elements
-        if not report.passed:
-            self._drifted(_gradient_message(self._required_rollout().step, report))
-        return {
+        metrics: Metrics = {
             "consistency/gradient_check/passed": report.passed,
             "consistency/gradient_check/mismatched_elements": report.mismatched_elements,
             "time/gradient_check_seconds": perf_counter() - started,
         }
+        if not report.passed:
+            self._drifted(_gradient_message(self._required_rollout().step, report), metrics)
+        return metrics
 
     def _gradients_again(
         self,
@@ -259,9 +260,9 @@ class ConsistencyHook:
             fingerprint=self.fingerprint,
         )
 
-    def _drifted(self, message: str) -> None:
+    def _drifted(self, message: str, metrics: Metrics) -> None:
         if self._on_drift == "raise":
-            raise ConsistencyError(message)
+            raise ConsistencyError(message, metrics=metrics)
         if self._on_drift == "warn":
             self._warn(message)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
+from importlib.util import find_spec
 from statistics import fmean
 from typing import Any
 from uuid import uuid4
@@ -19,8 +16,9 @@ import torch
 from accelerate import Accelerator
 
 from rl_consistency.models.patch import patch
+from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import fingerprint
-from rl_consistency.numerics.strict import current, strict
+from rl_consistency.numerics.strict import Strictness, current, strict
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.arithmetic import problems
@@ -34,13 +32,21 @@ from rl_consistency.trainers.checkpoint import (
     save_checkpoint,
     save_weights,
 )
-from rl_consistency.trainers.config import RunConfig, dump_config
+from rl_consistency.trainers.config import RunConfig
 from rl_consistency.trainers.data import DataError, Example, encode_prompt, read_jsonl
 from rl_consistency.trainers.grpo import GRPOTrainer, PromptSet
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
+from rl_consistency.trainers.random_state import capture, restore, seeded
 from rl_consistency.trainers.rewards import RewardFunction, resolve
+from rl_consistency.trainers.run_directory import (
+    REFERENCE,
+    RunDirectoryError,
+    check_directory,
+    open_directory,
+    write_summary,
+)
 from rl_consistency.trainers.supervised import warm_start
 from rl_consistency.trainers.tracking import (
     ConsoleTable,
@@ -54,23 +60,6 @@ from rl_consistency.trainers.tracking import (
 Announce = Callable[[str], None]
 SUMMARY_STEPS = 5
 """Steps at either end of a run whose mean reward the summary shows."""
-REFERENCE = "reference.safetensors"
-RUN_FILES = (
-    "config.yaml",
-    "metrics.jsonl",
-    "summary.json",
-    "report.html",
-    "drift.png",
-    REFERENCE,
-    "checkpoints",
-    "replay",
-    "wandb",
-)
-"""What a run leaves in its directory, and all that `overwrite` removes from it."""
-
-
-class RunDirectoryError(ValueError):
-    """A run directory that cannot be started in or resumed from."""
 
 
 def train(
@@ -96,14 +85,11 @@ def train(
         ConsistencyError: drift, where the recipe says `on_drift: raise`.
     """
     started = time.perf_counter()
-    _check_directory(config, resume=resume, overwrite=overwrite)
+    check_directory(config, resume=resume, overwrite=overwrite)
     with ExitStack() as stack:
         stack.enter_context(_threads(config.run.num_threads))
-        stack.enter_context(
-            strict(config.consistency.strict, except_=config.consistency.strict_except)
-            if _strictness_given(config)
-            else strict(except_=current().stock)
-        )
+        stack.enter_context(seeded(config.run.seed))
+        stack.enter_context(_strictness(config))
         # Everything that may be refused is refused before the directory is touched.
         run = _Run(config, announce, stack)
         first_step = run.restore() if resume else run.begin()
@@ -114,7 +100,11 @@ def train(
                     trackers.log(0, opening)
                 run.save_if_due(0)
             for step in range(first_step, config.training.steps + 1):
-                trackers.log(step, run.step(step))
+                try:
+                    trackers.log(step, run.step(step))
+                except ConsistencyError as error:
+                    trackers.log(step, error.metrics)
+                    raise
                 run.save_if_due(step)
         return run.summarize(time.perf_counter() - started)
 
@@ -126,6 +116,7 @@ class _Run:
         self.config = config
         self.directory = config.run.output_dir
         self.announce = announce
+        _check_environment(config)
         self.stack = stack
         self.model, self.tokenizer = load_policy(
             config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
@@ -148,7 +139,7 @@ class _Run:
 
     def begin(self) -> int:
         """Open the run directory, then the warm start; returns the first step."""
-        _open_directory(self.config)
+        open_directory(self.config)
         self._warm_start()
         self._keep_reference()
         self._assemble()
@@ -204,6 +195,7 @@ class _Run:
             schedule=self.optimizer.schedule_state(),
             totals=self.hook.state_dict(),
             extra={
+                "random_state": capture(),
                 "wandb_run_id": self.wandb_run_id,
                 "warm_start_loss": self.warm_start_loss,
                 "reference_digest": None
@@ -254,7 +246,7 @@ class _Run:
             "strict": current().as_record(),
             "fingerprint": self.fingerprint.entries,
         }
-        _write_atomically(self.directory / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_summary(self.directory, summary)
         return summary
 
     def _assemble(self) -> None:
@@ -308,6 +300,7 @@ class _Run:
         self.hook.load_state_dict(checkpoint.totals)
         self.warm_start_loss = checkpoint.extra["warm_start_loss"]
         self.wandb_run_id = checkpoint.extra["wandb_run_id"]
+        restore(checkpoint.extra["random_state"])
 
     def _data(self) -> tuple[PromptSet, PromptSet | None]:
         data, seed = self.config.data, self.config.run.seed
@@ -424,54 +417,23 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _strictness_given(config: RunConfig) -> bool:
-    return not config.consistency.strict or bool(config.consistency.strict_except)
+def _strictness(config: RunConfig) -> AbstractContextManager[Strictness]:
+    """What the recipe says of strictness, else what holds outside (the environment's say)."""
+    given, exceptions = config.consistency.strict, config.consistency.strict_except
+    if given is None and not exceptions:
+        return strict(except_=current().stock)
+    return strict(given is not False, except_=exceptions)
 
 
-def _check_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> None:
-    directory = config.run.output_dir
-    if directory.exists() and not directory.is_dir():
-        raise RunDirectoryError(f"run.output_dir: {directory} is not a directory; choose another.")
-    started = any((directory / name).exists() for name in RUN_FILES)
-    if resume:
-        if not started:
-            raise RunDirectoryError(f"{directory} holds no run to resume; leave out --resume.")
-        _require_same_config(directory / "config.yaml", config)
-    elif started and not overwrite:
-        raise RunDirectoryError(
-            f"{directory} already holds a run; continue it with --resume, remove it with "
-            "--overwrite, or choose another with --set run.output_dir=DIR."
+def _check_environment(config: RunConfig) -> None:
+    """Refuse what this machine cannot do, before anything is computed or written."""
+    if config.tracking.wandb is not None and find_spec("wandb") is None:
+        raise ValueError(
+            "tracking.wandb is set but wandb is not installed: pip install 'rl-consistency[wandb]' "
+            "or set tracking.wandb to null"
         )
-    policy = config.policy.path
-    if overwrite and policy is not None and directory.resolve() in policy.resolve().parents:
-        raise RunDirectoryError(
-            f"policy.path {policy} lies inside {directory}, which --overwrite would remove; choose "
-            "another run.output_dir."
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "run.device is cuda but torch sees no GPU here; set run.device to cpu, or install a "
+            "CUDA build of torch on a machine with one"
         )
-
-
-def _open_directory(config: RunConfig) -> None:
-    """Make the run directory, without what an earlier run left in it, and save the config there."""
-    directory = config.run.output_dir
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in RUN_FILES:
-        path = directory / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    _write_atomically(directory / "config.yaml", dump_config(config))
-
-
-def _require_same_config(file: Path, config: RunConfig) -> None:
-    if not file.is_file() or file.read_text("utf-8") != dump_config(config):
-        raise RunDirectoryError(
-            f"{file} is not the configuration given now, so the run would not continue the same "
-            "trajectory. Resume with the recipe and --set values it was started with."
-        )
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

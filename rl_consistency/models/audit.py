@@ -169,6 +169,10 @@ def audit(model: nn.Module, stock_classes: Mapping[str, type[nn.Module]]) -> Aud
     for name, module in model.named_modules():
         stock = stock_classes.get(name, type(module))
         mixin = mixins.get(stock)
+        if "forward" in vars(module):
+            reason = "its forward was replaced on the instance (by a hook or a wrapper)"
+            rows.append(AuditRow(name, stock.__name__, Verdict.UNSUPPORTED, reason, ""))
+            continue
         if mixin is not None and not mixin.op:
             continue
         if mixin is not None:

@@ -145,6 +145,21 @@ def check_config(config: PreTrainedConfig) -> None:
         )
 
 
+def check_head(model: nn.Module) -> None:
+    """Refuse a bare decoder or another task's head.
+
+    Raises:
+        UnsupportedModelError: the model is not the family's causal LM.
+    """
+    config: Any = model.config
+    expected = getattr(modeling(config), FAMILIES[config.model_type] + "ForCausalLM")
+    if type(model) is not expected:
+        raise UnsupportedModelError(
+            f"the model is a {type(model).__name__}; patch takes the {expected.__name__} itself, "
+            "with its LM head and without wrappers."
+        )
+
+
 def check_parameters(model: nn.Module) -> None:
     """Refuse dtypes without an order, and a mixture of them.
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_consistency.kernels.attention_layout import PagedAttention
 from rl_consistency.kernels.gradient_fold import GradientBuffer
+from rl_consistency.kernels.token_logprobs import lm_head_logits
 from rl_consistency.models.modules import CanonicalBaseModel, CanonicalLinear
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patched_session
+from rl_consistency.numerics.strict import is_canonical
 
 
 def packed_hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
@@ -42,6 +45,23 @@ def paged_hidden_states(
         [T, H] in the model dtype, no gradient.
     """
     return _decoder(model).packed_forward(input_ids, position_ids, paged)
+
+
+@torch.no_grad()
+def next_token_logits(model: nn.Module, hidden: Tensor) -> Tensor:
+    """Logits that the next tokens are drawn from.
+
+    Args:
+        model: patched causal LM.
+        hidden: [n, H] hidden states after the final norm.
+
+    Returns:
+        [n, V] fp32; on the stock path of `token_logprobs` rounded to the model dtype first.
+    """
+    weight = lm_head_weight(model)
+    if is_canonical("token_logprobs"):
+        return lm_head_logits(hidden, weight)
+    return F.linear(hidden, weight).float()
 
 
 def lm_head_weight(model: nn.Module) -> nn.Parameter:

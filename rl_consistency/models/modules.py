@@ -28,7 +28,7 @@ from rl_consistency.kernels.rms_norm import rms_norm
 from rl_consistency.kernels.rotary import rotary, rotary_table
 from rl_consistency.models.packing import PaddedBatch, pack_padded
 from rl_consistency.models.stock_attention import stock_attention
-from rl_consistency.numerics.strict import is_canonical
+from rl_consistency.numerics.strict import current, is_canonical
 
 TABLE_POSITIONS = 1024
 """Positions a rotary table is grown by."""
@@ -45,15 +45,11 @@ class CanonicalModule(nn.Module):
     op: str = ""
     """The op this module runs in, by its name in `numerics.strict.OPS`; empty for containers."""
 
-    def canonical(self) -> bool:
-        """Whether the module runs in its canonical order here; tells its gradient buffers."""
-        chosen = is_canonical(self.op)
-        for buffer in self._gradient_buffers.values():
-            buffer.on_stock_path = not chosen
-        return chosen
-
     def gradient_buffer(self, name: str) -> GradientBuffer | None:
         """The buffer of one of the module's own parameters.
+
+        While any op is on its stock path autograd adds to gradients as well, nothing is promised
+        about their bits, and every use folds straight into `parameter.grad`.
 
         Raises:
             ValueError: the parameter was replaced after `patch`.
@@ -64,6 +60,8 @@ class CanonicalModule(nn.Module):
                 f"{type(self).__name__}.{name} was replaced after patch(); restore and patch again "
                 "after changing a model's parameters."
             )
+        if buffer is not None and current().stock:
+            return GradientBuffer(buffer.parameter)
         return buffer
 
 
@@ -74,7 +72,7 @@ class CanonicalLinear(CanonicalModule):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.canonical():
+        if not is_canonical("linear"):
             return super().forward(input)
         return linear(
             input,
@@ -94,7 +92,7 @@ class CanonicalRMSNorm(CanonicalModule):
     """Heads of one token when the norm is per head (qk-norm)."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if not self.canonical():
+        if not is_canonical("rms_norm"):
             return super().forward(hidden_states)
         return rms_norm(
             hidden_states,
@@ -112,7 +110,7 @@ class CanonicalEmbedding(CanonicalModule):
     padding_idx: int | None
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.canonical():
+        if not is_canonical("embedding"):
             return super().forward(input)
         return embedding(
             input,
@@ -164,7 +162,7 @@ class CanonicalMLP(CanonicalModule):
     down_proj: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.canonical():
+        if not is_canonical("glu"):
             return super().forward(x)
         return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), self.activation))
 

@@ -22,7 +22,7 @@ from rl_consistency.kernels.gradient_fold import STEP
 ALIGNMENT = STEP
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedBatch:
     """Sequences in packed rows.
 
@@ -51,9 +51,13 @@ class PackedBatch:
 
         Raises:
             ValueError: no sequence, or an empty one.
+            TypeError: token ids that are not integers.
         """
         lens = [len(sequence) for sequence in sequences]
-        tokens = np.fromiter((t for s in sequences for t in s), dtype=np.int64, count=sum(lens))
+        tokens = np.asarray([token for sequence in sequences for token in sequence])
+        if tokens.size and tokens.dtype.kind not in "iu":
+            raise TypeError(f"token ids must be integers, got {tokens.dtype}.")
+        tokens = tokens.astype(np.int64)
         return cls.from_tokens(torch.from_numpy(tokens).to(device), lens, gap=gap)
 
     @classmethod
@@ -78,7 +82,7 @@ class PackedBatch:
         return cls(input_ids, position_ids, layout, rows)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PaddedBatch:
     """A padded [B, L] batch and its packed form."""
 

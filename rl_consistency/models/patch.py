@@ -100,8 +100,9 @@ class PatchSession:
         try:
             yield self.model
         finally:
-            for name, cls in patched.items():
-                self.model.get_submodule(name).__class__ = cls
+            # Nothing to go back to if the block restored the session.
+            for name in self._stock_classes:
+                self.model.get_submodule(name).__class__ = patched[name]
 
     def report(self) -> AuditTable:
         """Every leaf module and functional op on the forward path, with its verdict."""
@@ -139,7 +140,8 @@ class PatchSession:
             together = self._hidden(batch.input_ids, batch.layout, batch.position_ids)
             alone = [self._alone(torch.tensor(s, device=device)) for s in sequences]
             together, alone = together[batch.token_rows], torch.cat(alone)
-        different = int((together.float() != alone.float()).any(dim=1).sum())
+        bits = [t.float().view(torch.int32) for t in (together, alone)]
+        different = int((bits[0] != bits[1]).any(dim=1).sum())
         if different:
             raise ConsistencyError(
                 f"{different} of {len(alone)} probe tokens depend on their neighbours; run "
@@ -162,7 +164,8 @@ class PatchSession:
         return [
             name
             for name in self._stock_classes
-            if not isinstance(self.model.get_submodule(name), CanonicalModule)
+            if not isinstance(module := self.model.get_submodule(name), CanonicalModule)
+            or "forward" in vars(module)
         ]
 
     def _swap_to_stock(self) -> None:
@@ -232,6 +235,7 @@ def patch(model: nn.Module) -> PatchSession:
             "not a wrapper around it."
         )
     families.check_config(config)
+    families.check_head(model)
     families.check_parameters(model)
     audit(model, {}).require_supported()
     session = PatchSession(model)

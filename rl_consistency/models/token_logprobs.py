@@ -32,7 +32,7 @@ class Sampling(Protocol):
     def min_p(self) -> float: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenLogprobs:
     """Scored tokens, sequence by sequence, ascending position.
 
@@ -84,14 +84,17 @@ def token_logprobs(
             of prompt_lengths and loss_mask are given.
     """
     batch, lens = _pack(model, sequences, attention_mask)
+    context: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]
+    if max(lens) > context:
+        raise ValueError(
+            f"sequence {lens.index(max(lens))} has {max(lens)} tokens, the model's context is "
+            f"{context}; shorten it, or raise max_position_embeddings if the model allows."
+        )
     scored = _scored_tokens(lens, prompt_lengths, loss_mask, attention_mask)
     hidden = packed_hidden_states(model, batch)
     rows, targets, kept = _scored_rows(batch, lens, scored)
     parameters = _sampling_rows(sampling, lens, rows.owner)
-    canonical = is_canonical("token_logprobs")
-    if (head := lm_head_gradient(model)) is not None:
-        head.on_stock_path = not canonical
-    scorer = _canonical_scores if canonical else _stock_scores
+    scorer = _canonical_scores if is_canonical("token_logprobs") else _stock_scores
     logprobs, entropy = scorer(model, hidden[rows.index], targets, parameters)
     lengths = [int(mask.sum()) for mask in scored]
     return TokenLogprobs(logprobs[kept], entropy[kept], lengths)

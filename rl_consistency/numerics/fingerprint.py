@@ -6,11 +6,14 @@ import hashlib
 import json
 import platform
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import accelerate
 import torch
 import transformers
 
+import rl_consistency
 from rl_consistency.kernels.reduction_order import ReductionOrder
 from rl_consistency.numerics.orders import ORDERS
 from rl_consistency.numerics.settings import SETTINGS
@@ -53,19 +56,35 @@ def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
     device = torch.device(device)
     entries = {f"order.{order.id}": _order_entry(order) for order in ORDERS.values()}
     entries["stock_ops"] = ",".join(sorted(current().stock)) or "none"
+    entries["rl_consistency"] = rl_consistency.__version__
     entries["torch"] = torch.__version__
     entries["transformers"] = transformers.__version__
     entries["accelerate"] = accelerate.__version__
     entries["device"] = _device_name(device)
     if device.type == "cpu":
         entries["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+        entries["cpu_model"] = _cpu_model()
         entries["num_threads"] = str(torch.get_num_threads())
+        # The matrix library chooses its walk over K; its build is part of the order.
+        entries["torch_build"] = hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16]
+        entries["flushes_denormals"] = str(bool(torch.tensor(1e-39) * 0.5 == 0))
     entries |= {f"setting.{s.name}": str(s.read()) for s in SETTINGS}
     return Fingerprint(entries)
 
 
 def _order_entry(order: ReductionOrder) -> str:
     return f"v{order.version} {hashlib.sha256(order.text.encode()).hexdigest()[:16]}"
+
+
+@cache
+def _cpu_model() -> str:
+    """The processor as Linux names it, else what platform knows."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text("utf-8", "replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _device_name(device: torch.device) -> str:

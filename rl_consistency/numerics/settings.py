@@ -35,12 +35,6 @@ SETTINGS = (
         lambda v: setattr(torch.backends.cuda.matmul, "allow_tf32", v),
         False,
     ),
-    Setting(
-        "cudnn.allow_tf32",
-        lambda: torch.backends.cudnn.allow_tf32,
-        lambda v: setattr(torch.backends.cudnn, "allow_tf32", v),
-        False,
-    ),
 )
 
 

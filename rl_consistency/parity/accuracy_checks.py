@@ -119,7 +119,8 @@ def check_glu_accuracy(tally: Tally, dtype: torch.dtype) -> None:
 
     def draw(seed: int) -> Draw:
         gate, up, dy = (probe((ROWS, 208), dtype, seed=seed + i) for i in range(3))
-        return (gate, up), dy
+        # Three outliers multiplied together must fit fp16.
+        return (gate, up / 32), dy / 32
 
     draws = [draw(10 * i) for i in range(4)]
     for activation in ACTIVATIONS:

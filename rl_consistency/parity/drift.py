@@ -201,6 +201,11 @@ def _parts(values: LogProbs) -> list[Tensor]:
 def _flat(values: LogProbs, side: str) -> Tensor:
     parts = _parts(values)
     for part in parts:
+        if not isinstance(part, Tensor):
+            raise TypeError(
+                f"{side} logprobs must be a tensor, or one tensor per sequence, got a "
+                f"{type(part).__name__}; wrap it with torch.tensor(..., dtype=torch.float32)"
+            )
         if part.dtype != torch.float32:
             raise TypeError(
                 f"{side} logprobs must be torch.float32, got {part.dtype}; compare them as they "

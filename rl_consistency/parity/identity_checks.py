@@ -7,9 +7,10 @@ from types import MappingProxyType
 
 import torch
 
+from rl_consistency.kernels import token_logprobs as kernel
 from rl_consistency.kernels.sampling_support import distribution
+from rl_consistency.models import forward
 from rl_consistency.models import token_logprobs as training
-from rl_consistency.models.forward import lm_head_weight as training_weight
 from rl_consistency.numerics import fingerprint as fingerprint_module
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint
@@ -34,20 +35,23 @@ def check_fingerprint(tally: Tally) -> None:
             others = MappingProxyType(dict(ORDERS) | {order.id: changed})
             with substituted(ORDERS, others):
                 _expect_named(tally, f"another {order.id}", first, _now(), f"order.{order.id}")
-    precision = torch.get_float32_matmul_precision()
     with numeric_settings():
-        before = _now()
+        before, precision = _now(), torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("medium")
-        _expect_named(tally, "matmul precision", before, _now(), "float32_matmul_precision")
-        tally.expect("a changed setting is refused", _settings_refused())
-    tally.expect("settings restored", torch.get_float32_matmul_precision() == precision)
+        try:
+            _expect_named(tally, "matmul precision", before, _now(), "float32_matmul_precision")
+            tally.expect("a changed setting is refused", _settings_refused())
+        finally:
+            torch.set_float32_matmul_precision(precision)
+        tally.expect("the setting put back", before.difference(_now()) == [])
 
 
 def check_one_function(tally: Tally) -> None:
     """Rollout and training name the same functions for the quantities both need."""
     tally.expect("distribution", sampler.distribution is distribution)
-    tally.expect("LM head weight", model_runner.lm_head_weight is training_weight)
-    tally.expect("LM head logits", model_runner.lm_head_logits is training.lm_head_logits)
+    tally.expect("LM head weight", forward.lm_head_weight is training.lm_head_weight)
+    tally.expect("LM head logits", forward.lm_head_logits is kernel.lm_head_logits)
+    tally.expect("rollout's logits", model_runner.next_token_logits is forward.next_token_logits)
 
 
 def _now() -> Fingerprint:

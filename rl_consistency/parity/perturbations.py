@@ -29,11 +29,11 @@ from rl_consistency.kernels import (
     row_reduction,
 )
 from rl_consistency.kernels import embedding as embedding_kernel
-from rl_consistency.models import packing
+from rl_consistency.models import forward, packing
 from rl_consistency.models.stock_attention import stock_attention
 from rl_consistency.numerics import fingerprint as fingerprint_module
 from rl_consistency.parity.substitution import attribute, substituted
-from rl_consistency.rollout import model_runner, random_stream, sampler
+from rl_consistency.rollout import random_stream, sampler
 
 FEW_ROWS = 40
 """Rows below which a row-dependent schedule switches; a packed sequence has at least 16."""
@@ -255,9 +255,9 @@ def random_stream_per_row() -> AbstractContextManager[None]:
 
 
 def rollout_logits_rounded() -> AbstractContextManager[None]:
-    original = model_runner.lm_head_logits
+    original = forward.lm_head_logits
     return attribute(
-        model_runner, "lm_head_logits", lambda hidden, w: original(hidden, w).bfloat16().float()
+        forward, "lm_head_logits", lambda hidden, w: original(hidden, w).bfloat16().float()
     )
 
 

@@ -25,7 +25,7 @@ Progress = Callable[[int, int, int], None]
 """Called after each step with (tokens generated, samples finished, samples in all)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Completion:
     """One sample.
 

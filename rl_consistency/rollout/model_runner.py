@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.attention_layout import PagedAttention
-from rl_consistency.kernels.token_logprobs import lm_head_logits
-from rl_consistency.models.forward import lm_head_weight, paged_hidden_states
+from rl_consistency.models.forward import next_token_logits, paged_hidden_states
 from rl_consistency.rollout.scheduler import ScheduledChunk
 
 DEFAULT_TOKENS_PER_SEQUENCE = 1024
@@ -82,10 +81,7 @@ class ModelRunner:
             if chunk.samples:
                 rows.append(end - 1)
         last_rows = hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)]
-        weight = lm_head_weight(self._model)
-        if not rows:
-            return torch.empty((0, weight.shape[0]), dtype=torch.float32, device=hidden.device)
-        return lm_head_logits(last_rows, weight)
+        return next_token_logits(self._model, last_rows)
 
     def _inputs(self, chunks: Sequence[ScheduledChunk]) -> tuple[Tensor, Tensor, PagedAttention]:
         """(input_ids [T], position_ids [T], layout) of one call."""

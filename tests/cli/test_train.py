@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from rl_consistency.cli import train
-from rl_consistency.trainers.run import RunDirectoryError
+from rl_consistency.trainers.run_directory import RunDirectoryError
 
 RECIPE = {
     "run": {"name": "tiny", "num_threads": 1},

@@ -234,3 +234,14 @@ def test_without_a_buffer_autograd_receives_the_fold_in_the_parameters_dtype():
     fold_outer(expected, dy[0], x[0])
     assert same_bytes(gradient, expected.bfloat16())
     assert param.grad is None
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_gradient_that_was_there_first_is_continued(uses):
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([1.0, -2.0, 3.0])
+    buffers = GradientBuffer.for_uses(parameter, uses)
+    for buffer in buffers:
+        buffer.accumulator().add_(10.0)
+        buffer.commit()
+    assert parameter.grad.tolist() == [1.0 + 10 * uses, -2.0 + 10 * uses, 3.0 + 10 * uses]

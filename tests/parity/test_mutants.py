@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 
+from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.parity.mutants import MUTANTS, Mutant, run_controls, run_mutant
 from rl_consistency.parity.sweep import QUICK
 from rl_consistency.parity.verify import CHAIN_CHECKS, op_checks_in, process_checks
@@ -56,6 +57,13 @@ def test_a_mutant_that_changes_nothing_survives():
     result = run_mutant(harmless)
     assert not result.killed
     assert result.survivors == ("C1 embedding",)
+
+
+def test_controls_are_green_without_a_mutant_and_leave_settings_alone():
+    before = fingerprint()
+    results = run_controls(["C7 fingerprint", "C7 one function", "C3 chain, recomputed"])
+    assert [r for r in results if not r.passed] == []
+    assert before.difference(fingerprint()) == []
 
 
 def test_an_unknown_check_is_an_error():

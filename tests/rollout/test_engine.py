@@ -297,9 +297,9 @@ def test_a_stock_decode_is_caught(
 def test_logprobs_rounded_to_bf16_are_caught(
     fp32_session: PatchSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = model_runner.lm_head_logits
+    exact = model_runner.next_token_logits
     monkeypatch.setattr(
-        model_runner, "lm_head_logits", lambda *args: exact(*args).bfloat16().float()
+        model_runner, "next_token_logits", lambda *args: exact(*args).bfloat16().float()
     )
     completions = run(engine_of(fp32_session.model))
     sampled = [c for c in completions if c.prompt_index == 0]

@@ -26,7 +26,7 @@ from rl_consistency.trainers.data import DataError
 from rl_consistency.trainers.grpo import GRPOTrainer
 from rl_consistency.trainers.policy import PolicyError, build_model
 from rl_consistency.trainers.rewards import RewardError
-from rl_consistency.trainers.run import RunDirectoryError
+from rl_consistency.trainers.run_directory import RunDirectoryError
 from rl_consistency.trainers.tokenizer import byte_tokenizer
 from rl_consistency.trainers.tracking import MetricsFile, read_metrics
 

@@ -1,0 +1,48 @@
+"""Python's, numpy's and torch's global random states, for checkpoints.
+
+Our own sampling and data order are counter-based and need none of this; reward functions and data
+code of others may draw from any of the three.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture() -> dict[str, Any]:
+    """The three states as plain values that survive JSON."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, internal, gauss_next = random.getstate()
+    return {
+        "python": [version, list(internal), gauss_next],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, gauss],
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+    }
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Set the three states to what `capture` gave."""
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["torch"])), dtype=torch.uint8))
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed all three inside the block; their states from before come back at its end."""
+    before = capture()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        restore(before)

@@ -1,0 +1,95 @@
+"""A run's directory: what may be started or resumed there, and what a new run removes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_consistency.trainers.config import RunConfig, dump_config
+
+REFERENCE = "reference.safetensors"
+RUN_FILES = (
+    "config.yaml",
+    "metrics.jsonl",
+    "summary.json",
+    "report.html",
+    "drift.png",
+    REFERENCE,
+    "checkpoints",
+    "replay",
+    "wandb",
+)
+"""What a run leaves in its directory, and all that `overwrite` removes from it."""
+
+
+class RunDirectoryError(ValueError):
+    """A run directory that cannot be started in or resumed from."""
+
+
+def check_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> None:
+    """Refuse a directory in which the run cannot be started or continued; touches nothing.
+
+    Raises:
+        RunDirectoryError: says which of resume, overwrite or another directory would do.
+    """
+    directory = config.run.output_dir
+    if directory.exists() and not directory.is_dir():
+        raise RunDirectoryError(f"run.output_dir: {directory} is not a directory; choose another.")
+    started = any((directory / name).exists() for name in RUN_FILES)
+    if resume:
+        if not started:
+            raise RunDirectoryError(f"{directory} holds no run to resume; leave out --resume.")
+        _require_same_config(directory / "config.yaml", config)
+    elif started and not overwrite:
+        raise RunDirectoryError(
+            f"{directory} already holds a run; continue it with --resume, remove it with "
+            "--overwrite, or choose another with --set run.output_dir=DIR."
+        )
+    policy = config.policy.path
+    if overwrite and policy is not None and directory.resolve() in policy.resolve().parents:
+        raise RunDirectoryError(
+            f"policy.path {policy} lies inside {directory}, which --overwrite would remove; choose "
+            "another run.output_dir."
+        )
+
+
+def open_directory(config: RunConfig) -> None:
+    """Make the run directory, without what an earlier run left in it, and save the config there."""
+    directory = config.run.output_dir
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in RUN_FILES:
+        path = directory / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    _write_atomically(directory / "config.yaml", dump_config(config))
+
+
+def _require_same_config(file: Path, config: RunConfig) -> None:
+    if not file.is_file() or file.read_text("utf-8") != dump_config(config):
+        raise RunDirectoryError(
+            f"{file} is not the configuration given now, so the run would not continue the same "
+            "trajectory. Resume with the recipe and --set values it was started with."
+        )
+
+
+def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary.json`, all or nothing; non-finite numbers as the strings nan, inf and -inf."""
+    finite = {
+        k: str(v) if isinstance(v, float) and not math.isfinite(v) else v
+        for k, v in summary.items()
+    }
+    text = json.dumps(finite, indent=2, allow_nan=False)
+    _write_atomically(directory / "summary.json", text + "\n")
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
