@@ -28,7 +28,7 @@ from rl_consistency.trainers.tokenizer import byte_tokenizer, load_tokenizer
 VOCABULARY_MULTIPLE = 16
 """A built policy's vocabulary is padded to a multiple of this."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),

@@ -214,7 +214,7 @@ def _scored_rows(
         rows = positions + (start - 1)
         index.append(F.pad(rows, (0, filler), value=int(rows[0])))
         targets.append(F.pad(batch.input_ids[rows + 1], (0, filler), value=IGNORED))
-        owners.append(torch.full((len(positions) + filler,), i))
+        owners.append(torch.full((len(positions) + filler,), i, device=batch.input_ids.device))
     if not index:
         raise ValueError(
             "no token is scored; the prompts cover the whole sequences or the loss mask is empty."
@@ -226,15 +226,21 @@ def _scored_rows(
 def _sampling_rows(
     sampling: Sampling | Sequence[Sampling] | None, lens: list[int], owner: Tensor
 ) -> SamplingRows:
+    device = owner.device
     if sampling is None:
-        return SamplingRows.uniform(len(owner))
+        return SamplingRows.uniform(len(owner), device=device)
     each = sampling if isinstance(sampling, Sequence) else [sampling] * len(lens)
     if len(each) != len(lens):
         raise ValueError(f"{len(each)} sampling parameters for {len(lens)} sequences.")
     per_sequence = SamplingRows.concatenate(
         [
             SamplingRows.uniform(
-                1, temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
+                1,
+                temperature=s.temperature,
+                top_k=s.top_k,
+                top_p=s.top_p,
+                min_p=s.min_p,
+                device=device,
             )
             for s in each
         ]

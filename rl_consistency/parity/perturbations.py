@@ -176,12 +176,11 @@ def padding_takes_part_in_reductions() -> AbstractContextManager[None]:
 
 def norm_split_over_threads() -> AbstractContextManager[None]:
     def mutant(gradients: Iterable[Tensor]) -> Tensor:
-        parts = [
-            part.float().square().sum(dtype=torch.float32)
-            for gradient in gradients
-            for part in gradient.detach().flatten().chunk(torch.get_num_threads())
-        ]
-        return torch.stack(parts).cumsum(0)[-1].sqrt()
+        total = torch.zeros(())
+        for gradient in gradients:
+            for part in gradient.detach().float().flatten().chunk(torch.get_num_threads()):
+                total = total + torch.dot(part, part)
+        return total.sqrt()
 
     return substituted(gradient_norm.gradient_norm, mutant)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import getattr_static
 from typing import Any
 
 PACKAGE = "rl_consistency."
@@ -41,7 +42,8 @@ def substituted(original: Any, replacement: Any) -> Iterator[None]:
 @contextmanager
 def attribute(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """Set one attribute of a module or class inside the block."""
-    original = getattr(owner, name)
+    # The descriptor itself: a class method read through getattr would come back bound.
+    original = getattr_static(owner, name)
     setattr(owner, name, replacement)
     try:
         yield

@@ -407,3 +407,30 @@ def tiny_qwen3_shape():
         "num_key_value_heads": 1,
         "head_dim": 16,
     }
+
+
+def test_a_forward_replaced_on_the_instance_is_refused_before_and_noticed_after():
+    model = tiny("qwen3")
+    norm = model.model.norm
+    norm.forward = norm.forward
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm .*replaced on the instance"):
+        patch(model)
+    del norm.forward
+    with patch(model) as session:
+        norm.forward = norm.forward
+        with pytest.raises(ConsistencyError, match=r"model\.norm"):
+            session.verify()
+
+
+def test_a_bare_decoder_is_refused():
+    with pytest.raises(UnsupportedModelError, match="takes the Qwen3ForCausalLM itself"):
+        patch(tiny("qwen3").model)
+
+
+def test_restoring_inside_a_stock_block_leaves_the_stock_model():
+    model = tiny("qwen3")
+    before = [type(m) for m in model.modules()]
+    session = patch(model)
+    with session.stock():
+        session.restore()
+    assert [type(m) for m in model.modules()] == before

@@ -114,7 +114,7 @@ def test_all_problems_are_reported_at_once_by_dotted_path():
         "9 problems",
         "optimizer.learning_rte: unknown key; did you mean learning_rate?",
         "clip_low: unknown key; did you mean algorithm.clip_low?",
-        "policy.dtype: Input should be 'float32', 'bfloat16' or 'float16', got 'fp8'",
+        "policy.dtype: Input should be 'float32' or 'bfloat16', got 'fp8'",
         "training.steps: Input should be greater than or equal to 1, got 0",
         "reward.functions.0.weight: ",
         "tracking.wandb.project: missing",
@@ -251,3 +251,12 @@ def test_the_resolved_config_holds_every_field():
     assert list(tree) == list(RunConfig.model_fields)
     assert tree["rollout"]["kv_block_size"] == 16
     assert tree["tracking"] == {"console": True, "wandb": None}
+
+
+def test_a_kl_term_with_truncated_sampling_is_refused():
+    message = refusal("algorithm.kl_coefficient=0.1", "rollout.top_k=5", "rollout.min_p=0.1")
+    assert "rollout.top_k, rollout.min_p is set" in message
+
+
+def test_float16_cannot_be_trained():
+    assert "Input should be 'float32' or 'bfloat16'" in refusal("policy.dtype=float16")
