@@ -103,8 +103,8 @@ class ConsistencyHook:
         gradient_check_sequences: how many of a step's sequences are regrouped in a check, the first
             ones; None is all. The step's own gradients are always computed again as a whole.
         shadow_every: steps between measurements of the stock path; 0 is never.
-        on_drift: `raise` stops the run, `warn` calls `warn`, `record` only logs. A replay bundle is
-            saved first in all three.
+        on_drift: `raise` stops the run, `warn` calls `warn`, `record` only logs. Differing tokens
+            are saved as a replay bundle first in all three.
         replay_dir: where replay bundles go.
         config: the resolved configuration, saved with a bundle.
         expected_fingerprint: the other side's, when rollout and training are different programs.

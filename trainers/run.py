@@ -279,6 +279,7 @@ class _Run:
             on_drift=config.consistency.on_drift,
             replay_dir=self.directory / "replay",
             config=config.model_dump(mode="json"),
+            expected_fingerprint=engine.fingerprint,
             warn=self.announce,
         )
         self.trainer = GRPOTrainer(

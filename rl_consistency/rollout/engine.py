@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rl_consistency.models.patch import patched_session
 from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.model_runner import ModelRunner
 from rl_consistency.rollout.random_stream import uniforms
@@ -61,6 +62,9 @@ class RolloutEngine:
         prefill_chunk_size: most prompt tokens of one sequence in one step; None is no own limit.
         enable_prefix_sharing: share the blocks of equal prefixes within a `generate`.
 
+    Attributes:
+        fingerprint: orders, versions and device of the rollout side, for training to compare.
+
     Raises:
         ValueError: a setting out of range, or a model that is not patched.
     """
@@ -89,6 +93,7 @@ class RolloutEngine:
                 raise ValueError(f"{name} must be at least 1, got {limit}")
         patched_session(model)
         self._model = model
+        self.fingerprint = fingerprint(model.device)
         self._eos_token_ids = _eos_token_ids(eos_token_id, model.config.vocab_size)
         self._runner = ModelRunner(
             model, block_size=kv_block_size, num_blocks=num_kv_blocks, max_num_seqs=max_num_seqs
