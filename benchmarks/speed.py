@@ -73,7 +73,8 @@ def measure(name: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     sequences = torch.randint(0, sizes[-1], (count, length), generator=generator).tolist()
     times: dict[str, list[float]] = {"canonical": [], "stock": []}
-    with patch(build(sizes)) as session:
+    model = build(sizes)
+    with patch(model) as session:
         for _ in range(ROUNDS):
             for side, step in (("canonical", canonical_step), ("stock", stock_step)):
                 started = perf_counter()

@@ -2,8 +2,8 @@
 
 Shapes: `fold_outer`: g [N, K] fp32, dy [T, N], x [T, K]. `fold_columns`: g [C] fp32, rows [R, C].
     `fold_rows`: g [V, C] fp32, index [T], rows [T, C].
-Dtypes and rounding points: operands widened to fp32; the accumulator is fp32 and is never rounded
-    to anything else.
+Dtypes and rounding points: operands widened to fp32; the accumulator is fp32, for columns fp64;
+    what is published in `parameter.grad` is rounded once to fp32.
 Order: `ORDER` below.
 Invariant to: where a sequence of tokens is cut into calls, as long as every cut falls on a multiple
     of 16.
@@ -34,9 +34,10 @@ ORDER = ReductionOrder(
     text=(
         "Left fold over tokens in steps of 16, continued from the fp32 buffer: matrices add the "
         "step's outer products by one multiply-accumulate call, columns add the halving tree over "
-        "the step's rows, embedding rows add token after token. A short last step is filled with "
-        "zeros. Negative zero is stored as positive zero at the end of a call. A parameter used in "
-        "several places has one buffer per place; the buffers are added in the order of the places."
+        "the step's rows to an fp64 buffer, embedding rows add token after token. A short last "
+        "step is filled with zeros. Negative zero is stored as positive zero at the end of a "
+        "call. A parameter used in several places has one buffer per place; the buffers are added "
+        "in the order of the places."
     ),
 )
 
@@ -52,7 +53,7 @@ def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def fold_columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1) -> None:
-    """Continue `buffer` [C] (fp32, in place) over rows [T * rows_per_token, C]."""
+    """Continue `buffer` [C] (fp64 or fp32, in place) over rows [T * rows_per_token, C]."""
     step = STEP * rows_per_token
     rows = _whole_steps(rows, step)
     for partial in tree_sum(rows.view(-1, step, rows.shape[1]), dim=1).unbind(0):
@@ -71,23 +72,34 @@ def _whole_steps(rows: Tensor, step: int = STEP) -> Tensor:
 class GradientBuffer:
     """The fp32 accumulator of one use of one parameter.
 
-    A parameter used once folds straight into `parameter.grad`. A parameter used in several places
-    (tied embeddings) has one buffer per use, so that the fold of one use is never interrupted by
-    the other's tokens; `parameter.grad` is then the sum of the buffers in the order of the uses and
-    is written anew after every backward pass. `optimizer.zero_grad()` starts all of them afresh. A
-    gradient that is there before the first fold is continued by the first use.
+    A matrix used once folds straight into `parameter.grad`. A vector (bias, norm weight) has an
+    fp64 buffer, and a parameter used in several places (tied embeddings) one buffer per use, so
+    that the fold of one use is never interrupted by the other's tokens; `parameter.grad` is then
+    the sum of the buffers in the order of the uses, written anew after every backward pass.
+    `optimizer.zero_grad()` starts all of them afresh. A gradient that is there before the first
+    fold is continued by the first use.
     """
 
     def __init__(self, parameter: nn.Parameter, siblings: list[GradientBuffer] | None = None):
         self.parameter = parameter
         self._siblings = [] if siblings is None else siblings
         self._siblings.append(self)
+        self._in_place = siblings is None and accumulator_dtype(parameter) == torch.float32
         self._own: Tensor | None = None
         self._published: tuple[Tensor, int] | None = None
 
     @classmethod
+    def beside_autograd(cls, parameter: nn.Parameter) -> GradientBuffer:
+        """A buffer that folds straight into `parameter.grad`, to which autograd adds as well."""
+        buffer = cls(parameter)
+        buffer._in_place = True
+        return buffer
+
+    @classmethod
     def for_uses(cls, parameter: nn.Parameter, count: int) -> list[GradientBuffer]:
         """One buffer per use, in the order in which the uses are added."""
+        if count == 1:
+            return [cls(parameter)]
         siblings: list[GradientBuffer] = []
         return [cls(parameter, siblings) for _ in range(count)]
 
@@ -108,23 +120,24 @@ class GradientBuffer:
                 f"the gradient present is {parameter.grad.dtype}; the fold continues fp32 only. "
                 "Call optimizer.zero_grad(set_to_none=True) after patch()."
             )
-        if len(self._siblings) == 1:
+        if self._in_place:
             return parameter.grad
         self._check_published(parameter.grad)
         if self._own is None:
-            self._own = torch.zeros_like(parameter, dtype=torch.float32)
+            self._own = torch.zeros_like(parameter, dtype=accumulator_dtype(parameter))
         return self._own
 
     def commit(self) -> None:
         """Publish the sum of all uses as `parameter.grad`."""
-        if len(self._siblings) == 1:
+        if self._in_place:
             return
         gradient = self.parameter.grad
         assert gradient is not None
-        gradient.zero_()
+        total = torch.zeros_like(gradient, dtype=accumulator_dtype(self.parameter))
         for buffer in self._siblings:
             if buffer._own is not None:
-                gradient.add_(buffer._own)
+                total.add_(buffer._own)
+        gradient.copy_(total)
         self._stamp(gradient)
 
     def _start_afresh(self) -> None:
@@ -137,15 +150,15 @@ class GradientBuffer:
         if published is None:
             self._start_afresh()
             if gradient.any():
-                self._siblings[0]._own = gradient.clone()
+                self._siblings[0]._own = gradient.to(accumulator_dtype(self.parameter), copy=True)
             self._stamp(gradient)
         elif published[0] is not gradient or published[1] != gradient._version:
             if gradient.any():
                 raise ValueError(
-                    "the gradient of a tied parameter was changed between two backward passes, so "
-                    "the fold cannot be continued. Scale or clip only after the last backward "
-                    "pass, call optimizer.zero_grad() before the next, and keep one strict(...) "
-                    "choice for all micro-batches of a step."
+                    f"the gradient of a parameter of shape {tuple(gradient.shape)} was changed "
+                    "between two backward passes, so the fold cannot be continued. Scale or clip "
+                    "only after the last backward pass, call optimizer.zero_grad() before the "
+                    "next, and keep one strict(...) choice for all micro-batches of a step."
                 )
             self._start_afresh()
             self._stamp(gradient)
@@ -153,6 +166,11 @@ class GradientBuffer:
     def _stamp(self, gradient: Tensor) -> None:
         for buffer in self._siblings:
             buffer._published = (gradient, gradient._version)
+
+
+def accumulator_dtype(parameter: Tensor) -> torch.dtype:
+    """fp64 for vectors, whose fold would lose digits over thousands of steps; else fp32."""
+    return torch.float64 if parameter.dim() == 1 else torch.float32
 
 
 def fold_parameter(
@@ -164,7 +182,7 @@ def fold_parameter(
     autograd gets the result in the parameter's dtype.
     """
     if buffer is None:
-        fresh = torch.zeros_like(parameter, dtype=torch.float32)
+        fresh = torch.zeros_like(parameter, dtype=accumulator_dtype(parameter))
         fold(fresh)
         return fresh.to(parameter.dtype)
     fold(buffer.accumulator())

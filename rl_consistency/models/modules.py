@@ -61,7 +61,7 @@ class CanonicalModule(nn.Module):
                 "after changing a model's parameters."
             )
         if buffer is not None and current().stock:
-            return GradientBuffer(buffer.parameter)
+            return GradientBuffer.beside_autograd(buffer.parameter)
         return buffer
 
 

@@ -213,7 +213,7 @@ def test_scaling_a_tied_gradient_between_backward_passes_is_refused():
     buffers = GradientBuffer.for_uses(param, 2)
     backward(param, buffers, slice(0, 64), *data(2))
     param.grad.mul_(0.5)
-    with pytest.raises(ValueError, match=r"tied parameter was changed.*zero_grad"):
+    with pytest.raises(ValueError, match=r"was changed.*zero_grad"):
         backward(param, buffers, slice(64, TOKENS), *data(2))
 
 

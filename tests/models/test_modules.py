@@ -145,7 +145,7 @@ def test_clipping_a_tied_gradient_between_backward_passes_is_refused():
     with patch(model):
         loss(model(ids).logits, ids).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        with pytest.raises(ValueError, match="tied parameter was changed between two backward"):
+        with pytest.raises(ValueError, match="was changed between two backward"):
             loss(model(ids).logits, ids).sum().backward()
 
 

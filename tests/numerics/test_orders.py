@@ -9,7 +9,7 @@ from rl_consistency.numerics.orders import ORDERS, order
 GOLDEN = {
     "matmul/v1": "b7684d2e4fac1a51",
     "row_reduction/v1": "d511ef454a6e8c3a",
-    "gradient_fold/v1": "33bc170b8f11a2fb",
+    "gradient_fold/v1": "f1e75a6a835dea9e",
     "linear/v1": "0a310bd2e77d9987",
     "rms_norm/v1": "b2bd1d80ec184b9a",
     "rotary/v1": "e2972e84bb90ff1a",
