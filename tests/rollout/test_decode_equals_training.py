@@ -1,0 +1,69 @@
+"""C1 and C2 on every family and dtype: however a completion is decoded, training gets its bytes."""
+
+import pytest
+import torch
+
+from rl_consistency.models.batch_layout import lay_out
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.parity.presets import build_preset
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+
+FAMILIES = ("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
+SHARED = [(7 * i + 3) % 61 for i in range(40)]
+PROMPTS = [SHARED, [*SHARED[:32], 5, 6], [9], [11, 12, 13, 14, 15, 16, 17]]
+SAMPLING = SamplingParams(n=4, temperature=0.9, top_k=20, max_tokens=9, seed=3, ignore_eos=True)
+ENGINES = {
+    "all at once": {},
+    "chunks of 7": {"prefill_chunk_size": 7},
+    "chunks of 64": {"prefill_chunk_size": 64},
+    "one at a time": {"max_num_seqs": 1},
+    "three at a time": {"max_num_seqs": 3},
+    "32 at a time": {"max_num_seqs": 32},
+    "blocks of 1": {"kv_block_size": 1},
+    "no sharing": {"enable_prefix_sharing": False},
+    "few blocks": {"num_kv_blocks": 14, "kv_block_size": 4},
+}
+
+
+def outcome(completions):
+    return [
+        (c.prompt_index, c.sample_index, c.token_ids, c.token_logprobs.numpy().tobytes())
+        for c in completions
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_way_to_decode_gives_the_bytes_that_training_recomputes(family, dtype):
+    model = build_preset(family, dtype)
+    with patch(model):
+        engines = {
+            name: RolloutEngine(model, eos_token_id=None, **options)
+            for name, options in ENGINES.items()
+        }
+        results = {name: e.generate(PROMPTS, SAMPLING) for name, e in engines.items()}
+        expected = results["all at once"]
+        for name, completions in results.items():
+            assert outcome(completions) == outcome(expected), name
+        assert engines["all at once"].stats["prefix_hit_tokens"] > 0
+        assert engines["few blocks"].stats["preemptions"] > 0
+        order = [2, 0, 3, 1]
+        permuted = engines["32 at a time"].generate(
+            [PROMPTS[i] for i in order], SAMPLING, prompt_ids=order
+        )
+        by_prompt = {(order[c.prompt_index], c.sample_index): c for c in permuted}
+        for c in expected:
+            other = by_prompt[c.prompt_index, c.sample_index]
+            assert outcome([c])[0][2:] == outcome([other])[0][2:]
+
+        sequences = [[*PROMPTS[c.prompt_index], *c.token_ids] for c in expected]
+        lengths = [len(PROMPTS[c.prompt_index]) for c in expected]
+        rollout = torch.cat([c.token_logprobs for c in expected]).numpy().tobytes()
+        for layout in ("packed", "packed_with_gaps", "left_padded", "right_padded"):
+            inputs, mask = lay_out(sequences, layout)
+            scored = token_logprobs(
+                model, inputs, attention_mask=mask, prompt_lengths=lengths, sampling=SAMPLING
+            )
+            assert scored.logprobs.detach().numpy().tobytes() == rollout, layout
