@@ -1,5 +1,6 @@
 """The README's example runs as printed, and names nothing that does not exist."""
 
+import json
 import re
 from pathlib import Path
 
@@ -39,3 +40,20 @@ def test_every_linked_file_exists():
 
 def test_nothing_is_left_to_fill_in():
     assert "@@" not in README
+
+
+def test_the_demo_table_is_the_recorded_run():
+    summary = json.loads((ROOT / "benchmarks/results/cpu_demo.json").read_text("utf-8"))["summary"]
+    rows = {
+        "tokens compared": ("tokens", "{:,.0f}"),
+        "tokens whose logprob differs": ("mismatched_tokens", "{:,.0f}"),
+        "share of tokens that differ": ("mismatch_fraction", "{:.1%}"),
+        "largest ULP distance": ("ulp/max", "{:,.0f}"),
+        "smallest first-update ratio": ("importance_ratio/min", "{:.9g}"),
+        "largest first-update ratio": ("importance_ratio/max", "{:.9g}"),
+    }
+    for label, (name, form) in rows.items():
+        ours, stock = (form.format(summary[f"{side}/{name}"]) for side in ("consistency", "stock"))
+        assert f"| {label} | {ours} | {stock} |" in README
+    rewards = f"{summary['reward/first']:.3f} -> {summary['reward/last']:.3f}"
+    assert f"| reward, first to last steps | {rewards} | - |" in README
