@@ -116,6 +116,13 @@ def test_evaluation_that_is_off_never_happens(tiny_run):
     assert not any("eval/reward" in row for row in rows) and summary["eval/first"] is None
 
 
+def test_a_missing_wandb_is_refused_before_anything_is_written(tiny_run, monkeypatch):
+    monkeypatch.setattr(run_module, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"wandb is not installed: pip install"):
+        tiny_run(**{"tracking.wandb": {"project": "bits"}})
+    assert not (tiny_run.directory / "run").exists()
+
+
 def test_wandb_gets_the_metrics_too(tiny_run, monkeypatch):
     seen = []
 
@@ -130,6 +137,7 @@ def test_wandb_gets_the_metrics_too(tiny_run, monkeypatch):
             seen.append("closed")
 
     monkeypatch.setattr(run_module, "WandbTracker", Wandb)
+    monkeypatch.setattr(run_module, "find_spec", lambda name: name)
     tiny_run(**{"training.steps": 1, "tracking.wandb": {"project": "bits"}})
     assert seen[0][:3] == ("bits", "offline", 1) and "consistency/tokens" in seen[0][3]
     assert seen[-1] == "closed"
