@@ -70,7 +70,7 @@ def _whole_steps(rows: Tensor, step: int = STEP) -> Tensor:
 
 
 class GradientBuffer:
-    """The fp32 accumulator of one use of one parameter.
+    """The accumulator of one use of one parameter: fp32, for vectors fp64.
 
     A matrix used once folds straight into `parameter.grad`. A vector (bias, norm weight) has an
     fp64 buffer, and a parameter used in several places (tied embeddings) one buffer per use, so
@@ -104,11 +104,11 @@ class GradientBuffer:
         return [cls(parameter, siblings) for _ in range(count)]
 
     def accumulator(self) -> Tensor:
-        """The fp32 tensor to continue, of the parameter's shape; zeros after `zero_grad()`.
+        """The tensor to continue, of the parameter's shape; zeros after `zero_grad()`.
 
         Raises:
             ValueError: the gradient present was not folded here (another dtype, or a tied
-                parameter's gradient changed between two backward passes).
+                parameter's or a vector's gradient changed between two backward passes).
         """
         parameter = self.parameter
         if parameter.grad is None:
