@@ -75,7 +75,9 @@ class _Embedding(torch.autograd.Function):
         if ctx.padding_idx is not None:
             kept = index != ctx.padding_idx
             index, rows = index[kept], rows[kept]
-        gradient = fold_parameter(weight, ctx.weight_grad, lambda g: fold_rows(g, index, rows))
+        gradient = fold_parameter(
+            weight, ctx.weight_grad, lambda g, fresh: fold_rows(g, index, rows)
+        )
         return None, gradient, None, None
 
 

@@ -42,8 +42,11 @@ ORDER = ReductionOrder(
 )
 
 
-def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Continue `buffer` [N, K] (fp32, in place) over the tokens of dy [T, N] and x [T, K]."""
+def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) -> None:
+    """Continue `buffer` [N, K] (fp32, in place) over the tokens of dy [T, N] and x [T, K].
+
+    `fresh` says that the buffer is all zero; it changes no bit.
+    """
     dy, x = _whole_steps(dy), _whole_steps(x)
     for dy_step, x_step in zip(dy.split(STEP), x.split(STEP), strict=True):
         buffer.addmm_(dy_step.t(), x_step)
@@ -103,14 +106,16 @@ class GradientBuffer:
         siblings: list[GradientBuffer] = []
         return [cls(parameter, siblings) for _ in range(count)]
 
-    def accumulator(self) -> Tensor:
-        """The tensor to continue, of the parameter's shape; zeros after `zero_grad()`.
+    def accumulator(self) -> tuple[Tensor, bool]:
+        """The tensor to continue, of the parameter's shape, and whether it was made just now, all
+        zeros.
 
         Raises:
             ValueError: the gradient present was not folded here (another dtype, or a tied
                 parameter's or a vector's gradient changed between two backward passes).
         """
         parameter = self.parameter
+        fresh = parameter.grad is None
         if parameter.grad is None:
             parameter.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
             parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
@@ -121,11 +126,12 @@ class GradientBuffer:
                 "Call optimizer.zero_grad(set_to_none=True) after patch()."
             )
         if self._in_place:
-            return parameter.grad
+            return parameter.grad, fresh
         self._check_published(parameter.grad)
+        fresh = self._own is None
         if self._own is None:
             self._own = torch.zeros_like(parameter, dtype=accumulator_dtype(parameter))
-        return self._own
+        return self._own, fresh
 
     def commit(self) -> None:
         """Publish the sum of all uses as `parameter.grad`."""
@@ -174,17 +180,18 @@ def accumulator_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def fold_parameter(
-    parameter: Tensor, buffer: GradientBuffer | None, fold: Callable[[Tensor], None]
+    parameter: Tensor, buffer: GradientBuffer | None, fold: Callable[[Tensor, bool], None]
 ) -> Tensor | None:
     """Fold one call's tokens and say what autograd is to be handed for the parameter.
 
     With a buffer the fold continues it and autograd gets None; without one it starts from zero and
-    autograd gets the result in the parameter's dtype.
+    autograd gets the result in the parameter's dtype. `fold` is called with the accumulator and
+    whether it is known to be all zero, which spares a schedule the reading of it.
     """
     if buffer is None:
         fresh = torch.zeros_like(parameter, dtype=accumulator_dtype(parameter))
-        fold(fresh)
+        fold(fresh, True)
         return fresh.to(parameter.dtype)
-    fold(buffer.accumulator())
+    fold(*buffer.accumulator())
     buffer.commit()
     return None

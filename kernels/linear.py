@@ -95,9 +95,11 @@ class _Linear(torch.autograd.Function):
             dx = row_matmul(rows, weight).to(x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
             x_rows = x.reshape(-1, x.shape[-1])
-            dweight = fold_parameter(weight, weight_grad, lambda g: fold_outer(g, rows, x_rows))
+            dweight = fold_parameter(
+                weight, weight_grad, lambda g, fresh: fold_outer(g, rows, x_rows, fresh=fresh)
+            )
         if ctx.needs_input_grad[2]:
-            dbias = fold_parameter(bias, bias_grad, lambda g: fold_columns(g, rows))
+            dbias = fold_parameter(bias, bias_grad, lambda g, fresh: fold_columns(g, rows))
         return dx, dweight, dbias, None, None
 
 

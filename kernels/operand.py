@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rl_consistency.kernels.cuda_device import MIN_CAPABILITY, capability
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Operand types the canonical orders are defined for. fp8 has no order here."""
 
@@ -50,13 +52,23 @@ def require_device(op: str, tensor: Tensor) -> None:
     """Refuse a device for which the op's order has no schedule.
 
     Raises:
-        ValueError: the device is not a CPU.
+        ValueError: neither a CPU nor an NVIDIA GPU of compute capability 8.0 or later.
     """
-    if tensor.device.type != "cpu":
+    device = tensor.device
+    if device.type == "cpu":
+        return
+    if device.type != "cuda":
         raise ValueError(
-            f"{op}: no schedule of the canonical order for device {tensor.device}; available: cpu. "
-            "Move the model to the CPU, or switch this op to its stock path with "
+            f"{op}: no schedule of the canonical order for device {device}; available: cpu, cuda. "
+            f"Move the model to one of these, or switch this op to its stock path with "
             f"strict(except_={{{op!r}}})."
+        )
+    found = capability(device)
+    if found < MIN_CAPABILITY:
+        raise ValueError(
+            f"{op}: {device} has compute capability {found[0]}.{found[1]}; the schedules need "
+            f"{MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} (Ampere) or later. Run on the CPU or on a "
+            "newer GPU."
         )
 
 

@@ -93,7 +93,7 @@ class _RMSNorm(torch.autograd.Function):
             dweight = fold_parameter(
                 weight,
                 ctx.weight_grad,
-                lambda g: fold_columns(g, rows, rows_per_token=ctx.rows_per_token),
+                lambda g, fresh: fold_columns(g, rows, rows_per_token=ctx.rows_per_token),
             )
         return dx, dweight, None, None, None
 

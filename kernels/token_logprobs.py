@@ -138,7 +138,7 @@ class _TokenLogprobs(torch.autograd.Function):
         dhidden = torch.zeros_like(hidden)
         spans = list(_chunks(hidden.shape[0], ctx.chunk_tokens))
 
-        def fold(buffer: Tensor | None) -> None:
+        def fold(buffer: Tensor | None, fresh: bool) -> None:
             for span in spans:
                 dlogits = _logit_gradient(
                     *_chunk(hidden, weight, targets, ctx.rows, span),
@@ -148,13 +148,13 @@ class _TokenLogprobs(torch.autograd.Function):
                 ).to(weight.dtype)
                 dhidden[span] = row_matmul(dlogits, weight).to(hidden.dtype)
                 if buffer is not None:
-                    fold_outer(buffer, dlogits, hidden[span])
+                    fold_outer(buffer, dlogits, hidden[span], fresh=fresh and span.start == 0)
 
         dweight = None
         if ctx.needs_input_grad[1]:
             dweight = fold_parameter(weight, ctx.weight_grad, fold)
         else:
-            fold(None)
+            fold(None, False)
         return dhidden, dweight, None, None, None, None
 
 

@@ -139,7 +139,9 @@ def parameter(dtype=torch.float32):
 def backward(param, buffers, span, dy, x):
     """One backward pass over a span of tokens, each use of the parameter in turn."""
     for i, buffer in enumerate(buffers):
-        fold_parameter(param, buffer, lambda g, i=i: fold_outer(g, dy[i][span], x[i][span]))
+        fold_parameter(
+            param, buffer, lambda g, fresh, i=i: fold_outer(g, dy[i][span], x[i][span])
+        )
 
 
 def data(uses):
@@ -229,7 +231,7 @@ def test_a_gradient_of_another_dtype_is_refused(uses):
 def test_without_a_buffer_autograd_receives_the_fold_in_the_parameters_dtype():
     param = parameter(torch.bfloat16)
     dy, x = data(1)
-    gradient = fold_parameter(param, None, lambda g: fold_outer(g, dy[0], x[0]))
+    gradient = fold_parameter(param, None, lambda g, fresh: fold_outer(g, dy[0], x[0]))
     expected = torch.zeros(24, 40)
     fold_outer(expected, dy[0], x[0])
     assert same_bytes(gradient, expected.bfloat16())
@@ -242,6 +244,6 @@ def test_a_gradient_that_was_there_first_is_continued(uses):
     parameter.grad = torch.tensor([1.0, -2.0, 3.0])
     buffers = GradientBuffer.for_uses(parameter, uses)
     for buffer in buffers:
-        buffer.accumulator().add_(10.0)
+        buffer.accumulator()[0].add_(10.0)
         buffer.commit()
     assert parameter.grad.tolist() == [1.0 + 10 * uses, -2.0 + 10 * uses, 3.0 + 10 * uses]

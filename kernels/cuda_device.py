@@ -1,0 +1,44 @@
+"""What schedules ask of an NVIDIA GPU before they choose."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton kernels run in its CPU interpreter: for their logic only, no schedule but the
+pointer ones, and no bits of any GPU."""
+
+MIN_CAPABILITY = (8, 0)
+"""bf16 matrix units begin with Ampere."""
+
+
+def sm_count(device: torch.device) -> int:
+    """Streaming multiprocessors of the device; 2 in the interpreter."""
+    return 2 if INTERPRETED else _sm_count(device.index)
+
+
+def has_tma(device: torch.device) -> bool:
+    """Whether the device copies tiles by descriptor (sm_90 and later)."""
+    return not INTERPRETED and capability(device) >= (9, 0)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability, such as (9, 0)."""
+    return _capability(device.index)
+
+
+@cache
+def _sm_count(index: int | None) -> int:
+    return torch.cuda.get_device_properties(_indexed(index)).multi_processor_count
+
+
+@cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(_indexed(index))
+
+
+def _indexed(index: int | None) -> int:
+    return torch.cuda.current_device() if index is None else index

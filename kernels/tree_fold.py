@@ -1,0 +1,49 @@
+"""Row sums and exponentials for Triton kernels, in an order that no layout can change.
+
+`tl.sum` adds in the order in which a tile happens to lie in registers, so two schedules of one op
+may differ. The halving tree here is spelled out as additions of slices: element i + N/2 is added to
+element i, then N is halved. It is the tree of `row_reduction`, over a power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2_HIGH = tl.constexpr(0.693145751953125)
+LN2_LOW = tl.constexpr(1.42860682030941723212e-6)
+
+
+@triton.jit
+def halve(x, R: tl.constexpr, N: tl.constexpr):
+    """[R, N] -> [R, N // 2]: element i plus element i + N // 2."""
+    low, high = tl.split(tl.permute(tl.reshape(x, (R, 2, N // 2)), (0, 2, 1)))
+    return low + high
+
+
+@triton.jit
+def tree_fold(x, R: tl.constexpr, N: tl.constexpr):
+    """[R, N] -> [R], N a power of two: the whole halving tree."""
+    for level in tl.static_range(N.bit_length() - 1):
+        x = halve(x, R, N >> level)
+    return tl.reshape(x, (R,))
+
+
+@triton.jit
+def exp_fp32(x):
+    """exp of fp32, about 1 ulp: -inf gives 0, NaN stays, results below the denormals are 0.
+
+    `tl.exp` multiplies by log2(e) before it rounds to the exponential's argument, which costs
+    |x| * 2**-24 of relative accuracy; here the integer part is taken off first.
+    """
+    bounded = tl.minimum(tl.maximum(x, -104.0), 89.0)
+    whole = tl.floor(tl.fma(bounded, LOG2E, 0.5))
+    rest = tl.fma(whole, -LN2_LOW, tl.fma(whole, -LN2_HIGH, bounded))
+    value = tl.exp2(rest * LOG2E)
+    # 2**whole may be denormal or beyond the largest exponent; its halves are not.
+    exponent = whole.to(tl.int32)
+    half = exponent >> 1
+    value = value * ((half + 127) << 23).to(tl.float32, bitcast=True)
+    value = value * ((exponent - half + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(x != x, x, value)
