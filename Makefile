@@ -40,9 +40,17 @@ lint: .venv/.ready-dev
 gpu-test:
 	$(GPU_PYTHON) -m pytest -m gpu
 
+# DEVICE=cuda measures the GPU of this machine with its own torch; without it, this CPU.
+ifeq ($(DEVICE),cuda)
+bench: gpu-test
+	$(GPU_PYTHON) -m rl_consistency bench ops --json benchmarks/results/h200.json
+	$(GPU_PYTHON) -m rl_consistency bench model --json benchmarks/results/h200.json
+	$(GPU_PYTHON) -m benchmarks.readme
+else
 bench: .venv/.ready-dev test
 	$(BIN)/python -m benchmarks.accuracy
 	$(BIN)/python -m benchmarks.speed
+endif
 
 # torch first and alone: the index it may come from need not hold its dependencies, which the next
 # line takes from the usual one, without replacing the build that is already there.

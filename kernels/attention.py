@@ -9,11 +9,12 @@ Dtypes and rounding points: fp32, bf16, fp16; scores, statistics and accumulator
 Order: `ORDER` below.
 Invariant to: the other sequences, the number of queries in the call (prefill, chunk, decode), the
     placement of keys, the block size of the cache, tiles of queries, rows no sequence owns (they
-    give 0).
+    give 0). Backward on CUDA expects finite neighbours: a NaN in another sequence may spread.
 Varies with: D, the window, and the key's distance from its sequence's start (block borders).
 Backward: dq, dk, dv without atomics; packed layout only. lse has no gradient.
 Errors: TypeError on dtypes, ValueError on shapes, devices, layout and autocast.
-Cost: on the CPU two batched products per block of 64 keys; keys are gathered per tile.
+Cost: on the CPU two batched products per block of 64 keys; keys are gathered per tile. On CUDA see
+    benchmarks/results/h200.json.
 
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018); Dao et al.,
     FlashAttention (2022).
@@ -35,6 +36,7 @@ from rl_consistency.kernels.attention_layout import (
     PagedAttention,
     TilePlan,
 )
+from rl_consistency.kernels.attention_triton import attention_bwd, attention_fwd
 from rl_consistency.kernels.matmul import tile_matmul
 from rl_consistency.kernels.operand import require_operands
 from rl_consistency.kernels.reduction_order import ReductionOrder
@@ -47,16 +49,23 @@ GATHER_BYTES = 64 << 20
 
 ORDER = ReductionOrder(
     id="attention",
-    version=1,
+    version=2,
     text=(
-        "Keys in blocks of 64 counted from the sequence's first token. Per block: s = (q.k in the "
+        "On a CPU: keys in blocks of 64 counted from the sequence's first token. Per block: s = (q.k in the "
         "matmul order over D) * scale; m' = max(m, max s); a = exp(m - m'); p = exp(s - m') "
         "rounded to the dtype of v; l = l*a + tree(p); acc = acc*a + (p.v in the matmul order "
         "over the block). o = acc/l, lse = m + log(l). Backward in tiles of 64 queries by 64 "
         "keys, both counted from the sequence's start: p = exp(s - lse), ds = p*(dp - "
         "tree(do*o)), both rounded to the dtype; dq folds over key tiles upward; dk and dv fold "
-        "over query tiles upward, in each first over the group's heads upward. Negative zero "
-        "becomes positive zero."
+        "over query tiles upward, in each first over the group's heads upward. On CUDA: blocks of "
+        "128 keys (64 where D > 128), s.c with c = scale*log2(e). Each block on its own: m_b = "
+        "max(s)*c, p = exp2(fma(s, c, -m_b)), l_b = p halved to eight lanes, acc_b = p rounded to "
+        "the dtype times v in matrix steps from zero. The left fold over blocks: m' = max(m, m_b), "
+        "a = exp2(m - m'), b = exp2(m_b - m'), l = fma(l_b, b, l*a), acc = fma(acc_b, b, acc*a). "
+        "o = acc*(1/tree(l)), lse = (m + log2 tree(l))*ln 2. Backward: p = exp2(fma(s, c, "
+        "-lse*log2(e))), ds = p*(dp - tree(do*o)), both rounded; dq one chain of matrix steps over "
+        "keys upward, dk and dv one over the group's heads, then queries, upward; times scale. "
+        "Negative zero becomes positive zero."
     ),
 )
 
@@ -83,7 +92,7 @@ def attention_varlen(
     Returns:
         (o [T, H, D], lse [T, H] fp32).
     """
-    _check(q, k, v, layout, window)
+    _check(q, k, v, layout, scale, window)
     if k.shape[0] != q.shape[0]:
         raise ValueError(
             f"attention: q has {q.shape[0]} rows but k has {k.shape[0]}; packed keys stand in the "
@@ -117,11 +126,18 @@ def attention_paged(
         cache.view(-1, *cache.shape[2:])
         for cache in (paged.key_cache[layer], paged.value_cache[layer])
     )
-    _check(q, k, v, paged, window)
+    _check(q, k, v, paged, scale, window)
     return _forward(q, k, v, paged, scale, window)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, window: int | None) -> None:
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: AttentionLayout,
+    scale: float,
+    window: int | None,
+) -> None:
     require_operands("attention", q=q, k=k, v=v)
     heads, head_dim = q.shape[-2:]
     if k.shape != v.shape or k.shape[-1] != head_dim or heads % k.shape[-2]:
@@ -133,6 +149,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, window: int
         raise ValueError(
             f"attention: head_dim {head_dim}; allowed: multiples of 16 up to {MAX_HEAD_DIM}."
         )
+    if scale <= 0:
+        raise ValueError(f"attention: scale {scale}; it must be positive.")
     if window is not None and window < 1:
         raise ValueError(
             f"attention: window {window}; it must be at least 1, or None for no window."
@@ -166,6 +184,8 @@ class _Attention(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
+    if q.is_cuda:
+        return attention_fwd(q, k, v, layout, scale, window)
     rows, heads, head_dim = q.shape
     kv_heads = k.shape[-2]
     group = heads // kv_heads
@@ -269,6 +289,8 @@ def _backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if q.is_cuda:
+        return attention_bwd(do, q, k, v, out, lse, layout, scale, window)
     delta = tree_sum(do.float() * out.float())
     gradients = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     lens = torch.tensor(list(layout.query_lens), dtype=torch.int64)
@@ -359,7 +381,7 @@ def attention_reference(
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    positions = torch.arange(q.shape[1])
+    positions = torch.arange(q.shape[1], device=q.device)
     scores = (q @ k.transpose(1, 2)) * scale
     scores = scores.masked_fill(~_visible(positions, positions, window), -math.inf)
     return (scores.softmax(-1) @ v).transpose(0, 1)

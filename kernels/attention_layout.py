@@ -39,6 +39,21 @@ class TilePlan:
     last_block: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class SequenceTables:
+    """One layout as int32 tensors on a GPU.
+
+    Attributes:
+        query_start, query_len, context_len: [sequences].
+        block_table: [sequences, most blocks] physical blocks, or [1, 1] when keys are packed.
+    """
+
+    query_start: Tensor
+    query_len: Tensor
+    context_len: Tensor
+    block_table: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionLayout:
     """Queries of a call by sequence.
@@ -55,6 +70,12 @@ class AttentionLayout:
     context_lens: Sequence[int]
     """Number of keys of each sequence, its queries' own included."""
     _plans: dict[tuple[int, int | None], TilePlan] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _tables: dict[torch.device, SequenceTables] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _tiles: dict[tuple[torch.device, int, int], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -83,6 +104,44 @@ class AttentionLayout:
         if key not in self._plans:
             self._plans[key] = self._make_plan(group, window)
         return self._plans[key]
+
+    def tables(self, device: torch.device) -> SequenceTables:
+        """The layout's numbers on a device, copied once."""
+        if device not in self._tables:
+            numbers = torch.tensor(
+                [list(self.query_starts), list(self.query_lens), list(self.context_lens)],
+                dtype=torch.int32,
+            )
+            blocks = self.block_table()
+            self._tables[device] = SequenceTables(
+                *numbers.to(device, non_blocking=True).unbind(0),
+                blocks.to(device, non_blocking=True),
+            )
+        return self._tables[device]
+
+    def block_table(self) -> Tensor:
+        """[sequences, most blocks] int32 on the CPU; [1, 1] where keys are packed."""
+        return torch.zeros(1, 1, dtype=torch.int32)
+
+    def tiles(self, device: torch.device, group: int, rows_per_tile: int) -> Tensor:
+        """[tiles, 2] int32 on a device: a sequence, and the tile's first row in it.
+
+        A sequence's rows are its queries times the group's heads. Tiles that see most keys come
+        first, so that the last ones to run are short.
+        """
+        key = (device, group, rows_per_tile)
+        if key not in self._tiles:
+            lens = torch.tensor(list(self.query_lens), dtype=torch.int64)
+            past = torch.tensor(list(self.context_lens), dtype=torch.int64) - lens
+            counts = -(-(lens * group) // rows_per_tile)
+            sequence = torch.repeat_interleave(counts)
+            tile = torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
+            first = tile * rows_per_tile
+            reach = past[sequence] + first // group
+            order = torch.argsort(reach, descending=True, stable=True)
+            tiles = torch.stack([sequence, first], dim=1)[order].to(torch.int32)
+            self._tiles[key] = tiles.contiguous().to(device, non_blocking=True)
+        return self._tiles[key]
 
     def _make_plan(self, group: int, window: int | None) -> TilePlan:
         starts, queries, contexts = (
@@ -123,6 +182,24 @@ class PackedSequences(AttentionLayout):
         """Sequences that begin at `starts` and have `lens` tokens each."""
         return cls(query_starts=starts, query_lens=lens, context_lens=lens)
 
+    def key_tiles(self, device: torch.device, keys_per_tile: int) -> Tensor:
+        """[tiles, 2] int32 on a device: a sequence, and the tile's first key in it.
+
+        Tiles that most queries see come first.
+        """
+        # A key is seen by the queries after it, a query sees the keys before it: the same tiles.
+        key = (device, 0, keys_per_tile)
+        if key not in self._tiles:
+            lens = torch.tensor(list(self.query_lens), dtype=torch.int64)
+            counts = -(-lens // keys_per_tile)
+            sequence = torch.repeat_interleave(counts)
+            tile = torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
+            first = tile * keys_per_tile
+            order = torch.argsort(lens[sequence] - first, descending=True, stable=True)
+            tiles = torch.stack([sequence, first], dim=1)[order].to(torch.int32)
+            self._tiles[key] = tiles.contiguous().to(device, non_blocking=True)
+        return self._tiles[key]
+
     def key_rows(self, width: int) -> Tensor:
         starts = torch.tensor(list(self.query_starts), dtype=torch.int64)
         return starts[:, None] + _clamped_positions(self.context_lens, width)
@@ -154,10 +231,13 @@ class PagedAttention(AttentionLayout):
                     f"blocks hold {len(table) * self.block_size}."
                 )
 
-    def key_rows(self, width: int) -> Tensor:
+    def block_table(self) -> Tensor:
         longest = max((len(table) for table in self.block_tables), default=0)
         filled = [[*table, *([0] * (longest - len(table)))] for table in self.block_tables]
-        tables = torch.tensor(filled, dtype=torch.int64).view(len(filled), longest)
+        return torch.tensor(filled, dtype=torch.int32).view(len(filled), longest)
+
+    def key_rows(self, width: int) -> Tensor:
+        tables = self.block_table().long()
         positions = _clamped_positions(self.context_lens, width)
         blocks = tables.gather(1, positions // self.block_size)
         return blocks * self.block_size + positions % self.block_size

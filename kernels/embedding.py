@@ -7,8 +7,9 @@ Invariant to: everything but the token itself.
 Varies with: nothing.
 Backward: repeated tokens are added in token order (`gradient_fold`, embedding rows); `padding_idx`
     receives none.
-Errors: TypeError on dtypes, ValueError on devices, autocast and ids outside the table.
-Cost: memory-bound.
+Errors: TypeError on dtypes, ValueError on devices, autocast and ids outside the table. Where the
+    host cannot see the ids (CUDA graph capture, a traced graph) such an id gives a row of NaN.
+Cost: memory-bound. On CUDA the check of the ids waits for the device once per call.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_consistency.kernels.embedding_triton import embedding_fwd
 from rl_consistency.kernels.gradient_fold import GradientBuffer, fold_parameter, fold_rows
 from rl_consistency.kernels.operand import require_operands
 from rl_consistency.kernels.reduction_order import ReductionOrder
@@ -49,7 +51,8 @@ def embedding(
     require_operands("embedding", weight=weight)
     if token_ids.dtype != torch.int64:
         raise TypeError(f"embedding: token ids are {token_ids.dtype}; they must be int64.")
-    if token_ids.numel():
+    _require_same_device(token_ids, weight)
+    if token_ids.numel() and _host_may_look(token_ids):
         low, high = (int(v) for v in token_ids.aminmax())
         if low < 0 or high >= weight.shape[0]:
             raise ValueError(
@@ -59,12 +62,28 @@ def embedding(
     return _Embedding.apply(token_ids, weight, padding_idx, weight_grad)  # type: ignore[no-any-return]
 
 
+def _require_same_device(token_ids: Tensor, weight: Tensor) -> None:
+    if token_ids.device != weight.device:
+        raise ValueError(
+            f"embedding: token ids are on {token_ids.device} but the table is on {weight.device}; "
+            "move them to one device."
+        )
+
+
+def _host_may_look(token_ids: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    return not (token_ids.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, token_ids, weight, padding_idx, weight_grad):
         ctx.save_for_backward(token_ids, weight)
         ctx.padding_idx, ctx.weight_grad = padding_idx, weight_grad
-        return weight.index_select(0, token_ids.flatten()).view(*token_ids.shape, weight.shape[1])
+        flat = token_ids.flatten()
+        rows = embedding_fwd(flat, weight) if weight.is_cuda else weight.index_select(0, flat)
+        return rows.view(*token_ids.shape, weight.shape[1])
 
     @staticmethod
     @once_differentiable
@@ -73,8 +92,7 @@ class _Embedding(torch.autograd.Function):
         rows = grad_outputs[0].reshape(-1, weight.shape[1])
         index = token_ids.flatten()
         if ctx.padding_idx is not None:
-            kept = index != ctx.padding_idx
-            index, rows = index[kept], rows[kept]
+            index = index.masked_fill(index == ctx.padding_idx, -1)
         gradient = fold_parameter(
             weight, ctx.weight_grad, lambda g, fresh: fold_rows(g, index, rows)
         )

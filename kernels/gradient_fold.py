@@ -2,15 +2,16 @@
 
 Shapes: `fold_outer`: g [N, K] fp32, dy [T, N], x [T, K]. `fold_columns`: g [C] fp32, rows [R, C].
     `fold_rows`: g [V, C] fp32, index [T], rows [T, C].
-Dtypes and rounding points: operands widened to fp32; the accumulator is fp32, for columns fp64;
-    what is published in `parameter.grad` is rounded once to fp32.
+Dtypes and rounding points: operands fp32, bf16 or fp16, products exact; the accumulator is fp32,
+    for columns fp64; what is published in `parameter.grad` is rounded once to fp32.
 Order: `ORDER` below.
 Invariant to: where a sequence of tokens is cut into calls, as long as every cut falls on a multiple
     of 16.
 Varies with: the order of the tokens.
 Backward: none.
-Errors: `GradientBuffer` refuses a gradient it did not fold (ValueError).
-Cost: one rank-16 update of g per 16 tokens.
+Errors: `GradientBuffer` refuses a gradient it did not fold (ValueError); on CUDA the operands of
+    one fold share a dtype (TypeError).
+Cost: one rank-16 update of g per 16 tokens; on a GPU g is read and written once per call.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_consistency.kernels.operand import aligned
+from rl_consistency.kernels import gradient_fold_triton
+from rl_consistency.kernels.cublaslt import outer_from_zero
+from rl_consistency.kernels.operand import aligned, require_operands
 from rl_consistency.kernels.reduction_order import ReductionOrder
 from rl_consistency.kernels.row_reduction import tree_sum
 
@@ -30,14 +33,16 @@ STEP = 16
 
 ORDER = ReductionOrder(
     id="gradient_fold",
-    version=1,
+    version=2,
     text=(
         "Left fold over tokens in steps of 16, continued from the fp32 buffer: matrices add the "
         "step's outer products by one multiply-accumulate call, columns add the halving tree over "
         "the step's rows to an fp64 buffer, embedding rows add token after token. A short last "
         "step is filled with zeros. Negative zero is stored as positive zero at the end of a "
         "call. A parameter used in several places has one buffer per place; the buffers are added "
-        "in the order of the places."
+        "in the order of the places. On CUDA the multiply-accumulate call of a matrix is the "
+        "matrix unit's for 16 tokens (m16n8k16, or wgmma with k16), the accumulator being the "
+        "buffer's element; fp32 operands add one token after the other by fused multiply-add."
     ),
 )
 
@@ -47,6 +52,11 @@ def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) ->
 
     `fresh` says that the buffer is all zero; it changes no bit.
     """
+    if buffer.is_cuda:
+        require_operands("gradient_fold", dy=dy, x=x)
+        if not (fresh and outer_from_zero(dy, x, buffer)):
+            gradient_fold_triton.gradient_fold_outer(buffer, dy, x, fresh)
+        return
     dy, x = _whole_steps(dy), _whole_steps(x)
     for dy_step, x_step in zip(dy.split(STEP), x.split(STEP), strict=True):
         buffer.addmm_(dy_step.t(), x_step)
@@ -57,15 +67,36 @@ def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) ->
 
 def fold_columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1) -> None:
     """Continue `buffer` [C] (fp64 or fp32, in place) over rows [T * rows_per_token, C]."""
+    if buffer.is_cuda:
+        gradient_fold_triton.gradient_fold_columns(buffer, rows, rows_per_token)
+        return
     step = STEP * rows_per_token
     rows = _whole_steps(rows, step)
-    for partial in tree_sum(rows.view(-1, step, rows.shape[1]), dim=1).unbind(0):
+    fold_step_sums(buffer, tree_sum(rows.view(-1, step, rows.shape[1]), dim=1))
+
+
+def fold_step_sums(buffer: Tensor, sums: Tensor) -> None:
+    """Continue `buffer` [C] (fp64 or fp32, in place) over the fp32 sums [S, C] of its steps.
+
+    For an op whose backward pass adds up the rows of a step itself, by the halving tree.
+    """
+    if buffer.is_cuda:
+        gradient_fold_triton.fold_step_sums(buffer, sums)
+        return
+    for partial in sums.unbind(0):
         buffer.add_(partial)
 
 
 def fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Continue `buffer` [V, C] (fp32, in place): row index[t] += rows[t], t upward."""
-    buffer.index_add_(0, index, rows.float())
+    """Continue `buffer` [V, C] (fp32, in place): row index[t] += rows[t], t upward.
+
+    A row whose index is -1 is left out.
+    """
+    if buffer.is_cuda:
+        gradient_fold_triton.gradient_fold_rows(buffer, index, rows)
+        return
+    kept = index >= 0
+    buffer.index_add_(0, index[kept], rows[kept].float())
 
 
 def _whole_steps(rows: Tensor, step: int = STEP) -> Tensor:
@@ -120,6 +151,7 @@ class GradientBuffer:
             parameter.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
             parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
             self._start_afresh()
+            self._stamp(parameter.grad)
         if parameter.grad.dtype != torch.float32:
             raise ValueError(
                 f"the gradient present is {parameter.grad.dtype}; the fold continues fp32 only. "
@@ -139,11 +171,17 @@ class GradientBuffer:
             return
         gradient = self.parameter.grad
         assert gradient is not None
-        total = torch.zeros_like(gradient, dtype=accumulator_dtype(self.parameter))
-        for buffer in self._siblings:
-            if buffer._own is not None:
-                total.add_(buffer._own)
-        gradient.copy_(total)
+        first, *others = [b._own for b in self._siblings if b._own is not None]
+        if first.dtype == gradient.dtype:
+            # A table of embeddings is large: no temporary, and as few passes over it as there are.
+            torch.add(first, others.pop(0) if others else 0.0, out=gradient)
+            for other in others:
+                gradient.add_(other)
+        else:
+            total = first.clone()
+            for other in others:
+                total.add_(other)
+            gradient.copy_(total)
         self._stamp(gradient)
 
     def _start_afresh(self) -> None:

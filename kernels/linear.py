@@ -1,14 +1,17 @@
 """y = x @ weight^T + bias.
 
-Shapes: x [..., K], weight [N, K], bias [N] -> [..., N].
+Shapes: `linear`: x [..., K], weight [N, K], bias [N] -> [..., N]. `linear_qkv`: three weights and
+    results. `linear_glu`: activation(x w_gate^T) * (x w_up^T).
 Dtypes and rounding points: fp32, bf16, fp16; fp32 accumulation, bias added in fp32, one rounding to
     the dtype of x.
 Order: `matmul` for each output element.
-Invariant to: the number of rows, their positions and neighbours.
+Invariant to: the number of rows, their positions and neighbours; the fused forms give the bytes of
+    the ops that they stand for.
 Varies with: K, N.
 Backward: dX = dY @ weight in the `matmul` order (N walked upward), rounded once; dW and dbias by
     `gradient_fold`.
-Errors: TypeError on dtypes, ValueError on shapes, devices and autocast.
+Errors: TypeError on dtypes, ValueError on shapes, devices and autocast, and on a gradient asked of
+    a fused form.
 Cost: see `matmul` and `gradient_fold`.
 """
 
@@ -18,13 +21,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_consistency.kernels.glu import ACTIVATIONS, glu
 from rl_consistency.kernels.gradient_fold import (
     GradientBuffer,
     fold_columns,
     fold_outer,
     fold_parameter,
 )
-from rl_consistency.kernels.matmul import row_matmul
+from rl_consistency.kernels.linear_triton import (
+    gate_up_glu_fwd,
+    gate_up_glu_op,
+    qkv_fwd,
+    qkv_op,
+)
+from rl_consistency.kernels.matmul import matmul_nn, matmul_nt
+from rl_consistency.kernels.matmul_schedules import FUSED_ROWS
 from rl_consistency.kernels.operand import require_operands
 from rl_consistency.kernels.reduction_order import ReductionOrder
 
@@ -59,18 +70,105 @@ def linear(
     Returns:
         [..., N] in the dtype of x.
     """
-    require_operands("linear", x=x, weight=weight, bias=bias)
+    _require_fitting("linear", x, weight, bias)
+    return _Linear.apply(x, weight, bias, weight_grad, bias_grad)  # type: ignore[no-any-return]
+
+
+def linear_qkv(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`linear` of one x with three weights, without gradients; few rows on CUDA in one launch.
+
+    Args:
+        x: [..., K].
+        weights: three [N_i, K].
+        biases: three [N_i], or three None.
+
+    Returns:
+        Three [..., N_i], the bytes of three calls of `linear`.
+
+    Raises:
+        ValueError: as `linear`; or a gradient is wanted.
+    """
+    _require_no_gradient("linear_qkv", x, *weights, *biases)
+    for weight, bias in zip(weights, biases, strict=True):
+        _require_fitting("linear_qkv", x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    if _fusable(rows, *weights) and len({bias is None for bias in biases}) == 1:
+        fused = qkv_op if torch.compiler.is_compiling() else qkv_fwd
+        q, k, v = fused(rows, *weights, *biases)
+    else:
+        q, k, v = (
+            matmul_nt(rows, weight, bias=bias, out_dtype=x.dtype)
+            for weight, bias in zip(weights, biases, strict=True)
+        )
+    q, k, v = (y.view(*x.shape[:-1], y.shape[1]) for y in (q, k, v))
+    return q, k, v
+
+
+def linear_glu(x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str = "silu") -> Tensor:
+    """`glu(linear(x, w_gate), linear(x, w_up))` without gradients; few rows on CUDA in one launch.
+
+    Args:
+        x: [..., K].
+        w_gate: [N, K].
+        w_up: [N, K].
+        activation: one of `glu.ACTIVATIONS`.
+
+    Returns:
+        [..., N], the bytes of the three ops.
+
+    Raises:
+        ValueError: as `linear` and `glu`; or a gradient is wanted.
+    """
+    _require_no_gradient("linear_glu", x, w_gate, w_up)
+    _require_fitting("linear_glu", x, w_gate, None)
+    _require_fitting("linear_glu", x, w_up, None)
+    if w_gate.shape != w_up.shape:
+        raise ValueError(
+            f"linear_glu: w_gate {tuple(w_gate.shape)} and w_up {tuple(w_up.shape)} must be equal."
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"linear_glu: activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}."
+        )
+    rows = x.reshape(-1, x.shape[-1])
+    if _fusable(rows, w_gate):
+        fused = gate_up_glu_op if torch.compiler.is_compiling() else gate_up_glu_fwd
+        y = fused(rows, w_gate, w_up, activation)
+    else:
+        gate = matmul_nt(rows, w_gate, out_dtype=x.dtype)
+        y = glu(gate, matmul_nt(rows, w_up, out_dtype=x.dtype), activation)
+    return y.view(*x.shape[:-1], w_gate.shape[0])
+
+
+def _fusable(rows: Tensor, *weights: Tensor) -> bool:
+    sizes = (*rows.shape, *(weight.shape[0] for weight in weights))
+    return rows.is_cuda and rows.shape[0] <= FUSED_ROWS and min(sizes) > 0
+
+
+def _require_fitting(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    require_operands(op, x=x, weight=weight, bias=bias)
     if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"linear: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; "
+            f"{op}: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; "
             "weight is [out_features, in_features] and x ends in in_features."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"linear: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; "
+            f"{op}: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; "
             "bias is [out_features]."
         )
-    return _Linear.apply(x, weight, bias, weight_grad, bias_grad)  # type: ignore[no-any-return]
+
+
+def _require_no_gradient(op: str, *operands: Tensor | None) -> None:
+    wanted = any(operand is not None and operand.requires_grad for operand in operands)
+    if wanted and torch.is_grad_enabled():
+        raise ValueError(
+            f"{op}: computes no gradients. Call it under torch.no_grad(), or use linear()."
+        )
 
 
 class _Linear(torch.autograd.Function):
@@ -78,10 +176,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, weight_grad, bias_grad):
         ctx.save_for_backward(x, weight, bias)
         ctx.buffers = (weight_grad, bias_grad)
-        y = row_matmul(x.reshape(-1, x.shape[-1]), weight.t())
-        if bias is not None:
-            y = y + bias.float()
-        return y.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+        y = matmul_nt(x.reshape(-1, x.shape[-1]), weight, bias=bias, out_dtype=x.dtype)
+        return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -92,7 +188,7 @@ class _Linear(torch.autograd.Function):
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = row_matmul(rows, weight).to(x.dtype).view(x.shape)
+            dx = matmul_nn(rows, weight, out_dtype=x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
             x_rows = x.reshape(-1, x.shape[-1])
             dweight = fold_parameter(

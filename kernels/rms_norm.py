@@ -1,16 +1,18 @@
-"""y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
+"""y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension; also of x + residual.
 
 Shapes: x [..., H], weight [H] -> [..., H]. Used for hidden states and, per head, for queries and
     keys (qk-norm).
 Dtypes and rounding points: fp32, bf16, fp16 in and out; fp32 inside, one rounding at the end (stock
-    rounds twice in bf16).
-Order: the mean square by the `row_reduction` tree over H.
+    rounds twice in bf16). A residual sum is rounded to the dtype before it is normalised, as are
+    its two gradients before they are added.
+Order: the mean square by the `row_reduction` tree over H; on a GPU by that tree over groups of 8.
 Invariant to: the number of rows, their positions and neighbours.
 Varies with: H.
 Backward: dx row by row (its one sum by the same tree); dweight by `gradient_fold`, a step being 16
     tokens with all their heads.
 Errors: TypeError on dtypes, ValueError on shapes, devices and autocast.
-Cost: memory-bound; about 3 H extra elementwise operations for the tree.
+Cost: memory-bound; about 3 H extra elementwise operations for the tree. On a GPU one launch
+    forward, two backward, every operand read once.
 
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
 """
@@ -22,17 +24,27 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.gradient_fold import GradientBuffer, fold_columns, fold_parameter
+from rl_consistency.kernels.gradient_fold_triton import fold_step_sums
 from rl_consistency.kernels.operand import require_operands
 from rl_consistency.kernels.reduction_order import ReductionOrder
+from rl_consistency.kernels.rms_norm_triton import (
+    rms_norm_bwd,
+    rms_norm_bwd_op,
+    rms_norm_fwd,
+    rms_norm_fwd_op,
+)
 from rl_consistency.kernels.row_reduction import tree_sum
 
 ORDER = ReductionOrder(
     id="rms_norm",
-    version=1,
+    version=2,
     text=(
         "fp32: s = tree(x*x)/H, r = 1/sqrt(s + eps), y = (x*r)*weight, rounded once. Backward: c "
         "= tree((dy*weight)*(x*r))/H, dx = r*((dy*weight) - (x*r)*c), rounded once; dweight folds "
-        "dy*(x*r) by columns, a step being 16 tokens with all their heads."
+        "dy*(x*r) by columns, a step being 16 tokens with all their heads. On CUDA: the tree over "
+        "H adds element i + 4 to element i of every 8 neighbours, then i + 2, then i + 1, then is "
+        "the halving tree over the groups of 8; a step's sum for dweight starts from zero and adds "
+        "8 pairs of tokens one after another, each by the halving tree over the pair's rows."
     ),
 )
 
@@ -58,20 +70,58 @@ def rms_norm(
     Returns:
         The shape and dtype of x.
     """
-    require_operands("rms_norm", x=x, weight=weight)
-    if weight.shape != x.shape[-1:]:
+    _require("rms_norm", weight, x=x)
+    if x.is_cuda:
+        y, _ = _RMSNormCUDA.apply(x, None, weight, eps, rows_per_token, weight_grad)
+        return y
+    return _RMSNorm.apply(x, weight, eps, rows_per_token, weight_grad)  # type: ignore[no-any-return]
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    weight_grad: GradientBuffer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A residual addition and the norm of its sum; the bytes are those of the two ops apart.
+
+    Args:
+        x: [..., H].
+        residual: [..., H], the shape and dtype of x.
+        weight: [H].
+        eps: added to the mean square.
+        weight_grad: buffer that dweight is folded into.
+
+    Returns:
+        (norm of the sum, the sum), each of the shape and dtype of x.
+    """
+    _require("add_rms_norm", weight, x=x, residual=residual)
+    if residual.shape != x.shape:
         raise ValueError(
-            f"rms_norm: weight {tuple(weight.shape)} does not fit x {tuple(x.shape)}; "
+            f"add_rms_norm: residual {tuple(residual.shape)} and x {tuple(x.shape)} must be equal."
+        )
+    if x.is_cuda:
+        return _RMSNormCUDA.apply(x, residual, weight, eps, 1, weight_grad)  # type: ignore[no-any-return]
+    total = residual + x
+    return rms_norm(total, weight, eps, weight_grad=weight_grad), total
+
+
+def _require(op: str, weight: Tensor, **operands: Tensor) -> None:
+    require_operands(op, **operands, weight=weight)
+    if weight.shape != operands["x"].shape[-1:]:
+        raise ValueError(
+            f"{op}: weight {tuple(weight.shape)} does not fit x {tuple(operands['x'].shape)}; "
             "weight is [hidden_size] and x ends in hidden_size."
         )
-    return _RMSNorm.apply(x, weight, eps, rows_per_token, weight_grad)  # type: ignore[no-any-return]
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, rows_per_token, weight_grad):
         wide = x.float()
-        # Division and square root round correctly in every code path; rsqrt is an approximation.
+        # Division and square root are computed alike in every code path; rsqrt is not.
         rstd = 1.0 / torch.sqrt(tree_sum(wide * wide) / x.shape[-1] + eps).unsqueeze(-1)
         ctx.save_for_backward(x, weight, rstd)
         ctx.rows_per_token, ctx.weight_grad = rows_per_token, weight_grad
@@ -96,6 +146,36 @@ class _RMSNorm(torch.autograd.Function):
                 lambda g, fresh: fold_columns(g, rows, rows_per_token=ctx.rows_per_token),
             )
         return dx, dweight, None, None, None
+
+
+class _RMSNormCUDA(torch.autograd.Function):
+    """(y, total) with total = x + residual; without a residual total is None and x stands in."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, rows_per_token, weight_grad):
+        ctx.set_materialize_grads(False)
+        compute = rms_norm_fwd_op if torch.compiler.is_compiling() else rms_norm_fwd
+        y, total, rstd = compute(x, residual, weight, eps)
+        ctx.save_for_backward(x if residual is None else total, weight, rstd)
+        ctx.rows_per_token, ctx.weight_grad = rows_per_token, weight_grad
+        return y, None if residual is None else total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs):
+        dy, dtotal = grad_outputs
+        x, weight, rstd = ctx.saved_tensors
+        if dy is None:
+            return dtotal, dtotal, None, None, None, None
+        compute = rms_norm_bwd_op if torch.compiler.is_compiling() else rms_norm_bwd
+        with_sums = ctx.needs_input_grad[2]
+        dx, sums = compute(dy, dtotal, x, weight, rstd, ctx.rows_per_token, with_sums)
+        dweight = None
+        if with_sums:
+            dweight = fold_parameter(
+                weight, ctx.weight_grad, lambda g, fresh: fold_step_sums(g, sums)
+            )
+        return dx, dx if ctx.needs_input_grad[1] else None, dweight, None, None, None
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -4,15 +4,15 @@ Shapes: q [T, H, D], k [T, Hkv, D], cos and sin [T, D/2] -> rotated q and k. Ele
     half pairs with i + D/2.
 Dtypes and rounding points: q and k in fp32, bf16, fp16; cos and sin fp32; two products and one sum,
     each rounded to fp32 (no fused multiply-add), then one rounding to the dtype.
-Order: a sum of two terms; `ORDER` fixes which.
+Order: a sum of two terms; `ORDER` fixes which. The same bytes on a CPU and on a GPU.
 Invariant to: everything but a token's own values and position.
 Varies with: nothing.
 Backward: the inverse rotation, same rounding points.
 Errors: TypeError on dtypes, ValueError on shapes, devices and autocast.
-Cost: memory-bound.
+Cost: memory-bound; on a GPU q and k in one launch.
 
-Angles come from one table per model, made in fp64 and rounded once, so a position's cosine is a
-gather and cannot depend on what else is in the call.
+Angles come from one table per model, made in fp64 on the CPU and rounded once, so a position's
+cosine is a gather and cannot depend on what else is in the call.
 Source: Su et al., RoFormer (2021); the half-split pairing is that of the Hugging Face models.
 """
 
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.operand import require_operands
 from rl_consistency.kernels.reduction_order import ReductionOrder
+from rl_consistency.kernels.rotary_triton import rotary_fwd, rotary_op
 
 ORDER = ReductionOrder(
     id="rotary",
@@ -39,16 +40,17 @@ def rotary_table(inv_freq: Tensor, num_positions: int, scaling: float = 1.0) -> 
     """Cosines and sines of positions 0 .. num_positions - 1.
 
     Args:
-        inv_freq: [D/2] fp32 inverse frequencies.
+        inv_freq: [D/2] fp32 inverse frequencies, on any device.
         num_positions: rows of the table.
         scaling: factor on both (YaRN's attention factor).
 
     Returns:
-        [2, num_positions, D/2] fp32; index 0 holds cosines, 1 sines.
+        [2, num_positions, D/2] fp32 on the device of inv_freq; index 0 holds cosines, 1 sines.
     """
-    positions = torch.arange(num_positions, dtype=torch.float64, device=inv_freq.device)
-    angles = positions[:, None] * inv_freq.double()[None, :]
-    return (torch.stack([angles.cos(), angles.sin()]) * scaling).float()
+    # One device's cosines for all: a GPU's fp64 cosine may round otherwise.
+    positions = torch.arange(num_positions, dtype=torch.float64)
+    angles = positions[:, None] * inv_freq.cpu().double()[None, :]
+    return (torch.stack([angles.cos(), angles.sin()]) * scaling).float().to(inv_freq.device)
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,6 +66,12 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         (q, k), rotated, in their shapes and dtype.
     """
     require_operands("rotary", q=q, k=k)
+    fits = q.dim() == k.dim() == 3 and q.shape[::2] == k.shape[::2] and q.shape[2] % 2 == 0
+    if not fits:
+        raise ValueError(
+            f"rotary: q {tuple(q.shape)} and k {tuple(k.shape)}; both are [tokens, heads, "
+            "head_dim] with the same tokens and the same even head_dim."
+        )
     expected = (q.shape[0], q.shape[-1] // 2)
     if tuple(cos.shape) != expected or tuple(sin.shape) != expected:
         raise ValueError(
@@ -72,6 +80,11 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         )
     if cos.dtype != torch.float32 or sin.dtype != torch.float32:
         raise TypeError(f"rotary: cos is {cos.dtype}, sin is {sin.dtype}; both must be float32.")
+    if not cos.device == sin.device == q.device:
+        raise ValueError(
+            f"rotary: cos is on {cos.device}, sin on {sin.device}, q on {q.device}; move them to "
+            "one device."
+        )
     return _Rotary.apply(q, k, cos, sin)  # type: ignore[no-any-return]
 
 
@@ -79,14 +92,25 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+        return _rotate_both(q, k, cos, sin, inverse=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grad_outputs):
         dq, dk = grad_outputs
         cos, sin = ctx.saved_tensors
-        return _rotate(dq, cos, -sin), _rotate(dk, cos, -sin), None, None
+        return *_rotate_both(dq, dk, cos, sin, inverse=True), None, None
+
+
+def _rotate_both(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    if q.is_cuda:
+        compute = rotary_op if torch.compiler.is_compiling() else rotary_fwd
+        return compute(q, k, cos, sin, inverse)
+    if inverse:
+        sin = -sin
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

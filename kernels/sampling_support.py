@@ -4,17 +4,19 @@ min-p.
 Shapes: logits [T, V] fp32, one set of parameters per row -> scaled logits [T, V] fp32,
     log-normalizer [T] fp32.
 Dtypes and rounding points: fp32; one division by the temperature, then one subtraction of the row's
-    maximum; exp and log in fp32.
+    maximum; exp and log in fp32; the mass of top_p in integers.
 Order: `ORDER` below.
 Invariant to: the other rows.
 Varies with: V.
 Backward: in `token_logprobs`; the support is a constant there.
-Errors: ValueError on parameters outside their ranges.
-Cost: one stable sort of [T, V] where any row truncates, else memory-bound.
+Errors: ValueError on parameters outside their ranges, and on a vocabulary too large for the
+    integer mass.
+Cost: one stable sort of [T, V] where any row truncates, else memory-bound: two reads of the logits
+    and one write.
 
 Rollout samples from this and training recomputes it from bit-equal logits, so the logprob of a
-token
-under truncation is the true behaviour logprob on both sides.
+token under truncation is the true behaviour logprob on both sides. The running mass of top_p is a
+sum of integers because a device may add a running sum of floats in another order from call to call.
 Source: Fan et al., top-k (2018); Holtzman et al., nucleus sampling (2020); Nguyen et al., min-p
     (2024).
 """
@@ -22,23 +24,41 @@ Source: Fan et al., top-k (2018); Holtzman et al., nucleus sampling (2020); Nguy
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from rl_consistency.kernels.reduction_order import ReductionOrder
 from rl_consistency.kernels.row_reduction import tree_sum
+from rl_consistency.kernels.vocabulary_statistics_triton import (
+    vocabulary_combine,
+    vocabulary_row_statistics,
+    vocabulary_shifted,
+)
+
+MASS_UNIT = 2.0**40
+"""Masses are integers in units of its inverse; the largest of a row is one whole."""
+
+MAX_VOCABULARY = 2**22
+"""Their sum over so many ids stays below 2**63."""
 
 ORDER = ReductionOrder(
     id="sampling_support",
-    version=1,
+    version=2,
     text=(
         "z = logits/temperature. Tokens ranked by z downward, equal z by lower id first. top_k "
-        "keeps the first k; top_p then keeps a token while the fp64 running sum of the kept "
-        "probabilities before it, in rank order, is below top_p; min_p then keeps exp(z - max z) "
-        ">= min_p; the first rank always stays. Temperature 0 keeps the first rank alone. s = z - "
-        "max z; log_normalizer = log(tree(exp(s))) over the support in id order, others counting "
-        "as 0."
+        "keeps the first k; top_p then keeps a token while the running sum of the kept masses "
+        "before it, in rank order, is below top_p times their total; a mass is exp(z - max z) in "
+        "units of 2**-40 rounded to an integer, sums are exact, the product is taken in fp64 and "
+        "rounded up; min_p then keeps exp(z - max z) >= min_p; the first rank always stays. "
+        "Temperature 0 keeps the first rank alone. s = z - max z; log_normalizer = "
+        "log(tree(exp(s))) over the support in id order, others counting as 0; entropy = "
+        "tree(p*u), u = log_normalizer - s. On CUDA: ids in blocks of 128 with their own maximum "
+        "m_b; x = z - m_b, e = exp2(x*log2 e); sum_b = tree(e); w_b = tree(e*x), its first level "
+        "fused (e'*x' + round(e*x), x' 64 ids on). Over the blocks, padded to a power of two, m = "
+        "max m_b, f = exp(m_b - m): normalizer S = tree(sum_b*f), W = tree(fma(sum_b, m_b - m, "
+        "w_b)*f); log_normalizer = log S; entropy = log S - W/S."
     ),
 )
 
@@ -77,28 +97,71 @@ class SamplingRows:
                 f"sampling: temperature {temperature}, top_k {top_k}, top_p {top_p}, min_p "
                 f"{min_p}; allowed: temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1."
             )
-        return cls(
-            temperature=torch.full((count,), temperature, dtype=torch.float32, device=device),
-            top_k=torch.full((count,), top_k, dtype=torch.int64, device=device),
-            top_p=torch.full((count,), top_p, dtype=torch.float32, device=device),
-            min_p=torch.full((count,), min_p, dtype=torch.float32, device=device),
+
+        def filled(size: int, where: torch.device | str) -> SamplingRows:
+            return cls(
+                temperature=torch.full((size,), temperature, dtype=torch.float32, device=where),
+                top_k=torch.full((size,), top_k, dtype=torch.int64, device=where),
+                top_p=torch.full((size,), top_p, dtype=torch.float32, device=where),
+                min_p=torch.full((size,), min_p, dtype=torch.float32, device=where),
+            )
+
+        one = filled(1, "cpu")
+        return filled(count, device).knowing(
+            truncates=one.truncates, unit_temperature=one.unit_temperature
         )
 
     @classmethod
     def concatenate(cls, parts: list[SamplingRows]) -> SamplingRows:
         """Rows of several, one after another."""
-        return cls(**{f.name: torch.cat([getattr(p, f.name) for p in parts]) for f in fields(cls)})
+        rows = cls(**{f.name: torch.cat([getattr(p, f.name) for p in parts]) for f in fields(cls)})
+        if all(len(part._known) == 2 for part in parts):
+            return rows.knowing(
+                truncates=any(part.truncates for part in parts),
+                unit_temperature=all(part.unit_temperature for part in parts),
+            )
+        return rows
 
     def select(self, index: Tensor | slice) -> SamplingRows:
         """The rows chosen by an index, mask or slice."""
-        return SamplingRows(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+        rows = SamplingRows(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+        return rows.knowing(**self._known)
+
+    def to(self, device: torch.device | str) -> SamplingRows:
+        """The same rows on a device; asking first, on the CPU, spares the device the questions
+        below."""
+        known = {"truncates": self.truncates, "unit_temperature": self.unit_temperature}
+        rows = SamplingRows(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        return rows.knowing(**known)
 
     @property
+    def divisor(self) -> Tensor:
+        """[T] fp32 temperatures to divide by: 1 where greedy."""
+        return self.temperature.masked_fill(self.temperature == 0, 1.0)
+
+    @cached_property
     def truncates(self) -> bool:
-        """Whether any row restricts its support."""
+        """Whether any row restricts its support; of rows selected from others, whether any of those
+        does. It picks a schedule and no bits, and is read from the device at most once."""
         return bool(
             ((self.temperature == 0) | (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)).any()
         )
+
+    @cached_property
+    def unit_temperature(self) -> bool:
+        """Whether every temperature is known to be 1; neutral to the bits, like `truncates`."""
+        return bool((self.temperature == 1).all())
+
+    @property
+    def _known(self) -> dict[str, bool]:
+        """The answers to the two questions above that have been asked already."""
+        names = ("truncates", "unit_temperature")
+        return {name: self.__dict__[name] for name in names if name in self.__dict__}
+
+    def knowing(self, **answers: bool) -> SamplingRows:
+        """These rows, told what `truncates` and `unit_temperature` would read from the device."""
+        self.__dict__.update(answers)
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +177,8 @@ class Distribution:
     log_normalizer: Tensor
     """[T] fp32, log of the sum of exp(scaled). The maximum is not added back: a large one would
     round away the low bits of every probability."""
+    row_entropy: Tensor | None = None
+    """[T] fp32 on CUDA, where the entropy is reduced together with the normalizer."""
 
     def logprobs_of(self, token_ids: Tensor) -> Tensor:
         """[T] fp32 log-probability of one token per row; -inf outside the support."""
@@ -131,6 +196,8 @@ class Distribution:
 
     def entropy(self) -> Tensor:
         """[T] fp32 entropy in nats."""
+        if self.row_entropy is not None:
+            return self.row_entropy
         probabilities = self.probabilities()
         return tree_sum(probabilities * self.surprise(probabilities))
 
@@ -153,27 +220,48 @@ def distribution(logits: Tensor, rows: SamplingRows) -> Distribution:
         raise ValueError(
             f"sampling: {rows.temperature.shape[0]} parameters for {logits.shape[0]} rows."
         )
-    temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0)
-    scaled = logits / temperature.unsqueeze(1)
+    if logits.is_cuda:
+        return triton_distribution(logits, rows)
+    scaled = logits / rows.divisor.unsqueeze(1)
     if rows.truncates:
         scaled = scaled.masked_fill(~_support(scaled, rows), -torch.inf)
     scaled -= scaled.amax(dim=1, keepdim=True)
     return Distribution(scaled, torch.log(tree_sum(torch.exp(scaled))))
 
 
+def triton_distribution(logits: Tensor, rows: SamplingRows) -> Distribution:
+    """`distribution` in the order of CUDA."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    divisor, unit = rows.divisor, rows.unit_temperature
+    if rows.truncates:
+        # What remains is a distribution of its own, already divided by the temperature.
+        logits = vocabulary_shifted(logits, divisor, torch.zeros_like(divisor), unit)
+        logits.masked_fill_(~_support(logits, rows), -torch.inf)
+        divisor, unit = torch.ones_like(divisor), True
+    top, log_normalizer, entropy = vocabulary_combine(
+        vocabulary_row_statistics(logits, divisor, unit)
+    )
+    return Distribution(vocabulary_shifted(logits, divisor, top, unit), log_normalizer, entropy)
+
+
 def _support(scaled: Tensor, rows: SamplingRows) -> Tensor:
     """[T, V] bool: tokens that may be drawn."""
+    if scaled.shape[1] > MAX_VOCABULARY:
+        raise ValueError(
+            f"sampling: a vocabulary of {scaled.shape[1]} with top_k, top_p, min_p or temperature "
+            f"0; allowed: up to {MAX_VOCABULARY} ids. Sample without truncation."
+        )
     ranked, order = torch.sort(scaled, dim=1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[1], device=scaled.device)
     top_k = rows.top_k.masked_fill(rows.top_k == 0, scaled.shape[1])
     top_k = top_k.masked_fill(rows.temperature == 0, 1).unsqueeze(1)
     kept = rank < top_k
     relative = torch.exp(ranked - ranked[:, :1])
-    mass = relative.double().masked_fill(~kept, 0.0)
+    mass = (relative.double() * MASS_UNIT).round_().nan_to_num_(0.0).long().masked_fill_(~kept, 0)
     running = mass.cumsum(dim=1)
-    before, total = running - mass, running[:, -1:]
+    threshold = (rows.top_p.double() * running[:, -1].double()).ceil().long()
     limited = (rows.top_p < 1).unsqueeze(1)
-    kept &= ~limited | (before < rows.top_p.double().unsqueeze(1) * total)
+    kept &= ~limited | (running - mass < threshold.unsqueeze(1))
     kept &= relative >= rows.min_p.unsqueeze(1)
     kept[:, 0] = True
     return torch.zeros_like(kept).scatter_(1, order, kept)

@@ -6,13 +6,15 @@ Dtypes and rounding points: hidden and weight fp32, bf16, fp16; logits stay fp32
     the model dtype, as stock does); logit gradients are rounded to the model dtype once, then
     hidden gradients once.
 Order: `ORDER` below.
-Invariant to: the other rows, the chunk of tokens, which other positions are scored.
+Invariant to: the other rows, the chunk of tokens, which other positions are scored; on CUDA also
+    whether the vocabulary is reduced within the product or read back from memory.
 Varies with: H, V.
 Backward: to hidden in the matmul order over V; to weight by `gradient_fold` over the rows in order.
     The support is a constant.
 Errors: TypeError on dtypes, ValueError on shapes, targets, devices and autocast.
 Cost: logits of a chunk of tokens at a time, recomputed in backward: memory chunk_tokens x V, never
-    T x V.
+    T x V. On CUDA no logits are written unless a row truncates (or the operands are fp32): forward
+    is one product, backward three, and one chunk of logit gradients in the model dtype.
 
 Rollout reads its logits through `lm_head_logits` and its logprobs through the same `Distribution`,
 so the two sides are one function.
@@ -20,29 +22,58 @@ so the two sides are one function.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.gradient_fold import STEP, GradientBuffer, fold_outer, fold_parameter
-from rl_consistency.kernels.matmul import row_matmul
+from rl_consistency.kernels.matmul import matmul_nn, matmul_nt
 from rl_consistency.kernels.operand import require_operands
 from rl_consistency.kernels.reduction_order import ReductionOrder
 from rl_consistency.kernels.row_reduction import tree_sum
 from rl_consistency.kernels.sampling_support import Distribution, SamplingRows, distribution
+from rl_consistency.kernels.token_gradient_triton import (
+    token_gradient,
+    token_gradient_table,
+    token_row_gradient,
+    token_target_gradient,
+)
+from rl_consistency.kernels.token_logprobs_schedules import (
+    GRADIENT_SCHEDULES,
+    STATISTICS_SCHEDULES,
+    UNFUSED,
+    pick,
+)
+from rl_consistency.kernels.token_logprobs_triton import token_statistics, token_target_logits
+from rl_consistency.kernels.vocabulary_statistics_triton import (
+    vocabulary_combine,
+    vocabulary_row_statistics,
+)
 
 IGNORED = -100
 """Target of a position that is not scored; its logprob and entropy are 0."""
 
+CPU_CHUNK = 1024
+TRUNCATED_CHUNK = 128
+"""Ranking a row takes some 60 bytes per vocabulary entry."""
+
+STATISTICS_CHUNK = 8192
+"""Rows of one fused forward product; its block statistics take V/10 bytes a row."""
+
 ORDER = ReductionOrder(
     id="token_logprobs",
-    version=1,
+    version=2,
     text=(
         "Logits in the matmul order over H, fp32; the distribution by the sampling-support order "
         "over V; logprob = s[target] - log_normalizer; entropy = tree(p*u) with u = "
         "log_normalizer - s. Backward: dz = dlogprob*(onehot - p) + dentropy*(p*(u - entropy)), "
         "dlogits = dz/temperature rounded to the model dtype; dhidden in the matmul order over V; "
-        "dweight by the gradient fold over rows."
+        "dweight by the gradient fold over rows. On CUDA: dlogits = p*(a + b*u) with u = (s - m) - "
+        "log_normalizer, p = exp2(u*log2 e), for fp32 models exp(u); a = -(dlogprob + "
+        "dentropy*entropy)/temperature, the product fused, b = -dentropy/temperature; the target's "
+        "entry fma(p, a + b*u, dlogprob/temperature). s = logits/temperature correctly rounded."
     ),
 )
 
@@ -58,7 +89,7 @@ def lm_head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
         [T, V] fp32, unrounded.
     """
     _check_head(hidden, weight)
-    return row_matmul(hidden, weight.t())
+    return matmul_nt(hidden, weight)
 
 
 def _check_head(hidden: Tensor, weight: Tensor) -> None:
@@ -76,7 +107,7 @@ def token_logprobs(
     targets: Tensor,
     rows: SamplingRows,
     *,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int | None = None,
     weight_grad: GradientBuffer | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each row's sampling distribution.
@@ -86,7 +117,8 @@ def token_logprobs(
         weight: [V, H] of the LM head.
         targets: [T] int64; `IGNORED` (-100) where nothing is scored.
         rows: sampling parameters of the T rows.
-        chunk_tokens: rows whose logits exist at one time; neutral to the bits, a multiple of 16.
+        chunk_tokens: rows whose logits or logit gradients exist at one time; neutral to the bits, a
+            multiple of 16. None chooses by the device.
         weight_grad: buffer that the LM head's gradient is folded into.
 
     Returns:
@@ -104,17 +136,29 @@ def token_logprobs(
             f"token_logprobs: {rows.temperature.shape[0]} sampling parameters for "
             f"{hidden.shape[0]} rows; one of each per row."
         )
-    if chunk_tokens < STEP or chunk_tokens % STEP:
+    if chunk_tokens is not None and (chunk_tokens < STEP or chunk_tokens % STEP):
         raise ValueError(
             f"token_logprobs: chunk_tokens {chunk_tokens}; a multiple of {STEP} is needed."
         )
-    scored = targets[targets != IGNORED]
-    if scored.numel() and not (int(scored.min()) >= 0 and int(scored.max()) < weight.shape[0]):
-        raise ValueError(
-            f"token_logprobs: targets span [{int(scored.min())}, {int(scored.max())}], the LM head "
-            f"has {weight.shape[0]} rows. Use the tokenizer that belongs to the model."
-        )
+    _check_targets(targets, weight.shape[0])
+    if hidden.is_cuda:
+        return triton_token_logprobs(hidden, weight, targets, rows, chunk_tokens, weight_grad)
+    chunk_tokens = CPU_CHUNK if chunk_tokens is None else chunk_tokens
     return _TokenLogprobs.apply(hidden, weight, targets, rows, chunk_tokens, weight_grad)  # type: ignore[no-any-return]
+
+
+def _check_targets(targets: Tensor, vocabulary: int) -> None:
+    """One copy to the host. During graph capture there is none: a target that is no token then has
+    the logprob NaN."""
+    if targets.numel() == 0 or (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    scored = targets.masked_fill(targets == IGNORED, 0)
+    low, high = torch.stack(scored.aminmax()).tolist()
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"token_logprobs: targets span [{low}, {high}], the LM head has {vocabulary} rows. Use "
+            "the tokenizer that belongs to the model."
+        )
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -146,7 +190,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     dentropy[span],
                     ctx.rows.temperature[span],
                 ).to(weight.dtype)
-                dhidden[span] = row_matmul(dlogits, weight).to(hidden.dtype)
+                dhidden[span] = matmul_nn(dlogits, weight, out_dtype=hidden.dtype)
                 if buffer is not None:
                     fold_outer(buffer, dlogits, hidden[span], fresh=fresh and span.start == 0)
 
@@ -188,6 +232,156 @@ def _logit_gradient(
     surprise = sampled.surprise(p)
     dscaled = dscaled + dentropy * (p * (surprise - tree_sum(p * surprise).unsqueeze(1)))
     return dscaled / temperature.masked_fill(temperature == 0, 1.0).unsqueeze(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one call runs on CUDA; neutral to the bits."""
+
+    chunk_tokens: int
+    """Rows whose logits or logit gradients exist at one time."""
+    statistics: int
+    """Index of `STATISTICS_SCHEDULES`, or `UNFUSED`."""
+    gradient: int
+    """Index of `GRADIENT_SCHEDULES`, or `UNFUSED`."""
+
+
+def choose_plan(
+    hidden: Tensor, weight: Tensor, rows: SamplingRows, chunk_tokens: int | None = None
+) -> Plan:
+    """The plan for one call: fused unless a row truncates, chunks that keep the logit gradients to
+    half the size of the LM head's fp32 gradient."""
+    # Asked of all rows at once: what is selected from them later asks the device nothing more.
+    truncates, _ = rows.truncates, rows.unit_temperature
+    if truncates:
+        return Plan(
+            chunk_tokens=chunk_tokens or TRUNCATED_CHUNK, statistics=UNFUSED, gradient=UNFUSED
+        )
+    return Plan(
+        chunk_tokens=chunk_tokens or max(128, weight.shape[1] // 128 * 128),
+        statistics=pick(STATISTICS_SCHEDULES, hidden, weight),
+        gradient=pick(GRADIENT_SCHEDULES, hidden, weight),
+    )
+
+
+def triton_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    rows: SamplingRows,
+    chunk_tokens: int | None = None,
+    weight_grad: GradientBuffer | None = None,
+    plan: Plan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`token_logprobs` in the order of CUDA; operands are not checked again."""
+    hidden, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (hidden, weight))
+    plan = choose_plan(hidden, weight, rows, chunk_tokens) if plan is None else plan
+    return _TritonTokenLogprobs.apply(hidden, weight, targets, rows, plan, weight_grad)  # type: ignore[no-any-return]
+
+
+class _TritonTokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, rows, plan, weight_grad):
+        targets = targets.contiguous()
+        pieces = [
+            _scores(hidden[span], weight, targets[span], rows.select(span), plan)
+            for span in _chunks(hidden.shape[0], _forward_chunk(rows, plan))
+        ]
+        nothing = hidden.new_empty((4, 0), dtype=torch.float32)
+        scores = torch.cat(pieces, dim=1) if pieces else nothing
+        logprobs, entropy = scores[:2].masked_fill(targets == IGNORED, 0.0).unbind(0)
+        ctx.save_for_backward(hidden, weight, targets, scores)
+        ctx.rows, ctx.plan, ctx.weight_grad = rows, plan, weight_grad
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs):
+        hidden, weight, targets, scores = ctx.saved_tensors
+        rows, plan = ctx.rows, ctx.plan
+        logprobs, entropy, log_normalizer, top = scores.unbind(0)
+        dlogprobs, dentropy = (g.contiguous() for g in grad_outputs)
+        table = token_gradient_table(
+            rows.temperature,
+            top,
+            log_normalizer,
+            entropy,
+            dlogprobs,
+            dentropy,
+            targets,
+            IGNORED,
+        )
+        spans = _chunks(hidden.shape[0], plan.chunk_tokens)
+        # All that a chunk needs is allocated before the gradient is written to.
+        dlogits = _logit_room(weight, min(plan.chunk_tokens, hidden.shape[0]))
+        dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+
+        def fold(buffer: Tensor | None, fresh: bool) -> None:
+            for span in spans:
+                chunk = dlogits[: span.stop - span.start]
+                chosen, part = rows.select(span), table[:, span]
+                _write_gradient(hidden[span], weight, chosen, plan, part, chunk)
+                token_target_gradient(part, logprobs[span], targets[span], chunk)
+                if dhidden is not None:
+                    dhidden[span] = matmul_nn(chunk, weight, out_dtype=hidden.dtype)
+                if buffer is not None:
+                    fold_outer(buffer, chunk, hidden[span], fresh=fresh and span.start == 0)
+
+        dweight = None
+        if ctx.needs_input_grad[1]:
+            dweight = fold_parameter(weight, ctx.weight_grad, fold)
+        else:
+            fold(None, False)
+        return dhidden, dweight, None, None, None, None
+
+
+def _forward_chunk(rows: SamplingRows, plan: Plan) -> int:
+    return plan.chunk_tokens if plan.statistics == UNFUSED else STATISTICS_CHUNK
+
+
+def _scores(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: SamplingRows, plan: Plan
+) -> Tensor:
+    """[4, n] fp32: logprobs of the targets, entropies, log-normalizers, maxima."""
+    if rows.truncates:
+        one = distribution(lm_head_logits(hidden, weight), rows)
+        safe = targets.masked_fill(targets == IGNORED, 0)
+        # The backward pass reads scaled logits, whose maximum has been taken off.
+        top = torch.zeros_like(one.log_normalizer)
+        return torch.stack([one.logprobs_of(safe), one.entropy(), one.log_normalizer, top])
+    divisor, unit = rows.divisor, rows.unit_temperature
+    if plan.statistics == UNFUSED:
+        partials = vocabulary_row_statistics(lm_head_logits(hidden, weight), divisor, unit)
+    else:
+        partials = token_statistics(hidden, weight, divisor, unit, plan.statistics)
+    top, log_normalizer, entropy = vocabulary_combine(partials)
+    target = token_target_logits(hidden, weight, targets, divisor, unit)
+    return torch.stack([(target - top) - log_normalizer, entropy, log_normalizer, top])
+
+
+def _write_gradient(
+    hidden: Tensor,
+    weight: Tensor,
+    rows: SamplingRows,
+    plan: Plan,
+    table: Tensor,
+    dlogits: Tensor,
+) -> None:
+    """Fill dlogits [n, V] with the gradients of entries that are no targets."""
+    if rows.truncates:
+        scaled = distribution(lm_head_logits(hidden, weight), rows).scaled
+        token_row_gradient(scaled, table, dlogits, True)
+    elif plan.gradient == UNFUSED:
+        logits = lm_head_logits(hidden, weight)
+        token_row_gradient(logits, table, dlogits, rows.unit_temperature)
+    else:
+        token_gradient(hidden, weight, table, dlogits, rows.unit_temperature, plan.gradient)
+
+
+def _logit_room(weight: Tensor, count: int) -> Tensor:
+    """[count, V] in the model dtype, rows spaced so that tiles can be copied by descriptor."""
+    vocabulary = weight.shape[0]
+    return weight.new_empty((count, -(-vocabulary // 64) * 64))[:, :vocabulary]
 
 
 def token_logprobs_reference(

@@ -31,6 +31,14 @@ def tree_fold(x, R: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def fold_to_lanes(x, R: tl.constexpr, N: tl.constexpr):
+    """[R, N] -> [R, 8], N a power of two of at least 8: the tree without its last three levels."""
+    for level in tl.static_range(N.bit_length() - 4):
+        x = halve(x, R, N >> level)
+    return x
+
+
+@triton.jit
 def exp_fp32(x):
     """exp of fp32, about 1 ulp: -inf gives 0, NaN stays, results below the denormals are 0.
 

@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from rl_consistency.models.packing import from_host
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -133,4 +136,6 @@ def per_token(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """
     if values.shape != (len(lengths),):
         raise ValueError(f"expected {len(lengths)} values, got a tensor {list(values.shape)}")
-    return values.repeat_interleave(torch.tensor(lengths, device=values.device))
+    # An index from the host: a count of repeats on a GPU would have to be read back first.
+    index = np.repeat(np.arange(len(lengths)), lengths)
+    return values[from_host(index, values.device)]

@@ -75,7 +75,7 @@ class RunSection(Section):
     """Seeds the data order, the sampler, the weights of a built policy and the generated task."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the run computes; a device whose ops have no schedule yet is refused at the start."""
+    """Where the run computes; cuda is one NVIDIA GPU of compute capability 8.0 or later."""
 
     num_threads: Count | None = None
     """CPU threads; part of the fingerprint. Tiny models run fastest on 1; null = torch's choice."""
@@ -295,7 +295,8 @@ class RolloutSection(Section):
     """Tokens per block of the key/value cache."""
 
     num_kv_blocks: Count | None = None
-    """Blocks of the key/value cache; null = enough for the whole batch."""
+    """Blocks of the key/value cache; null = enough for the whole batch, up to 4 GiB on a CPU and
+    40 % of the free memory on a GPU (then sequences take turns; the same bits)."""
 
     max_batch_tokens: Count = 2048
     """Most tokens of one engine step."""

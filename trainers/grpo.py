@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rl_consistency.models.batch_layout import lay_out
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
+from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.rollout.engine import Completion, RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers.advantages import (
@@ -46,7 +47,10 @@ class PromptSet:
 
 @dataclass(frozen=True, kw_only=True)
 class Experience:
-    """One rollout batch, ready to learn from; everything is indexed by sample, in logical order."""
+    """One rollout batch, ready to learn from; everything is indexed by sample, in logical order.
+
+    What came of the rollout lies on the CPU, reference logprobs on the model's device.
+    """
 
     sequences: list[list[int]]
     prompt_lengths: list[int]
@@ -128,7 +132,11 @@ class GRPOTrainer:
         metrics |= self._learn(experience)
         metrics |= self._hook.on_step_end()
         tokens = sum(experience.lengths)
+        passes = self._config.algorithm.epochs_per_rollout
+        trained = passes * sum(len(sequence) for sequence in experience.sequences)
         metrics |= {f"time/{name}_seconds": seconds for name, seconds in self._times.items()}
+        metrics["time/rollout_tokens_per_second"] = tokens / self._times["rollout"]
+        metrics["time/training_tokens_per_second"] = trained / self._times["training"]
         metrics["time/step_seconds"] = perf_counter() - started
         metrics["tokens_per_second"] = tokens / metrics["time/step_seconds"]
         return metrics
@@ -241,12 +249,14 @@ class GRPOTrainer:
         self, experience: Experience, part: list[int], scored: TokenLogprobs, group: Sequence[int]
     ) -> LossOutput:
         """The share of `group` in the loss of the optimizer step over `part`."""
-        reference = experience.reference_logprobs
+        reference, device = experience.reference_logprobs, scored.logprobs.device
+        old_logprobs = torch.cat([experience.old_logprobs[i] for i in group])
+        advantages = per_token(experience.advantages[list(group)], scored.lengths)
         batch = TokenBatch(
             logprobs=scored.logprobs,
-            old_logprobs=torch.cat([experience.old_logprobs[i] for i in group]),
-            advantages=per_token(experience.advantages[list(group)], scored.lengths),
-            sequence_ids=per_token(torch.tensor(list(group)), scored.lengths),
+            old_logprobs=old_logprobs.to(device),
+            advantages=advantages.to(device),
+            sequence_ids=per_token(torch.tensor(list(group)), scored.lengths).to(device),
             lengths=scored.lengths,
             reference_logprobs=None
             if reference is None
@@ -261,6 +271,7 @@ class GRPOTrainer:
             max_tokens=self._sampling.max_tokens,
             total_tokens=sum(experience.lengths[i] for i in part),
             keep=keep,
+            device=device,
         )
         return policy_loss(batch, weights, self._loss_config)
 
@@ -324,11 +335,11 @@ class GRPOTrainer:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        started = perf_counter()
-        try:
-            yield
-        finally:
-            self._times[name] = self._times.get(name, 0.0) + perf_counter() - started
+        """Add the seconds of the block, the device's own work included, to a step's times."""
+        started = finished_seconds(self._model.device)
+        yield
+        seconds = finished_seconds(self._model.device) - started
+        self._times[name] = self._times.get(name, 0.0) + seconds
 
 
 def _mean_metrics(updates: Sequence[LossOutput]) -> Metrics:

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
+from rl_consistency.kernels.cublaslt import AuditReport, schedule_audit
 from rl_consistency.models.patch import patched_session
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
@@ -28,7 +29,7 @@ from rl_consistency.parity.gradients import (
     check_gradients,
 )
 from rl_consistency.parity.replay import save_replay_bundle
-from rl_consistency.parity.stock import measure_stock_drift
+from rl_consistency.parity.stock import shadow_stock_path
 
 OnDrift = Literal["raise", "warn", "record"]
 Metrics = dict[str, float | int | str | bool]
@@ -103,6 +104,8 @@ class ConsistencyHook:
         gradient_check_sequences: how many of a step's sequences are regrouped in a check, the first
             ones; None is all. The step's own gradients are always computed again as a whole.
         shadow_every: steps between measurements of the stock path; 0 is never.
+        micro_batch_size: sequences of one stock training pass, whose speed is measured too; None
+            leaves it out.
         on_drift: `raise` stops the run, `warn` calls `warn`, `record` only logs. Differing tokens
             are saved as a replay bundle first in all three.
         replay_dir: where replay bundles go.
@@ -121,6 +124,7 @@ class ConsistencyHook:
         gradient_check_every: int = 0,
         gradient_check_sequences: int | None = None,
         shadow_every: int = 0,
+        micro_batch_size: int | None = None,
         on_drift: OnDrift = "raise",
         replay_dir: Path,
         config: Mapping[str, Any] | None = None,
@@ -132,15 +136,18 @@ class ConsistencyHook:
         self._gradient_check_every = gradient_check_every
         self._gradient_check_sequences = gradient_check_sequences
         self._shadow_every = shadow_every
+        self._micro_batch_size = micro_batch_size
         self._on_drift = on_drift
         self._replay_dir = replay_dir
         self._config = dict(config or {})
         self._warn = warn
-        self.fingerprint = fingerprint(next(model.parameters()).device)
+        self._device = next(model.parameters()).device
+        self.fingerprint = fingerprint(self._device)
         if expected_fingerprint is not None:
             require_same_fingerprint(self.fingerprint, expected_fingerprint)
         self.totals = Totals()
         self._rollout: Rollout | None = None
+        self._digest_seconds = 0.0
 
     def on_rollout(self, rollout: Rollout) -> Metrics:
         self._rollout = rollout
@@ -161,14 +168,24 @@ class ConsistencyHook:
     def on_gradients(self, step: GradientStep) -> Metrics:
         if not step.first_of_step:
             return {}
+        started = perf_counter()
         metrics: Metrics = {"consistency/gradient_digest": gradient_digest(self._model)}
+        self._digest_seconds += perf_counter() - started
         if self._due(self._gradient_check_every, self._required_rollout().step):
             metrics |= self._check_gradients(step)
         return metrics
 
     def on_step_end(self) -> Metrics:
+        step = self._required_rollout().step
         self._rollout = None
-        return {"consistency/parameter_digest": parameter_digest(self._model)}
+        started = perf_counter()
+        metrics: Metrics = {"consistency/parameter_digest": parameter_digest(self._model)}
+        self._digest_seconds += perf_counter() - started
+        metrics["time/digest_seconds"] = self._digest_seconds
+        self._digest_seconds = 0.0
+        if self._device.type == "cuda":
+            self._audit_schedules(step, metrics)
+        return metrics
 
     def summary(self) -> dict[str, Any]:
         """Totals over the run, by the names of the metrics."""
@@ -202,15 +219,30 @@ class ConsistencyHook:
 
     def _shadow(self, rollout: Rollout) -> Metrics:
         started = perf_counter()
-        report = measure_stock_drift(
+        shadow = shadow_stock_path(
             self._session,
             rollout.sequences,
             rollout.prompt_lengths,
             temperature=rollout.sampling.temperature,
+            micro_batch_size=self._micro_batch_size,
         )
-        self.totals.stock.add(report)
-        seconds = perf_counter() - started
-        return {**report.metrics("stock"), "time/shadow_seconds": seconds}
+        self.totals.stock.add(shadow.drift)
+        metrics: Metrics = dict(shadow.drift.metrics("stock"))
+        metrics["time/stock_rollout_tokens_per_second"] = (
+            shadow.drift.tokens / shadow.rollout_seconds
+        )
+        if shadow.training_seconds is not None:
+            tokens = sum(len(sequence) for sequence in rollout.sequences)
+            metrics["time/stock_training_tokens_per_second"] = tokens / shadow.training_seconds
+        metrics["time/shadow_seconds"] = perf_counter() - started
+        return metrics
+
+    def _audit_schedules(self, step: int, metrics: Metrics) -> None:
+        """Read what the sampled checks of library schedules found so far."""
+        report = schedule_audit()
+        metrics["consistency/schedule_audit"] = report.differing
+        if report.differing:
+            self._drifted(_audit_message(step, report), metrics)
 
     def _check_gradients(self, step: GradientStep) -> Metrics:
         started = perf_counter()
@@ -296,6 +328,15 @@ def _drift_message(step: int, report: DriftReport, bundle: Path) -> str:
         f"training than in rollout (largest difference {report.max_abs_diff:g}, "
         f"{report.max_ulp} ULP, {report.nonfinite_tokens} not finite). Replay bundle: {bundle}. "
         "Run `rl-consistency verify` to see which op differs, or set consistency.on_drift to warn."
+    )
+
+
+def _audit_message(step: int, report: AuditReport) -> str:
+    return (
+        f"step {step}: library matrix products differ from the canonical order in "
+        f"{report.differing} sampled elements ({report.audited} of {report.calls} calls were "
+        f"sampled); withdrawn: {', '.join(report.struck)}. Continue from the last checkpoint "
+        "(--resume), which will not use them, or set consistency.on_drift to warn."
     )
 
 

@@ -21,6 +21,11 @@ class PolicyOptimizer:
     in place after every step; an fp32 policy is its own master. Gradients are read from
     `parameter.grad`, which the canonical backward leaves in fp32 (the stock one in the policy's
     dtype, widened here).
+
+    On a GPU the update is torch's fused one, elsewhere the plain loop. Either is one formula
+    applied element by element, so that an element's update does not depend on the tensor it is in;
+    the two round differently. Foreach is not used: its choice of path, hence its rounding, depends
+    on the other tensors of the list.
     """
 
     def __init__(
@@ -38,15 +43,13 @@ class PolicyOptimizer:
             for p in self._parameters
         ]
         self._max_norm = section.max_grad_norm
-        # The plain loop: foreach and fused variants may group elements by tensor sizes.
         adamw = torch.optim.AdamW(
             self._masters,
             lr=section.learning_rate,
             betas=section.betas,
             eps=section.eps,
             weight_decay=section.weight_decay,
-            foreach=False,
-            fused=False,
+            **_variant(self._masters),
         )
         schedule = get_scheduler(
             "constant_with_warmup" if section.schedule == "constant" else section.schedule,
@@ -155,3 +158,8 @@ class PolicyOptimizer:
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             if parameter is not master:
                 parameter.copy_(master)
+
+
+def _variant(masters: list[nn.Parameter]) -> dict[str, bool]:
+    """Which of torch's AdamW loops runs."""
+    return {"foreach": False, "fused": all(master.is_cuda for master in masters)}

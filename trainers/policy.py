@@ -86,7 +86,8 @@ def build_model(
         **({"sliding_window": None} if build.architecture == "mistral" else {}),
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # Drawn on the CPU whatever the run's device; torch.manual_seed would seed the GPUs as well.
+        torch.default_generator.manual_seed(seed)
         return model_class(config).to(dtype)
 
 

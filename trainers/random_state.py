@@ -1,5 +1,7 @@
 """Python's, numpy's and torch's global random states, for checkpoints.
 
+Torch has one for the CPU and one for the GPU, the latter kept only where a GPU is in use.
+
 Our own sampling and data order are counter-based and need none of this; reward functions and data
 code of others may draw from any of the three.
 """
@@ -13,31 +15,35 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def capture() -> dict[str, Any]:
-    """The three states as plain values that survive JSON."""
+    """The states as plain values that survive JSON."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, gauss_next = random.getstate()
     return {
         "python": [version, list(internal), gauss_next],
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, gauss],
-        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "torch": _hex(torch.get_rng_state()),
+        "cuda": _hex(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
     }
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Set the three states to what `capture` gave."""
+    """Set the states to what `capture` gave."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(torch.tensor(list(bytes.fromhex(state["torch"])), dtype=torch.uint8))
+    torch.set_rng_state(_state(state["torch"]))
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(_state(state["cuda"]))
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed all three inside the block; their states from before come back at its end."""
+    """Seed all of them inside the block; their states from before come back at its end."""
     before = capture()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -46,3 +52,11 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         restore(before)
+
+
+def _hex(state: Tensor) -> str:
+    return bytes(state.tolist()).hex()
+
+
+def _state(text: str) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)

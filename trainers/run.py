@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 from uuid import uuid4
 
@@ -242,6 +242,7 @@ class _Run:
             "eval/first": evaluations[0] if evaluations else None,
             "eval/last": evaluations[-1] if evaluations else None,
             **self.hook.summary(),
+            **_throughput(rows),
             "parameter_digest": parameter_digest(self.model),
             "strict": current().as_record(),
             "fingerprint": self.fingerprint.entries,
@@ -258,24 +259,24 @@ class _Run:
             self.accelerator,
             total_steps=config.training.steps * updates,
         )
-        longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-        per_sequence = -(-longest // rollout.kv_block_size)
         batch = min(rollout.max_num_seqs, rollout.prompts_per_step * rollout.samples_per_prompt)
         engine = RolloutEngine(
             self.model,
             eos_token_id=eos_token_ids(self.model, self.tokenizer),
             kv_block_size=rollout.kv_block_size,
-            num_kv_blocks=rollout.num_kv_blocks or per_sequence * batch,
+            num_kv_blocks=rollout.num_kv_blocks,
             max_batch_tokens=rollout.max_batch_tokens,
-            max_num_seqs=rollout.max_num_seqs,
+            max_num_seqs=batch,
             prefill_chunk_size=rollout.prefill_chunk_size,
             enable_prefix_sharing=rollout.prefix_sharing,
+            tokens_per_sequence=config.data.max_prompt_tokens + rollout.max_new_tokens,
         )
         self.hook = ConsistencyHook(
             self.model,
             gradient_check_every=config.consistency.gradient_check_every,
             gradient_check_sequences=config.consistency.gradient_check_sequences,
             shadow_every=config.consistency.shadow_every,
+            micro_batch_size=config.training.micro_batch_size,
             on_drift=config.consistency.on_drift,
             replay_dir=self.directory / "replay",
             config=config.model_dump(mode="json"),
@@ -405,6 +406,23 @@ class _Run:
             )
         self.reference.requires_grad_(False)
         self.stack.enter_context(patch(self.reference))
+
+
+def _throughput(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Median tokens per second of rollout and training, on our path and on the stock path.
+
+    The first measurement compiles kernels and is left out where there are others.
+    """
+    speeds = {
+        f"time/{name}_tokens_per_second": []
+        for name in ("rollout", "training", "stock_rollout", "stock_training")
+    }
+    for row in rows:
+        for name in speeds.keys() & row.keys():
+            speeds[name].append(row[name])
+    return {
+        name: round(median(values[1:] or values), 1) for name, values in speeds.items() if values
+    }
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -35,14 +36,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--preset",
         metavar="NAME",
-        help="one tiny model: tiny-qwen3, tiny-llama, tiny-qwen2 or tiny-mistral (default: all, "
-        "the first over the full sweep)",
+        nargs="+",
+        action="extend",
+        help="models built on the spot: tiny-qwen3, tiny-llama, tiny-qwen2, tiny-mistral; on a GPU "
+        "also qwen3-0.6b, qwen3-1.7b, qwen3-8b, llama3-8b with random weights; or all (default: "
+        "the tiny ones, on a GPU qwen3-0.6b as well)",
     )
     parser.add_argument(
-        "--dtype", metavar="DTYPE", help=f"{', '.join(DTYPES)} (default: the first two)"
+        "--dtype",
+        metavar="DTYPE",
+        nargs="+",
+        action="extend",
+        help=f"{', '.join(DTYPES)} (default: the first two, on a GPU all)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to a file")
-    parser.add_argument("--quick", action="store_true", help="a smaller sweep")
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument(
+        "--quick",
+        action="store_true",
+        help="a smaller sweep, and two layers of a model of real shape (default on a GPU)",
+    )
+    extent.add_argument(
+        "--full", action="store_true", help="the whole sweep, and all layers (default on a CPU)"
+    )
     parser.add_argument(
         "--mutants",
         action="store_true",
@@ -59,18 +75,19 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
         raise FileNotFoundError(f"--json {args.json}: not a file in an existing directory.")
-    _check_device(args.device)
+    device = _device(args.device)
     if args.mutants:
-        chosen = [n for n in ("model", "preset", "dtype", "quick") if getattr(args, n)]
+        options = ("model", "preset", "dtype", "quick", "full")
+        chosen = [name for name in options if getattr(args, name)]
         if chosen:
             raise ValueError(
                 f"--mutants runs on a model of its own; leave out --{' --'.join(chosen)}."
             )
-        return _run_mutants(args.json)
-    return _run_claims(_targets(args), args.json)
+        return _run_mutants(device, args.json)
+    return _run_claims(_targets(args, device), device, args.json)
 
 
-def _run_claims(targets: Sequence[Target], json_file: Path | None) -> int:
+def _run_claims(targets: Sequence[Target], device: torch.device, json_file: Path | None) -> int:
     from rl_consistency.parity.claims import Check
     from rl_consistency.parity.verify import count_checks, run_checks
 
@@ -93,10 +110,12 @@ def _run_claims(targets: Sequence[Target], json_file: Path | None) -> int:
     cases = sum(r.cases for r in results)
     console.print(
         f"{len(results) - len(failed)} of {len(results)} checks passed, {cases:,} comparisons on "
-        f"{_models(targets)}, {seconds:.0f} s, fingerprint {_fingerprint()['digest'][:12]}",
+        f"{_models(targets)}, {seconds:.0f} s, fingerprint "
+        f"{_fingerprint(device)['digest'][:12]}",
         highlight=False,
     )
-    _write(json_file, {"results": [asdict(r) for r in results]}, not failed, seconds)
+    content = {"results": [asdict(r) for r in results]}
+    _write(json_file, device, content, not failed, seconds)
     return 1 if failed else 0
 
 
@@ -151,22 +170,23 @@ def _scopes(rows: Sequence[Result]) -> str:
     return f"{names} {dtypes}".strip()
 
 
-def _run_mutants(json_file: Path | None) -> int:
-    from rl_consistency.parity.mutants import MUTANTS, run_controls, run_mutant
+def _run_mutants(device: torch.device, json_file: Path | None) -> int:
+    from rl_consistency.parity.mutants import mutants_on, run_controls, run_mutant
 
     console, start = Console(), time.perf_counter()
-    keys = list(dict.fromkeys(key for mutant in MUTANTS for key in mutant.caught_by))
+    mutants = mutants_on(device)
+    keys = list(dict.fromkeys(key for mutant in mutants for key in mutant.keys(device)))
     with _progress(console) as progress:
-        task = progress.add_task("the unperturbed program", total=len(MUTANTS) + 2)
-        before = run_controls(keys)
+        task = progress.add_task("the unperturbed program", total=len(mutants) + 2)
+        before = run_controls(keys, device)
         progress.advance(task)
         found = []
-        for mutant in MUTANTS:
+        for mutant in mutants:
             progress.update(task, description=mutant.name)
-            found.append(run_mutant(mutant))
+            found.append(run_mutant(mutant, device))
             progress.advance(task)
         progress.update(task, description="the program put back")
-        after = run_controls(keys)
+        after = run_controls(keys, device)
         progress.advance(task)
     seconds = time.perf_counter() - start
     console.print(mutants_table(found))
@@ -193,7 +213,7 @@ def _run_mutants(json_file: Path | None) -> int:
         "controls": [asdict(r) for r in [*before, *after]],
     }
     passed = not red and not survivors
-    _write(json_file, content, passed, seconds)
+    _write(json_file, device, content, passed, seconds)
     return 0 if passed else 1
 
 
@@ -212,17 +232,29 @@ def mutants_table(found: Sequence[MutantResult]) -> Table:
     return table
 
 
-def _targets(args: argparse.Namespace) -> list[Target]:
-    from rl_consistency.parity.sweep import FULL, QUICK
+def _targets(args: argparse.Namespace, device: torch.device) -> list[Target]:
     from rl_consistency.parity.verify import default_targets, directory_targets, preset_targets
 
-    dtypes = [] if args.dtype is None else [_dtype(args.dtype)]
-    sweep = QUICK if args.quick else FULL
+    dtypes = [_dtype(name) for name in dict.fromkeys(args.dtype or ())]
+    quick = args.quick or (device.type == "cuda" and not args.full)
     if args.model is not None:
-        return directory_targets(args.model, dtypes, sweep)
-    if args.preset is not None:
-        return preset_targets(args.preset, dtypes, sweep)
-    return default_targets(dtypes, quick=args.quick)
+        return directory_targets(args.model, dtypes, device=device, quick=quick)
+    if args.preset is None:
+        return default_targets(dtypes, device=device, quick=quick)
+    return [
+        target
+        for name in _preset_names(args.preset, device)
+        for target in preset_targets(name, dtypes, device=device, quick=quick)
+    ]
+
+
+def _preset_names(chosen: Sequence[str], device: torch.device) -> list[str]:
+    """The names given, `all` standing for every preset the device can hold."""
+    from rl_consistency.parity.presets import PRESETS, known_presets
+
+    everything = known_presets() if device.type == "cuda" else tuple(PRESETS)
+    names = [n for name in chosen for n in (everything if name == "all" else (name,))]
+    return list(dict.fromkeys(names))
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -235,20 +267,27 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _check_device(name: str) -> None:
+def _device(name: str) -> torch.device:
     import torch
+
+    from rl_consistency.kernels.operand import require_device
 
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"--device {name!r} is no device; use cpu.") from error
+        raise ValueError(f"--device {name!r} is no device; use cpu or cuda.") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {name}: no CUDA device is available here; use --device cpu.")
-    if device.type != "cpu":
+    if device.type not in ("cpu", "cuda"):
         raise ValueError(
-            f"--device {name}: the canonical orders have no schedule for {device.type} yet; use "
-            "--device cpu."
+            f"--device {name}: the canonical orders have no schedule for {device.type}; use "
+            "--device cpu or cuda."
         )
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+        require_device("verify", torch.empty(0, device=device))
+    return device
 
 
 def _progress(console: Console) -> Progress:
@@ -262,15 +301,39 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _fingerprint() -> dict[str, Any]:
+def _fingerprint(device: torch.device) -> dict[str, Any]:
     from rl_consistency.numerics.fingerprint import fingerprint
 
-    found = fingerprint()
+    found = fingerprint(device)
     return {"digest": found.digest, "entries": found.entries}
 
 
-def _write(file: Path | None, content: dict[str, Any], passed: bool, seconds: float) -> None:
+def _machine(device: torch.device) -> dict[str, Any]:
+    """What the results were found on."""
+    import torch
+    import triton
+
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.machine(),
+        "capability": list(torch.cuda.get_device_capability(device)) if on_gpu else None,
+        "cuda": torch.version.cuda if on_gpu else None,  # pyright: ignore[reportAttributeAccessIssue]
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _write(
+    file: Path | None, device: torch.device, content: dict[str, Any], passed: bool, seconds: float
+) -> None:
     if file is None:
         return
-    record = {"passed": passed, "seconds": seconds, "fingerprint": _fingerprint(), **content}
+    record = {
+        "passed": passed,
+        "seconds": seconds,
+        "machine": _machine(device),
+        "fingerprint": _fingerprint(device),
+        **content,
+    }
     file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rl_consistency.models.packing import PackedBatch
+from rl_consistency.models.packing import PackedBatch, from_host
 
 Layout = Literal["packed", "packed_with_gaps", "left_padded", "right_padded"]
 
@@ -24,10 +25,10 @@ def lay_out(
         gap = 1 if layout == "packed_with_gaps" else 0
         return PackedBatch.from_sequences(sequences, device, gap=gap), None
     width = max(len(sequence) for sequence in sequences) + EXTRA_COLUMNS
-    ids = torch.zeros(len(sequences), width, dtype=torch.int64, device=device)
-    mask = torch.zeros_like(ids)
+    ids = np.zeros((len(sequences), width), dtype=np.int64)
+    mask = np.zeros_like(ids)
     for row, sequence in enumerate(sequences):
         start = width - len(sequence) if layout == "left_padded" else 0
-        ids[row, start : start + len(sequence)] = torch.tensor(sequence, device=device)
+        ids[row, start : start + len(sequence)] = sequence
         mask[row, start : start + len(sequence)] = 1
-    return ids, mask
+    return from_host(ids, device), from_host(mask, device)

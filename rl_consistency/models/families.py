@@ -17,6 +17,7 @@ from rl_consistency.models.modules import (
     CanonicalAttention,
     CanonicalBaseModel,
     CanonicalCausalLM,
+    CanonicalDecoderLayer,
     CanonicalEmbedding,
     CanonicalLinear,
     CanonicalMLP,
@@ -47,6 +48,7 @@ _PARTS: dict[str, type[CanonicalModule]] = {
     "RMSNorm": CanonicalRMSNorm,
     "MLP": CanonicalMLP,
     "Attention": CanonicalAttention,
+    "DecoderLayer": CanonicalDecoderLayer,
     "RotaryEmbedding": CanonicalRotaryEmbedding,
     "Model": CanonicalBaseModel,
     "ForCausalLM": CanonicalCausalLM,
@@ -87,9 +89,9 @@ def module_kinds() -> dict[str, type[CanonicalModule]]:
 
 
 def containers(config: PreTrainedConfig) -> set[type[nn.Module]]:
-    """Module classes that compute nothing but elementwise residual additions."""
-    source, prefix = modeling(config), FAMILIES[config.model_type]
-    return {getattr(source, prefix + "DecoderLayer"), nn.ModuleList}
+    """Module classes of a family's models that compute nothing themselves."""
+    modeling(config)
+    return {nn.ModuleList}
 
 
 @cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -23,15 +24,15 @@ from rl_consistency.kernels.attention_layout import (
 from rl_consistency.kernels.embedding import embedding
 from rl_consistency.kernels.glu import glu
 from rl_consistency.kernels.gradient_fold import GradientBuffer
-from rl_consistency.kernels.linear import linear
-from rl_consistency.kernels.rms_norm import rms_norm
+from rl_consistency.kernels.linear import linear, linear_glu, linear_qkv
+from rl_consistency.kernels.rms_norm import add_rms_norm, rms_norm
 from rl_consistency.kernels.rotary import rotary, rotary_table
 from rl_consistency.models.packing import PaddedBatch, pack_padded
 from rl_consistency.models.stock_attention import stock_attention
 from rl_consistency.numerics.strict import current, is_canonical
 
 TABLE_POSITIONS = 1024
-"""Positions a rotary table is grown by."""
+"""Positions of the first rotary table; it grows by doubling."""
 
 
 class CanonicalModule(nn.Module):
@@ -83,6 +84,28 @@ class CanonicalLinear(CanonicalModule):
         )
 
 
+def _observed(module: nn.Module) -> bool:
+    """Whether hooks wait for calls of a module, which a fused op would pass by."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def _fusable(x: Tensor, projections: tuple[CanonicalLinear, ...]) -> bool:
+    """Whether canonical projections of one x may run in one launch: on a GPU, without gradients,
+    none of them watched. The bytes are the same either way.
+    """
+    return (
+        x.is_cuda
+        and not torch.is_grad_enabled()
+        and is_canonical("linear")
+        and not any(_observed(p) for p in projections)
+    )
+
+
 class CanonicalRMSNorm(CanonicalModule):
     """A Hugging Face RMSNorm through the canonical `rms_norm`."""
 
@@ -101,6 +124,19 @@ class CanonicalRMSNorm(CanonicalModule):
             rows_per_token=self.rows_per_token,
             weight_grad=self.gradient_buffer("weight"),
         )
+
+    def after_addition(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of residual + x, residual + x), the bytes of the two steps apart."""
+        if is_canonical("rms_norm") and not _observed(self):
+            return add_rms_norm(
+                x,
+                residual,
+                self.weight,
+                self.variance_epsilon,
+                weight_grad=self.gradient_buffer("weight"),
+            )
+        total = residual + x
+        return self(total), total
 
 
 class CanonicalEmbedding(CanonicalModule):
@@ -129,15 +165,24 @@ class CanonicalRotaryEmbedding(CanonicalModule):
     attention_scaling: float
     _rotary_table: Tensor | None = None
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, [R, D/2] fp32 each; on the stock path [1, R, D] in the dtype of x."""
+    def forward(
+        self, x: Tensor, position_ids: Tensor, num_positions: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin, [R, D/2] fp32 each; on the stock path [1, R, D] in the dtype of x.
+
+        `num_positions` bounds the position ids from above; without it they are read, for which a
+        GPU has to be waited for.
+        """
         if not is_canonical("rotary"):
             return super().forward(x, position_ids)
         positions = position_ids.flatten()
-        needed = int(positions.max()) + 1 if positions.numel() else 0
+        if num_positions is None:
+            num_positions = int(positions.max()) + 1 if positions.numel() else 0
         table = self._rotary_table
-        if table is None or table.shape[1] < needed or table.device != x.device:
-            rows = -(-max(needed, 1) // TABLE_POSITIONS) * TABLE_POSITIONS
+        if table is None or table.shape[1] < num_positions or table.device != x.device:
+            rows = TABLE_POSITIONS
+            while rows < num_positions:
+                rows *= 2
             frequencies = self._inverse_frequencies().to(x.device)
             table = rotary_table(frequencies, rows, self.attention_scaling)
             self._rotary_table = table
@@ -157,13 +202,17 @@ class CanonicalMLP(CanonicalModule):
 
     op = "glu"
     activation: str
-    gate_proj: nn.Module
-    up_proj: nn.Module
+    gate_proj: CanonicalLinear
+    up_proj: CanonicalLinear
     down_proj: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
         if not is_canonical("glu"):
             return super().forward(x)
+        pair = (self.gate_proj, self.up_proj)
+        if _fusable(x, pair) and self.gate_proj.bias is None:
+            weights = (self.gate_proj.weight, self.up_proj.weight)
+            return self.down_proj(linear_glu(x, *weights, self.activation))
         return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), self.activation))
 
 
@@ -176,9 +225,9 @@ class CanonicalAttention(CanonicalModule):
     layer_idx: int
     window: int | None
     apply_stock_rotary: Any
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
+    q_proj: CanonicalLinear
+    k_proj: CanonicalLinear
+    v_proj: CanonicalLinear
     o_proj: nn.Module
     q_norm: nn.Module
     k_norm: nn.Module
@@ -194,14 +243,20 @@ class CanonicalAttention(CanonicalModule):
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         rows = hidden_states.shape[1]
-        q = self.q_proj(hidden_states).view(rows, -1, self.head_dim)
-        k = self.k_proj(hidden_states).view(rows, -1, self.head_dim)
-        v = self.v_proj(hidden_states).view(rows, -1, self.head_dim)
+        q, k, v = (x.view(rows, -1, self.head_dim) for x in self._projections(hidden_states))
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = self._rotate(q, k, *position_embeddings)
         out = self._attend(q, k, v, attention_layout)
         return self.o_proj(out.reshape(1, rows, -1)), None
+
+    def _projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        if _fusable(x, projections):
+            q, k, v = projections
+            return linear_qkv(x, (q.weight, k.weight, v.weight), (q.bias, k.bias, v.bias))
+        q, k, v = (projection(x) for projection in projections)
+        return q, k, v
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if is_canonical("rotary"):
@@ -222,6 +277,23 @@ class CanonicalAttention(CanonicalModule):
             assert isinstance(layout, PackedSequences)
             return attention_varlen(q, k, v, layout, scale=self.scaling, window=self.window)[0]
         return stock_attention(q, k, v, layout, scale=self.scaling, window=self.window)
+
+
+class CanonicalDecoderLayer(CanonicalModule):
+    """A decoder layer whose first residual addition and second norm are one op."""
+
+    input_layernorm: nn.Module
+    self_attn: nn.Module
+    post_attention_layernorm: CanonicalRMSNorm
+    mlp: nn.Module
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """Hidden states [1, R, H] after attention and MLP; see `CanonicalAttention` for kwargs."""
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        normed, hidden_states = self.post_attention_layernorm.after_addition(
+            attended, hidden_states
+        )
+        return hidden_states + self.mlp(normed)
 
 
 class CanonicalBaseModel(CanonicalModule):
@@ -250,7 +322,8 @@ class CanonicalBaseModel(CanonicalModule):
     ) -> Tensor:
         """Hidden states [R, H] of packed rows [R]; rollout and training both come through here."""
         hidden = self.embed_tokens(input_ids).unsqueeze(0)
-        cos_sin = self.rotary_emb(hidden, position_ids.unsqueeze(0))
+        longest = max(layout.context_lens, default=0)
+        cos_sin = self.rotary_emb(hidden, position_ids.unsqueeze(0), longest)
         for layer in self.layers[: self.config.num_hidden_layers]:
             hidden = layer(hidden, position_embeddings=cos_sin, attention_layout=layout)
         return self.norm(hidden)[0]

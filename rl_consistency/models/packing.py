@@ -22,6 +22,15 @@ from rl_consistency.kernels.gradient_fold import STEP
 ALIGNMENT = STEP
 
 
+def from_host(values: np.ndarray, device: torch.device | str) -> Tensor:
+    """An array as a tensor on the device, without waiting for the work queued there."""
+    tensor = torch.from_numpy(values)
+    if torch.device(device).type == "cuda":
+        # From pageable memory the copy would wait for everything launched before it.
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
     """Sequences in packed rows.
@@ -57,12 +66,36 @@ class PackedBatch:
         tokens = np.asarray([token for sequence in sequences for token in sequence])
         if tokens.size and tokens.dtype.kind not in "iu":
             raise TypeError(f"token ids must be integers, got {tokens.dtype}.")
-        tokens = tokens.astype(np.int64)
-        return cls.from_tokens(torch.from_numpy(tokens).to(device), lens, gap=gap)
+        places = _Places.of(lens, gap)
+        input_ids = np.zeros(places.num_rows, dtype=np.int64)
+        input_ids[places.rows] = tokens.astype(np.int64)
+        return places.batch(from_host(input_ids, device))
 
     @classmethod
     def from_tokens(cls, tokens: Tensor, lens: Sequence[int], *, gap: int = 0) -> PackedBatch:
         """Pack tokens [N] that stand sequence by sequence; see `from_sequences`."""
+        places = _Places.of(lens, gap)
+        input_ids = tokens.new_zeros(places.num_rows)
+        input_ids[from_host(places.rows, tokens.device)] = tokens
+        return places.batch(input_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Where each token of a packed batch goes; worked out on the host, which knows all lengths."""
+
+    starts: np.ndarray
+    """[S] first row of each sequence."""
+    sizes: np.ndarray
+    """[S] tokens of each sequence."""
+    positions: np.ndarray
+    """[N] position of each token in its sequence."""
+    rows: np.ndarray
+    """[N] row of each token."""
+    num_rows: int
+
+    @classmethod
+    def of(cls, lens: Sequence[int], gap: int) -> _Places:
         if not lens or min(lens) == 0:
             raise ValueError(
                 f"cannot pack {len(lens)} sequences of lengths {list(lens)[:8]}; at least one "
@@ -73,13 +106,19 @@ class PackedBatch:
         room = taken + gap * ALIGNMENT
         starts = np.cumsum(room) - taken
         positions = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        rows = torch.from_numpy(np.repeat(starts, sizes) + positions).to(tokens.device)
-        input_ids = tokens.new_zeros(int(room.sum()))
-        position_ids = torch.zeros_like(input_ids)
-        input_ids[rows] = tokens
-        position_ids[rows] = torch.from_numpy(positions).to(tokens.device)
-        layout = PackedSequences.of(starts.tolist(), sizes.tolist())
-        return cls(input_ids, position_ids, layout, rows)
+        rows = np.repeat(starts, sizes) + positions
+        return cls(starts, sizes, positions, rows, int(room.sum()))
+
+    def batch(self, input_ids: Tensor) -> PackedBatch:
+        """The batch of these packed tokens [R], on their device."""
+        position_ids = np.zeros(self.num_rows, dtype=np.int64)
+        position_ids[self.rows] = self.positions
+        return PackedBatch(
+            input_ids,
+            from_host(position_ids, input_ids.device),
+            PackedSequences.of(self.starts.tolist(), self.sizes.tolist()),
+            from_host(self.rows, input_ids.device),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +188,8 @@ def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 def _lengths_by_position(mask: Tensor, position_ids: Tensor) -> list[int]:
     positions = position_ids.expand_as(mask)[mask]
     first_of_row = torch.zeros_like(mask)
-    first_of_row[torch.arange(mask.shape[0]), mask.int().argmax(dim=1)] = True
+    every_row = torch.arange(mask.shape[0], device=mask.device)
+    first_of_row[every_row, mask.int().argmax(dim=1)] = True
     starts = positions == 0
     expected = torch.where(starts[1:], torch.zeros_like(positions[1:]), positions[:-1] + 1)
     counts = bool((positions[1:] == expected).all())

@@ -24,7 +24,7 @@ from rl_consistency.models.modules import (
 )
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.numerics.settings import numeric_settings, verify_settings
+from rl_consistency.numerics.settings import SETTINGS, numeric_settings, verify_settings
 from rl_consistency.numerics.strict import VARIABLE, current
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, PatchSession] = weakref.WeakKeyDictionary()
@@ -53,6 +53,7 @@ class PatchSession:
         self._model = weakref.ref(model)
         self._stock_classes: dict[str, type[nn.Module]] = {}
         self._settings = ExitStack()
+        self._settings_found = _read_settings()
         # A session that is dropped, or alive at exit, must not leave the settings held.
         weakref.finalize(self, self._settings.close)
 
@@ -94,13 +95,18 @@ class PatchSession:
 
     @contextmanager
     def stock(self) -> Iterator[nn.Module]:
-        """The unpatched Hugging Face model, same parameters, inside the block."""
+        """The unpatched Hugging Face model, same parameters, under the numeric settings that held
+        before the patch, inside the block."""
         patched = {name: type(self.model.get_submodule(name)) for name in self._stock_classes}
+        held = _read_settings()
         self._swap_to_stock()
+        _write_settings(self._settings_found)
         try:
             yield self.model
         finally:
             # Nothing to go back to if the block restored the session.
+            if self._stock_classes:
+                _write_settings(held)
             for name in self._stock_classes:
                 self.model.get_submodule(name).__class__ = patched[name]
 
@@ -259,6 +265,15 @@ def patched_session(model: nn.Module) -> PatchSession:
     if session is None or not session.live:
         raise ValueError("the model is not patched; call rl_consistency.patch(model) first.")
     return session
+
+
+def _read_settings() -> tuple[Any, ...]:
+    return tuple(setting.read() for setting in SETTINGS)
+
+
+def _write_settings(values: tuple[Any, ...]) -> None:
+    for setting, value in zip(SETTINGS, values, strict=True):
+        setting.write(value)
 
 
 def _gradient_buffers(model: nn.Module) -> dict[str, GradientBuffer]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from rl_consistency.kernels.sampling_support import SamplingRows, distribution
 from rl_consistency.kernels.token_logprobs import IGNORED, lm_head_logits
 from rl_consistency.kernels.token_logprobs import token_logprobs as scored_rows
 from rl_consistency.models.forward import lm_head_gradient, lm_head_weight, packed_hidden_states
-from rl_consistency.models.packing import PackedBatch, pack_padded
+from rl_consistency.models.packing import PackedBatch, from_host, pack_padded
 from rl_consistency.numerics.strict import is_canonical
 
 
@@ -92,12 +93,12 @@ def token_logprobs(
         )
     scored = _scored_tokens(lens, prompt_lengths, loss_mask, attention_mask)
     hidden = packed_hidden_states(model, batch)
-    rows, targets, kept = _scored_rows(batch, lens, scored)
-    parameters = _sampling_rows(sampling, lens, rows.owner)
+    rows = _scored_rows(batch, lens, scored)
+    parameters = _sampling_rows(sampling, lens, rows)
     scorer = _canonical_scores if is_canonical("token_logprobs") else _stock_scores
-    logprobs, entropy = scorer(model, hidden[rows.index], targets, parameters)
+    logprobs, entropy = scorer(model, hidden[rows.index], rows.targets, parameters)
     lengths = [int(mask.sum()) for mask in scored]
-    return TokenLogprobs(logprobs[kept], entropy[kept], lengths)
+    return TokenLogprobs(logprobs[rows.kept], entropy[rows.kept], lengths)
 
 
 def _canonical_scores(
@@ -123,12 +124,16 @@ def _stock_scores(
     return logprobs.gather(1, safe.unsqueeze(1)).squeeze(1), entropy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Rows:
     index: Tensor
     """[M] packed row that predicts each target; a multiple of 16 per sequence."""
-    owner: Tensor
-    """[M] sequence of each row."""
+    targets: Tensor
+    """[M] int64, `IGNORED` in rows of filler."""
+    kept: Tensor
+    """[N] which of the M rows are real."""
+    owners: list[int]
+    """Sequence of each of the M rows."""
 
 
 def _pack(
@@ -154,7 +159,7 @@ def _scored_tokens(
     loss_mask: Sequence[Sequence[bool]] | Tensor | None,
     attention_mask: Tensor | None,
 ) -> list[Tensor]:
-    """Per sequence [len] bool."""
+    """Per sequence [len] bool, on the CPU."""
     if (prompt_lengths is None) == (loss_mask is None):
         raise ValueError("give exactly one of prompt_lengths and loss_mask.")
     if prompt_lengths is not None:
@@ -181,9 +186,9 @@ def _masks(lens: list[int], loss_mask: Any, attention_mask: Tensor | None) -> li
                 f"loss_mask {tuple(loss_mask.shape)} does not fit the batch; it has the shape of "
                 "the padded input_ids."
             )
-        masks = list(loss_mask[real.bool()].bool().cpu().split(lens))
+        masks = list(loss_mask.cpu()[real.bool().cpu()].bool().split(lens))
     else:
-        masks = [torch.as_tensor(mask, dtype=torch.bool) for mask in loss_mask]
+        masks = [torch.as_tensor(mask, dtype=torch.bool, device="cpu") for mask in loss_mask]
     if len(masks) != len(lens):
         raise ValueError(f"loss_mask has {len(masks)} entries for {len(lens)} sequences.")
     for i, (mask, length) in enumerate(zip(masks, lens, strict=True)):
@@ -195,54 +200,59 @@ def _masks(lens: list[int], loss_mask: Any, attention_mask: Tensor | None) -> li
     return masks
 
 
-def _scored_rows(
-    batch: PackedBatch, lens: list[int], scored: list[Tensor]
-) -> tuple[_Rows, Tensor, Tensor]:
-    """Rows to score, their targets, and which of them are real.
+def _scored_rows(batch: PackedBatch, lens: list[int], scored: list[Tensor]) -> _Rows:
+    """Rows to score, their owners, and which of them are real.
 
     Each sequence's rows are filled to a multiple of the fold's step with its own first row and an
     ignored target, so the LM head's gradient can be cut between any two sequences.
     """
-    index: list[Tensor] = []
-    targets: list[Tensor] = []
-    owners: list[Tensor] = []
+    index: list[np.ndarray] = []
+    real: list[np.ndarray] = []
+    owners: list[int] = []
     for i, (start, mask) in enumerate(zip(batch.layout.query_starts, scored, strict=True)):
-        positions = torch.nonzero(mask).flatten()
-        if len(positions) == 0:
+        rows = np.flatnonzero(mask.numpy()) + (start - 1)
+        if len(rows) == 0:
             continue
-        filler = -len(positions) % STEP
-        rows = positions + (start - 1)
-        index.append(F.pad(rows, (0, filler), value=int(rows[0])))
-        targets.append(F.pad(batch.input_ids[rows + 1], (0, filler), value=IGNORED))
-        owners.append(torch.full((len(positions) + filler,), i, device=batch.input_ids.device))
+        filler = -len(rows) % STEP
+        index.append(np.concatenate([rows, np.full(filler, rows[0])]))
+        real.append(np.arange(len(rows) + filler) < len(rows))
+        owners += [i] * (len(rows) + filler)
     if not index:
         raise ValueError(
             "no token is scored; the prompts cover the whole sequences or the loss mask is empty."
         )
-    chosen = torch.cat(targets)
-    return _Rows(torch.cat(index), torch.cat(owners)), chosen, chosen != IGNORED
+    device = batch.input_ids.device
+    kept = np.concatenate(real)
+    rows_on_device = from_host(np.concatenate(index), device)
+    targets = batch.input_ids[rows_on_device + 1]
+    return _Rows(
+        index=rows_on_device,
+        targets=targets.masked_fill(from_host(~kept, device), IGNORED),
+        kept=from_host(np.flatnonzero(kept), device),
+        owners=owners,
+    )
 
 
 def _sampling_rows(
-    sampling: Sampling | Sequence[Sampling] | None, lens: list[int], owner: Tensor
+    sampling: Sampling | Sequence[Sampling] | None, lens: list[int], rows: _Rows
 ) -> SamplingRows:
-    device = owner.device
+    device = rows.index.device
     if sampling is None:
-        return SamplingRows.uniform(len(owner), device=device)
-    each = sampling if isinstance(sampling, Sequence) else [sampling] * len(lens)
-    if len(each) != len(lens):
-        raise ValueError(f"{len(each)} sampling parameters for {len(lens)} sequences.")
-    per_sequence = SamplingRows.concatenate(
-        [
-            SamplingRows.uniform(
-                1,
-                temperature=s.temperature,
-                top_k=s.top_k,
-                top_p=s.top_p,
-                min_p=s.min_p,
-                device=device,
-            )
-            for s in each
-        ]
+        return SamplingRows.uniform(len(rows.owners), device=device)
+    if not isinstance(sampling, Sequence):
+        return _uniform(sampling, len(rows.owners), device)
+    if len(sampling) != len(lens):
+        raise ValueError(f"{len(sampling)} sampling parameters for {len(lens)} sequences.")
+    per_sequence = SamplingRows.concatenate([_uniform(s, 1, device) for s in sampling])
+    return per_sequence.select(from_host(np.asarray(rows.owners), device))
+
+
+def _uniform(sampling: Sampling, count: int, device: torch.device) -> SamplingRows:
+    return SamplingRows.uniform(
+        count,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        device=device,
     )
-    return per_sequence.select(owner)

@@ -12,6 +12,7 @@ from pathlib import Path
 import accelerate
 import torch
 import transformers
+import triton
 
 import rl_consistency
 from rl_consistency.kernels.reduction_order import ReductionOrder
@@ -68,6 +69,11 @@ def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
         # The matrix library chooses its walk over K; its build is part of the order.
         entries["torch_build"] = hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16]
         entries["flushes_denormals"] = str(bool(torch.tensor(1e-39) * 0.5 == 0))
+    if device.type == "cuda":
+        # Triton and its own assembler make the kernels, so the driver does not enter.
+        entries["cuda_capability"] = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        entries["cuda_runtime"] = str(torch.version.cuda)
+        entries["triton"] = triton.__version__
     entries |= {f"setting.{s.name}": str(s.read()) for s in SETTINGS}
     return Fingerprint(entries)
 

@@ -22,6 +22,31 @@ class Setting:
     required: Any
 
 
+_CUBLASLT = torch._C._BlasBackend.Cublaslt
+
+
+def _read_blas_library() -> torch._C._BlasBackend:
+    """The library behind torch.mm on CUDA; without a GPU it cannot be set and nothing reads it."""
+    return torch.backends.cuda.preferred_blas_library() if torch.cuda.is_available() else _CUBLASLT
+
+
+def _write_blas_library(library: torch._C._BlasBackend) -> None:
+    if torch.cuda.is_available():
+        torch.backends.cuda.preferred_blas_library(library)
+
+
+def _reduction(dtype: str) -> Setting:
+    """Whether sums of 16-bit products may round early, and whether K may be split."""
+    name = f"allow_{dtype}_reduced_precision_reduction"
+    matmul = torch.backends.cuda.matmul
+    return Setting(
+        f"cuda.matmul.{name}",
+        lambda: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")),
+        lambda v: setattr(matmul, name, v),
+        (False, False),
+    )
+
+
 SETTINGS = (
     Setting(
         "float32_matmul_precision",
@@ -35,6 +60,15 @@ SETTINGS = (
         lambda v: setattr(torch.backends.cuda.matmul, "allow_tf32", v),
         False,
     ),
+    Setting(
+        "cuda.matmul.allow_fp16_accumulation",
+        lambda: torch.backends.cuda.matmul.allow_fp16_accumulation,
+        lambda v: setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", v),
+        False,
+    ),
+    _reduction("bf16"),
+    _reduction("fp16"),
+    Setting("cuda.preferred_blas_library", _read_blas_library, _write_blas_library, _CUBLASLT),
 )
 
 

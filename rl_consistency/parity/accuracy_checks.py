@@ -8,7 +8,7 @@ tokens than that of a library that blocks its sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,8 @@ from rl_consistency.kernels.sampling_support import SamplingRows
 from rl_consistency.kernels.token_logprobs import token_logprobs, token_logprobs_reference
 from rl_consistency.parity.attention_checks import SCORE_SCALE
 from rl_consistency.parity.claims import Tally
-from rl_consistency.parity.op_checks import token_logprob_probe
+from rl_consistency.parity.op_checks import token_logprob_probe, weight_scale
+from rl_consistency.parity.op_setup import Heads, OpSetup
 from rl_consistency.parity.probe import probe
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
 
@@ -43,24 +44,29 @@ MANY = 32
 """Draws where an error is a mean over few elements (a bias, a norm's weight)."""
 
 
-def check_linear_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+def check_linear_accuracy(tally: Tally, setup: OpSetup) -> None:
     """y, dX, dW and dbias."""
 
     def draw(inner: int, columns: int, seed: int) -> Draw:
         return (
-            probe((ROWS, inner), dtype, seed=seed, scale=0.02),
-            probe((columns, inner), dtype, seed=seed + 1),
-            probe((columns,), dtype, seed=seed + 2),
-        ), probe((ROWS, columns), dtype, seed=seed + 3, scale=0.02)
+            _drawn(setup, (ROWS, inner), seed, weight_scale(inner)),
+            _drawn(setup, (columns, inner), seed + 1),
+            _drawn(setup, (columns,), seed + 2),
+        ), _drawn(setup, (ROWS, columns), seed + 3, 0.02)
 
-    draws = [draw(96, 208, 10 * i) for i in range(MANY)]
-    _compare(tally, "96 x 208", linear, F.linear, linear_reference, draws)
-    # The bias sees no K; one draw of it would be judged by a few outlier channels.
-    operands, dy = draw(1000, 331, 1)
-    _compare(tally, "1000 x 331", linear, F.linear, linear_reference, [(operands[:2], dy)])
+    shapes = setup.shapes.linear
+    if not setup.shapes.name:
+        draws = [draw(96, 208, 10 * i) for i in range(MANY)]
+        _compare(tally, "96 x 208", linear, F.linear, linear_reference, draws)
+        shapes = ((1000, 331),)
+    for inner, columns in shapes:
+        # The bias sees no K; one draw of it would be judged by a few outlier channels.
+        operands, dy = draw(inner, columns, 1)
+        draws = [(operands[:2], dy)]
+        _compare(tally, f"{inner} x {columns}", linear, F.linear, linear_reference, draws)
 
 
-def check_rms_norm_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+def check_rms_norm_accuracy(tally: Tally, setup: OpSetup) -> None:
     """y, dx and dweight."""
 
     def stock(x: Tensor, weight: Tensor) -> Tensor:
@@ -69,26 +75,27 @@ def check_rms_norm_accuracy(tally: Tally, dtype: torch.dtype) -> None:
         return weight * wide.to(x.dtype)
 
     def draw(width: int, seed: int) -> Draw:
-        x, dy = (probe((ROWS, width), dtype, seed=seed + i) for i in (0, 1))
-        return (x, probe((width,), dtype, seed=seed + 2)), dy * 0.02
+        x, dy = (_drawn(setup, (ROWS, width), seed + i) for i in (0, 1))
+        return (x, _drawn(setup, (width,), seed + 2)), dy * 0.02
 
-    for width in (96, 1000):
+    for width in setup.shapes.norm_widths if setup.shapes.name else (96, 1000):
         _compare(
             tally,
             f"width {width}",
             lambda x, weight: rms_norm(x, weight, 1e-6),
             stock,
             lambda x, weight: rms_norm_reference(x, weight, 1e-6),
-            [draw(width, 10 * i) for i in range(MANY)],
+            (draw(width, 10 * i) for i in range(MANY)),
         )
 
 
-def check_rotary_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+def check_rotary_accuracy(tally: Tally, setup: OpSetup) -> None:
     """Rotated rows and their gradient, at positions up to 4096."""
-    head_dim = 64
-    inv_freq = 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
-    positions = torch.arange(ROWS) * 8
-    cos, sin = rotary_table(inv_freq, int(positions.max()) + 1)[:, positions]
+    head_dim = setup.shapes.attention[0].head_dim if setup.shapes.name else 64
+    frequencies = setup.shapes.rope_theta ** -(torch.arange(0, head_dim, 2) / head_dim)
+    reach = torch.arange(ROWS) * 8
+    cos, sin = rotary_table(frequencies, int(reach.max()) + 1)[:, reach].to(setup.device)
+    inv_freq, positions = frequencies.to(setup.device), reach.to(setup.device)
 
     def stock(x: Tensor) -> Tensor:
         angles = positions[:, None].float() * inv_freq
@@ -98,7 +105,7 @@ def check_rotary_accuracy(tally: Tally, dtype: torch.dtype) -> None:
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat([-second, first], dim=-1) * sin
 
-    x, dy = (probe((ROWS, 4, head_dim), dtype, seed=s) for s in (1, 2))
+    x, dy = (_drawn(setup, (ROWS, 4, head_dim), s) for s in (1, 2))
     _compare(
         tally,
         "rotation",
@@ -109,18 +116,20 @@ def check_rotary_accuracy(tally: Tally, dtype: torch.dtype) -> None:
     )
 
 
-def check_glu_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+def check_glu_accuracy(tally: Tally, setup: OpSetup) -> None:
     """Every activation, values and gradients."""
     stock = {
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     }
+    width = setup.shapes.glu_width if setup.shapes.name else 208
 
     def draw(seed: int) -> Draw:
-        gate, up, dy = (probe((ROWS, 208), dtype, seed=seed + i) for i in range(3))
-        # Three outliers multiplied together must fit fp16.
-        return (gate, up / 32), dy / 32
+        gate, up, dy = (_drawn(setup, (ROWS, width), seed + i) for i in range(3))
+        # Three outliers multiplied together must fit fp16; a wide layer has larger ones.
+        divisor = 64 if setup.shapes.name else 32
+        return (gate, up / divisor), dy / divisor
 
     draws = [draw(10 * i) for i in range(4)]
     for activation in ACTIVATIONS:
@@ -134,10 +143,12 @@ def check_glu_accuracy(tally: Tally, dtype: torch.dtype) -> None:
         )
 
 
-def check_embedding_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+def check_embedding_accuracy(tally: Tally, setup: OpSetup) -> None:
     """The gradient where tokens repeat."""
-    tokens = torch.arange(8 * ROWS) * 7 % 61
-    weight, dy = probe((61, 96), dtype, seed=1), probe((len(tokens), 96), dtype, seed=2, scale=0.02)
+    tokens = torch.arange(8 * ROWS, device=setup.device) * 7 % 61
+    width = setup.shapes.hidden_size
+    weight = _drawn(setup, (61, width), 1)
+    dy = _drawn(setup, (len(tokens), width), 2, 0.02)
     _compare(
         tally,
         "lookup",
@@ -148,65 +159,71 @@ def check_embedding_accuracy(tally: Tally, dtype: torch.dtype) -> None:
     )
 
 
-def check_attention_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+def check_attention_accuracy(tally: Tally, setup: OpSetup) -> None:
     """o, dq, dk and dv of one causal sequence."""
-    heads, kv_heads, head_dim = 4, 2, 64
-    scale = head_dim**-0.5
+    shape = setup.shapes.attention[0] if setup.shapes.name else Heads(4, 2, 64)
     layout = PackedSequences.of([0], [ROWS])
+    queries, keys = ((ROWS, n, shape.head_dim) for n in (shape.heads, shape.kv_heads))
     operands = (
-        probe((ROWS, heads, head_dim), dtype, seed=1, scale=SCORE_SCALE),
-        probe((ROWS, kv_heads, head_dim), dtype, seed=2, scale=SCORE_SCALE),
-        probe((ROWS, kv_heads, head_dim), dtype, seed=3, scale=0.1),
+        _drawn(setup, queries, 1, SCORE_SCALE),
+        _drawn(setup, keys, 2, SCORE_SCALE),
+        _drawn(setup, keys, 3, 0.1),
     )
 
     def stock(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=shape.scale, enable_gqa=True
+        )
         return out[0].transpose(0, 1)
 
     _compare(
         tally,
         "causal",
-        lambda q, k, v: attention_varlen(q, k, v, layout, scale=scale)[0],
+        lambda q, k, v: attention_varlen(q, k, v, layout, scale=shape.scale)[0],
         stock,
-        lambda q, k, v: attention_reference(q, k, v, scale=scale),
-        [(operands, probe((ROWS, heads, head_dim), dtype, seed=4, scale=0.1))],
+        lambda q, k, v: attention_reference(q, k, v, scale=shape.scale),
+        [(operands, _drawn(setup, queries, 4, 0.1))],
     )
 
 
-def check_token_logprobs_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+def check_token_logprobs_accuracy(tally: Tally, setup: OpSetup) -> None:
     """Logprobs, dhidden and dweight against log_softmax of the model's own logits."""
-    hidden, weight, targets, _ = token_logprob_probe(ROWS, dtype)
-    rows = SamplingRows.uniform(len(hidden))
+    hidden, weight, targets, _ = token_logprob_probe(ROWS, setup)
+    rows = SamplingRows.uniform(len(hidden), device=setup.device)
 
     def stock(hidden: Tensor, weight: Tensor) -> Tensor:
         logprobs = F.linear(hidden, weight).float().log_softmax(-1)
         return logprobs.gather(1, targets.unsqueeze(1)).squeeze(1)
 
+    dy = probe((len(hidden),), torch.float32, seed=4, device=setup.device)
     _compare(
         tally,
         "logprobs",
         lambda hidden, weight: token_logprobs(hidden, weight, targets, rows)[0],
         stock,
         lambda hidden, weight: token_logprobs_reference(hidden, weight, targets)[0],
-        [((hidden, weight), probe((len(hidden),), torch.float32, seed=4))],
+        [((hidden, weight), dy)],
     )
 
 
-def check_masked_reduction_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+def check_masked_reduction_accuracy(tally: Tally, setup: OpSetup) -> None:
     """Means of many batches of values."""
-    del dtype  # losses are fp32 whatever the model is
-    batches = probe((256, 4097), torch.float32, seed=1).unbind(0)
+    # Losses are fp32 whatever the model is.
+    batches = probe((256, 4097), torch.float32, seed=1, device=setup.device).unbind(0)
     exact = torch.stack([b.double().mean() for b in batches])
     ours = torch.stack([masked_mean(b) for b in batches])
     stock = torch.stack([b.mean() for b in batches])
     _judge(tally, "mean", *_errors(ours, stock, exact))
 
 
-def check_gradient_norm_accuracy(tally: Tally, dtype: torch.dtype) -> None:
+def check_gradient_norm_accuracy(tally: Tally, setup: OpSetup) -> None:
     """Norms of many sets of gradients."""
-    del dtype  # gradients are fp32 whatever the model is
-    sets = [[probe((n, 96), seed=64 * i + n) for n in (3, 96, 331)] for i in range(64)]
+    # Gradients are fp32 whatever the model is.
+    sets = [
+        [probe((n, 96), seed=64 * i + n, device=setup.device) for n in (3, 96, 331)]
+        for i in range(64)
+    ]
     exact = torch.stack(
         [torch.stack([g.double().square().sum() for g in s]).sum().sqrt() for s in sets]
     )
@@ -215,8 +232,12 @@ def check_gradient_norm_accuracy(tally: Tally, dtype: torch.dtype) -> None:
     _judge(tally, "norm", *_errors(ours, stock, exact))
 
 
+def _drawn(setup: OpSetup, shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Tensor:
+    return probe(shape, setup.dtype, seed=seed, scale=scale, device=setup.device)
+
+
 def _compare(
-    tally: Tally, case: str, ours: Op, stock: Op, reference: Op, draws: Sequence[Draw]
+    tally: Tally, case: str, ours: Op, stock: Op, reference: Op, draws: Iterable[Draw]
 ) -> None:
     """Judge an op's value and the gradient of each operand, errors averaged over the draws."""
     errors: list[list[tuple[float, float]]] = []

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,41 +11,20 @@ from rl_consistency.kernels.attention import attention_paged, attention_varlen
 from rl_consistency.kernels.attention_layout import PackedSequences
 from rl_consistency.kernels.gradient_fold import STEP
 from rl_consistency.parity.claims import Tally
+from rl_consistency.parity.op_setup import Heads, OpSetup
 from rl_consistency.parity.paged_calls import chunked, decoded, paged_calls
 from rl_consistency.parity.probe import probe
-from rl_consistency.parity.sweep import Sweep
 
 SCORE_SCALE = 0.06
 """Factor on query and key probes: softmax weights then span several orders of magnitude."""
 
 
-@dataclass(frozen=True)
-class Heads:
-    """One shape of attention."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    window: int | None = None
-
-    @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5
-
-    def __str__(self) -> str:
-        window = "" if self.window is None else f" window {self.window}"
-        return f"{self.heads}/{self.kv_heads} heads of {self.head_dim}{window}"
-
-
-SHAPES = (Heads(4, 2, 32), Heads(3, 3, 16), Heads(6, 1, 64, window=100))
-
-
-def check_attention(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
+def check_attention(tally: Tally, setup: OpSetup) -> None:
     """Packed sequences: outputs and lse."""
-    for shape in SHAPES:
-        samples = attention_probe(shape, sweep.sample_lengths(), dtype)
+    for shape in setup.shapes.attention:
+        samples = attention_probe(shape, setup.sweep.sample_lengths(), setup)
         alone = [packed_attention(shape, [s])[0] for s in samples]
-        for name, calls in sweep.arrangements():
+        for name, calls in setup.sweep.arrangements():
             for gap in (0, 2) if name == "permuted batch" else (0,):
                 for members in calls:
                     found = packed_attention(shape, [samples[i] for i in members], gap)
@@ -54,46 +32,56 @@ def check_attention(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
                         _compare(tally, f"{shape}, {name}", i, alone[i], rows)
 
 
-def check_attention_backward(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
+def check_attention_backward(tally: Tally, setup: OpSetup) -> None:
     """dq, dk and dv of packed sequences."""
-    for shape in SHAPES:
-        samples = attention_probe(shape, sweep.sample_lengths(), dtype)
+    for shape in setup.shapes.attention:
+        samples = attention_probe(shape, setup.sweep.sample_lengths(), setup)
         alone = [_gradients(shape, [s])[0] for s in samples]
-        for name, calls in sweep.arrangements():
+        for name, calls in setup.sweep.arrangements():
             for members in calls if name == "permuted batch" else calls[:4]:
                 found = _gradients(shape, [samples[i] for i in members])
                 for i, rows in zip(members, found, strict=True):
                     _compare(tally, f"{shape}, {name}", i, alone[i], rows)
 
 
-def check_paged_attention(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
+def check_paged_attention(tally: Tally, setup: OpSetup) -> None:
     """The paged cache against packed prefill: every chunk size, block size, and decode."""
-    for shape in SHAPES:
-        lengths = sweep.sample_lengths()[: max(len(sweep.lengths), 8)]
-        samples = attention_probe(shape, lengths, dtype)
+    sweep, sizes = setup.sweep, setup.sweep.cache_blocks
+    plans: list[tuple[str, int, Callable[[int], list[int]]]] = [
+        (f"chunk {c}", c, lambda n, c=c: chunked(n, c)) for c in sweep.chunks
+    ]
+    plans.append(("decode", max(sweep.sample_lengths()), decoded))
+    plans += [("prefill", max(sweep.sample_lengths()), lambda n: [n]) for _ in sizes]
+    for shape in setup.shapes.attention:
+        samples = attention_probe(shape, sweep.sample_lengths(), setup)
         alone = [packed_attention(shape, [s])[0] for s in samples]
-        plans = [(f"chunk {c}", [chunked(n, c) for n in lengths]) for c in sweep.chunks]
-        plans.append(("decode", [decoded(n) for n in lengths]))
-        for j, (name, schedules) in enumerate(plans):
-            size = sweep.cache_blocks[j % len(sweep.cache_blocks)]
-            found = _paged_attention(shape, samples, schedules, size, dtype)
-            for i, rows in enumerate(found):
+        for turn, (name, chunk, cut) in enumerate(plans):
+            size = sizes[turn % len(sizes)]
+            members = sweep.paged_samples(chunk)
+            found = _paged_attention(
+                shape,
+                [samples[i] for i in members],
+                [cut(len(samples[i][0])) for i in members],
+                size,
+            )
+            for i, rows in zip(members, found, strict=True):
                 _compare(tally, f"{shape}, {name}, cache blocks of {size}", i, alone[i], rows)
-        for size in sweep.cache_blocks:
-            found = _paged_attention(shape, samples, [[n] for n in lengths], size, dtype)
-            for i, rows in enumerate(found):
-                _compare(tally, f"{shape}, prefill, cache blocks of {size}", i, alone[i], rows)
 
 
 def attention_probe(
-    shape: Heads, lengths: Sequence[int], dtype: torch.dtype
+    shape: Heads, lengths: Sequence[int], setup: OpSetup
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(q [n, H, D], k and v [n, Hkv, D]) per sample."""
+
+    def drawn(length: int, heads: int, seed: int, scale: float = 1.0) -> Tensor:
+        size = (length, heads, shape.head_dim)
+        return probe(size, setup.dtype, seed=seed, scale=scale, device=setup.device)
+
     return [
         (
-            probe((n, shape.heads, shape.head_dim), dtype, seed=3 * i, scale=SCORE_SCALE),
-            probe((n, shape.kv_heads, shape.head_dim), dtype, seed=3 * i + 1, scale=SCORE_SCALE),
-            probe((n, shape.kv_heads, shape.head_dim), dtype, seed=3 * i + 2),
+            drawn(n, shape.heads, 3 * i, SCORE_SCALE),
+            drawn(n, shape.kv_heads, 3 * i + 1, SCORE_SCALE),
+            drawn(n, shape.kv_heads, 3 * i + 2),
         )
         for i, n in enumerate(lengths)
     ]
@@ -128,7 +116,6 @@ def _paged_attention(
     samples: Sequence[tuple[Tensor, Tensor, Tensor]],
     schedules: list[list[int]],
     block_size: int,
-    dtype: torch.dtype,
 ) -> list[Tensor]:
     parts: list[list[Tensor]] = [[] for _ in samples]
     for call in paged_calls(
@@ -137,7 +124,8 @@ def _paged_attention(
         num_layers=1,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        dtype=dtype,
+        dtype=samples[0][0].dtype,
+        device=samples[0][0].device,
     ):
         q, k, v = (
             torch.cat([samples[i][j][start:end] for i, start, end in call.spans]) for j in range(3)

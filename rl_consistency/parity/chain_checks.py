@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +43,7 @@ class Chain:
         config: Any = model.config
         self.model: Any = model
         self.config = config
+        self.device: torch.device = self.model.device
         self.sweep = sweep.within(config.max_position_embeddings)
         self.samples = probe_tokens(self.sweep.sample_lengths(), config.vocab_size, seed=1)
 
@@ -60,7 +61,7 @@ class Chain:
     def hidden(self, members: Sequence[int], gap: int = 0) -> list[Tensor]:
         """Hidden states of some samples packed in one call."""
         sequences = [self.samples[i] for i in members]
-        batch = PackedBatch.from_sequences(sequences, gap=gap)
+        batch = PackedBatch.from_sequences(sequences, self.device, gap=gap)
         rows = packed_hidden_states(self.model, batch)[batch.token_rows]
         return list(rows.split([len(s) for s in sequences]))
 
@@ -69,8 +70,8 @@ class Chain:
         """Logprobs and entropies of some samples; empty for a sample of one token."""
         sequences = [self.samples[i] for i in members if len(self.samples[i]) > 1]
         if not sequences:
-            return [torch.empty(0, 2) for _ in members]
-        inputs, mask = lay_out(sequences, layout)
+            return [torch.empty(0, 2, device=self.device) for _ in members]
+        inputs, mask = lay_out(sequences, layout, self.device)
         scored = token_logprobs(
             self.model, inputs, attention_mask=mask, prompt_lengths=[1] * len(sequences)
         )
@@ -81,7 +82,7 @@ class Chain:
         """The first part that differs between a sample alone and packed among `members`."""
         traces = []
         for group in ([sample], members):
-            batch = PackedBatch.from_sequences([self.samples[i] for i in group])
+            batch = PackedBatch.from_sequences([self.samples[i] for i in group], self.device)
             first = sum(len(self.samples[i]) for i in group[: list(group).index(sample)])
             own = batch.token_rows[first : first + len(self.samples[sample])]
             with recorded(self.model) as activations, torch.no_grad():
@@ -106,11 +107,12 @@ def check_packed_chain(tally: Tally, chain: Chain) -> None:
 @torch.no_grad()
 def check_padded_chain(tally: Tally, chain: Chain) -> None:
     """Hidden states and logits of padded batches and of one row with position resets."""
-    members = list(range(min(len(chain.samples), 16)))
+    # Without the long samples: logits of a padded batch are [16, longest, vocabulary].
+    members = list(range(min(len(chain.samples) - len(chain.sweep.long), 16)))
     logits = [chain.model.lm_head(chain.alone[i]) for i in members]
     for pad in chain.sweep.pads:
         for side in ("left", "right"):
-            ids, mask = _padded([chain.samples[i] for i in members], pad, side)
+            ids, mask = _padded([chain.samples[i] for i in members], pad, side, chain.device)
             name = f"{side} padding {pad}"
             hidden = chain.model.model(input_ids=ids, attention_mask=mask).last_hidden_state
             found = [row[kept] for row, kept in zip(hidden, mask.bool(), strict=True)]
@@ -119,8 +121,9 @@ def check_padded_chain(tally: Tally, chain: Chain) -> None:
                 out = chain.model(input_ids=ids, attention_mask=mask).logits
                 for i in members:
                     tally.equal(f"{name}, logits", logits[i], out[i][mask[i].bool()], _token(i))
-    ids = torch.tensor([[t for i in members for t in chain.samples[i]]])
+    ids = torch.tensor([[t for i in members for t in chain.samples[i]]], device=chain.device)
     positions = torch.cat([torch.arange(len(chain.samples[i])) for i in members])[None]
+    positions = positions.to(chain.device)
     hidden = chain.model.model(input_ids=ids, position_ids=positions).last_hidden_state[0]
     found = list(hidden.split([len(chain.samples[i]) for i in members]))
     _compare_samples(tally, chain, "position resets in one row", members, found)
@@ -128,13 +131,16 @@ def check_padded_chain(tally: Tally, chain: Chain) -> None:
 
 def check_paged_chain(tally: Tally, chain: Chain) -> None:
     """Hidden states through the paged cache: chunk sizes, decode, cache block sizes."""
-    members = list(range(min(len(chain.samples), max(len(chain.sweep.lengths), 8))))
-    lengths = [len(chain.samples[i]) for i in members]
-    plans = [(f"chunk {c}", [chunked(n, c) for n in lengths]) for c in chain.sweep.chunks]
-    plans += [("decode", [decoded(n) for n in lengths])]
-    plans += [("prefill", [[n] for n in lengths]) for _ in chain.sweep.cache_blocks]
-    for turn, (name, schedules) in enumerate(plans):
-        size = chain.sweep.cache_blocks[turn % len(chain.sweep.cache_blocks)]
+    sizes, longest = chain.sweep.cache_blocks, max(map(len, chain.samples))
+    plans: list[tuple[str, int, Callable[[int], list[int]]]] = [
+        (f"chunk {c}", c, lambda n, c=c: chunked(n, c)) for c in chain.sweep.chunks
+    ]
+    plans += [("decode", longest, decoded)]
+    plans += [("prefill", longest, lambda n: [n]) for _ in sizes]
+    for turn, (name, chunk, cut) in enumerate(plans):
+        size = sizes[turn % len(sizes)]
+        members = chain.sweep.paged_samples(chunk)
+        schedules = [cut(len(chain.samples[i])) for i in members]
         found = _paged_hidden(chain, members, schedules, size)
         _compare_samples(tally, chain, f"{name}, cache blocks of {size}", members, found)
 
@@ -150,7 +156,7 @@ def check_logprob_chain(tally: Tally, chain: Chain) -> None:
     for layout in ("packed_with_gaps", "left_padded", "right_padded"):
         for i, rows in zip(group, chain.logprobs(group, layout), strict=True):
             tally.equal(layout, chain.alone_logprobs[i], rows, _token(i, 1))
-    hidden = torch.cat(chain.alone)
+    hidden = torch.cat(chain.alone)[:512]
     weight = lm_head_weight(chain.model).detach()
     logits = lm_head_logits(hidden, weight)
     for count in (1, 3, 17):
@@ -229,11 +235,15 @@ def _paged_hidden(
         head_dim=getattr(config, "head_dim", None)
         or config.hidden_size // config.num_attention_heads,
         dtype=chain.model.dtype,
+        device=chain.device,
     ):
         ids = [t for i, a, b in call.spans for t in chain.samples[members[i]][a:b]]
         positions = [p for _, a, b in call.spans for p in range(a, b)]
         hidden = paged_hidden_states(
-            chain.model, torch.tensor(ids), torch.tensor(positions), call.paged
+            chain.model,
+            torch.tensor(ids, device=chain.device),
+            torch.tensor(positions, device=chain.device),
+            call.paged,
         )
         lens = [b - a for _, a, b in call.spans]
         for (i, _, _), rows in zip(call.spans, hidden.split(lens), strict=True):
@@ -241,7 +251,9 @@ def _paged_hidden(
     return [torch.cat(p) for p in parts]
 
 
-def _padded(sequences: Sequence[Sequence[int]], pad: int, side: str) -> tuple[Tensor, Tensor]:
+def _padded(
+    sequences: Sequence[Sequence[int]], pad: int, side: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
     width = max(map(len, sequences)) + pad
     ids = torch.zeros(len(sequences), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -249,7 +261,7 @@ def _padded(sequences: Sequence[Sequence[int]], pad: int, side: str) -> tuple[Te
         start = width - len(sequence) if side == "left" else 0
         ids[row, start : start + len(sequence)] = torch.tensor(sequence)
         mask[row, start : start + len(sequence)] = 1
-    return ids, mask
+    return ids.to(device), mask.to(device)
 
 
 def _step(chain: Chain) -> tuple[list[list[int]], list[int]]:
@@ -284,9 +296,7 @@ def _gradients(chain: Chain) -> dict[str, Tensor]:
         scored = token_logprobs(chain.model, sequences, prompt_lengths=prompts)
         loss = _loss(sum(map(len, sequences)) - sum(prompts))
         loss(scored, range(len(sequences))).backward()
-        return {
-            name: p.grad.clone() for name, p in chain.model.named_parameters() if p.grad is not None
-        }
+        return {name: p.grad for name, p in chain.model.named_parameters() if p.grad is not None}
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient

@@ -12,33 +12,45 @@ from rl_consistency.kernels.embedding import embedding
 from rl_consistency.kernels.gradient_fold import STEP, GradientBuffer
 from rl_consistency.kernels.linear import linear
 from rl_consistency.kernels.rms_norm import rms_norm
+from rl_consistency.kernels.sampling_support import SamplingRows
 from rl_consistency.kernels.token_logprobs import IGNORED, token_logprobs
 from rl_consistency.parity.claims import Tally
 from rl_consistency.parity.op_checks import targets_inside, token_logprob_probe
+from rl_consistency.parity.op_setup import OpSetup
 from rl_consistency.parity.probe import probe, probe_tokens
-from rl_consistency.parity.sweep import Sweep
 
 Backward = Callable[..., None]
 """Runs forward and backward over some rows of every input, folding into buffers."""
 
 
-def check_linear_fold(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
+def check_linear_fold(tally: Tally, setup: OpSetup) -> None:
     """dW and dbias of `linear`."""
-    weight, bias = _parameter((208, 96), dtype, 1), _parameter((208,), dtype, 2)
-    buffers = GradientBuffer(weight), GradientBuffer(bias)
+    for inner, columns in setup.shapes.linear if setup.shapes.name else ((96, 208),):
+        weight = _parameter((columns, inner), setup, 1)
+        bias = _parameter((columns,), setup, 2)
+        buffers = GradientBuffer(weight), GradientBuffer(bias)
 
-    def backward(x: Tensor, dy: Tensor) -> None:
-        linear(x, weight, bias, weight_grad=buffers[0], bias_grad=buffers[1]).backward(dy)
+        def backward(
+            x: Tensor,
+            dy: Tensor,
+            weight: nn.Parameter = weight,
+            bias: nn.Parameter = bias,
+            buffers: tuple[GradientBuffer, GradientBuffer] = buffers,
+        ) -> None:
+            linear(x, weight, bias, weight_grad=buffers[0], bias_grad=buffers[1]).backward(dy)
 
-    rows = max(sweep.lengths)
-    inputs = probe((rows, 96), dtype, seed=3), probe((rows, 208), dtype, seed=4)
-    _cuts_alike(tally, (weight, bias), backward, inputs)
+        inputs = (
+            probe((setup.rows, inner), setup.dtype, seed=3, device=setup.device),
+            probe((setup.rows, columns), setup.dtype, seed=4, device=setup.device),
+        )
+        _cuts_alike(tally, (weight, bias), backward, inputs)
 
 
-def check_rms_norm_fold(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
-    """dweight of `rms_norm`, for hidden states and for four heads a token."""
-    for heads in (1, 4):
-        weight = _parameter((32,), dtype, 1)
+def check_rms_norm_fold(tally: Tally, setup: OpSetup) -> None:
+    """dweight of `rms_norm`, for hidden states and for several heads a token."""
+    heads = setup.shapes.attention[0]
+    for shape in ((1, setup.shapes.norm_widths[0]), (heads.heads, heads.head_dim)):
+        weight = _parameter(shape[1:], setup, 1)
         buffer = GradientBuffer(weight)
 
         def backward(
@@ -46,52 +58,65 @@ def check_rms_norm_fold(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
             dy: Tensor,
             weight: nn.Parameter = weight,
             buffer: GradientBuffer = buffer,
-            heads: int = heads,
+            heads: int = shape[0],
         ) -> None:
             rms_norm(x, weight, 1e-6, rows_per_token=heads, weight_grad=buffer).backward(dy)
 
-        shape = (max(sweep.lengths), heads, 32)
-        inputs = probe(shape, dtype, seed=2), probe(shape, dtype, seed=3)
+        size = (setup.rows, *shape)
+        inputs = tuple(probe(size, setup.dtype, seed=s, device=setup.device) for s in (2, 3))
         _cuts_alike(tally, (weight,), backward, inputs)
 
 
-def check_embedding_fold(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
+def check_embedding_fold(tally: Tally, setup: OpSetup) -> None:
     """The gradient of an embedding whose tokens repeat."""
-    weight = _parameter((331, 96), dtype, 1)
+    vocab_size, hidden_size = setup.shapes.vocab_size, setup.shapes.hidden_size
+    weight = _parameter((vocab_size, hidden_size), setup, 1)
     buffer = GradientBuffer(weight)
 
     def backward(tokens: Tensor, dy: Tensor) -> None:
         embedding(tokens, weight, weight_grad=buffer).backward(dy)
 
-    rows = max(sweep.lengths)
-    tokens = torch.tensor(probe_tokens([rows], 331, seed=2)[0])
-    _cuts_alike(tally, (weight,), backward, (tokens, probe((rows, 96), dtype, seed=3)))
+    tokens = torch.tensor(probe_tokens([setup.rows], vocab_size, seed=2)[0], device=setup.device)
+    dy = probe((setup.rows, hidden_size), setup.dtype, seed=3, device=setup.device)
+    _cuts_alike(tally, (weight,), backward, (tokens, dy))
 
 
-def check_lm_head_fold(tally: Tally, sweep: Sweep, dtype: torch.dtype) -> None:
+def check_lm_head_fold(tally: Tally, setup: OpSetup) -> None:
     """dweight of the LM head inside `token_logprobs`, and its chunks of tokens."""
-    hidden, head, targets, rows = token_logprob_probe(max(sweep.lengths), dtype)
+    hidden, head, targets, sampling = token_logprob_probe(setup.rows, setup)
+    inside = targets_inside(hidden, head, targets, sampling)
+    plain = SamplingRows.uniform(setup.rows, device=setup.device)
     weight = nn.Parameter(head)
     buffer = GradientBuffer(weight)
-    targets = targets_inside(hidden, head, targets, rows)
+    for own_targets, rows in ((inside, sampling), (targets, plain)):
 
-    def backward(index: Tensor, chunk: int = 1024) -> None:
-        # Filler has index -1: any row, not scored.
-        own = targets[index].masked_fill(index < 0, IGNORED)
-        logprobs, entropy = token_logprobs(
-            hidden[index], weight, own, rows.select(index), chunk_tokens=chunk, weight_grad=buffer
-        )
-        (logprobs.sum() - 0.1 * entropy.sum()).backward()
+        def backward(
+            index: Tensor,
+            chunk: int = 1024,
+            targets: Tensor = own_targets,
+            rows: SamplingRows = rows,
+        ) -> None:
+            # Filler has index -1: any row, not scored.
+            own = targets[index].masked_fill(index < 0, IGNORED)
+            logprobs, entropy = token_logprobs(
+                hidden[index],
+                weight,
+                own,
+                rows.select(index),
+                chunk_tokens=chunk,
+                weight_grad=buffer,
+            )
+            (logprobs.sum() - 0.1 * entropy.sum()).backward()
 
-    index = torch.arange(len(hidden))
-    _cuts_alike(tally, (weight,), backward, (index,), filler=-1)
-    weight.grad = None
-    backward(index)
-    whole = _gradient(weight)
-    for chunk in (16, 48):
+        index = torch.arange(len(hidden), device=setup.device)
+        _cuts_alike(tally, (weight,), backward, (index,), filler=-1)
         weight.grad = None
-        backward(index, chunk)
-        tally.equal(f"chunk_tokens {chunk}", whole, _gradient(weight))
+        backward(index)
+        whole = _gradient(weight)
+        for chunk in (16, 48):
+            weight.grad = None
+            backward(index, chunk)
+            tally.equal(f"chunk_tokens {chunk}", whole, _gradient(weight))
 
 
 def _cuts_alike(
@@ -142,5 +167,5 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.clone()
 
 
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> nn.Parameter:
-    return nn.Parameter(probe(shape, dtype, seed=seed))
+def _parameter(shape: tuple[int, ...], setup: OpSetup, seed: int) -> nn.Parameter:
+    return nn.Parameter(probe(shape, setup.dtype, seed=seed, device=setup.device))

@@ -151,7 +151,7 @@ def check_gradients(
         return _present(model)
 
     present = _present(model)
-    with _gradients_kept(model):
+    with gradients_kept(model):
         whole = gradients(WHOLE)
         results = [_compare(r.name, whole, gradients(r)) for r in regroupings]
     if compare_present:
@@ -187,7 +187,8 @@ def _bits(gradient: Tensor) -> Tensor:
 
 
 @contextmanager
-def _gradients_kept(model: nn.Module) -> Iterator[None]:
+def gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Put the gradients found at the start of the block back at its end."""
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         yield

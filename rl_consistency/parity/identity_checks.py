@@ -22,40 +22,41 @@ from rl_consistency.parity.substitution import substituted
 from rl_consistency.rollout import model_runner, sampler
 
 
-def check_fingerprint(tally: Tally) -> None:
+def check_fingerprint(tally: Tally, device: torch.device) -> None:
     """Equal here and now; another order, strictness or setting is named."""
-    first = _now()
-    tally.expect("the same process twice", first == _now() and first.digest == _now().digest)
-    tally.expect("no difference from itself", first.difference(_now()) == [])
+
+    def now() -> Fingerprint:
+        return fingerprint_module.fingerprint(device)
+
+    first = now()
+    tally.expect("the same process twice", first == now() and first.digest == now().digest)
+    tally.expect("no difference from itself", first.difference(now()) == [])
     for op in OPS:
         with strict(except_={op}):
-            _expect_named(tally, f"{op} on its stock path", first, _now(), "stock_ops")
+            _expect_named(tally, f"{op} on its stock path", first, now(), "stock_ops")
     for order in ORDERS.values():
         for changed in (replace(order, version=order.version + 1), replace(order, text="reversed")):
             others = MappingProxyType(dict(ORDERS) | {order.id: changed})
             with substituted(ORDERS, others):
-                _expect_named(tally, f"another {order.id}", first, _now(), f"order.{order.id}")
+                _expect_named(tally, f"another {order.id}", first, now(), f"order.{order.id}")
     with numeric_settings():
-        before, precision = _now(), torch.get_float32_matmul_precision()
+        before, precision = now(), torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("medium")
         try:
-            _expect_named(tally, "matmul precision", before, _now(), "float32_matmul_precision")
+            _expect_named(tally, "matmul precision", before, now(), "float32_matmul_precision")
             tally.expect("a changed setting is refused", _settings_refused())
         finally:
             torch.set_float32_matmul_precision(precision)
-        tally.expect("the setting put back", before.difference(_now()) == [])
+        tally.expect("the setting put back", before.difference(now()) == [])
 
 
-def check_one_function(tally: Tally) -> None:
+def check_one_function(tally: Tally, device: torch.device) -> None:
     """Rollout and training name the same functions for the quantities both need."""
+    del device  # names do not depend on it
     tally.expect("distribution", sampler.distribution is distribution)
     tally.expect("LM head weight", forward.lm_head_weight is training.lm_head_weight)
     tally.expect("LM head logits", forward.lm_head_logits is kernel.lm_head_logits)
     tally.expect("rollout's logits", model_runner.next_token_logits is forward.next_token_logits)
-
-
-def _now() -> Fingerprint:
-    return fingerprint_module.fingerprint()
 
 
 def _expect_named(

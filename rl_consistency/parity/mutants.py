@@ -14,11 +14,18 @@ from functools import partial
 
 import torch
 
-from rl_consistency.parity import perturbations
+from rl_consistency.parity import gradient_perturbations, perturbations
 from rl_consistency.parity.claims import Check, Result
+from rl_consistency.parity.op_setup import CPU, OpSetup
 from rl_consistency.parity.presets import build_preset
 from rl_consistency.parity.sweep import QUICK
-from rl_consistency.parity.verify import Target, chain_checks_of, op_checks_in, process_checks
+from rl_consistency.parity.verify import (
+    Target,
+    chain_checks_of,
+    op_checks_in,
+    process_checks,
+    schedule_checks_in,
+)
 
 PRESET = "tiny-qwen3"
 """Tied embeddings, GQA and qk-norm: every mutant can show in it."""
@@ -35,7 +42,14 @@ class Mutant:
     """What is wrong with it."""
     perturb: Perturbation
     caught_by: tuple[str, ...]
-    """Keys of the checks that must turn red."""
+    """Keys of the checks that must turn red; of none where the program has no such part."""
+    caught_on_cuda: tuple[str, ...] | None = None
+    """The same on a GPU, where it differs."""
+
+    def keys(self, device: torch.device) -> tuple[str, ...]:
+        """Keys of the checks that must turn red on a device."""
+        differs = device.type == "cuda" and self.caught_on_cuda is not None
+        return self.caught_on_cuda or () if differs else self.caught_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +70,22 @@ class MutantResult:
         return bool(self.results) and not self.survivors
 
 
-def run_mutant(mutant: Mutant) -> MutantResult:
+def mutants_on(device: torch.device) -> tuple[Mutant, ...]:
+    """The mutants that a device can show."""
+    return tuple(mutant for mutant in MUTANTS if mutant.keys(device))
+
+
+def run_mutant(mutant: Mutant, device: torch.device = CPU) -> MutantResult:
     """Run a mutant's checks inside its perturbation."""
     with mutant.perturb():
-        return MutantResult(mutant=mutant, results=tuple(run_controls(mutant.caught_by)))
+        results = run_controls(mutant.keys(device), device)
+    return MutantResult(mutant=mutant, results=tuple(results))
 
 
-def run_controls(keys: Iterable[str]) -> list[Result]:
+def run_controls(keys: Iterable[str], device: torch.device = CPU) -> list[Result]:
     """Run some checks on the program as it is now, over a small sweep, in fp32."""
     wanted = list(dict.fromkeys(keys))
-    with control_checks(wanted) as checks:
+    with control_checks(wanted, device) as checks:
         by_key = {check.key: check for check in checks}
         unknown = [key for key in wanted if key not in by_key]
         if unknown:
@@ -74,14 +94,19 @@ def run_controls(keys: Iterable[str]) -> list[Result]:
 
 
 @contextmanager
-def control_checks(keys: Sequence[str]) -> Iterator[list[Check]]:
+def control_checks(keys: Sequence[str], device: torch.device = CPU) -> Iterator[list[Check]]:
     """All checks; a model is built only if one of `keys` needs it."""
-    checks = process_checks() + op_checks_in(torch.float32, QUICK)
+    setup = OpSetup(dtype=torch.float32, device=device, sweep=QUICK)
+    checks = process_checks(device) + op_checks_in(setup) + schedule_checks_in(setup)
     if {check.key for check in checks}.issuperset(keys):
         yield checks
         return
     target = Target(
-        name=PRESET, dtype=torch.float32, sweep=QUICK, build=partial(build_preset, PRESET)
+        name=PRESET,
+        dtype=torch.float32,
+        device=device,
+        sweep=QUICK,
+        build=partial(build_preset, PRESET, device=device),
     )
     with chain_checks_of(target) as chain:
         yield checks + chain
@@ -163,31 +188,31 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="gradients added up",
         what="each call's gradient is summed from zero, then added",
-        perturb=perturbations.gradients_added_up_per_call,
+        perturb=gradient_perturbations.gradients_added_up_per_call,
         caught_by=("C3 rms_norm", "C3 linear", "C3 token_logprobs", "C3 chain, regrouped"),
     ),
     Mutant(
         name="atomic accumulation",
         what="the steps of a fold arrive in any order",
-        perturb=perturbations.fold_steps_in_any_order,
+        perturb=gradient_perturbations.fold_steps_in_any_order,
         caught_by=("C3 linear", "C3 chain, regrouped", "C3 chain, recomputed"),
     ),
     Mutant(
         name="sequences not aligned",
         what="packed sequences do not start on a multiple of 16",
-        perturb=perturbations.sequences_not_aligned,
+        perturb=gradient_perturbations.sequences_not_aligned,
         caught_by=("C3 chain, regrouped",),
     ),
     Mutant(
         name="embedding shuffled",
         what="repeated tokens are added in any order",
-        perturb=perturbations.embedding_gradient_in_any_order,
+        perturb=gradient_perturbations.embedding_gradient_in_any_order,
         caught_by=("C3 embedding", "C3 chain, regrouped"),
     ),
     Mutant(
         name="tied buffer",
         what="embedding and LM head fold into one buffer",
-        perturb=perturbations.tied_weights_share_a_buffer,
+        perturb=gradient_perturbations.tied_weights_share_a_buffer,
         caught_by=("C3 chain, regrouped",),
     ),
     Mutant(
@@ -213,6 +238,18 @@ MUTANTS: tuple[Mutant, ...] = (
         what="the fingerprint leaves the orders out",
         perturb=perturbations.fingerprint_without_orders,
         caught_by=("C7 fingerprint",),
+    ),
+    Mutant(
+        name="schedule of another order",
+        what="one entry of every schedule table splits a sum or rounds it once more",
+        perturb=perturbations.one_schedule_of_another_order,
+        caught_by=(),
+        caught_on_cuda=(
+            "C1 schedules: matmul",
+            "C1 schedules: gradient fold",
+            "C1 schedules: attention",
+            "C1 schedules: token_logprobs",
+        ),
     ),
     Mutant(
         name="half-precision sums",

@@ -43,6 +43,7 @@ def paged_calls(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
+    device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Iterator[PagedCall]:
     """The calls that feed some sequences part by part, their blocks scattered over the cache.
@@ -54,15 +55,15 @@ def paged_calls(
         kv_heads: key heads.
         head_dim: elements of a head.
         dtype: of the cache.
+        device: of the cache.
         seed: of the placement of the blocks.
     """
     needed = [-(-sum(parts) // block_size) for parts in schedules]
     placement = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed))
     tables = [part.tolist() for part in placement.split(needed)]
     shape = (sum(needed), block_size, kv_heads, head_dim)
-    key_cache, value_cache = (
-        [torch.zeros(shape, dtype=dtype) for _ in range(num_layers)] for _ in range(2)
-    )
+    zeros = torch.zeros(2, num_layers, *shape, dtype=dtype, device=device)
+    key_cache, value_cache = (list(part.unbind(0)) for part in zeros)
     done = [0] * len(schedules)
     for turn in range(max(map(len, schedules))):
         spans = []
@@ -91,7 +92,7 @@ def _layout(
         query_lens=lens,
         context_lens=[end for _, _, end in spans],
         block_tables=[tables[i] for i, _, _ in spans],
-        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64).to(key_cache[0].device),
         key_cache=key_cache,
         value_cache=value_cache,
         block_size=block_size,

@@ -1,7 +1,8 @@
 """Ways to make the program wrong, each put back on exit; `mutants` says who must notice.
 
 Every function returns a context manager. Inside it one function of the package, everywhere it is
-bound, is replaced by a version with the named defect.
+bound, is replaced by a version with the named defect: on a CPU a part of the order itself, on a GPU
+the op as a whole, since nothing smaller than a kernel can be replaced there.
 """
 
 from __future__ import annotations
@@ -19,19 +20,27 @@ from torch import Tensor
 from rl_consistency.kernels import (
     attention,
     attention_layout,
+    attention_triton,
     glu,
     gradient_fold,
+    gradient_fold_schedules,
+    gradient_fold_triton,
     gradient_norm,
     masked_reduction,
     matmul,
+    matmul_triton,
     rms_norm,
     rotary,
     row_reduction,
+    vocabulary_statistics_triton,
 )
 from rl_consistency.kernels import embedding as embedding_kernel
-from rl_consistency.models import forward, packing
+from rl_consistency.kernels import linear as linear_kernel
+from rl_consistency.kernels import token_logprobs as token_logprobs_kernel
+from rl_consistency.models import forward
 from rl_consistency.models.stock_attention import stock_attention
 from rl_consistency.numerics import fingerprint as fingerprint_module
+from rl_consistency.parity.blockwise_attention import blockwise_attention
 from rl_consistency.parity.substitution import attribute, substituted
 from rl_consistency.rollout import random_stream, sampler
 
@@ -39,8 +48,9 @@ FEW_ROWS = 40
 """Rows below which a row-dependent schedule switches; a packed sequence has at least 16."""
 
 
-def split_k_for_few_rows() -> AbstractContextManager[None]:
-    original = matmul.row_matmul
+@contextmanager
+def split_k_for_few_rows() -> Iterator[None]:
+    original, nt, nn = matmul.row_matmul, matmul.matmul_nt, matmul.matmul_nn
 
     def mutant(a: Tensor, b: Tensor) -> Tensor:
         if len(a) >= FEW_ROWS:
@@ -48,16 +58,36 @@ def split_k_for_few_rows() -> AbstractContextManager[None]:
         half = a.shape[1] // 2
         return original(a[:, :half], b[:half]) + original(a[:, half:], b[half:])
 
-    return substituted(original, mutant)
+    def halves(a: Tensor, b: Tensor, *, bias: Tensor | None = None, **options: Any) -> Tensor:
+        half = a.shape[1] // 2
+        total = nt(a[:, :half], b[:, :half]) + nt(a[:, half:], b[:, half:])
+        total = total if bias is None else total + bias.float()
+        return total.to(options.get("out_dtype", torch.float32))
+
+    def few_nt(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        return (halves if len(a) < FEW_ROWS else nt)(a, b, **options)
+
+    def few_nn(a: Tensor, b: Tensor, **options: Any) -> Tensor:
+        return halves(a, b.t(), **options) if len(a) < FEW_ROWS else nn(a, b, **options)
+
+    with substituted(original, mutant), _on_gpu(nt, few_nt), _on_gpu(nn, few_nn):
+        yield
 
 
-def library_tile_for_few_rows() -> AbstractContextManager[None]:
-    original = matmul.row_matmul
+@contextmanager
+def library_tile_for_few_rows() -> Iterator[None]:
+    original, nt = matmul.row_matmul, matmul.matmul_nt
 
     def mutant(a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(a.float(), b.float()) if len(a) < 8 else original(a, b)
 
-    return substituted(original, mutant)
+    def library(a: Tensor, b: Tensor, *, bias: Tensor | None = None, **options: Any) -> Tensor:
+        if len(a) >= 8:
+            return nt(a, b, bias=bias, **options)
+        return F.linear(a, b, bias).to(options.get("out_dtype", torch.float32))
+
+    with substituted(original, mutant), _on_gpu(nt, library):
+        yield
 
 
 @contextmanager
@@ -71,11 +101,17 @@ def key_block_by_length() -> Iterator[None]:
         with attribute(attention, "KEY_BLOCK", 32), attribute(attention_layout, "KEY_BLOCK", 32):
             return original(q, k, v, halved, scale, window)
 
-    with substituted(original, mutant):
+    def on_gpu(q: Tensor, k: Tensor, v: Tensor, layout: Any, scale: float, window: Any) -> Any:
+        if max(layout.context_lens, default=0) <= 128:
+            return None
+        return blockwise_attention(q, k, v, layout, scale, window, block=32)
+
+    with substituted(original, mutant), _other_attention(on_gpu):
         yield
 
 
-def keys_anchored_at_padding() -> AbstractContextManager[None]:
+@contextmanager
+def keys_anchored_at_padding() -> Iterator[None]:
     def mutant(
         queries: Tensor, k: Tensor, v: Tensor, plan: Any, tiles: Tensor, scale: float, window: Any
     ) -> tuple[Tensor, Tensor]:
@@ -102,7 +138,11 @@ def keys_anchored_at_padding() -> AbstractContextManager[None]:
         out = acc / length.masked_fill(length == 0, 1.0).unsqueeze(-1) + 0.0
         return out, m + torch.log(length)
 
-    return substituted(attention._fold_tiles, mutant)
+    def on_gpu(q: Tensor, k: Tensor, v: Tensor, layout: Any, scale: float, window: Any) -> Any:
+        return blockwise_attention(q, k, v, layout, scale, window, at_padding=True)
+
+    with substituted(attention._fold_tiles, mutant), _other_attention(on_gpu):
+        yield
 
 
 def stock_decode() -> AbstractContextManager[None]:
@@ -112,37 +152,63 @@ def stock_decode() -> AbstractContextManager[None]:
         caches = (paged.key_cache[layer], paged.value_cache[layer])
         k, v = (cache.view(-1, *cache.shape[2:]) for cache in caches)
         out = stock_attention(q, k, v, paged, scale=scale, window=window)
-        return out, torch.zeros(q.shape[:2])
+        return out, torch.zeros(q.shape[:2], device=q.device)
 
     return substituted(attention.attention_paged, mutant)
 
 
-def library_row_sums_in_large_calls() -> AbstractContextManager[None]:
+@contextmanager
+def library_row_sums_in_large_calls() -> Iterator[None]:
     original = row_reduction.tree_sum
-    return attribute(
-        attention, "tree_sum", lambda x, dim=-1: x.sum(dim) if len(x) > 40 else original(x, dim)
-    )
+
+    def mutant(x: Tensor, dim: int = -1) -> Tensor:
+        return x.sum(dim) if len(x) > 40 else original(x, dim)
+
+    def on_gpu(q: Tensor, k: Tensor, v: Tensor, layout: Any, scale: float, window: Any) -> Any:
+        if len(q) <= 40:
+            return None
+        return blockwise_attention(q, k, v, layout, scale, window, block=max(layout.context_lens))
+
+    with attribute(attention, "tree_sum", mutant), _other_attention(on_gpu):
+        yield
 
 
-def library_silu() -> AbstractContextManager[None]:
-    original = glu._activate
+@contextmanager
+def library_silu() -> Iterator[None]:
+    original, whole = glu._activate, glu.glu
 
     def mutant(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
         value, derivative = original(x, activation)
         return (F.silu(x) if activation == "silu" else value), derivative
 
-    return substituted(original, mutant)
+    def in_few_rows(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+        if activation != "silu" or len(gate) >= FEW_ROWS:
+            return whole(gate, up, activation)
+        return F.silu(gate) * up
+
+    with substituted(original, mutant), _on_gpu(whole, in_few_rows):
+        yield
 
 
-def norm_reduced_over_the_batch() -> AbstractContextManager[None]:
-    original = row_reduction.tree_sum
+@contextmanager
+def norm_reduced_over_the_batch() -> Iterator[None]:
+    original, whole = row_reduction.tree_sum, rms_norm.rms_norm
 
     def mutant(x: Tensor, dim: int = -1) -> Tensor:
         # One accumulator per chunk of columns; how many chunks depends on the rows of the call.
         chunks = 2 if x.numel() // x.shape[dim] < FEW_ROWS else 3
         return torch.stack([original(part, dim) for part in x.chunk(chunks, dim=dim)]).sum(0)
 
-    return attribute(rms_norm, "tree_sum", mutant)
+    def in_few_rows(x: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
+        if x.numel() // x.shape[-1] >= FEW_ROWS:
+            return whole(x, weight, eps, **options)
+        wide = x.float()
+        halves = [part.square().sum(-1, keepdim=True) for part in wide.chunk(2, dim=-1)]
+        rstd = 1.0 / ((halves[0] + halves[1]) / x.shape[-1] + eps).sqrt()
+        return (wide * rstd * weight.float()).to(x.dtype)
+
+    with attribute(rms_norm, "tree_sum", mutant), _on_gpu(whole, in_few_rows):
+        yield
 
 
 def rope_scaled_by_length() -> AbstractContextManager[None]:
@@ -178,74 +244,15 @@ def norm_split_over_threads() -> AbstractContextManager[None]:
     def mutant(gradients: Iterable[Tensor]) -> Tensor:
         total = torch.zeros(())
         for gradient in gradients:
-            for part in gradient.detach().float().flatten().chunk(torch.get_num_threads()):
-                total = total + torch.dot(part, part)
+            flat = gradient.detach().float().flatten()
+            # A GPU has no such number; there the cut follows how the tensor is stored.
+            stored = 2 if gradient.is_contiguous() and gradient.data_ptr() % 64 == 0 else 3
+            parts = stored if flat.is_cuda else torch.get_num_threads()
+            for part in flat.chunk(parts):
+                total = total.to(flat.device) + torch.dot(part, part)
         return total.sqrt()
 
     return substituted(gradient_norm.gradient_norm, mutant)
-
-
-@contextmanager
-def gradients_added_up_per_call() -> Iterator[None]:
-    original = gradient_fold.fold_outer
-
-    def outer(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
-        fresh = torch.zeros_like(buffer)
-        original(fresh, dy, x)
-        buffer.add_(fresh)
-
-    def columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1) -> None:
-        del rows_per_token
-        buffer.copy_(buffer.float() + rows.float().sum(dim=0))
-
-    with substituted(original, outer), substituted(gradient_fold.fold_columns, columns):
-        yield
-
-
-@contextmanager
-def fold_steps_in_any_order() -> Iterator[None]:
-    generator = torch.Generator().manual_seed(0)
-    outer, columns = gradient_fold.fold_outer, gradient_fold.fold_columns
-
-    def shuffled(rows: int, step: int) -> Tensor:
-        whole = torch.arange(rows // step * step).view(-1, step)
-        mixed = whole[torch.randperm(len(whole), generator=generator)].flatten()
-        return torch.cat([mixed, torch.arange(len(mixed), rows)])
-
-    def mutant_outer(buffer: Tensor, dy: Tensor, x: Tensor) -> None:
-        order = shuffled(len(dy), gradient_fold.STEP)
-        outer(buffer, dy[order], x[order])
-
-    def mutant_columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1) -> None:
-        order = shuffled(len(rows), gradient_fold.STEP * rows_per_token)
-        columns(buffer, rows[order], rows_per_token=rows_per_token)
-
-    with substituted(outer, mutant_outer), substituted(columns, mutant_columns):
-        yield
-
-
-def sequences_not_aligned() -> AbstractContextManager[None]:
-    return attribute(packing, "ALIGNMENT", 1)
-
-
-def embedding_gradient_in_any_order() -> AbstractContextManager[None]:
-    original = gradient_fold.fold_rows
-    generator = torch.Generator().manual_seed(0)
-
-    def mutant(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
-        order = torch.randperm(len(index), generator=generator)
-        original(buffer, index[order], rows[order])
-
-    return substituted(original, mutant)
-
-
-def tied_weights_share_a_buffer() -> AbstractContextManager[None]:
-    def mutant(
-        cls: type[gradient_fold.GradientBuffer], parameter: Any, count: int
-    ) -> list[gradient_fold.GradientBuffer]:
-        return [cls(parameter)] * count
-
-    return attribute(gradient_fold.GradientBuffer, "for_uses", classmethod(mutant))
 
 
 def random_stream_per_row() -> AbstractContextManager[None]:
@@ -289,6 +296,62 @@ def fingerprint_without_orders() -> AbstractContextManager[None]:
 
 
 @contextmanager
+def one_schedule_of_another_order() -> Iterator[None]:
+    """On a GPU: one entry of every schedule table sums in another order."""
+    product, outer = matmul_triton.matmul_fwd, gradient_fold_triton.launch_outer
+    attend = attention_triton.attention_fwd
+    statistics = vocabulary_statistics_triton.vocabulary_row_statistics
+
+    def mutant_product(
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        layout: str,
+        out_dtype: torch.dtype,
+        schedule: Any = None,
+    ) -> Tensor:
+        if schedule is None or schedule.kind != "pointer" or schedule.block_m != 64:
+            return product(a, b, bias, layout, out_dtype, schedule)
+        half = a.shape[1] // 2
+        parts = [slice(0, half), slice(half, None)]
+        wide = [
+            product(a[:, s], b[:, s] if layout == "nt" else b[s], None, layout, torch.float32)
+            for s in parts
+        ]
+        total = wide[0] + wide[1]
+        return (total if bias is None else total + bias.float()).to(out_dtype)
+
+    def mutant_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: Any) -> None:
+        if schedule not in (gradient_fold_schedules.POINTER[0], gradient_fold_schedules.WIDE[0]):
+            return outer(buffer, dy, x, fresh, schedule)
+        own = torch.zeros_like(buffer)
+        outer(own, dy, x, True, schedule)
+        buffer.add_(own)
+
+    def mutant_attend(
+        q: Tensor, k: Tensor, v: Tensor, layout: Any, scale: float, window: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        schedule = options.get("schedule")
+        if schedule is None or schedule.rows != 64:
+            return attend(q, k, v, layout, scale, window, **options)
+        return blockwise_attention(q, k, v, layout, scale, window)
+
+    def mutant_statistics(*args: Any) -> Tensor:
+        found = statistics(*args)
+        return found.bfloat16().float() if args[3:] == (1,) else found
+
+    with ExitStack() as stack:
+        for original, mutant in (
+            (product, mutant_product),
+            (outer, mutant_outer),
+            (attend, mutant_attend),
+            (statistics, mutant_statistics),
+        ):
+            stack.enter_context(substituted(original, mutant))
+        yield
+
+
+@contextmanager
 def sums_in_half_precision() -> Iterator[None]:
     """Every sum passes through bf16 once more than it should."""
 
@@ -299,9 +362,18 @@ def sums_in_half_precision() -> Iterator[None]:
         value, derivative = activated(x, activation)
         return value.bfloat16().float(), derivative.bfloat16().float()
 
-    def fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
-        folded(buffer, index, rows)
+    def fold_rows(buffer: Tensor, index: Tensor, rows: Tensor, **options: Any) -> None:
+        folded(buffer, index, rows, **options)
         buffer.copy_(buffer.bfloat16())
+
+    def as_a_whole(op: Callable[..., Any]) -> Callable[..., Any]:
+        def mutant(*args: Any, **kwargs: Any) -> Any:
+            found = op(*args, **kwargs)
+            parts = (found,) if isinstance(found, Tensor) else found
+            coarse = tuple(x.bfloat16().to(x.dtype) for x in parts)
+            return coarse[0] if isinstance(found, Tensor) else coarse
+
+        return mutant
 
     activated, folded = glu._activate, gradient_fold.fold_rows
     sums = (matmul.row_matmul, matmul.tile_matmul, row_reduction.tree_sum, rotary.rotary_table)
@@ -310,4 +382,45 @@ def sums_in_half_precision() -> Iterator[None]:
             stack.enter_context(substituted(function, rounded(function)))
         stack.enter_context(substituted(activated, activate))
         stack.enter_context(substituted(folded, fold_rows))
+        for op in (
+            linear_kernel.linear,
+            rms_norm.rms_norm,
+            rotary.rotary,
+            glu.glu,
+            attention.attention_varlen,
+            token_logprobs_kernel.token_logprobs,
+        ):
+            stack.enter_context(_on_gpu(op, as_a_whole(op)))
+        yield
+
+
+def _on_gpu(original: Callable[..., Any], mutant: Callable[..., Any]) -> Any:
+    """`mutant` in place of `original` where the first operand lies on a GPU."""
+
+    def chosen(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (mutant if first.is_cuda else original)(first, *args, **kwargs)
+
+    return substituted(original, chosen)
+
+
+@contextmanager
+def _other_attention(attend: Callable[..., tuple[Tensor, Tensor] | None]) -> Iterator[None]:
+    """On a GPU: packed and paged attention by `attend`, or as ever where it gives None."""
+    varlen, paged = attention.attention_varlen, attention.attention_paged
+
+    def packed(
+        q: Tensor, k: Tensor, v: Tensor, layout: Any, *, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        found = attend(q, k, v, layout, scale, window)
+        return varlen(q, k, v, layout, scale=scale, window=window) if found is None else found
+
+    def cached(
+        q: Tensor, layout: Any, layer: int, *, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        caches = (layout.key_cache[layer], layout.value_cache[layer])
+        k, v = (cache.view(-1, *cache.shape[2:]) for cache in caches)
+        found = attend(q, k, v, layout, scale, window)
+        return paged(q, layout, layer, scale=scale, window=window) if found is None else found
+
+    with _on_gpu(varlen, packed), _on_gpu(paged, cached):
         yield

@@ -25,8 +25,12 @@ def probe(
     seed: int = 0,
     *,
     scale: float = 1.0,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Probe values [*shape] on the CPU; the same arguments give the same bytes.
+    """Probe values [*shape]; the same arguments give the same bytes.
+
+    They are drawn where they will live, so that a GPU need not wait for the CPU: each kind of
+    device has values of its own.
 
     One channel (index of the last dimension) in 16, and at least one, is an outlier. Magnitudes
     stay below 2**12 * scale, so fp16 holds them at scale 1.
@@ -36,18 +40,26 @@ def probe(
     """
     if not shape or min(shape) < 1:
         raise ValueError(f"a probe needs at least one dimension, all positive, got {list(shape)}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     channels = shape[-1]
-    values = torch.randn(tuple(shape), generator=generator)
+    values = torch.randn(tuple(shape), generator=generator, device=device)
     exponents = _uniform(EXPONENTS, tuple(shape), generator)
-    channel_exponents = torch.zeros(channels, dtype=torch.int64)
-    outliers = torch.randperm(channels, generator=generator)[: max(channels // 16, 1)]
+    channel_exponents = torch.zeros(channels, dtype=torch.int32, device=device)
+    outliers = torch.randperm(channels, generator=generator, device=device)
+    outliers = outliers[: max(channels // 16, 1)]
     channel_exponents[outliers] = _uniform(OUTLIER_EXPONENTS, (len(outliers),), generator)
     return (torch.ldexp(values, exponents + channel_exponents) * scale).to(dtype)
 
 
 def _uniform(ends: tuple[int, int], shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.randint(ends[0], ends[1] + 1, shape, generator=generator)
+    return torch.randint(
+        ends[0],
+        ends[1] + 1,
+        shape,
+        generator=generator,
+        device=generator.device,
+        dtype=torch.int32,
+    )
 
 
 def probe_tokens(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:

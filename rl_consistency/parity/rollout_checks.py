@@ -142,10 +142,11 @@ def check_rollout_against_training(tally: Tally, chain: Chain, max_tokens: int) 
         prompts = [len(probe.prompts[owner]) for owner in owners]
         rollout = [c.token_logprobs for c in completions]
         for layout in ("packed", "packed_with_gaps", "left_padded", "right_padded"):
-            inputs, mask = lay_out(sequences, layout)
+            inputs, mask = lay_out(sequences, layout, chain.device)
             training = token_logprobs(
                 chain.model, inputs, attention_mask=mask, prompt_lengths=prompts, sampling=sampling
             ).split()
+            training = [t.cpu() for t in training]
             compared += _compare(tally, f"{serving.name}, {layout}", rollout, training)
     if not tally.mismatches:
         tally.detail = f"{compared} tokens, every importance ratio exactly 1"

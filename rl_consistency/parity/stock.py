@@ -3,13 +3,15 @@ with.
 
 The unpatched Hugging Face model decodes them token by token with a KV cache (left-padded batch, as
 a generation loop does), then scores them in one batched forward pass (right-padded, as a trainer
-does). Both take log_softmax of the logits in fp32.
+does). Both take log_softmax of the logits in fp32. How long that takes, and how long a training
+pass over the same sequences, is measured beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +20,26 @@ from transformers import DynamicCache
 
 from rl_consistency.models.batch_layout import lay_out
 from rl_consistency.models.patch import PatchSession
+from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.parity.drift import DriftReport, compare_logprobs
+from rl_consistency.parity.gradients import gradients_kept
+
+SHARE_FOR_LOGITS = 0.25
+"""Most of a GPU's free memory that the logits of one stock call may take."""
 
 
-@torch.no_grad()
+@dataclass(frozen=True, kw_only=True)
+class StockShadow:
+    """The stock path over given tokens."""
+
+    drift: DriftReport
+    """Stock decoding against stock scoring, over all completion tokens."""
+    rollout_seconds: float
+    """Decoding of all completions; the tokens are given, so nothing is sampled."""
+    training_seconds: float | None
+    """Forward and backward passes over all sequences; None when no micro-batch size was given."""
+
+
 def measure_stock_drift(
     session: PatchSession,
     sequences: Sequence[Sequence[int]],
@@ -30,27 +48,90 @@ def measure_stock_drift(
     temperature: float = 1.0,
     batch_size: int = 64,
 ) -> DriftReport:
-    """Drift between stock decoding and stock scoring of given tokens, under the current weights.
+    """The drift of `shadow_stock_path`."""
+    return shadow_stock_path(
+        session, sequences, prompt_lengths, temperature=temperature, batch_size=batch_size
+    ).drift
+
+
+def shadow_stock_path(
+    session: PatchSession,
+    sequences: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    *,
+    temperature: float = 1.0,
+    batch_size: int = 64,
+    micro_batch_size: int | None = None,
+) -> StockShadow:
+    """Stock decoding, stock scoring and a stock training pass of given tokens, under the current
+    weights.
+
+    Gradients present before the call are put back after it; weights are not touched.
 
     Args:
         session: live patch of the policy; its stock model is used.
         sequences: prompt and completion ids.
         prompt_lengths: prompt tokens of each sequence.
         temperature: logits are divided by it; 0 is read as 1.
-        batch_size: sequences of one decode batch; scoring takes all of a batch at once.
-
-    Returns:
-        The report over all completion tokens.
+        batch_size: sequences of one decode batch, fewer where a GPU has no room for their logits;
+            scoring takes all of a batch at once.
+        micro_batch_size: sequences of one forward and backward pass; None leaves training out.
     """
     decoded: list[Tensor] = []
     scored: list[Tensor] = []
-    with session.stock() as model, _evaluating(model):
-        for start in range(0, len(sequences), batch_size):
-            chunk = [list(s) for s in sequences[start : start + batch_size]]
-            prompts = list(prompt_lengths[start : start + batch_size])
-            decoded += _decode(model, chunk, prompts, temperature or 1.0)
-            scored += _score(model, chunk, prompts, temperature or 1.0)
-    return compare_logprobs(decoded, scored)
+    rollout_seconds = 0.0
+    training_seconds = None
+    with session.stock() as model:
+        device = next(model.parameters()).device
+        batches = _batches(model, sequences, prompt_lengths, batch_size)
+        with _evaluating(model), torch.no_grad():
+            for chunk, prompts in batches:
+                started = finished_seconds(device)
+                decoded += _decode(model, chunk, prompts, temperature or 1.0)
+                rollout_seconds += finished_seconds(device) - started
+                scored += _score(model, chunk, prompts, temperature or 1.0)
+        if micro_batch_size is not None:
+            batches = _batches(model, sequences, prompt_lengths, micro_batch_size)
+            training_seconds = _training_seconds(model, batches, temperature or 1.0)
+    return StockShadow(
+        drift=compare_logprobs(decoded, scored),
+        rollout_seconds=rollout_seconds,
+        training_seconds=training_seconds,
+    )
+
+
+_Batch = tuple[list[list[int]], list[int]]
+
+
+def _batches(
+    model: Any, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int], size: int
+) -> list[_Batch]:
+    """(sequences, prompt lengths), `size` at a time or as many as have room for their logits."""
+    if model.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(model.device)
+        longest = max(len(sequence) for sequence in sequences)
+        each = longest * model.config.vocab_size * model.dtype.itemsize
+        size = max(1, min(size, int(free * SHARE_FOR_LOGITS) // each))
+    return [
+        ([list(s) for s in sequences[start : start + size]], list(prompt_lengths[start:][:size]))
+        for start in range(0, len(sequences), size)
+    ]
+
+
+def _training_seconds(model: Any, batches: list[_Batch], temperature: float) -> float:
+    """Seconds of one forward and backward pass per batch, gradients accumulated."""
+    training = model.training
+    model.train()
+    try:
+        with gradients_kept(model):
+            model.zero_grad(set_to_none=True)
+            started = finished_seconds(model.device)
+            for chunk, prompts in batches:
+                logprobs = torch.cat(_score(model, chunk, prompts, temperature))
+                (-logprobs.mean()).backward()
+            return finished_seconds(model.device) - started
+    finally:
+        model.train(training)
 
 
 @contextmanager
@@ -68,9 +149,10 @@ def _score(
     model: Any, sequences: list[list[int]], prompts: list[int], temperature: float
 ) -> list[Tensor]:
     ids, mask = lay_out(sequences, "right_padded", model.device)
+    assert isinstance(ids, Tensor)
     logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     return [
-        _picked(logits[i, prompt - 1 : len(s) - 1], s[prompt:], temperature)
+        _picked(logits[i, prompt - 1 : len(s) - 1], ids[i, prompt : len(s)], temperature)
         for i, (s, prompt) in enumerate(zip(sequences, prompts, strict=True))
     ]
 
@@ -93,7 +175,7 @@ def _decode(
             past_key_values=cache,
             use_cache=True,
         )
-        steps.append(_picked(output.logits[:, -1], tokens.tolist(), temperature))
+        steps.append(_picked(output.logits[:, -1], tokens, temperature))
         ids = tokens.unsqueeze(1)
         mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
         positions = positions[:, -1:] + 1
@@ -109,11 +191,12 @@ def _teacher_forced(
 ) -> Iterator[Tensor]:
     """[B] the next given token of each sequence; finished ones repeat their last token."""
     completions = [s[prompt:] for s, prompt in zip(sequences, prompts, strict=True)]
-    for step in range(max(len(c) for c in completions)):
-        yield torch.tensor([c[min(step, len(c) - 1)] for c in completions], device=device)
+    longest = max(len(c) for c in completions)
+    filled = [[*c, *c[-1:] * (longest - len(c))] for c in completions]
+    yield from torch.tensor(filled, device=device).unbind(dim=1)
 
 
-def _picked(logits: Tensor, tokens: Sequence[int], temperature: float) -> Tensor:
+def _picked(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """[n] fp32 logprob of one token per row of logits [n, V]."""
     logprobs = (logits.float() / temperature).log_softmax(dim=-1)
-    return logprobs.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1)).squeeze(1)
+    return logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)

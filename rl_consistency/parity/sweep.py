@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 import torch
 
 SHORT = 33
 """Samples up to this length fill a large batch once every length has appeared."""
+
+MAX_CHUNKS = 128
+"""A long sequence is fed to the paged cache in at most this many calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +26,9 @@ class Sweep:
     batches: tuple[int, ...] = (1, 8, 16, 32, 64)
     """Sequences in one call."""
     lengths: tuple[int, ...] = (1, 31, 32, 33, 127, 129, 255, 256, 257, 512)
-    """Tokens of a sequence; ascending."""
+    """Tokens of a sequence; ascending. Ops that treat rows one by one see at most so many."""
+    long: tuple[int, ...] = ()
+    """Longer sequences, for attention and the chain only; ascending."""
     chunks: tuple[int, ...] = (7, 64, 512)
     """Prompt tokens of one sequence in one call."""
     pads: tuple[int, ...] = (0, 1, 5, 64)
@@ -33,20 +38,24 @@ class Sweep:
 
     def within(self, context: int) -> Sweep:
         """The same sweep without sequences longer than a model's context."""
-        lengths = tuple(n for n in self.lengths if n <= context) or (context,)
-        return Sweep(
-            batches=self.batches,
-            lengths=lengths,
-            chunks=self.chunks,
-            pads=self.pads,
-            cache_blocks=self.cache_blocks,
+        return replace(
+            self,
+            lengths=tuple(n for n in self.lengths if n <= context) or (context,),
+            long=tuple(n for n in self.long if n <= context),
         )
 
     def sample_lengths(self) -> list[int]:
-        """One sample of every length, then short ones up to the largest batch."""
+        """One sample of every length, short ones up to the largest batch, then the long ones."""
         short = [n for n in self.lengths if n <= SHORT] or [self.lengths[0]]
         filler = max(max(self.batches) - len(self.lengths), 0)
-        return [*self.lengths, *islice(cycle(short), filler)]
+        return [*self.lengths, *islice(cycle(short), filler), *self.long]
+
+    def paged_samples(self, chunk: int) -> list[int]:
+        """Indices of the samples that are fed `chunk` tokens at a time: not in too many calls."""
+        lengths = self.sample_lengths()
+        few = list(range(min(len(lengths), max(len(self.lengths), 8))))
+        longer = range(len(lengths) - len(self.long), len(lengths))
+        return few + [i for i in longer if i not in few and lengths[i] <= MAX_CHUNKS * chunk]
 
     def row_counts(self) -> list[int]:
         """Rows of a call to an op that treats rows one by one."""
@@ -81,6 +90,19 @@ QUICK = Sweep(
     cache_blocks=(7, 16),
 )
 """A smaller one that still crosses every tile border: for further models and the controls."""
+
+CUDA_QUICK = replace(QUICK, long=(2048, 8192))
+"""The smaller sweep on a GPU, which has room for long sequences."""
+
+CUDA_FULL = replace(FULL, long=(1024, 2048, 4096, 8192))
+"""The whole sweep on a GPU."""
+
+
+def sweep_for(device: torch.device, *, quick: bool) -> Sweep:
+    """The sweep that fits a device."""
+    if device.type == "cuda":
+        return CUDA_QUICK if quick else CUDA_FULL
+    return QUICK if quick else FULL
 
 
 def split(samples: list[int], size: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rl_consistency.kernels.operand import DTYPES
 from rl_consistency.models.families import check_config
 from rl_consistency.models.patch import patch
+from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity import (
     accuracy_checks,
     attention_checks,
@@ -24,18 +25,26 @@ from rl_consistency.parity import (
     identity_checks,
     op_checks,
     rollout_checks,
+    schedule_checks,
 )
 from rl_consistency.parity.chain_checks import Chain
 from rl_consistency.parity.claims import Check, Result, Tally
-from rl_consistency.parity.presets import PRESETS, build_preset
-from rl_consistency.parity.sweep import FULL, QUICK, Sweep
+from rl_consistency.parity.op_setup import CPU, TINY_SHAPES, OpSetup, OpShapes, shapes_of
+from rl_consistency.parity.presets import (
+    PRESETS,
+    REAL_PRESETS,
+    build_preset,
+    known_presets,
+    preset_config,
+)
+from rl_consistency.parity.sweep import Sweep, sweep_for
 
 MAX_TOKENS = 17
 """Tokens generated per completion; more than one cache block of 16."""
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
-OpCheck = Callable[[Tally, Sweep, torch.dtype], None]
+OpCheck = Callable[[Tally, OpSetup], None]
 ChainCheck = Callable[[Tally, Chain], None]
 
 OP_CHECKS: tuple[tuple[str, str, str, OpCheck], ...] = (
@@ -62,7 +71,7 @@ OP_CHECKS: tuple[tuple[str, str, str, OpCheck], ...] = (
 )
 """(claim, subject, what is varied, check) for every op and dtype."""
 
-_ACCURACY: tuple[tuple[str, Callable[[Tally, torch.dtype], None]], ...] = (
+_ACCURACY: tuple[tuple[str, OpCheck], ...] = (
     ("linear", accuracy_checks.check_linear_accuracy),
     ("rms_norm", accuracy_checks.check_rms_norm_accuracy),
     ("rotary", accuracy_checks.check_rotary_accuracy),
@@ -73,6 +82,14 @@ _ACCURACY: tuple[tuple[str, Callable[[Tally, torch.dtype], None]], ...] = (
     ("masked_reduction", accuracy_checks.check_masked_reduction_accuracy),
     ("gradient_norm", accuracy_checks.check_gradient_norm_accuracy),
 )
+
+SCHEDULE_CHECKS: tuple[tuple[str, OpCheck], ...] = (
+    ("matmul", schedule_checks.check_matmul_schedules),
+    ("gradient fold", schedule_checks.check_gradient_fold_schedules),
+    ("attention", schedule_checks.check_attention_schedules),
+    ("token_logprobs", schedule_checks.check_token_logprobs_schedules),
+)
+"""(op, check) for every table of schedules; on a GPU only, the CPU having one schedule per op."""
 
 CHAIN_CHECKS: tuple[tuple[str, str, str, ChainCheck], ...] = (
     ("C1", "chain, packed", "batch, order, neighbours, gaps", chain_checks.check_packed_chain),
@@ -108,44 +125,99 @@ PROCESS_CHECKS = (
 """(claim, subject, what is varied, check), once per process."""
 
 
+QUICK_LAYERS = 2
+"""Layers of a model of real shape, unless all are asked for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """One model to verify."""
 
     name: str
     dtype: torch.dtype
+    device: torch.device = CPU
     sweep: Sweep
     build: Callable[[], nn.Module]
+    shapes: OpShapes = TINY_SHAPES
+    """Sizes at which the ops are checked, beside the tiny ones."""
 
     @property
     def scope(self) -> str:
         return f"{self.name} {DTYPE_NAMES[self.dtype]}"
 
 
-def default_targets(dtypes: Sequence[torch.dtype] = (), *, quick: bool = False) -> list[Target]:
-    """The first preset over the full sweep, the other families over a smaller one."""
+def default_targets(
+    dtypes: Sequence[torch.dtype] = (), *, device: torch.device = CPU, quick: bool = False
+) -> list[Target]:
+    """On a CPU the first preset over the full sweep and the other families over a smaller one; on
+    a GPU all of these and the smallest model of real shape over one sweep."""
+    if device.type == "cuda":
+        names = (*PRESETS, next(iter(REAL_PRESETS)))
+        return [
+            target
+            for name in names
+            for target in preset_targets(name, dtypes, device=device, quick=quick)
+        ]
     targets = []
     for i, name in enumerate(PRESETS):
-        sweep = QUICK if quick or i else FULL
-        targets += preset_targets(name, dtypes or DTYPES[:2], sweep)
+        targets += preset_targets(name, dtypes, device=device, quick=quick or i > 0)
     return targets
 
 
-def preset_targets(name: str, dtypes: Sequence[torch.dtype], sweep: Sweep) -> list[Target]:
+def preset_targets(
+    name: str,
+    dtypes: Sequence[torch.dtype],
+    *,
+    device: torch.device = CPU,
+    quick: bool | None = None,
+) -> list[Target]:
     """One preset in some dtypes.
 
+    Args:
+        name: tiny, or on a GPU of real shape.
+        dtypes: none given: fp32 and bf16 on a CPU, fp16 too on a GPU.
+        device: where to build and run it.
+        quick: the smaller sweep, and two layers of a model of real shape; None is True on a GPU,
+            False on a CPU.
+
     Raises:
-        ValueError: an unknown preset.
+        ValueError: an unknown preset, or one too large for a CPU.
     """
-    if name not in PRESETS:
-        raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}.")
+    if name not in known_presets():
+        raise ValueError(f"unknown preset {name!r}; known: {', '.join(known_presets())}.")
+    real = name in REAL_PRESETS
+    if real and device.type == "cpu":
+        raise ValueError(
+            f"preset {name!r} has its real shapes, which take hours on a CPU; run it with --device "
+            f"cuda, or choose one of {', '.join(PRESETS)}."
+        )
+    quick = device.type == "cuda" if quick is None else quick
+    layers = QUICK_LAYERS if real and quick else None
     return [
-        Target(name=name, dtype=d, sweep=sweep, build=partial(build_preset, name, d))
-        for d in dtypes or DTYPES[:2]
+        Target(
+            name=name,
+            dtype=dtype,
+            device=device,
+            sweep=sweep_for(device, quick=quick),
+            build=partial(build_preset, name, dtype, device=device, num_layers=layers),
+            shapes=shapes_of(name, preset_config(name)) if real else TINY_SHAPES,
+        )
+        for dtype in dtypes or default_dtypes(device)
     ]
 
 
-def directory_targets(directory: Path, dtypes: Sequence[torch.dtype], sweep: Sweep) -> list[Target]:
+def default_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """fp32 and bf16; on a GPU fp16 as well."""
+    return DTYPES if device.type == "cuda" else DTYPES[:2]
+
+
+def directory_targets(
+    directory: Path,
+    dtypes: Sequence[torch.dtype],
+    *,
+    device: torch.device = CPU,
+    quick: bool = False,
+) -> list[Target]:
     """A model directory in some dtypes, or in the one it was saved in.
 
     Raises:
@@ -168,40 +240,62 @@ def directory_targets(directory: Path, dtypes: Sequence[torch.dtype], sweep: Swe
                 f"{', '.join(map(str, DTYPES))}. Choose one with --dtype."
             )
     return [
-        Target(name=directory.name, dtype=d, sweep=sweep, build=partial(_load, directory, d))
+        Target(
+            name=directory.name,
+            dtype=d,
+            device=device,
+            sweep=sweep_for(device, quick=quick),
+            build=partial(_load, directory, d, device),
+        )
         for d in chosen
     ]
 
 
-def _load(directory: Path, dtype: torch.dtype) -> nn.Module:
+def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
     except SafetensorError as error:
         raise ValueError(
             f"the weights in {directory} are damaged ({error}); save them again."
         ) from error
-    return model.eval()
+    return model.to(device).eval()  # type: ignore[return-value]
 
 
-def process_checks() -> list[Check]:
+def process_checks(device: torch.device = CPU) -> list[Check]:
     """Checks that no model or dtype takes part in."""
-    return [_check(*row, scope="process") for row in PROCESS_CHECKS]
+    return [
+        _check(claim, subject, what, partial(_with_device, body, device), scope="process")
+        for claim, subject, what, body in PROCESS_CHECKS
+    ]
 
 
-def op_checks_in(dtype: torch.dtype, sweep: Sweep) -> list[Check]:
-    """Checks of every op in one dtype."""
-    scope = DTYPE_NAMES[dtype]
-    checks = [
-        _check(
-            claim, subject, what, lambda tally, body=body: body(tally, sweep, dtype), scope=scope
-        )
-        for claim, subject, what, body in OP_CHECKS
-    ]
-    what = "values, gradients"
-    return checks + [
-        _check("C6", subject, what, lambda tally, body=body: body(tally, dtype), scope=scope)
-        for subject, body in _ACCURACY
-    ]
+def _with_device(body: Callable[..., None], device: torch.device, tally: Tally) -> None:
+    body(tally, device)
+
+
+def op_checks_in(setup: OpSetup) -> list[Check]:
+    """Checks of every op in one dtype, at one set of sizes."""
+    rows = OP_CHECKS + tuple(("C6", op, "values, gradients", body) for op, body in _ACCURACY)
+    return [_op_check(*row, setup) for row in rows]
+
+
+def schedule_checks_in(setup: OpSetup) -> list[Check]:
+    """Checks of every table of schedules, on a GPU; else none."""
+    if setup.device.type != "cuda":
+        return []
+    rows = [("C1", f"schedules: {op}", "every entry of the table") for op, _ in SCHEDULE_CHECKS]
+    bodies = [body for _, body in SCHEDULE_CHECKS]
+    return [_op_check(*row, body, setup) for row, body in zip(rows, bodies, strict=True)]
+
+
+def _op_check(claim: str, subject: str, what: str, body: OpCheck, setup: OpSetup) -> Check:
+    def held(tally: Tally) -> None:
+        # As inside a patched model; without them no library product is a schedule.
+        with numeric_settings():
+            body(tally, setup)
+
+    scope = f"{setup.shapes.name} {DTYPE_NAMES[setup.dtype]}".lstrip()
+    return _check(claim, subject, what, held, scope=scope)
 
 
 @contextmanager
@@ -222,11 +316,32 @@ def chain_checks_of(target: Target) -> Iterator[list[Check]]:
         ]
 
 
+def op_setups(targets: Sequence[Target]) -> list[OpSetup]:
+    """Every dtype at the tiny sizes, over its first target's sweep, and at each model's own."""
+    found: dict[tuple[torch.dtype, str], OpSetup] = {}
+    for target in targets:
+        for shapes in (TINY_SHAPES, target.shapes):
+            setup = OpSetup(
+                dtype=target.dtype, device=target.device, sweep=target.sweep, shapes=shapes
+            )
+            found.setdefault((target.dtype, shapes.name), setup)
+    return list(found.values())
+
+
+def _checks_before_models(targets: Sequence[Target]) -> list[Check]:
+    setups = op_setups(targets)
+    checks = process_checks(targets[0].device if targets else CPU)
+    for setup in setups:
+        checks += op_checks_in(setup)
+        # Ragged sizes have fewer schedules; the tables are for the real ones, if there are any.
+        if setup.shapes.name or not any(s.shapes.name for s in setups):
+            checks += schedule_checks_in(setup)
+    return checks
+
+
 def count_checks(targets: Sequence[Target]) -> int:
     """Checks that `run_checks` will make."""
-    dtypes = {target.dtype for target in targets}
-    per_dtype = len(OP_CHECKS) + len(_ACCURACY)
-    return len(PROCESS_CHECKS) + per_dtype * len(dtypes) + len(CHAIN_CHECKS) * len(targets)
+    return len(_checks_before_models(targets)) + len(CHAIN_CHECKS) * len(targets)
 
 
 def run_checks(
@@ -250,12 +365,7 @@ def run_checks(
             results.append(check.run())
             on_result(results[-1])
 
-    run(process_checks())
-    widest: dict[torch.dtype, Sweep] = {}
-    for target in targets:
-        widest.setdefault(target.dtype, target.sweep)
-    for dtype, sweep in widest.items():
-        run(op_checks_in(dtype, sweep))
+    run(_checks_before_models(targets))
     for target in targets:
         with chain_checks_of(target) as checks:
             run(checks)

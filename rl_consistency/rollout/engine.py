@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from rl_consistency.kernels.sampling_support import SamplingRows
+from rl_consistency.models.packing import from_host
 from rl_consistency.models.patch import patched_session
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import fingerprint
@@ -61,6 +65,8 @@ class RolloutEngine:
         max_num_seqs: most sequences running at a time.
         prefill_chunk_size: most prompt tokens of one sequence in one step; None is no own limit.
         enable_prefix_sharing: share the blocks of equal prefixes within a `generate`.
+        tokens_per_sequence: longest sequence to expect, prompt and completion; sizes the default
+            cache and limits nothing.
 
     Attributes:
         fingerprint: orders, versions and device of the rollout side, for training to compare.
@@ -80,6 +86,7 @@ class RolloutEngine:
         max_num_seqs: int = 256,
         prefill_chunk_size: int | None = None,
         enable_prefix_sharing: bool = True,
+        tokens_per_sequence: int | None = None,
     ) -> None:
         limits = {
             "kv_block_size": kv_block_size,
@@ -87,6 +94,7 @@ class RolloutEngine:
             "max_batch_tokens": max_batch_tokens,
             "max_num_seqs": max_num_seqs,
             "prefill_chunk_size": prefill_chunk_size,
+            "tokens_per_sequence": tokens_per_sequence,
         }
         for name, limit in limits.items():
             if limit is not None and limit < 1:
@@ -96,7 +104,11 @@ class RolloutEngine:
         self.fingerprint = fingerprint(model.device)
         self._eos_token_ids = _eos_token_ids(eos_token_id, model.config.vocab_size)
         self._runner = ModelRunner(
-            model, block_size=kv_block_size, num_blocks=num_kv_blocks, max_num_seqs=max_num_seqs
+            model,
+            block_size=kv_block_size,
+            num_blocks=num_kv_blocks,
+            max_num_seqs=max_num_seqs,
+            tokens_per_sequence=tokens_per_sequence,
         )
         self._blocks = BlockManager(
             self._runner.num_blocks, kv_block_size, share_prefixes=enable_prefix_sharing
@@ -109,6 +121,7 @@ class RolloutEngine:
         )
         self._scheduler = self._new_scheduler()
         self._num_steps = 0
+        self._rows: tuple[list[SamplingParams], SamplingRows] | None = None
 
     @property
     def stats(self) -> dict[str, int]:
@@ -185,17 +198,24 @@ class RolloutEngine:
         """One token and its logprob for each sequence, from its row of logits [n, V]."""
         if not sequences:
             return [], []
-        rows = sampling_rows([sequence.params for sequence in sequences], logits.device)
-        token_ids, logprobs = sample(logits, rows, _uniforms(sequences).to(logits.device))
-        finite = torch.isfinite(logprobs)
-        if not finite.all():
-            bad = sequences[int(finite.logical_not().nonzero()[0])]
-            raise ConsistencyError(
-                f"prompt {bad.prompt_index}, sample {bad.sample_index}, position {bad.num_tokens}: "
-                "the model gave a logprob that is not finite; look for NaN or infinity in its "
-                "weights (a diverged update, or fp16 overflow)"
-            )
-        return token_ids.tolist(), logprobs.tolist()
+        rows = self._sampling_rows([sequence.params for sequence in sequences], logits.device)
+        sampled = sample(logits, rows, from_host(_uniforms(sequences), logits.device))
+        # The one wait for the device in a step: ids and fp32 logprobs are exact in fp64.
+        drawn, logprobs = torch.stack([t.double() for t in sampled]).tolist()
+        for sequence, logprob in zip(sequences, logprobs):
+            if not math.isfinite(logprob):
+                raise ConsistencyError(
+                    f"prompt {sequence.prompt_index}, sample {sequence.sample_index}, position "
+                    f"{sequence.num_tokens}: the model gave a logprob that is not finite; look for "
+                    "NaN or infinity in its weights (a diverged update, or fp16 overflow)"
+                )
+        return [int(token_id) for token_id in drawn], logprobs
+
+    def _sampling_rows(self, params: list[SamplingParams], device: torch.device) -> SamplingRows:
+        """Those of the last step where the batch has not changed, so nothing is copied again."""
+        if self._rows is None or self._rows[0] != params:
+            self._rows = (params, sampling_rows(params, device))
+        return self._rows[1]
 
     def _sequences(
         self,
@@ -264,15 +284,14 @@ class RolloutEngine:
             )
 
 
-def _uniforms(sequences: Sequence[RolloutSequence]) -> Tensor:
-    """[n] fp64: the random number of each sequence's next position."""
-    values = uniforms(
+def _uniforms(sequences: Sequence[RolloutSequence]) -> NDArray[np.float64]:
+    """[n]: the random number of each sequence's next position."""
+    return uniforms(
         [sequence.params.seed for sequence in sequences],
         [sequence.prompt_id for sequence in sequences],
         [sequence.sample_index for sequence in sequences],
         [sequence.num_tokens for sequence in sequences],
     )
-    return torch.from_numpy(values)
 
 
 def _check_streams(prompt_ids: Sequence[int], params: Sequence[SamplingParams]) -> None:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rl_consistency.kernels.sampling_support import SamplingRows, distribution
+from rl_consistency.models.packing import from_host
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 _UNIT = 2.0**52
@@ -24,10 +26,10 @@ _UNIT = 2.0**52
 def sampling_rows(params: Sequence[SamplingParams], device: torch.device) -> SamplingRows:
     """The sampling parameters of a batch as tensors, one entry per row."""
     return SamplingRows(
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32).to(device),
-        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64).to(device),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32).to(device),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32).to(device),
+        temperature=from_host(np.array([p.temperature for p in params], dtype=np.float32), device),
+        top_k=from_host(np.array([p.top_k for p in params], dtype=np.int64), device),
+        top_p=from_host(np.array([p.top_p for p in params], dtype=np.float32), device),
+        min_p=from_host(np.array([p.min_p for p in params], dtype=np.float32), device),
     )
 
 

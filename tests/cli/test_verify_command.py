@@ -76,6 +76,8 @@ def test_json_holds_every_result_and_the_fingerprint(runs, tmp_path):
     assert [r["mismatches"] for r in content["results"]] == [0, 7]
     assert len(content["fingerprint"]["digest"]) == 64
     assert content["fingerprint"]["entries"]["torch"] == torch.__version__
+    assert content["machine"]["torch"] == torch.__version__
+    assert content["machine"]["device"] and content["machine"]["cuda"] is None
 
 
 def test_options_choose_the_targets(runs, tmp_path):
@@ -84,6 +86,9 @@ def test_options_choose_the_targets(runs, tmp_path):
     assert (target.name, target.dtype, target.sweep) == ("tiny-llama", torch.float16, QUICK)
     main(["verify", "--quick"])
     assert len(runs.targets) == 8
+    main(["verify", "--preset", "all", "tiny-llama", "--dtype", "float16", "bfloat16"])
+    assert len(runs.targets) == 8
+    assert {t.dtype for t in runs.targets} == {torch.float16, torch.bfloat16}
     verify.build_preset("tiny-qwen2").save_pretrained(tmp_path / "policy")
     main(["verify", "--model", str(tmp_path / "policy")])
     assert [t.name for t in runs.targets] == ["policy"]
@@ -93,6 +98,7 @@ def test_options_choose_the_targets(runs, tmp_path):
     ("options", "message"),
     [
         (["--preset", "tiny-gpt"], "unknown preset 'tiny-gpt'"),
+        (["--preset", "tiny-llama", "qwen3-8b"], "take hours on a CPU"),
         (["--model", "/absent"], "/absent is not a directory"),
         (["--dtype", "float8_e4m3fn"], "fp8 has none"),
         (["--device", "tpu"], "no device"),

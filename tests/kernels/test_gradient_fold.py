@@ -10,7 +10,9 @@ from rl_consistency.kernels.gradient_fold import (
     fold_outer,
     fold_parameter,
     fold_rows,
+    fold_step_sums,
 )
+from rl_consistency.kernels.row_reduction import tree_sum
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.probe import probe
 from rl_consistency.parity.tolerances import assert_within
@@ -139,9 +141,7 @@ def parameter(dtype=torch.float32):
 def backward(param, buffers, span, dy, x):
     """One backward pass over a span of tokens, each use of the parameter in turn."""
     for i, buffer in enumerate(buffers):
-        fold_parameter(
-            param, buffer, lambda g, fresh, i=i: fold_outer(g, dy[i][span], x[i][span])
-        )
+        fold_parameter(param, buffer, lambda g, fresh, i=i: fold_outer(g, dy[i][span], x[i][span]))
 
 
 def data(uses):
@@ -247,3 +247,19 @@ def test_a_gradient_that_was_there_first_is_continued(uses):
         buffer.accumulator()[0].add_(10.0)
         buffer.commit()
     assert parameter.grad.tolist() == [1.0 + 10 * uses, -2.0 + 10 * uses, 3.0 + 10 * uses]
+
+
+def test_step_sums_made_elsewhere_continue_the_same_fold():
+    rows = probe((TOKENS, 24))
+    whole, continued = (torch.zeros(24, dtype=torch.float64) for _ in range(2))
+    fold_columns(whole, rows)
+    fold_step_sums(continued, tree_sum(rows.view(-1, 16, 24), dim=1))
+    assert same_bytes(whole, continued)
+
+
+def test_a_row_of_index_minus_one_is_left_out():
+    rows, index = probe((5, 40)), torch.tensor([3, -1, 0, -1, 3])
+    got, expected = torch.zeros(7, 40), torch.zeros(7, 40)
+    fold_rows(got, index, rows)
+    fold_rows(expected, index[[0, 2, 4]], rows[[0, 2, 4]])
+    assert same_bytes(got, expected)

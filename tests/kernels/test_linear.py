@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rl_consistency.kernels.glu import glu
 from rl_consistency.kernels.gradient_fold import GradientBuffer
-from rl_consistency.kernels.linear import linear, linear_reference
+from rl_consistency.kernels.linear import linear, linear_glu, linear_qkv, linear_reference
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.probe import probe
 from rl_consistency.parity.tolerances import assert_within
@@ -144,6 +145,36 @@ def test_bad_operands_are_refused():
         linear(x, weight, bias.bfloat16())
     with pytest.raises(TypeError, match="float8"):
         linear(x.to(torch.float8_e4m3fn), weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fused_forms_give_the_bytes_of_the_ops_they_stand_for(dtype):
+    x, weight, bias = operands(dtype)
+    weights = (weight, weight[:16], weight.flip(0))
+    for biases in ((None, None, None), (bias, bias[:16], bias), (bias, None, None)):
+        for y, w, b in zip(linear_qkv(x, weights, biases), weights, biases, strict=True):
+            assert same_bytes(y, linear(x, w, b))
+    y = linear_glu(x.view(4, 20, K), weight, weight.flip(0), "gelu")
+    expected = glu(linear(x, weight), linear(x, weight.flip(0)), "gelu")
+    assert same_bytes(y.view(ROWS, N), expected)
+    assert linear_qkv(x[:0].view(3, 0, K), weights)[1].shape == (3, 0, 16)
+    assert linear_glu(x[:0], weight, weight).shape == (0, N)
+
+
+def test_fused_forms_refuse_bad_operands_and_gradients():
+    x, weight, bias = operands()
+    with pytest.raises(ValueError, match=r"linear_qkv: bias \(47,\) does not fit"):
+        linear_qkv(x, (weight,) * 3, (bias[1:], None, None))
+    with pytest.raises(ValueError, match=r"linear_glu: w_gate \(48, 160\) and w_up \(47, 160\)"):
+        linear_glu(x, weight, weight[1:])
+    with pytest.raises(ValueError, match="activation 'relu'; allowed: silu, gelu, gelu_tanh"):
+        linear_glu(x, weight, weight, "relu")
+    weight.requires_grad_()
+    for call in (lambda: linear_qkv(x, (weight,) * 3), lambda: linear_glu(x, weight, weight)):
+        with pytest.raises(ValueError, match=r"computes no gradients.*no_grad.*or use linear"):
+            call()
+        with torch.no_grad():
+            call()
 
 
 def test_torch_linear_fails_the_same_checks():

@@ -1,4 +1,5 @@
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -201,3 +202,33 @@ def test_bf16_logits_fail_the_fp64_check():
     assert not torch.allclose(
         one.probabilities().double(), logits().double().softmax(-1), atol=1e-5
     )
+
+
+def test_what_rows_are_known_to_do_follows_them():
+    plain = SamplingRows.uniform(3)
+    assert not plain.truncates and plain.unit_temperature
+    cut = SamplingRows.uniform(2, temperature=0.5, top_k=4)
+    assert cut.truncates and not cut.unit_temperature
+    both = SamplingRows.concatenate([plain, cut])
+    assert both.truncates and not both.unit_temperature
+    assert not plain.select(slice(0, 1)).truncates and plain.to("cpu").unit_temperature
+    # 1e-50 is 0 in fp32, hence greedy; 1 - 1e-12 is 1, hence no top_p.
+    assert SamplingRows.uniform(1, temperature=1e-50).truncates
+    assert not SamplingRows.uniform(1, top_p=1 - 1e-12).truncates
+    for name in ("truncates", "unit_temperature"):
+        asked = SamplingRows(**{f.name: getattr(both, f.name) for f in fields(both)})
+        assert getattr(asked, name) == getattr(both, name)
+
+
+def test_the_mass_of_top_p_is_exact_in_any_order():
+    """Equal tokens: the running sum has no rounding that the number of them could show."""
+    for count in (3, 1000, 4097):
+        values = torch.full((1, count), 0.1)
+        one = distribution(values, SamplingRows.uniform(1, top_p=0.5))
+        assert int(torch.isfinite(one.scaled).sum()) == -(-count // 2)
+
+
+def test_a_vocabulary_beyond_the_integer_mass_is_refused():
+    values = torch.zeros(1, 2**22 + 1)
+    with pytest.raises(ValueError, match="allowed: up to 4194304 ids"):
+        distribution(values, SamplingRows.uniform(1, top_p=0.5))

@@ -6,6 +6,9 @@ import weakref
 import pytest
 import torch
 
+from rl_consistency.models import modules
+from rl_consistency.models.forward import packed_hidden_states
+from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.digest import first_difference
@@ -222,6 +225,90 @@ def test_qk_norm_folds_by_tokens_with_all_their_heads():
         assert attention.q_norm.rows_per_token == 4
         assert attention.k_norm.rows_per_token == 2
         assert model.model.norm.rows_per_token == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_watched_norm_is_called_and_gives_the_same_bytes(dtype):
+    """The residual addition is fused into a norm unless a hook waits for the norm's call."""
+    model = build_preset("tiny-llama", dtype)
+    batch = PackedBatch.from_sequences(sequences(model))
+    calls = []
+
+    def run():
+        model.zero_grad()
+        hidden = packed_hidden_states(model, batch)
+        (hidden.float() * 0.01).sum().backward()
+        trained = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        return {"": hidden.detach()} | trained
+
+    with patch(model):
+        fused = run()
+        norm = model.model.layers[0].post_attention_layernorm
+        handle = norm.register_forward_hook(lambda *_: calls.append(1))
+        watched = run()
+        handle.remove()
+    assert calls == [1] and len(fused) > 10
+    assert first_difference(watched, fused) is None
+
+
+def test_a_stock_norm_leaves_the_residual_addition_to_the_layer():
+    model = build_preset("tiny-llama")
+    batch = PackedBatch.from_sequences(sequences(model))
+    with patch(model), torch.no_grad():
+        canonical = packed_hidden_states(model, batch)
+        with strict(except_={"rms_norm"}):
+            stock = packed_hidden_states(model, batch)
+    assert torch.allclose(stock, canonical, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_fused_projections_give_the_same_bytes(preset, dtype, monkeypatch):
+    model = build_preset(preset, dtype)
+    batch = PackedBatch.from_sequences(sequences(model))
+    asked = []
+
+    def fusable(x, projections):
+        asked.append(len(projections))
+        return not any(map(modules._observed, projections))
+
+    with patch(model), torch.no_grad():
+        apart = packed_hidden_states(model, batch)
+        monkeypatch.setattr(modules, "_fusable", fusable)
+        fused = packed_hidden_states(model, batch)
+    assert sorted(set(asked)) == [2, 3]
+    assert first_difference({"": fused}, {"": apart}) is None
+
+
+def test_projections_are_apart_on_a_cpu_with_gradients_and_on_the_stock_path(monkeypatch):
+    model = build_preset("tiny-llama")
+    x = torch.zeros(1, 3, 96)
+    with patch(model):
+        pair = (model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj)
+        with torch.no_grad():
+            assert not modules._fusable(x, pair)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        assert not modules._fusable(x, pair)
+        with torch.no_grad():
+            assert modules._fusable(x, pair)
+            with strict(except_={"linear"}):
+                assert not modules._fusable(x, pair)
+            pair[0].register_forward_hook(lambda *_: None)
+            assert not modules._fusable(x, pair)
+
+
+def test_rotary_table_grows_by_the_bound_of_the_layout_without_reading_positions(monkeypatch):
+    model = build_preset("tiny-llama")
+    with patch(model):
+        rotary = model.model.rotary_emb
+        x, positions = torch.zeros(1, 3, 96), torch.tensor([[0, 7, 1500]])
+        expected = rotary(x, positions)
+        rotary._rotary_table = None
+        monkeypatch.setattr(torch.Tensor, "max", None)
+        found = rotary(x, positions, 1501)
+        assert rotary._rotary_table.shape[1] == 2 * modules.TABLE_POSITIONS
+        for ours, wanted in zip(found, expected, strict=True):
+            assert first_difference({"": ours}, {"": wanted}) is None
 
 
 def test_a_patched_model_is_not_kept_alive_by_its_patch():

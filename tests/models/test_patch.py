@@ -434,3 +434,20 @@ def test_restoring_inside_a_stock_block_leaves_the_stock_model():
     with session.stock():
         session.restore()
     assert [type(m) for m in model.modules()] == before
+
+
+def test_the_stock_path_has_the_numeric_settings_from_before_the_patch():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with patch(model := tiny()) as session:
+            assert torch.get_float32_matmul_precision() == "highest"
+            with session.stock():
+                assert torch.get_float32_matmul_precision() == "high"
+            assert torch.get_float32_matmul_precision() == "highest"
+            with session.stock():
+                session.restore()
+            assert torch.get_float32_matmul_precision() == "high"
+        assert not isinstance(model, CanonicalModule)
+    finally:
+        torch.set_float32_matmul_precision(before)

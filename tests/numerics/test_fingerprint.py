@@ -65,3 +65,12 @@ def test_a_missing_entry_shows_on_either_side():
 def test_the_digest_does_not_depend_on_the_order_of_entries():
     assert Fingerprint({"a": "1", "b": "2"}).digest == Fingerprint({"b": "2", "a": "1"}).digest
     assert Fingerprint({"a": "12"}).digest != Fingerprint({"a1": "2"}).digest
+
+
+def test_on_a_gpu_it_covers_the_device_and_what_compiles_for_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    entries = fingerprint("cuda").entries
+    assert entries["device"] == "Some GPU" and entries["cuda_capability"] == "9.0"
+    assert {"triton", "cuda_runtime"} <= entries.keys()
+    assert not {"num_threads", "cpu_model"} & entries.keys()

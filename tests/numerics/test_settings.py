@@ -66,3 +66,28 @@ def test_blocks_may_end_in_any_order(loosened):
     verify_settings()
     second.__exit__(None, None, None)
     assert [setting.read() for setting in SETTINGS] == loosened
+
+
+def test_every_setting_that_a_library_schedule_needs_is_held():
+    names = {setting.name for setting in SETTINGS}
+    assert names >= {
+        "cuda.preferred_blas_library",
+        "cuda.matmul.allow_bf16_reduced_precision_reduction",
+        "cuda.matmul.allow_fp16_reduced_precision_reduction",
+        "cuda.matmul.allow_fp16_accumulation",
+        "cuda.matmul.allow_tf32",
+    }
+
+
+def test_split_sums_are_off_inside_and_given_back_outside():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction_split_k
+    matmul.allow_bf16_reduced_precision_reduction = (True, True)
+    try:
+        with numeric_settings():
+            assert not matmul.allow_bf16_reduced_precision_reduction
+            assert not matmul.allow_bf16_reduced_precision_reduction_split_k
+        assert matmul.allow_bf16_reduced_precision_reduction
+        assert matmul.allow_bf16_reduced_precision_reduction_split_k
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = (before, before)

@@ -5,8 +5,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.parity import stock
-from rl_consistency.parity.digest import parameter_digest
-from rl_consistency.parity.stock import measure_stock_drift
+from rl_consistency.parity.digest import gradient_digest, parameter_digest
+from rl_consistency.parity.stock import measure_stock_drift, shadow_stock_path
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 FAMILIES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
@@ -127,3 +127,34 @@ def test_measuring_leaves_the_patched_model_as_it_was(sequences):
         session.verify()
         assert parameter_digest(model) == before
         assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stock_training_pass_is_timed_and_puts_the_gradients_back(sequences, dtype):
+    model = build("llama", dtype).eval()
+    with patch(model) as session:
+        token_logprobs(model, sequences, prompt_lengths=PROMPTS).logprobs.sum().backward()
+        before = gradient_digest(model), [p.grad for p in model.parameters()]
+        shadow = shadow_stock_path(session, sequences, PROMPTS, micro_batch_size=2)
+        assert gradient_digest(model) == before[0]
+        assert all(p.grad is g for p, g in zip(model.parameters(), before[1]))
+        assert shadow.drift == measure_stock_drift(session, sequences, PROMPTS)
+        token_logprobs(model, sequences, prompt_lengths=PROMPTS).logprobs.sum().backward()
+    assert not model.training
+    assert shadow.rollout_seconds > 0
+    assert shadow.training_seconds is not None and shadow.training_seconds > 0
+
+
+def test_a_stock_call_takes_no_more_sequences_than_a_gpu_has_room_for(sequences, monkeypatch):
+    each = max(LENGTHS) * 64 * 4
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 * each, 99 * each))
+
+    class OnGpu:
+        device, dtype, config = torch.device("cuda"), torch.float32, build().config
+
+    def sizes(model, size):
+        return [len(chunk) for chunk, _ in stock._batches(model, sequences, PROMPTS, size)]
+
+    assert sizes(OnGpu, 64) == [3, 2]
+    assert sizes(OnGpu, 2) == [2, 2, 1]
+    assert sizes(build(), 64) == [5]

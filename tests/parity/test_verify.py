@@ -10,15 +10,17 @@ from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.chain_checks import Chain, check_packed_chain
 from rl_consistency.parity.claims import CLAIMS, Check, Tally
+from rl_consistency.parity.op_setup import CPU, TINY_SHAPES, shapes_of
 from rl_consistency.parity.paged_calls import chunked, decoded, paged_calls
-from rl_consistency.parity.presets import PRESETS, build_preset
+from rl_consistency.parity.presets import PRESETS, REAL_PRESETS, build_preset, preset_config
 from rl_consistency.parity.substitution import attribute, substituted
-from rl_consistency.parity.sweep import FULL, QUICK, Sweep
+from rl_consistency.parity.sweep import CUDA_FULL, CUDA_QUICK, FULL, QUICK, Sweep, sweep_for
 from rl_consistency.parity.verify import (
     Target,
     count_checks,
     default_targets,
     directory_targets,
+    op_setups,
     preset_targets,
     run_checks,
 )
@@ -150,13 +152,15 @@ def test_a_chain_that_differs_names_the_op():
 
 
 def test_a_substitution_reaches_every_binding_and_is_undone_on_an_error():
-    from rl_consistency.kernels import linear, matmul, token_logprobs
+    from rl_consistency.kernels import embedding, gradient_fold, linear
 
-    original = matmul.row_matmul
+    original = gradient_fold.fold_parameter
     with pytest.raises(RuntimeError), substituted(original, print):
-        assert matmul.row_matmul is linear.row_matmul is token_logprobs.row_matmul is print
+        bound = {gradient_fold.fold_parameter, linear.fold_parameter, embedding.fold_parameter}
+        assert bound == {print}
         raise RuntimeError
-    assert matmul.row_matmul is linear.row_matmul is token_logprobs.row_matmul is original
+    bound = {gradient_fold.fold_parameter, linear.fold_parameter, embedding.fold_parameter}
+    assert bound == {original}
     with pytest.raises(ValueError, match="nothing to substitute"), substituted(object(), print):
         pass
 
@@ -171,12 +175,66 @@ def test_the_default_covers_all_families_in_fp32_and_bf16():
     assert {t.dtype for t in default_targets([torch.float16])} == {torch.float16}
 
 
+CUDA = torch.device("cuda")
+
+
+def test_the_default_on_a_gpu_adds_a_model_of_real_shape_and_fp16():
+    targets = default_targets(device=CUDA, quick=True)
+    assert {t.name for t in targets} == {*PRESETS, "qwen3-0.6b"}
+    assert {t.dtype for t in targets} == {torch.float32, torch.bfloat16, torch.float16}
+    assert {t.sweep for t in targets} == {CUDA_QUICK}
+    assert {t.sweep for t in default_targets(device=CUDA)} == {CUDA_FULL}
+
+
+def test_ops_are_checked_at_the_tiny_sizes_and_at_those_of_each_model():
+    targets = [*preset_targets("tiny-llama", [], device=CUDA)]
+    targets += preset_targets("qwen3-8b", [torch.bfloat16], device=CUDA)
+    found = [(s.shapes.name, s.dtype) for s in op_setups(targets)]
+    assert ("qwen3-8b", torch.bfloat16) in found
+    assert [dtype for name, dtype in found if not name] == [t.dtype for t in targets[:3]]
+    assert len(found) == 4
+    assert {s.device for s in op_setups(targets)} == {CUDA}
+    assert op_setups(default_targets())[0].device == CPU
+
+
+def test_a_models_own_sizes_are_those_of_its_layers():
+    shapes = shapes_of("qwen3-0.6b", preset_config("qwen3-0.6b"))
+    assert set(shapes.linear) == {
+        (1024, 2048),
+        (1024, 1024),
+        (2048, 1024),
+        (1024, 3072),
+        (3072, 1024),
+    }
+    assert shapes.vocab_size == 151_936
+    assert shapes.attention[0].heads == 16
+    assert TINY_SHAPES.name == ""
+
+
+def test_a_model_of_real_shape_is_refused_on_a_cpu():
+    for name in REAL_PRESETS:
+        with pytest.raises(ValueError, match="--device cuda"):
+            preset_targets(name, [])
+
+
+def test_long_sequences_are_fed_in_a_bounded_number_of_calls():
+    assert sweep_for(CPU, quick=True) == QUICK
+    sweep = CUDA_FULL.within(40_960)
+    lengths = sweep.sample_lengths()
+    assert lengths[-4:] == [1024, 2048, 4096, 8192]
+    assert len(lengths) == 68
+    reached = {c: max(lengths[i] for i in sweep.paged_samples(c)) for c in sweep.chunks}
+    assert reached == {7: 512, 64: 8192, 512: 8192}
+    assert CUDA_FULL.within(3000).sample_lengths()[-2:] == [1024, 2048]
+    assert FULL.paged_samples(7) == list(range(10))
+
+
 def test_a_model_directory_runs_in_the_dtype_it_was_saved_in(tmp_path):
     build_preset("tiny-mistral", torch.bfloat16).save_pretrained(tmp_path / "policy")
-    (target,) = directory_targets(tmp_path / "policy", [], TINY)
+    (target,) = directory_targets(tmp_path / "policy", [])
     assert (target.name, target.dtype) == ("policy", torch.bfloat16)
     assert target.build().dtype == torch.bfloat16
-    (cast,) = directory_targets(tmp_path / "policy", [torch.float32], TINY)
+    (cast,) = directory_targets(tmp_path / "policy", [torch.float32])
     assert cast.build().dtype == torch.float32
 
 
@@ -184,15 +242,15 @@ def test_damaged_weights_are_named(tmp_path):
     build_preset("tiny-mistral").save_pretrained(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    (target,) = directory_targets(tmp_path, [], TINY)
+    (target,) = directory_targets(tmp_path, [])
     with pytest.raises(ValueError, match="damaged"):
         target.build()
 
 
 def test_unknown_targets_are_named(tmp_path):
     with pytest.raises(ValueError, match="unknown preset"):
-        preset_targets("tiny-gpt", [], TINY)
+        preset_targets("tiny-gpt", [])
     with pytest.raises(FileNotFoundError, match="is not a directory"):
-        directory_targets(tmp_path / "absent", [], TINY)
+        directory_targets(tmp_path / "absent", [])
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
-        directory_targets(tmp_path, [], TINY)
+        directory_targets(tmp_path, [])

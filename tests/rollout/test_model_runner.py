@@ -10,7 +10,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_consistency.models.patch import patch
-from rl_consistency.rollout.model_runner import DEFAULT_TOKENS_PER_SEQUENCE, ModelRunner
+from rl_consistency.rollout.model_runner import (
+    DEFAULT_TOKENS_PER_SEQUENCE,
+    GPU_CACHE_SHARE,
+    ModelRunner,
+    _cache_bytes,
+)
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
@@ -105,11 +110,45 @@ def test_the_default_cache_is_bounded_but_holds_one_sequence(
     model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block_bytes = 2 * 2 * 4 * 2 * 16 * 4
-    limits = "rl_consistency.rollout.model_runner.DEFAULT_CACHE_BYTES"
-    monkeypatch.setattr(limits, {"cpu": 20 * block_bytes})
+    limit = "rl_consistency.rollout.model_runner.CPU_CACHE_BYTES"
+    monkeypatch.setattr(limit, 20 * block_bytes)
     assert runner_of(model, None, max_num_seqs=3).num_blocks == 20
-    monkeypatch.setattr(limits, {"cpu": 2 * block_bytes})
+    monkeypatch.setattr(limit, 2 * block_bytes)
     assert runner_of(model, None, max_num_seqs=3).num_blocks == 16
+
+
+def test_the_default_cache_follows_the_longest_sequence_to_expect(
+    model: Qwen3ForCausalLM,
+) -> None:
+    def blocks(tokens: int) -> int:
+        return ModelRunner(
+            model, block_size=4, num_blocks=None, max_num_seqs=3, tokens_per_sequence=tokens
+        ).num_blocks
+
+    assert blocks(9) == 3 * 3
+    assert blocks(1000) == 3 * 16  # no longer than the context of 64 tokens
+
+
+def test_on_a_gpu_the_default_cache_takes_its_share_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = {"mem_get_info": (600, 1000), "memory_reserved": 500, "memory_allocated": 100}
+    for name, value in memory.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert _cache_bytes(torch.device("cuda")) == int(1000 * GPU_CACHE_SHARE)
+
+
+def test_a_cache_that_does_not_fit_says_how_large_it_is(
+    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(
+        ValueError, match=r"no room on cpu .* 1048576 blocks of 4 tokens \(2\.0 GiB"
+    ):
+        runner_of(model, 1 << 20)
 
 
 def test_a_model_cast_after_the_cache_was_made_is_refused(model: Qwen3ForCausalLM) -> None:

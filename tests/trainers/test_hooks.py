@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rl_consistency.kernels.cublaslt import AuditReport
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
@@ -13,6 +14,7 @@ from rl_consistency.parity.digest import gradient_digest, parameter_digest
 from rl_consistency.parity.replay import load_replay_bundle
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.trainers import hooks
 from rl_consistency.trainers.config_sections import BuildSection
 from rl_consistency.trainers.hooks import ConsistencyHook, GradientStep, Rollout
 from rl_consistency.trainers.policy import build_model
@@ -327,3 +329,43 @@ def test_the_loop_itself_knows_nothing_of_drift(file):
     assert not any("parity" in name for name in imported), imported
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert not any("drift" in name.lower() or name == "ConsistencyHook" for name in names)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Makes a hook audit as on a GPU; the report it will find."""
+
+    def audited(hook, differing):
+        struck = ["nt/bf16/plain/n64/k64/m64"] if differing else []
+        report = AuditReport(calls=512, audited=2, differing=differing, struck=struck)
+        monkeypatch.setattr(hooks, "schedule_audit", lambda: report)
+        hook._device = torch.device("cuda")
+        return hook
+
+    return audited
+
+
+def test_on_a_gpu_each_step_says_what_the_audit_of_schedules_found(
+    make_hook, model, rollout, on_a_gpu
+):
+    metrics = whole_step(on_a_gpu(make_hook(), 0), model, rollout)
+    assert metrics["consistency/schedule_audit"] == 0
+    assert "consistency/schedule_audit" not in whole_step(make_hook(), model, rollout)
+
+
+def test_a_schedule_that_differs_stops_the_run(make_hook, model, rollout, on_a_gpu):
+    with pytest.raises(ConsistencyError, match=r"step 1: library .* 3 sampled .*nt/bf16") as caught:
+        whole_step(on_a_gpu(make_hook(), 3), model, rollout)
+    assert caught.value.metrics["consistency/schedule_audit"] == 3
+    warnings = []
+    hook = on_a_gpu(make_hook(on_drift="warn", warn=warnings.append), 3)
+    assert whole_step(hook, model, rollout)["consistency/schedule_audit"] == 3
+    assert len(warnings) == 1
+
+
+def test_the_speed_of_stock_training_is_measured_when_asked_for(make_hook, model, rollout):
+    names = {"time/stock_rollout_tokens_per_second", "time/stock_training_tokens_per_second"}
+    metrics = whole_step(make_hook(shadow_every=1, micro_batch_size=2), model, rollout)
+    assert names <= metrics.keys() and all(metrics[name] > 0 for name in names)
+    metrics = whole_step(make_hook(shadow_every=1), model, rollout)
+    assert names & metrics.keys() == {"time/stock_rollout_tokens_per_second"}

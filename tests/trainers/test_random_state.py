@@ -29,3 +29,16 @@ def test_seeded_blocks_repeat_and_leave_no_trace_even_on_an_error():
         assert draws() == first
         raise RuntimeError
     assert capture() == before
+
+
+def test_the_state_of_a_gpu_in_use_is_kept_and_put_back(monkeypatch):
+    state = torch.tensor([7, 0, 255, 3], dtype=torch.uint8)
+    given = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
+    captured = json.loads(json.dumps(capture()))
+    restore(captured)
+    assert torch.equal(given[0], state)
+    restore(captured | {"cuda": None})
+    assert len(given) == 1

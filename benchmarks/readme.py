@@ -1,0 +1,130 @@
+"""The README's GPU benchmark section and its plots, from benchmarks/results/h200.json.
+
+Usage: python -m benchmarks.readme [--check]. Writes the section between the markers and
+docs/img/bench_*.{png,svg}; with --check it writes nothing and exits 1 if the section is not what
+the results file gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_consistency.cli.bench_plot import save_plots
+from rl_consistency.cli.bench_results import BARS, Results, load
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results/h200.json"
+README = ROOT / "README.md"
+IMAGES = ROOT / "docs/img"
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+SHOWN = {"matmul_forward": "Matmul", "training_step": "Training step"}
+"""Suites whose plot the README shows, and what it shows."""
+
+
+def section(results: Results) -> str:
+    """The text between the markers, every figure from the results."""
+    if not results.rows:
+        return "No GPU figures are recorded yet: `rl-consistency bench ops` measures them."
+    meta = results.meta
+    versions = meta["versions"]
+    lines = [
+        f"{meta['device']}, torch {versions['torch']}, Triton {versions['triton']}; "
+        "`rl-consistency bench ops` and `bench model`, every row in "
+        "[benchmarks/results/h200.json](benchmarks/results/h200.json). Figures are stock time / "
+        "our time in the same run unless said otherwise.",
+        "",
+        "| work | figure | target | met |",
+        "| --- | ---: | ---: | --- |",
+    ]
+    lines += [_bar_line(name, bar) for name, bar in results.bars.items()]
+    lines += _steps(results)
+    lines += _plots(results)
+    return "\n".join(lines)
+
+
+def _bar_line(name: str, bar: Mapping[str, Any]) -> str:
+    if bar["figure"] is None:
+        return f"| {bar['what']} | - | {_target(name)} | not measured |"
+    verdict = "yes" if bar["met"] else "**no**"
+    if not bar["complete"]:
+        verdict = "not all cases measured"
+    return f"| {bar['what']} | {bar['figure']:.2f} | {_target(name)} | {verdict} |"
+
+
+def _target(name: str) -> str:
+    bar = BARS[name]
+    sign = ("&gt;" if bar.strict else "&ge;") if bar.at_least else "&le;"
+    return f"{sign} {bar.bar:.2f}"
+
+
+def _steps(results: Results) -> list[str]:
+    """Tokens per second of the training steps."""
+    rows = [row for row in results.rows if row.tokens_per_second]
+    if not rows:
+        return []
+    ways = list(dict.fromkeys(way for row in rows for way in row.tokens_per_second))
+    ways.sort(key=lambda way: (way != "ours", way != "stock", way))
+    lines = [
+        "",
+        f"| training step, tokens/s | {' | '.join(ways)} |",
+        f"| --- |{' ---: |' * len(ways)}",
+    ]
+    for row in rows:
+        shape = row.shape
+        name = f"{shape['model']}, {shape['sequences']} x {shape['length']}"
+        cells = [
+            f"{row.tokens_per_second[way]:,.0f}" if way in row.tokens_per_second else "-"
+            for way in ways
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _plots(results: Results) -> list[str]:
+    measured = {row.suite for row in results.rows if row.ratio is not None}
+    shown = [suite for suite in SHOWN if suite in measured]
+    lines = [""] if shown else []
+    return lines + [f"![{SHOWN[s]}: stock / ours](docs/img/bench_{s}.png)" for s in shown]
+
+
+def current(readme: str) -> str:
+    """What stands between the markers.
+
+    Raises:
+        ValueError: the markers are missing or repeated.
+    """
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise ValueError(f"README.md needs exactly one {BEGIN} and one {END} after it.")
+    return readme.split(BEGIN)[1].split(END)[0].strip("\n")
+
+
+def rewritten(readme: str, text: str) -> str:
+    """The README with the section replaced."""
+    current(readme)
+    before, after = readme.split(BEGIN)[0], readme.split(END)[1]
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+def main() -> int:
+    """Write or check; 1 when a check finds another text."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare only")
+    args = parser.parse_args()
+    results, readme = load(RESULTS), README.read_text(encoding="utf-8")
+    if args.check:
+        same = current(readme) == section(results)
+        print("README.md agrees" if same else "README.md differs: python -m benchmarks.readme")
+        return 0 if same else 1
+    README.write_text(rewritten(readme, section(results)), encoding="utf-8")
+    if results.rows:
+        IMAGES.mkdir(parents=True, exist_ok=True)
+        save_plots(results, IMAGES)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

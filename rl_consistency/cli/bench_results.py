@@ -1,0 +1,303 @@
+"""What a benchmark found: rows, the bars they are held against, and the file both are kept in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import rl_consistency
+
+Shape = Mapping[str, int | str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measurement. Times are medians in microseconds; None where nothing was timed."""
+
+    suite: str
+    work: str
+    """What was computed, such as `matmul forward`."""
+    shape: Shape
+    dtype: str
+    ours_us: float | None = None
+    stock_us: float | None = None
+    """The fastest of the stock ways."""
+    stock: str | None = None
+    """Its name, where there are several."""
+    peers: Mapping[str, float] = field(default_factory=dict)
+    """Name to microseconds: public projects, and every stock way where there are several."""
+    ratio: float | None = None
+    """stock_us / ours_us."""
+    ceiling_fraction: float | None = None
+    """Time at the measured ceiling (copy bandwidth or large matmul, the slower) / ours_us."""
+    schedule: str | None = None
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Name to bytes allocated at the peak beyond the operands; `ours`, `stock` and peers."""
+    tokens_per_second: Mapping[str, float] = field(default_factory=dict)
+    error_ratio: float | None = None
+    """Our error against fp64 over stock's."""
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Stock ways and peers that do not run here, and why."""
+    error: str | None = None
+    """Why there is no measurement."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A target: how its figure is computed from rows, and the value to reach."""
+
+    what: str
+    suites: tuple[str, ...]
+    figure: Callable[[Sequence[Row]], float | None]
+    bar: float
+    at_least: bool = True
+    strict: bool = False
+    """Whether reaching the bar exactly is not enough ("faster than")."""
+
+    def reached(self, figure: float | None) -> bool:
+        """Whether the figure meets the bar; no figure does not."""
+        if figure is None or not math.isfinite(figure):
+            return False
+        if self.strict and figure == self.bar:
+            return False
+        return figure >= self.bar if self.at_least else figure <= self.bar
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    """The geometric mean of positive values; None of none."""
+    logs = [math.log(value) for value in values]
+    return math.exp(math.fsum(logs) / len(logs)) if logs else None
+
+
+def _ratios(rows: Sequence[Row], work: str = "") -> list[float]:
+    return [r.ratio for r in rows if r.ratio is not None and r.work.startswith(work)]
+
+
+def _lowest(work: str = "") -> Callable[[Sequence[Row]], float | None]:
+    return lambda rows: min(_ratios(rows, work), default=None)
+
+
+def _geomean(rows: Sequence[Row]) -> float | None:
+    return geometric_mean(_ratios(rows))
+
+
+def _bandwidth(rows: Sequence[Row]) -> float | None:
+    """The lowest share of the copy bandwidth at 8k x 4096 and up."""
+    big = [r for r in rows if int(r.shape["tokens"]) >= 8192 and int(r.shape["width"]) >= 4096]
+    return min((r.ceiling_fraction for r in big if r.ceiling_fraction is not None), default=None)
+
+
+def _against_peer(peer: str) -> Callable[[Sequence[Row]], float | None]:
+    """The lowest peer time / our time; None unless every row has the peer."""
+
+    def figure(rows: Sequence[Row]) -> float | None:
+        timed = [r for r in rows if r.ours_us is not None]
+        if not timed or any(peer not in r.peers for r in timed):
+            return None
+        return min(r.peers[peer] / r.ours_us for r in timed if r.ours_us)
+
+    return figure
+
+
+def _memory_against(peer: str) -> Callable[[Sequence[Row]], float | None]:
+    """The highest peak of ours / the peer's; None unless every row has both."""
+
+    def figure(rows: Sequence[Row]) -> float | None:
+        timed = [r for r in rows if r.ours_us is not None]
+        if not timed or any(not {"ours", peer} <= r.peak_bytes.keys() for r in timed):
+            return None
+        return max(r.peak_bytes["ours"] / r.peak_bytes[peer] for r in timed)
+
+    return figure
+
+
+def _largest_error(rows: Sequence[Row]) -> float | None:
+    return max((r.error_ratio for r in rows if r.error_ratio is not None), default=None)
+
+
+_MATMUL = ("matmul_forward", "matmul_dx")
+_PREFILL = ("attention_forward", "attention_backward")
+
+BARS: Mapping[str, Bar] = {
+    "matmul_geomean": Bar(
+        "matmul forward and dX against default cuBLAS, geometric mean", _MATMUL, _geomean, 1.00
+    ),
+    "matmul_lowest": Bar("matmul forward and dX, the lowest", _MATMUL, _lowest(), 0.93),
+    "gradient_fold_geomean": Bar(
+        "dW fold against cuBLAS fp32-out + add, geometric mean", ("gradient_fold",), _geomean, 0.95
+    ),
+    "attention_forward": Bar(
+        "attention prefill forward against the better of SDPA flash and cuDNN, the lowest",
+        _PREFILL[:1],
+        _lowest(),
+        0.85,
+    ),
+    "attention_backward": Bar(
+        "attention prefill backward, the lowest", _PREFILL[1:], _lowest(), 0.80
+    ),
+    "attention_decode": Bar(
+        "paged decode against the better SDPA backend on contiguous KV, the lowest",
+        ("attention_decode",),
+        _lowest(),
+        1.00,
+    ),
+    "elementwise_bandwidth": Bar(
+        "RMSNorm, rotary, SwiGLU, embedding at 8k x 4096 and up: share of copy bandwidth, the "
+        "lowest",
+        ("elementwise",),
+        _bandwidth,
+        0.85,
+    ),
+    "elementwise_eager": Bar(
+        "the same against eager torch, the lowest", ("elementwise",), _lowest(), 1.00, strict=True
+    ),
+    "token_logprobs_stock": Bar(
+        "token_logprobs forward + backward against log_softmax of full logits, the lowest",
+        ("token_logprobs",),
+        _lowest(),
+        1.00,
+        strict=True,
+    ),
+    "token_logprobs_liger": Bar(
+        "the same against Liger's fused linear cross-entropy, the lowest",
+        ("token_logprobs",),
+        _against_peer("liger"),
+        1.00,
+        strict=True,
+    ),
+    "token_logprobs_memory": Bar(
+        "peak memory of token_logprobs / Liger's (gradient in bf16), the highest",
+        ("token_logprobs",),
+        _memory_against("liger"),
+        1.00,
+        at_least=False,
+    ),
+    "token_logprobs_memory_fp32": Bar(
+        "peak memory of token_logprobs / Liger's with its gradient in fp32 as ours, the highest",
+        ("token_logprobs",),
+        _memory_against("liger fp32"),
+        1.00,
+        at_least=False,
+    ),
+    "training_step_stock": Bar(
+        "training step against Hugging Face with SDPA, the lowest",
+        ("training_step",),
+        _lowest(),
+        1.15,
+    ),
+    "training_step_liger": Bar(
+        "training step against Hugging Face patched by Liger-Kernel, the lowest",
+        ("training_step",),
+        _against_peer("liger"),
+        1.00,
+    ),
+    "accuracy": Bar(
+        "error against fp64 / stock's error, the highest of all ops",
+        ("accuracy",),
+        _largest_error,
+        1.05,
+        at_least=False,
+    ),
+}
+"""Name to target. "The lowest" is over every row of the suites, so that no row can hide."""
+
+
+def judge(rows: Sequence[Row], complete: Mapping[str, bool]) -> dict[str, dict[str, Any]]:
+    """Every bar's figure, and whether it is met.
+
+    Args:
+        rows: all rows there are.
+        complete: suite to whether all of its rows were measured without an error. A bar over a
+            suite that is absent or incomplete is not met, whatever its figure.
+
+    Returns:
+        name -> {what, figure, bar, at_least, complete, met}.
+    """
+    found = {}
+    for name, bar in BARS.items():
+        figure = bar.figure([r for r in rows if r.suite in bar.suites])
+        whole = all(complete.get(suite, False) for suite in bar.suites)
+        found[name] = {
+            "what": bar.what,
+            "figure": figure,
+            "bar": bar.bar,
+            "at_least": bar.at_least,
+            "complete": whole,
+            "met": whole and bar.reached(figure),
+        }
+    return found
+
+
+@dataclass(frozen=True)
+class Results:
+    """The content of a results file."""
+
+    rows: tuple[Row, ...]
+    meta: Mapping[str, Any]
+    """Device, versions, commit and kernel hash of the latest run, and `suites`: those of each."""
+
+    @property
+    def bars(self) -> dict[str, dict[str, Any]]:
+        """See `judge`."""
+        suites = self.meta.get("suites", {})
+        return judge(self.rows, {name: record["complete"] for name, record in suites.items()})
+
+    def merged(
+        self, suite: str, rows: Sequence[Row], meta: Mapping[str, Any], record: Mapping[str, Any]
+    ) -> Results:
+        """With one suite's rows and record replaced, and the run's meta over the old one's."""
+        kept = tuple(r for r in self.rows if r.suite != suite)
+        suites = {**self.meta.get("suites", {}), suite: dict(record)}
+        return Results((*kept, *rows), {**self.meta, **meta, "suites": suites})
+
+
+def load(path: Path, device: str | None = None) -> Results:
+    """Read a results file; an absent one is empty.
+
+    Args:
+        path: the file.
+        device: name of the device about to be measured; None accepts any.
+
+    Raises:
+        ValueError: the file is damaged, or holds another device's results.
+    """
+    if not path.exists():
+        return Results((), {})
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        results = Results(tuple(Row(**row) for row in content["rows"]), content["meta"])
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no results file of `rl-consistency bench`: {error}") from error
+    recorded = results.meta.get("device")
+    if device is not None and recorded not in (None, device):
+        raise ValueError(
+            f"{path} holds results of {recorded!r} and this is {device!r}; give another --json."
+        )
+    return results
+
+
+def save(path: Path, results: Results) -> None:
+    """Write a results file in one piece."""
+    content = {
+        "rows": [asdict(row) for row in results.rows],
+        "bars": results.bars,
+        "meta": dict(results.meta),
+    }
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def kernels_hash() -> str:
+    """SHA-256 over the names and bytes of `kernels/*.py`."""
+    assert rl_consistency.__file__ is not None
+    digest = hashlib.sha256()
+    for file in sorted((Path(rl_consistency.__file__).parent / "kernels").glob("*.py")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()

@@ -1,0 +1,318 @@
+"""Timing on a CUDA device: contestants interleaved in one process, medians, cold cache.
+
+A contestant's operands are rotated (several copies, together larger than the cache) or the cache is
+overwritten before each call, so that weights come from memory as they do inside a model. Short
+calls are timed as one CUDA graph over all copies; longer ones by events, the device held back until
+the host has queued the whole call. What stock and peers run under are the process-wide library
+settings as this process found them; ours runs under `numeric_settings`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+
+from rl_consistency.numerics.settings import SETTINGS, numeric_settings
+
+Call = Callable[[], object]
+Clock = Literal["events", "graph", "wall"]
+"""`events`: one call on the device; `graph`: all copies in one CUDA graph; `wall`: the host's clock
+around one whole call."""
+
+MIN_ROUNDS, MAX_ROUNDS = 7, 60
+COPIES_LIMIT = 80
+FLUSH_BYTES = 256 << 20
+SLEEP_CYCLES_PER_SECOND = 2.0e9
+LONGEST_HOLD = 4e-3
+"""Seconds for which the device is held back at most while the host queues a call."""
+
+UNAVAILABLE = (
+    AssertionError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    TritonError,
+    TypeError,
+    ValueError,
+)
+"""What a stock backend or a peer raises where it does not cover a shape, a device or a version."""
+
+LIBRARY_DEFAULTS = tuple(setting.read() for setting in SETTINGS)
+"""The settings of a process that has not set any: read when this module is imported."""
+
+
+@contextmanager
+def library_defaults() -> Iterator[None]:
+    """Process-wide numeric settings as torch ships them, inside the block."""
+    before = tuple(setting.read() for setting in SETTINGS)
+    _write(LIBRARY_DEFAULTS)
+    try:
+        yield
+    finally:
+        _write(before)
+
+
+def _write(values: Sequence[Any]) -> None:
+    for setting, value in zip(SETTINGS, values, strict=True):
+        if setting.read() != value:
+            setting.write(value)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to do the work.
+
+    Attributes:
+        calls: the work on each copy of its operands.
+        context: entered around every call, outside what is timed.
+    """
+
+    calls: Sequence[Call]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @classmethod
+    def of(cls, call: Call) -> Contestant:
+        """One that has a single copy."""
+        return cls((call,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Race:
+    """What a case hands to `Machine.measure`."""
+
+    ours: Contestant
+    stock: Mapping[str, Contestant]
+    """Ways that come with torch or Hugging Face; the fastest one counts."""
+    peers: Mapping[str, Contestant] = field(default_factory=dict)
+    clock: Clock = "events"
+    moved_bytes: float = 0.0
+    """Bytes that have to be read and written once."""
+    operations: float = 0.0
+    """Multiplications and additions on the matrix units."""
+    tokens: int = 0
+    """For tokens per second; 0 reports none."""
+    memory: bool = False
+    """Whether the peak memory of one call is measured."""
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Ways that were found not to run when the case was prepared."""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this device reaches today: bytes and operations per second."""
+
+    copy_bandwidth: float
+    matmul_rate: float
+
+    def seconds(self, race: Race) -> float:
+        """The least time the work can take: the slower of moving its bytes and computing."""
+        return max(race.moved_bytes / self.copy_bandwidth, race.operations / self.matmul_rate)
+
+
+class Machine:
+    """The device under test.
+
+    Args:
+        device: where contestants run.
+        case_seconds: time to spend on the rounds of one case.
+    """
+
+    def __init__(self, device: torch.device, case_seconds: float = 0.25):
+        self.device = device
+        self.case_seconds = case_seconds
+        properties = torch.cuda.get_device_properties(device)
+        self.cache_bytes: int = properties.L2_cache_size
+        self._total_bytes: int = properties.total_memory
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+        self.ceilings = self._measure_ceilings()
+
+    def copies(self, operand_bytes: int) -> int:
+        """How many copies of operands exceed the cache twice over."""
+        return max(1, min(-(-2 * self.cache_bytes // operand_bytes), COPIES_LIMIT))
+
+    def measure(self, race: Race) -> dict[str, Any]:
+        """Time all contestants and give the fields of a `Row`.
+
+        A peer or a stock way that cannot run the shape is named in `unavailable`; an error of ours
+        passes through.
+
+        Raises:
+            RuntimeError: no stock way runs.
+        """
+        unavailable = dict(race.unavailable)
+        contestants, ours = {"ours": race.ours}, race.ours
+        for name, other in {**race.stock, **race.peers}.items():
+            context = other.context
+            contestants[name] = Contestant(other.calls, _stacked(library_defaults, context))
+        contestants["ours"] = Contestant(ours.calls, _stacked(numeric_settings, ours.context))
+        timers: dict[str, Callable[[int], float]] = {}
+        peaks: dict[str, int] = {}
+        for name, contestant in contestants.items():
+            before = torch.cuda.memory_allocated(self.device)
+            try:
+                timers[name] = self._prepared(contestant, race.clock)
+                if race.memory:
+                    peaks[name] = self._peak(contestant, before)
+            except UNAVAILABLE as error:
+                if name == "ours":
+                    raise
+                unavailable[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if not race.stock.keys() & timers.keys():
+            raise RuntimeError(f"no stock way runs this shape: {unavailable}")
+        medians = self._interleaved(timers, race.clock)
+        self._trim()
+        return _fields(race, medians, peaks, self.ceilings.seconds(race), unavailable)
+
+    def _prepared(self, contestant: Contestant, clock: Clock) -> Callable[[int], float]:
+        """Warm up, and give the function that times round i in seconds."""
+        calls, host = contestant.calls, 0.0
+        with contestant.context():
+            for call in (*calls, calls[0]):
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                call()
+                host = time.perf_counter() - started
+            torch.cuda.synchronize()
+        if clock == "wall":
+            return lambda i: self._wall_time(contestant, i)
+        if clock == "events":
+            hold = int(min(1.5 * host, LONGEST_HOLD) * SLEEP_CYCLES_PER_SECOND)
+            return lambda i: self._event_time(contestant, i, hold)
+        graph = torch.cuda.CUDAGraph()
+        with contestant.context(), torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        # The pool of the graph holds what the last call gave back; nothing else refers to it.
+        return lambda _: self._replay_time(graph, len(calls))
+
+    def _event_time(self, contestant: Contestant, i: int, hold: int) -> float:
+        call = contestant.calls[i % len(contestant.calls)]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with contestant.context():
+            self._flush.zero_()
+            torch.cuda._sleep(hold)
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+    def _replay_time(self, graph: torch.cuda.CUDAGraph, calls: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flush.zero_()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3 / calls
+
+    def _wall_time(self, contestant: Contestant, i: int) -> float:
+        call = contestant.calls[i % len(contestant.calls)]
+        with contestant.context():
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            return time.perf_counter() - started
+
+    def _interleaved(
+        self, timers: Mapping[str, Callable[[int], float]], clock: Clock
+    ) -> dict[str, float]:
+        """Median seconds of each; every round times all of them, each round another one first."""
+        started = time.perf_counter()
+        samples = {name: [timer(0)] for name, timer in timers.items()}
+        spent = max(time.perf_counter() - started, 1e-6)
+        fewest = MIN_ROUNDS if clock != "wall" else 5
+        rounds = max(fewest, min(int(self.case_seconds / spent), MAX_ROUNDS))
+        names = list(timers)
+        for i in range(1, rounds):
+            first = i % len(names)
+            for name in names[first:] + names[:first]:
+                samples[name].append(timers[name](i))
+        return {name: median(values) for name, values in samples.items()}
+
+    def _peak(self, contestant: Contestant, before: int) -> int:
+        """Bytes at the peak of a call beyond those before the contestant's first one, so that what
+        it keeps from call to call is counted."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        with contestant.context():
+            contestant.calls[0]()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def _trim(self) -> None:
+        if torch.cuda.memory_reserved(self.device) > self._total_bytes // 2:
+            torch.cuda.empty_cache()
+
+    def _measure_ceilings(self) -> Ceilings:
+        """Copy bandwidth (read + write) over 1 GiB, and the rate of an 8192^3 bf16 product."""
+        source = torch.zeros(1 << 30, dtype=torch.int8, device=self.device)
+        target = torch.empty_like(source)
+        size = 8192
+        a, b = (torch.randn(size, size, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+        product = torch.empty_like(a)
+
+        def copy() -> Tensor:
+            return target.copy_(source)
+
+        def multiply() -> Tensor:
+            return torch.mm(a, b.t(), out=product)
+
+        timers = {
+            name: self._prepared(Contestant.of(call), "events")
+            for name, call in (("copy", copy), ("multiply", multiply))
+        }
+        seconds = self._interleaved(timers, "events")
+        return Ceilings(2 * source.numel() / seconds["copy"], 2 * size**3 / seconds["multiply"])
+
+
+def _stacked(
+    *contexts: Callable[[], AbstractContextManager[Any]],
+) -> Callable[[], AbstractContextManager[Any]]:
+    @contextmanager
+    def stack() -> Iterator[None]:
+        with ExitStack() as entered:
+            for context in contexts:
+                entered.enter_context(context())
+            yield
+
+    return stack
+
+
+def _fields(
+    race: Race,
+    seconds: Mapping[str, float],
+    peaks: Mapping[str, int],
+    ceiling_seconds: float,
+    unavailable: Mapping[str, str],
+) -> dict[str, Any]:
+    """The fields of a `Row` from median seconds by contestant."""
+    ours = seconds["ours"]
+    stock = min(race.stock.keys() & seconds.keys(), key=lambda name: (seconds[name], name))
+    several = len(race.stock) > 1
+    peers = {n: s * 1e6 for n, s in seconds.items() if n in race.peers or (several and n != "ours")}
+
+    def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {("stock" if n == stock else n): v for n, v in values.items()}
+
+    return {
+        "ours_us": ours * 1e6,
+        "stock_us": seconds[stock] * 1e6,
+        "stock": stock,
+        "peers": peers,
+        "ratio": seconds[stock] / ours,
+        "ceiling_fraction": ceiling_seconds / ours if ceiling_seconds else None,
+        "peak_bytes": renamed(peaks),
+        "tokens_per_second": renamed({n: race.tokens / s for n, s in seconds.items()})
+        if race.tokens
+        else {},
+        "unavailable": dict(unavailable),
+    }

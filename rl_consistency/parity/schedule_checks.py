@@ -1,0 +1,310 @@
+"""C1 for the schedules of a GPU: every entry of every table gives the bytes of every other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from rl_consistency.kernels import (
+    attention_triton,
+    cublaslt,
+    gradient_fold_schedules,
+    gradient_fold_triton,
+    matmul_schedules,
+    matmul_triton,
+    token_gradient_triton,
+    token_logprobs_schedules,
+    token_logprobs_triton,
+    vocabulary_statistics_triton,
+)
+from rl_consistency.kernels.attention_layout import AttentionLayout, PackedSequences
+from rl_consistency.kernels.cuda_device import INTERPRETED, has_tma
+from rl_consistency.kernels.gradient_fold import fold_outer
+from rl_consistency.kernels.matmul import matmul_nn, matmul_nt
+from rl_consistency.kernels.token_logprobs import IGNORED, lm_head_logits
+from rl_consistency.parity.attention_checks import attention_probe
+from rl_consistency.parity.claims import Tally
+from rl_consistency.parity.op_checks import token_logprob_probe, weight_scale
+from rl_consistency.parity.op_setup import Heads, OpSetup
+from rl_consistency.parity.paged_calls import decoded, paged_calls
+from rl_consistency.parity.probe import probe
+
+MAX_ROWS = 200
+"""Rows of a product: ragged for every tile."""
+
+LENGTHS = (1, 33, 200, 2300)
+"""Sequences of attention, from one block of keys to many."""
+
+_Found = TypeVar("_Found")
+
+
+def check_matmul_schedules(tally: Tally, setup: OpSetup) -> None:
+    """Products of both layouts by every schedule, and as they are dispatched for few to many
+    rows."""
+    rows = min(setup.rows, MAX_ROWS)
+    for i, (inner, columns) in enumerate(setup.shapes.linear):
+        x = _drawn(setup, (rows, inner), 3 * i)
+        weight = _drawn(setup, (columns, inner), 3 * i + 1, weight_scale(inner))
+        bias = _drawn(setup, (columns,), 3 * i + 2)
+        name = f"{inner} x {columns}"
+        _compare_product(tally, setup, f"{name} nt", x, weight, bias, "nt")
+        _compare_product(tally, setup, f"{name} nn", x, weight.t().contiguous(), None, "nn")
+    audit = cublaslt.schedule_audit()
+    tally.expect(
+        "library products audited",
+        audit.differing == 0,
+        f"{audit.differing} elements of {audit.audited} audited calls; struck: {audit.struck}",
+    )
+
+
+def check_gradient_fold_schedules(tally: Tally, setup: OpSetup) -> None:
+    """A buffer continued by every schedule of `fold_outer`."""
+    rows = min(setup.rows, MAX_ROWS)
+    for i, (inner, columns) in enumerate(setup.shapes.linear):
+        x, dy = _drawn(setup, (rows, inner), 2 * i), _drawn(setup, (rows, columns), 2 * i + 1)
+        start = probe((columns, inner), torch.float32, seed=i, device=setup.device)
+        tma = has_tma(setup.device) and gradient_fold_triton.takes_descriptors(dy, x)
+
+        def continued(
+            schedule: gradient_fold_schedules.Schedule | None,
+            dy: Tensor = dy,
+            x: Tensor = x,
+            start: Tensor = start,
+        ) -> Tensor:
+            buffer = start.clone()
+            if schedule is None:
+                fold_outer(buffer, dy, x)
+            else:
+                gradient_fold_triton.launch_outer(buffer, dy, x, False, schedule)
+            return buffer
+
+        name = f"{columns} x {inner}"
+        entries = gradient_fold_schedules.candidates(setup.dtype, tma=tma)
+        # One by one: a buffer is as large as the weight, in fp32.
+        _compile_ahead(continued, entries)
+        whole = continued(None)
+        used = 0
+        for schedule in entries:
+            found = _within_resources(continued, schedule)
+            used += found is not None
+            if found is not None:
+                tally.equal(f"{name}, {schedule}", whole, found)
+        tally.expect(f"{name}, entries that fit", used >= 2, f"{used} of {len(entries)}")
+
+
+def check_attention_schedules(tally: Tally, setup: OpSetup) -> None:
+    """Prefill, decode from the paged cache, and backward by every schedule."""
+    for shape in setup.shapes.attention:
+        samples = attention_probe(shape, LENGTHS, setup)
+        starts = [sum(-(-n // 16) * 16 for n in LENGTHS[:i]) for i in range(len(LENGTHS))]
+        layout = PackedSequences.of(starts, LENGTHS)
+        size = starts[-1] + -(-LENGTHS[-1] // 16) * 16
+        q, k, v = (x.new_zeros(size, *x.shape[1:]) for x in samples[0])
+        for start, sample in zip(starts, samples, strict=True):
+            for packed, own in zip((q, k, v), sample, strict=True):
+                packed[start : start + len(own)] = own
+        _compare_attention(tally, shape, layout, (q, k, v), attention_triton.PREFILL)
+        _compare_backward(tally, shape, layout, (q, k, v))
+        for call in paged_calls(
+            [decoded(n)[:2] for n in LENGTHS],
+            block_size=16,
+            num_layers=1,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=setup.dtype,
+            device=setup.device,
+        ):
+            q, k, v = (
+                torch.cat([samples[i][j][begin:end] for i, begin, end in call.spans])
+                for j in range(3)
+            )
+            call.paged.write(0, k, v)
+            caches = (call.paged.key_cache[0], call.paged.value_cache[0])
+            k, v = (cache.view(-1, *cache.shape[2:]) for cache in caches)
+            table = attention_triton.DECODE + attention_triton.PREFILL
+            _compare_attention(tally, shape, call.paged, (q, k, v), table)
+
+
+def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
+    """Statistics of the vocabulary and logit gradients: fused with the product, and from logits."""
+    hidden, weight, targets, rows = token_logprob_probe(min(setup.rows, MAX_ROWS), setup)
+    temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0)
+    logits = lm_head_logits(hidden, weight)
+    fused = setup.dtype != torch.float32
+
+    def from_logits(schedule: int) -> Tensor:
+        return vocabulary_statistics_triton.vocabulary_row_statistics(
+            logits, temperature, False, schedule
+        )
+
+    def with_product(schedule: int) -> Tensor:
+        return token_logprobs_triton.token_statistics(hidden, weight, temperature, False, schedule)
+
+    partials = _compare(
+        tally, "rows", range(len(vocabulary_statistics_triton.ROW_SCHEDULES)), from_logits
+    )
+    top, log_normalizer, entropy = vocabulary_statistics_triton.vocabulary_combine(partials)
+    dlogprobs, dentropy = (
+        probe((len(hidden),), torch.float32, seed=s, device=setup.device) for s in (1, 2)
+    )
+    table = token_gradient_triton.token_gradient_table(
+        temperature, top, log_normalizer, entropy, dlogprobs, dentropy, targets, IGNORED
+    )
+    expected = torch.empty_like(logits, dtype=setup.dtype)
+    token_gradient_triton.token_row_gradient(logits, table, expected, False)
+
+    def gradient(schedule: int) -> Tensor:
+        dlogits = torch.empty_like(expected)
+        token_gradient_triton.token_gradient(hidden, weight, table, dlogits, False, schedule)
+        return dlogits
+
+    if not fused:
+        return
+    schedules = token_logprobs_schedules
+    tma = schedules.takes_tma(hidden, weight, expected)
+    for name, entries, run, whole in (
+        ("fused statistics", schedules.STATISTICS_SCHEDULES, with_product, partials),
+        ("fused gradient", schedules.GRADIENT_SCHEDULES, gradient, expected),
+    ):
+        usable = [i for i, s in enumerate(entries) if tma or s.kind == "pointer"]
+        tally.equal(f"{name}, against logits", whole, _compare(tally, name, usable, run))
+
+
+def _compare_product(
+    tally: Tally,
+    setup: OpSetup,
+    name: str,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    layout: str,
+) -> None:
+    def by_schedule(schedule: matmul_schedules.Schedule) -> Tensor:
+        return matmul_triton.matmul_fwd(a, b, bias, layout, a.dtype, schedule)
+
+    def as_dispatched(rows: Tensor) -> Tensor:
+        if layout == "nn":
+            return matmul_nn(rows, b, out_dtype=a.dtype)
+        return matmul_nt(rows, b, bias=bias, out_dtype=a.dtype)
+
+    fp32, size = setup.dtype == torch.float32, setup.dtype.itemsize
+    table = matmul_schedules.POINTER_FP32 if fp32 else matmul_schedules.CANDIDATES
+    tma = has_tma(setup.device) and all(
+        matmul_triton.describable(matrix) for matrix in (a, b, as_dispatched(a))
+    )
+    entries = [
+        schedule.within(matmul_triton.SHARED_BYTES, size, size)
+        for schedule in table
+        if tma or schedule.kind == "pointer"
+    ]
+    whole = _compare(tally, name, entries, by_schedule)
+    for count in sorted({1, 2, 16, 65, len(a)}):
+        case = f"{name}, {count} rows as dispatched"
+        tally.equal(case, whole[:count], as_dispatched(a[:count]))
+
+
+def _compare_attention(
+    tally: Tally,
+    shape: Heads,
+    layout: AttentionLayout,
+    operands: tuple[Tensor, Tensor, Tensor],
+    table: Iterable[attention_triton.Schedule],
+) -> None:
+    few = max(layout.query_lens) * (shape.heads // shape.kv_heads) <= 64
+
+    def attended(choice: tuple[attention_triton.Schedule, int]) -> Tensor:
+        schedule, programs = choice
+        out, lse = attention_triton.attention_fwd(
+            *operands,
+            layout,
+            shape.scale,
+            shape.window,
+            schedule=schedule,
+            programs_per_tile=programs,
+        )
+        rows = torch.cat([out.float().flatten(1), lse], dim=1)
+        spans = zip(layout.query_starts, layout.query_lens, strict=True)
+        return torch.cat([rows[start : start + count] for start, count in spans])
+
+    # Few rows may have their keys spread over several programs.
+    choices = [(s, programs) for programs in ((1, 2, 7) if few else (1,)) for s in table]
+    queries = "decode" if few else "prefill"
+    _compare(tally, f"{shape}, {queries}", choices, attended)
+
+
+def _compare_backward(
+    tally: Tally,
+    shape: Heads,
+    layout: PackedSequences,
+    operands: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    settings = (layout, shape.scale, shape.window)
+    out, lse = attention_triton.attention_fwd(*operands, *settings)
+    do = operands[0]
+
+    def gradients(choice: tuple[str, attention_triton.Schedule]) -> Tensor:
+        name, schedule = choice
+        found = attention_triton.attention_bwd(
+            do, *operands, out, lse, *settings, **{name: schedule}
+        )
+        return torch.cat([x.float().flatten(1) for x in found], dim=1)
+
+    choices = [("query_schedule", s) for s in attention_triton.BACKWARD_QUERIES]
+    choices += [("key_schedule", s) for s in attention_triton.BACKWARD_KEYS]
+    _compare(tally, f"{shape}, backward", choices, gradients)
+
+
+def _compare(
+    tally: Tally, name: str, entries: Iterable[_Found], run: Callable[[_Found], Tensor]
+) -> Tensor:
+    """Compare what every entry gives with what the first one gives, which is returned.
+
+    An entry that asks for more registers or shared memory than the device has in this dtype is no
+    schedule of it; at least two must be.
+    """
+    choices = list(entries)
+    _compile_ahead(run, choices)
+    first: Tensor | None = None
+    used = 0
+    for choice in choices:
+        found = _within_resources(run, choice)
+        if found is None:
+            continue
+        used += 1
+        if first is None:
+            first = found
+        tally.equal(f"{name}, {choice}", first, found)
+    tally.expect(f"{name}, entries that fit", used >= 2, f"{used} of {len(choices)}")
+    if first is None:
+        raise ValueError(f"{name}: no schedule of {len(choices)} fits this device.")
+    return first
+
+
+def _compile_ahead(run: Callable[[_Found], Tensor], choices: Iterable[_Found]) -> None:
+    """Run every entry once, several at a time: compiling takes longer than everything else."""
+    if INTERPRETED:
+        return
+    workers = min(os.cpu_count() or 1, 16)
+    # A thread starts on the first device, whatever this one has chosen.
+    device = (torch.cuda.current_device(),)
+    with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=device) as pool:
+        for future in [pool.submit(_within_resources, run, choice) for choice in choices]:
+            future.result()
+
+
+def _within_resources(run: Callable[[_Found], Tensor], choice: _Found) -> Tensor | None:
+    """What an entry gives, or None where the device has not the resources it asks for."""
+    try:
+        return run(choice)
+    except OutOfResources:
+        return None
+
+
+def _drawn(setup: OpSetup, shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Tensor:
+    return probe(shape, setup.dtype, seed=seed, scale=scale, device=setup.device)

@@ -1,0 +1,188 @@
+"""A patched Hugging Face model on a GPU: live, the same bytes in every layout, reversible."""
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rl_consistency.models.batch_layout import lay_out
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.numerics.fingerprint import fingerprint
+from rl_consistency.numerics.settings import SETTINGS
+from rl_consistency.numerics.strict import strict
+from rl_consistency.parity.digest import gradient_digest, parameter_digest
+from rl_consistency.parity.gradients import check_gradients
+from rl_consistency.parity.stock import shadow_stock_path
+from rl_consistency.parity.tolerances import assert_within
+from rl_consistency.rollout.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+FAMILIES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 70}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+}
+DTYPES = [torch.bfloat16, torch.float32]
+LENGTHS = (1, 2, 31, 150, 16, 83)
+PROMPTS = (1, 1, 7, 20, 3, 40)
+TRUNCATED = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
+
+
+def build(family="qwen3", dtype=torch.bfloat16):
+    config_class, model_class, extra = FAMILIES[family]
+    config = config_class(
+        vocab_size=331,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        **extra,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return model_class(config).to(device="cuda", dtype=dtype)
+
+
+def tokens_of(lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 331, (n,), generator=generator).tolist() for n in lengths]
+
+
+def scored(model, inputs, mask=None, sampling=None, prompts=PROMPTS):
+    return token_logprobs(
+        model, inputs, attention_mask=mask, prompt_lengths=prompts, sampling=sampling
+    )
+
+
+def same_bits(a, b):
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_patch_proves_itself_live(family, dtype):
+    with patch(build(family, dtype)) as session:
+        session.verify()
+
+
+@pytest.mark.parametrize("sampling", [None, TRUNCATED])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logprobs_have_the_same_bytes_in_every_layout(dtype, sampling):
+    sequences = tokens_of()
+    with patch(model := build(dtype=dtype)), torch.no_grad():
+        expected = scored(model, sequences, sampling=sampling).logprobs
+        assert expected.is_cuda and len(expected) == sum(LENGTHS) - sum(PROMPTS)
+        for layout in ("packed_with_gaps", "left_padded", "right_padded"):
+            inputs, mask = lay_out(sequences, layout, "cuda")
+            assert same_bits(scored(model, inputs, mask, sampling).logprobs, expected)
+        alone = [
+            scored(model, [s], sampling=sampling, prompts=[p]).logprobs
+            for s, p in zip(sequences, PROMPTS)
+            if len(s) > p
+        ]
+        assert same_bits(torch.cat(alone), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_have_the_same_bytes_however_the_batch_is_cut(family):
+    sequences, tokens = tokens_of(), sum(LENGTHS) - sum(PROMPTS)
+    keep = [i for i, (n, p) in enumerate(zip(LENGTHS, PROMPTS)) if n > p]
+    with patch(model := build(family)):
+        report = check_gradients(
+            model,
+            [sequences[i] for i in keep],
+            prompt_lengths=[PROMPTS[i] for i in keep],
+            loss=lambda part, group: -(part.logprobs / tokens).sum(),
+        )
+    assert report.elements > 0
+    report.require_passed()
+
+
+def test_a_loss_weighted_by_what_is_at_hand_fails_the_same_check():
+    """Negative control."""
+    with patch(model := build()):
+        report = check_gradients(
+            model,
+            tokens_of((31, 150, 16, 83)),
+            prompt_lengths=(7, 20, 3, 40),
+            loss=lambda part, group: -part.logprobs.mean(),
+        )
+    assert not report.passed
+
+
+def test_logprobs_are_close_to_those_of_the_cpu():
+    sequences = tokens_of()
+    with patch(gpu := build(dtype=torch.float32)), torch.no_grad():
+        ours = scored(gpu, sequences).logprobs
+    with patch(cpu := build(dtype=torch.float32).cpu()), torch.no_grad():
+        theirs = scored(cpu, sequences).logprobs
+    assert_within(ours.cpu(), theirs, "reduction", torch.float32)
+
+
+def test_gradient_checkpointing_changes_no_bit():
+    digests = []
+    for checkpointing in (False, True):
+        model = build().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+        with patch(model):
+            scored(model, tokens_of()).logprobs.sum().backward()
+            digests.append(gradient_digest(model))
+    assert digests[0] == digests[1]
+
+
+def test_the_stock_path_runs_on_the_gpu_with_finite_gradients():
+    with patch(model := build()), strict(False):
+        scored(model, tokens_of()).logprobs.sum().backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_shadow_drifts_is_timed_and_leaves_weights_and_gradients_alone(dtype):
+    sequences = tokens_of((31, 150, 16, 83))
+    prompts = (7, 20, 3, 40)
+    with patch(model := build(dtype=dtype)) as session:
+        scored(model, sequences, prompts=prompts).logprobs.sum().backward()
+        before = parameter_digest(model), gradient_digest(model)
+        shadow = shadow_stock_path(session, sequences, prompts, micro_batch_size=2)
+        assert (parameter_digest(model), gradient_digest(model)) == before
+        session.verify()
+    assert shadow.drift.tokens == sum(map(len, sequences)) - sum(prompts)
+    assert shadow.drift.mismatched_tokens > 0 and shadow.drift.nonfinite_tokens == 0
+    assert shadow.rollout_seconds > 0 and shadow.training_seconds > 0
+
+
+def test_the_stock_path_has_the_settings_from_before_the_patch():
+    before = [setting.read() for setting in SETTINGS]
+    with patch(build()) as session:
+        held = [setting.read() for setting in SETTINGS]
+        assert held == [setting.required for setting in SETTINGS] != before
+        with session.stock():
+            assert [setting.read() for setting in SETTINGS] == before
+        assert [setting.read() for setting in SETTINGS] == held
+    assert [setting.read() for setting in SETTINGS] == before
+
+
+def test_the_fingerprint_names_the_gpu_and_what_compiles_for_it():
+    difference = fingerprint("cuda").difference(fingerprint("cpu"))
+    assert any(torch.cuda.get_device_name() in line for line in difference)
+    names = {line.partition(":")[0] for line in difference}
+    assert {"device", "cuda_capability", "cuda_runtime", "triton"} <= names
+    assert fingerprint("cuda") == fingerprint(torch.device("cuda", torch.cuda.current_device()))

@@ -1,0 +1,187 @@
+"""The engine on a GPU: its logprobs are training's, whatever else is in the batch."""
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.strict import strict
+from rl_consistency.parity.drift import compare_logprobs
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.model_runner import GPU_CACHE_SHARE
+from rl_consistency.rollout.sampler import inverse_cdf
+from rl_consistency.rollout.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [[(7 * i + 3 * n) % 331 for i in range(n)] for n in (1, 5, 33, 64, 130, 17, 3)]
+SAMPLINGS = {
+    "plain": SamplingParams(n=2, max_tokens=40, seed=3),
+    "warm": SamplingParams(n=2, temperature=0.7, max_tokens=40, seed=3),
+    "truncated": SamplingParams(
+        n=2, temperature=0.9, top_k=40, top_p=0.9, min_p=0.02, max_tokens=40, seed=3
+    ),
+}
+SETTINGS = {
+    "one at a time": {"max_num_seqs": 1},
+    "chunked prefill": {"prefill_chunk_size": 7},
+    "few tokens a step": {"max_batch_tokens": 19},
+    "preempted": {"num_kv_blocks": 40, "kv_block_size": 8},
+    "other blocks": {"kv_block_size": 32, "enable_prefix_sharing": False},
+}
+
+
+def build(dtype=torch.bfloat16):
+    config = Qwen3Config(
+        vocab_size=331,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(config).to(device="cuda", dtype=dtype)
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
+def model(request):
+    model = build(request.param)
+    with patch(model):
+        yield model
+
+
+def generated(model, sampling, prompts=PROMPTS, prompt_ids=None, **settings):
+    engine = RolloutEngine(model, eos_token_id=1, **{"num_kv_blocks": 400} | settings)
+    return engine.generate(prompts, sampling, prompt_ids=prompt_ids)
+
+
+def rescored(model, completions, sampling):
+    prompts = [PROMPTS[c.prompt_index] for c in completions]
+    with torch.no_grad():
+        return token_logprobs(
+            model,
+            [[*p, *c.token_ids] for p, c in zip(prompts, completions)],
+            prompt_lengths=[len(p) for p in prompts],
+            sampling=sampling,
+        ).split()
+
+
+def as_bytes(completions):
+    return [(c.token_ids, c.token_logprobs.view(torch.int32).tolist()) for c in completions]
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_rollout_logprobs_are_training_logprobs(model, name):
+    completions = generated(model, SAMPLINGS[name])
+    rollout = [c.token_logprobs for c in completions]
+    assert all(t.device.type == "cpu" for t in rollout)
+    report = compare_logprobs(rollout, rescored(model, completions, SAMPLINGS[name]))
+    assert report.passed and report.max_ulp == 0 and report.tokens > 100
+
+
+def test_the_stock_scoring_of_the_same_tokens_drifts(model):
+    """Negative control."""
+    completions = generated(model, SAMPLINGS["plain"])
+    with strict(False):
+        stock = rescored(model, completions, SAMPLINGS["plain"])
+    report = compare_logprobs([c.token_logprobs for c in completions], stock)
+    assert report.mismatched_tokens > 0
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_engine_setting_moves_a_bit(model, setting):
+    sampling = SAMPLINGS["truncated"]
+    expected = as_bytes(generated(model, sampling))
+    assert as_bytes(generated(model, sampling, **SETTINGS[setting])) == expected
+
+
+def test_a_completion_depends_on_no_other_prompt(model):
+    sampling = SAMPLINGS["plain"]
+    together = as_bytes(generated(model, sampling))
+    for index, prompt in enumerate(PROMPTS):
+        alone = as_bytes(generated(model, sampling, [prompt], prompt_ids=[index]))
+        assert alone == together[2 * index : 2 * index + 2]
+
+
+def test_a_rollout_repeats_itself(model):
+    first, again = (as_bytes(generated(model, SAMPLINGS["plain"])) for _ in range(2))
+    assert first == again
+
+
+def test_greedy_decoding_takes_the_lowest_of_equal_maxima(model):
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    assert as_bytes(generated(model, greedy)) == as_bytes(generated(model, greedy, max_num_seqs=2))
+
+
+def test_a_draw_is_the_draw_of_the_cpu():
+    generator = torch.Generator().manual_seed(5)
+    probabilities = torch.randn(64, 10_000, generator=generator).softmax(dim=1)
+    uniforms = torch.rand(64, dtype=torch.float64, generator=generator)
+    drawn = inverse_cdf(probabilities.cuda(), uniforms.cuda())
+    assert torch.equal(drawn.cpu(), inverse_cdf(probabilities, uniforms))
+
+
+def test_a_decode_step_hardly_waits_for_the_device(monkeypatch):
+    """Decoding is bound by launches: each wait empties the queue."""
+    waits = []
+    with patch(model := build()):
+        engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=400)
+        sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+        engine.generate(PROMPTS, sampling)  # compiles and allocates
+        real = engine.step
+
+        def step():
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                with pytest.warns(UserWarning) as seen:
+                    sampled = real()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            waits.append([str(w.message) for w in seen if "synchroniz" in str(w.message)])
+            return sampled
+
+        monkeypatch.setattr(engine, "step", step)
+        engine.generate(PROMPTS, sampling)
+    decoding = waits[3:]
+    # The range of the token ids is read twice, the tokens drawn once.
+    assert decoding and max(map(len, decoding)) <= 3, decoding[0]
+
+
+def test_the_default_cache_leaves_room_on_the_gpu():
+    with patch(model := build()):
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        before = torch.cuda.memory_allocated()
+        engine = RolloutEngine(model, eos_token_id=None, max_num_seqs=10**6, kv_block_size=4096)
+        taken = torch.cuda.memory_allocated() - before
+        del engine
+        torch.cuda.empty_cache()
+    assert 0.95 * GPU_CACHE_SHARE * free < taken < 1.02 * GPU_CACHE_SHARE * free
+
+
+def test_a_cache_larger_than_the_gpu_is_refused_with_its_size():
+    with patch(model := build()), pytest.raises(ValueError, match=r"no room on cuda:0 .* GiB"):
+        RolloutEngine(model, eos_token_id=None, num_kv_blocks=1 << 28)
+
+
+def test_a_model_moved_to_the_gpu_after_its_engine_is_refused():
+    with patch(model := build().cpu()):
+        engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=40)
+        model.cuda()
+        with pytest.raises(ValueError, match="build the RolloutEngine after"):
+            engine.generate([[1, 2]], SamplingParams())
+
+
+def test_a_nan_in_the_weights_is_reported_by_name():
+    with patch(model := build()):
+        with torch.no_grad():
+            model.model.norm.weight[0] = torch.nan
+        with pytest.raises(ConsistencyError, match="prompt 0, sample 0, position 2: .*not finite"):
+            generated(model, SamplingParams(), [[1, 2]])

@@ -1,0 +1,64 @@
+"""The verification on a GPU: a small run of every check is green, and mutants turn checks red."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from rl_consistency.parity.claims import CLAIMS
+from rl_consistency.parity.mutants import mutants_on, run_controls, run_mutant
+from rl_consistency.parity.presets import build_preset
+from rl_consistency.parity.probe import probe
+from rl_consistency.parity.sweep import Sweep
+from rl_consistency.parity.verify import Target, count_checks, run_checks
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+TINY = Sweep(
+    batches=(1, 4), lengths=(1, 17, 33), long=(300,), chunks=(7,), pads=(0, 3), cache_blocks=(7, 16)
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_claim_holds_for_a_tiny_model(dtype):
+    target = Target(
+        name="tiny-qwen3",
+        dtype=dtype,
+        device=CUDA,
+        sweep=TINY,
+        build=partial(build_preset, "tiny-qwen3", dtype, device=CUDA),
+    )
+    results = run_checks([target])
+    assert [(r.key, r.detail) for r in results if not r.passed] == []
+    assert len(results) == count_checks([target])
+    assert {r.claim for r in results} == set(CLAIMS)
+
+
+@pytest.mark.parametrize("mutant", mutants_on(CUDA), ids=lambda m: m.name)
+def test_the_mutant_is_caught(mutant):
+    result = run_mutant(mutant, CUDA)
+    assert result.killed, result.survivors
+
+
+def test_controls_are_green_without_a_mutant():
+    keys = dict.fromkeys(key for mutant in mutants_on(CUDA) for key in mutant.keys(CUDA))
+    assert [(r.key, r.detail) for r in run_controls(keys, CUDA) if not r.passed] == []
+
+
+def test_a_probe_is_drawn_on_the_device_and_is_the_same_bytes_again():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        values = probe((64, 96), dtype, seed=3, device=CUDA)
+        assert values.device == CUDA and values.isfinite().all()
+        assert torch.equal(values, probe((64, 96), dtype, seed=3, device=CUDA))
+
+
+def test_a_model_of_real_shape_is_built_on_the_device_and_moves_no_random_state():
+    states = torch.random.get_rng_state(), torch.cuda.get_rng_state(CUDA)
+    model = build_preset("qwen3-0.6b", torch.bfloat16, device=CUDA, num_layers=2)
+    assert {p.device for p in model.parameters()} == {CUDA}
+    weight = model.model.layers[0].mlp.up_proj.weight.detach().float()
+    sizes = weight.square().mean(0).sqrt().sort().values
+    assert sizes[-1] > 3 * sizes[len(sizes) // 2]
+    assert torch.equal(torch.random.get_rng_state(), states[0])
+    assert torch.equal(torch.cuda.get_rng_state(CUDA), states[1])

@@ -1,0 +1,185 @@
+"""The logic of the Triton schedules, in the interpreter: its bits say nothing of a GPU's."""
+
+import itertools
+
+import pytest
+import torch
+
+from rl_consistency.kernels.gradient_fold import fold_columns as fold_columns_cpu
+from rl_consistency.kernels.gradient_fold import fold_rows as fold_rows_cpu
+from rl_consistency.kernels.gradient_fold_schedules import (
+    HOPPER,
+    POINTER,
+    TMA,
+    WIDE,
+    Schedule,
+    candidates,
+    pick,
+)
+from rl_consistency.kernels.gradient_fold_triton import (
+    fold_step_sums,
+    gradient_fold_columns,
+    gradient_fold_outer,
+    gradient_fold_rows,
+    launch_outer,
+    step_sums,
+)
+from rl_consistency.kernels.row_reduction import tree_sum
+from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.probe import probe
+from rl_consistency.parity.tolerances import assert_within
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter runs where there is no NVIDIA GPU"
+)
+
+TOKENS, N, K = 48, 24, 40
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SMALL = Schedule(kind="pointer", block_n=16, block_k=32, block_t=16, warps=4, stages=2)
+
+
+def same_bytes(a, b):
+    return first_difference({"": a}, {"": b}) is None
+
+
+def operands(dtype=torch.float32, tokens=TOKENS):
+    return probe((tokens, N), dtype), probe((tokens, K), dtype, seed=1)
+
+
+def outer(dy, x, cuts=(), schedule=SMALL, fresh=False):
+    buffer = torch.zeros(dy.shape[1], x.shape[1])
+    for start, stop in itertools.pairwise([0, *cuts, len(dy)]):
+        launch_outer(buffer, dy[start:stop], x[start:stop], fresh, schedule)
+    return buffer
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outer_matches_fp64(dtype):
+    dy, x = operands(dtype, TOKENS - 5)
+    buffer = torch.zeros(N, K)
+    gradient_fold_outer(buffer, dy, x, False)
+    assert_within(buffer, dy.double().t() @ x.double(), "reduction", torch.float32)
+
+
+@pytest.mark.parametrize("schedule", [*POINTER, *WIDE], ids=str)
+def test_every_pointer_schedule_matches_fp64(schedule):
+    dtype = torch.float32 if schedule in WIDE else torch.bfloat16
+    dy, x = operands(dtype)
+    assert_within(
+        outer(dy, x, [16], schedule), dy.double().t() @ x.double(), "reduction", torch.float32
+    )
+
+
+def test_outer_continues_where_it_was_cut():
+    dy, x = operands(torch.bfloat16)
+    whole = outer(dy, x)
+    assert same_bytes(outer(dy, x, [16, 32]), whole)
+    assert same_bytes(outer(dy, x, fresh=True), whole)
+
+
+def test_adding_products_of_cuts_fails_the_same_check():
+    dy, x = operands(torch.bfloat16)
+    added = outer(dy[:16], x[:16]) + outer(dy[16:], x[16:])
+    assert not same_bytes(added, outer(dy, x))
+
+
+def test_outer_takes_any_strides_of_buffer_and_operands():
+    dy, x = operands(torch.bfloat16)
+    buffer = torch.zeros(K, N).t()
+    gradient_fold_outer(buffer, dy.t().contiguous().t(), torch.cat([x, x], 1)[:, :K], False)
+    assert same_bytes(buffer.contiguous(), outer(dy, x))
+
+
+def test_negative_zero_is_stored_as_positive_zero():
+    buffer = torch.full((N, K), -0.0)
+    launch_outer(buffer, -torch.zeros(16, N), torch.zeros(16, K), False, SMALL)
+    assert same_bytes(buffer, torch.zeros(N, K))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(("rows_per_token", "tokens"), [(1, 40), (3, 33), (4, 32)])
+def test_columns_have_the_bytes_of_the_cpu(rows_per_token, tokens, dtype):
+    """Elementwise additions only: here the interpreter does say something of the order."""
+    rows = probe((tokens * rows_per_token, K), torch.bfloat16)
+    got, expected = torch.zeros(K, dtype=dtype), torch.zeros(K, dtype=dtype)
+    gradient_fold_columns(got, rows, rows_per_token)
+    fold_columns_cpu(expected, rows, rows_per_token=rows_per_token)
+    assert same_bytes(got, expected)
+
+
+@pytest.mark.parametrize("rows_per_token", [1, 5])
+def test_step_sums_are_halving_trees(rows_per_token):
+    step = 16 * rows_per_token
+    rows = probe((2 * step, K))
+    assert same_bytes(step_sums(rows, rows_per_token), tree_sum(rows.view(2, step, K), dim=1))
+    assert not same_bytes(step_sums(rows, rows_per_token), rows.view(2, step, K).sum(1))
+
+
+def test_step_sums_are_folded_upward():
+    sums = probe((70, K))
+    got, expected = torch.zeros(K, dtype=torch.float64), torch.zeros(K, dtype=torch.float64)
+    fold_step_sums(got, sums)
+    for row in sums:
+        expected += row
+    assert same_bytes(got, expected)
+
+
+@pytest.mark.parametrize("repeats", [1, 40])
+def test_rows_have_the_bytes_of_token_order(repeats):
+    index = torch.tensor([3, 5, 3, -1, 0, 3, -1, 5] + [3] * repeats)
+    rows = probe((len(index), K), torch.bfloat16)
+    got = probe((7, K), seed=2)
+    expected = got.clone()
+    for token, row in zip(index.tolist(), rows.float(), strict=True):
+        if token >= 0:
+            expected[token] += row
+    reference = got.clone()
+    gradient_fold_rows(got, index, rows)
+    fold_rows_cpu(reference, index, rows)
+    assert same_bytes(got, expected)
+    assert same_bytes(reference, expected)
+
+
+def test_rows_added_in_another_order_fail_the_same_check():
+    index = torch.full((40,), 3)
+    rows = probe((40, K))
+    got, reversed_ = torch.zeros(7, K), torch.zeros(7, K)
+    gradient_fold_rows(got, index, rows)
+    gradient_fold_rows(reversed_, index, rows.flip(0))
+    assert not same_bytes(got, reversed_)
+
+
+def test_empty_calls_change_nothing():
+    buffer = probe((N, K))
+    before = buffer.clone()
+    gradient_fold_outer(buffer, torch.zeros(0, N), torch.zeros(0, K), False)
+    gradient_fold_rows(buffer, torch.zeros(0, dtype=torch.int64), torch.zeros(0, K))
+    gradient_fold_columns(buffer[0], torch.zeros(0, K), 1)
+    fold_step_sums(buffer[0], torch.zeros(0, K))
+    gradient_fold_outer(torch.zeros(0, K), torch.zeros(16, 0), torch.zeros(16, K), False)
+    assert same_bytes(buffer, before)
+
+
+@pytest.mark.parametrize("schedule", [TMA[0], HOPPER[0]], ids=str)
+def test_descriptors_of_unaligned_rows_are_refused(schedule):
+    dy, x = probe((16, 25), torch.bfloat16)[:, 1:], probe((16, K), torch.bfloat16)
+    with pytest.raises(ValueError, match=r"16-byte aligned rows.*'pointer' schedule"):
+        launch_outer(torch.zeros(24, K), dy, x, False, schedule)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1024, 3072), (3072, 1024), (4096, 4096), (151936, 64)])
+def test_a_schedule_is_picked_from_the_table(shape, tma, dtype):
+    schedule = pick(4096, *shape, dtype, tma=tma, processors=132)
+    assert schedule in candidates(dtype, tma=tma)
+
+
+def test_tables_hold_what_a_multiprocessor_can():
+    for schedule in (*HOPPER, *TMA, *POINTER, *WIDE):
+        assert schedule.block_t % 16 == 0
+        tile_n, tile_k = schedule.tile
+        accumulators = tile_n * tile_k // (schedule.warps * 32)
+        # The copying warps of `hopper` give most of their registers to the others.
+        share = 232 if schedule.kind == "hopper" else schedule.registers or 255
+        assert accumulators + 24 <= share, schedule

@@ -1,0 +1,67 @@
+import pytest
+import torch
+
+from rl_consistency.kernels.matmul_schedules import CANDIDATES, POINTER, POINTER_FP32
+from rl_consistency.kernels.matmul_triton import matmul_fwd, matmul_op
+from rl_consistency.parity.probe import probe
+from rl_consistency.parity.tolerances import assert_within
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
+
+M, N, K = 37, 56, 104
+
+
+def operands(dtype, k=K):
+    a = probe((M, k), dtype, scale=0.25)
+    return a, probe((N, k), dtype, seed=1, scale=k**-0.5), probe((N,), dtype, seed=2)
+
+
+def reference(a, b, bias=None):
+    y = a.double() @ b.double().t()
+    return y if bias is None else y + bias.double()
+
+
+@pytest.mark.parametrize("schedule", [s for s in CANDIDATES if not s.overlap], ids=lambda s: s.name)
+def test_every_schedule_matches_fp64_in_both_layouts(schedule):
+    a, b, bias = operands(torch.bfloat16)
+    y = matmul_fwd(a, b, bias, "nt", torch.float32, schedule)
+    assert_within(y, reference(a, b, bias), "reduction", torch.float32)
+    y = matmul_fwd(a, b.t().contiguous(), None, "nn", torch.bfloat16, schedule)
+    assert_within(y, reference(a, b), "reduction", torch.bfloat16)
+
+
+@pytest.mark.parametrize("schedule", POINTER_FP32, ids=lambda s: s.name)
+def test_every_fp32_schedule_matches_fp64_in_both_layouts(schedule):
+    a, b, bias = operands(torch.float32)
+    y = matmul_fwd(a, b, bias, "nt", torch.float32, schedule)
+    assert_within(y, reference(a, b, bias), "reduction", torch.float32)
+    y = matmul_fwd(a, b.t().contiguous(), None, "nn", torch.float32, schedule)
+    assert_within(y, reference(a, b), "reduction", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("m", [1, 5, M])
+def test_the_picked_schedule_matches_fp64(dtype, m):
+    a, b, bias = operands(dtype)
+    y = matmul_op(a[:m], b, bias, "nt", dtype)
+    assert y.dtype == dtype
+    assert_within(y, reference(a[:m], b, bias), "reduction", dtype)
+
+
+@pytest.mark.parametrize("schedule", POINTER[:4], ids=lambda s: s.name)
+def test_any_strides_and_a_ragged_k(schedule):
+    a, b, _ = operands(torch.float16, k=99)
+    expected = reference(a, b)
+    a = a.t().contiguous().t()
+    for operand, layout in ((b, "nt"), (b.t(), "nn"), (b.t().contiguous().t(), "nt")):
+        y = matmul_fwd(a, operand, None, layout, torch.float32, schedule)
+        assert_within(y, expected, "reduction", torch.float32)
+    row = a[:1].expand(M, 99)
+    y = matmul_fwd(row, b, None, "nt", torch.float32, schedule)
+    assert_within(y, reference(row, b), "reduction", torch.float32)
+
+
+def test_a_descriptor_schedule_refuses_what_it_cannot_describe():
+    a, b, _ = operands(torch.bfloat16, k=99)
+    with pytest.raises(ValueError, match="16-byte rows; got strides .*Use a pointer schedule"):
+        matmul_fwd(a, b, None, "nt", torch.float32, CANDIDATES[0])

@@ -1,0 +1,67 @@
+"""The README's GPU figures are those of the results file, and of nothing else."""
+
+import pytest
+
+from benchmarks.readme import BEGIN, END, README, RESULTS, current, rewritten, section
+from rl_consistency.cli.bench_results import Results, Row, load
+
+META = {"device": "Test GPU", "versions": {"torch": "2.11", "triton": "3.6"}}
+
+
+@pytest.fixture
+def results():
+    row = Row(
+        suite="training_step",
+        work="training step",
+        shape={"model": "qwen3-0.6b", "sequences": 16, "length": 1024},
+        dtype="bfloat16",
+        ours_us=250_000.0,
+        stock_us=320_000.0,
+        ratio=1.28,
+        tokens_per_second={"stock": 51_200.0, "ours": 65_536.0},
+    )
+    record = {"complete": True}
+    return Results((), {}).merged("training_step", [row], META, record)
+
+
+def test_the_readme_says_what_the_results_file_says():
+    assert current(README.read_text("utf-8")) == section(load(RESULTS)), (
+        "run python -m benchmarks.readme"
+    )
+
+
+def test_the_section_has_every_bar_and_the_tokens_per_second(results):
+    text = section(results)
+    assert (
+        "| training step against Hugging Face with SDPA, the lowest | 1.28 | &ge; 1.15 | yes |"
+        in text
+    )
+    assert "| qwen3-0.6b, 16 x 1024 | 65,536 | 51,200 |" in text
+    assert text.count("not measured") == len(results.bars) - 1
+
+
+def test_a_missed_and_an_incomplete_bar_are_shown_as_such(results):
+    (row,) = results.rows
+    slow = Row(**{**vars(row), "ratio": 1.02})
+    missed = results.merged("training_step", [slow], META, {"complete": True})
+    assert "| 1.02 | &ge; 1.15 | **no** |" in section(missed)
+    cut = results.merged("training_step", [row], META, {"complete": False})
+    assert "| 1.28 | &ge; 1.15 | not all cases measured |" in section(cut)
+
+
+def test_a_figure_changed_by_hand_is_noticed(results):
+    readme = rewritten(f"before\n{BEGIN}\n{END}\nafter\n", section(results))
+    assert current(readme) == section(results)
+    assert readme.startswith("before\n") and readme.endswith("\nafter\n")
+    assert current(readme.replace("| 1.28 |", "| 1.38 |")) != section(results)
+
+
+def test_missing_or_repeated_markers_are_named():
+    for text in ("", BEGIN, f"{BEGIN}{BEGIN}{END}"):
+        with pytest.raises(ValueError, match="exactly one"):
+            current(text)
+
+
+def test_without_results_no_figure_is_claimed():
+    text = section(Results((), {}))
+    assert not any(c.isdigit() for c in text)

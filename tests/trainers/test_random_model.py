@@ -1,0 +1,25 @@
+"""The model directory that the GPU recipe is run with."""
+
+import torch
+
+from benchmarks.make_random_model import main
+from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.trainers.config_sections import PolicySection, TokenizerSection
+from rl_consistency.trainers.policy import eos_token_ids, load_policy
+
+
+def test_a_random_model_loads_as_a_policy_and_is_a_function_of_its_seed(tmp_path, capsys):
+    loaded = []
+    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
+        directory = tmp_path / name
+        arguments = [str(directory), "--preset", "tiny-qwen3", "--seed", str(seed)]
+        assert main([*arguments, "--device", "cpu"]) == 0
+        policy = PolicySection(path=directory, dtype="bfloat16")
+        loaded.append(load_policy(policy, TokenizerSection(kind="auto"), seed=3))
+    model, tokenizer = loaded[0]
+    assert model.dtype == torch.bfloat16
+    assert eos_token_ids(model, tokenizer) == (tokenizer.eos_token_id,)
+    one, same, other = (parameter_digest(policy) for policy, _ in loaded)
+    assert one == same != other
+    assert main([str(tmp_path / "one"), "--preset", "tiny-qwen3"]) == 2
+    assert "already holds a model" in capsys.readouterr().out
