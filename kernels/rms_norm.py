@@ -72,8 +72,7 @@ def rms_norm(
     """
     _require("rms_norm", weight, x=x)
     if x.is_cuda:
-        y, _ = _RMSNormCUDA.apply(x, None, weight, eps, rows_per_token, weight_grad)
-        return y
+        return _RMSNormCUDA.apply(x, None, weight, eps, rows_per_token, weight_grad)  # type: ignore[no-any-return]
     return _RMSNorm.apply(x, weight, eps, rows_per_token, weight_grad)  # type: ignore[no-any-return]
 
 
@@ -149,7 +148,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _RMSNormCUDA(torch.autograd.Function):
-    """(y, total) with total = x + residual; without a residual total is None and x stands in."""
+    """(y, total) with total = x + residual; without a residual y alone."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps, rows_per_token, weight_grad):
@@ -158,12 +157,12 @@ class _RMSNormCUDA(torch.autograd.Function):
         y, total, rstd = compute(x, residual, weight, eps)
         ctx.save_for_backward(x if residual is None else total, weight, rstd)
         ctx.rows_per_token, ctx.weight_grad = rows_per_token, weight_grad
-        return y, None if residual is None else total
+        return y if residual is None else (y, total)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grad_outputs):
-        dy, dtotal = grad_outputs
+        dy, dtotal = grad_outputs if len(grad_outputs) == 2 else (grad_outputs[0], None)
         x, weight, rstd = ctx.saved_tensors
         if dy is None:
             return dtotal, dtotal, None, None, None, None

@@ -62,17 +62,6 @@ BACKWARD: dict[int, Schedule] = {
 }
 """The same for the backward pass."""
 
-FORWARD_CANDIDATES = tuple(
-    Schedule(warps, rows=rows) for rows in (1, 2, 4, 8, 16, 32, 64) for warps in (1, 2, 4, 8, 16)
-)
-
-BACKWARD_CANDIDATES = tuple(
-    Schedule(warps, split=split, stages=stages, registers=registers)
-    for warps in (1, 2, 4, 8, 16)
-    for split in (1, 2)
-    for stages, registers in ((1, None), (1, 128), (2, None), (3, None))
-)
-
 
 def block_width(width: int) -> int:
     """Columns a program holds for rows of `width` elements.
@@ -101,9 +90,21 @@ def candidates(width: int, rows_per_token: int | None = None) -> list[Schedule]:
     """Schedules worth timing for a row width: forward, or backward of so many rows a token."""
     block = block_width(width)
     if rows_per_token is None:
-        return [s for s in FORWARD_CANDIDATES if 8 <= s.rows * block // (32 * s.warps) <= 128]
+        tiles = (1, 2) if block >= 1024 else (2048 // block, 4096 // block)
+        return [
+            Schedule(warps, rows=rows)
+            for rows in tiles
+            for warps in (1, 2, 4, 8, 16)
+            if 8 <= rows * block // (32 * warps) <= 128
+        ]
     held = chunk_rows(rows_per_token) * block
-    return [s for s in BACKWARD_CANDIDATES if 8 <= held // (32 * s.warps * s.split) <= 64]
+    return [
+        Schedule(warps, split=split, stages=stages, registers=registers)
+        for split in (1, 2)
+        for warps in (1, 2, 4, 8, 16)
+        for stages, registers in ((1, None), (1, 128), (2, None), (3, None))
+        if 16 <= held // (32 * warps * split) <= 64 or (warps == 1 and held < 512 * split)
+    ]
 
 
 def pick_forward(width: int) -> Schedule:

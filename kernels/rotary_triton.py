@@ -31,10 +31,7 @@ class Schedule:
 
 
 CANDIDATES = tuple(
-    Schedule(tokens, warps, heads)
-    for tokens in (1, 2, 4)
-    for warps in (2, 4, 8)
-    for heads in (8, 16, 32)
+    Schedule(tokens, warps, heads) for tokens in (1, 2, 4) for warps in (4, 8) for heads in (8, 16)
 )
 
 

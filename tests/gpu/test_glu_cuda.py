@@ -71,8 +71,7 @@ def test_values_do_not_depend_on_where_they_stand(activation, dtype):
             assert same_bytes(op(gate[s], up[s], dy[s]), whole[s]), (start, length)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation, dtype", zip(ACTIVATIONS, DTYPES, strict=True))
 def test_every_schedule_gives_the_same_bytes(activation, dtype):
     gate, up, dy = operands(dtype)
     y, expected = glu_fwd(gate, up, activation), glu_bwd(dy, gate, up, activation)

@@ -123,8 +123,15 @@ def test_weight_gradient_does_not_depend_on_the_cut(heads, dtype):
     assert not same_bytes(folded([33]), whole)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [
+        ((80, 4096), torch.bfloat16),
+        ((48, 16, 128), torch.bfloat16),
+        ((80, 1000), torch.float16),
+        ((80, 1000), torch.float32),
+    ],
+)
 def test_every_schedule_gives_the_same_bytes(shape, dtype):
     x, dy, weight = operands(shape, dtype)
     y, _, rstd = rms_norm_fwd(x, None, weight, EPS)

@@ -72,8 +72,7 @@ def test_rotation_is_bitwise_per_position(dtype):
     assert differing_calls(lambda *x: both_ways(*x)[2:], *operands(SHAPES[0], dtype)[:4]) == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape, dtype", zip(SHAPES, DTYPES, strict=True))
 def test_every_schedule_gives_the_same_bytes(shape, dtype):
     rows = operands(shape, dtype)[:4]
     expected = rotary_fwd(*rows, False)
