@@ -4,8 +4,9 @@ Shapes: q [T, H, D], k and v [T, Hkv, D] (packed) or [num_blocks, block_size, Hk
     multiple of Hkv (GQA), D a multiple of 16 up to 256 -> o [T, H, D], lse [T, H] fp32 (natural
     log).
 Dtypes and rounding points: fp32, bf16, fp16; scores, statistics and accumulators fp32;
-    probabilities rounded to the dtype of v before they are summed and multiplied with v; o rounded
-    once. Backward: probabilities and score gradients rounded to the dtype before their products.
+    probabilities rounded to the dtype of v before they are multiplied with v (on a CPU before they
+    are summed, too); o rounded once. Backward: probabilities and score gradients rounded to the
+    dtype before their products.
 Order: `ORDER` below.
 Invariant to: the other sequences, the number of queries in the call (prefill, chunk, decode), the
     placement of keys, the block size of the cache, tiles of queries, rows no sequence owns (they
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_consistency.kernels.attention_backward_triton import attention_bwd
 from rl_consistency.kernels.attention_layout import (
     KEY_BLOCK,
     ROW_TILE,
@@ -36,7 +38,8 @@ from rl_consistency.kernels.attention_layout import (
     PagedAttention,
     TilePlan,
 )
-from rl_consistency.kernels.attention_triton import attention_bwd, attention_fwd
+from rl_consistency.kernels.attention_triton import attention_fwd
+from rl_consistency.kernels.library import kernel_op
 from rl_consistency.kernels.matmul import tile_matmul
 from rl_consistency.kernels.operand import require_operands
 from rl_consistency.kernels.reduction_order import ReductionOrder
@@ -51,10 +54,10 @@ ORDER = ReductionOrder(
     id="attention",
     version=2,
     text=(
-        "On a CPU: keys in blocks of 64 counted from the sequence's first token. Per block: s = (q.k in the "
-        "matmul order over D) * scale; m' = max(m, max s); a = exp(m - m'); p = exp(s - m') "
-        "rounded to the dtype of v; l = l*a + tree(p); acc = acc*a + (p.v in the matmul order "
-        "over the block). o = acc/l, lse = m + log(l). Backward in tiles of 64 queries by 64 "
+        "On a CPU: keys in blocks of 64 counted from the sequence's first token. Per block: "
+        "s = (q.k in the matmul order over D) * scale; m' = max(m, max s); a = exp(m - m'); "
+        "p = exp(s - m') rounded to the dtype of v; l = l*a + tree(p); acc = acc*a + (p.v in the "
+        "matmul order over the block). o = acc/l, lse = m + log(l). Backward in tiles of 64 queries by 64 "
         "keys, both counted from the sequence's start: p = exp(s - lse), ds = p*(dp - "
         "tree(do*o)), both rounded to the dtype; dq folds over key tiles upward; dk and dv fold "
         "over query tiles upward, in each first over the group's heads upward. On CUDA: blocks of "
@@ -181,10 +184,73 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
+def _fake_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: list[int],
+    lens: list[int],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@kernel_op(fake=_fake_fwd)
+def attention_packed_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: list[int],
+    lens: list[int],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """`attention_varlen` on CUDA for a compiler: the layout as two lists."""
+    return attention_fwd(q, k, v, PackedSequences.of(starts, lens), scale, window)
+
+
+def _fake_bwd(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: list[int],
+    lens: list[int],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@kernel_op(fake=_fake_bwd)
+def attention_packed_bwd(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: list[int],
+    lens: list[int],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradients."""
+    layout = PackedSequences.of(starts, lens)
+    return attention_bwd(do, q, k, v, out, lse, layout, scale, window)
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     if q.is_cuda:
+        if torch.compiler.is_compiling() and isinstance(layout, PackedSequences):
+            return attention_packed_fwd(
+                q, k, v, list(layout.query_starts), list(layout.query_lens), scale, window
+            )
         return attention_fwd(q, k, v, layout, scale, window)
     rows, heads, head_dim = q.shape
     kv_heads = k.shape[-2]
@@ -290,6 +356,11 @@ def _backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.is_cuda:
+        if torch.compiler.is_compiling():
+            return attention_packed_bwd(
+                do, q, k, v, out, lse, list(layout.query_starts), list(layout.query_lens), scale,
+                window,
+            )  # fmt: skip
         return attention_bwd(do, q, k, v, out, lse, layout, scale, window)
     delta = tree_sum(do.float() * out.float())
     gradients = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))

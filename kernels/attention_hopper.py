@@ -1,9 +1,9 @@
 """The attention order on sm_90 with specialised warps: one schedule of the forward pass.
 
-A producer copies blocks of keys and values into a ring of shared buffers; two consumers, each a warp
-group with 64 rows of the tile, run on their own clocks, so that one's exponentials fill the time of
-the other's matrix steps. Same sums as `attention_triton`: per block a chain of matrix steps and the
-halving tree to eight lanes, then the left fold over blocks.
+A producer copies blocks of keys and values into a ring of shared buffers; two consumers, each a
+warp group with 64 rows of the tile, run on their own clocks, so that one's exponentials fill the
+time of the other's matrix steps. Same sums as `attention_triton`: per block a chain of
+matrix steps and the halving tree to eight lanes, then the left fold over blocks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rl_consistency.kernels.cuda_device import sm_count
+
 LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
 
 CONSUMER_ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(128)
 STAGES = gl.constexpr(2)
+SHORT_KEYS = 2048
+"""Longest context for which programs are persistent; measured."""
 UPPER, LOWER = gl.constexpr(0), gl.constexpr(1)
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -38,54 +42,100 @@ def _halve(x, R: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
+def _tile(index, tiles, query_start, query_len, context_len, window, KV_HEADS: gl.constexpr,
+          GROUP: gl.constexpr, WINDOWED: gl.constexpr):  # fmt: skip
+    """(head, first row, first token's row, queries, context, first key, blocks) of a tile."""
+    sequence = gl.load(tiles + 2 * (index // KV_HEADS))
+    first_row = gl.load(tiles + 2 * (index // KV_HEADS) + 1)
+    q_len = gl.load(query_len + sequence)
+    limit = gl.load(context_len + sequence)
+    start_row = gl.load(query_start + sequence)
+    past = limit - q_len
+    last_position = gl.minimum(past + (first_row + 2 * CONSUMER_ROWS - 1) // GROUP, limit - 1)
+    low = limit * 0
+    if WINDOWED:
+        low = gl.maximum(past + first_row // GROUP - window + 1, 0) // KEYS * KEYS
+    count = gl.cdiv(last_position + 1 - low, KEYS)
+    return index % KV_HEADS, first_row, start_row, q_len, limit, low, count
+
+
+@gluon.jit
 def _produce(
-    k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty, V, row0, kv_head, low, high,
-    limit, stride_vt, stride_vh, DIM: gl.constexpr,
+    Q, V, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty,
+    v_empty, tiles, num_tiles, query_start, query_len, context_len, window, stride_qt, stride_qh,
+    stride_vt, stride_vh, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring with the blocks of keys low .. high."""
-    column = kv_head * DIM
-    count = gl.cdiv(high - low, KEYS)
-    for i in range(count):
-        start = low + i * KEYS
-        slot = i % STAGES
-        phase = (i // STAGES) & 1
-        mbarrier.wait(k_empty.index(slot), phase ^ 1)
-        mbarrier.expect(k_full.index(slot), KEYS * DIM * 2)
-        tma.async_copy_global_to_shared(
-            k_desc, [row0 + start, column], k_full.index(slot), k_bufs.index(slot)
+    """Fill the query buffers and the ring of blocks, tile after tile."""
+    chunk: gl.constexpr = 32
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    within = gl.arange(0, chunk, layout=gl.SliceLayout(1, layout))
+    done = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        kv_head, first_row, start_row, q_len, limit, low, count = _tile(
+            index, tiles, query_start, query_len, context_len, window, KV_HEADS, GROUP, WINDOWED
         )
-        mbarrier.wait(v_empty.index(slot), phase ^ 1)
-        if start + KEYS <= limit:
-            mbarrier.expect(v_full.index(slot), KEYS * DIM * 2)
+        for c in gl.static_range(2 * CONSUMER_ROWS // chunk):
+            if c * chunk % CONSUMER_ROWS == 0:
+                mbarrier.wait(q_empty.index(c * chunk // CONSUMER_ROWS), (turn & 1) ^ 1)
+            row = first_row + c * chunk + within
+            token_row = (start_row + row // GROUP).to(gl.int64)
+            head = kv_head * GROUP + row % GROUP
+            pointer = (
+                Q + gl.expand_dims(token_row * stride_qt + head * stride_qh, 1)
+                + gl.expand_dims(dim, 0)
+            )  # fmt: skip
+            mask = gl.expand_dims(row < q_len * GROUP, 1) & gl.expand_dims(dim < DIM, 0)
+            q_bufs.index(c * chunk // CONSUMER_ROWS).slice(
+                c * chunk % CONSUMER_ROWS, chunk, 0
+            ).store(gl.load(pointer, mask=mask, other=0.0))
+            if (c + 1) * chunk % CONSUMER_ROWS == 0:
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(q_full.index(c * chunk // CONSUMER_ROWS), count=1)
+        column = kv_head * DIM
+        for i in range(count):
+            start = low + i * KEYS
+            slot = done % STAGES
+            phase = (done // STAGES) & 1
+            mbarrier.wait(k_empty.index(slot), phase ^ 1)
+            mbarrier.expect(k_full.index(slot), KEYS * DIM * 2)
             tma.async_copy_global_to_shared(
-                v_desc, [row0 + start, column], v_full.index(slot), v_bufs.index(slot)
+                k_desc, [start_row + start, column], k_full.index(slot), k_bufs.index(slot)
             )
-        else:
-            # Rows after the sequence are another's: a NaN there times a probability of 0 is NaN.
-            layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-            chunk: gl.constexpr = 32
-            dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
-            for c in gl.static_range(KEYS // chunk):
-                key = start + c * chunk + gl.arange(0, chunk, layout=gl.SliceLayout(1, layout))
-                row = (row0 + key).to(gl.int64)
-                pointer = V + row[:, None] * stride_vt + kv_head * stride_vh + dim[None, :]
-                mask = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < DIM, 0)
-                values = gl.load(pointer, mask=mask, other=0.0)
-                v_bufs.index(slot).slice(c * chunk, chunk, 0).store(values)
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(v_full.index(slot), count=1)
+            mbarrier.wait(v_empty.index(slot), phase ^ 1)
+            if start + KEYS <= limit:
+                mbarrier.expect(v_full.index(slot), KEYS * DIM * 2)
+                tma.async_copy_global_to_shared(
+                    v_desc, [start_row + start, column], v_full.index(slot), v_bufs.index(slot)
+                )
+            else:
+                # Rows after the sequence are another's: NaN there times probability 0 is NaN.
+                for c in gl.static_range(KEYS // chunk):
+                    key = start + c * chunk + within
+                    key_offset = (start_row + key).to(gl.int64) * stride_vt + kv_head * stride_vh
+                    v_pointer = V + gl.expand_dims(key_offset, 1) + gl.expand_dims(dim, 0)
+                    inside = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < DIM, 0)
+                    values = gl.load(v_pointer, mask=inside, other=0.0)
+                    v_bufs.index(slot).slice(c * chunk, chunk, 0).store(values)
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(v_full.index(slot), count=1)
+            done += 1
+        turn += 1
 
 
 @gluon.jit
 def _consume_block(
-    i, start, q_buf, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty, position, window, factor,
-    m, lanes, acc, DIM: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, O: gl.constexpr,
+    done, start, q_buf, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty, position, window, factor,
+    m, lanes, acc, DIM: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = v_bufs.dtype
     lane_layout: gl.constexpr = lanes.type.layout
-    slot = i % STAGES
-    phase = (i // STAGES) & 1
+    slot = done % STAGES
+    phase = (done // STAGES) & 1
     mbarrier.wait(k_full.index(slot), phase)
     scores = warpgroup_mma(
         q_buf, k_bufs.index(slot).permute([1, 0]), gl.zeros([CONSUMER_ROWS, KEYS], gl.float32, S),
@@ -102,12 +152,18 @@ def _consume_block(
     shift = block_m
     if MASKED:
         shift = gl.where(block_m == NEG_INF, 0.0, block_m)
-    p = gl.exp2(gl.fma(scores, factor + gl.zeros_like(scores), gl.expand_dims(-shift, 1) + gl.zeros_like(scores)))
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
+    p = gl.exp2(
+        gl.fma(
+            scores,
+            factor + gl.zeros_like(scores),
+            gl.expand_dims(-shift, 1) + gl.zeros_like(scores),
+        )
+    )
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=P, k_width=2)
     rounded = gl.convert_layout(p.to(dtype), operand)
     mbarrier.wait(v_full.index(slot), phase)
     block_acc = warpgroup_mma(
-        rounded, v_bufs.index(slot), gl.zeros([CONSUMER_ROWS, DIM], gl.float32, O),
+        rounded, v_bufs.index(slot), gl.zeros([CONSUMER_ROWS, DIM], gl.float32, P),
         use_acc=False, is_async=True,
     )  # fmt: skip
     # The row sums and the new maximum do not wait for the product.
@@ -122,8 +178,8 @@ def _consume_block(
     left_lanes = gl.expand_dims(gl.convert_layout(left, gl.SliceLayout(1, lane_layout)), 1)
     right_lanes = gl.expand_dims(gl.convert_layout(right, gl.SliceLayout(1, lane_layout)), 1)
     lanes = gl.fma(part, right_lanes + gl.zeros_like(part), lanes * left_lanes)
-    left_acc = gl.expand_dims(gl.convert_layout(left, gl.SliceLayout(1, O)), 1)
-    right_acc = gl.expand_dims(gl.convert_layout(right, gl.SliceLayout(1, O)), 1)
+    left_acc = gl.expand_dims(gl.convert_layout(left, gl.SliceLayout(1, P)), 1)
+    right_acc = gl.expand_dims(gl.convert_layout(right, gl.SliceLayout(1, P)), 1)
     acc = acc * left_acc
     block_acc = warpgroup_mma_wait(0, deps=[block_acc])
     gl.thread_barrier()
@@ -134,96 +190,106 @@ def _consume_block(
 
 @gluon.jit
 def _consume(
-    Q, O_ptr, LSE, q_bufs, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty, start_row, kv_head,
-    first_row, q_len, past, low, window, factor, stride_qt, stride_qh, stride_ot, stride_oh,
-    stride_lse, WHICH: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
-    WINDOWED: gl.constexpr,
+    OUT, LSE, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty, v_empty,
+    tiles, num_tiles, query_start, query_len, context_len, window, factor, stride_ot, stride_oh,
+    stride_lse, WHICH: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """The rows 64 * WHICH .. of a tile."""
+    """The rows 64 * WHICH .. of every tile."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = v_bufs.dtype
-    first = first_row + WHICH * CONSUMER_ROWS
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, rows))
-    row = first + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, rows))
-    token_row = (start_row + row // GROUP).to(gl.int64)
-    head = kv_head * GROUP + row % GROUP
-    valid = row < q_len * GROUP
-    mask = gl.expand_dims(valid, 1) & gl.expand_dims(dim < DIM, 0)
-    pointer = Q + gl.expand_dims(token_row * stride_qt + head * stride_qh, 1) + gl.expand_dims(dim, 0)
     q_buf = q_bufs.index(WHICH)
-    q_buf.store(gl.load(pointer, mask=mask, other=0.0))
-    fence_async_shared()
-    gl.thread_barrier()
-    own = first + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, S))
-    position = past + own // GROUP
-    m = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-    lanes = gl.zeros([CONSUMER_ROWS, 8], gl.float32, L)
-    acc = gl.zeros([CONSUMER_ROWS, DIM], gl.float32, O)
-    first_position = past + first // GROUP
-    last_position = gl.minimum(past + (first + CONSUMER_ROWS - 1) // GROUP, past + q_len - 1)
-    count = gl.cdiv(last_position + 1 - low, KEYS)
-    whole = gl.minimum((first_position + 1 - low) // KEYS, count)
-    if WINDOWED:
-        whole = 0
-    for i in range(whole):
-        m, lanes, acc = _consume_block(
-            i, low + i * KEYS, q_buf, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty, position,
-            window, factor, m, lanes, acc, DIM, False, S, O,
+    done = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+        kv_head, first_row, start_row, q_len, limit, low, tile_count = _tile(
+            index, tiles, query_start, query_len, context_len, window, KV_HEADS, GROUP, WINDOWED
+        )
+        past = limit - q_len
+        first = first_row + WHICH * CONSUMER_ROWS
+        own = first + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, S))
+        position = past + own // GROUP
+        m = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+        lanes = gl.zeros([CONSUMER_ROWS, 8], gl.float32, L)
+        acc = gl.zeros([CONSUMER_ROWS, DIM], gl.float32, P)
+        first_position = past + first // GROUP
+        last_position = gl.minimum(past + (first + CONSUMER_ROWS - 1) // GROUP, limit - 1)
+        count = gl.minimum(gl.cdiv(last_position + 1 - low, KEYS), tile_count)
+        whole = gl.minimum((first_position + 1 - low) // KEYS, count)
+        if WINDOWED:
+            whole = 0
+        mbarrier.wait(q_full.index(WHICH), turn & 1)
+        for i in range(whole):
+            m, lanes, acc = _consume_block(
+                done + i, low + i * KEYS, q_buf, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty,
+                position, window, factor, m, lanes, acc, DIM, False, S, P,
+            )  # fmt: skip
+        for i in range(whole, count):
+            m, lanes, acc = _consume_block(
+                done + i, low + i * KEYS, q_buf, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty,
+                position, window, factor, m, lanes, acc, DIM, True, S, P,
+            )  # fmt: skip
+        for i in range(count, tile_count):
+            # Blocks that only the other consumer's rows see.
+            slot = (done + i) % STAGES
+            phase = ((done + i) // STAGES) & 1
+            mbarrier.wait(k_full.index(slot), phase)
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            mbarrier.wait(v_full.index(slot), phase)
+            mbarrier.arrive(v_empty.index(slot), count=1)
+        gl.thread_barrier()
+        mbarrier.arrive(q_empty.index(WHICH), count=1)
+        done += tile_count
+        turn += 1
+        # One thread a row, so that the last three levels of the tree stay in its registers.
+        single = gl.convert_layout(lanes, gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0]))
+        total = _halve(_halve(_halve(single, 64, 8), 64, 4), 64, 2)
+        length = gl.convert_layout(total.reshape(CONSUMER_ROWS), gl.SliceLayout(1, P))
+        maximum = gl.convert_layout(m, gl.SliceLayout(1, P))
+        seen = length > 0
+        inverse = gl.div_rn(gl.full_like(length, 1.0), gl.where(seen, length, 1.0))
+        out = acc * gl.expand_dims(inverse, 1) + 0.0
+        lse = gl.where(seen, (maximum + gl.log2(length)) * LN2, NEG_INF)
+        dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, rows))
+        row = first + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, rows))
+        token_row = (start_row + row // GROUP).to(gl.int64)
+        head = kv_head * GROUP + row % GROUP
+        valid = row < q_len * GROUP
+        pointer = (
+            OUT + gl.expand_dims(token_row * stride_ot + head * stride_oh, 1)
+            + gl.expand_dims(dim, 0)
         )  # fmt: skip
-    for i in range(whole, count):
-        m, lanes, acc = _consume_block(
-            i, low + i * KEYS, q_buf, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty, position,
-            window, factor, m, lanes, acc, DIM, True, S, O,
-        )  # fmt: skip
-    # One thread a row, so that the last three levels stay in its registers.
-    lanes = gl.convert_layout(lanes, gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0]))
-    total = _halve(_halve(_halve(lanes, 64, 8), 64, 4), 64, 2)
-    length = gl.convert_layout(total.reshape(CONSUMER_ROWS), gl.SliceLayout(1, O))
-    maximum = gl.convert_layout(m, gl.SliceLayout(1, O))
-    seen = length > 0
-    inverse = gl.div_rn(gl.full_like(length, 1.0), gl.where(seen, length, 1.0))
-    out = acc * gl.expand_dims(inverse, 1) + 0.0
-    out_pointer = (
-        O_ptr + gl.expand_dims(token_row * stride_ot + head * stride_oh, 1) + gl.expand_dims(dim, 0)
-    )
-    gl.store(out_pointer, gl.convert_layout(out.to(dtype), rows), mask=mask)
-    lse = gl.where(seen, (maximum + gl.log2(length)) * LN2, NEG_INF)
-    lse = gl.convert_layout(lse, gl.SliceLayout(1, rows))
-    gl.store(LSE + token_row * stride_lse + head, lse, mask=valid)
+        mask = gl.expand_dims(valid, 1) & gl.expand_dims(dim < DIM, 0)
+        gl.store(pointer, gl.convert_layout(out.to(dtype), rows), mask=mask)
+        lse = gl.convert_layout(lse, gl.SliceLayout(1, rows))
+        gl.store(LSE + token_row * stride_lse + head, lse, mask=valid)
 
 
 @gluon.jit
 def attention_hopper_kernel(
-    Q, V, O, LSE, k_desc, v_desc, tiles, query_start, query_len, context_len, window, factor,
-    stride_qt, stride_qh, stride_vt, stride_vh, stride_ot, stride_oh, stride_lse,
+    Q, V, OUT, LSE, k_desc, v_desc, tiles, num_tiles, query_start, query_len, context_len, window,
+    factor, stride_qt, stride_qh, stride_vt, stride_vh, stride_ot, stride_oh, stride_lse,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """One tile of 128 rows of one KV head, all its keys."""
-    tile = gl.program_id(0) // KV_HEADS
-    kv_head = gl.program_id(0) % KV_HEADS
-    sequence = gl.load(tiles + 2 * tile)
-    first_row = gl.load(tiles + 2 * tile + 1)
-    q_len = gl.load(query_len + sequence)
-    limit = gl.load(context_len + sequence)
-    start_row = gl.load(query_start + sequence)
-    past = limit - q_len
-    last_position = gl.minimum(past + (first_row + 2 * CONSUMER_ROWS - 1) // GROUP, limit - 1)
-    low = gl.to_tensor(0)
-    if WINDOWED:
-        low = gl.maximum(past + first_row // GROUP - window + 1, 0) // KEYS * KEYS
+    """Every num_programs-th tile of 128 rows of one KV head, all its keys."""
     q_bufs = gl.allocate_shared_memory(
         k_desc.dtype, [2, CONSUMER_ROWS, DIM],
         gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, DIM], k_desc.dtype),
     )  # fmt: skip
     k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, DIM], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(v_desc.dtype, [STAGES, KEYS, DIM], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -233,18 +299,19 @@ def attention_hopper_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                Q, O, LSE, q_bufs, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty, start_row,
-                kv_head, first_row, q_len, past, low, window, factor, stride_qt, stride_qh,
-                stride_ot, stride_oh, stride_lse, UPPER, GROUP, DIM, WINDOWED,
+                OUT, LSE, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty, v_empty,
+                tiles, num_tiles, query_start, query_len, context_len, window, factor, stride_ot,
+                stride_oh, stride_lse, UPPER, KV_HEADS, GROUP, DIM, WINDOWED,
             )),
             (_consume, (
-                Q, O, LSE, q_bufs, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty, start_row,
-                kv_head, first_row, q_len, past, low, window, factor, stride_qt, stride_qh,
-                stride_ot, stride_oh, stride_lse, LOWER, GROUP, DIM, WINDOWED,
+                OUT, LSE, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty, v_empty,
+                tiles, num_tiles, query_start, query_len, context_len, window, factor, stride_ot,
+                stride_oh, stride_lse, LOWER, KV_HEADS, GROUP, DIM, WINDOWED,
             )),
             (_produce, (
-                k_desc, v_desc, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty, V, start_row,
-                kv_head, low, last_position + 1, limit, stride_vt, stride_vh, DIM,
+                Q, V, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty,
+                k_empty, v_empty, tiles, num_tiles, query_start, query_len, context_len, window,
+                stride_qt, stride_qh, stride_vt, stride_vh, KV_HEADS, GROUP, DIM, WINDOWED,
             )),
         ],
         [4, 4],
@@ -252,20 +319,16 @@ def attention_hopper_kernel(
     )  # fmt: skip
 
 
-TILE_ROWS = 128
-
-
-def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the operands fit: 16-bit, head_dim 64 or 128, keys and values in whole dense rows."""
-    return (
-        q.dtype in DTYPES
-        and q.shape[2] in (64, 128)
-        and q.stride(2) == 1
-        and all(
-            x.stride(1) == x.shape[2] and x.stride(2) == 1 and x.data_ptr() % 16 == 0
-            and x.stride(0) * x.itemsize % 16 == 0
-            for x in (k, v)
-        )
+def takes(*tensors: Tensor) -> bool:
+    """Whether operands [T, heads, D] fit: 16-bit, D 64 or 128, every token's heads in one row."""
+    return all(
+        x.dtype in DTYPES
+        and x.shape[2] in (64, 128)
+        and x.stride(1) == x.shape[2]
+        and x.stride(2) == 1
+        and x.data_ptr() % 16 == 0
+        and x.stride(0) * x.itemsize % 16 == 0
+        for x in tensors
     )
 
 
@@ -280,6 +343,7 @@ def attention_hopper_fwd(
     window: int | None,
     reach: int,
     factor: float,
+    longest: int,
 ) -> None:
     """Fill `out` and `lse` for the tiles of 128 rows."""
     kv_heads, head_dim = k.shape[1:]
@@ -290,8 +354,11 @@ def attention_hopper_fwd(
         )
         for x in (k, v)
     )
-    attention_hopper_kernel[(len(tiles) * kv_heads,)](
-        q, v, out, lse, *descriptors, tiles, *numbers, reach, factor,
+    num_tiles = len(tiles) * kv_heads
+    # Many short tiles: one program walks over several, and loads the next while it stores the last.
+    programs = min(num_tiles, sm_count(q.device)) if longest <= SHORT_KEYS else num_tiles
+    attention_hopper_kernel[(programs,)](
+        q, v, out, lse, *descriptors, tiles, num_tiles, *numbers, reach, factor,
         q.stride(0), q.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
         lse.stride(0), KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, DIM=head_dim,
         WINDOWED=window is not None, num_warps=4, maxnreg=168, enable_fp_fusion=False,

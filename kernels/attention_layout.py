@@ -75,6 +75,7 @@ class AttentionLayout:
     _tables: dict[torch.device, SequenceTables] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _owned: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     _tiles: dict[tuple[torch.device, int, int], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -93,6 +94,17 @@ class AttentionLayout:
                     f"attention layout: sequence {i} has {queries} queries and {context} keys; "
                     "0 <= queries <= keys."
                 )
+
+    def owns(self, rows: int) -> bool:
+        """Whether each of the call's rows is a query of some sequence."""
+        if "rows" not in self._owned:
+            end = 0
+            for start, queries in sorted(zip(self.query_starts, self.query_lens, strict=True)):
+                if start > end:
+                    break
+                end = max(end, start + queries)
+            self._owned["rows"] = end
+        return self._owned["rows"] >= rows
 
     def key_rows(self, width: int) -> Tensor:
         """[sequences, width] storage row of each key position, the last key's row past the end."""

@@ -7,8 +7,9 @@ Invariant to: everything but the token itself.
 Varies with: nothing.
 Backward: repeated tokens are added in token order (`gradient_fold`, embedding rows); `padding_idx`
     receives none.
-Errors: TypeError on dtypes, ValueError on devices, autocast and ids outside the table. Where the
-    host cannot see the ids (CUDA graph capture, a traced graph) such an id gives a row of NaN.
+Errors: TypeError on dtypes, ValueError on devices, autocast and ids outside the table. Where nobody
+    looks at the ids (`check_ids=False`, CUDA graph capture, a traced graph) such an id gives a row
+    of NaN on CUDA.
 Cost: memory-bound. On CUDA the check of the ids waits for the device once per call.
 """
 
@@ -36,6 +37,7 @@ def embedding(
     *,
     padding_idx: int | None = None,
     weight_grad: GradientBuffer | None = None,
+    check_ids: bool = True,
 ) -> Tensor:
     """Look up one row per token.
 
@@ -44,6 +46,7 @@ def embedding(
         weight: [V, H].
         padding_idx: a token whose row receives no gradient.
         weight_grad: buffer that the gradient is folded into.
+        check_ids: look at the ids first; False for a caller that knows them to be in the table.
 
     Returns:
         [..., H] in the dtype of weight.
@@ -52,7 +55,7 @@ def embedding(
     if token_ids.dtype != torch.int64:
         raise TypeError(f"embedding: token ids are {token_ids.dtype}; they must be int64.")
     _require_same_device(token_ids, weight)
-    if token_ids.numel() and _host_may_look(token_ids):
+    if check_ids and token_ids.numel() and _host_may_look(token_ids):
         low, high = (int(v) for v in token_ids.aminmax())
         if low < 0 or high >= weight.shape[0]:
             raise ValueError(

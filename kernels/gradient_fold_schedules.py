@@ -20,7 +20,7 @@ REGISTERS = 65536
 MAX_REGISTERS = 255
 """Of one thread."""
 
-Kind = Literal["hopper", "tma", "pointer"]
+Kind = Literal["tma", "pointer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,7 @@ class Schedule:
     """One way to run `fold_outer`: a tile of the gradient, continued over all tokens."""
 
     kind: Kind
-    """`hopper` is the Gluon kernel, `tma` the Triton kernel that copies by descriptor (both sm_90),
-    `pointer` the one for any operand and any GPU."""
+    """`tma` copies operands by descriptor (sm_90), `pointer` takes any operand on any GPU."""
     block_n: int
     """Output features (columns of dy) in a tile: the rows of the multiply-accumulate."""
     block_k: int
@@ -41,7 +40,7 @@ class Schedule:
     """Operand tiles in flight."""
     extra_n: int = 0
     """Output features of a second accumulator below the first: 128 + 64 makes the tile of 192 that
-    a power of two cannot. `hopper` only."""
+    a power of two cannot. `tma` only."""
     extra_k: int = 0
     """Input features of a second accumulator beside the first; not together with `extra_n`."""
     persistent: bool = False
@@ -59,9 +58,7 @@ class Schedule:
     @property
     def registers(self) -> int | None:
         """Registers a thread may use for `resident` programs to fit; None where any number fits."""
-        # A warp that copies beside others takes the place of a group of four.
-        warps = self.warps + (4 if self.kind == "hopper" else 0)
-        share = REGISTERS // (self.resident * warps * 32) // 8 * 8
+        share = REGISTERS // (self.resident * self.warps * 32) // 8 * 8
         return share if self.resident > 1 and share < MAX_REGISTERS else None
 
     def tiles(self, n: int, k: int) -> int:
@@ -70,15 +67,9 @@ class Schedule:
         return -(-n // tile_n) * -(-k // tile_k)
 
 
-def _hopper(n: int, k: int, warps: int, stages: int, **options) -> Schedule:
+def _tma(n: int, k: int, t: int, warps: int, stages: int, **options) -> Schedule:
     return Schedule(
-        kind="hopper", block_n=n, block_k=k, block_t=64, warps=warps, stages=stages, **options
-    )
-
-
-def _tma(n: int, k: int, warps: int, stages: int, **options) -> Schedule:
-    return Schedule(
-        kind="tma", block_n=n, block_k=k, block_t=64, warps=warps, stages=stages, **options
+        kind="tma", block_n=n, block_k=k, block_t=t, warps=warps, stages=stages, **options
     )
 
 
@@ -88,27 +79,24 @@ def _pointer(n: int, k: int, t: int, warps: int, stages: int, **options) -> Sche
     )
 
 
-HOPPER = (
-    _hopper(128, 256, 8, 4),
-    _hopper(128, 256, 8, 4, persistent=True),
-    _hopper(128, 128, 4, 4, extra_n=64),
-    _hopper(128, 128, 8, 4, extra_k=64),
-    _hopper(128, 128, 4, 4, extra_k=64),
-    _hopper(128, 128, 8, 5, rate=0.95),
-    _hopper(128, 128, 4, 3, resident=2, rate=0.95),
-    _hopper(128, 128, 4, 3, resident=2, persistent=True, rate=0.95),
-    _hopper(64, 256, 4, 5, rate=0.9),
-    _hopper(64, 128, 4, 4, resident=2, rate=0.75),
-)
+UNTIMED = 0.5
+"""Rate of an entry that no GPU has timed yet: `pick` then leaves it alone."""
 
 TMA = (
-    _tma(128, 256, 8, 3, rate=0.95),
-    _tma(128, 256, 8, 4, rate=0.95),
-    _tma(256, 128, 8, 3, rate=0.95),
-    _tma(128, 256, 8, 3, persistent=True, rate=0.9),
-    _tma(128, 128, 4, 3, resident=2, rate=0.9),
-    _tma(128, 128, 8, 3, resident=2, rate=0.9),
-    _tma(64, 128, 4, 4, resident=2, rate=0.7),
+    _tma(128, 256, 64, 8, 3, rate=0.98),
+    _tma(128, 256, 64, 8, 4, rate=0.98),
+    _tma(256, 128, 64, 8, 3, rate=0.9),
+    _tma(128, 256, 64, 8, 3, persistent=True),
+    _tma(128, 128, 64, 4, 3, resident=2, rate=0.9),
+    _tma(128, 128, 64, 8, 3, resident=2, rate=0.87),
+    _tma(64, 128, 64, 4, 4, resident=2, rate=0.65),
+    # A taller tile asks less of the L2 cache per product; it has no registers left.
+    _tma(128, 256, 64, 8, 3, extra_n=64, persistent=True, rate=UNTIMED),
+    # Half as many barriers per product, at the same depth of prefetch.
+    _tma(128, 256, 128, 8, 2, persistent=True, rate=UNTIMED),
+    # Tiles that divide 3072 by 1024 and its transpose into 128, one per processor.
+    _tma(128, 128, 64, 8, 4, extra_n=64, persistent=True, rate=UNTIMED),
+    _tma(128, 128, 64, 8, 4, extra_k=64, persistent=True, rate=UNTIMED),
 )
 
 POINTER = (
@@ -133,7 +121,7 @@ def candidates(dtype: torch.dtype, *, tma: bool) -> tuple[Schedule, ...]:
     """Every schedule for operands of a dtype; `tma`: device and operands admit descriptors."""
     if dtype == torch.float32:
         return WIDE
-    return HOPPER + TMA + POINTER if tma else POINTER
+    return TMA + POINTER if tma else POINTER
 
 
 @lru_cache(maxsize=4096)

@@ -21,7 +21,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_consistency.kernels.cuda_device import has_tma, sm_count
-from rl_consistency.kernels.gradient_fold_hopper import outer_hopper
 from rl_consistency.kernels.gradient_fold_schedules import Schedule, pick
 from rl_consistency.kernels.library import kernel_op
 from rl_consistency.kernels.tree_fold import halve
@@ -52,22 +51,37 @@ def tile_of(index, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl
 
 
 @triton.jit
-def gradient_tile(g_ptr, tile_n, tile_k, N, K, stride_gn, stride_gk, BLOCK_N: tl.constexpr,
-                  BLOCK_K: tl.constexpr):  # fmt: skip
-    """Pointers [BLOCK_N, BLOCK_K] into the gradient, and which of them are inside."""
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    offsets = n.to(tl.int64)[:, None] * stride_gn + k.to(tl.int64)[None, :] * stride_gk
-    return g_ptr + offsets, (n < N)[:, None] & (k < K)[None, :]
+def gradient_part(g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS: tl.constexpr,
+                  COLUMNS: tl.constexpr):  # fmt: skip
+    """Pointers [ROWS, COLUMNS] into the gradient from (n, k), and which of them are inside."""
+    row = n + tl.arange(0, ROWS)
+    column = k + tl.arange(0, COLUMNS)
+    offsets = row.to(tl.int64)[:, None] * stride_gn + column.to(tl.int64)[None, :] * stride_gk
+    return g_ptr + offsets, (row < N)[:, None] & (column < K)[None, :]
 
 
 @triton.jit
-def accumulator(
-    pointers, inside, FRESH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def load_part(g_ptr, n, k, N, K, stride_gn, stride_gk, FRESH: tl.constexpr, ROWS: tl.constexpr,
+              COLUMNS: tl.constexpr):  # fmt: skip
     if FRESH:
-        return tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        return tl.zeros((ROWS, COLUMNS), tl.float32)
+    pointers, inside = gradient_part(g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS, COLUMNS)
     return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_part(acc, g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS: tl.constexpr,
+               COLUMNS: tl.constexpr, HALVINGS: tl.constexpr):  # fmt: skip
+    """Store `acc`; piece by piece, its columns halved, where registers for pointers are short."""
+    if HALVINGS:
+        FURTHER: tl.constexpr = HALVINGS - 1
+        left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+        store_part(left, g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS, COLUMNS // 2, FURTHER)
+        middle = k + COLUMNS // 2
+        store_part(right, g_ptr, n, middle, N, K, stride_gn, stride_gk, ROWS, COLUMNS // 2, FURTHER)
+    else:
+        pointers, inside = gradient_part(g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS, COLUMNS)
+        tl.store(pointers, acc + 0.0, mask=inside)
 
 
 @triton.jit
@@ -89,12 +103,10 @@ def _outer_pointer_kernel(
     GROUP: tl.constexpr,
 ):
     tile_n, tile_k = tile_of(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
-    pointers, inside = gradient_tile(
-        g_ptr, tile_n, tile_k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K
-    )
-    acc = accumulator(pointers, inside, FRESH, BLOCK_N, BLOCK_K)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    first_n, first_k = tile_n * BLOCK_N, tile_k * BLOCK_K
+    acc = load_part(g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, FRESH, BLOCK_N, BLOCK_K)
+    n = first_n + tl.arange(0, BLOCK_N)
+    k = first_k + tl.arange(0, BLOCK_K)
     for start in range(0, T, BLOCK_T):
         t = start + tl.arange(0, BLOCK_T)
         row = t.to(tl.int64)[:, None]
@@ -106,7 +118,7 @@ def _outer_pointer_kernel(
             x_ptr + row * stride_x + k[None, :], mask=present & (k < K)[None, :], other=0.0
         )
         acc = tl.dot(dy.T, x, acc, input_precision="ieee")
-    tl.store(pointers, acc + 0.0, mask=inside)
+    store_part(acc, g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K, 0)
 
 
 @triton.jit
@@ -114,6 +126,7 @@ def _outer_descriptor_tile(
     index,
     dy_desc,
     x_desc,
+    extra_desc,
     g_ptr,
     T,
     N,
@@ -123,29 +136,48 @@ def _outer_descriptor_tile(
     FRESH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EXTRA_N: tl.constexpr,
+    EXTRA_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    tile_n, tile_k = tile_of(index, N, K, BLOCK_N, BLOCK_K, GROUP)
-    pointers, inside = gradient_tile(
-        g_ptr, tile_n, tile_k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K
-    )
-    acc = accumulator(pointers, inside, FRESH, BLOCK_N, BLOCK_K)
+    EXTRA: tl.constexpr = EXTRA_N + EXTRA_K > 0
+    HEIGHT: tl.constexpr = EXTRA_N if EXTRA_N else BLOCK_N
+    WIDTH: tl.constexpr = EXTRA_K if EXTRA_K else BLOCK_K
+    tile_n, tile_k = tile_of(index, N, K, BLOCK_N + EXTRA_N, BLOCK_K + EXTRA_K, GROUP)
+    n, k = tile_n * (BLOCK_N + EXTRA_N), tile_k * (BLOCK_K + EXTRA_K)
+    extra_n = n + BLOCK_N if EXTRA_N else n
+    extra_k = k + BLOCK_K if EXTRA_K else k
+    acc = load_part(g_ptr, n, k, N, K, stride_gn, stride_gk, FRESH, BLOCK_N, BLOCK_K)
+    if EXTRA:
+        extra = load_part(g_ptr, extra_n, extra_k, N, K, stride_gn, stride_gk, FRESH, HEIGHT, WIDTH)
     # A descriptor reads zeros beyond the last token and column.
+    remaining = T
     for t in range(0, T, BLOCK_T):
-        dy = dy_desc.load([t, tile_n * BLOCK_N])  # [BLOCK_T, BLOCK_N]
-        x = x_desc.load([t, tile_k * BLOCK_K])  # [BLOCK_T, BLOCK_K]
+        dy = dy_desc.load([t, n])  # [BLOCK_T, BLOCK_N]
+        x = x_desc.load([t, k])  # [BLOCK_T, BLOCK_K]
         acc = tl.dot(dy.T, x, acc)
-    pointers, inside = gradient_tile(
-        g_ptr, tile_n, tile_k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K
+        if EXTRA_N:
+            extra = tl.dot(extra_desc.load([t, extra_n]).T, x, extra)
+        if EXTRA_K:
+            extra = tl.dot(dy.T, extra_desc.load([t, extra_k]), extra)
+        remaining -= BLOCK_T
+    # Zero, which the compiler cannot see: pointers are made anew instead of kept during the loop.
+    none = tl.maximum(remaining, 0)
+    store_part(
+        acc, g_ptr, n + none, k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K, 2 if EXTRA else 0
     )
-    tl.store(pointers, acc + 0.0, mask=inside)
+    if EXTRA:
+        store_part(
+            extra, g_ptr, extra_n + none, extra_k, N, K, stride_gn, stride_gk, HEIGHT, WIDTH, 1
+        )
 
 
 @triton.jit
 def _outer_tma_kernel(
     dy_desc,
     x_desc,
+    extra_desc,
     g_ptr,
     T,
     N,
@@ -155,22 +187,24 @@ def _outer_tma_kernel(
     FRESH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EXTRA_N: tl.constexpr,
+    EXTRA_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):
     first = tl.program_id(0)
     if PERSISTENT:
-        tiles = tl.cdiv(N, BLOCK_N) * tl.cdiv(K, BLOCK_K)
+        tiles = tl.cdiv(N, BLOCK_N + EXTRA_N) * tl.cdiv(K, BLOCK_K + EXTRA_K)
         for index in range(first, tiles, tl.num_programs(0)):
             _outer_descriptor_tile(
-                index, dy_desc, x_desc, g_ptr, T, N, K, stride_gn, stride_gk,
-                FRESH, BLOCK_N, BLOCK_K, BLOCK_T, GROUP,
+                index, dy_desc, x_desc, extra_desc, g_ptr, T, N, K, stride_gn, stride_gk,
+                FRESH, BLOCK_N, BLOCK_K, EXTRA_N, EXTRA_K, BLOCK_T, GROUP,
             )  # fmt: skip
     else:
         _outer_descriptor_tile(
-            first, dy_desc, x_desc, g_ptr, T, N, K, stride_gn, stride_gk,
-            FRESH, BLOCK_N, BLOCK_K, BLOCK_T, GROUP,
+            first, dy_desc, x_desc, extra_desc, g_ptr, T, N, K, stride_gn, stride_gk,
+            FRESH, BLOCK_N, BLOCK_K, EXTRA_N, EXTRA_K, BLOCK_T, GROUP,
         )  # fmt: skip
 
 
@@ -195,9 +229,6 @@ def launch_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: S
     programs = schedule.tiles(n, k)
     if schedule.persistent:
         programs = min(programs, sm_count(buffer.device) * schedule.resident)
-    if schedule.kind == "hopper":
-        outer_hopper(buffer, dy, x, fresh, schedule, programs, GROUP)
-        return
     sizes = (buffer, tokens, n, k)
     blocks = {
         "FRESH": fresh,
@@ -214,8 +245,11 @@ def launch_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: S
         _outer_tma_kernel[(programs,)](
             TensorDescriptor.from_tensor(dy, [schedule.block_t, schedule.block_n]),
             TensorDescriptor.from_tensor(x, [schedule.block_t, schedule.block_k]),
+            _extra_descriptor(dy, x, schedule),
             *sizes,
             *buffer.stride(),
+            EXTRA_N=schedule.extra_n,
+            EXTRA_K=schedule.extra_k,
             PERSISTENT=schedule.persistent,
             **blocks,
         )
@@ -223,6 +257,14 @@ def launch_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: S
         _outer_pointer_kernel[(programs,)](
             dy, x, *sizes, dy.stride(0), x.stride(0), *buffer.stride(), **blocks
         )
+
+
+def _extra_descriptor(dy: Tensor, x: Tensor, schedule: Schedule) -> TensorDescriptor:
+    """Of the operand tile that only the second accumulator needs; unused where there is none."""
+    if schedule.extra_n:
+        return TensorDescriptor.from_tensor(dy, [schedule.block_t, schedule.extra_n])
+    columns = schedule.extra_k or schedule.block_k
+    return TensorDescriptor.from_tensor(x, [schedule.block_t, columns])
 
 
 @kernel_op(mutates=("buffer",), fake=lambda *_: None)

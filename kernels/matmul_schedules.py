@@ -14,6 +14,9 @@ import torch
 
 from rl_consistency.kernels.matmul_table import MEASURED
 
+ACCUMULATOR_BYTES = 4
+"""Of one element: fp32."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -57,9 +60,11 @@ class Schedule:
         """Shared memory of one program, from above, given the bytes per element."""
         operands = self.stages * (self.block_m + self.block_n) * self.block_k * in_bytes
         stored = self.block_m * self.block_n * out_bytes // (2 if self.split_epilogue else 1)
-        # A program of one tile stores where its operands were.
-        total = operands + stored if self.persistent else max(operands, stored)
-        return total + 1024
+        # A program of one tile stores where its operands were; not so a descriptor's copy of an
+        # accumulator as it is, to which the compiler gives room of its own.
+        unchanged = self.kind == "tma" and out_bytes == ACCUMULATOR_BYTES
+        shares = not self.persistent and not unchanged
+        return (max(operands, stored) if shares else operands + stored) + 1024
 
     def within(self, limit: int, in_bytes: int, out_bytes: int) -> Schedule:
         """This schedule, with fewer stages where `limit` bytes of shared memory ask for it."""
@@ -252,7 +257,10 @@ def prefers_library(m: int, n: int, k: int, dtype: torch.dtype, layout: str) -> 
 
 
 def _nearest(m: int, n: int, k: int, layout: str) -> Entry | None:
-    entries = TABLE.get((layout, bucket(m)), ())
+    measured = layout if any(kind == layout for kind, _ in TABLE) else "nt"
+    # Between measured numbers of rows the next larger one serves.
+    rows = min((r for kind, r in TABLE if kind == measured and r >= bucket(m)), default=0)
+    entries = TABLE.get((measured, rows), ())
     return min(
         entries,
         key=lambda e: (log2(e.n) - log2(n)) ** 2 + (log2(e.k) - log2(k)) ** 2,

@@ -317,7 +317,8 @@ def token_gradient(
     """Write the logit gradients of hidden's rows, as if they had no targets, into dlogits [T, V].
 
     `table` is [6, T], a span of rows of a wider one allowed; `schedule` is an index of
-    `GRADIENT_SCHEDULES`.
+    `GRADIENT_SCHEDULES`. A descriptor stores whole lines of 16 bytes, so what shares a row's last
+    line with column V - 1 is overwritten: rows of dlogits are to end in room of their own.
     """
     num_rows, width = hidden.shape
     vocabulary = weight.shape[0]

@@ -14,7 +14,10 @@ Backward: to hidden in the matmul order over V; to weight by `gradient_fold` ove
 Errors: TypeError on dtypes, ValueError on shapes, targets, devices and autocast.
 Cost: logits of a chunk of tokens at a time, recomputed in backward: memory chunk_tokens x V, never
     T x V. On CUDA no logits are written unless a row truncates (or the operands are fp32): forward
-    is one product, backward three, and one chunk of logit gradients in the model dtype.
+    is one product, backward three, and one chunk of logit gradients in the model dtype. From
+    H = `KEPT_WIDTH` the first chunk's logits wait for backward, where they save its product, in the
+    room that the weight's fp32 gradient is allocated in afterwards; to keep more would raise the
+    peak.
 
 Rollout reads its logits through `lm_head_logits` and its logprobs through the same `Distribution`,
 so the two sides are one function.
@@ -22,7 +25,8 @@ so the two sides are one function.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -61,6 +65,9 @@ TRUNCATED_CHUNK = 128
 
 STATISTICS_CHUNK = 8192
 """Rows of one fused forward product; its block statistics take V/10 bytes a row."""
+
+KEPT_WIDTH = 3072
+"""Hidden size from which a logit is written and read back in less time than it is computed in."""
 
 ORDER = ReductionOrder(
     id="token_logprobs",
@@ -202,8 +209,9 @@ class _TokenLogprobs(torch.autograd.Function):
         return dhidden, dweight, None, None, None, None
 
 
-def _chunks(num_rows: int, chunk_tokens: int) -> list[slice]:
-    return [slice(i, min(i + chunk_tokens, num_rows)) for i in range(0, num_rows, chunk_tokens)]
+def _chunks(num_rows: int, chunk_tokens: int, start: int = 0) -> list[slice]:
+    starts = range(start, num_rows, chunk_tokens)
+    return [slice(i, min(i + chunk_tokens, num_rows)) for i in starts]
 
 
 def _chunk(
@@ -244,6 +252,8 @@ class Plan:
     """Index of `STATISTICS_SCHEDULES`, or `UNFUSED`."""
     gradient: int
     """Index of `GRADIENT_SCHEDULES`, or `UNFUSED`."""
+    keeps_logits: bool = False
+    """Whether the first chunk's logits wait in memory for the backward pass."""
 
 
 def choose_plan(
@@ -275,23 +285,58 @@ def triton_token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` in the order of CUDA; operands are not checked again."""
     hidden, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (hidden, weight))
-    plan = choose_plan(hidden, weight, rows, chunk_tokens) if plan is None else plan
+    if plan is None:
+        plan = choose_plan(hidden, weight, rows, chunk_tokens)
+        plan = replace(plan, keeps_logits=_keeps_logits(weight, rows, plan, weight_grad))
     return _TritonTokenLogprobs.apply(hidden, weight, targets, rows, plan, weight_grad)  # type: ignore[no-any-return]
+
+
+class _Waiting:
+    """The logits that wait for a backward pass: at most one call's in the process."""
+
+    logits: weakref.ref[Tensor] | None = None
+
+    @classmethod
+    def any(cls) -> bool:
+        return cls.logits is not None and cls.logits() is not None
+
+
+def _keeps_logits(
+    weight: Tensor, rows: SamplingRows, plan: Plan, weight_grad: GradientBuffer | None
+) -> bool:
+    """Whether keeping a chunk's logits saves time and leaves the peak of memory where it is: a
+    gradient at least as large has to be allocated after they have been freed."""
+    return (
+        weight.requires_grad
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and max(KEPT_WIDTH, plan.chunk_tokens) <= weight.shape[1]
+        and (weight_grad is None or weight_grad.parameter.grad is None)
+        and not rows.truncates
+        and not _Waiting.any()
+    )
 
 
 class _TritonTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, rows, plan, weight_grad):
         targets = targets.contiguous()
+        kept = slice(0, min(plan.chunk_tokens, hidden.shape[0]) if plan.keeps_logits else 0)
+        logits = lm_head_logits(hidden[kept], weight) if kept.stop else None
+        spans = _chunks(hidden.shape[0], _forward_chunk(plan), kept.stop)
         pieces = [
-            _scores(hidden[span], weight, targets[span], rows.select(span), plan)
-            for span in _chunks(hidden.shape[0], _forward_chunk(rows, plan))
+            _scores(hidden[span], weight, targets[span], rows.select(span), plan) for span in spans
         ]
+        if logits is not None:
+            _Waiting.logits = weakref.ref(logits)
+            pieces.insert(
+                0, _scores(hidden[kept], weight, targets[kept], rows.select(kept), plan, logits)
+            )
         nothing = hidden.new_empty((4, 0), dtype=torch.float32)
         scores = torch.cat(pieces, dim=1) if pieces else nothing
         logprobs, entropy = scores[:2].masked_fill(targets == IGNORED, 0.0).unbind(0)
         ctx.save_for_backward(hidden, weight, targets, scores)
-        ctx.rows, ctx.plan, ctx.weight_grad = rows, plan, weight_grad
+        ctx.rows, ctx.plan, ctx.weight_grad, ctx.logits = rows, plan, weight_grad, logits
         return logprobs, entropy
 
     @staticmethod
@@ -316,12 +361,20 @@ class _TritonTokenLogprobs(torch.autograd.Function):
         dlogits = _logit_room(weight, min(plan.chunk_tokens, hidden.shape[0]))
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
 
+        def write(span: slice, logits: Tensor | None = None) -> Tensor:
+            chunk, part = dlogits[: span.stop - span.start], table[:, span]
+            _write_gradient(hidden[span], weight, rows.select(span), plan, part, chunk, logits)
+            token_target_gradient(part, logprobs[span], targets[span], chunk)
+            return chunk
+
+        # Kept logits are used up and freed before the gradient is allocated. A second backward pass
+        # over the same graph computes them again.
+        first = None if ctx.logits is None else write(spans[0], ctx.logits)
+        ctx.logits = None
+
         def fold(buffer: Tensor | None, fresh: bool) -> None:
             for span in spans:
-                chunk = dlogits[: span.stop - span.start]
-                chosen, part = rows.select(span), table[:, span]
-                _write_gradient(hidden[span], weight, chosen, plan, part, chunk)
-                token_target_gradient(part, logprobs[span], targets[span], chunk)
+                chunk = first if first is not None and span.start == 0 else write(span)
                 if dhidden is not None:
                     dhidden[span] = matmul_nn(chunk, weight, out_dtype=hidden.dtype)
                 if buffer is not None:
@@ -335,12 +388,17 @@ class _TritonTokenLogprobs(torch.autograd.Function):
         return dhidden, dweight, None, None, None, None
 
 
-def _forward_chunk(rows: SamplingRows, plan: Plan) -> int:
+def _forward_chunk(plan: Plan) -> int:
     return plan.chunk_tokens if plan.statistics == UNFUSED else STATISTICS_CHUNK
 
 
 def _scores(
-    hidden: Tensor, weight: Tensor, targets: Tensor, rows: SamplingRows, plan: Plan
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    rows: SamplingRows,
+    plan: Plan,
+    logits: Tensor | None = None,
 ) -> Tensor:
     """[4, n] fp32: logprobs of the targets, entropies, log-normalizers, maxima."""
     if rows.truncates:
@@ -350,8 +408,10 @@ def _scores(
         top = torch.zeros_like(one.log_normalizer)
         return torch.stack([one.logprobs_of(safe), one.entropy(), one.log_normalizer, top])
     divisor, unit = rows.divisor, rows.unit_temperature
-    if plan.statistics == UNFUSED:
-        partials = vocabulary_row_statistics(lm_head_logits(hidden, weight), divisor, unit)
+    if logits is None and plan.statistics == UNFUSED:
+        logits = lm_head_logits(hidden, weight)
+    if logits is not None:
+        partials = vocabulary_row_statistics(logits, divisor, unit)
     else:
         partials = token_statistics(hidden, weight, divisor, unit, plan.statistics)
     top, log_normalizer, entropy = vocabulary_combine(partials)
@@ -366,20 +426,23 @@ def _write_gradient(
     plan: Plan,
     table: Tensor,
     dlogits: Tensor,
+    logits: Tensor | None = None,
 ) -> None:
-    """Fill dlogits [n, V] with the gradients of entries that are no targets."""
+    """Fill dlogits [n, V] with the gradients of entries that are no targets; `logits` spares the
+    product."""
     if rows.truncates:
         scaled = distribution(lm_head_logits(hidden, weight), rows).scaled
         token_row_gradient(scaled, table, dlogits, True)
-    elif plan.gradient == UNFUSED:
-        logits = lm_head_logits(hidden, weight)
+    elif logits is not None or plan.gradient == UNFUSED:
+        logits = lm_head_logits(hidden, weight) if logits is None else logits
         token_row_gradient(logits, table, dlogits, rows.unit_temperature)
     else:
         token_gradient(hidden, weight, table, dlogits, rows.unit_temperature, plan.gradient)
 
 
 def _logit_room(weight: Tensor, count: int) -> Tensor:
-    """[count, V] in the model dtype, rows spaced so that tiles can be copied by descriptor."""
+    """[count, V] in the model dtype, rows spaced so that tiles can be copied by descriptor, whose
+    stores fill the last 16 bytes of a row; nothing reads what is past column V."""
     vocabulary = weight.shape[0]
     return weight.new_empty((count, -(-vocabulary // 64) * 64))[:, :vocabulary]
 

@@ -69,10 +69,10 @@ def _pointer(block_m: int, block_n: int, block_k: int, warps: int, stages: int) 
 # The accumulator is reduced in registers; flattened loops of 128-wide tiles make the compiler wait
 # for every MMA before the next, so only 256-wide ones are here.
 STATISTICS_SCHEDULES = (
-    _tma(128, 256, 8, 4, flatten=True),
-    _tma(128, 256, 8, 4),
-    _tma(128, 256, 8, 4, group=16),
     _tma(128, 256, 8, 4, group=16, flatten=True),
+    _tma(128, 256, 8, 4, flatten=True),
+    _tma(128, 256, 8, 4, group=16),
+    _tma(128, 256, 8, 4),
     _tma(256, 128, 8, 4),
     _tma(128, 128, 4, 3, programs=2),
     _tma(128, 128, 4, 3, programs=2, group=16),

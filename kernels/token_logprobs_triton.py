@@ -119,7 +119,8 @@ def reduce_block(
     if column + VOCABULARY_BLOCK > vocabulary:
         columns = column + tl.arange(0, VOCABULARY_BLOCK)
         s = tl.where((columns < vocabulary)[None, :], s, OUTSIDE)
-    top, sums, weighted = block_statistics(s, BLOCK_M, False)
+    low, high = halves(s, BLOCK_M, VOCABULARY_BLOCK)
+    top, sums, weighted = block_statistics(low, high, BLOCK_M, False)
     block = column // VOCABULARY_BLOCK
     rows = row + tl.arange(0, BLOCK_M)
     store_statistics(partials, plane, top, sums, weighted, rows, block, num_rows, num_blocks)

@@ -31,6 +31,16 @@ def tree_fold(x, R: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def halve_across(x, R: tl.constexpr, N: tl.constexpr):
+    """`halve` for tiles whose halves lie in different threads; the same bits.
+
+    A sum of two elements has one order. The compiler shuffles them instead of first moving both
+    into one thread, which `halve` makes it do.
+    """
+    return tl.sum(tl.reshape(x, (R, 2, N // 2)), axis=1)
+
+
+@triton.jit
 def fold_to_lanes(x, R: tl.constexpr, N: tl.constexpr):
     """[R, N] -> [R, 8], N a power of two of at least 8: the tree without its last three levels."""
     for level in tl.static_range(N.bit_length() - 4):

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.library import kernel_op
-from rl_consistency.kernels.tree_fold import LOG2E, exp_fp32, halve, tree_fold
+from rl_consistency.kernels.tree_fold import LOG2E, exp_fp32, halve_across, tree_fold
 
 BLOCK = 128
 """Vocabulary ids in one block of the order."""
@@ -67,29 +67,25 @@ def scaled_logits(z, temperature, UNIT: tl.constexpr):
 
 
 @triton.jit
-def block_statistics(s, R: tl.constexpr, GUARD: tl.constexpr):
-    """s [R, 128] -> maximum, sum of exp(s - maximum), sum of exp(s - maximum)*(s - maximum): [R].
+def block_statistics(low, high, R: tl.constexpr, GUARD: tl.constexpr):
+    """A block s in its two halves [R, 64] -> maximum, sum of exp(s - maximum), sum of
+    exp(s - maximum)*(s - maximum): [R].
 
     GUARD admits entries of -inf, whole blocks of them too; it changes no other bit.
     """
-    top = tl.max(s, axis=1)
+    top = tl.max(tl.maximum(low, high), axis=1)
     base = tl.where(top == -float("inf"), 0.0, top) if GUARD else top
-    x = s - base[:, None]
-    e = tl.exp2(x * LOG2E)
+    low -= base[:, None]
+    high -= base[:, None]
+    e_low, e_high = tl.exp2(low * LOG2E), tl.exp2(high * LOG2E)
     if GUARD:
-        x = tl.maximum(x, MOST_NEGATIVE)
-    e_low, e_high = tl.split(tl.permute(tl.reshape(e, (R, 2, 64)), (0, 2, 1)))
-    x_low, x_high = tl.split(tl.permute(tl.reshape(x, (R, 2, 64)), (0, 2, 1)))
+        low, high = tl.maximum(low, MOST_NEGATIVE), tl.maximum(high, MOST_NEGATIVE)
     sums = e_low + e_high
-    weighted = tl.fma(e_high, x_high, e_low * x_low)
-    for level in tl.static_range(3):
-        sums = halve(sums, R, 64 >> level)
-        weighted = halve(weighted, R, 64 >> level)
-    # Eight columns are left, which lie in several threads: both sums cross over in one tile.
-    both = tl.reshape(tl.permute(tl.join(sums, weighted), (0, 2, 1)), (2 * R, 8))  # [2R, 8]
-    folded = tl.reshape(tree_fold(both, 2 * R, 8), (R, 2))
-    sums, weighted = tl.split(folded)
-    return top, sums, weighted
+    weighted = tl.fma(e_high, high, e_low * low)
+    for level in tl.static_range(6):
+        sums = halve_across(sums, R, 64 >> level)
+        weighted = halve_across(weighted, R, 64 >> level)
+    return top, tl.reshape(sums, (R,)), tl.reshape(weighted, (R,))
 
 
 @triton.jit
@@ -121,14 +117,16 @@ def row_statistics_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS * BLOCKS) // BLOCKS  # [ROWS * BLOCKS]
     block = tl.program_id(1) * BLOCKS + tl.arange(0, ROWS * BLOCKS) % BLOCKS
     inside = row < num_rows
-    column = block[:, None] * VOCABULARY_BLOCK + tl.arange(0, VOCABULARY_BLOCK)[None, :]
-    z = tl.load(
-        logits + row.to(tl.int64)[:, None] * row_stride + column,
-        mask=inside[:, None] & (column < vocabulary),
-        other=-float("inf"),
-    )  # [ROWS * BLOCKS, 128]
-    s = scaled_logits(z, tl.load(temperature + row, mask=inside, other=1.0), UNIT)
-    top, sums, weighted = block_statistics(s, ROWS * BLOCKS, True)
+    column = block[:, None] * VOCABULARY_BLOCK + tl.arange(0, VOCABULARY_BLOCK // 2)[None, :]
+    at = logits + row.to(tl.int64)[:, None] * row_stride + column  # [ROWS * BLOCKS, 64]
+    # Two loads put an id and its partner in the first sum of the tree into one thread.
+    low = tl.load(at, mask=inside[:, None] & (column < vocabulary), other=-float("inf"))
+    column += VOCABULARY_BLOCK // 2
+    at += VOCABULARY_BLOCK // 2
+    high = tl.load(at, mask=inside[:, None] & (column < vocabulary), other=-float("inf"))
+    t = tl.load(temperature + row, mask=inside, other=1.0)
+    low, high = scaled_logits(low, t, UNIT), scaled_logits(high, t, UNIT)
+    top, sums, weighted = block_statistics(low, high, ROWS * BLOCKS, True)
     store_statistics(partials, plane, top, sums, weighted, row, block, num_rows, num_blocks)
 
 

@@ -98,9 +98,11 @@ def _run_claims(targets: Sequence[Target], device: torch.device, json_file: Path
         def started(check: Check) -> None:
             progress.update(task, description=f"{check.key} ({check.scope})")
 
-        results = run_checks(
-            targets, on_start=started, on_result=lambda result: progress.advance(task)
-        )
+        def finished(result: Result) -> None:
+            progress.advance(task)
+            _log(console, result)
+
+        results = run_checks(targets, on_start=started, on_result=finished)
     seconds = time.perf_counter() - start
     for table in claims_tables(results):
         console.print(table)
@@ -117,6 +119,15 @@ def _run_claims(targets: Sequence[Target], device: torch.device, json_file: Path
     content = {"results": [asdict(r) for r in results]}
     _write(json_file, device, content, not failed, seconds)
     return 1 if failed else 0
+
+
+def _log(console: Console, result: Result, mutant: str = "") -> None:
+    """One line per check where there is no live bar to look at."""
+    if console.is_terminal:
+        return
+    verdict = "green" if result.passed else "RED  "
+    what = f"{mutant}: {result.key}" if mutant else f"{result.key} ({result.scope})"
+    print(f"{verdict} {what}, {result.cases} comparisons, {result.seconds:.1f} s", flush=True)
 
 
 def _models(targets: Sequence[Target]) -> str:
@@ -185,6 +196,8 @@ def _run_mutants(device: torch.device, json_file: Path | None) -> int:
             progress.update(task, description=mutant.name)
             found.append(run_mutant(mutant, device))
             progress.advance(task)
+            for result in found[-1].results:
+                _log(console, result, mutant.name)
         progress.update(task, description="the program put back")
         after = run_controls(keys, device)
         progress.advance(task)

@@ -153,6 +153,8 @@ class CanonicalEmbedding(CanonicalModule):
             self.weight,
             padding_idx=self.padding_idx,
             weight_grad=self.gradient_buffer("weight"),
+            # The engine knows its ids; a look at them would stall every decode step.
+            check_ids=torch.is_grad_enabled() or not input.is_cuda,
         )
 
 

@@ -181,7 +181,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="norm by threads",
-        what="the gradient norm is cut by the number of threads",
+        what="the gradient norm follows the number of threads, on a GPU the storage",
         perturb=perturbations.norm_split_over_threads,
         caught_by=("C1 gradient_norm",),
     ),

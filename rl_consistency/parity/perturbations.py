@@ -245,11 +245,16 @@ def norm_split_over_threads() -> AbstractContextManager[None]:
         total = torch.zeros(())
         for gradient in gradients:
             flat = gradient.detach().float().flatten()
-            # A GPU has no such number; there the cut follows how the tensor is stored.
-            stored = 2 if gradient.is_contiguous() and gradient.data_ptr() % 64 == 0 else 3
-            parts = stored if flat.is_cuda else torch.get_num_threads()
-            for part in flat.chunk(parts):
-                total = total.to(flat.device) + torch.dot(part, part)
+            total = total.to(flat.device)
+            if not flat.is_cuda:
+                for part in flat.chunk(torch.get_num_threads()):
+                    total = total + torch.dot(part, part)
+            # A GPU has no such number; there the order follows how the tensor is stored.
+            elif gradient.is_contiguous() and gradient.data_ptr() % 64 == 0:
+                total = total + torch.dot(flat, flat)
+            else:
+                squares = flat.square().cpu().numpy()
+                total = total + float(np.cumsum(squares, dtype=np.float32)[-1])
         return total.sqrt()
 
     return substituted(gradient_norm.gradient_norm, mutant)

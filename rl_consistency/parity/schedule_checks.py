@@ -12,6 +12,8 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from rl_consistency.kernels import (
+    attention_backward_triton,
+    attention_schedules,
     attention_triton,
     cublaslt,
     gradient_fold_schedules,
@@ -109,7 +111,7 @@ def check_attention_schedules(tally: Tally, setup: OpSetup) -> None:
         for start, sample in zip(starts, samples, strict=True):
             for packed, own in zip((q, k, v), sample, strict=True):
                 packed[start : start + len(own)] = own
-        _compare_attention(tally, shape, layout, (q, k, v), attention_triton.PREFILL)
+        _compare_attention(tally, shape, layout, (q, k, v), attention_schedules.PREFILL)
         _compare_backward(tally, shape, layout, (q, k, v))
         for call in paged_calls(
             [decoded(n)[:2] for n in LENGTHS],
@@ -127,7 +129,7 @@ def check_attention_schedules(tally: Tally, setup: OpSetup) -> None:
             call.paged.write(0, k, v)
             caches = (call.paged.key_cache[0], call.paged.value_cache[0])
             k, v = (cache.view(-1, *cache.shape[2:]) for cache in caches)
-            table = attention_triton.DECODE + attention_triton.PREFILL
+            table = attention_schedules.DECODE + attention_schedules.PREFILL
             _compare_attention(tally, shape, call.paged, (q, k, v), table)
 
 
@@ -214,11 +216,11 @@ def _compare_attention(
     shape: Heads,
     layout: AttentionLayout,
     operands: tuple[Tensor, Tensor, Tensor],
-    table: Iterable[attention_triton.Schedule],
+    table: Iterable[attention_schedules.Schedule],
 ) -> None:
     few = max(layout.query_lens) * (shape.heads // shape.kv_heads) <= 64
 
-    def attended(choice: tuple[attention_triton.Schedule, int]) -> Tensor:
+    def attended(choice: tuple[attention_schedules.Schedule, int]) -> Tensor:
         schedule, programs = choice
         out, lse = attention_triton.attention_fwd(
             *operands,
@@ -233,7 +235,8 @@ def _compare_attention(
         return torch.cat([rows[start : start + count] for start, count in spans])
 
     # Few rows may have their keys spread over several programs.
-    choices = [(s, programs) for programs in ((1, 2, 7) if few else (1,)) for s in table]
+    admitted = [s for s in table if attention_schedules.admits(s, layout, *operands)]
+    choices = [(s, programs) for programs in ((1, 2, 7) if few else (1,)) for s in admitted]
     queries = "decode" if few else "prefill"
     _compare(tally, f"{shape}, {queries}", choices, attended)
 
@@ -248,15 +251,15 @@ def _compare_backward(
     out, lse = attention_triton.attention_fwd(*operands, *settings)
     do = operands[0]
 
-    def gradients(choice: tuple[str, attention_triton.Schedule]) -> Tensor:
+    def gradients(choice: tuple[str, attention_schedules.Schedule]) -> Tensor:
         name, schedule = choice
-        found = attention_triton.attention_bwd(
+        found = attention_backward_triton.attention_bwd(
             do, *operands, out, lse, *settings, **{name: schedule}
         )
         return torch.cat([x.float().flatten(1) for x in found], dim=1)
 
-    choices = [("query_schedule", s) for s in attention_triton.BACKWARD_QUERIES]
-    choices += [("key_schedule", s) for s in attention_triton.BACKWARD_KEYS]
+    choices = [("query_schedule", s) for s in attention_schedules.BACKWARD_QUERIES]
+    choices += [("key_schedule", s) for s in attention_schedules.BACKWARD_KEYS]
     _compare(tally, f"{shape}, backward", choices, gradients)
 
 

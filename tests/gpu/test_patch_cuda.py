@@ -76,7 +76,8 @@ def same_bits(a, b):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_patch_proves_itself_live(family, dtype):
-    with patch(build(family, dtype)) as session:
+    model = build(family, dtype)
+    with patch(model) as session:
         session.verify()
 
 
@@ -171,7 +172,8 @@ def test_the_shadow_drifts_is_timed_and_leaves_weights_and_gradients_alone(dtype
 
 def test_the_stock_path_has_the_settings_from_before_the_patch():
     before = [setting.read() for setting in SETTINGS]
-    with patch(build()) as session:
+    model = build()
+    with patch(model) as session:
         held = [setting.read() for setting in SETTINGS]
         assert held == [setting.required for setting in SETTINGS] != before
         with session.stock():

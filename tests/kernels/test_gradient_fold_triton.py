@@ -1,6 +1,7 @@
 """The logic of the Triton schedules, in the interpreter: its bits say nothing of a GPU's."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ import torch
 from rl_consistency.kernels.gradient_fold import fold_columns as fold_columns_cpu
 from rl_consistency.kernels.gradient_fold import fold_rows as fold_rows_cpu
 from rl_consistency.kernels.gradient_fold_schedules import (
-    HOPPER,
     POINTER,
     TMA,
     WIDE,
@@ -160,11 +160,23 @@ def test_empty_calls_change_nothing():
     assert same_bytes(buffer, before)
 
 
-@pytest.mark.parametrize("schedule", [TMA[0], HOPPER[0]], ids=str)
-def test_descriptors_of_unaligned_rows_are_refused(schedule):
+@pytest.mark.parametrize(
+    "tile", [{}, {"extra_n": 16}, {"extra_k": 32}, {"extra_n": 16, "persistent": True}], ids=str
+)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_descriptor_tiles_have_the_bytes_of_pointer_ones(tile, fresh):
+    """In the interpreter all tiles multiply step by step, each of the 16 tokens at once."""
+    schedule = replace(SMALL, kind="tma", **tile)
+    dy, x = probe((TOKENS, 56), torch.bfloat16), probe((TOKENS, 72), torch.bfloat16, seed=1)
+    assert same_bytes(outer(dy, x, schedule=schedule, fresh=fresh), outer(dy, x))
+    if not fresh:
+        assert same_bytes(outer(dy, x, [16], schedule), outer(dy, x))
+
+
+def test_descriptors_of_unaligned_rows_are_refused():
     dy, x = probe((16, 25), torch.bfloat16)[:, 1:], probe((16, K), torch.bfloat16)
     with pytest.raises(ValueError, match=r"16-byte aligned rows.*'pointer' schedule"):
-        launch_outer(torch.zeros(24, K), dy, x, False, schedule)
+        launch_outer(torch.zeros(24, K), dy, x, False, TMA[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -176,10 +188,20 @@ def test_a_schedule_is_picked_from_the_table(shape, tma, dtype):
 
 
 def test_tables_hold_what_a_multiprocessor_can():
-    for schedule in (*HOPPER, *TMA, *POINTER, *WIDE):
+    for schedule in (*TMA, *POINTER, *WIDE):
         assert schedule.block_t % 16 == 0
         tile_n, tile_k = schedule.tile
         accumulators = tile_n * tile_k // (schedule.warps * 32)
-        # The copying warps of `hopper` give most of their registers to the others.
-        share = 232 if schedule.kind == "hopper" else schedule.registers or 255
-        assert accumulators + 24 <= share, schedule
+        assert accumulators + 24 <= (schedule.registers or 255), schedule
+
+
+@pytest.mark.parametrize(
+    ("shape", "picked"),
+    [
+        ((16384, 12288, 4096), TMA[3]),
+        ((16384, 3072, 1024), TMA[3]),
+        ((4096, 4096, 4096), TMA[3]),
+    ],
+)
+def test_the_fastest_measured_schedule_is_picked(shape, picked):
+    assert pick(*shape, torch.bfloat16, tma=True, processors=132) == picked

@@ -163,15 +163,44 @@ def test_the_chunk_does_not_matter():
     hidden, weight = exact_operands()
     rows = SamplingRows.uniform(ROWS, temperature=0.7)
     gradients = []
-    for chunk_tokens in (16, 64):
+    for chunk_tokens, keeps_logits in ((16, False), (64, False), (16, True), (64, True)):
         plan = plans(rows, chunk_tokens=chunk_tokens)[0]
+        plan = dataclasses.replace(plan, keeps_logits=keeps_logits)
         leaf, head = hidden.clone().requires_grad_(), nn.Parameter(weight.clone())
         scores = triton_token_logprobs(
             leaf, head, targets(), rows, weight_grad=GradientBuffer(head), plan=plan
         )
         torch.autograd.backward(scores, list(probe((2, ROWS), seed=6).unbind(0)))
         gradients.append({"hidden": leaf.grad, "weight": head.grad, "scores": torch.stack(scores)})
-    assert first_difference(*gradients) is None
+    for other in gradients[1:]:
+        assert first_difference(other, gradients[0]) is None
+
+
+def test_logits_are_kept_for_one_backward_pass_at_a_time(monkeypatch):
+    monkeypatch.setattr(token_logprobs, "KEPT_WIDTH", 16)
+    hidden, weight = exact_operands()
+    head, rows = nn.Parameter(weight), SamplingRows.uniform(ROWS)
+    buffer = GradientBuffer(head)
+
+    def score():
+        return triton_token_logprobs(hidden, head, targets(), rows, 16, buffer)[0]
+
+    with torch.no_grad():
+        assert score().grad_fn is None
+    first, second = score(), score()
+    kept = [score.grad_fn.logits is not None for score in (first, second)]
+    assert kept == [True, False]
+    first.sum().backward(retain_graph=True)
+    assert first.grad_fn.logits is None
+    once = head.grad.clone()
+    head.grad = None
+    # Recomputed now, with the same bits.
+    first.sum().backward()
+    assert same_bytes(head.grad, once)
+    # A gradient is there: its memory is not to come on top of the logits'.
+    assert score().grad_fn.logits is None
+    head.grad = None
+    assert score().grad_fn.logits is not None
 
 
 def test_unscored_rows_are_zero_and_have_no_gradient():

@@ -7,17 +7,17 @@ import pytest
 from rl_consistency.numerics.orders import ORDERS, order
 
 GOLDEN = {
-    "matmul/v1": "b7684d2e4fac1a51",
+    "matmul/v2": "e36f45d22781b745",
     "row_reduction/v1": "d511ef454a6e8c3a",
-    "gradient_fold/v1": "f1e75a6a835dea9e",
+    "gradient_fold/v2": "dd1afcf376e05441",
     "linear/v1": "0a310bd2e77d9987",
-    "rms_norm/v1": "b2bd1d80ec184b9a",
+    "rms_norm/v2": "454e38f1f3d907f9",
     "rotary/v1": "e2972e84bb90ff1a",
-    "glu/v1": "b4cc09caf865f98f",
+    "glu/v2": "86a18d72da5e919d",
     "embedding/v1": "391fba717c26b627",
-    "attention/v1": "f4783b50ee418b69",
-    "sampling_support/v1": "3ecd8afff467b707",
-    "token_logprobs/v1": "b154f93261e7c6e3",
+    "attention/v2": "67c42a35409bf058",
+    "sampling_support/v2": "bff4e307cd35afe5",
+    "token_logprobs/v2": "d373f10ce82bb4ce",
     "masked_reduction/v1": "9ce3a9ee53b2c979",
     "gradient_norm/v1": "f8ac08dca9913472",
 }

@@ -37,7 +37,7 @@ def few(monkeypatch):
     )
     tables = {
         schedule_checks.matmul_schedules: {"POINTER_FP32": 4},
-        schedule_checks.attention_triton: {
+        schedule_checks.attention_schedules: {
             "PREFILL": -2,
             "DECODE": -2,
             "BACKWARD_QUERIES": -2,

@@ -1,0 +1,144 @@
+"""Schedules of the attention order on CUDA, and which one a call gets.
+
+Every entry gives the same bytes, so a schedule may be chosen by any size, the number of queries
+included. A test and `verify` run through the tables and compare.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rl_consistency.kernels import attention_hopper
+from rl_consistency.kernels.attention_layout import AttentionLayout, PackedSequences
+from rl_consistency.kernels.cuda_device import has_tma
+
+LOG2E = 1.4426950408889634
+NO_WINDOW = 1 << 30
+UNSPECIALIZED = (
+    "attention: specialised warps need sm_90, packed bf16 or fp16 operands, head_dim 64 or 128 and "
+    "whole rows of heads; leave the schedule out to have one chosen."
+)
+SPLIT_ROWS = 16
+"""Rows of a tile up to which its key blocks may be written out one by one."""
+
+
+def key_block(head_dim: int) -> int:
+    """Keys in one step of the softmax fold on CUDA; part of the order."""
+    return 128 if head_dim <= 128 else 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How a pass is cut into programs; every field is neutral to the bits."""
+
+    rows: int
+    """Rows of a program's tile."""
+    keys: int = 0
+    """Keys of a backward tile; the forward pass takes the order's key block."""
+    warps: int
+    stages: int
+    descriptors: bool = False
+    """Whether packed keys are read through tensor descriptors (sm_90)."""
+    specialized: bool = False
+    """Whether warps are specialised (`attention_hopper`, sm_90)."""
+
+
+PREFILL = (
+    Schedule(rows=128, warps=12, stages=2, descriptors=True, specialized=True),
+    Schedule(rows=128, warps=8, stages=2, descriptors=True),
+    Schedule(rows=128, warps=8, stages=3, descriptors=True),
+    Schedule(rows=128, warps=8, stages=2),
+    Schedule(rows=64, warps=4, stages=2),
+    Schedule(rows=64, warps=4, stages=1),
+    Schedule(rows=16, warps=4, stages=2),
+    Schedule(rows=16, warps=2, stages=1),
+)
+DECODE = (
+    Schedule(rows=16, warps=4, stages=4),
+    Schedule(rows=16, warps=4, stages=5),
+    Schedule(rows=16, warps=8, stages=4),
+    Schedule(rows=16, warps=8, stages=5),
+    Schedule(rows=16, warps=4, stages=2),
+    Schedule(rows=64, warps=4, stages=3),
+    Schedule(rows=16, warps=2, stages=1),
+)
+BACKWARD_QUERIES = (
+    Schedule(rows=128, keys=64, warps=8, stages=3, descriptors=True),
+    Schedule(rows=128, keys=64, warps=8, stages=2, descriptors=True),
+    Schedule(rows=128, keys=128, warps=8, stages=2, descriptors=True),
+    Schedule(rows=64, keys=128, warps=4, stages=2, descriptors=True),
+    Schedule(rows=128, keys=64, warps=8, stages=2),
+    Schedule(rows=64, keys=64, warps=4, stages=2),
+    Schedule(rows=32, keys=32, warps=4, stages=1),
+)
+BACKWARD_KEYS = (
+    Schedule(rows=64, keys=64, warps=4, stages=2, descriptors=True),
+    Schedule(rows=64, keys=128, warps=8, stages=2, descriptors=True),
+    Schedule(rows=64, keys=128, warps=8, stages=3, descriptors=True),
+    Schedule(rows=32, keys=128, warps=8, stages=3, descriptors=True),
+    Schedule(rows=32, keys=128, warps=8, stages=2),
+    Schedule(rows=64, keys=64, warps=4, stages=2),
+    Schedule(rows=32, keys=32, warps=4, stages=1),
+)
+
+
+def pick_forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, most_rows: int
+) -> Schedule:
+    half = q.dtype.itemsize == 2 and q.shape[2] <= 128
+    if most_rows <= 64:
+        return DECODE[0] if half else DECODE[-1]
+    if not half:
+        return PREFILL[5]
+    if not has_tma(q.device):
+        return PREFILL[4]
+    packed = isinstance(layout, PackedSequences)
+    return PREFILL[0] if packed and attention_hopper.takes(q, k, v) else PREFILL[2]
+
+
+def pick_backward(table: tuple[Schedule, ...], q: Tensor, dim: int) -> Schedule:
+    if q.dtype == torch.float32 or dim > 128:
+        return table[-1]
+    return table[0] if has_tma(q.device) else table[-2]
+
+
+def programs_for(grid: int, most_blocks: int, most_rows: int, processors: int) -> int:
+    """Enough programs to occupy every multiprocessor; 1 where the tiles alone do."""
+    if most_rows > SPLIT_ROWS or most_blocks < 4:
+        return 1
+    return max(1, min(most_blocks, 2 * processors // grid))
+
+
+def admits(schedule: Schedule, layout: AttentionLayout, *operands: Tensor) -> bool:
+    """Whether a schedule can run a call at all; what it needs of a device is found when it runs."""
+    if not schedule.specialized:
+        return True
+    packed = isinstance(layout, PackedSequences)
+    return packed and has_tma(operands[0].device) and attention_hopper.takes(*operands)
+
+
+def dense(x: Tensor) -> Tensor:
+    """x, or a copy of it where the elements of a head do not lie side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def sources(described: bool, box: list[int], *tensors: Tensor) -> list[Tensor | TensorDescriptor]:
+    """Each [T, heads, D] tensor behind a descriptor of `box`, or as it is."""
+    if not described:
+        return list(tensors)
+    return [TensorDescriptor(x, list(x.shape), list(x.stride()), box) for x in tensors]
+
+
+def describable(*tensors: Tensor) -> bool:
+    """Whether a tensor descriptor can address the tensors: sm_90, 16-byte aligned rows."""
+    return all(
+        has_tma(x.device)
+        and x.data_ptr() % 16 == 0
+        and x.stride(2) == 1
+        and all(x.stride(i) * x.itemsize % 16 == 0 for i in (0, 1))
+        for x in tensors
+    )

@@ -1,0 +1,243 @@
+"""The CUDA schedules of attention in Triton's interpreter: their logic, not their bits."""
+
+import pytest
+import torch
+
+from rl_consistency.kernels import attention as cpu
+from rl_consistency.kernels import attention_triton
+from rl_consistency.kernels.attention import attention_reference
+from rl_consistency.kernels.attention_backward_triton import attention_bwd
+from rl_consistency.kernels.attention_layout import PackedSequences
+from rl_consistency.kernels.attention_schedules import (
+    BACKWARD_KEYS,
+    BACKWARD_QUERIES,
+    DECODE,
+    PREFILL,
+    Schedule,
+    key_block,
+)
+from rl_consistency.kernels.attention_triton import attention_fwd
+from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.paged_calls import chunked, paged_calls
+from rl_consistency.parity.probe import probe
+from rl_consistency.parity.tolerances import assert_within
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
+
+LENGTHS = (1, 140, 33)
+"""Within one block of 128 keys, and over two."""
+STARTS, ROWS = (16, 48, 224), 272
+"""16 rows of no sequence before each, and some at the end."""
+SMALL = Schedule(rows=16, warps=2, stages=1)
+
+CASES = [
+    # dtype, head_dim, query heads, KV heads, window
+    (torch.float32, 32, 2, 2, 2),
+    (torch.float32, 48, 4, 2, 20),
+    (torch.bfloat16, 32, 3, 1, 130),
+    (torch.bfloat16, 48, 4, 2, None),
+]
+every_case = pytest.mark.parametrize("dtype, dim, heads, kv_heads, window", CASES)
+
+
+def sequence(i, dtype=torch.float32, dim=32, heads=4, kv_heads=2):
+    """q, k, v and a cotangent of sequence i; it depends on nothing else."""
+    return [
+        probe((LENGTHS[i], h, dim), dtype, seed=10 * i + j, scale=s)
+        for j, (h, s) in enumerate([(heads, 0.2), (kv_heads, 0.2), (kv_heads, 0.1), (heads, 1.0)])
+    ]
+
+
+def packed(*shape, junk=0.0, **options):
+    """q, k, v and a cotangent of all sequences, and where they lie."""
+    sequences = [sequence(i, *shape, **options) for i in range(len(LENGTHS))]
+    wholes = [torch.full((ROWS, *part.shape[1:]), junk, dtype=part.dtype) for part in sequences[0]]
+    for start, parts in zip(STARTS, sequences, strict=True):
+        for whole, part in zip(wholes, parts, strict=True):
+            whole[start : start + len(part)] = part
+    return *wholes, PackedSequences.of(STARTS, LENGTHS)
+
+
+def owned(x):
+    """The rows of each sequence, [3] of [n, ...]."""
+    return [x[start : start + n] for start, n in zip(STARTS, LENGTHS, strict=True)]
+
+
+def same_bytes(one, other):
+    return first_difference(*({str(i): t for i, t in enumerate(x)} for x in (one, other))) is None
+
+
+def in_chunks(n):
+    return chunked(n, 60)
+
+
+def last_alone(n):
+    return [n - 1, 1] if n > 1 else [1]
+
+
+def paged_rows(cut, programs, window=None):
+    """o and lse of every sequence, fed in the parts that `cut` gives to a cache of scattered
+    blocks whose free slots hold NaN; calls of few rows spread their keys over `programs`."""
+    sequences = [sequence(i) for i in range(len(LENGTHS))]
+    results = [[] for _ in LENGTHS]
+    for turn, call in enumerate(
+        paged_calls(
+            [cut(n) for n in LENGTHS],
+            block_size=16,
+            num_layers=1,
+            kv_heads=2,
+            head_dim=32,
+            dtype=torch.float32,
+        )
+    ):
+        caches = [call.paged.key_cache[0], call.paged.value_cache[0]]
+        if turn == 0:
+            for cache in caches:
+                cache.fill_(torch.nan)
+        q, k, v = (
+            torch.cat([sequences[i][j][start:end] for i, start, end in call.spans])
+            for j in range(3)
+        )
+        call.paged.write(0, k, v)
+        keys, values = (cache.view(-1, 2, 32) for cache in caches)
+        sizes = [end - start for _, start, end in call.spans]
+        found = attention_fwd(
+            q, keys, values, call.paged, 32**-0.5, window,
+            schedule=SMALL, programs_per_tile=programs if max(sizes) == 1 else 1,
+        )  # fmt: skip
+        for (i, _, _), o, lse in zip(call.spans, *(x.split(sizes) for x in found), strict=True):
+            results[i].append((o, lse))
+    return [tuple(torch.cat(part) for part in zip(*parts, strict=True)) for parts in results]
+
+
+def assert_gradients(found, expected, dtype):
+    for got, wanted in zip(found, expected, strict=True):
+        # A lone token's dq and dk are zero but for rounding, hence the floor on the norm.
+        error = (got.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1.0)
+        assert error < (1e-4 if dtype == torch.float32 else 2e-2)
+
+
+@every_case
+def test_forward_matches_fp64_and_the_cpu_schedule(dtype, dim, heads, kv_heads, window):
+    q, k, v, _, layout = packed(dtype, dim, heads, kv_heads, junk=torch.nan)
+    scale = dim**-0.5
+    o, lse = attention_fwd(q, k, v, layout, scale, window)
+    cpu_o, cpu_lse = cpu._forward(q, k, v, layout, scale, window)
+    for i, (got, got_lse) in enumerate(zip(owned(o), owned(lse), strict=True)):
+        own = sequence(i, dtype, dim, heads, kv_heads)[:3]
+        exact = attention_reference(*own, scale=scale, window=window)
+        assert_within(got, exact, "attention", dtype)
+        assert_within(got, owned(cpu_o)[i], "attention", dtype)
+        # The CPU sums probabilities that have been rounded to the dtype.
+        assert_within(got_lse, owned(cpu_lse)[i], "attention", dtype)
+
+
+@every_case
+def test_gradients_match_the_cpu_schedule(dtype, dim, heads, kv_heads, window):
+    q, k, v, do, layout = packed(dtype, dim, heads, kv_heads)
+    scale = dim**-0.5
+    o, lse = cpu._forward(q, k, v, layout, scale, window)
+    call = (do, q, k, v, o, lse, layout, scale, window)
+    found, expected = attention_bwd(*call), cpu._backward(*call)
+    for i in range(len(LENGTHS)):
+        assert_gradients(*([owned(x)[i] for x in side] for side in (found, expected)), dtype)
+
+
+@pytest.mark.parametrize(
+    "cut, programs, window",
+    [(in_chunks, 1, 20), (last_alone, 1, None), (last_alone, 3, 20)],
+)
+def test_chunks_and_decode_match_the_cpu_schedule(cut, programs, window):
+    q, k, v, _, layout = packed()
+    expected = cpu._forward(q, k, v, layout, 32**-0.5, window)
+    for i, rows in enumerate(paged_rows(cut, programs, window)):
+        for got, whole in zip(rows, expected, strict=True):
+            assert_within(got, owned(whole)[i], "attention", torch.float32)
+
+
+def test_tiles_and_programs_give_the_same_bytes():
+    q, k, v, _, layout = packed(torch.bfloat16)
+    call = (q, k, v, layout, 32**-0.5, None)
+    whole = attention_fwd(*call, schedule=Schedule(rows=64, warps=4, stages=2))
+    assert same_bytes(attention_fwd(*call, schedule=SMALL), whole)
+    alone, spread = (paged_rows(last_alone, programs) for programs in (1, 2))
+    assert all(map(same_bytes, alone, spread))
+
+
+@pytest.mark.parametrize("i", range(len(BACKWARD_QUERIES)))
+def test_every_backward_schedule_matches_the_cpu_schedule(i):
+    """Not as bytes: the interpreter rounds once per matrix product, however wide."""
+    q, k, v, do = sequence(2)
+    layout = PackedSequences.of([0], [33])
+    o, lse = cpu._forward(q, k, v, layout, 32**-0.5, None)
+    call = (do, q, k, v, o, lse, layout, 32**-0.5, None)
+    found = attention_bwd(*call, query_schedule=BACKWARD_QUERIES[i], key_schedule=BACKWARD_KEYS[i])
+    assert_gradients(found, cpu._backward(*call), torch.float32)
+
+
+def test_every_schedule_matches_the_cpu_schedule():
+    """One with descriptors reads by pointer where there are none."""
+    q, k, v, _ = sequence(2)
+    layout = PackedSequences.of([0], [33])
+    expected = cpu._forward(q, k, v, layout, 32**-0.5, None)
+    for schedule in {(s.rows, s.specialized): s for s in (*PREFILL, *DECODE)}.values():
+        if schedule.specialized:
+            continue
+        found = attention_fwd(q, k, v, layout, 32**-0.5, None, schedule=schedule)
+        for got, wanted in zip(found, expected, strict=True):
+            assert_within(got, wanted, "attention", torch.float32)
+
+
+def test_strides_do_not_matter():
+    parts = sequence(1, torch.bfloat16)
+    layout, scale = PackedSequences.of([0], [LENGTHS[1]]), 32**-0.5
+    results = []
+    for strided in (False, True):
+        q, k, v, do = (
+            t.permute(2, 1, 0).contiguous().permute(2, 1, 0) if strided else t for t in parts
+        )
+        o, lse = attention_fwd(q, k, v, layout, scale, None)
+        results.append((o, lse, *attention_bwd(do, q, k, v, o, lse, layout, scale, None)))
+    assert same_bytes(*results)
+
+
+def test_rows_of_no_sequence_are_zero_and_minus_infinity():
+    q, k, v, do, layout = packed(junk=torch.nan)
+    o, lse = attention_fwd(q, k, v, layout, 32**-0.5, None)
+    gradients = attention_bwd(do, q, k, v, o, lse, layout, 32**-0.5, None)
+    rows = torch.ones(ROWS, dtype=torch.bool)
+    for start, n in zip(STARTS, LENGTHS, strict=True):
+        rows[start : start + n] = False
+    for x in (o, *gradients):
+        assert not x[rows].any() and x.isfinite().all()
+    assert (lse[rows] == -torch.inf).all() and lse[~rows].isfinite().all()
+
+
+def test_layouts_without_queries_give_zeros():
+    q, k, v, do = sequence(2)
+    for layout in (PackedSequences.of([], []), PackedSequences.of([0, 16], [0, 0])):
+        o, lse = attention_fwd(q, k, v, layout, 1.0, None)
+        assert not o.any() and (lse == -torch.inf).all()
+        assert not any(x.any() for x in attention_bwd(do, q, k, v, o, lse, layout, 1.0, None))
+    none = q[:0], k[:0], v[:0]
+    o, lse = attention_fwd(*none, PackedSequences.of([], []), 1.0, None)
+    assert o.shape == (0, 4, 32) and lse.shape == (0, 4)
+
+
+def test_specialised_warps_are_refused_where_there_are_none():
+    q, k, v, _ = sequence(2, torch.bfloat16)
+    layout = PackedSequences.of([0], [33])
+    assert PREFILL[0].specialized
+    with pytest.raises(ValueError, match="specialised warps need sm_90"):
+        attention_fwd(q, k, v, layout, 1.0, None, schedule=PREFILL[0])
+
+
+def test_the_key_block_depends_on_the_head_size_alone():
+    assert [key_block(d) for d in (16, 64, 80, 96, 128, 144, 256)] == [128] * 5 + [64] * 2
+
+
+def test_another_key_block_fails_the_same_check(monkeypatch):
+    q, k, v, _, layout = packed(torch.bfloat16)
+    whole = attention_fwd(q, k, v, layout, 32**-0.5, None)
+    monkeypatch.setattr(attention_triton, "key_block", lambda head_dim: 64)
+    assert not same_bytes(attention_fwd(q, k, v, layout, 32**-0.5, None), whole)
