@@ -54,21 +54,21 @@ ORDER = ReductionOrder(
     id="attention",
     version=2,
     text=(
-        "On a CPU: keys in blocks of 64 counted from the sequence's first token. Per block: "
-        "s = (q.k in the matmul order over D) * scale; m' = max(m, max s); a = exp(m - m'); "
-        "p = exp(s - m') rounded to the dtype of v; l = l*a + tree(p); acc = acc*a + (p.v in the "
-        "matmul order over the block). o = acc/l, lse = m + log(l). Backward in tiles of 64 queries by 64 "
-        "keys, both counted from the sequence's start: p = exp(s - lse), ds = p*(dp - "
+        "On a CPU: keys in blocks of 64 counted from the sequence's first token. Per block: s = "
+        "(q.k in the matmul order over D) * scale; m' = max(m, max s); a = exp(m - m'); p = exp(s"
+        " - m') rounded to the dtype of v; l = l*a + tree(p); acc = acc*a + (p.v in the matmul "
+        "order over the block). o = acc/l, lse = m + log(l). Backward in tiles of 64 queries by "
+        "64 keys, both counted from the sequence's start: p = exp(s - lse), ds = p*(dp - "
         "tree(do*o)), both rounded to the dtype; dq folds over key tiles upward; dk and dv fold "
-        "over query tiles upward, in each first over the group's heads upward. On CUDA: blocks of "
-        "128 keys (64 where D > 128), s.c with c = scale*log2(e). Each block on its own: m_b = "
-        "max(s)*c, p = exp2(fma(s, c, -m_b)), l_b = p halved to eight lanes, acc_b = p rounded to "
-        "the dtype times v in matrix steps from zero. The left fold over blocks: m' = max(m, m_b), "
-        "a = exp2(m - m'), b = exp2(m_b - m'), l = fma(l_b, b, l*a), acc = fma(acc_b, b, acc*a). "
-        "o = acc*(1/tree(l)), lse = (m + log2 tree(l))*ln 2. Backward: p = exp2(fma(s, c, "
-        "-lse*log2(e))), ds = p*(dp - tree(do*o)), both rounded; dq one chain of matrix steps over "
-        "keys upward, dk and dv one over the group's heads, then queries, upward; times scale. "
-        "Negative zero becomes positive zero."
+        "over query tiles upward, in each first over the group's heads upward. On CUDA: blocks of"
+        " 128 keys (64 where D > 128), s.c with c = scale*log2(e). Each block on its own: m_b = "
+        "max(s)*c, p = exp2(fma(s, c, -m_b)), l_b = p halved to eight lanes, acc_b = p rounded to"
+        " the dtype times v in matrix steps from zero. The left fold over blocks: m' = max(m, "
+        "m_b), a = exp2(m - m'), b = exp2(m_b - m'), l = fma(l_b, b, l*a), acc = fma(acc_b, b, "
+        "acc*a). o = acc*(1/tree(l)), lse = (m + log2 tree(l))*ln 2. Backward: p = exp2(fma(s, c,"
+        " -lse*log2(e))), ds = p*(dp - tree(do*o)), both rounded; dq one chain of matrix steps "
+        "over keys upward, dk and dv one over the group's heads, then queries, upward; times "
+        "scale. Negative zero becomes positive zero."
     ),
 )
 

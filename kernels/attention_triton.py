@@ -253,15 +253,15 @@ def attention_combine_kernel(
     # A running maximum is exact in any order, so the factors of all folds are made at once; the
     # chain over blocks is then one multiplication and one fused multiply-add.
     block = tl.arange(0, SCAN)
-    place = (first_slot + block)[None, :] * STORED + row[:, None]  # [STORED, SCAN]
-    inside = (block < count)[None, :]
-    maxima = tl.load(block_m + place, mask=inside, other=NEG_INF)
-    after_first = inside & (block > 0)[None, :]
-    earlier = tl.load(block_m + place - STORED, mask=after_first, other=NEG_INF)
+    cell = (first_slot + block)[None, :] * STORED + row[:, None]  # [STORED, SCAN]
+    known = (block < count)[None, :]
+    maxima = tl.load(block_m + cell, mask=known, other=NEG_INF)
+    after_first = known & (block > 0)[None, :]
+    earlier = tl.load(block_m + cell - STORED, mask=after_first, other=NEG_INF)
     before = tl.associative_scan(earlier, 1, _larger)
     shift = _finite(tl.maximum(before, maxima), True)
-    tl.store(left + place, tl.exp2(before - shift), mask=inside)
-    tl.store(right + place, tl.exp2(maxima - shift), mask=inside)
+    tl.store(left + cell, tl.exp2(before - shift), mask=known)
+    tl.store(right + cell, tl.exp2(maxima - shift), mask=known)
     m = tl.max(maxima, 1)
     tl.debug_barrier()
     lanes = tl.zeros((STORED, 8), tl.float32)
