@@ -234,7 +234,7 @@ def attention_bwd(
     by_query = query_schedule or pick_backward(BACKWARD_QUERIES, q, dim)
     by_key = key_schedule or pick_backward(BACKWARD_KEYS, q, dim)
     tables = layout.tables(q.device)
-    reach = NO_WINDOW if window is None else window
+    reach = NO_WINDOW if window is None else min(window, NO_WINDOW)
     factor = scale * LOG2E
     operands = (
         do.stride(0), do.stride(1), q.stride(0), q.stride(1), k.stride(0), k.stride(1),

@@ -187,7 +187,19 @@ class AttentionLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSequences(AttentionLayout):
-    """Whole sequences one after another, keys in the same rows as queries (training, scoring)."""
+    """Whole sequences one after another, keys in the same rows as queries (training, scoring).
+
+    Raises:
+        ValueError: a sequence whose keys are not those of its queries.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if list(self.query_lens) != list(self.context_lens):
+            raise ValueError(
+                "packed sequences have one key per query; queries that continue a past need a "
+                "PagedAttention layout."
+            )
 
     @classmethod
     def of(cls, starts: Sequence[int], lens: Sequence[int]) -> PackedSequences:

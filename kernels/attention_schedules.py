@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_consistency.kernels import attention_hopper
 from rl_consistency.kernels.attention_layout import AttentionLayout, PackedSequences
-from rl_consistency.kernels.cuda_device import has_tma
+from rl_consistency.kernels.cuda_device import has_tma, has_wgmma
 
 LOG2E = 1.4426950408889634
 NO_WINDOW = 1 << 30
@@ -96,8 +96,7 @@ def pick_forward(
         return PREFILL[5]
     if not has_tma(q.device):
         return PREFILL[4]
-    packed = isinstance(layout, PackedSequences)
-    return PREFILL[0] if packed and attention_hopper.takes(q, k, v) else PREFILL[2]
+    return PREFILL[0] if admits(PREFILL[0], layout, q, k, v) else PREFILL[2]
 
 
 def pick_backward(table: tuple[Schedule, ...], q: Tensor, dim: int) -> Schedule:
@@ -118,7 +117,7 @@ def admits(schedule: Schedule, layout: AttentionLayout, *operands: Tensor) -> bo
     if not schedule.specialized:
         return True
     packed = isinstance(layout, PackedSequences)
-    return packed and has_tma(operands[0].device) and attention_hopper.takes(*operands)
+    return packed and has_wgmma(operands[0].device) and attention_hopper.takes(*operands)
 
 
 def dense(x: Tensor) -> Tensor:

@@ -342,7 +342,7 @@ def attention_fwd(
         "enable_fp_fusion": False,
     }
     numbers = (tables.query_start, tables.query_len, tables.context_len)
-    reach = NO_WINDOW if window is None else window
+    reach = NO_WINDOW if window is None else min(window, NO_WINDOW)
     cache = (
         layout.block_size if isinstance(layout, PagedAttention) else 1,
         tables.block_table.shape[1],

@@ -37,8 +37,13 @@ from torch import Tensor
 from rl_consistency.kernels.matmul_schedules import prefers_library
 from rl_consistency.kernels.matmul_triton import describable, matmul_fwd
 
-AUDIT_EVERY = 256
-"""Library calls from one audit to the next."""
+AUDIT_EVERY = 257
+"""Library calls from one audit to the next: a prime, or the same sites of a step would be audited
+again and again."""
+
+ALIGNMENT = 256
+"""Bytes an operand starts on: the library chooses by alignment, and certificates are made with
+fresh tensors."""
 
 AUDIT_ROWS = 64
 """Rows of a result that an audit computes again."""
@@ -48,6 +53,13 @@ PROBE_BYTES = 2**32
 
 CACHE_VARIABLE = "RL_CONSISTENCY_CACHE"
 """Directory of the certificate files; `~/.cache/rl_consistency` without it."""
+
+LIBRARY_VARIABLES = (
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+)
+"""What the library reads from the environment; part of what a certificate holds for."""
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -185,6 +197,8 @@ class Certificates:
         for name, other in self._read().items():
             mine = self._findings.setdefault(name, other)
             mine.struck = mine.struck or other.struck
+            mine.differing = max(mine.differing, other.differing)
+            mine.rows = sorted({*mine.rows, *other.rows})
         content = {
             "identity": self._identity,
             "findings": {name: vars(self._findings[name]) for name in sorted(self._findings)},
@@ -213,6 +227,8 @@ class AuditReport:
     """Of these, calls of which a sample of rows was computed again."""
     differing: int
     """Elements of the samples that differed. Anything but 0 breaks the promise."""
+    found: int
+    """Of these, those found since the report before."""
     struck: list[str]
     """Keys that lost their certificate through it."""
 
@@ -239,7 +255,7 @@ def product(
     n = b.shape[0 if layout == "nt" else 1]
     if not prefers_library(m, n, k, a.dtype, layout) or not settings_in_force():
         return None
-    if out_dtype not in (a.dtype, torch.float32) or not (describable(a) and describable(b)):
+    if out_dtype not in (a.dtype, torch.float32) or not (_as_certified(a) and _as_certified(b)):
         return None
     if bias is not None and (out_dtype != a.dtype or not bias.is_contiguous()):
         return None
@@ -264,7 +280,7 @@ def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
     (tokens, n), k = dy.shape, x.shape[1]
     if not prefers_library(tokens, n, k, dy.dtype, "tn") or not settings_in_force():
         return False
-    if tokens % 16 or not all(describable(matrix) for matrix in (dy, x, out)):
+    if tokens % 16 or not all(_as_certified(matrix) for matrix in (dy, x, out)):
         return False
     key = Key.of("tn", dy.dtype, torch.float32, False, tokens, n, k)
     if not _admitted(dy.device, key, tokens):
@@ -292,7 +308,7 @@ def schedule_audit() -> AuditReport:
             _audit.struck.append(key.name)
     _audit.pending.clear()
     _audit.differing += found
-    return AuditReport(_audit.calls, _audit.audited, _audit.differing, list(_audit.struck))
+    return AuditReport(_audit.calls, _audit.audited, _audit.differing, found, list(_audit.struck))
 
 
 def settings_in_force() -> bool:
@@ -373,6 +389,11 @@ def differing_elements(a: Tensor, b: Tensor) -> Tensor:
     return ((a.view(bits) != b.view(bits)) & ~(a.isnan() & b.isnan())).sum()
 
 
+def _as_certified(matrix: Tensor) -> bool:
+    """Whether a matrix lies in memory as those that certificates are made with."""
+    return describable(matrix) and matrix.is_contiguous() and matrix.data_ptr() % ALIGNMENT == 0
+
+
 def _admitted(device: torch.device, key: Key, m: int) -> bool:
     held = certificates(device)
     capturing = torch.cuda.is_current_stream_capturing()
@@ -393,7 +414,9 @@ def certificates(device: torch.device) -> Certificates:
     if device not in _by_device:
         identity = _identity(device)
         name = "".join(c if c.isalnum() else "_" for c in identity["device"])
-        path = cache_directory() / f"matmul_certificates_{name}.json"
+        # One file per identity, so that another environment neither sees nor wipes what was struck.
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+        path = cache_directory() / f"matmul_certificates_{name}_{digest}.json"
         _by_device[device] = Certificates(path, identity, lambda key, m: compare(device, key, m))
     return _by_device[device]
 
@@ -415,7 +438,7 @@ def _identity(device: torch.device) -> dict[str, str]:
         "cublaslt": _library_version(),
         "triton": triton.__version__,
         "kernels": kernels_hash(),
-    }
+    } | {name: os.environ.get(name, "") for name in LIBRARY_VARIABLES}
 
 
 @cache
@@ -459,6 +482,8 @@ def _sampled(count: int, device: torch.device) -> Tensor:
 
 
 def _count(device: torch.device, found: Tensor, expected: Tensor) -> None:
-    if device not in _audit.counters:
-        _audit.counters[device] = torch.zeros((), dtype=torch.int64, device=device)
-    _audit.counters[device].add_(differing_elements(found, expected))
+    # The first call may be an evaluation's; an inference tensor could not be added to later.
+    with torch.inference_mode(False):
+        if device not in _audit.counters:
+            _audit.counters[device] = torch.zeros((), dtype=torch.int64, device=device)
+        _audit.counters[device].add_(differing_elements(found, expected))

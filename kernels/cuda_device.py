@@ -25,6 +25,11 @@ def has_tma(device: torch.device) -> bool:
     return not INTERPRETED and capability(device) >= (9, 0)
 
 
+def has_wgmma(device: torch.device) -> bool:
+    """Whether the device has warp-group matrix instructions: sm_90 alone."""
+    return not INTERPRETED and capability(device) == (9, 0)
+
+
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability, such as (9, 0)."""
     return _capability(device.index)

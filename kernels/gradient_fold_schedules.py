@@ -79,9 +79,6 @@ def _pointer(n: int, k: int, t: int, warps: int, stages: int, **options) -> Sche
     )
 
 
-UNTIMED = 0.5
-"""Rate of an entry that no GPU has timed yet: `pick` then leaves it alone."""
-
 TMA = (
     _tma(128, 256, 64, 8, 3, rate=0.98),
     _tma(128, 256, 64, 8, 4, rate=0.98),
@@ -91,12 +88,10 @@ TMA = (
     _tma(128, 128, 64, 8, 3, resident=2, rate=0.87),
     _tma(64, 128, 64, 4, 4, resident=2, rate=0.65),
     # A taller tile asks less of the L2 cache per product; it has no registers left.
-    _tma(128, 256, 64, 8, 3, extra_n=64, persistent=True, rate=UNTIMED),
-    # Half as many barriers per product, at the same depth of prefetch.
-    _tma(128, 256, 128, 8, 2, persistent=True, rate=UNTIMED),
+    _tma(128, 256, 64, 8, 3, extra_n=64, persistent=True, rate=1.02),
     # Tiles that divide 3072 by 1024 and its transpose into 128, one per processor.
-    _tma(128, 128, 64, 8, 4, extra_n=64, persistent=True, rate=UNTIMED),
-    _tma(128, 128, 64, 8, 4, extra_k=64, persistent=True, rate=UNTIMED),
+    _tma(128, 128, 64, 8, 4, extra_n=64, persistent=True, rate=0.88),
+    _tma(128, 128, 64, 8, 4, extra_k=64, persistent=True, rate=0.88),
 )
 
 POINTER = (

@@ -173,7 +173,8 @@ def _outer_descriptor_tile(
         )
 
 
-@triton.jit
+# One token as a constant would unroll the loop and keep operands beside the stored tile.
+@triton.jit(do_not_specialize=["T"])
 def _outer_tma_kernel(
     dy_desc,
     x_desc,
@@ -212,6 +213,7 @@ def takes_descriptors(*operands: Tensor) -> bool:
     """Whether rows of the operands [T, C] can be copied by descriptor: 16-byte starts, C dense."""
     return all(
         operand.stride(1) == 1
+        and operand.stride(0) >= operand.shape[1]
         and operand.data_ptr() % 16 == 0
         and operand.stride(0) * operand.element_size() % 16 == 0
         for operand in operands
@@ -423,6 +425,7 @@ def _fold_rows_kernel(
     id_ptr,
     end_ptr,
     token_ptr,
+    V,
     C,
     stride_row,
     stride_v,
@@ -434,8 +437,9 @@ def _fold_rows_kernel(
     position = tl.program_id(0)
     row_id = tl.load(id_ptr + position)
     previous = tl.load(id_ptr + position - 1, mask=position > 0, other=-1)
-    # -1 marks rows to skip; it also stands before the first position.
-    if row_id != previous:
+    # -1 marks rows to skip; it also stands before the first position. An id that nobody could look
+    # at may lie outside the table.
+    if (row_id != previous) & (row_id >= 0) & (row_id < V):
         end = tl.load(end_ptr + position)
         columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
         inside = columns < C
@@ -474,6 +478,7 @@ def gradient_fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
         ids,
         ends,
         tokens,
+        buffer.shape[0],
         columns,
         rows.stride(0),
         *buffer.stride(),

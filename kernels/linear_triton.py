@@ -209,6 +209,7 @@ def qkv_fwd(
     """
     x = _rows_contiguous(x)
     wq, wk, wv = (weight.contiguous() for weight in (wq, wk, wv))
+    bq, bk, bv = (None if bias is None else bias.contiguous() for bias in (bq, bk, bv))
     outputs = _qkv_fake(x, wq, wk, wv, bq, bk, bv)
     m, inner = x.shape
     sizes = [weight.shape[0] for weight in (wq, wk, wv)]

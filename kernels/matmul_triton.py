@@ -262,6 +262,7 @@ def matmul_fwd(
     Raises:
         ValueError: a descriptor schedule for operands that only pointers can reach.
     """
+    bias = None if bias is None else bias.contiguous()
     c = _matmul_fake(a, b, bias, layout, out_dtype)
     m, k = a.shape
     n = c.shape[1]

@@ -347,7 +347,7 @@ class _TritonTokenLogprobs(torch.autograd.Function):
         logprobs, entropy, log_normalizer, top = scores.unbind(0)
         dlogprobs, dentropy = (g.contiguous() for g in grad_outputs)
         table = token_gradient_table(
-            rows.temperature,
+            rows.temperature.contiguous(),
             top,
             log_normalizer,
             entropy,

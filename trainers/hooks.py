@@ -241,7 +241,7 @@ class ConsistencyHook:
         """Read what the sampled checks of library schedules found so far."""
         report = schedule_audit()
         metrics["consistency/schedule_audit"] = report.differing
-        if report.differing:
+        if report.found:
             self._drifted(_audit_message(step, report), metrics)
 
     def _check_gradients(self, step: GradientStep) -> Metrics:

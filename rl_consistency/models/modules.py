@@ -87,7 +87,8 @@ class CanonicalLinear(CanonicalModule):
 def _observed(module: nn.Module) -> bool:
     """Whether hooks wait for calls of a module, which a fused op would pass by."""
     return bool(
-        module._forward_hooks
+        "forward" in vars(module)
+        or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
@@ -102,7 +103,7 @@ def _fusable(x: Tensor, projections: tuple[CanonicalLinear, ...]) -> bool:
         x.is_cuda
         and not torch.is_grad_enabled()
         and is_canonical("linear")
-        and not any(_observed(p) for p in projections)
+        and all(isinstance(p, CanonicalLinear) and not _observed(p) for p in projections)
     )
 
 
@@ -212,7 +213,7 @@ class CanonicalMLP(CanonicalModule):
         if not is_canonical("glu"):
             return super().forward(x)
         pair = (self.gate_proj, self.up_proj)
-        if _fusable(x, pair) and self.gate_proj.bias is None:
+        if _fusable(x, pair) and self.gate_proj.bias is None and self.up_proj.bias is None:
             weights = (self.gate_proj.weight, self.up_proj.weight)
             return self.down_proj(linear_glu(x, *weights, self.activation))
         return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), self.activation))
