@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_consistency.cli.bench_plot import save_plots
-from rl_consistency.cli.bench_results import BARS, Results, load
+from rl_consistency.cli.bench_results import BARS, Results, kernels_hash, load
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/h200.json"
@@ -32,6 +32,7 @@ def section(results: Results) -> str:
     meta = results.meta
     versions = meta["versions"]
     lines = [
+        *_stale(meta),
         f"{meta['device']}, torch {versions['torch']}, Triton {versions['triton']}; "
         "`rl-consistency bench ops` and `bench model`, every row in "
         "[benchmarks/results/h200.json](benchmarks/results/h200.json). Figures are stock time / "
@@ -44,6 +45,18 @@ def section(results: Results) -> str:
     lines += _steps(results)
     lines += _plots(results)
     return "\n".join(lines)
+
+
+def _stale(meta: Mapping[str, Any]) -> list[str]:
+    """A warning where the kernels are not those that were measured."""
+    measured = meta["kernels_sha256"]
+    if measured == kernels_hash():
+        return []
+    return [
+        f"**Not this tree.** The rows were measured with the kernels of hash `{measured[:12]}`, which "
+        "have changed since; they are a state of work, to be measured again.",
+        "",
+    ]
 
 
 def _bar_line(name: str, bar: Mapping[str, Any]) -> str:

@@ -3,9 +3,13 @@
 import pytest
 
 from benchmarks.readme import BEGIN, END, README, RESULTS, current, rewritten, section
-from rl_consistency.cli.bench_results import Results, Row, load
+from rl_consistency.cli.bench_results import Results, Row, kernels_hash, load
 
-META = {"device": "Test GPU", "versions": {"torch": "2.11", "triton": "3.6"}}
+META = {
+    "device": "Test GPU",
+    "versions": {"torch": "2.11", "triton": "3.6"},
+    "kernels_sha256": kernels_hash(),
+}
 
 
 @pytest.fixture
@@ -47,6 +51,14 @@ def test_a_missed_and_an_incomplete_bar_are_shown_as_such(results):
     assert "| 1.02 | &ge; 1.15 | **no** |" in section(missed)
     cut = results.merged("training_step", [row], META, {"complete": False})
     assert "| 1.28 | &ge; 1.15 | not all cases measured |" in section(cut)
+
+
+def test_rows_of_other_kernels_are_called_that(results):
+    assert "Not this tree" not in section(results)
+    (row,) = results.rows
+    meta = META | {"kernels_sha256": "0" * 64}
+    old = Results((), {}).merged("training_step", [row], meta, {"complete": True})
+    assert "**Not this tree.**" in section(old) and "`000000000000`" in section(old)
 
 
 def test_a_figure_changed_by_hand_is_noticed(results):
