@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_consistency.cli.bench_plot import save_plots
-from rl_consistency.cli.bench_results import BARS, Results, kernels_hash, load
+from rl_consistency.cli.bench_results import BARS, Results, load
+from rl_consistency.kernels.kernels_hash import kernels_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/h200.json"
@@ -53,8 +54,8 @@ def _stale(meta: Mapping[str, Any]) -> list[str]:
     if measured == kernels_hash():
         return []
     return [
-        f"**Not this tree.** The rows were measured with the kernels of hash `{measured[:12]}`, which "
-        "have changed since; they are a state of work, to be measured again.",
+        f"**Not this tree.** The rows were measured with the kernels of hash `{measured[:12]}`, "
+        "which have changed since; they are a state of work, to be measured again.",
         "",
     ]
 

@@ -124,11 +124,9 @@ class AttentionLayout:
                 [list(self.query_starts), list(self.query_lens), list(self.context_lens)],
                 dtype=torch.int32,
             )
-            blocks = self.block_table()
-            self._tables[device] = SequenceTables(
-                *numbers.to(device, non_blocking=True).unbind(0),
-                blocks.to(device, non_blocking=True),
-            )
+            starts, lens, contexts = numbers.to(device, non_blocking=True).unbind(0)
+            blocks = self.block_table().to(device, non_blocking=True)
+            self._tables[device] = SequenceTables(starts, lens, contexts, blocks)
         return self._tables[device]
 
     def block_table(self) -> Tensor:

@@ -7,6 +7,9 @@ another or spread over programs: all give the same bits, because every sum is ei
 matrix steps or an explicit tree.
 """
 
+# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import torch
@@ -289,6 +292,8 @@ def attention_combine_kernel(
     )  # fmt: skip
 
 
+SPLIT_BYTES = 256 << 20
+"""The most memory that blocks written out one by one may take; beyond it tiles are not split."""
 AHEAD = 16
 """Blocks that the combining program reads at a time."""
 
@@ -329,8 +334,12 @@ def attention_fwd(
     keys = key_block(head_dim)
     most_blocks = -(-max(layout.context_lens) // keys)
     grid = len(tiles) * kv_heads
+    stored = triton.next_power_of_2(min(most_rows, schedule.rows))
+    places = grid * most_blocks * stored
     if programs_per_tile is None:
-        programs_per_tile = programs_for(grid, most_blocks, most_rows, sm_count(q.device))
+        fits = places * (dim + 11) * 4 <= SPLIT_BYTES
+        processors = sm_count(q.device)
+        programs_per_tile = programs_for(grid, most_blocks, most_rows, processors) if fits else 1
     shared = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
@@ -368,8 +377,6 @@ def attention_fwd(
             num_warps=schedule.warps, num_stages=schedule.stages, **shared,
         )  # fmt: skip
         return out, lse
-    stored = triton.next_power_of_2(min(most_rows, schedule.rows))
-    places = grid * most_blocks * stored
     block_m, left, right = torch.empty(3, places, device=q.device)
     block_lanes = torch.empty(places, 8, device=q.device)
     block_acc = torch.empty(places, dim, device=q.device)

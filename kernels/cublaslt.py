@@ -34,6 +34,7 @@ import torch
 import triton
 from torch import Tensor
 
+from rl_consistency.kernels.kernels_hash import kernels_hash
 from rl_consistency.kernels.matmul_schedules import prefers_library
 from rl_consistency.kernels.matmul_triton import describable, matmul_fwd
 
@@ -404,9 +405,11 @@ def _admitted(device: torch.device, key: Key, m: int) -> bool:
 
 def _has_room(device: torch.device, key: Key) -> bool:
     """Whether a certificate can be made without running the device out of memory."""
+    if key.probe_bytes() > PROBE_BYTES:
+        return False
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return key.probe_bytes() <= min(PROBE_BYTES, free // 2)
+    return key.probe_bytes() <= free // 2
 
 
 def certificates(device: torch.device) -> Certificates:
@@ -451,15 +454,6 @@ def _library_version() -> str:
         return "unknown"
     version.restype = ctypes.c_size_t
     return str(version())
-
-
-@cache
-def kernels_hash() -> str:
-    """SHA-256 over the names and contents of the files beside this one."""
-    digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 def _due(device: torch.device, key: Key) -> bool:

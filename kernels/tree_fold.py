@@ -5,6 +5,10 @@ may differ. The halving tree here is spelled out as additions of slices: element
 element i, then N is halved. It is the tree of `row_reduction`, over a power of two.
 """
 
+# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import triton

@@ -3,7 +3,8 @@
 import pytest
 
 from benchmarks.readme import BEGIN, END, README, RESULTS, current, rewritten, section
-from rl_consistency.cli.bench_results import Results, Row, kernels_hash, load
+from rl_consistency.cli.bench_results import Results, Row, load
+from rl_consistency.kernels.kernels_hash import kernels_hash
 
 META = {
     "device": "Test GPU",

@@ -26,7 +26,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import rl_consistency
-from rl_consistency.cli.bench_results import BARS, Results, Row, kernels_hash, load, save
+from rl_consistency.cli.bench_results import BARS, Results, Row, load, save
+from rl_consistency.kernels.kernels_hash import kernels_hash
 
 if TYPE_CHECKING:
     from rl_consistency.cli.bench_suite import Bench, Case, Suite

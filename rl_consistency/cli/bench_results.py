@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -10,8 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import rl_consistency
 
 Shape = Mapping[str, int | str]
 
@@ -292,12 +289,3 @@ def save(path: Path, results: Results) -> None:
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(unfinished, path)
-
-
-def kernels_hash() -> str:
-    """SHA-256 over the names and bytes of `kernels/*.py`."""
-    assert rl_consistency.__file__ is not None
-    digest = hashlib.sha256()
-    for file in sorted((Path(rl_consistency.__file__).parent / "kernels").glob("*.py")):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()

@@ -127,7 +127,10 @@ def _log(console: Console, result: Result, mutant: str = "") -> None:
         return
     verdict = "green" if result.passed else "RED  "
     what = f"{mutant}: {result.key}" if mutant else f"{result.key} ({result.scope})"
-    print(f"{verdict} {what}, {result.cases} comparisons, {result.seconds:.1f} s", flush=True)
+    detail = "" if result.passed else f": {result.detail}"
+    print(
+        f"{verdict} {what}, {result.cases} comparisons, {result.seconds:.1f} s{detail}", flush=True
+    )
 
 
 def _models(targets: Sequence[Target]) -> str:

@@ -11,8 +11,8 @@ same on any device, in any order and for any number of rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,12 +25,17 @@ _UNIT = 2.0**52
 
 def sampling_rows(params: Sequence[SamplingParams], device: torch.device) -> SamplingRows:
     """The sampling parameters of a batch as tensors, one entry per row."""
-    return SamplingRows(
-        temperature=from_host(np.array([p.temperature for p in params], dtype=np.float32), device),
-        top_k=from_host(np.array([p.top_k for p in params], dtype=np.int64), device),
-        top_p=from_host(np.array([p.top_p for p in params], dtype=np.float32), device),
-        min_p=from_host(np.array([p.min_p for p in params], dtype=np.float32), device),
+    on_host = SamplingRows(
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
     )
+    rows = SamplingRows(
+        **{f.name: from_host(getattr(on_host, f.name).numpy(), device) for f in fields(on_host)}
+    )
+    # Answered here, so that nobody waits for the device to say it.
+    return rows.knowing(truncates=on_host.truncates, unit_temperature=on_host.unit_temperature)
 
 
 @torch.no_grad()

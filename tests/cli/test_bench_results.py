@@ -10,10 +10,10 @@ from rl_consistency.cli.bench_results import (
     Row,
     geometric_mean,
     judge,
-    kernels_hash,
     load,
     save,
 )
+from rl_consistency.kernels.kernels_hash import kernels_hash
 
 META = {"device": "Test GPU", "commit": "abc", "versions": {"torch": "2.11", "triton": "3.6"}}
 RECORD = {"complete": True, "commit": "abc"}

@@ -197,9 +197,17 @@ def test_a_logprob_that_differs_stops_the_run_and_is_saved(tmp_path, monkeypatch
 
 
 def test_a_library_product_that_differs_stops_the_run(tmp_path, monkeypatch):
-    found = AuditReport(calls=512, audited=2, differing=3, struck=["nt/bf16/plain/n64/k64/m64"])
-    monkeypatch.setattr(hooks, "schedule_audit", lambda: found)
+    struck = ["nt/bf16/plain/n64/k64/m64"]
+    report = AuditReport(calls=514, audited=2, differing=3, found=3, struck=struck)
+    monkeypatch.setattr(hooks, "schedule_audit", lambda: report)
     with pytest.raises(ConsistencyError, match=r"step 1: library .* 3 sampled .*nt/bf16/plain"):
         run(tmp_path / "run")
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert rows[-1]["consistency/schedule_audit"] == 3
+
+
+def test_a_difference_is_judged_in_the_step_that_found_it(tmp_path, monkeypatch):
+    report = AuditReport(calls=514, audited=2, differing=3, found=0, struck=[])
+    monkeypatch.setattr(hooks, "schedule_audit", lambda: report)
+    _, rows = run(tmp_path / "run")
+    assert {row["consistency/schedule_audit"] for row in rows if row["step"]} == {3}

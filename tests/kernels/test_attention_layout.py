@@ -105,6 +105,9 @@ def test_bad_layouts_are_refused():
         PackedSequences.of([0], [1, 2])
     with pytest.raises(ValueError, match="sequence 0 has -1 queries"):
         PackedSequences.of([0], [-1])
+    for contexts in ([5, 3], [3, 2]):
+        with pytest.raises(ValueError, match=r"one key per query; .* PagedAttention layout"):
+            PackedSequences(query_starts=[0, 16], query_lens=[2, 2], context_lens=contexts)
     with pytest.raises(ValueError, match="sequence 1 has 5 queries and 4 keys"):
         paged(query_lens=[3, 5])
     with pytest.raises(ValueError, match="sequence 0 has 5 tokens but its 1 blocks hold 4"):

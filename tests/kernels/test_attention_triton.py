@@ -201,6 +201,18 @@ def test_strides_do_not_matter():
     assert same_bytes(*results)
 
 
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**40])
+def test_a_window_beyond_any_position_is_none(window):
+    """Added to a position it would leave the range of 32 bits."""
+    q, k, v, do = sequence(2)
+    layout, scale = PackedSequences.of([0], [LENGTHS[2]]), 32**-0.5
+    results = []
+    for reach in (None, window):
+        o, lse = attention_fwd(q, k, v, layout, scale, reach)
+        results.append((o, lse, *attention_bwd(do, q, k, v, o, lse, layout, scale, reach)))
+    assert same_bytes(*results)
+
+
 def test_rows_of_no_sequence_are_zero_and_minus_infinity():
     q, k, v, do, layout = packed(junk=torch.nan)
     o, lse = attention_fwd(q, k, v, layout, 32**-0.5, None)

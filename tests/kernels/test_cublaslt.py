@@ -1,5 +1,6 @@
 import json
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,6 +95,58 @@ def test_a_struck_certificate_stays_struck_in_the_file(tmp_path):
     assert len(content["findings"]) == 2
 
 
+def test_findings_of_two_processes_are_merged_and_a_bad_one_stays(tmp_path):
+    good, bad = certificates(tmp_path, Comparison()), certificates(tmp_path, Comparison(4))
+    assert good.admitted(KEY, 100)
+    assert not bad.admitted(KEY, 77)
+
+    def found():
+        content = json.loads((tmp_path / "deep" / "file.json").read_text())
+        return content["findings"][KEY.name]
+
+    merged = {"differing": 4 * 4, "rows": [65, 77, 96, 100, 128], "struck": ""}
+    assert found() == merged
+    # The good finding is written last, and gives way as well.
+    good.admitted(Key.of("nn", torch.float16, torch.float16, False, 4, 8, 8), 4)
+    assert found() == merged
+    assert not good.admitted(KEY, 100)
+    assert not certificates(tmp_path, Comparison()).admitted(KEY, 100)
+
+
+@pytest.fixture
+def environment(monkeypatch, tmp_path, audit):
+    """Opens the certificates of a device as a new process would, where variables are set."""
+    gpu = SimpleNamespace(name="A GPU", major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(cublaslt, "compare", lambda *a: 0)
+    monkeypatch.setenv(cublaslt.CACHE_VARIABLE, str(tmp_path))
+    for name in cublaslt.LIBRARY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def opened(**variables):
+        cublaslt._by_device.clear()
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            return cublaslt.certificates(CPU)
+
+    return opened
+
+
+def test_another_identity_neither_wipes_nor_sees_what_was_struck(environment, tmp_path):
+    held = environment()
+    assert held.admitted(KEY, 100)
+    held.strike(KEY, "an audit")
+    other = environment(CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    assert not other.knows(KEY)
+    assert other.admitted(KEY, 100)
+    assert environment().knows(KEY) and not environment().admitted(KEY, 100)
+    assert environment(CUBLAS_WORKSPACE_CONFIG=":4096:8").admitted(KEY, 100)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) == 2
+    assert all(name.startswith("matmul_certificates_A_GPU_") for name in names)
+
+
 @pytest.mark.parametrize("change", [{"device": "two"}, {"torch": "2"}, {"more": "x"}])
 def test_a_file_from_another_device_or_version_is_made_anew(tmp_path, change):
     certificates(tmp_path, Comparison()).admitted(KEY, 100)
@@ -177,6 +230,8 @@ def test_a_gradient_in_another_order_differs_on_probe_data():
 @pytest.fixture
 def on_this_machine(monkeypatch, tmp_path, audit):
     """The library path on CPU tensors, in front of it the interpreter as the canonical order."""
+    # The CPU's memory starts on 64 bytes, a GPU's on 256.
+    monkeypatch.setattr(cublaslt, "ALIGNMENT", 64)
     monkeypatch.setattr(cublaslt, "settings_in_force", lambda: True)
     monkeypatch.setattr(cublaslt, "prefers_library", lambda *a: True)
     monkeypatch.setattr(cublaslt, "AUDIT_EVERY", 3)
@@ -195,7 +250,8 @@ def test_every_third_call_is_audited_and_a_difference_strikes(on_this_machine, m
     for _ in range(7):
         assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is not None
     report = schedule_audit()
-    assert (report.calls, report.audited, report.differing, report.struck) == (7, 2, 0, [])
+    assert (report.calls, report.audited, report.differing, report.found) == (7, 2, 0, 0)
+    assert report.struck == []
 
     def wrong(*operands):
         return cublaslt.matmul_fwd(*operands) * 1.01
@@ -205,8 +261,10 @@ def test_every_third_call_is_audited_and_a_difference_strikes(on_this_machine, m
         cublaslt.product(a, b, None, "nt", torch.bfloat16)
     report = schedule_audit()
     assert report.audited == 3 and report.differing > 0 and report.struck == [KEY.name]
+    assert report.found == report.differing
     assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is None
-    assert schedule_audit().differing == report.differing
+    again = schedule_audit()
+    assert (again.differing, again.found) == (report.differing, 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
@@ -228,16 +286,49 @@ def test_gradients_from_zero_are_audited_too(on_this_machine, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
+def test_a_gradient_of_misaligned_or_sliced_operands_stays_with_triton(
+    on_this_machine, monkeypatch
+):
+    dy, x = torch.randn(96, 64).bfloat16(), torch.randn(96, 32).bfloat16()
+    out = torch.empty(64, 32)
+    monkeypatch.setattr(cublaslt, "library_outer", lambda dy, x, out: out.zero_())
+    assert cublaslt.outer_from_zero(dy, x, out)
+    assert not cublaslt.outer_from_zero(torch.cat([dy, dy], dim=1)[:, :64], x, out)
+    assert not cublaslt.outer_from_zero(dy, x.new_empty(x.numel() + 8)[8:].view_as(x), out)
+    assert not cublaslt.outer_from_zero(dy, x, torch.empty(64, 64)[:, :32])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
+def test_an_audit_that_began_in_inference_mode_goes_on_in_training(on_this_machine, monkeypatch):
+    monkeypatch.setattr(cublaslt, "AUDIT_EVERY", 1)
+    a, b = torch.randn(100, 96).bfloat16(), torch.randn(64, 96).bfloat16()
+    with torch.inference_mode():
+        assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is not None
+    assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is not None
+    with torch.inference_mode():
+        assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is not None
+    report = schedule_audit()
+    assert (report.calls, report.audited, report.differing) == (3, 3, 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 def test_operands_the_library_was_not_certified_for_stay_with_triton(on_this_machine):
     a, b = torch.randn(100, 96).bfloat16(), torch.randn(64, 96).bfloat16()
-    assert cublaslt.product(a[:, :-1], b[:, :-1], None, "nt", torch.bfloat16) is not None
-    for a_bad, bias, out_dtype in (
-        (a.t().contiguous().t(), None, torch.bfloat16),
-        (a.view(-1)[1 : 9601 - 96].view(-1)[: 96 * 98].view(98, 96), None, torch.bfloat16),
-        (a, None, torch.float16),
-        (a, torch.randn(64).bfloat16(), torch.float32),
-    ):
-        assert cublaslt.product(a_bad, b, bias, "nt", out_dtype) is None
+    assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is not None
+    turned = a.t().contiguous().t()
+    sliced = torch.cat([a, a], dim=1)[:, :96]
+    misaligned = a.new_empty(a.numel() + 8)[8:].view_as(a).copy_(a)
+    for other in (turned, sliced, misaligned):
+        assert torch.equal(other, a)
+        assert cublaslt.product(other, b, None, "nt", torch.bfloat16) is None
+        assert cublaslt.product(b, other, None, "nt", torch.bfloat16) is None
+    assert cublaslt.product(b, a, None, "nt", torch.bfloat16) is not None
+    assert cublaslt.product(a, b, None, "nt", torch.float16) is None
+    bias = torch.randn(64).bfloat16()
+    assert cublaslt.product(a, b, bias, "nt", torch.float32) is None
+    strided = torch.stack([bias, bias], dim=1)[:, 0]
+    assert cublaslt.product(a, b, strided, "nt", torch.bfloat16) is None
+    assert cublaslt.product(a, b, bias, "nt", torch.bfloat16) is not None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")

@@ -70,3 +70,13 @@ def test_any_strides():
         qkv_fwd(x.t().contiguous().t(), *turned, None, None, None), weights, strict=True
     ):
         assert_within(y, linear_reference(x, weight), "reduction", torch.bfloat16)
+
+
+def test_biases_of_any_stride_are_added():
+    x, weights, biases = operands()
+    strided = [torch.stack([b, b + 1], dim=1)[:, 0] for b in biases[:2]]
+    one = biases[2][:1].expand(COLUMNS[2])
+    for y, weight, bias in zip(
+        qkv_fwd(x, *weights, *strided, one), weights, [*biases[:2], one], strict=True
+    ):
+        assert_within(y, linear_reference(x, weight, bias), "reduction", torch.bfloat16)

@@ -61,6 +61,16 @@ def test_any_strides_and_a_ragged_k(schedule):
     assert_within(y, reference(row, b), "reduction", torch.float32)
 
 
+@pytest.mark.parametrize("schedule", [CANDIDATES[0], POINTER[0]], ids=lambda s: s.name)
+def test_a_bias_of_any_stride_is_added(schedule):
+    a, b, bias = operands(torch.bfloat16)
+    strided = torch.stack([bias, bias + 1], dim=1)[:, 0]
+    for given, same in ((strided, bias), (bias[3:4].expand(N), bias[3:4].repeat(N))):
+        y = matmul_fwd(a, b, given, "nt", torch.bfloat16, schedule)
+        assert torch.equal(y, matmul_fwd(a, b, same, "nt", torch.bfloat16, schedule))
+        assert_within(y, reference(a, b, same), "reduction", torch.bfloat16)
+
+
 def test_a_descriptor_schedule_refuses_what_it_cannot_describe():
     a, b, _ = operands(torch.bfloat16, k=99)
     with pytest.raises(ValueError, match="16-byte rows; got strides .*Use a pointer schedule"):

@@ -1,6 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from rl_consistency.kernels import operand
 from rl_consistency.kernels.operand import (
     ALIGNMENT_BYTES,
     DTYPES,
@@ -35,6 +38,16 @@ def test_operands_on_two_devices_are_refused():
 def test_a_device_without_a_schedule_is_refused():
     with pytest.raises(ValueError, match=r"linear: no schedule .* meta; available: cpu.*strict"):
         require_device("linear", torch.zeros(2, device="meta"))
+
+
+def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch):
+    monkeypatch.setattr(operand, "capability", lambda device: (9, 0))
+    on_second = SimpleNamespace(device=torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    require_device("linear", on_second)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ValueError, match=r"linear: .* on cuda:1 but .* cuda:0.*set_device"):
+        require_device("linear", on_second)
 
 
 def test_autocast_is_refused():

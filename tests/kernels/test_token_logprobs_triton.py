@@ -104,6 +104,25 @@ def test_gradients_match_fp64(dtype):
             assert_within(ours.grad, wide.grad, "reduction", dtype, gradient=True)
 
 
+@pytest.mark.parametrize("kind", ["strided", "expanded"])
+def test_gradients_read_a_temperature_of_any_stride(kind):
+    whole = SamplingRows.uniform(ROWS)
+    every_second = torch.linspace(0.5, 2.0, 2 * ROWS)[::2]
+    given = every_second if kind == "strided" else torch.tensor([0.7]).expand(ROWS)
+    cotangents = [probe((ROWS,), seed=4), probe((ROWS,), seed=5)]
+    results = []
+    for temperature in (given, given.clone(memory_format=torch.contiguous_format)):
+        leaves = [t.requires_grad_() for t in operands(torch.bfloat16)]
+        rows = SamplingRows(
+            temperature=temperature, top_k=whole.top_k, top_p=whole.top_p, min_p=whole.min_p
+        )
+        scores = triton_token_logprobs(*leaves, targets(), rows, plan=plans(rows)[0])
+        torch.autograd.backward(scores, cotangents)
+        results.append([*scores, *(leaf.grad for leaf in leaves)])
+    assert not given.is_contiguous()
+    assert all(map(same_bytes, *results))
+
+
 def test_every_way_to_reduce_the_vocabulary_gives_the_same_bytes():
     hidden, weight = exact_operands()
     temperature = torch.linspace(0.5, 2.0, ROWS)

@@ -335,9 +335,10 @@ def test_the_loop_itself_knows_nothing_of_drift(file):
 def on_a_gpu(monkeypatch):
     """Makes a hook audit as on a GPU; the report it will find."""
 
-    def audited(hook, differing):
+    def audited(hook, differing, found=None):
+        found = differing if found is None else found
         struck = ["nt/bf16/plain/n64/k64/m64"] if differing else []
-        report = AuditReport(calls=512, audited=2, differing=differing, struck=struck)
+        report = AuditReport(calls=514, audited=2, differing=differing, found=found, struck=struck)
         monkeypatch.setattr(hooks, "schedule_audit", lambda: report)
         hook._device = torch.device("cuda")
         return hook
@@ -361,6 +362,13 @@ def test_a_schedule_that_differs_stops_the_run(make_hook, model, rollout, on_a_g
     hook = on_a_gpu(make_hook(on_drift="warn", warn=warnings.append), 3)
     assert whole_step(hook, model, rollout)["consistency/schedule_audit"] == 3
     assert len(warnings) == 1
+
+
+def test_a_difference_found_before_is_still_logged_and_stops_no_later_step(
+    make_hook, model, rollout, on_a_gpu
+):
+    hook = on_a_gpu(make_hook(), 3, found=0)
+    assert whole_step(hook, model, rollout)["consistency/schedule_audit"] == 3
 
 
 def test_the_speed_of_stock_training_is_measured_when_asked_for(make_hook, model, rollout):
