@@ -63,7 +63,8 @@ def require_device(op: str, tensor: Tensor) -> None:
             f"Move the model to one of these, or switch this op to its stock path with "
             f"strict(except_={{{op!r}}})."
         )
-    if device.index != torch.cuda.current_device():
+    # A traced graph runs where its inputs are.
+    if not torch.compiler.is_compiling() and device.index != torch.cuda.current_device():
         raise ValueError(
             f"{op}: the operands are on {device} but the current device is "
             f"cuda:{torch.cuda.current_device()}, where kernels would be launched. Call "
