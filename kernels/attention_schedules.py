@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_consistency.kernels import attention_hopper
 from rl_consistency.kernels.attention_layout import AttentionLayout, PackedSequences
-from rl_consistency.kernels.cuda_device import has_tma, has_wgmma
+from rl_consistency.kernels.cuda_device import has_tma, has_wgmma, shared_memory
 
 LOG2E = 1.4426950408889634
 NO_WINDOW = 1 << 30
@@ -91,12 +92,30 @@ def pick_forward(
 ) -> Schedule:
     half = q.dtype.itemsize == 2 and q.shape[2] <= 128
     if most_rows <= 64:
-        return DECODE[0] if half else DECODE[-1]
+        return DECODE[0] if half else _wide(q, DECODE[-1])
     if not half:
-        return PREFILL[5]
+        return _wide(q)
     if not has_tma(q.device):
         return PREFILL[4]
     return PREFILL[0] if admits(PREFILL[0], layout, q, k, v) else PREFILL[2]
+
+
+def _wide(q: Tensor, schedule: Schedule = PREFILL[5]) -> Schedule:
+    """The schedule of fp32 and of heads above 128, whose key blocks need much shared memory.
+
+    Raises:
+        ValueError: the device has less.
+    """
+    columns = triton.next_power_of_2(q.shape[2])
+    needed = q.dtype.itemsize * columns * (schedule.rows + 2 * key_block(q.shape[2]))
+    limit = shared_memory(q.device)
+    if limit < needed:
+        raise ValueError(
+            f"attention: {q.dtype} with head_dim {q.shape[2]} needs {needed >> 10} KB of shared "
+            f"memory for a block of keys and {q.device} has {limit >> 10} KB. Use a 16-bit dtype, "
+            "a smaller head_dim, or a GPU of compute capability 8.0 or 9.0."
+        )
+    return schedule
 
 
 def pick_backward(table: tuple[Schedule, ...], q: Tensor, dim: int) -> Schedule:

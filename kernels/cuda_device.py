@@ -6,6 +6,7 @@ import os
 from functools import cache
 
 import torch
+from triton.compiler.compiler import max_shared_mem
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton kernels run in its CPU interpreter: for their logic only, no schedule but the
@@ -33,6 +34,16 @@ def has_wgmma(device: torch.device) -> bool:
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability, such as (9, 0)."""
     return _capability(device.index)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have; sm_90's in the interpreter."""
+    return 227 << 10 if INTERPRETED else _shared_memory(device.index)
+
+
+@cache
+def _shared_memory(index: int | None) -> int:
+    return max_shared_mem(_indexed(index))
 
 
 @cache

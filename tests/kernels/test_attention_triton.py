@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_consistency.kernels import attention as cpu
-from rl_consistency.kernels import attention_triton
+from rl_consistency.kernels import attention_schedules, attention_triton
 from rl_consistency.kernels.attention import attention_reference
 from rl_consistency.kernels.attention_backward_triton import attention_bwd
 from rl_consistency.kernels.attention_layout import PackedSequences
@@ -253,3 +253,11 @@ def test_another_key_block_fails_the_same_check(monkeypatch):
     whole = attention_fwd(q, k, v, layout, 32**-0.5, None)
     monkeypatch.setattr(attention_triton, "key_block", lambda head_dim: 64)
     assert not same_bytes(attention_fwd(q, k, v, layout, 32**-0.5, None), whole)
+
+
+def test_a_device_of_little_shared_memory_is_named(monkeypatch):
+    monkeypatch.setattr(attention_schedules, "shared_memory", lambda device: 99 << 10)
+    q, k = torch.zeros(80, 2, 128), torch.zeros(80, 2, 128)
+    layout = PackedSequences.of([0], [80])
+    with pytest.raises(ValueError, match="float32 with head_dim 128 needs 160 KB .* has 99 KB"):
+        attention_fwd(q, k, k, layout, 1.0, None)
