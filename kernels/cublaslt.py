@@ -19,6 +19,7 @@ Cost: a certificate takes eight products once per key; an audit one gather of 64
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -194,28 +195,37 @@ class Certificates:
             return {}
 
     def _write(self) -> None:
-        # Another process may have added findings; whatever is struck in either stays struck.
-        for name, other in self._read().items():
-            mine = self._findings.setdefault(name, other)
-            mine.struck = mine.struck or other.struck
-            mine.differing = max(mine.differing, other.differing)
-            mine.rows = sorted({*mine.rows, *other.rows})
-        content = {
-            "identity": self._identity,
-            "findings": {name: vars(self._findings[name]) for name in sorted(self._findings)},
-        }
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1)
-            Path(name).replace(self._path)
+            # Two processes that read and replace at once would lose what one of them struck.
+            with self._path.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._merge()
+                self._replace()
         except OSError as error:
             warnings.warn(
                 f"certificate file {self._path} cannot be written ({error}); certificates last "
                 f"for this process only. Set {CACHE_VARIABLE} to a writable directory.",
                 stacklevel=2,
             )
+
+    def _merge(self) -> None:
+        """Take in what another process has found; whatever is bad or struck in either stays so."""
+        for name, other in self._read().items():
+            mine = self._findings.setdefault(name, other)
+            mine.struck = mine.struck or other.struck
+            mine.differing = max(mine.differing, other.differing)
+            mine.rows = sorted({*mine.rows, *other.rows})
+
+    def _replace(self) -> None:
+        content = {
+            "identity": self._identity,
+            "findings": {name: vars(self._findings[name]) for name in sorted(self._findings)},
+        }
+        descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+        Path(name).replace(self._path)
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ class RolloutEngine:
             return [], []
         rows = self._sampling_rows([sequence.params for sequence in sequences], logits.device)
         sampled = sample(logits, rows, from_host(_uniforms(sequences), logits.device))
-        # The one wait for the device in a step: ids and fp32 logprobs are exact in fp64.
+        # The step ends with a wait for the device: ids and fp32 logprobs are exact in fp64.
         drawn, logprobs = torch.stack([t.double() for t in sampled]).tolist()
         for sequence, logprob in zip(sequences, logprobs):
             if not math.isfinite(logprob):

@@ -1,5 +1,7 @@
 import json
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -142,7 +144,7 @@ def test_another_identity_neither_wipes_nor_sees_what_was_struck(environment, tm
     assert other.admitted(KEY, 100)
     assert environment().knows(KEY) and not environment().admitted(KEY, 100)
     assert environment(CUBLAS_WORKSPACE_CONFIG=":4096:8").admitted(KEY, 100)
-    names = sorted(path.name for path in tmp_path.iterdir())
+    names = sorted(path.name for path in tmp_path.glob("*.json"))
     assert len(names) == 2
     assert all(name.startswith("matmul_certificates_A_GPU_") for name in names)
 
@@ -362,3 +364,15 @@ def test_the_library_product_is_the_product():
     a, b, bias = torch.randn(5, 8), torch.randn(6, 8), torch.randn(6)
     torch.testing.assert_close(library_product(a, b, bias, "nt", torch.float32), a @ b.t() + bias)
     torch.testing.assert_close(library_product(a, b.t(), None, "nn", torch.float32), a @ b.t())
+
+
+def test_strikes_of_many_writers_at_once_are_all_kept(tmp_path):
+    keys = [replace(KEY, n=8 * (i + 1)) for i in range(24)]
+
+    def strike(key):
+        certificates(tmp_path, lambda key, m: 0).strike(key, "differed")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(strike, keys))
+    kept = certificates(tmp_path, lambda key, m: 0)
+    assert not any(kept.admitted(key, 100) for key in keys)
