@@ -38,6 +38,7 @@ from rl_consistency.kernels.attention_layout import (
     PagedAttention,
     TilePlan,
 )
+from rl_consistency.kernels.attention_schedules import lse_dtype
 from rl_consistency.kernels.attention_triton import attention_fwd
 from rl_consistency.kernels.library import kernel_op
 from rl_consistency.kernels.matmul import tile_matmul
@@ -52,7 +53,7 @@ GATHER_BYTES = 64 << 20
 
 ORDER = ReductionOrder(
     id="attention",
-    version=2,
+    version=3,
     text=(
         "On a CPU: keys in blocks of 64 counted from the sequence's first token. Per block: s = "
         "(q.k in the matmul order over D) * scale; m' = max(m, max s); a = exp(m - m'); p = exp(s"
@@ -68,7 +69,8 @@ ORDER = ReductionOrder(
         "acc*a). o = acc*(1/tree(l)), lse = (m + log2 tree(l))*ln 2. Backward: p = exp2(fma(s, c,"
         " -lse*log2(e))), ds = p*(dp - tree(do*o)), both rounded; dq one chain of matrix steps "
         "over keys upward, dk and dv one over the group's heads, then queries, upward; times "
-        "scale. Negative zero becomes positive zero."
+        "scale. fp32: lse is kept in fp64, and a step of dq sums 32 keys, one of dk and dv 32 "
+        "queries, from zero. Negative zero becomes positive zero."
     ),
 )
 
@@ -130,7 +132,8 @@ def attention_paged(
         for cache in (paged.key_cache[layer], paged.value_cache[layer])
     )
     _check(q, k, v, paged, scale, window)
-    return _forward(q, k, v, paged, scale, window)
+    out, lse = _forward(q, k, v, paged, scale, window)
+    return out, lse.float()
 
 
 def _check(
@@ -171,6 +174,7 @@ class _Attention(torch.autograd.Function):
         out, lse = _forward(q, k, v, layout, scale, window)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.layout, ctx.scale, ctx.window = layout, scale, window
+        lse = lse.float()
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -193,7 +197,7 @@ def _fake_fwd(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
 
 
 @kernel_op(fake=_fake_fwd)

@@ -28,9 +28,10 @@ from rl_consistency.kernels.attention_schedules import (
     sources,
 )
 from rl_consistency.kernels.attention_tiles import load_rows, rows_of, visible
+from rl_consistency.kernels.matrix_step import matrix_step
 from rl_consistency.kernels.tree_fold import tree_fold
 
-LOG2E_FP32 = tl.constexpr(LOG2E)
+LOG2E_VALUE = tl.constexpr(LOG2E)
 
 
 @triton.jit
@@ -56,8 +57,21 @@ def attention_delta_kernel(
 
 
 @triton.jit
+def _log2_parts(lse):
+    """The log-sum-exp in log2 units as a large and a small fp32 part; an fp32 one has no second."""
+    wide = lse * LOG2E_VALUE
+    large = wide.to(tl.float32)
+    rest = tl.zeros_like(large)
+    if lse.dtype == tl.float64:
+        # An infinite one, of a query past the end, leaves no rest.
+        rest = tl.where(tl.abs(large) == float("inf"), 0.0, wide - large.to(tl.float64))
+        rest = rest.to(tl.float32)
+    return large, rest
+
+
+@triton.jit
 def _fold_dq(
-    q, do, lse, delta, position, low, high, K, V, k_descriptor, v_descriptor, row0, kv_head, limit,
+    q, do, lse, rest, delta, position, low, high, K, V, k_descriptor, v_descriptor, row0, kv_head, limit,
     window, factor, stride_kt, stride_kh, stride_vt, stride_vh, dq,
     KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -68,13 +82,13 @@ def _fold_dq(
         v = load_rows(V, v_descriptor, V, start, row0, kv_head, limit, stride_vt, stride_vh, 1,
                        KEYS, HEAD_DIM, DIM, SOURCE, MASKED)  # fmt: skip
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        p = tl.exp2(tl.fma(scores, factor, -lse[:, None]))
+        p = tl.exp2(tl.fma(scores, factor, -lse[:, None]) - rest[:, None])
         if MASKED:
             key = start + tl.arange(0, KEYS)
             p = tl.where(visible(position[:, None], key[None, :], window), p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+        dq = matrix_step(ds.to(k.dtype), k, dq)
     return dq
 
 
@@ -106,7 +120,8 @@ def attention_dq_kernel(
         dO + token_row[:, None] * stride_dot + head[:, None] * stride_doh + dim[None, :],
         mask=mask, other=0.0,
     )  # fmt: skip
-    lse = tl.load(LSE + token_row * stride_lse + head, mask=valid, other=0.0) * LOG2E_FP32
+    lse = tl.load(LSE + token_row * stride_lse + head, mask=valid, other=0.0)
+    lse, rest = _log2_parts(lse)
     delta = tl.load(DELTA + token_row * stride_lse + head, mask=valid, other=0.0)
     first_position = first_row // GROUP
     last_position = tl.minimum((first_row + ROWS - 1) // GROUP, limit - 1)
@@ -119,19 +134,19 @@ def attention_dq_kernel(
         edge = tl.cdiv(tl.maximum(last_position - window + 1, 0), KEYS) * KEYS
         full_low = tl.minimum(tl.maximum(edge, low), tl.maximum(full_high, low))
         dq = _fold_dq(
-            q, do, lse, delta, position, low, full_low, K, V, k_descriptor, v_descriptor, start_row,
+            q, do, lse, rest, delta, position, low, full_low, K, V, k_descriptor, v_descriptor, start_row,
             kv_head, limit, window, factor, stride_kt, stride_kh, stride_vt, stride_vh, dq,
             KEYS, HEAD_DIM, DIM, SOURCE, True,
         )  # fmt: skip
         low = full_low
         full_high = tl.maximum(full_high, low)
     dq = _fold_dq(
-        q, do, lse, delta, position, low, full_high, K, V, k_descriptor, v_descriptor, start_row,
+        q, do, lse, rest, delta, position, low, full_high, K, V, k_descriptor, v_descriptor, start_row,
         kv_head, limit, window, factor, stride_kt, stride_kh, stride_vt, stride_vh, dq,
         KEYS, HEAD_DIM, DIM, SOURCE, False,
     )  # fmt: skip
     dq = _fold_dq(
-        q, do, lse, delta, position, full_high, high, K, V, k_descriptor, v_descriptor, start_row,
+        q, do, lse, rest, delta, position, full_high, high, K, V, k_descriptor, v_descriptor, start_row,
         kv_head, limit, window, factor, stride_kt, stride_kh, stride_vt, stride_vh, dq,
         KEYS, HEAD_DIM, DIM, SOURCE, True,
     )  # fmt: skip
@@ -189,12 +204,13 @@ def attention_dkv_kernel(
         lse = tl.load(LSE + token_row * stride_lse + head, mask=inside, other=float("inf"))
         delta = tl.load(DELTA + token_row * stride_lse + head, mask=inside, other=0.0)
         scores = tl.dot(k, tl.trans(q), input_precision="ieee")  # [KEYS, QUERIES]
-        p = tl.exp2(tl.fma(scores, factor, -(lse * LOG2E_FP32)[None, :]))
+        lse, rest = _log2_parts(lse)
+        p = tl.exp2(tl.fma(scores, factor, -lse[None, :]) - rest[None, :])
         p = tl.where(visible(query[None, :], key[:, None], window), p, 0.0)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+        dv = matrix_step(p.to(do.dtype), do, dv)
         dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         ds = p * (dp - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+        dk = matrix_step(ds.to(q.dtype), q, dk)
     tl.store(
         dK + row[:, None] * stride_dkt + kv_head * stride_dkh + dim[None, :],
         (dk * scale + 0.0).to(dK.dtype.element_ty), mask=mask,
@@ -229,7 +245,7 @@ def attention_bwd(
     if max(layout.query_lens, default=0) == 0:
         return dq, dk, dv
     dim = max(triton.next_power_of_2(head_dim), 16)
-    delta = torch.empty_like(lse)
+    delta = torch.empty_like(lse, dtype=torch.float32)
     attention_delta_kernel[(triton.cdiv(rows * heads, 32),)](
         do, out, delta, rows * heads, do.stride(0), do.stride(1), out.stride(0), out.stride(1),
         HEADS=heads, ROWS=32, HEAD_DIM=head_dim, DIM=dim, num_warps=4, enable_fp_fusion=False,

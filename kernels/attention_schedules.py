@@ -7,6 +7,7 @@ included. A test and `verify` run through the tables and compare.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 import triton
@@ -27,9 +28,20 @@ SPLIT_ROWS = 16
 """Rows of a tile up to which its key blocks may be written out one by one."""
 
 
+FP32_SUMMED = 32
+"""Keys of one fp32 step of dq, and queries of one of dk and dv; part of the order."""
+
+
 def key_block(head_dim: int) -> int:
     """Keys in one step of the softmax fold on CUDA; part of the order."""
     return 128 if head_dim <= 128 else 64
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """That of the log-sum-exp kept for the backward pass: fp32 probabilities are recomputed from
+    it, and its rounding would be the largest error of their gradients.
+    """
+    return torch.float64 if dtype == torch.float32 else torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +86,7 @@ BACKWARD_QUERIES = (
     Schedule(rows=64, keys=128, warps=4, stages=2, descriptors=True),
     Schedule(rows=128, keys=64, warps=8, stages=2),
     Schedule(rows=64, keys=64, warps=4, stages=2),
+    Schedule(rows=64, keys=32, warps=4, stages=1),
     Schedule(rows=32, keys=32, warps=4, stages=1),
 )
 BACKWARD_KEYS = (
@@ -83,6 +96,7 @@ BACKWARD_KEYS = (
     Schedule(rows=32, keys=128, warps=8, stages=3, descriptors=True),
     Schedule(rows=32, keys=128, warps=8, stages=2),
     Schedule(rows=64, keys=64, warps=4, stages=2),
+    Schedule(rows=32, keys=64, warps=4, stages=1),
     Schedule(rows=32, keys=32, warps=4, stages=1),
 )
 
@@ -121,7 +135,14 @@ def _wide(q: Tensor, schedule: Schedule = PREFILL[5]) -> Schedule:
 def pick_backward(table: tuple[Schedule, ...], q: Tensor, dim: int) -> Schedule:
     if q.dtype == torch.float32 or dim > 128:
         return table[-1]
-    return table[0] if has_tma(q.device) else table[-2]
+    return table[0] if has_tma(q.device) else table[-3]
+
+
+def backward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Schedule]:
+    """The schedules of a backward table for a dtype: fp32 takes a pinned step over what is summed,
+    keys for dq and queries for dk and dv."""
+    summed = attrgetter("keys" if table is BACKWARD_QUERIES else "rows")
+    return [s for s in table if dtype != torch.float32 or summed(s) == FP32_SUMMED]
 
 
 def programs_for(grid: int, most_blocks: int, most_rows: int, processors: int) -> int:

@@ -28,6 +28,7 @@ from rl_consistency.kernels.attention_schedules import (
     dense,
     describable,
     key_block,
+    lse_dtype,
     pick_forward,
     programs_for,
     sources,
@@ -109,6 +110,8 @@ def _write_rows(
     pointer = OUT + token_row[:, None] * stride_ot + head[:, None] * stride_oh + dim[None, :]
     mask = valid[:, None] & (dim < HEAD_DIM)[None, :]
     tl.store(pointer, out.to(OUT.dtype.element_ty), mask=mask)
+    if LSE.dtype.element_ty == tl.float64:
+        m, length = m.to(tl.float64), length.to(tl.float64)
     lse = tl.where(seen, (m + tl.log2(length)) * LN2, NEG_INF)
     tl.store(LSE + token_row * stride_lse + head, lse, mask=valid)
 
@@ -181,7 +184,7 @@ def attention_fwd_kernel(
 def attention_block_kernel(
     Q, K, V, block_m, block_lanes, block_acc,
     tiles, query_start, query_len, context_len, tables,
-    window, factor, block_size, num_blocks, slots, blocks_per_program,
+    window, factor, block_size, num_blocks, slots,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STORED: tl.constexpr,
     KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr,
@@ -204,8 +207,10 @@ def attention_block_kernel(
     if WINDOWED:
         low = tl.maximum(limit - q_len + first_row // GROUP - window + 1, 0) // KEYS * KEYS
     last_position = tl.minimum(limit - q_len + (first_row + ROWS - 1) // GROUP, limit - 1)
-    begin = low + tl.program_id(1) * blocks_per_program * KEYS
-    end = tl.minimum(begin + blocks_per_program * KEYS, last_position + 1)
+    # A captured launch has one grid for all lengths: the tile's own blocks are shared out here.
+    share = tl.cdiv(tl.cdiv(last_position + 1 - low, KEYS), tl.num_programs(1)) * KEYS
+    begin = low + tl.program_id(1) * share
+    end = tl.minimum(begin + share, last_position + 1)
     table = tables + sequence.to(tl.int64) * num_blocks
     row = tl.arange(0, ROWS)
     lane = tl.arange(0, 8)
@@ -296,6 +301,9 @@ SPLIT_BYTES = 256 << 20
 """The most memory that blocks written out one by one may take; beyond it tiles are not split."""
 AHEAD = 16
 """Blocks that the combining program reads at a time."""
+COMBINED_COLUMNS = 32
+"""Of a head, that one combining program folds."""
+COMBINE_WARPS = 4
 
 
 def attention_fwd(
@@ -309,7 +317,7 @@ def attention_fwd(
     schedule: Schedule | None = None,
     programs_per_tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """o [T, H, D] and lse [T, H] fp32; rows that no sequence owns are 0 and -inf.
+    """o [T, H, D] and lse [T, H] in `lse_dtype`; rows that no sequence owns are 0 and -inf.
 
     `schedule` and `programs_per_tile` (over how many programs the key blocks of a tile of few rows
     are spread) are for tests and tuning; any choice gives the same bits.
@@ -319,7 +327,7 @@ def attention_fwd(
     kv_heads = k.shape[1]
     group = heads // kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(rows, heads, device=q.device)
+    lse = torch.empty(rows, heads, dtype=lse_dtype(q.dtype), device=q.device)
     if not layout.owns(rows):
         out.zero_()
         lse.fill_(float("-inf"))
@@ -380,17 +388,16 @@ def attention_fwd(
     block_m, left, right = torch.empty(3, places, device=q.device)
     block_lanes = torch.empty(places, 8, device=q.device)
     block_acc = torch.empty(places, dim, device=q.device)
-    blocks_per_program = -(-most_blocks // programs_per_tile)
-    attention_block_kernel[(grid, -(-most_blocks // blocks_per_program))](
+    attention_block_kernel[(grid, programs_per_tile)](
         q, k, v, block_m, block_lanes, block_acc, tiles, *numbers, tables.block_table,
-        reach, factor, *cache, most_blocks, blocks_per_program, *operands,
+        reach, factor, *cache, most_blocks, *operands,
         SOURCE=1 if paged else 0, STORED=stored,
         num_warps=schedule.warps, num_stages=schedule.stages, **shared,
     )  # fmt: skip
-    columns = min(dim, 32)
+    columns = min(dim, COMBINED_COLUMNS)
     attention_combine_kernel[(grid, dim // columns)](
         out, lse, block_m, block_lanes, block_acc, left, right, tiles, *numbers, reach,
         most_blocks, *results, STORED=stored, COLUMNS=columns, AHEAD=AHEAD,
-        SCAN=max(16, triton.next_power_of_2(most_blocks)), num_warps=4, **shared,
+        SCAN=max(16, triton.next_power_of_2(most_blocks)), num_warps=COMBINE_WARPS, **shared,
     )  # fmt: skip
     return out, lse

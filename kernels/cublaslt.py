@@ -353,10 +353,7 @@ def library_product(
 
 def library_outer(dy: Tensor, x: Tensor, out: Tensor) -> None:
     """out <- dy^T x as the vendor library computes it, negative zero as positive zero."""
-    if dy.dtype == torch.float32:
-        torch.mm(dy.t(), x, out=out)
-    else:
-        torch.mm(dy.t(), x, out_dtype=torch.float32, out=out)
+    torch.mm(dy.t(), x, out_dtype=torch.float32, out=out)
     out.add_(0.0)
 
 

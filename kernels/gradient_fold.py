@@ -1,9 +1,10 @@
 """g <- g + sum_t outer(dy_t, x_t): parameter gradients as a left fold over tokens.
 
-Shapes: `fold_outer`: g [N, K] fp32, dy [T, N], x [T, K]. `fold_columns`: g [C] fp32, rows [R, C].
-    `fold_rows`: g [V, C] fp32, index [T], rows [T, C].
-Dtypes and rounding points: operands fp32, bf16 or fp16, products exact; the accumulator is fp32,
-    for columns fp64; what is published in `parameter.grad` is rounded once to fp32.
+Shapes: `fold_outer`: g [N, K], dy [T, N], x [T, K]. `fold_columns`: g [C], rows [R, C].
+    `fold_rows`: g [V, C], index [T], rows [T, C].
+Dtypes and rounding points: operands fp32, bf16 or fp16, products exact; the accumulator g is
+    fp32, for columns, and on CUDA for every fp32 parameter, fp64; what is published in
+    `parameter.grad` is rounded once to fp32.
 Order: `ORDER` below.
 Invariant to: where a sequence of tokens is cut into calls, as long as every cut falls on a multiple
     of 16.
@@ -33,7 +34,7 @@ STEP = 16
 
 ORDER = ReductionOrder(
     id="gradient_fold",
-    version=2,
+    version=3,
     text=(
         "Left fold over tokens in steps of 16, continued from the fp32 buffer: matrices add the "
         "step's outer products by one multiply-accumulate call, columns add the halving tree over "
@@ -42,7 +43,8 @@ ORDER = ReductionOrder(
         "call. A parameter used in several places has one buffer per place; the buffers are added "
         "in the order of the places. On CUDA the multiply-accumulate call of a matrix is the "
         "matrix unit's for 16 tokens (m16n8k16, or wgmma with k16), the accumulator being the "
-        "buffer's element; fp32 operands add one token after the other by fused multiply-add."
+        "buffer's element; of fp32 operands the 16 tokens are summed from zero by fused multiply-adds "
+        "and then added to a buffer in fp64, as are rows of embeddings."
     ),
 )
 
@@ -88,7 +90,7 @@ def fold_step_sums(buffer: Tensor, sums: Tensor) -> None:
 
 
 def fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Continue `buffer` [V, C] (fp32, in place): row index[t] += rows[t], t upward.
+    """Continue `buffer` [V, C] (fp32 or fp64, in place): row index[t] += rows[t], t upward.
 
     A row whose index is -1 is left out.
     """
@@ -104,10 +106,10 @@ def _whole_steps(rows: Tensor, step: int = STEP) -> Tensor:
 
 
 class GradientBuffer:
-    """The accumulator of one use of one parameter: fp32, for vectors fp64.
+    """The accumulator of one use of one parameter: fp32 or fp64 (`accumulator_dtype`).
 
-    A matrix used once folds straight into `parameter.grad`. A vector (bias, norm weight) has an
-    fp64 buffer, and a parameter used in several places (tied embeddings) one buffer per use, so
+    A matrix with an fp32 accumulator and one use folds straight into `parameter.grad`. Otherwise
+    there is a buffer, and of a parameter used in several places (tied embeddings) one per use, so
     that the fold of one use is never interrupted by the other's tokens; `parameter.grad` is then
     the sum of the buffers in the order of the uses, written anew after every backward pass.
     `optimizer.zero_grad()` starts all of them afresh. A gradient that is there before the first
@@ -178,10 +180,9 @@ class GradientBuffer:
             for other in others:
                 gradient.add_(other)
         else:
-            total = first.clone()
             for other in others:
-                total.add_(other)
-            gradient.copy_(total)
+                first = first + other
+            gradient.copy_(first)
         self._stamp(gradient)
 
     def _start_afresh(self) -> None:
@@ -213,8 +214,11 @@ class GradientBuffer:
 
 
 def accumulator_dtype(parameter: Tensor) -> torch.dtype:
-    """fp64 for vectors, whose fold would lose digits over thousands of steps; else fp32."""
-    return torch.float64 if parameter.dim() == 1 else torch.float32
+    """fp32, and fp64 where a fold in fp32 would lose digits over thousands of steps: for vectors,
+    and on CUDA for the matrices of an fp32 model, whose gradients are not rounded further.
+    """
+    wide = parameter.dim() == 1 or (parameter.is_cuda and parameter.dtype == torch.float32)
+    return torch.float64 if wide else torch.float32
 
 
 def fold_parameter(

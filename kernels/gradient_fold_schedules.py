@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from rl_consistency.kernels.matrix_step import FP32_STEP
+
 REGISTERS = 65536
 """Of one multiprocessor, from sm_80 on."""
 
@@ -102,9 +104,9 @@ POINTER = (
 )
 
 WIDE = (
-    _pointer(64, 64, 16, 4, 2, resident=2, rate=0.2),
-    _pointer(128, 64, 16, 8, 2, rate=0.2),
-    _pointer(32, 32, 16, 4, 2, resident=4, rate=0.1),
+    _pointer(64, 64, FP32_STEP, 4, 2, resident=2, rate=0.2),
+    _pointer(128, 64, FP32_STEP, 8, 2, rate=0.2),
+    _pointer(32, 32, FP32_STEP, 4, 2, resident=4, rate=0.1),
 )
 """fp32 operands: no matrix units in IEEE arithmetic, so small tiles of fused multiply-adds."""
 

@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rl_consistency.kernels.cuda_device import has_tma, sm_count
 from rl_consistency.kernels.gradient_fold_schedules import Schedule, pick
 from rl_consistency.kernels.library import kernel_op
+from rl_consistency.kernels.matrix_step import matrix_step
 from rl_consistency.kernels.tree_fold import halve
 
 STEP = 16
@@ -64,7 +65,7 @@ def gradient_part(g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS: tl.constexpr,
 def load_part(g_ptr, n, k, N, K, stride_gn, stride_gk, FRESH: tl.constexpr, ROWS: tl.constexpr,
               COLUMNS: tl.constexpr):  # fmt: skip
     if FRESH:
-        return tl.zeros((ROWS, COLUMNS), tl.float32)
+        return tl.zeros((ROWS, COLUMNS), g_ptr.dtype.element_ty)
     pointers, inside = gradient_part(g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS, COLUMNS)
     return tl.load(pointers, mask=inside, other=0.0)
 
@@ -117,7 +118,7 @@ def _outer_pointer_kernel(
         x = tl.load(  # [BLOCK_T, BLOCK_K]
             x_ptr + row * stride_x + k[None, :], mask=present & (k < K)[None, :], other=0.0
         )
-        acc = tl.dot(dy.T, x, acc, input_precision="ieee")
+        acc = matrix_step(dy.T, x, acc)
     store_part(acc, g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K, 0)
 
 
@@ -271,7 +272,9 @@ def _extra_descriptor(dy: Tensor, x: Tensor, schedule: Schedule) -> TensorDescri
 
 @kernel_op(mutates=("buffer",), fake=lambda *_: None)
 def gradient_fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
-    """Continue `buffer` [N, K] (fp32) over the tokens of dy [T, N] and x [T, K]."""
+    """Continue `buffer` [N, K] (fp32, or fp64 for fp32 operands) over the tokens of dy [T, N] and
+    x [T, K].
+    """
     if min(*buffer.shape, dy.shape[0]) == 0:
         return
     dy, x = _dense_rows(dy), _dense_rows(x)
@@ -444,12 +447,11 @@ def _fold_rows_kernel(
         columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
         inside = columns < C
         pointers = buffer_ptr + row_id.to(tl.int64) * stride_v + columns.to(tl.int64) * stride_c
-        acc = tl.load(pointers, mask=inside, other=0.0)
+        acc = tl.load(pointers, mask=inside, other=0.0)  # fp32 or fp64
         # Most ids occur once; the loop is for the others.
         token = tl.load(token_ptr + position)
-        acc += tl.load(rows_ptr + token * stride_row + columns, mask=inside, other=0.0).to(
-            tl.float32
-        )
+        row = tl.load(rows_ptr + token * stride_row + columns, mask=inside, other=0.0)
+        acc += row.to(acc.dtype)
         for start in range(position + 1, end, BATCH):
             for i in tl.static_range(BATCH):
                 present = start + i < end
@@ -457,13 +459,13 @@ def _fold_rows_kernel(
                 row = tl.load(
                     rows_ptr + token * stride_row + columns, mask=inside & present, other=0.0
                 )
-                acc += row.to(tl.float32)
+                acc += row.to(acc.dtype)
         tl.store(pointers, acc, mask=inside)
 
 
 @kernel_op(mutates=("buffer",), fake=lambda *_: None)
 def gradient_fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Continue `buffer` [V, C] (fp32): row index[t] += rows[t], t upward; -1 skips a row."""
+    """Continue `buffer` [V, C] (fp32 or fp64): row index[t] += rows[t], t upward; -1 skips a row."""
     if min(*rows.shape) == 0:
         return
     rows = _dense_rows(rows)

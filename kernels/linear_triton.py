@@ -35,6 +35,7 @@ from rl_consistency.kernels.matmul_triton import (
     pointer_tile,
     tile_position,
 )
+from rl_consistency.kernels.matrix_step import matrix_step
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -165,8 +166,8 @@ def gate_up_glu_pointer_kernel(
         x = tl.load(x_ptrs + k, mask=(rows < M)[:, None] & (steps < left)[None, :], other=0.0)
         gate_weight = tl.load(gate_ptrs + k, mask=mask, other=0.0)  # [BLOCK_K, BLOCK_N]
         up_weight = tl.load(up_ptrs + k, mask=mask, other=0.0)
-        gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
-        up = tl.dot(x, up_weight, up, input_precision="ieee")
+        gate = matrix_step(x, gate_weight, gate)
+        up = matrix_step(x, up_weight, up)
     y = glu_tile(gate, up, y_ptr.dtype.element_ty, ACTIVATION)
     mask = (rows < M)[:, None] & (columns < N)[None, :]
     tl.store(y_ptr + rows[:, None] * N + columns[None, :], y, mask=mask)

@@ -37,15 +37,16 @@ COLUMN_MULTIPLE = 16
 
 ORDER = ReductionOrder(
     id="matmul",
-    version=2,
+    version=3,
     text=(
         "One fp32 accumulator per output element, from zero, K walked upward in "
         "multiply-accumulate steps. On a CPU the steps are those of the matrix library for a tile "
         "of 16 rows by all columns, columns padded with zeros to a multiple of 16, at least two "
         "tiles a call. "
         "On CUDA: bf16 and fp16 in steps of the tensor core, 16 elements of K each, zeros after a "
-        "ragged end; fp32 in fused multiply-adds, one element of K each. The bias is added to the "
-        "finished accumulator in fp32, then one rounding to the dtype of the result."
+        "ragged end; fp32 in steps of 16 elements of K, each summed from zero by fused multiply-adds "
+        "and then added to the accumulator. The bias is added to the finished accumulator in fp32, "
+        "then one rounding to the dtype of the result."
     ),
 )
 

@@ -13,6 +13,7 @@ from math import log2
 import torch
 
 from rl_consistency.kernels.matmul_table import MEASURED
+from rl_consistency.kernels.matrix_step import FP32_STEP
 
 ACCUMULATOR_BYTES = 4
 """Of one element: fp32."""
@@ -150,13 +151,13 @@ POINTER = (
 """For any GPU from sm_80, and for operands that no descriptor can describe."""
 
 POINTER_FP32 = (
-    _pointer(16, 32, 32, 4, 3),
-    _pointer(16, 64, 32, 4, 3),
-    _pointer(32, 64, 16, 4, 3),
-    _pointer(64, 64, 16, 8, 3),
-    _pointer(128, 64, 16, 8, 3),
+    _pointer(16, 32, FP32_STEP, 4, 3),
+    _pointer(16, 64, FP32_STEP, 4, 3),
+    _pointer(32, 64, FP32_STEP, 4, 3),
+    _pointer(64, 64, FP32_STEP, 8, 3),
+    _pointer(128, 64, FP32_STEP, 8, 3),
 )
-"""fp32 has no exact matrix unit: fused multiply-adds on the general cores."""
+"""fp32 has no exact matrix unit: fused multiply-adds on the general cores, a step at a time."""
 
 QKV = (
     _pointer(16, 16, 256, 2, 4),
@@ -246,12 +247,10 @@ def prefers_library(m: int, n: int, k: int, dtype: torch.dtype, layout: str) -> 
 
     For layout "tn" (dW, see `cublaslt.outer_from_zero`) m is the number of tokens.
     """
-    if m < 2:
+    if m < 2 or dtype == torch.float32:
         return False
     if layout == "tn":
         return m >= 2048
-    if dtype == torch.float32:
-        return m >= 64
     entry = _nearest(m, n, k, layout)
     return entry.library if entry is not None else m >= 512
 
@@ -298,15 +297,15 @@ def _pick_pointer(m: int, n: int) -> Schedule:
 
 def _pick_fp32(m: int, n: int) -> Schedule:
     if m <= 16:
-        return _pointer(16, 32, 32, 4, 3)
-    return _pointer(64, 64, 16, 8, 3) if m <= 512 else _pointer(128, 64, 16, 8, 3)
+        return _pointer(16, 32, FP32_STEP, 4, 3)
+    return _pointer(64 if m <= 512 else 128, 64, FP32_STEP, 8, 3)
 
 
 @cache
 def pick_qkv(m: int, n: int, k: int, dtype: torch.dtype) -> Schedule:
     """The schedule of `linear_triton.qkv_fwd` for m rows and n columns of all three weights."""
     if dtype == torch.float32:
-        return _pointer(16, 32, 32, 4, 3) if m <= 16 else _pointer(32, 32, 32, 4, 3)
+        return _pointer(16 if m <= 16 else 32, 32, FP32_STEP, 4, 3)
     if m <= 16:
         return _pointer(16, 32, 128, 4, 5)
     return _pointer(32, 32, 128, 4, 4) if m <= 32 else _pointer(64, 32, 64, 4, 4)
@@ -316,7 +315,7 @@ def pick_qkv(m: int, n: int, k: int, dtype: torch.dtype) -> Schedule:
 def pick_gate_up(m: int, n: int, k: int, dtype: torch.dtype, tma: bool) -> Schedule:
     """The schedule of `linear_triton.gate_up_glu_fwd` for m rows and n columns of each weight."""
     if dtype == torch.float32:
-        return _pointer(16, 32, 32, 4, 3) if m <= 16 else _pointer(32, 32, 32, 4, 3)
+        return _pointer(16 if m <= 16 else 32, 32, FP32_STEP, 4, 3)
     if not tma:
         if m <= 16:
             return _pointer(16, 64, 64, 4, 5)

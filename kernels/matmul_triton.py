@@ -6,7 +6,7 @@ Dtypes and rounding points: fp32, bf16, fp16 in; fp32 accumulation and bias; one
 Order: `matmul.ORDER`: K walked upward in MMA steps, zeros after a ragged end.
 Invariant to: M, the position of a row, tiles, warps, stages, which operand feeds the rows of the
     MMA, copies by pointer or by descriptor.
-Varies with: K; operand dtype; fp32 by fused multiply-adds, one element of K at a time.
+Varies with: K; operand dtype; fp32 by fused multiply-adds, 16 elements of K from zero at a time.
 Backward: none here.
 Errors: ValueError where an explicit schedule asks for descriptors that the operands do not allow.
 Cost: see benchmarks/results/h200.json.
@@ -32,6 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rl_consistency.kernels.cuda_device import INTERPRETED, has_tma, sm_count
 from rl_consistency.kernels.library import kernel_op
 from rl_consistency.kernels.matmul_schedules import Schedule, pick
+from rl_consistency.kernels.matrix_step import matrix_step
 
 DESCRIPTOR_BYTES = 16
 """What a tile descriptor asks of an operand's start and row pitch."""
@@ -55,9 +56,9 @@ def tile_position(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROU
 def multiply(a, b, acc, SWAP: tl.constexpr):
     """acc + a @ b; with SWAP everything is transposed: acc [N, M] + b^T @ a^T."""
     if SWAP:
-        acc = tl.dot(b.T, a.T, acc, input_precision="ieee")
+        acc = matrix_step(b.T, a.T, acc)
     else:
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = matrix_step(a, b, acc)
     return acc
 
 
@@ -192,7 +193,7 @@ def pointer_tile(
         left = K - k
         a = tl.load(a_ptrs, mask=(rows < M)[:, None] & (steps < left)[None, :], other=0.0)
         b = tl.load(b_ptrs, mask=(steps < left)[:, None] & (columns < N)[None, :], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = matrix_step(a, b, acc)
         # In 64 bits: a pitch of 2**25 elements times BLOCK_K passes 2**31.
         a_ptrs += tl.full((), BLOCK_K, tl.int64) * stride_ak
         b_ptrs += tl.full((), BLOCK_K, tl.int64) * stride_bk

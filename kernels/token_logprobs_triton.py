@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_consistency.kernels.cuda_device import sm_count
 from rl_consistency.kernels.library import kernel_op
+from rl_consistency.kernels.matrix_step import FP32_STEP, matrix_step
 from rl_consistency.kernels.token_logprobs_schedules import (
     STATISTICS_SCHEDULES,
     Schedule,
@@ -77,7 +78,7 @@ def logits_tile(
         for k in range(tl.cdiv(width, BLOCK_K)):
             a = hidden.load([row, k * BLOCK_K])  # [BLOCK_M, BLOCK_K]
             b = weight.load([column, k * BLOCK_K])  # [BLOCK_N, BLOCK_K]
-            acc = tl.dot(a, b.T, acc, input_precision="ieee")
+            acc = matrix_step(a, b.T, acc)
     else:
         rows = row + tl.arange(0, BLOCK_M)
         columns = column + tl.arange(0, BLOCK_N)
@@ -90,7 +91,7 @@ def logits_tile(
             left = width - k * BLOCK_K
             a = tl.load(a_at + k * BLOCK_K, mask=a_in & (inner < left)[None, :], other=0.0)
             b = tl.load(b_at + k * BLOCK_K, mask=b_in & (inner < left)[:, None], other=0.0)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
+            acc = matrix_step(a, b, acc)
     return acc
 
 
@@ -234,7 +235,7 @@ def target_kernel(
         left = width - k * BLOCK_K
         a = tl.load(a_at + k * BLOCK_K, mask=mask[:, None] & (inner < left)[None, :], other=0.0)
         b = tl.load(b_at + k * BLOCK_K, mask=inside[None, :] & (inner < left)[:, None], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        acc = matrix_step(a, b, acc)
     s = scaled_logits(acc, tl.load(temperature + row, mask=mask, other=1.0), UNIT)
     diagonal = tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :]
     # Adding -0 changes no number, not even +0: any order of this sum gives the diagonal's bits.
@@ -328,7 +329,7 @@ def token_target_logits(
     if num_rows == 0:
         return scaled
     # An fp32 product keeps its operands in registers, so its tile is smaller.
-    rows, inner = (16, 32) if hidden.dtype == torch.float32 else (TARGET_ROWS, 64)
+    rows, inner = (16, FP32_STEP) if hidden.dtype == torch.float32 else (TARGET_ROWS, 64)
     constants: dict[str, Any] = {"UNIT": unit_temperature, "ROWS": rows, "BLOCK_K": inner}
     options: dict[str, Any] = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
     target_kernel[(triton.cdiv(num_rows, rows),)](

@@ -258,8 +258,10 @@ def _compare_backward(
         )
         return torch.cat([x.float().flatten(1) for x in found], dim=1)
 
-    choices = [("query_schedule", s) for s in attention_schedules.BACKWARD_QUERIES]
-    choices += [("key_schedule", s) for s in attention_schedules.BACKWARD_KEYS]
+    entries, dtype = attention_schedules.backward_entries, do.dtype
+    by_query = entries(attention_schedules.BACKWARD_QUERIES, dtype)
+    by_key = entries(attention_schedules.BACKWARD_KEYS, dtype)
+    choices = [("query_schedule", s) for s in by_query] + [("key_schedule", s) for s in by_key]
     _compare(tally, f"{shape}, backward", choices, gradients)
 
 

@@ -24,6 +24,7 @@ from rl_consistency.kernels.attention_schedules import (
     BACKWARD_QUERIES,
     DECODE,
     PREFILL,
+    backward_entries,
 )
 from rl_consistency.kernels.attention_triton import attention_fwd
 from rl_consistency.kernels.cuda_device import has_tma
@@ -337,8 +338,9 @@ def test_every_backward_schedule_gives_the_same_bytes(case):
     q, k, v, do, layout = packed(case, range(len(LENGTHS)))
     o, lse = attention_fwd(q, k, v, layout, *case.options.values())
     call = partial(attention_bwd, do, q, k, v, o, lse, layout, *case.options.values())
-    calls = [partial(call, query_schedule=s) for s in BACKWARD_QUERIES]
-    assert_same_bytes_where_they_fit(calls + [partial(call, key_schedule=s) for s in BACKWARD_KEYS])
+    by_query, by_key = (backward_entries(t, q.dtype) for t in (BACKWARD_QUERIES, BACKWARD_KEYS))
+    calls = [partial(call, query_schedule=s) for s in by_query]
+    assert_same_bytes_where_they_fit(calls + [partial(call, key_schedule=s) for s in by_key])
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (6, 2), (20, 1)])

@@ -65,8 +65,7 @@ def stock_product(a, b, bias=None):
     return torch.nn.functional.linear(a, b, bias)
 
 
-# Not fp32: measured on an H200 6.3e-7 against the library's 3.0e-7, whose sums are shorter.
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m, n, k", [(1, 4096, 4096), (64, 1024, 3072), (700, 500, 1000)])
 def test_errs_no_more_than_the_library(m, n, k, dtype, record_property):
     a, b, bias = operands(m, n, k, dtype)
@@ -80,6 +79,8 @@ def test_errs_no_more_than_the_library(m, n, k, dtype, record_property):
     assert relative_error(matmul_nt(a, b, bias=bias, out_dtype=dtype), biased) <= allowed
     wide = matmul_nt(a, b)
     assert same_bytes(wide.to(dtype), matmul_nt(a, b, out_dtype=dtype))
+    if dtype == torch.float32:
+        return
     unrounded = relative_error(torch.mm(a, b.t(), out_dtype=torch.float32), exact)
     record_property("fp32 error / library's", relative_error(wide, exact) / unrounded)
 

@@ -1,0 +1,35 @@
+"""acc + a b inside a Triton kernel: the step that every product over a long inner dimension takes.
+
+bf16 and fp16 have matrix units, whose instruction takes 16 elements of the inner dimension into one
+fp32 accumulator. fp32 has none in IEEE arithmetic, and one chain of fused multiply-adds over
+thousands of elements would round far more often than a library that blocks its sum. So an fp32 step
+is a sum of its own, from zero, added to the accumulator when it is complete.
+"""
+
+# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+FP32_STEP = 16
+"""Elements of the inner dimension in one fp32 step: part of the order, so every schedule that
+multiplies fp32 operands holds as many at once."""
+
+
+@triton.jit
+def matrix_step(a, b, acc):
+    """acc [M, N] + a [M, K] b [K, N]. For fp32 operands K is the order's step and the accumulator
+    fp32 or fp64."""
+    if a.dtype == tl.float32:
+        step = tl.dot(a, b, input_precision="ieee")
+        if acc.dtype == tl.float64:
+            acc += step.to(tl.float64)
+        else:
+            # A plain addition would be compiled into the accumulator's own chain.
+            acc = tl.fma(step, 1.0, acc)
+    else:
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    return acc
