@@ -70,7 +70,7 @@ ORDER = ReductionOrder(
         " -lse*log2(e))), ds = p*(dp - tree(do*o)), both rounded; dq one chain of matrix steps "
         "over keys upward, dk and dv one over the group's heads, then queries, upward; times "
         "scale. fp32: lse is kept in fp64, and a step of dq sums 32 keys, one of dk and dv 32 "
-        "queries, from zero. Negative zero becomes positive zero."
+        "queries, from zero, into fp64. Negative zero becomes positive zero."
     ),
 )
 

@@ -28,7 +28,7 @@ from rl_consistency.kernels.attention_schedules import (
     sources,
 )
 from rl_consistency.kernels.attention_tiles import load_rows, rows_of, visible
-from rl_consistency.kernels.matrix_step import matrix_step
+from rl_consistency.kernels.matrix_step import matrix_step, no_steps
 from rl_consistency.kernels.tree_fold import tree_fold
 
 LOG2E_VALUE = tl.constexpr(LOG2E)
@@ -127,7 +127,7 @@ def attention_dq_kernel(
     last_position = tl.minimum((first_row + ROWS - 1) // GROUP, limit - 1)
     high = last_position + 1
     low = 0
-    dq = tl.zeros((ROWS, DIM), tl.float32)
+    dq = no_steps(ROWS, DIM, Q.dtype.element_ty)
     full_high = (first_position + 1) // KEYS * KEYS
     if WINDOWED:
         low = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
@@ -152,7 +152,7 @@ def attention_dq_kernel(
     )  # fmt: skip
     tl.store(
         dQ + token_row[:, None] * stride_dqt + head[:, None] * stride_dqh + dim[None, :],
-        (dq * scale + 0.0).to(dQ.dtype.element_ty), mask=mask,
+        (dq.to(tl.float32) * scale + 0.0).to(dQ.dtype.element_ty), mask=mask,
     )  # fmt: skip
 
 
@@ -182,8 +182,8 @@ def attention_dkv_kernel(
     v = tl.load(
         V + row[:, None] * stride_vt + kv_head * stride_vh + dim[None, :], mask=mask, other=0.0
     )
-    dk = tl.zeros((KEYS, DIM), tl.float32)
-    dv = tl.zeros((KEYS, DIM), tl.float32)
+    dk = no_steps(KEYS, DIM, K.dtype.element_ty)
+    dv = no_steps(KEYS, DIM, K.dtype.element_ty)
     # One loop over the group's heads and their query tiles; several spill registers.
     low = first_key // QUERIES * QUERIES
     high = limit
@@ -213,11 +213,11 @@ def attention_dkv_kernel(
         dk = matrix_step(ds.to(q.dtype), q, dk)
     tl.store(
         dK + row[:, None] * stride_dkt + kv_head * stride_dkh + dim[None, :],
-        (dk * scale + 0.0).to(dK.dtype.element_ty), mask=mask,
+        (dk.to(tl.float32) * scale + 0.0).to(dK.dtype.element_ty), mask=mask,
     )  # fmt: skip
     tl.store(
         dV + row[:, None] * stride_dvt + kv_head * stride_dvh + dim[None, :],
-        (dv + 0.0).to(dV.dtype.element_ty), mask=mask,
+        (dv.to(tl.float32) + 0.0).to(dV.dtype.element_ty), mask=mask,
     )  # fmt: skip
 
 

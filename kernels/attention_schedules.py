@@ -68,7 +68,8 @@ PREFILL = (
     Schedule(rows=64, warps=4, stages=2),
     Schedule(rows=64, warps=4, stages=1),
     Schedule(rows=16, warps=4, stages=2),
-    Schedule(rows=16, warps=2, stages=1),
+    Schedule(rows=16, warps=4, stages=1),
+    Schedule(rows=16, warps=8, stages=1),
 )
 DECODE = (
     Schedule(rows=16, warps=4, stages=4),
@@ -77,7 +78,8 @@ DECODE = (
     Schedule(rows=16, warps=8, stages=5),
     Schedule(rows=16, warps=4, stages=2),
     Schedule(rows=64, warps=4, stages=3),
-    Schedule(rows=16, warps=2, stages=1),
+    Schedule(rows=16, warps=4, stages=1),
+    Schedule(rows=16, warps=8, stages=1),
 )
 BACKWARD_QUERIES = (
     Schedule(rows=128, keys=64, warps=8, stages=3, descriptors=True),
@@ -86,8 +88,8 @@ BACKWARD_QUERIES = (
     Schedule(rows=64, keys=128, warps=4, stages=2, descriptors=True),
     Schedule(rows=128, keys=64, warps=8, stages=2),
     Schedule(rows=64, keys=64, warps=4, stages=2),
-    Schedule(rows=64, keys=32, warps=4, stages=1),
-    Schedule(rows=32, keys=32, warps=4, stages=1),
+    Schedule(rows=64, keys=32, warps=8, stages=1),
+    Schedule(rows=32, keys=32, warps=8, stages=1),
 )
 BACKWARD_KEYS = (
     Schedule(rows=64, keys=64, warps=4, stages=2, descriptors=True),
@@ -96,8 +98,8 @@ BACKWARD_KEYS = (
     Schedule(rows=32, keys=128, warps=8, stages=3, descriptors=True),
     Schedule(rows=32, keys=128, warps=8, stages=2),
     Schedule(rows=64, keys=64, warps=4, stages=2),
-    Schedule(rows=32, keys=64, warps=4, stages=1),
-    Schedule(rows=32, keys=32, warps=4, stages=1),
+    Schedule(rows=32, keys=64, warps=8, stages=1),
+    Schedule(rows=32, keys=32, warps=8, stages=1),
 )
 
 
@@ -108,13 +110,19 @@ def pick_forward(
     if most_rows <= 64:
         return DECODE[0] if half else _wide(q, DECODE[-1])
     if not half:
-        return _wide(q)
+        return _wide(q, PREFILL[-1] if q.dtype == torch.float32 else PREFILL[5])
     if not has_tma(q.device):
         return PREFILL[4]
     return PREFILL[0] if admits(PREFILL[0], layout, q, k, v) else PREFILL[2]
 
 
-def _wide(q: Tensor, schedule: Schedule = PREFILL[5]) -> Schedule:
+def forward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Schedule]:
+    """The schedules of a forward table for a dtype: fp32 products hold their operands in registers,
+    and taller tiles would keep them in local memory."""
+    return [s for s in table if dtype != torch.float32 or s.rows == SPLIT_ROWS]
+
+
+def _wide(q: Tensor, schedule: Schedule) -> Schedule:
     """The schedule of fp32 and of heads above 128, whose key blocks need much shared memory.
 
     Raises:

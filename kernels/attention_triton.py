@@ -299,11 +299,10 @@ def attention_combine_kernel(
 
 SPLIT_BYTES = 256 << 20
 """The most memory that blocks written out one by one may take; beyond it tiles are not split."""
-AHEAD = 16
+AHEAD = 32
 """Blocks that the combining program reads at a time."""
-COMBINED_COLUMNS = 32
+COMBINED_COLUMNS = 8
 """Of a head, that one combining program folds."""
-COMBINE_WARPS = 4
 
 
 def attention_fwd(
@@ -398,6 +397,7 @@ def attention_fwd(
     attention_combine_kernel[(grid, dim // columns)](
         out, lse, block_m, block_lanes, block_acc, left, right, tiles, *numbers, reach,
         most_blocks, *results, STORED=stored, COLUMNS=columns, AHEAD=AHEAD,
-        SCAN=max(16, triton.next_power_of_2(most_blocks)), num_warps=COMBINE_WARPS, **shared,
+        SCAN=max(16, triton.next_power_of_2(most_blocks)), num_warps=max(1, stored // 4),
+        **shared,
     )  # fmt: skip
     return out, lse

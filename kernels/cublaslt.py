@@ -25,7 +25,9 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -153,7 +155,7 @@ class Certificates:
         """Whether there is a finding, good or bad."""
         return key.name in self._findings
 
-    def admitted(self, key: Key, m: int, *, make: bool = True) -> bool:
+    def admitted(self, key: Key, m: int, *, make: bool = True, to_the_row: bool = False) -> bool:
         """Whether the library may compute a product of `m` rows.
 
         Args:
@@ -161,12 +163,17 @@ class Certificates:
             m: its number of rows.
             make: compare now where there is no certificate. Without it only row counts that were
                 compared themselves are admitted: nothing audits what a CUDA graph replays.
+            to_the_row: compare `m` rows, too, where a certificate was made for others.
         """
         finding = self._findings.get(key.name)
         if finding is None and make:
             rows = key.sample(m)
             finding = Certificate(sum(self._compare(key, count) for count in rows), rows)
             self._findings[key.name] = finding
+            self._write()
+        if make and to_the_row and finding is not None and finding.holds and m not in finding.rows:
+            finding.differing += self._compare(key, m)
+            finding.rows = sorted({*finding.rows, m})
             self._write()
         if finding is None or not finding.holds:
             return False
@@ -256,6 +263,21 @@ class _Audit:
 
 _audit = _Audit()
 _by_device: dict[torch.device, Certificates] = {}
+_to_the_row: ContextVar[bool] = ContextVar("certified_to_the_row", default=False)
+
+
+@contextmanager
+def certified_to_the_row() -> Iterator[None]:
+    """Compare each product's own number of rows inside the block, beside its range's.
+
+    A CUDA graph takes the library only for such numbers, and no certificate is made while one is
+    captured: run once in this block what is captured next.
+    """
+    token = _to_the_row.set(True)
+    try:
+        yield
+    finally:
+        _to_the_row.reset(token)
 
 
 def product(
@@ -407,7 +429,7 @@ def _admitted(device: torch.device, key: Key, m: int) -> bool:
     capturing = torch.cuda.is_current_stream_capturing()
     if not held.knows(key) and (capturing or not _has_room(device, key)):
         return False
-    return held.admitted(key, m, make=not capturing)
+    return held.admitted(key, m, make=not capturing, to_the_row=_to_the_row.get())
 
 
 def _has_room(device: torch.device, key: Key) -> bool:

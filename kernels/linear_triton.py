@@ -35,7 +35,7 @@ from rl_consistency.kernels.matmul_triton import (
     pointer_tile,
     tile_position,
 )
-from rl_consistency.kernels.matrix_step import matrix_step
+from rl_consistency.kernels.matrix_step import matrix_step, no_steps
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -158,7 +158,7 @@ def gate_up_glu_pointer_kernel(
     x_ptrs = x_ptr + rows[:, None] * stride_x + steps[None, :]
     gate_ptrs = gate_ptr + steps[:, None] + columns[None, :] * stride_gate
     up_ptrs = up_ptr + steps[:, None] + columns[None, :] * stride_up
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    gate = no_steps(BLOCK_M, BLOCK_N, x_ptr.dtype.element_ty)
     up = gate
     for k in range(0, K, BLOCK_K):
         left = K - k
@@ -168,7 +168,7 @@ def gate_up_glu_pointer_kernel(
         up_weight = tl.load(up_ptrs + k, mask=mask, other=0.0)
         gate = matrix_step(x, gate_weight, gate)
         up = matrix_step(x, up_weight, up)
-    y = glu_tile(gate, up, y_ptr.dtype.element_ty, ACTIVATION)
+    y = glu_tile(gate.to(tl.float32), up.to(tl.float32), y_ptr.dtype.element_ty, ACTIVATION)
     mask = (rows < M)[:, None] & (columns < N)[None, :]
     tl.store(y_ptr + rows[:, None] * N + columns[None, :], y, mask=mask)
 

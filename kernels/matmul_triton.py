@@ -1,8 +1,8 @@
 """Triton schedules of the matmul order: y = a b^T + bias or a b, one fp32 accumulator per output.
 
 Shapes: a [M, K]; b [N, K] (layout "nt") or [K, N] ("nn"); bias [N] or None -> [M, N].
-Dtypes and rounding points: fp32, bf16, fp16 in; fp32 accumulation and bias; one rounding to the
-    output's dtype.
+Dtypes and rounding points: fp32, bf16, fp16 in; fp32 accumulation (fp32: fp64) and bias; one
+    rounding to the output's dtype.
 Order: `matmul.ORDER`: K walked upward in MMA steps, zeros after a ragged end.
 Invariant to: M, the position of a row, tiles, warps, stages, which operand feeds the rows of the
     MMA, copies by pointer or by descriptor.
@@ -32,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from rl_consistency.kernels.cuda_device import INTERPRETED, has_tma, sm_count
 from rl_consistency.kernels.library import kernel_op
 from rl_consistency.kernels.matmul_schedules import Schedule, pick
-from rl_consistency.kernels.matrix_step import matrix_step
+from rl_consistency.kernels.matrix_step import matrix_step, no_steps
 
 DESCRIPTOR_BYTES = 16
 """What a tile descriptor asks of an operand's start and row pitch."""
@@ -56,9 +56,9 @@ def tile_position(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROU
 def multiply(a, b, acc, SWAP: tl.constexpr):
     """acc + a @ b; with SWAP everything is transposed: acc [N, M] + b^T @ a^T."""
     if SWAP:
-        acc = matrix_step(b.T, a.T, acc)
+        acc = tl.dot(b.T, a.T, acc)
     else:
-        acc = matrix_step(a, b, acc)
+        acc = tl.dot(a, b, acc)
     return acc
 
 
@@ -188,7 +188,7 @@ def pointer_tile(
     steps = tl.arange(0, BLOCK_K).to(tl.int64)
     a_ptrs = a_ptr + rows[:, None] * stride_am + steps[None, :] * stride_ak
     b_ptrs = b_ptr + steps[:, None] * stride_bk + columns[None, :] * stride_bn
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = no_steps(BLOCK_M, BLOCK_N, a_ptr.dtype.element_ty)
     for k in range(0, K, BLOCK_K):
         left = K - k
         a = tl.load(a_ptrs, mask=(rows < M)[:, None] & (steps < left)[None, :], other=0.0)
@@ -197,7 +197,7 @@ def pointer_tile(
         # In 64 bits: a pitch of 2**25 elements times BLOCK_K passes 2**31.
         a_ptrs += tl.full((), BLOCK_K, tl.int64) * stride_ak
         b_ptrs += tl.full((), BLOCK_K, tl.int64) * stride_bk
-    acc = add_bias(acc, bias_ptr, columns, N, HAS_BIAS)
+    acc = add_bias(acc.to(tl.float32), bias_ptr, columns, N, HAS_BIAS)
     c_ptrs = c_ptr + rows[:, None] * stride_cm + columns[None, :]
     mask = (rows < M)[:, None] & (columns < N)[None, :]
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=mask)

@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_consistency.kernels.cuda_device import sm_count
 from rl_consistency.kernels.library import kernel_op
-from rl_consistency.kernels.matrix_step import FP32_STEP, matrix_step
+from rl_consistency.kernels.matrix_step import FP32_STEP, matrix_step, no_steps
 from rl_consistency.kernels.token_logprobs_schedules import (
     STATISTICS_SCHEDULES,
     Schedule,
@@ -78,7 +78,7 @@ def logits_tile(
         for k in range(tl.cdiv(width, BLOCK_K)):
             a = hidden.load([row, k * BLOCK_K])  # [BLOCK_M, BLOCK_K]
             b = weight.load([column, k * BLOCK_K])  # [BLOCK_N, BLOCK_K]
-            acc = matrix_step(a, b.T, acc)
+            acc = tl.dot(a, b.T, acc)
     else:
         rows = row + tl.arange(0, BLOCK_M)
         columns = column + tl.arange(0, BLOCK_N)
@@ -91,7 +91,7 @@ def logits_tile(
             left = width - k * BLOCK_K
             a = tl.load(a_at + k * BLOCK_K, mask=a_in & (inner < left)[None, :], other=0.0)
             b = tl.load(b_at + k * BLOCK_K, mask=b_in & (inner < left)[:, None], other=0.0)
-            acc = matrix_step(a, b, acc)
+            acc = tl.dot(a, b, acc, input_precision="ieee")
     return acc
 
 
@@ -230,13 +230,13 @@ def target_kernel(
     inner = tl.arange(0, BLOCK_K)
     a_at = hidden + row.to(tl.int64)[:, None] * hidden_stride + inner[None, :]
     b_at = weight + target[None, :] * weight_stride + inner[:, None]
-    acc = tl.zeros((ROWS, ROWS), tl.float32)
+    acc = no_steps(ROWS, ROWS, hidden.dtype.element_ty)
     for k in range(tl.cdiv(width, BLOCK_K)):
         left = width - k * BLOCK_K
         a = tl.load(a_at + k * BLOCK_K, mask=mask[:, None] & (inner < left)[None, :], other=0.0)
         b = tl.load(b_at + k * BLOCK_K, mask=inside[None, :] & (inner < left)[:, None], other=0.0)
         acc = matrix_step(a, b, acc)
-    s = scaled_logits(acc, tl.load(temperature + row, mask=mask, other=1.0), UNIT)
+    s = scaled_logits(acc.to(tl.float32), tl.load(temperature + row, mask=mask, other=1.0), UNIT)
     diagonal = tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :]
     # Adding -0 changes no number, not even +0: any order of this sum gives the diagonal's bits.
     s = tl.sum(tl.where(diagonal, s, -0.0), axis=1)

@@ -111,7 +111,8 @@ def check_attention_schedules(tally: Tally, setup: OpSetup) -> None:
         for start, sample in zip(starts, samples, strict=True):
             for packed, own in zip((q, k, v), sample, strict=True):
                 packed[start : start + len(own)] = own
-        _compare_attention(tally, shape, layout, (q, k, v), attention_schedules.PREFILL)
+        prefill, decode = attention_schedules.PREFILL, attention_schedules.DECODE
+        _compare_attention(tally, shape, layout, (q, k, v), prefill)
         _compare_backward(tally, shape, layout, (q, k, v))
         for call in paged_calls(
             [decoded(n)[:2] for n in LENGTHS],
@@ -129,8 +130,7 @@ def check_attention_schedules(tally: Tally, setup: OpSetup) -> None:
             call.paged.write(0, k, v)
             caches = (call.paged.key_cache[0], call.paged.value_cache[0])
             k, v = (cache.view(-1, *cache.shape[2:]) for cache in caches)
-            table = attention_schedules.DECODE + attention_schedules.PREFILL
-            _compare_attention(tally, shape, call.paged, (q, k, v), table)
+            _compare_attention(tally, shape, call.paged, (q, k, v), decode + prefill)
 
 
 def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
@@ -216,7 +216,7 @@ def _compare_attention(
     shape: Heads,
     layout: AttentionLayout,
     operands: tuple[Tensor, Tensor, Tensor],
-    table: Iterable[attention_schedules.Schedule],
+    table: tuple[attention_schedules.Schedule, ...],
 ) -> None:
     few = max(layout.query_lens) * (shape.heads // shape.kv_heads) <= 64
 
@@ -235,7 +235,8 @@ def _compare_attention(
         return torch.cat([rows[start : start + count] for start, count in spans])
 
     # Few rows may have their keys spread over several programs.
-    admitted = [s for s in table if attention_schedules.admits(s, layout, *operands)]
+    entries = attention_schedules.forward_entries(table, operands[0].dtype)
+    admitted = [s for s in entries if attention_schedules.admits(s, layout, *operands)]
     choices = [(s, programs) for programs in ((1, 2, 7) if few else (1,)) for s in admitted]
     queries = "decode" if few else "prefill"
     _compare(tally, f"{shape}, {queries}", choices, attended)

@@ -25,6 +25,7 @@ from rl_consistency.kernels.attention_schedules import (
     DECODE,
     PREFILL,
     backward_entries,
+    forward_entries,
 )
 from rl_consistency.kernels.attention_triton import attention_fwd
 from rl_consistency.kernels.cuda_device import has_tma
@@ -75,7 +76,7 @@ CASES = (
 
 def same_bytes(a, b):
     assert a.dtype == b.dtype and a.shape == b.shape
-    bits = torch.int32 if a.dtype == FP32 else torch.int16
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
     return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
@@ -200,7 +201,8 @@ def paged(case, spans, keys=None, **choice):
     if not choice:
         return attention_paged(q, layout, 0, **case.options)
     k, v = (c[0].view(-1, case.kv_heads, case.dim) for c in (layout.key_cache, layout.value_cache))
-    return attention_fwd(q, k, v, layout, *case.options.values(), **choice)
+    o, lse = attention_fwd(q, k, v, layout, *case.options.values(), **choice)
+    return o, lse.float()
 
 
 def decoded(case, **choice):
@@ -317,7 +319,7 @@ def assert_same_bytes_where_they_fit(calls):
 def test_every_prefill_schedule_gives_the_same_bytes(case):
     q, k, v, _, layout = packed(case, range(len(LENGTHS)))
     takes = has_tma(DEVICE) and attention_hopper.takes(q, k, v)
-    table = [s for s in PREFILL if takes or not s.specialized]
+    table = [s for s in forward_entries(PREFILL, case.dtype) if takes or not s.specialized]
     call = partial(attention_fwd, q, k, v, layout, *case.options.values())
     results = assert_same_bytes_where_they_fit([partial(call, schedule=s) for s in table])
     for schedule, found in zip(table, results, strict=True):
@@ -327,7 +329,9 @@ def test_every_prefill_schedule_gives_the_same_bytes(case):
 @pytest.mark.parametrize("case", SCHEDULE_CASES[:3], ids=name)
 def test_every_decode_schedule_gives_the_same_bytes(case):
     calls = [
-        partial(decoded, case, schedule=s, programs_per_tile=n) for s in DECODE for n in (1, 5)
+        partial(decoded, case, schedule=s, programs_per_tile=n)
+        for s in forward_entries(DECODE, case.dtype)
+        for n in (1, 5)
     ]
     prefill = partial(lambda: at_edges(attend(case, [0])[0]))
     assert_same_bytes_where_they_fit([prefill, *calls])
