@@ -3,8 +3,8 @@
 Shapes: `matmul_nt`: a [M, K], b [N, K], bias [N] -> [M, N]. `matmul_nn`: a [M, K], b [K, N] ->
     [M, N]. On a CPU only: `row_matmul`: a [M, K], b [K, N] -> [M, N] fp32; `tile_matmul`:
     a [B, m, K], b [B, K, N] -> [B, m, N] fp32.
-Dtypes and rounding points: fp32, bf16, fp16; fp32 accumulation (fp32 on CUDA: fp64); bias added in fp32; one rounding
-    to `out_dtype`. `row_matmul` and `tile_matmul` leave it to the caller.
+Dtypes and rounding points: fp32, bf16, fp16; fp32 accumulation (of fp32 on CUDA: fp64); bias added
+    in fp32; one rounding to `out_dtype`. `row_matmul` and `tile_matmul` leave it to the caller.
 Order: `ORDER` below.
 Invariant to: M, the position of a row, the other rows, the number of products in the batch.
 Varies with: K; the device. On a CPU also N (the two fix the library's walk over K), the library
@@ -44,9 +44,10 @@ ORDER = ReductionOrder(
         "of 16 rows by all columns, columns padded with zeros to a multiple of 16, at least two "
         "tiles a call. "
         "On CUDA: bf16 and fp16 in steps of the tensor core, 16 elements of K each, zeros after a "
-        "ragged end; fp32 in steps of 16 elements of K, each summed from zero by fused multiply-adds "
-        "and then added to an fp64 accumulator, which is rounded to fp32 at the end. The bias is "
-        "added to the finished accumulator in fp32, then one rounding to the dtype of the result."
+        "ragged end; fp32 in steps of 16 elements of K, each summed from zero by fused "
+        "multiply-adds and then added to an fp64 accumulator, which is rounded to fp32 at the end. "
+        "The bias is added to the finished accumulator in fp32, then one rounding to the dtype of "
+        "the result."
     ),
 )
 
