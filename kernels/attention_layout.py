@@ -13,10 +13,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rl_consistency.kernels.cache_write import cache_write
+
 ROW_TILE = 16
 """Query rows in one forward tile; the heads of a KV group at one position are neighbouring rows."""
 KEY_BLOCK = 64
 """Keys in one step of the softmax fold, counted from the sequence's own first token."""
+
+
+def from_host(values: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on the device, without waiting for the work queued there."""
+    if device.type == "cuda" and not values.is_cuda:
+        # From pageable memory the copy would wait for everything launched before it.
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +120,14 @@ class AttentionLayout:
         """[sequences, width] storage row of each key position, the last key's row past the end."""
         raise NotImplementedError
 
+    def key_rows_on(self, device: torch.device) -> Tensor:
+        """`key_rows` of all contexts on a device, copied once."""
+        key = (device, 0, 0)
+        if key not in self._tiles:
+            longest = max(self.context_lens, default=0)
+            self._tiles[key] = from_host(self.key_rows(max(longest, 1)), device)
+        return self._tiles[key]
+
     def plan(self, group: int, window: int | None) -> TilePlan:
         """The tile plan for `group` query heads per KV head, made once."""
         key = (group, window)
@@ -124,8 +142,8 @@ class AttentionLayout:
                 [list(self.query_starts), list(self.query_lens), list(self.context_lens)],
                 dtype=torch.int32,
             )
-            starts, lens, contexts = numbers.to(device, non_blocking=True).unbind(0)
-            blocks = self.block_table().to(device, non_blocking=True)
+            starts, lens, contexts = from_host(numbers, device).unbind(0)
+            blocks = from_host(self.block_table(), device)
             self._tables[device] = SequenceTables(starts, lens, contexts, blocks)
         return self._tables[device]
 
@@ -150,7 +168,7 @@ class AttentionLayout:
             reach = past[sequence] + first // group
             order = torch.argsort(reach, descending=True, stable=True)
             tiles = torch.stack([sequence, first], dim=1)[order].to(torch.int32)
-            self._tiles[key] = tiles.contiguous().to(device, non_blocking=True)
+            self._tiles[key] = from_host(tiles.contiguous(), device)
         return self._tiles[key]
 
     def _make_plan(self, group: int, window: int | None) -> TilePlan:
@@ -219,7 +237,7 @@ class PackedSequences(AttentionLayout):
             first = tile * keys_per_tile
             order = torch.argsort(lens[sequence] - first, descending=True, stable=True)
             tiles = torch.stack([sequence, first], dim=1)[order].to(torch.int32)
-            self._tiles[key] = tiles.contiguous().to(device, non_blocking=True)
+            self._tiles[key] = from_host(tiles.contiguous(), device)
         return self._tiles[key]
 
     def key_rows(self, width: int) -> Tensor:
@@ -266,8 +284,82 @@ class PagedAttention(AttentionLayout):
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, [T, Hkv, D], in their slots."""
-        for cache, new in ((self.key_cache[layer], k), (self.value_cache[layer], v)):
-            cache.view(-1, *cache.shape[2:]).index_copy_(0, self.slot_mapping, new)
+        cache_write(k, v, self.key_cache[layer], self.value_cache[layer], self.slot_mapping)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedPagedAttention(PagedAttention):
+    """The same number of queries of each sequence, with lengths that only the device knows.
+
+    For a CUDA graph: it is captured once and replayed with other numbers in `numbers`. What the
+    host lists say are upper bounds, which choose schedules and no bits. A sequence with fewer
+    queries than the others has them first; the rows behind them give 0.
+    """
+
+    numbers: SequenceTables
+    """The lengths and block tables in force when the work runs; no more than the host's."""
+
+    @classmethod
+    def of(
+        cls,
+        numbers: SequenceTables,
+        *,
+        queries: int,
+        capacity: int,
+        slot_mapping: Tensor,
+        key_cache: Sequence[Tensor],
+        value_cache: Sequence[Tensor],
+        block_size: int,
+    ) -> CapturedPagedAttention:
+        """`queries` rows for each sequence of `numbers`, contexts of at most `capacity` keys."""
+        sequences = numbers.query_len.shape[0]
+        return cls(
+            query_starts=range(0, sequences * queries, queries),
+            query_lens=[min(queries, capacity)] * sequences,
+            context_lens=[capacity] * sequences,
+            block_tables=(),
+            slot_mapping=slot_mapping,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            block_size=block_size,
+            numbers=numbers,
+        )
+
+    def __post_init__(self) -> None:
+        AttentionLayout.__post_init__(self)
+        blocks = self.numbers.block_table.shape[1]
+        if max(self.context_lens, default=0) > blocks * self.block_size:
+            raise ValueError(
+                f"paged attention: contexts of up to {max(self.context_lens)} tokens but the "
+                f"tables' {blocks} blocks hold {blocks * self.block_size}."
+            )
+
+    def owns(self, rows: int) -> bool:
+        """As its own, but with several queries each some rows may belong to no sequence."""
+        return max(self.query_lens, default=1) == 1 and super().owns(rows)
+
+    def tables(self, device: torch.device) -> SequenceTables:
+        return self.numbers
+
+    def block_table(self) -> Tensor:
+        return self.numbers.block_table
+
+    def plan(self, group: int, window: int | None) -> TilePlan:
+        """Of the numbers in force now, which it reads: for a CPU, where nothing waits."""
+        return self.in_force()._make_plan(group, window)
+
+    def in_force(self) -> PagedAttention:
+        """The layout that `numbers` describe now, on the host."""
+        return PagedAttention(
+            query_starts=self.numbers.query_start.tolist(),
+            query_lens=self.numbers.query_len.tolist(),
+            context_lens=self.numbers.context_len.tolist(),
+            block_tables=self.numbers.block_table.tolist(),
+            slot_mapping=self.slot_mapping,
+            key_cache=self.key_cache,
+            value_cache=self.value_cache,
+            block_size=self.block_size,
+        )
 
 
 def _clamped_positions(context_lens: Sequence[int], width: int) -> Tensor:

@@ -11,8 +11,9 @@ Varies with: V.
 Backward: in `token_logprobs`; the support is a constant there.
 Errors: ValueError on parameters outside their ranges, and on a vocabulary too large for the
     integer mass.
-Cost: one stable sort of [T, V] where any row truncates, else memory-bound: two reads of the logits
-    and one write.
+Cost: on a CPU one stable sort of [T, V] where any row truncates. On CUDA memory-bound: one read of
+    the logits, two or three more where a row truncates, and nothing of their size is written
+    unless `scaled` is asked for.
 
 Rollout samples from this and training recomputes it from bit-equal logits, so the logprob of a
 token under truncation is the true behaviour logprob on both sides. The running mass of top_p is a
@@ -23,6 +24,8 @@ Source: Fan et al., top-k (2018); Holtzman et al., nucleus sampling (2020); Nguy
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -31,6 +34,8 @@ from torch import Tensor
 
 from rl_consistency.kernels.reduction_order import ReductionOrder
 from rl_consistency.kernels.row_reduction import tree_sum
+from rl_consistency.kernels.sampling_support_triton import vocabulary_support
+from rl_consistency.kernels.sampling_triton import vocabulary_draw, vocabulary_logprobs
 from rl_consistency.kernels.vocabulary_statistics_triton import (
     vocabulary_combine,
     vocabulary_row_statistics,
@@ -45,7 +50,7 @@ MAX_VOCABULARY = 2**22
 
 ORDER = ReductionOrder(
     id="sampling_support",
-    version=2,
+    version=3,
     text=(
         "z = logits/temperature. Tokens ranked by z downward, equal z by lower id first. top_k "
         "keeps the first k; top_p then keeps a token while the running sum of the kept masses "
@@ -54,10 +59,12 @@ ORDER = ReductionOrder(
         "rounded up; min_p then keeps exp(z - max z) >= min_p; the first rank always stays. "
         "Temperature 0 keeps the first rank alone. s = z - max z; log_normalizer = "
         "log(tree(exp(s))) over the support in id order, others counting as 0; entropy = "
-        "tree(p*u), u = log_normalizer - s. On CUDA: ids in blocks of 128 with their own maximum "
-        "m_b; x = z - m_b, e = exp2(x*log2 e); sum_b = tree(e); w_b = tree(e*x), its first level "
-        "fused (e'*x' + round(e*x), x' 64 ids on). Over the blocks, padded to a power of two, m = "
-        "max m_b, f = exp(m_b - m): normalizer S = tree(sum_b*f), W = tree(fma(sum_b, m_b - m, "
+        "tree(p*u), u = log_normalizer - s. On CUDA: a mass is exp2((x - n*ln 2)*log2 e)*2**n, x = "
+        "z - max z, n = floor(x*log2 e + 1/2), ln 2 in two parts; min_p keeps x >= log(min_p), "
+        "taken in fp64 and rounded to fp32. Ids in blocks of 128 with their own maximum m_b; x = "
+        "z - m_b, e = exp2(x*log2 e); sum_b = tree(e); w_b = tree(e*x), its first level fused "
+        "(e'*x' + round(e*x), x' 64 ids on). Over the blocks, padded to a power of two, m = max "
+        "m_b, f = exp(m_b - m): normalizer S = tree(sum_b*f), W = tree(fma(sum_b, m_b - m, "
         "w_b)*f); log_normalizer = log S; entropy = log S - W/S."
     ),
 )
@@ -164,26 +171,30 @@ class SamplingRows:
         return self
 
 
-@dataclass(frozen=True, eq=False)
-class Distribution:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Distribution(ABC):
     """What a row's token is drawn from.
 
     Example: logits [[1, 3, 2]] at temperature 1 and top_k 2 give scaled [[-inf, 0, -1]],
     log_normalizer [0.3133] and probabilities [[0, 0.7311, 0.2689]].
     """
 
-    scaled: Tensor
-    """[T, V] fp32, logits / temperature less the row's largest, -inf outside the support."""
     log_normalizer: Tensor
     """[T] fp32, log of the sum of exp(scaled). The maximum is not added back: a large one would
     round away the low bits of every probability."""
-    row_entropy: Tensor | None = None
-    """[T] fp32 on CUDA, where the entropy is reduced together with the normalizer."""
 
+    @property
+    @abstractmethod
+    def scaled(self) -> Tensor:
+        """[T, V] fp32, logits / temperature less the row's largest, -inf outside the support."""
+
+    @abstractmethod
     def logprobs_of(self, token_ids: Tensor) -> Tensor:
         """[T] fp32 log-probability of one token per row; -inf outside the support."""
-        picked = self.scaled.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-        return picked - self.log_normalizer
+
+    @abstractmethod
+    def entropy(self) -> Tensor:
+        """[T] fp32 entropy in nats."""
 
     def probabilities(self) -> Tensor:
         """[T, V] fp32."""
@@ -194,12 +205,76 @@ class Distribution:
         surprise = self.log_normalizer.unsqueeze(1) - self.scaled
         return surprise.masked_fill(probabilities == 0, 0.0)
 
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WrittenDistribution(Distribution):
+    """A distribution whose scaled logits lie in memory: every one on a CPU."""
+
+    written: Tensor
+    """[T, V] fp32, the scaled logits."""
+
+    @property
+    def scaled(self) -> Tensor:
+        return self.written
+
+    def logprobs_of(self, token_ids: Tensor) -> Tensor:
+        picked = self.scaled.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+        return picked - self.log_normalizer
+
     def entropy(self) -> Tensor:
-        """[T] fp32 entropy in nats."""
-        if self.row_entropy is not None:
-            return self.row_entropy
         probabilities = self.probabilities()
         return tree_sum(probabilities * self.surprise(probabilities))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ReducedDistribution(Distribution):
+    """A distribution on CUDA: the logits as they were given, and one number per row of each kind.
+
+    The logits are read again whenever something is asked, so they must not change before.
+    """
+
+    logits: Tensor
+    """[T, V] fp32 with unit column stride, unscaled."""
+    divisor: Tensor
+    """[T] fp32 temperatures, 1 where greedy."""
+    unit_temperature: bool
+    """Whether every divisor is known to be 1."""
+    support: Tensor | None
+    """[2, T] int32, as `vocabulary_statistics_triton` reads it; None where every id is in."""
+    top: Tensor
+    """[T] fp32, the row's largest logit / temperature."""
+    row_entropy: Tensor
+    """[T] fp32, reduced together with the normalizer."""
+
+    @cached_property
+    def scaled(self) -> Tensor:
+        return vocabulary_shifted(
+            self.logits, self.divisor, self.top, self.unit_temperature, self.support
+        )
+
+    def logprobs_of(self, token_ids: Tensor) -> Tensor:
+        return vocabulary_logprobs(*self._rows, token_ids, self.unit_temperature)
+
+    def entropy(self) -> Tensor:
+        return self.row_entropy
+
+    def draw(self, uniforms: Tensor) -> Tensor:
+        """[T] int64: the first id whose cumulative weight exceeds u times the total, u [T] fp64 in
+        [0, 1).
+
+        An id weighs floor(p * 2**52), p = exp(scaled - log_normalizer) with the exp of the masses
+        in `ORDER`. A row of NaN gives 0.
+        """
+        if uniforms.dtype != torch.float64 or uniforms.shape != self.log_normalizer.shape:
+            raise ValueError(
+                f"sampling: uniforms are {uniforms.dtype} {tuple(uniforms.shape)} for "
+                f"{self.logits.shape[0]} rows; need fp64, one per row."
+            )
+        return vocabulary_draw(*self._rows, uniforms, self.unit_temperature)
+
+    @property
+    def _rows(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+        return self.logits, self.divisor, self.support, self.top, self.log_normalizer
 
 
 def distribution(logits: Tensor, rows: SamplingRows) -> Distribution:
@@ -224,39 +299,63 @@ def distribution(logits: Tensor, rows: SamplingRows) -> Distribution:
         return triton_distribution(logits, rows)
     scaled = logits / rows.divisor.unsqueeze(1)
     if rows.truncates:
-        scaled = scaled.masked_fill(~_support(scaled, rows), -torch.inf)
+        scaled = scaled.masked_fill(~sorted_support(scaled, rows), -torch.inf)
     scaled -= scaled.amax(dim=1, keepdim=True)
-    return Distribution(scaled, torch.log(tree_sum(torch.exp(scaled))))
+    log_normalizer = torch.log(tree_sum(torch.exp(scaled)))
+    return WrittenDistribution(written=scaled, log_normalizer=log_normalizer)
 
 
-def triton_distribution(logits: Tensor, rows: SamplingRows) -> Distribution:
+def triton_distribution(logits: Tensor, rows: SamplingRows) -> ReducedDistribution:
     """`distribution` in the order of CUDA."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    divisor, unit = rows.divisor, rows.unit_temperature
+    divisor, unit = rows.divisor.contiguous(), rows.unit_temperature
+    support = None
     if rows.truncates:
-        # What remains is a distribution of its own, already divided by the temperature.
-        logits = vocabulary_shifted(logits, divisor, torch.zeros_like(divisor), unit)
-        logits.masked_fill_(~_support(logits, rows), -torch.inf)
-        divisor, unit = torch.ones_like(divisor), True
+        _check_vocabulary(logits)
+        support = vocabulary_support(
+            logits,
+            rows.temperature.contiguous(),
+            rows.top_k.contiguous(),
+            rows.top_p.contiguous(),
+            rows.min_p.contiguous(),
+            unit,
+        )
     top, log_normalizer, entropy = vocabulary_combine(
-        vocabulary_row_statistics(logits, divisor, unit)
+        vocabulary_row_statistics(logits, divisor, unit, 0, support)
     )
-    return Distribution(vocabulary_shifted(logits, divisor, top, unit), log_normalizer, entropy)
+    return ReducedDistribution(
+        logits=logits,
+        divisor=divisor,
+        unit_temperature=unit,
+        support=support,
+        top=top,
+        log_normalizer=log_normalizer,
+        row_entropy=entropy,
+    )
 
 
-def _support(scaled: Tensor, rows: SamplingRows) -> Tensor:
-    """[T, V] bool: tokens that may be drawn."""
-    if scaled.shape[1] > MAX_VOCABULARY:
+def _check_vocabulary(logits: Tensor) -> None:
+    if logits.shape[1] > MAX_VOCABULARY:
         raise ValueError(
-            f"sampling: a vocabulary of {scaled.shape[1]} with top_k, top_p, min_p or temperature "
+            f"sampling: a vocabulary of {logits.shape[1]} with top_k, top_p, min_p or temperature "
             f"0; allowed: up to {MAX_VOCABULARY} ids. Sample without truncation."
         )
+
+
+def sorted_support(
+    scaled: Tensor, rows: SamplingRows, exp: Callable[[Tensor], Tensor] = torch.exp
+) -> Tensor:
+    """[T, V] bool: tokens that may be drawn, of logits / temperature [T, V] ranked by a sort.
+
+    What a CPU does. `exp` is that of the masses and of min_p.
+    """
+    _check_vocabulary(scaled)
     ranked, order = torch.sort(scaled, dim=1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[1], device=scaled.device)
     top_k = rows.top_k.masked_fill(rows.top_k == 0, scaled.shape[1])
     top_k = top_k.masked_fill(rows.temperature == 0, 1).unsqueeze(1)
     kept = rank < top_k
-    relative = torch.exp(ranked - ranked[:, :1])
+    relative = exp(ranked - ranked[:, :1])
     mass = (relative.double() * MASS_UNIT).round_().nan_to_num_(0.0).long().masked_fill_(~kept, 0)
     running = mass.cumsum(dim=1)
     threshold = (rows.top_p.double() * running[:, -1].double()).ceil().long()

@@ -4,6 +4,10 @@ The vocabulary is cut into blocks of 128 ids. `block_statistics` reduces a tile 
 one function behind both schedules: the epilogue of the LM head's matrix product in
 `token_logprobs_triton`, and the kernel here that reads logits from memory. `combine` then folds a
 row's blocks. The order is that of `token_logprobs`; nothing in it depends on tiles or warps.
+
+Where rows truncate, a support [2, T] int32 says which ids stay: those whose logit ranks above the
+key `support[0]`, and of those at the key the ids up to `support[1]`. Scaled logits outside it count
+as -inf. `sampling_support_triton` finds it.
 """
 
 from __future__ import annotations
@@ -67,6 +71,23 @@ def scaled_logits(z, temperature, UNIT: tl.constexpr):
 
 
 @triton.jit
+def order_key(z):
+    """int32 that ranks as fp32 z does in a sort: -0 with 0, NaN above all, -inf above -2**31."""
+    bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(z != z, 0x7FFFFFFF, key)
+
+
+@triton.jit
+def supported(s, column, support, row, plane, inside):
+    """s [R, C] with -inf outside the supports [2, plane] of rows [R]; columns [R or 1, C]."""
+    bound = tl.load(support + row, mask=inside, other=0)[:, None]
+    last = tl.load(support + plane + row, mask=inside, other=0)[:, None]
+    key = order_key(s)
+    return tl.where((key > bound) | ((key == bound) & (column <= last)), s, -float("inf"))
+
+
+@triton.jit
 def block_statistics(low, high, R: tl.constexpr, GUARD: tl.constexpr):
     """A block s in its two halves [R, 64] -> maximum, sum of exp(s - maximum), sum of
     exp(s - maximum)*(s - maximum): [R].
@@ -104,6 +125,7 @@ def store_statistics(partials, plane, top, sums, weighted, row, block, num_rows,
 def row_statistics_kernel(
     logits,
     temperature,
+    support,
     partials,
     num_rows,
     vocabulary,
@@ -111,6 +133,7 @@ def row_statistics_kernel(
     row_stride,
     plane,
     UNIT: tl.constexpr,
+    TRUNCATES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -126,6 +149,9 @@ def row_statistics_kernel(
     high = tl.load(at, mask=inside[:, None] & (column < vocabulary), other=-float("inf"))
     t = tl.load(temperature + row, mask=inside, other=1.0)
     low, high = scaled_logits(low, t, UNIT), scaled_logits(high, t, UNIT)
+    if TRUNCATES:
+        high = supported(high, column, support, row, num_rows, inside)
+        low = supported(low, column - VOCABULARY_BLOCK // 2, support, row, num_rows, inside)
     top, sums, weighted = block_statistics(low, high, ROWS * BLOCKS, True)
     store_statistics(partials, plane, top, sums, weighted, row, block, num_rows, num_blocks)
 
@@ -159,12 +185,14 @@ def combine_kernel(
 def shift_kernel(
     logits,
     temperature,
+    support,
     shift,
     shifted,
     num_rows,
     vocabulary,
     row_stride,
     UNIT: tl.constexpr,
+    TRUNCATES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -173,6 +201,8 @@ def shift_kernel(
     z = tl.load(logits + row * row_stride + column, mask=inside, other=0.0)  # [1, COLUMNS]
     one = tl.arange(0, 1)
     s = scaled_logits(z, tl.load(temperature + row + one), UNIT)
+    if TRUNCATES:
+        s = supported(s, column, support, row + one, num_rows, row + one < num_rows)
     tl.store(shifted + row * vocabulary + column, s - tl.load(shift + row), mask=inside)
 
 
@@ -187,18 +217,27 @@ def _constants(warps: int, **constants: bool | int) -> dict[str, Any]:
 
 
 def _row_statistics_fake(
-    logits: Tensor, temperature: Tensor, unit_temperature: bool, schedule: int = 0
+    logits: Tensor,
+    temperature: Tensor,
+    unit_temperature: bool,
+    schedule: int = 0,
+    support: Tensor | None = None,
 ) -> Tensor:
     return empty_partials(logits.shape[0], logits.shape[1], logits.device)
 
 
 @kernel_op(fake=_row_statistics_fake)
 def vocabulary_row_statistics(
-    logits: Tensor, temperature: Tensor, unit_temperature: bool, schedule: int = 0
+    logits: Tensor,
+    temperature: Tensor,
+    unit_temperature: bool,
+    schedule: int = 0,
+    support: Tensor | None = None,
 ) -> Tensor:
     """Block statistics of logits [T, V] fp32 / temperature [T]: [3, blocks, T] fp32.
 
-    `unit_temperature` says that every temperature is 1; `schedule` is an index of `ROW_SCHEDULES`.
+    `unit_temperature` says that every temperature is 1; `schedule` is an index of `ROW_SCHEDULES`;
+    without a `support` every id is in.
     """
     num_rows, vocabulary = logits.shape
     partials = empty_partials(num_rows, vocabulary, logits.device)
@@ -210,13 +249,20 @@ def vocabulary_row_statistics(
     row_statistics_kernel[grid](
         logits,
         temperature,
+        temperature if support is None else support,
         partials,
         num_rows,
         vocabulary,
         num_blocks,
         logits.stride(0),
         partials.stride(0),
-        **_constants(plan.warps, UNIT=unit_temperature, ROWS=plan.rows, BLOCKS=plan.blocks),
+        **_constants(
+            plan.warps,
+            UNIT=unit_temperature,
+            TRUNCATES=support is not None,
+            ROWS=plan.rows,
+            BLOCKS=plan.blocks,
+        ),
     )
     return partials
 
@@ -249,16 +295,24 @@ def vocabulary_combine(partials: Tensor) -> list[Tensor]:
 
 
 def _shifted_fake(
-    logits: Tensor, temperature: Tensor, shift: Tensor, unit_temperature: bool
+    logits: Tensor,
+    temperature: Tensor,
+    shift: Tensor,
+    unit_temperature: bool,
+    support: Tensor | None = None,
 ) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 @kernel_op(fake=_shifted_fake)
 def vocabulary_shifted(
-    logits: Tensor, temperature: Tensor, shift: Tensor, unit_temperature: bool
+    logits: Tensor,
+    temperature: Tensor,
+    shift: Tensor,
+    unit_temperature: bool,
+    support: Tensor | None = None,
 ) -> Tensor:
-    """logits [T, V] / temperature [T] - shift [T]: [T, V] fp32."""
+    """logits [T, V] / temperature [T] - shift [T]: [T, V] fp32, -inf outside the support."""
     num_rows, vocabulary = logits.shape
     shifted = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if shifted.numel() == 0:
@@ -266,11 +320,14 @@ def vocabulary_shifted(
     shift_kernel[(num_rows, triton.cdiv(vocabulary, SHIFT_COLUMNS))](
         logits,
         temperature,
+        temperature if support is None else support,
         shift,
         shifted,
         num_rows,
         vocabulary,
         logits.stride(0),
-        **_constants(4, UNIT=unit_temperature, COLUMNS=SHIFT_COLUMNS),
+        **_constants(
+            4, UNIT=unit_temperature, TRUNCATES=support is not None, COLUMNS=SHIFT_COLUMNS
+        ),
     )
     return shifted

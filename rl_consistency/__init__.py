@@ -13,7 +13,7 @@ _EXPORTS = {
     "strict": "rl_consistency.numerics.strict",
     "patch": "rl_consistency.models.patch",
     "token_logprobs": "rl_consistency.models.token_logprobs",
-    "Completion": "rl_consistency.rollout.engine",
+    "Completion": "rl_consistency.rollout.completion",
     "RolloutEngine": "rl_consistency.rollout.engine",
     "SamplingParams": "rl_consistency.rollout.sampling_params",
     "compare_logprobs": "rl_consistency.parity.drift",
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from rl_consistency.numerics.strict import strict
     from rl_consistency.parity.drift import compare_logprobs
     from rl_consistency.parity.gradients import check_gradients
-    from rl_consistency.rollout.engine import Completion, RolloutEngine
+    from rl_consistency.rollout.completion import Completion
+    from rl_consistency.rollout.engine import RolloutEngine
     from rl_consistency.rollout.sampling_params import SamplingParams
 
 

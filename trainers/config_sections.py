@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from rl_consistency.numerics.strict import OPS
+from rl_consistency.rollout.drafter import MAX_DRAFT
 from rl_consistency.rollout.sampling_params import MIN_TEMPERATURE
 from rl_consistency.trainers.advantages import AdvantageKind
 from rl_consistency.trainers.arithmetic import check_parameters
@@ -309,6 +310,13 @@ class RolloutSection(Section):
 
     prefix_sharing: bool = True
     """Share the cache of common prefixes, such as the prompt within a group."""
+
+    speculation: Annotated[int, _Number, Field(ge=0, le=MAX_DRAFT)] = 0
+    """Longest draft, looked up in the text itself, that one engine step verifies; 0 = none. The
+    same bits: it pays where completions copy and few sequences run."""
+
+    cuda_graphs: bool = True
+    """Decode through CUDA graphs on a GPU; the same bits."""
 
 
 class AlgorithmSection(Section):

@@ -21,8 +21,11 @@ from torch import Tensor
 from rl_consistency.models.batch_layout import lay_out
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.numerics.clock import finished_seconds
-from rl_consistency.rollout.engine import Completion, RolloutEngine
+from rl_consistency.rollout.completion import Completion
+from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.statistics import RolloutStatistics
+from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.advantages import (
     group_advantages,
     overlong_mask,
@@ -111,6 +114,7 @@ class GRPOTrainer:
             min_p=rollout.min_p,
             max_tokens=rollout.max_new_tokens,
             seed=config.run.seed,
+            speculation=rollout.speculation,
         )
         algorithm = config.algorithm
         self._loss_config = LossConfig(
@@ -119,6 +123,7 @@ class GRPOTrainer:
             kl_coefficient=algorithm.kl_coefficient,
             entropy_coefficient=algorithm.entropy_coefficient,
         )
+        self._weights_digest: str | None = None  # of the last update, for the next rollout
         self._times: dict[str, float] = {}
 
     def step(self, step: int) -> Metrics:
@@ -127,9 +132,12 @@ class GRPOTrainer:
         self._times = {"rollout": 0.0, "training": 0.0, "optimizer": 0.0}
         with self._timed("rollout"):
             examples, completions = self._roll_out(step)
+        statistics = self._engine.stats
         metrics, experience = self._experience(step, examples, completions)
+        metrics |= _rollout_metrics(statistics)
         metrics["learning_rate"] = self._optimizer.learning_rate
         metrics |= self._learn(experience)
+        self._weights_digest = metrics["rollout/weights_digest"] = model_digest(self._model)
         metrics |= self._hook.on_step_end()
         tokens = sum(experience.lengths)
         passes = self._config.algorithm.epochs_per_rollout
@@ -147,8 +155,14 @@ class GRPOTrainer:
             return {}
         limit = self._config.training.eval_samples or len(self._evaluation.prompts)
         examples = list(self._evaluation.examples[:limit])
-        greedy = SamplingParams(temperature=0.0, max_tokens=self._sampling.max_tokens)
-        completions = self._engine.generate(self._evaluation.prompts[:limit], greedy)
+        greedy = SamplingParams(
+            temperature=0.0,
+            max_tokens=self._sampling.max_tokens,
+            speculation=self._sampling.speculation,
+        )
+        completions = self._engine.generate(
+            self._evaluation.prompts[:limit], greedy, weights_digest=self._weights_digest
+        )
         rewards = compute_rewards(self._rewards, examples, self._texts(completions))
         return {"eval/reward": fmean(rewards.total)}
 
@@ -158,6 +172,7 @@ class GRPOTrainer:
             [self._train.prompts[i] for i in index],
             self._sampling,
             prompt_ids=list(self._order.draws(step - 1)),
+            weights_digest=self._weights_digest,
         )
         return [self._train.examples[index[c.prompt_index]] for c in completions], completions
 
@@ -340,6 +355,21 @@ class GRPOTrainer:
         yield
         seconds = finished_seconds(self._model.device) - started
         self._times[name] = self._times.get(name, 0.0) + seconds
+
+
+def _rollout_metrics(statistics: RolloutStatistics) -> Metrics:
+    """How the engine was used. Like all times, that may differ where no token does."""
+    names = (
+        "prefill_tokens_per_second",
+        "decode_tokens_per_second",
+        "mean_seconds_to_first_token",
+        "host_seconds_per_step",
+        "peak_kv_share",
+        "prefix_hit_tokens",
+        "preemptions",
+        "acceptance_rate",
+    )
+    return {f"time/rollout_{name}": getattr(statistics, name) for name in names}
 
 
 def _mean_metrics(updates: Sequence[LossOutput]) -> Metrics:

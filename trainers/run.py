@@ -270,6 +270,7 @@ class _Run:
             prefill_chunk_size=rollout.prefill_chunk_size,
             enable_prefix_sharing=rollout.prefix_sharing,
             tokens_per_sequence=config.data.max_prompt_tokens + rollout.max_new_tokens,
+            cuda_graphs=rollout.cuda_graphs,
         )
         self.hook = ConsistencyHook(
             self.model,

@@ -9,7 +9,11 @@ from torch import Tensor, nn
 from rl_consistency.kernels.attention_layout import PagedAttention
 from rl_consistency.kernels.gradient_fold import GradientBuffer
 from rl_consistency.kernels.token_logprobs import lm_head_logits
-from rl_consistency.models.modules import CanonicalBaseModel, CanonicalLinear
+from rl_consistency.models.modules import (
+    CanonicalBaseModel,
+    CanonicalLinear,
+    CanonicalRotaryEmbedding,
+)
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patched_session
 from rl_consistency.numerics.strict import is_canonical
@@ -62,6 +66,24 @@ def next_token_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     if is_canonical("token_logprobs"):
         return lm_head_logits(hidden, weight)
     return F.linear(hidden, weight).float()
+
+
+def rotary_rows(model: nn.Module, num_positions: int) -> Tensor:
+    """The model's table of cosines and sines, made large enough now.
+
+    Whoever reads it by address, as a CUDA graph does, has to hold it: a later call of the model on
+    longer sequences replaces it.
+
+    Args:
+        model: patched causal LM.
+        num_positions: positions it covers at least.
+
+    Returns:
+        [2, rows, D/2] fp32 on the model's device.
+    """
+    rotary = _decoder(model).rotary_emb
+    assert isinstance(rotary, CanonicalRotaryEmbedding)
+    return rotary.table(num_positions, lm_head_weight(model).device)
 
 
 def lm_head_weight(model: nn.Module) -> nn.Parameter:

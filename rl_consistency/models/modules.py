@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rl_consistency.kernels.attention import attention_paged, attention_varlen
 from rl_consistency.kernels.attention_layout import (
     AttentionLayout,
+    CapturedPagedAttention,
     PackedSequences,
     PagedAttention,
 )
@@ -28,7 +29,7 @@ from rl_consistency.kernels.linear import linear, linear_glu, linear_qkv
 from rl_consistency.kernels.rms_norm import add_rms_norm, rms_norm
 from rl_consistency.kernels.rotary import rotary, rotary_table
 from rl_consistency.models.packing import PaddedBatch, pack_padded
-from rl_consistency.models.stock_attention import stock_attention
+from rl_consistency.models.stock_attention import stock_attention, stock_captured_attention
 from rl_consistency.numerics.strict import current, is_canonical
 
 TABLE_POSITIONS = 1024
@@ -181,15 +182,23 @@ class CanonicalRotaryEmbedding(CanonicalModule):
         positions = position_ids.flatten()
         if num_positions is None:
             num_positions = int(positions.max()) + 1 if positions.numel() else 0
+        table = self.table(num_positions, x.device)
+        return table[0, positions], table[1, positions]
+
+    def table(self, num_positions: int, device: torch.device) -> Tensor:
+        """[2, rows, D/2] fp32 cosines and sines of at least `num_positions` positions.
+
+        A larger one replaces it, with the same bits in the rows they share.
+        """
         table = self._rotary_table
-        if table is None or table.shape[1] < num_positions or table.device != x.device:
+        if table is None or table.shape[1] < num_positions or table.device != device:
             rows = TABLE_POSITIONS
             while rows < num_positions:
                 rows *= 2
-            frequencies = self._inverse_frequencies().to(x.device)
+            frequencies = self._inverse_frequencies().to(device)
             table = rotary_table(frequencies, rows, self.attention_scaling)
             self._rotary_table = table
-        return table[0, positions], table[1, positions]
+        return table
 
     def _inverse_frequencies(self) -> Tensor:
         """[D/2] fp32, anew from the config: `model.to(dtype)` rounds the module's own buffer, and a
@@ -274,6 +283,10 @@ class CanonicalAttention(CanonicalModule):
                 return attention_paged(
                     q, layout, self.layer_idx, scale=self.scaling, window=self.window
                 )[0]
+            if isinstance(layout, CapturedPagedAttention):
+                return stock_captured_attention(
+                    q, layout, self.layer_idx, scale=self.scaling, window=self.window
+                )
             cache = (layout.key_cache[self.layer_idx], layout.value_cache[self.layer_idx])
             k, v = (c.view(-1, *c.shape[2:]) for c in cache)
         elif canonical:

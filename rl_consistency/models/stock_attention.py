@@ -1,5 +1,8 @@
-"""The stock path of attention over our layouts: torch's scaled_dot_product_attention, per
-sequence."""
+"""The stock path of attention over our layouts: torch's scaled_dot_product_attention.
+
+Sequences of differing lengths are called one by one; those of a CUDA graph, whose lengths only the
+device knows, in one batch behind a mask.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_consistency.kernels.attention_layout import KEY_BLOCK, AttentionLayout
+from rl_consistency.kernels.attention_layout import AttentionLayout, CapturedPagedAttention
 
 
 def stock_attention(
@@ -33,11 +36,10 @@ def stock_attention(
         [T, H, D]; rows that no sequence owns are 0.
     """
     out = torch.zeros_like(q)
-    longest = max(layout.context_lens, default=0)
-    key_rows = layout.key_rows(-(-max(longest, 1) // KEY_BLOCK) * KEY_BLOCK)
+    key_rows = layout.key_rows_on(q.device)
     spans = zip(layout.query_starts, layout.query_lens, layout.context_lens, strict=True)
     for i, (start, queries, context) in enumerate(spans):
-        index = key_rows[i, :context].to(q.device)
+        index = key_rows[i, :context]
         position = torch.arange(context - queries, context, device=q.device)[:, None]
         distance = position - torch.arange(context, device=q.device)
         visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -51,3 +53,58 @@ def stock_attention(
         )
         out[start : start + queries] = attended.transpose(0, 1)
     return out
+
+
+def stock_captured_attention(
+    q: Tensor,
+    layout: CapturedPagedAttention,
+    layer: int,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Attention of a captured layout, its keys gathered up to the longest context it allows.
+
+    Args:
+        q: [T, H, D], the same number of queries for each sequence.
+        layout: lengths and tables on the device, and the caches.
+        layer: which cache to read.
+        scale: factor on the scores.
+        window: sliding window, or None.
+
+    Returns:
+        [T, H, D]; what stands behind a sequence's last query is of no use.
+    """
+    numbers, sequences = layout.numbers, len(layout.query_lens)
+    queries = q.shape[0] // sequences
+    blocks = -(-max(layout.context_lens) // layout.block_size)
+    keys = blocks * layout.block_size
+    # Behind a sequence's last block its own first: a weight of 0 would not remove another's NaN.
+    reached = (
+        torch.arange(0, keys, layout.block_size, device=q.device) < numbers.context_len[:, None]
+    )
+    table = numbers.block_table[:, :blocks]
+    index = torch.where(reached, table, table[:, :1]).view(-1)
+    k, v = (
+        cache[layer].index_select(0, index).view(sequences, keys, *cache[layer].shape[2:])
+        for cache in (layout.key_cache, layout.value_cache)
+    )
+    kv_heads, heads, head_dim = k.shape[2], q.shape[1], q.shape[2]
+    last = numbers.context_len - 1
+    token = torch.arange(queries, device=q.device)
+    position = torch.minimum((last + 1 - numbers.query_len)[:, None] + token, last[:, None])
+    distance = position[:, :, None] - torch.arange(keys, device=q.device)  # [B, queries, keys]
+    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    # The heads of a KV group as further queries: no kernel with a mask takes grouped heads, and
+    # torch would repeat the keys for each of them.
+    group = heads // kv_heads
+    grouped = q.view(sequences, queries, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    attended = F.scaled_dot_product_attention(
+        grouped.reshape(sequences, kv_heads, group * queries, head_dim),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=visible.repeat(1, group, 1)[:, None],
+        scale=scale,
+    )
+    attended = attended.view(sequences, kv_heads, group, queries, head_dim)
+    return attended.permute(0, 3, 1, 2, 4).reshape(q.shape)

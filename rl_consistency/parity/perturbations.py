@@ -39,7 +39,7 @@ from rl_consistency.kernels import embedding as embedding_kernel
 from rl_consistency.kernels import linear as linear_kernel
 from rl_consistency.kernels import token_logprobs as token_logprobs_kernel
 from rl_consistency.models import forward
-from rl_consistency.models.stock_attention import stock_attention
+from rl_consistency.models.stock_attention import stock_attention, stock_captured_attention
 from rl_consistency.numerics import fingerprint as fingerprint_module
 from rl_consistency.parity.blockwise_attention import blockwise_attention
 from rl_consistency.parity.substitution import attribute, substituted
@@ -150,9 +150,12 @@ def stock_decode() -> AbstractContextManager[None]:
     def mutant(
         q: Tensor, paged: Any, layer: int, *, scale: float, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        caches = (paged.key_cache[layer], paged.value_cache[layer])
-        k, v = (cache.view(-1, *cache.shape[2:]) for cache in caches)
-        out = stock_attention(q, k, v, paged, scale=scale, window=window)
+        if isinstance(paged, attention_layout.CapturedPagedAttention):
+            out = stock_captured_attention(q, paged, layer, scale=scale, window=window)
+        else:
+            caches = (paged.key_cache[layer], paged.value_cache[layer])
+            k, v = (cache.view(-1, *cache.shape[2:]) for cache in caches)
+            out = stock_attention(q, k, v, paged, scale=scale, window=window)
         return out, torch.zeros(q.shape[:2], device=q.device)
 
     return substituted(attention.attention_paged, mutant)
@@ -261,15 +264,22 @@ def norm_split_over_threads() -> AbstractContextManager[None]:
     return substituted(gradient_norm.gradient_norm, mutant)
 
 
-def random_stream_per_row() -> AbstractContextManager[None]:
-    original = random_stream.uniforms
+@contextmanager
+def random_stream_per_row() -> Iterator[None]:
+    original, on_device = random_stream.uniforms, random_stream.device_uniforms
 
     def mutant(seeds: Any, prompt_ids: Any, sample_indices: Any, positions: Any) -> Any:
         del prompt_ids, sample_indices
         rows = np.arange(len(seeds))
         return original(seeds, rows, np.zeros_like(rows), positions)
 
-    return substituted(original, mutant)
+    def mutant_on_device(keys: Tensor, positions: Tensor) -> Tensor:
+        row = torch.arange(len(keys), device=keys.device)[:, None]
+        seed, other = keys[:, :2], torch.zeros_like(row)
+        return on_device(torch.cat([seed, other, row, other], dim=1), positions)
+
+    with substituted(original, mutant), substituted(on_device, mutant_on_device):
+        yield
 
 
 def rollout_logits_rounded() -> AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from rl_consistency.parity.claims import Tally
 from rl_consistency.parity.drift import compare_logprobs
 from rl_consistency.parity.gradients import lay_out
 from rl_consistency.parity.probe import probe_tokens
-from rl_consistency.rollout.engine import Completion, RolloutEngine
+from rl_consistency.rollout.completion import Completion
+from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.statistics import RolloutStatistics
 
 SAMPLES = 3
 """Completions of one prompt."""
@@ -44,6 +46,8 @@ class Serving:
     """Prompts in another order; None keeps theirs."""
     alone: bool = False
     """Every prompt in a call of its own."""
+    speculation: int = 0
+    """Longest draft."""
 
 
 @dataclass(frozen=True)
@@ -74,23 +78,25 @@ class RolloutProbe:
             ],
         )
 
-    def generate(self, chain: Chain, serving: Serving) -> tuple[list[Completion], dict[str, int]]:
-        """Completions in the prompts' own order, and the engine's counters."""
+    def generate(
+        self, chain: Chain, serving: Serving
+    ) -> tuple[list[Completion], list[RolloutStatistics]]:
+        """Completions in the prompts' own order, and the statistics of each call."""
         options: dict[str, Any] = {"max_num_seqs": SAMPLES * len(self.prompts)} | serving.options
         engine = RolloutEngine(chain.model, eos_token_id=chain.config.eos_token_id, **options)
         order = list(range(len(self.prompts))) if serving.order is None else list(serving.order)
         calls = [[i] for i in order] if serving.alone else [order]
         found: dict[tuple[int, int], Completion] = {}
-        stats: dict[str, int] = {}
+        stats: list[RolloutStatistics] = []
         for members in calls:
             completions = engine.generate(
                 [self.prompts[i] for i in members],
-                [self.sampling[i] for i in members],
+                [replace(self.sampling[i], speculation=serving.speculation) for i in members],
                 prompt_ids=members,
             )
             for c in completions:
                 found[members[c.prompt_index], c.sample_index] = c
-            stats = {k: stats.get(k, 0) + v for k, v in engine.stats.items()}
+            stats.append(engine.stats)
         return [found[key] for key in sorted(found)], stats
 
 
@@ -107,19 +113,23 @@ def servings(chain: Chain) -> Iterator[Serving]:
     for size in chain.sweep.cache_blocks:
         yield Serving(f"cache blocks of {size}", {"kv_block_size": size})
     yield Serving("preemption", {"kv_block_size": 8, "num_kv_blocks": 24})
+    yield Serving("speculation", speculation=7)
+    yield Serving("speculation and preemption", {"num_kv_blocks": 12}, speculation=3)
+    if chain.device.type == "cuda":
+        yield Serving("no CUDA graphs", {"cuda_graphs": False})
 
 
 def check_engine(tally: Tally, chain: Chain, max_tokens: int) -> None:
     """Tokens and logprobs of the engine under every serving against its default."""
     probe = RolloutProbe.of(chain, max_tokens)
     expected, stats = probe.generate(chain, Serving("default"))
-    tally.expect("prefix sharing took place", stats["prefix_hit_tokens"] > 0)
+    tally.expect("prefix sharing took place", any(s.prefix_hit_tokens for s in stats))
     for serving in servings(chain):
         found, stats = probe.generate(chain, serving)
         if serving.name == "preemption":
-            tally.expect("preemption took place", stats["preemptions"] > 0)
+            tally.expect("preemption took place", any(s.preemptions for s in stats))
         if serving.name == "no prefix sharing":
-            tally.expect("nothing was shared", stats["prefix_hit_tokens"] == 0)
+            tally.expect("nothing was shared", not any(s.prefix_hit_tokens for s in stats))
         for a, b in zip(expected, found, strict=True):
             sample = f"{serving.name}, prompt {a.prompt_index} sample {a.sample_index}"
             if tally.expect(f"{sample}, tokens", a.token_ids == b.token_ids, _tokens(a, b)):

@@ -27,7 +27,7 @@ from rl_consistency.kernels import (
 )
 from rl_consistency.kernels.attention_layout import AttentionLayout, PackedSequences
 from rl_consistency.kernels.cuda_device import INTERPRETED, has_tma
-from rl_consistency.kernels.gradient_fold import fold_outer
+from rl_consistency.kernels.gradient_fold import accumulator_dtype, fold_outer
 from rl_consistency.kernels.matmul import matmul_nn, matmul_nt
 from rl_consistency.kernels.token_logprobs import IGNORED, lm_head_logits
 from rl_consistency.parity.attention_checks import attention_probe
@@ -71,6 +71,7 @@ def check_gradient_fold_schedules(tally: Tally, setup: OpSetup) -> None:
     for i, (inner, columns) in enumerate(setup.shapes.linear):
         x, dy = _drawn(setup, (rows, inner), 2 * i), _drawn(setup, (rows, columns), 2 * i + 1)
         start = probe((columns, inner), torch.float32, seed=i, device=setup.device)
+        start = start.to(accumulator_dtype(x))
         tma = has_tma(setup.device) and gradient_fold_triton.takes_descriptors(dy, x)
 
         def continued(

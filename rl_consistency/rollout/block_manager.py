@@ -8,8 +8,11 @@ tokens up to it (claim C1), so a shared block holds the very bytes its new holde
 
 Only full blocks are shared, and a full block is never written again: there is no copy-on-write.
 A block is announced when it is allocated, so that a sibling can wait for it instead of computing it
-too, and becomes shareable when it is computed. Released blocks keep their content until space is
-needed, least recently released first. `reset` forgets all of it, as new weights require.
+too, and becomes shareable when the step that fills it has been launched and all its tokens are
+known. All steps run in order on one stream, so whoever shares it later reads it filled, and a block
+may be handed on while a step that still writes it for its former holder is under way. Released
+blocks keep their content until space is needed, least recently released first. `reset` forgets all
+of it, as new weights require.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ class _Block:
     prefix_id: int | None = None
     """Names the content up to the end of this block; None while unknown."""
     computed: bool = False
+    """Whether the step that fills it has been launched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +103,16 @@ class BlockManager:
         block = self._blocks[block_id]
         return block.key is not None and not block.computed
 
-    def allocate(self, sequence: RolloutSequence, match: PrefixMatch) -> bool:
+    def allocate(self, sequence: RolloutSequence, match: PrefixMatch, *, spare: int = 0) -> bool:
         """Give the sequence blocks for all its known tokens, the matched ones shared.
 
-        Returns False and changes nothing if there are too few.
+        Returns False and changes nothing if `spare` blocks would not be left.
         """
         assert not sequence.block_table, "the sequence already holds blocks"
         num_matched = len(match.block_ids)
         num_new = self.blocks_for(sequence.num_tokens) - num_matched
         num_idle = sum(self._blocks[block_id].ref_count == 0 for block_id in match.block_ids)
-        if num_new + num_idle > self.num_free_blocks:
+        if num_new + num_idle + spare > self.num_free_blocks:
             return False
         for block_id in match.block_ids:
             self._acquire(block_id)
@@ -119,17 +123,22 @@ class BlockManager:
             self._announce(sequence, index)
         return True
 
-    def grow(self, sequence: RolloutSequence) -> bool:
-        """Make sure that every known token has a slot; False if a block is missing for that."""
-        missing = self.blocks_for(sequence.num_tokens) - len(sequence.block_table)
+    def grow(self, sequence: RolloutSequence, num_drafted: int = 0) -> bool:
+        """Make sure that every token, pending and drafted ones included, has a slot.
+
+        Returns False and changes nothing if blocks are missing for that.
+        """
+        needed = self.blocks_for(sequence.num_scheduled_tokens + num_drafted)
+        missing = needed - len(sequence.block_table)
         if missing > self.num_free_blocks:
             return False
         sequence.block_table.extend(self._take() for _ in range(missing))
         return True
 
     def publish(self, sequence: RolloutSequence) -> None:
-        """Make the blocks that `num_computed_tokens` has filled shareable."""
-        num_full = sequence.num_computed_tokens // self.block_size
+        """Make the blocks shareable that hold computed tokens only, all of them known."""
+        # A pending token is computed by the step in flight, but nobody can name its block yet.
+        num_full = min(sequence.num_computed_tokens, sequence.num_tokens) // self.block_size
         for index in range(sequence.num_published_blocks, num_full):
             self._announce(sequence, index)
             self._blocks[sequence.block_table[index]].computed = True

@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
-from rl_consistency.kernels.sampling_support import SamplingRows
-from rl_consistency.models.packing import from_host
 from rl_consistency.models.patch import patched_session
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
+from rl_consistency.rollout.completion import Completion, FailedRequestsError
+from rl_consistency.rollout.drafter import Drafter, PromptLookupDrafter
 from rl_consistency.rollout.model_runner import ModelRunner
-from rl_consistency.rollout.random_stream import uniforms
-from rl_consistency.rollout.sampler import sample, sampling_rows
+from rl_consistency.rollout.progress import ProgressCallback
+from rl_consistency.rollout.requests import RequestLimits, eos_token_ids
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import Scheduler
-from rl_consistency.rollout.sequence import FinishReason, RolloutSequence
-
-Progress = Callable[[int, int, int], None]
-"""Called after each step with (tokens generated, samples finished, samples in all)."""
-
-
-@dataclass(frozen=True, eq=False)
-class Completion:
-    """One sample.
-
-    A prompt [7, 8] whose second sample was 3, 5 and then eos (2) gives
-
-        Completion(prompt_index=0, sample_index=1, token_ids=[3, 5, 2],
-                   token_logprobs=tensor([-1.2, -0.1, -0.7]), finish_reason="stop")
-    """
-
-    prompt_index: int
-    sample_index: int
-    token_ids: list[int]
-    """Generated tokens, the stop token included."""
-    token_logprobs: Tensor
-    """[len(token_ids)] fp32 on the CPU, under the distribution the tokens were drawn from."""
-    finish_reason: FinishReason
-    """"stop": an eos or stop token was drawn; "length": `max_tokens` was reached."""
+from rl_consistency.rollout.sequence import RolloutSequence
+from rl_consistency.rollout.statistics import RolloutStatistics
+from rl_consistency.rollout.step_loop import StepLoop
+from rl_consistency.rollout.stop_strings import Detokenizer
+from rl_consistency.rollout.weights import WeightsWatch
 
 
 class RolloutEngine:
@@ -56,17 +29,23 @@ class RolloutEngine:
     A completion depends on the weights, its prompt, its sampling params, and (seed, prompt id,
     sample index); on nothing else: neither on the other prompts nor on any argument of this class.
 
+    Keys and values of finished samples stay in the cache while the weights are the same, so that a
+    later prompt which continues one computes only what is new.
+
     Args:
         model: a causal language model under a live `rl_consistency.patch`.
         eos_token_id: token or tokens that end a sample, or None.
         kv_block_size: tokens per KV cache block.
         num_kv_blocks: blocks in the cache; None is explained at `ModelRunner`.
         max_batch_tokens: most tokens computed in one step.
-        max_num_seqs: most sequences running at a time.
+        max_num_seqs: most sequences running at a time; more wait.
         prefill_chunk_size: most prompt tokens of one sequence in one step; None is no own limit.
-        enable_prefix_sharing: share the blocks of equal prefixes within a `generate`.
+        enable_prefix_sharing: share the blocks of equal prefixes.
         tokens_per_sequence: longest sequence to expect, prompt and completion; sizes the default
             cache and limits nothing.
+        cuda_graphs: decode through CUDA graphs on a GPU.
+        drafter: proposes tokens to samples with `speculation`; None looks them up in the sample.
+        tokenizer: the model's; needed for stop strings only.
 
     Attributes:
         fingerprint: orders, versions and device of the rollout side, for training to compare.
@@ -87,6 +66,9 @@ class RolloutEngine:
         prefill_chunk_size: int | None = None,
         enable_prefix_sharing: bool = True,
         tokens_per_sequence: int | None = None,
+        cuda_graphs: bool = True,
+        drafter: Drafter | None = None,
+        tokenizer: Detokenizer | None = None,
     ) -> None:
         limits = {
             "kv_block_size": kv_block_size,
@@ -100,43 +82,53 @@ class RolloutEngine:
             if limit is not None and limit < 1:
                 raise ValueError(f"{name} must be at least 1, got {limit}")
         patched_session(model)
-        self._model = model
         self.fingerprint = fingerprint(model.device)
-        self._eos_token_ids = _eos_token_ids(eos_token_id, model.config.vocab_size)
+        eos = eos_token_ids(eos_token_id, model.config.vocab_size)
         self._runner = ModelRunner(
             model,
             block_size=kv_block_size,
             num_blocks=num_kv_blocks,
             max_num_seqs=max_num_seqs,
             tokens_per_sequence=tokens_per_sequence,
+            cuda_graphs=cuda_graphs,
         )
         self._blocks = BlockManager(
             self._runner.num_blocks, kv_block_size, share_prefixes=enable_prefix_sharing
         )
-        self._new_scheduler = lambda: Scheduler(
-            self._blocks,
-            max_batch_tokens=max_batch_tokens,
-            max_num_seqs=max_num_seqs,
-            prefill_chunk_size=prefill_chunk_size,
+        self._limits = RequestLimits(
+            vocab_size=model.config.vocab_size,
+            context_length=model.config.max_position_embeddings,
+            eos_token_ids=eos,
+            blocks=self._blocks,
+            drafter=drafter or PromptLookupDrafter(),
+            tokenizer=tokenizer,
         )
-        self._scheduler = self._new_scheduler()
-        self._num_steps = 0
-        self._rows: tuple[list[SamplingParams], SamplingRows] | None = None
+        self._weights = WeightsWatch(model)
+        self._new_loop = lambda: StepLoop(
+            self._runner,
+            Scheduler(
+                self._blocks,
+                max_batch_tokens=max_batch_tokens,
+                max_num_seqs=max_num_seqs,
+                prefill_chunk_size=prefill_chunk_size,
+            ),
+            self._blocks,
+        )
+        self._loop = self._new_loop()
+        self._live: dict[str, list[RolloutSequence]] = {}  # unfinished samples by request
+        self._undelivered: list[Completion] = []
+        self._num_requests = 0
+        self._num_samples = self._num_finished = 0
 
     @property
-    def stats(self) -> dict[str, int]:
-        """Counters of the last `generate`.
+    def stats(self) -> RolloutStatistics:
+        """Since the engine last began to work: of one `generate` or `stream`."""
+        return self._loop.statistics()
 
-        `prefix_hit_tokens` were found in the cache instead of computed; `prefill_tokens` include
-        those computed again after a preemption.
-        """
-        return {
-            "steps": self._num_steps,
-            "preemptions": self._scheduler.num_preemptions,
-            "prefix_hit_tokens": self._scheduler.num_prefix_hit_tokens,
-            "prefill_tokens": self._scheduler.num_prefill_tokens,
-            "decode_tokens": self._scheduler.num_decode_tokens,
-        }
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` has anything left to do or to hand out."""
+        return bool(self._undelivered) or self._loop.has_unfinished
 
     def generate(
         self,
@@ -144,7 +136,9 @@ class RolloutEngine:
         sampling: SamplingParams | Sequence[SamplingParams],
         *,
         prompt_ids: Sequence[int] | None = None,
-        progress: Progress | None = None,
+        request_ids: Sequence[str] | None = None,
+        progress: ProgressCallback | None = None,
+        weights_digest: str | None = None,
     ) -> list[Completion]:
         """Draw `n` completions of every prompt.
 
@@ -153,189 +147,193 @@ class RolloutEngine:
             sampling: one for all prompts, or one for each.
             prompt_ids: stable ids, in [0, 2**64), that key the random stream; a prompt keeps its
                 samples when it keeps its id. Default: the index in `prompts`.
-            progress: called after each step.
+            request_ids: names of the prompts, for `cancel` and for error messages, unlike those of
+                all unfinished requests; default: made up.
+            progress: called after each step, such as `progress_bar()` gives it.
+            weights_digest: `model_digest` by whoever last wrote the weights, to be compared.
 
         Returns the completions in order of (prompt index, sample index).
 
         Raises:
-            ValueError: before any work, a prompt or setting that cannot be served.
-            ConsistencyError: the model gave a logprob that is not a finite number.
+            ValueError: before any work, a prompt or setting that cannot be served, or requests of
+                another call that are not finished.
+            FailedRequestsError: the model gave a logprob that is not a finite number. The other
+                requests were finished and hang on the error.
+            ConsistencyError: the weights have another digest than given, or were changed meanwhile.
         """
-        patched_session(self._model)
-        self._runner.check_model()
-        sequences = self._sequences(prompts, sampling, prompt_ids)
-        # The trainer may have changed the weights: nothing cached before may be reused.
-        self._blocks.reset()
-        self._scheduler = self._new_scheduler()
-        self._num_steps = 0
-        for sequence in sequences:
-            self._scheduler.add(sequence)
-        num_tokens = num_finished = 0
-        while self._scheduler.has_unfinished:
-            sampled = self.step()
-            num_tokens += len(sampled)
-            num_finished += sum(sequence.is_finished for sequence in sampled)
-            if progress is not None:
-                progress(num_tokens, num_finished, len(sequences))
-        return [_completion(sequence) for sequence in sequences]
+        completions = sorted(
+            self.stream(
+                prompts,
+                sampling,
+                prompt_ids=prompt_ids,
+                request_ids=request_ids,
+                progress=progress,
+                weights_digest=weights_digest,
+            ),
+            key=lambda completion: (completion.prompt_index, completion.sample_index),
+        )
+        if any(completion.error is not None for completion in completions):
+            raise FailedRequestsError(completions)
+        return completions
 
-    def step(self) -> list[RolloutSequence]:
-        """Schedule, run, sample, retire. Returns the sequences that got a token."""
-        chunks = self._scheduler.schedule()
-        logits = self._runner.logits(chunks)
-        self._scheduler.mark_computed(chunks)
-        sampled = [chunk.sequence for chunk in chunks if chunk.samples]
-        for sequence, token_id, logprob in zip(sampled, *self._sample(sampled, logits)):
-            sequence.append(token_id, logprob)
-            if sequence.is_finished:
-                self._scheduler.finish(sequence)
-        self._num_steps += 1
-        return sampled
-
-    def _sample(
-        self, sequences: Sequence[RolloutSequence], logits: Tensor
-    ) -> tuple[list[int], list[float]]:
-        """One token and its logprob for each sequence, from its row of logits [n, V]."""
-        if not sequences:
-            return [], []
-        rows = self._sampling_rows([sequence.params for sequence in sequences], logits.device)
-        sampled = sample(logits, rows, from_host(_uniforms(sequences), logits.device))
-        # The step ends with a wait for the device: ids and fp32 logprobs are exact in fp64.
-        drawn, logprobs = torch.stack([t.double() for t in sampled]).tolist()
-        for sequence, logprob in zip(sequences, logprobs):
-            if not math.isfinite(logprob):
-                raise ConsistencyError(
-                    f"prompt {sequence.prompt_index}, sample {sequence.sample_index}, position "
-                    f"{sequence.num_tokens}: the model gave a logprob that is not finite; look for "
-                    "NaN or infinity in its weights (a diverged update, or fp16 overflow)"
-                )
-        return [int(token_id) for token_id in drawn], logprobs
-
-    def _sampling_rows(self, params: list[SamplingParams], device: torch.device) -> SamplingRows:
-        """Those of the last step where the batch has not changed, so nothing is copied again."""
-        if self._rows is None or self._rows[0] != params:
-            self._rows = (params, sampling_rows(params, device))
-        return self._rows[1]
-
-    def _sequences(
+    def stream(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
-        prompt_ids: Sequence[int] | None,
-    ) -> list[RolloutSequence]:
-        """Check everything, then make the sequences in order of (prompt index, sample index)."""
-        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        ids = range(len(prompts)) if prompt_ids is None else prompt_ids
-        for name, values in (("sampling", params), ("prompt_ids", ids)):
-            if len(values) != len(prompts):
-                raise ValueError(f"{len(prompts)} prompts but {len(values)} {name}; one for each")
-        _check_streams(ids, params)
-        sequences: list[RolloutSequence] = []
-        for index, prompt in enumerate(prompts):
-            tokens = self._checked_prompt(index, prompt, params[index])
-            stop = frozenset(params[index].stop_token_ids)
-            if not params[index].ignore_eos:
-                stop |= self._eos_token_ids
-            sequences += [
-                RolloutSequence(
-                    prompt_index=index,
-                    sample_index=sample_index,
-                    prompt_id=ids[index],
-                    params=params[index],
-                    stop_token_ids=stop,
-                    token_ids=tokens,
+        *,
+        prompt_ids: Sequence[int] | None = None,
+        request_ids: Sequence[str] | None = None,
+        progress: ProgressCallback | None = None,
+        weights_digest: str | None = None,
+    ) -> Generator[Completion]:
+        """Draw `n` completions of every prompt and yield each as it ends.
+
+        Arguments and errors are those of `generate`, but a request that fails is yielded like the
+        others, with `finish_reason` "error". While the caller works on one completion, the step in
+        flight goes on. Prompts submitted meanwhile are finished and yielded too. Closing the
+        iterator, or leaving a `for` over it, cancels what is unfinished.
+        """
+        if self.has_unfinished:
+            raise ValueError(
+                f"the engine has {len(self._live)} unfinished requests; take in their stream or "
+                "close it, or cancel them and step, before another generate or stream"
+            )
+        self.submit(
+            prompts,
+            sampling,
+            prompt_ids=prompt_ids,
+            request_ids=request_ids,
+            weights_digest=weights_digest,
+        )
+        completions = self._run(progress)
+        next(completions)  # it stands in its `try` now, so that closing it cancels
+        return completions
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        prompt_ids: Sequence[int] | None = None,
+        request_ids: Sequence[str] | None = None,
+        weights_digest: str | None = None,
+    ) -> list[str]:
+        """Queue prompts, to be served by `step`; returns their request ids.
+
+        Arguments and errors are those of `generate`. Indices count within this call. The weights
+        must not change until `has_unfinished` is False.
+        """
+        ids = self._request_ids(len(prompts)) if request_ids is None else list(request_ids)
+        sequences = self._limits.sequences(prompts, sampling, prompt_ids, ids)
+        self._check_ids(ids)
+        self._check_streams(sequences)
+        if self.has_unfinished:
+            self._weights.compare(weights_digest)
+        else:
+            self._begin(weights_digest)
+        for sequence in sequences:
+            sequence.request_id = ids[sequence.prompt_index]
+            self._live.setdefault(sequence.request_id, []).append(sequence)
+            self._loop.add(sequence)
+        self._num_samples += len(sequences)
+        self._num_requests += len(prompts)
+        return ids
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel what is unfinished of a request; its KV blocks are free at once.
+
+        The completions, with the tokens known by now, come from the next `step`. Returns whether
+        there was anything to cancel.
+        """
+        sequences = self._live.pop(request_id, [])
+        for sequence in sequences:
+            self._loop.cancel(sequence)
+            self._deliver(sequence)
+        return bool(sequences)
+
+    def step(self) -> list[Completion]:
+        """Launch one step and take in the one before; returns what ended.
+
+        Raises:
+            ConsistencyError: the weights were changed while requests were under way. They are all
+                cancelled.
+        """
+        if not self.has_unfinished:
+            return []
+        for sequence in self._loop.step():
+            self._forget(sequence)
+            self._deliver(sequence)
+        delivered, self._undelivered = self._undelivered, []
+        try:
+            self._weights.after_step(ends_samples=bool(delivered))
+            if not self._loop.has_unfinished:
+                self._weights.after_rollout()
+        except ConsistencyError:
+            self._abandon()
+            raise
+        return delivered
+
+    def _run(self, progress: ProgressCallback | None) -> Generator[Any]:
+        """First None, then the completions of all that is unfinished."""
+        try:
+            yield None
+            while self.has_unfinished:
+                delivered = self.step()
+                if progress is not None:
+                    progress(self._loop.num_tokens, self._num_finished, self._num_samples)
+                yield from delivered
+        finally:
+            self._abandon()
+
+    def _begin(self, weights_digest: str | None) -> None:
+        """From idle to work: new counters, and no cached key of other weights."""
+        self._runner.check_model()
+        if self._weights.take_over(weights_digest):
+            self._blocks.reset()
+        self._loop = self._new_loop()
+        self._num_samples = self._num_finished = 0
+
+    def _abandon(self) -> None:
+        """Cancel all that is unfinished and hand nothing of it out."""
+        for request_id in list(self._live):
+            self.cancel(request_id)
+        self._undelivered.clear()
+        self._loop.drain()
+
+    def _deliver(self, sequence: RolloutSequence) -> None:
+        self._num_finished += 1
+        self._undelivered.append(Completion.of(sequence))
+
+    def _forget(self, sequence: RolloutSequence) -> None:
+        live = self._live[sequence.request_id]
+        live.remove(sequence)
+        if not live:
+            del self._live[sequence.request_id]
+
+    def _request_ids(self, count: int) -> list[str]:
+        return [f"request-{self._num_requests + index}" for index in range(count)]
+
+    def _check_ids(self, request_ids: Sequence[str]) -> None:
+        seen: set[str] = set()
+        for request_id in request_ids:
+            if not isinstance(request_id, str):
+                raise ValueError(f"request ids must be strings, got {request_id!r}")
+            if request_id in seen or request_id in self._live:
+                raise ValueError(
+                    f"request id {request_id!r} is given twice, or belongs to a request that is "
+                    "not finished; give each its own"
                 )
-                for sample_index in range(params[index].n)
-            ]
-        return sequences
+            seen.add(request_id)
 
-    def _checked_prompt(
-        self, index: int, prompt: Sequence[int], params: SamplingParams
-    ) -> list[int]:
-        tokens = np.asarray(prompt)
-        if tokens.size == 0:
-            raise ValueError(f"prompt {index} is empty; give it at least one token, such as bos")
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"prompt {index} must be a list of integer token ids")
-        vocab_size = self._model.config.vocab_size
-        outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
-        if outside.size:
-            raise ValueError(
-                f"prompt {index} has token id {outside[0]}, outside the model's vocabulary of "
-                f"{vocab_size}; is the tokenizer this model's?"
-            )
-        self._check_length(index, len(tokens), params.max_tokens)
-        return tokens.tolist()
-
-    def _check_length(self, index: int, num_prompt_tokens: int, max_tokens: int) -> None:
-        asked = f"prompt {index}: {num_prompt_tokens} prompt tokens and max_tokens={max_tokens}"
-        context = self._model.config.max_position_embeddings
-        if num_prompt_tokens + max_tokens > context:
-            raise ValueError(
-                f"{asked} exceed the model's context of {context} tokens; shorten the prompt or "
-                "lower max_tokens"
-            )
-        needed = self._blocks.blocks_for(num_prompt_tokens + max_tokens - 1)
-        if needed > self._blocks.num_blocks:
-            raise ValueError(
-                f"{asked} need {needed} KV blocks of {self._blocks.block_size} tokens and the "
-                f"cache has {self._blocks.num_blocks}; set num_kv_blocks to at least {needed}, or "
-                "lower max_tokens"
-            )
-
-
-def _uniforms(sequences: Sequence[RolloutSequence]) -> NDArray[np.float64]:
-    """[n]: the random number of each sequence's next position."""
-    return uniforms(
-        [sequence.params.seed for sequence in sequences],
-        [sequence.prompt_id for sequence in sequences],
-        [sequence.sample_index for sequence in sequences],
-        [sequence.num_tokens for sequence in sequences],
-    )
-
-
-def _check_streams(prompt_ids: Sequence[int], params: Sequence[SamplingParams]) -> None:
-    """Each prompt needs a random stream of its own."""
-    seen: dict[tuple[int, int], int] = {}
-    for index, (prompt_id, asked) in enumerate(zip(prompt_ids, params)):
-        if not isinstance(asked, SamplingParams):
-            raise ValueError(f"sampling[{index}] must be a SamplingParams, got {asked!r}")
-        if (
-            isinstance(prompt_id, bool)
-            or not isinstance(prompt_id, int)
-            or not (0 <= prompt_id < 2**64)
-        ):
-            raise ValueError(
-                f"prompt_ids[{index}] must be an integer in [0, 2**64), got {prompt_id!r}"
-            )
-        first = seen.setdefault((asked.seed, prompt_id), index)
-        if first != index:
-            raise ValueError(
-                f"prompts {first} and {index} share prompt id {prompt_id} and seed {asked.seed}, "
-                "so their samples would use the same random numbers; give each its own id or seed, "
-                "or ask for n samples of one prompt"
-            )
-
-
-def _eos_token_ids(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> frozenset[int]:
-    if eos_token_id is None:
-        return frozenset()
-    values = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
-    token_ids = frozenset(operator.index(value) for value in values)
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(
-                f"eos_token_id {token_id} is outside the model's vocabulary of {vocab_size}"
-            )
-    return token_ids
-
-
-def _completion(sequence: RolloutSequence) -> Completion:
-    assert sequence.finish_reason is not None
-    return Completion(
-        prompt_index=sequence.prompt_index,
-        sample_index=sequence.sample_index,
-        token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
-        token_logprobs=torch.tensor(sequence.token_logprobs, dtype=torch.float32),
-        finish_reason=sequence.finish_reason,
-    )
+    def _check_streams(self, sequences: Sequence[RolloutSequence]) -> None:
+        """No unfinished request may use the same random numbers."""
+        if not self._live:
+            return
+        used = {(live[0].params.seed, live[0].prompt_id) for live in self._live.values()}
+        for sequence in sequences:
+            if (sequence.params.seed, sequence.prompt_id) in used:
+                raise ValueError(
+                    f"prompt {sequence.prompt_index} has the prompt id {sequence.prompt_id} and "
+                    f"seed {sequence.params.seed} of a request that is not finished, so both would "
+                    "use the same random numbers; give each its own prompt id or seed"
+                )

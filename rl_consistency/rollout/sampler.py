@@ -5,7 +5,8 @@ uses, so a sampled token's logprob is the behaviour logprob that training recomp
 
 Sampling is the inverse of the cumulative distribution in token-id order. The probabilities are
 turned into integers (multiples of 2**-52) before they are added: an integer sum is exact, hence the
-same on any device, in any order and for any number of rows.
+same in any order and for any number of rows. On CUDA they are added up by block of 128 ids and
+never written out; the exp that makes them is `exp_fp32` there and torch's on a CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.sampling_support import SamplingRows, distribution
+from rl_consistency.kernels.sampling_support import (
+    ReducedDistribution,
+    SamplingRows,
+    distribution,
+)
 from rl_consistency.models.packing import from_host
 from rl_consistency.rollout.sampling_params import SamplingParams
 
@@ -44,10 +49,15 @@ def sample(logits: Tensor, rows: SamplingRows, uniforms: Tensor) -> tuple[Tensor
 
     logits [n, V] fp32, uniforms [n] fp64 in [0, 1). Returns token ids [n] int64 and their logprobs
     [n] fp32. A greedy row takes the lowest id among the maxima. A row whose logits are NaN comes
-    back with a NaN logprob: the caller, who knows the row's name, reports it.
+    back with a NaN logprob and token 0: the caller, who knows the row's name, reports it.
+
+    On CUDA nothing waits for the device where `rows` know whether they truncate.
     """
     behaviour = distribution(logits, rows)
-    token_ids = inverse_cdf(behaviour.probabilities(), uniforms)
+    if isinstance(behaviour, ReducedDistribution):
+        token_ids = behaviour.draw(uniforms)
+    else:
+        token_ids = inverse_cdf(behaviour.probabilities(), uniforms)
     return token_ids, behaviour.logprobs_of(token_ids)
 
 

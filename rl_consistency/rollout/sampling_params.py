@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from rl_consistency.rollout.drafter import MAX_DRAFT
 
 MIN_TEMPERATURE = 1e-4
 """Smallest temperature other than 0: below it a scaled fp32 logit may overflow."""
@@ -49,11 +52,20 @@ class SamplingParams:
     ignore_eos: bool = False
     """Do not stop at the engine's eos tokens; `stop_token_ids` still stop."""
 
+    stop: tuple[str, ...] = ()
+    """Strings that end a sample once its text holds one; the token that completes it is the
+    sample's last. They need an engine with a tokenizer."""
+
+    speculation: int = 0
+    """Longest draft verified in one step, 0 to 7; 0 decodes plainly. Moves no token and no logprob:
+    it pays where text is copied and few sequences run."""
+
     def __post_init__(self) -> None:
         _check_integer("n", self.n, 1)
         _check_integer("top_k", self.top_k, 0)
         _check_integer("max_tokens", self.max_tokens, 1)
         _check_integer("seed", self.seed, 0, 2**64 - 1)
+        _check_integer("speculation", self.speculation, 0, MAX_DRAFT)
         temperature = _real("temperature", self.temperature)
         if temperature != 0.0 and not MIN_TEMPERATURE <= temperature < math.inf:
             raise ValueError(
@@ -67,6 +79,7 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        object.__setattr__(self, "stop", _strings(self.stop))
 
 
 def _check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -98,3 +111,13 @@ def _token_ids(value: object) -> tuple[int, ...]:
     if any(token < 0 for token in token_ids):
         raise ValueError(message)
     return token_ids
+
+
+def _strings(value: object) -> tuple[str, ...]:
+    message = f"stop must be a sequence of strings, none of them empty, got {value!r}"
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise ValueError(message)
+    strings = tuple(value)
+    if not all(isinstance(string, str) and string for string in strings):
+        raise ValueError(message)
+    return strings

@@ -1,36 +1,51 @@
-"""Which tokens of which sequences go into the next call: continuous batching.
+"""Which tokens of which sequences go into the next step: continuous batching.
 
 A step serves the running sequences that decode, oldest first; then continues prefills, oldest
-first; then admits waiting ones, while tokens, seats and blocks last. A sequence gets blocks for all
-its known tokens when it is admitted, so only decoding can run out of them. Then the sequence
-admitted last gives its blocks back and waits at the head of the queue. It keeps its tokens and
-logprobs; once admitted again it computes the keys and values of all of them before it samples on.
+first; then admits waiting ones, while tokens, seats and blocks last. Those with the most tokens
+still to generate are admitted first, so that no long one is left to decode alone at the end; then
+the order of arrival counts. A sequence gets blocks for all its known tokens when it is admitted,
+so only decoding can run out of them. Then the sequence admitted last gives its blocks back and
+waits before all others. It keeps its tokens and logprobs; once admitted again it computes the keys
+and values of all of them before it samples on.
 
-A waiting sequence whose prefix is being computed by another is passed over until that is done:
+Steps are scheduled before the tokens of the step before are reported: positions and blocks follow
+from counts alone. Only a draft needs to know the last token, so its sequence sits out until the
+report; and the sequence whose last token is pending is not scheduled any more.
+
+A waiting sequence whose prefix is being computed by another is set aside until that is under way:
 thus the siblings of a GRPO group find the prompt in the cache. Nothing here looks at a clock or a
 random number; and whatever it decides, no token's bytes depend on it (claim C1).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
-from rl_consistency.rollout.block_manager import BlockManager, PrefixMatch
+from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.sequence import RolloutSequence, SequenceStatus
+
+_SIT_OUT_SHARE = 8
+"""One in so many running sequences may not sit out a step, fewer may."""
+
+_UNTIDY = 64
+"""Ended sequences tolerated in the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """Consecutive tokens of one sequence that the next call computes."""
+    """Consecutive tokens of one sequence that the next step computes."""
 
     sequence: RolloutSequence
     start: int
     """Position of the first of them, counted from the sequence's first token."""
     length: int
+    """Known tokens, at most one pending one, then the draft."""
     samples: bool
-    """Whether the chunk ends with the last known token, the one to sample from."""
+    """Whether tokens are sampled from its end."""
+    draft: tuple[int, ...] = ()
+    """Guesses behind the last known token; 1 + len(draft) tokens are sampled."""
 
     @classmethod
     def next_of(cls, sequence: RolloutSequence, length: int) -> ScheduledChunk:
@@ -44,12 +59,16 @@ class ScheduledChunk:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is one generated token, the last that was sampled."""
-        return self.samples and self.length == 1 and self.start >= self.sequence.num_prompt_tokens
+        """Whether it is the one token left to compute, and the draft behind it."""
+        return self.samples and self.length == 1 + len(self.draft)
 
 
 class Scheduler:
-    """Keeps the waiting and the running sequences and cuts batches from them."""
+    """Keeps the waiting and the running sequences and cuts steps from them.
+
+    Call `schedule`, launch the chunks, then `mark_launched`. Whoever reports the sampled tokens
+    appends them to the sequences and calls `finish` for those that ended.
+    """
 
     def __init__(
         self,
@@ -61,19 +80,42 @@ class Scheduler:
     ) -> None:
         self._blocks = blocks
         self._max_batch_tokens = max_batch_tokens
-        self._max_num_seqs = max_num_seqs
         self._prefill_chunk_size = prefill_chunk_size or max_batch_tokens
-        self._waiting: deque[RolloutSequence] = deque()
+        # Entries of ended sequences stay in the heap until they come up.
+        self._waiting: list[tuple[bool, int, int, RolloutSequence]] = []
+        self._set_aside: dict[int, list[RolloutSequence]] = {}  # by the block they wait for
+        self._refused: RolloutSequence | None = None  # there was no room for it
+        self._refused_with = 0  # blocks free then
         self._running: list[RolloutSequence] = []  # in order of admission
-        self._awaited: dict[RolloutSequence, int] = {}  # waiting sequence -> block it waits for
+        self._num_left = 0  # of these, ended since the list was last cleaned
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._num_waiting = 0
+        self._num_arrived = 0
+        self.admitted: list[RolloutSequence] = []
+        """Sequences that the last `schedule` gave a slot."""
         self.num_preemptions = 0
         self.num_prefix_hit_tokens = 0
         self.num_prefill_tokens = 0
-        self.num_decode_tokens = 0
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._waiting or self._running)
+        return self._num_waiting > 0 or len(self._running) > self._num_left
+
+    @property
+    def prefers_report(self) -> bool:
+        """Whether too many running sequences would sit out the next step to draft after the report.
+
+        To wait for the report costs the host's time of one step, a small part of a step; to sit it
+        out costs a whole one, for those that do.
+        """
+        num_running = len(self._running) - self._num_left
+        sitting_out = sum(
+            sequence.num_drafted > 0
+            or (sequence.num_pending > 0 and sequence.speculator.width(sequence.num_tokens + 1) > 0)
+            for sequence in self._running
+            if sequence.speculator is not None
+        )
+        return sitting_out > 0 and sitting_out * _SIT_OUT_SHARE >= num_running
 
     def add(self, sequence: RolloutSequence) -> None:
         """Queue a sequence; ValueError if the whole cache could not hold it."""
@@ -83,46 +125,96 @@ class Scheduler:
                 f"the sequence may need {needed} KV blocks of {self._blocks.block_size} tokens "
                 f"and the cache has {self._blocks.num_blocks}"
             )
-        self._waiting.append(sequence)
+        sequence.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._num_waiting += 1
+        self._queue(sequence)
 
     def schedule(self) -> list[ScheduledChunk]:
-        """The next call's chunks, at most `max_batch_tokens` tokens; empty when all is finished."""
+        """The next step's chunks, at most `max_batch_tokens` tokens.
+
+        Empty when all is finished, or when nothing can be done before the tokens under way are
+        reported.
+        """
+        if self._num_left:
+            self._running = [s for s in self._running if s.slot is not None]
+            self._num_left = 0
+        self.admitted = []
         num_preemptions = self.num_preemptions
-        chunks = self._decode_chunks()
-        room = self._max_batch_tokens - len(chunks)
-        for sequence in self._running:
-            if room > 0 and sequence.num_uncomputed_tokens > 1:
+        chunks, prefills, room = self._decode_chunks()
+        num_decodes = len(chunks)
+        for sequence in prefills:
+            if room > 0 and sequence.slot is not None:
                 chunks.append(self._prefill_chunk(sequence, room))
                 room -= chunks[-1].length
         if self.num_preemptions == num_preemptions:  # else the blocks just freed are spoken for
             chunks += self._admitted_chunks(room)
-        assert chunks or not self.has_unfinished, "unfinished sequences and nothing to run"
-        num_decode_tokens = sum(chunk.is_decode for chunk in chunks)
-        self.num_decode_tokens += num_decode_tokens
-        self.num_prefill_tokens += sum(chunk.length for chunk in chunks) - num_decode_tokens
+        self.num_prefill_tokens += sum(chunk.length for chunk in chunks[num_decodes:])
         return chunks
 
-    def mark_computed(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Record that the call has written the chunks' keys and values."""
+    def mark_launched(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Record that the step is under way which writes the chunks' keys and values."""
         for chunk in chunks:
-            chunk.sequence.num_computed_tokens = chunk.end
-            self._blocks.publish(chunk.sequence)
+            sequence = chunk.sequence
+            # Whether a guess holds is not known: it does not count as computed yet.
+            sequence.num_computed_tokens = chunk.start + chunk.length - len(chunk.draft)
+            if chunk.samples:
+                sequence.num_pending += 1
+                sequence.num_drafted = len(chunk.draft)
+            if chunk.length > 1:
+                self._blocks.publish(sequence)
 
     def finish(self, sequence: RolloutSequence) -> None:
-        """Retire a finished sequence and take its blocks back."""
-        self._running.remove(sequence)
+        """Retire a sequence that ended, wherever it is, and take its blocks back at once."""
+        if sequence.slot is None:
+            self._num_waiting -= 1
+            self._tidy()
+            return
+        self._blocks.publish(sequence)
         self._blocks.release(sequence)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = None
+        sequence.speculator = None
+        self._num_left += 1
 
-    def _decode_chunks(self) -> list[ScheduledChunk]:
+    def _decode_chunks(self) -> tuple[list[ScheduledChunk], list[RolloutSequence], int]:
+        """The decode chunks, the sequences in prefill, and the tokens left."""
         chunks: list[ScheduledChunk] = []
-        index = 0
-        # Preemption shortens the list from its end, never before `index`.
-        while index < len(self._running) and len(chunks) < self._max_batch_tokens:
-            sequence = self._running[index]
-            if sequence.num_uncomputed_tokens == 1 and self._make_room(sequence):
-                chunks.append(ScheduledChunk.next_of(sequence, 1))
-            index += 1
-        return chunks
+        prefills: list[RolloutSequence] = []
+        room, size = self._max_batch_tokens, self._blocks.block_size
+        # Preemption shortens the list from its end, never before the sequence at hand.
+        for sequence in self._running:
+            end = len(sequence.token_ids) + sequence.num_pending
+            start = sequence.num_computed_tokens
+            if end - start > 1 or start < sequence.num_prompt_tokens:
+                prefills.append(sequence)
+                continue
+            if end == sequence.max_num_tokens or sequence.num_drafted:
+                continue  # ends, or is known again, when reported
+            if room <= 0:
+                break
+            draft: tuple[int, ...] | None = ()
+            if sequence.speculator is not None:
+                draft = self._draft(sequence, room)
+                if draft is None:
+                    continue
+            if end > len(sequence.block_table) * size and not self._make_room(sequence):
+                continue
+            if draft and not self._blocks.grow(sequence, len(draft)):
+                draft = ()
+            chunks.append(ScheduledChunk(sequence, start, 1 + len(draft), True, draft))
+            room -= 1 + len(draft)
+        return chunks, prefills, room
+
+    def _draft(self, sequence: RolloutSequence, room: int) -> tuple[int, ...] | None:
+        """Guesses to verify in this step; None where the last token has to be known first."""
+        speculator, end = sequence.speculator, sequence.num_scheduled_tokens
+        assert speculator is not None
+        # The token sampled behind the last guess must still be within the sample.
+        most = min(speculator.width(end), sequence.max_num_tokens - end - 1, room - 1)
+        if most <= 0:
+            return ()
+        return None if sequence.num_pending else speculator.propose(sequence.token_ids, most)
 
     def _make_room(self, sequence: RolloutSequence) -> bool:
         """Get a slot for the sequence's last token; False if it had to give way itself."""
@@ -134,46 +226,64 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: RolloutSequence) -> None:
+        assert sequence.slot is not None
         self._blocks.release(sequence)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = None
         sequence.status = SequenceStatus.WAITING
-        self._waiting.appendleft(sequence)
+        self._num_waiting += 1
+        self._queue(sequence, preempted=True)
         self.num_preemptions += 1
 
     def _prefill_chunk(self, sequence: RolloutSequence, room: int) -> ScheduledChunk:
         length = min(sequence.num_uncomputed_tokens, self._prefill_chunk_size, room)
         return ScheduledChunk.next_of(sequence, length)
 
+    def _queue(self, sequence: RolloutSequence, *, preempted: bool = False) -> None:
+        remaining = sequence.max_num_tokens - sequence.num_tokens
+        heappush(self._waiting, (not preempted, -remaining, sequence.arrival, sequence))
+
+    def _tidy(self) -> None:
+        """Drop ended sequences from the queue before they are most of it."""
+        if len(self._waiting) > 2 * self._num_waiting + _UNTIDY:
+            self._waiting = [entry for entry in self._waiting if not entry[-1].is_finished]
+            heapify(self._waiting)
+
     def _admitted_chunks(self, room: int) -> list[ScheduledChunk]:
         chunks: list[ScheduledChunk] = []
-        passed_over: list[RolloutSequence] = []
-        while self._waiting and room > 0 and len(self._running) < self._max_num_seqs:
-            sequence = self._waiting[0]
-            match = self._match(sequence)
-            if match is None:
-                passed_over.append(self._waiting.popleft())
+        self._call_back()
+        while self._waiting and room > 0 and self._free_slots:
+            sequence = self._waiting[0][-1]
+            if sequence.is_finished:
+                heappop(self._waiting)
                 continue
-            if not self._blocks.allocate(sequence, match):
+            if sequence is self._refused and self._blocks.num_free_blocks <= self._refused_with:
+                break  # nothing was given back since
+            match = self._blocks.match_prefix(sequence)
+            if match.awaited_block is not None:
+                heappop(self._waiting)
+                self._set_aside.setdefault(match.awaited_block, []).append(sequence)
+                continue
+            # Those running can then still grow by a block each before one has to be preempted.
+            if not self._blocks.allocate(sequence, match, spare=len(self._running)):
+                self._refused, self._refused_with = sequence, self._blocks.num_free_blocks
                 break
-            self._waiting.popleft()
+            heappop(self._waiting)
             self._admit(sequence)
             chunks.append(self._prefill_chunk(sequence, room))
             room -= chunks[-1].length
-        self._waiting.extendleft(reversed(passed_over))
         return chunks
 
-    def _match(self, sequence: RolloutSequence) -> PrefixMatch | None:
-        """The cached prefix; None while another sequence is computing the next block of it."""
-        awaited = self._awaited.get(sequence)
-        if awaited is not None and self._blocks.is_awaited(awaited):
-            return None
-        match = self._blocks.match_prefix(sequence)
-        if match.awaited_block is None:
-            return match
-        self._awaited[sequence] = match.awaited_block
-        return None
+    def _call_back(self) -> None:
+        """Queue those set aside whose block is computed by now, or given up."""
+        for block_id in [b for b in self._set_aside if not self._blocks.is_awaited(b)]:
+            for sequence in self._set_aside.pop(block_id):
+                self._queue(sequence, preempted=sequence.num_generated_tokens > 0)
 
     def _admit(self, sequence: RolloutSequence) -> None:
-        self._awaited.pop(sequence, None)
+        self._num_waiting -= 1
         self.num_prefix_hit_tokens += sequence.num_computed_tokens
         sequence.status = SequenceStatus.RUNNING
+        sequence.slot = self._free_slots.pop()
         self._running.append(sequence)
+        self.admitted.append(sequence)

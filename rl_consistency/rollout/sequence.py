@@ -1,14 +1,17 @@
-"""One request's state: a prompt and one sample growing behind it."""
+"""One sample's state: a prompt and the tokens growing behind it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from rl_consistency.rollout.drafter import Speculator
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.stop_strings import StopStrings
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class SequenceStatus(Enum):
@@ -21,9 +24,11 @@ class SequenceStatus(Enum):
 class RolloutSequence:
     """A sample under way.
 
-    Of `token_ids` (prompt, then generated) the first `num_computed_tokens` have their keys and
-    values in the cache. In decoding exactly one token is not computed yet: the last one. Losing the
-    cache blocks sets the count back to 0 and touches neither tokens nor logprobs.
+    The engine runs one step ahead of what it knows: of the `num_scheduled_tokens` tokens, the last
+    `num_pending` are sampled but not reported, so `token_ids` (prompt, then generated) does not
+    hold them yet. The steps launched so far write the keys and values of the first
+    `num_computed_tokens`; in decoding exactly one token is left, the last. Losing the cache blocks
+    sets that count back to 0 and touches neither tokens nor logprobs.
     """
 
     prompt_index: int
@@ -34,29 +39,54 @@ class RolloutSequence:
     stop_token_ids: frozenset[int]
     """All tokens that end this sample: its own stop tokens and, unless ignored, eos."""
     token_ids: list[int]
-    """Constructed with the prompt; generated tokens are appended."""
+    """Constructed with the prompt; reported tokens are appended."""
+    request_id: str = ""
+    stop_strings: StopStrings | None = None
+    speculator: Speculator | None = None
+    """Drafts for this sample; None decodes plainly."""
+    submitted_at: float = 0.0
+    """`perf_counter` seconds; for the time to the first token."""
     num_prompt_tokens: int = field(init=False)
+    max_num_tokens: int = field(init=False)
+    """Length at which the sample ends by length."""
     token_logprobs: list[float] = field(default_factory=list)
     """One fp32 value for each generated token."""
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
+    error: str | None = None
+    """What went wrong, where `finish_reason` is "error"."""
+    arrival: int = 0
+    """Place in the order in which the scheduler met the sequences."""
+    slot: int | None = None
+    """Row of the runner's device state while running, no other running sequence's."""
     block_table: list[int] = field(default_factory=list)
     """Physical block ids in logical order."""
     num_computed_tokens: int = 0
     num_published_blocks: int = 0
-    """Leading full blocks the block manager has seen computed."""
+    """Leading full blocks the block manager may share."""
+    num_pending: int = 0
+    """0 or 1 when a step is scheduled; behind a draft that is under way, not the real number."""
+    num_drafted: int = 0
+    """Length of the draft under way; its sequence is not scheduled again before the report."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.max_num_tokens = self.num_prompt_tokens + self.params.max_tokens
 
     @property
     def num_tokens(self) -> int:
+        """Tokens known to the host."""
         return len(self.token_ids)
 
     @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens that exist, the pending one included: what steps and blocks are planned with."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) + self.num_pending - self.num_computed_tokens
 
     @property
     def num_generated_tokens(self) -> int:
@@ -69,17 +99,33 @@ class RolloutSequence:
     @property
     def max_cached_tokens(self) -> int:
         """Most tokens that will ever need a cache slot; the last sampled token needs none."""
-        return self.num_prompt_tokens + self.params.max_tokens - 1
+        return self.max_num_tokens - 1
 
     def append(self, token_id: int, logprob: float) -> None:
-        """Add a sampled token; a stop token is kept and ends the sample, as does the last slot."""
+        """Add a sampled token, which may end the sample.
+
+        A stop token, and a token that completes a stop string, belong to the sample. A logprob that
+        is not finite ends it with an error and the token is dropped.
+        """
+        if not math.isfinite(logprob):
+            self.finish(
+                "error",
+                f"prompt {self.prompt_index}, sample {self.sample_index}, position "
+                f"{self.num_tokens}: the model gave a logprob that is not finite; look for NaN or "
+                "infinity in its weights (a diverged update, or fp16 overflow)",
+            )
+            return
         self.token_ids.append(token_id)
         self.token_logprobs.append(logprob)
-        if token_id in self.stop_token_ids:
-            self._finish("stop")
-        elif self.num_generated_tokens == self.params.max_tokens:
-            self._finish("length")
+        if token_id in self.stop_token_ids or (
+            self.stop_strings is not None and self.stop_strings.append(token_id)
+        ):
+            self.finish("stop")
+        elif len(self.token_ids) == self.max_num_tokens:
+            self.finish("length")
 
-    def _finish(self, reason: FinishReason) -> None:
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        """End the sample; what is still under way for it will be discarded."""
         self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
+        self.error = error

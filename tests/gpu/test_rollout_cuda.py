@@ -1,5 +1,7 @@
 """The engine on a GPU: its logprobs are training's, whatever else is in the batch."""
 
+import warnings
+
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -10,7 +12,7 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.drift import compare_logprobs
 from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.rollout.model_runner import GPU_CACHE_SHARE
+from rl_consistency.rollout.kv_cache import GPU_CACHE_SHARE
 from rl_consistency.rollout.sampler import inverse_cdf
 from rl_consistency.rollout.sampling_params import SamplingParams
 
@@ -140,7 +142,8 @@ def test_a_decode_step_hardly_waits_for_the_device(monkeypatch):
         def step():
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                with pytest.warns(UserWarning) as seen:
+                with warnings.catch_warnings(record=True) as seen:
+                    warnings.simplefilter("always")
                     sampled = real()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
@@ -149,9 +152,8 @@ def test_a_decode_step_hardly_waits_for_the_device(monkeypatch):
 
         monkeypatch.setattr(engine, "step", step)
         engine.generate(PROMPTS, sampling)
-    decoding = waits[3:]
-    # The range of the token ids is read twice, the tokens drawn once.
-    assert decoding and max(map(len, decoding)) <= 3, decoding[0]
+    # The tokens of a step are read behind an event, which is no wait for the whole device.
+    assert len(waits) > 8 and not any(waits[3:]), waits
 
 
 def test_the_default_cache_leaves_room_on_the_gpu():

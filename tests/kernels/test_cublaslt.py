@@ -83,6 +83,29 @@ def test_nothing_is_compared_during_capture_and_only_compared_counts_are_admitte
     assert not held.admitted(KEY, 99, make=False)
 
 
+def test_what_will_be_captured_can_be_certified_to_the_row(tmp_path):
+    comparison = Comparison()
+    held = certificates(tmp_path, comparison)
+    held.admitted(KEY, 100)
+    assert held.admitted(KEY, 99, to_the_row=True)
+    assert [m for _, m in comparison.calls] == [65, 96, 100, 128, 99]
+    assert held.admitted(KEY, 99, make=False) and not held.admitted(KEY, 98, make=False)
+    assert not held.admitted(KEY, 98, make=False, to_the_row=True)
+    assert certificates(tmp_path, comparison).admitted(KEY, 99, to_the_row=True)
+    assert len(comparison.calls) == 5
+    bad = certificates(tmp_path, Comparison(1))
+    assert bad.admitted(KEY, 98) and not bad.admitted(KEY, 98, to_the_row=True)
+    assert not bad.admitted(KEY, 100)
+
+
+def test_only_what_runs_in_the_block_is_certified_to_the_row():
+    assert not cublaslt._to_the_row.get()
+    with pytest.raises(KeyError), cublaslt.certified_to_the_row():
+        assert cublaslt._to_the_row.get()
+        raise KeyError
+    assert not cublaslt._to_the_row.get()
+
+
 def test_a_struck_certificate_stays_struck_in_the_file(tmp_path):
     other = certificates(tmp_path, Comparison())
     held = certificates(tmp_path, Comparison())

@@ -178,6 +178,37 @@ def test_grow_takes_a_block_only_when_the_last_one_is_full() -> None:
     assert len(sequence.block_table) == 2
 
 
+def test_grow_counts_pending_and_drafted_tokens() -> None:
+    blocks = BlockManager(3, SIZE)
+    sequence = admit(blocks, [1] * 4)
+    sequence.num_pending = 1
+    assert blocks.grow(sequence) and len(sequence.block_table) == 2
+    assert blocks.grow(sequence, 3) and len(sequence.block_table) == 2
+    assert blocks.grow(sequence, 4) and len(sequence.block_table) == 3
+    assert not blocks.grow(sequence, 8) and len(sequence.block_table) == 3
+    assert blocks.grow(sequence) and len(sequence.block_table) == 3  # kept for the tokens to come
+
+
+def test_a_block_with_a_pending_token_has_no_name_yet() -> None:
+    blocks = BlockManager(4, SIZE)
+    sequence = admit(blocks, [1, 2, 3])
+    sequence.num_pending = 1
+    assert blocks.grow(sequence)
+    compute(blocks, sequence, upto=4)
+    assert blocks.match_prefix(make([1, 2, 3, 4, 5])).block_ids == []
+    sequence.num_pending = 0
+    sequence.append(4, -1.0)
+    blocks.publish(sequence)
+    assert blocks.match_prefix(make([1, 2, 3, 4, 5])).block_ids == sequence.block_table
+
+
+def test_blocks_to_spare_are_left() -> None:
+    blocks = BlockManager(3, SIZE)
+    sequence = make([1] * 8)
+    assert not blocks.allocate(sequence, blocks.match_prefix(sequence), spare=2)
+    assert blocks.allocate(sequence, blocks.match_prefix(sequence), spare=1)
+
+
 def test_reset_takes_all_blocks_back_and_forgets_all_contents() -> None:
     blocks = BlockManager(4, SIZE)
     blocks.release(admit(blocks, [1] * 9))

@@ -1,5 +1,7 @@
 """C1 and C2 on every family and dtype: however a completion is decoded, training gets its bytes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -27,6 +29,37 @@ ENGINES = {
 }
 
 
+DRAFTING = {
+    "drafts of chunks of 7, three at a time": {"prefill_chunk_size": 7, "max_num_seqs": 3},
+    "drafts in few blocks": {"num_kv_blocks": 14, "kv_block_size": 4},
+}
+
+
+class Recalling:
+    """A drafter that has seen texts before, and remembers every fifth token wrongly."""
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def start(self, token_ids):
+        return Recollection(self.texts, list(token_ids))
+
+
+class Recollection:
+    def __init__(self, texts, token_ids):
+        self.texts, self.token_ids = texts, token_ids
+
+    def append(self, token_ids):
+        self.token_ids += token_ids
+
+    def propose(self, most):
+        end = len(self.token_ids)
+        for text in self.texts:
+            if text[:end] == self.token_ids:
+                return [t if i % 5 else 1 for i, t in enumerate(text)][end : end + most]
+        return []
+
+
 def outcome(completions):
     return [
         (c.prompt_index, c.sample_index, c.token_ids, c.token_logprobs.numpy().tobytes())
@@ -47,8 +80,14 @@ def test_every_way_to_decode_gives_the_bytes_that_training_recomputes(family, dt
         expected = results["all at once"]
         for name, completions in results.items():
             assert outcome(completions) == outcome(expected), name
-        assert engines["all at once"].stats["prefix_hit_tokens"] > 0
-        assert engines["few blocks"].stats["preemptions"] > 0
+        assert engines["all at once"].stats.prefix_hit_tokens > 0
+        assert engines["few blocks"].stats.preemptions > 0
+        texts = [[*PROMPTS[c.prompt_index], *c.token_ids] for c in expected]
+        for name, options in DRAFTING.items():
+            engine = RolloutEngine(model, eos_token_id=None, drafter=Recalling(texts), **options)
+            drafted = engine.generate(PROMPTS, replace(SAMPLING, speculation=7))
+            assert outcome(drafted) == outcome(expected), name
+            assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens, name
         order = [2, 0, 3, 1]
         permuted = engines["32 at a time"].generate(
             [PROMPTS[i] for i in order], SAMPLING, prompt_ids=order

@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rl_consistency.models.patch import PatchSession, patch
 from rl_consistency.models.token_logprobs import token_logprobs
-from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.rollout import engine as engine_module
 from rl_consistency.rollout import model_runner
-from rl_consistency.rollout.engine import Completion, RolloutEngine
+from rl_consistency.rollout.completion import Completion, FailedRequestsError
+from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.sequence import RolloutSequence
 
 VOCAB = 96
 EOS = 95
@@ -155,22 +155,18 @@ def test_every_family_decodes_to_the_bytes_of_its_training_forward(family: str) 
 def test_a_tiny_cache_preempts_and_a_shared_prompt_is_found(fp32_session: PatchSession) -> None:
     engine = engine_of(fp32_session.model, num_kv_blocks=22)
     run(engine)
-    assert engine.stats["preemptions"] > 0
-    assert engine.stats["prefix_hit_tokens"] > 0
+    assert engine.stats.preemptions > 0
+    assert engine.stats.prefix_hit_tokens > 0
     roomy = engine_of(fp32_session.model)
     run(roomy)
     # Two siblings and both samples of the second prompt find 36 tokens; the others share nothing.
-    assert roomy.stats["preemptions"] == 0
-    assert roomy.stats["prefix_hit_tokens"] == 4 * 36
+    assert roomy.stats.preemptions == 0
+    assert roomy.stats.prefix_hit_tokens == 4 * 36
     unshared = engine_of(fp32_session.model, enable_prefix_sharing=False)
     completions = run(unshared)
-    assert unshared.stats == {
-        "steps": unshared.stats["steps"],
-        "preemptions": 0,
-        "prefix_hit_tokens": 0,
-        "prefill_tokens": sum(len(PROMPTS[c.prompt_index]) for c in completions),
-        "decode_tokens": sum(len(c.token_ids) - 1 for c in completions),
-    }
+    assert (unshared.stats.preemptions, unshared.stats.prefix_hit_tokens) == (0, 0)
+    assert unshared.stats.prefill_tokens == sum(len(PROMPTS[c.prompt_index]) for c in completions)
+    assert unshared.stats.decode_tokens == sum(len(c.token_ids) for c in completions)
 
 
 def test_prompts_keep_their_samples_when_permuted_or_alone(fp32_session: PatchSession) -> None:
@@ -239,7 +235,7 @@ def test_progress_counts_every_token_and_sample(fp32_session: PatchSession) -> N
     calls: list[tuple[int, int, int]] = []
     engine = engine_of(fp32_session.model, max_num_seqs=2)
     completions = engine.generate(PROMPTS, SAMPLING, progress=lambda *counts: calls.append(counts))
-    assert calls == sorted(calls) and len(calls) == engine.stats["steps"]
+    assert calls == sorted(calls) and len(calls) == engine.stats.steps + 1  # the last report
     assert calls[-1] == (sum(len(c.token_ids) for c in completions), 9, 9)
 
 
@@ -253,12 +249,15 @@ def test_no_prompts_give_no_completions(fp32_session: PatchSession) -> None:
 def test_a_random_stream_keyed_by_batch_row_is_caught(
     fp32_session: PatchSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def by_row(seeds: list[int], *rest: list[int]) -> Any:
-        rows = list(range(len(seeds)))
-        return stream(seeds, rows, rows, rest[-1])
+    def by_slot(self: Any, sequence: RolloutSequence) -> None:
+        kept = sequence.prompt_id, sequence.sample_index
+        assert sequence.slot is not None
+        sequence.prompt_id = sequence.sample_index = sequence.slot
+        admit(self, sequence)
+        sequence.prompt_id, sequence.sample_index = kept
 
-    stream = engine_module.uniforms
-    monkeypatch.setattr(engine_module, "uniforms", by_row)
+    admit = model_runner.ModelRunner.admit
+    monkeypatch.setattr(model_runner.ModelRunner, "admit", by_slot)
     one, many = (content(run(engine_of(fp32_session.model, max_num_seqs=n))) for n in (1, 32))
     assert one != many
 
@@ -267,25 +266,25 @@ def test_a_stock_decode_is_caught(
     fp32_session: PatchSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stock_hidden_states(model: Any, input_ids: Tensor, position_ids: Tensor, paged: Any) -> Any:
-        """Hugging Face's own forward over the chunk, its cache rebuilt from the known tokens."""
+        """Hugging Face's own forward over each chunk, its cache rebuilt from the known tokens."""
         rows = []
+        new = list(input_ids.split([chunk.length for chunk in current_chunks]))
         with fp32_session.stock():
-            for chunk in current_chunks:
-                known = torch.tensor([chunk.sequence.token_ids[: chunk.end]])
-                past = model.model(known[:, : chunk.start]) if chunk.start else None
-                cache = past.past_key_values if past is not None else None
-                out = model.model(known[:, chunk.start :], past_key_values=cache, use_cache=True)
+            for chunk, own in zip(current_chunks, new, strict=True):
+                past = torch.tensor([chunk.sequence.token_ids[: chunk.start]])
+                cache = model.model(past).past_key_values if chunk.start else None
+                out = model.model(own[None], past_key_values=cache, use_cache=True)
                 rows.append(out.last_hidden_state[0])
         return torch.cat(rows)
 
     current_chunks: list[Any] = []
-    inputs = model_runner.ModelRunner._inputs
+    launch = model_runner.ModelRunner.launch
 
     def remember(self: Any, chunks: Any) -> Any:
         current_chunks[:] = chunks
-        return inputs(self, chunks)
+        return launch(self, chunks)
 
-    monkeypatch.setattr(model_runner.ModelRunner, "_inputs", remember)
+    monkeypatch.setattr(model_runner.ModelRunner, "launch", remember)
     monkeypatch.setattr(model_runner, "paged_hidden_states", stock_hidden_states)
     completions = run(engine_of(fp32_session.model))
     recomputed = training_logprobs(fp32_session.model, completions)
@@ -399,7 +398,7 @@ def test_an_unpatched_model_is_refused() -> None:
         run(engine)
 
 
-def test_nan_weights_stop_the_rollout_and_the_engine_recovers(
+def test_nan_weights_fail_every_request_by_name_and_the_engine_recovers(
     fp32_session: PatchSession,
 ) -> None:
     engine = engine_of(fp32_session.model)
@@ -408,8 +407,10 @@ def test_nan_weights_stop_the_rollout_and_the_engine_recovers(
     kept = weight.detach().clone()
     with torch.no_grad():
         weight[0, 0] = math.nan
-    with pytest.raises(ConsistencyError, match="prompt 0, sample 0, position 39"):
+    with pytest.raises(FailedRequestsError, match="prompt 0, sample 0, position 39") as caught:
         run(engine)
+    assert str(caught.value).count("the model gave a logprob that is not finite") == 9
+    assert (len(caught.value.completions), len(caught.value.failed)) == (0, 9)
     with torch.no_grad():
         weight.copy_(kept)
     assert content(run(engine)) == expected

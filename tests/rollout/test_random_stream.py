@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
-from rl_consistency.rollout.random_stream import philox, uniforms
+from rl_consistency.kernels.philox_triton import philox_uniforms
+from rl_consistency.rollout.random_stream import (
+    device_uniforms,
+    philox,
+    stream_keys,
+    uniforms,
+)
 
 # Known answers published with the generator: counter, key, output.
 KNOWN_ANSWERS = [
@@ -79,3 +89,53 @@ def test_no_rows_give_no_numbers() -> None:
 def test_a_key_that_does_not_fit_is_refused(arguments: tuple[list[int], ...], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         uniforms(*arguments)
+
+
+def random_columns(count: int = 300) -> list[list[int]]:
+    """Seeds, prompt ids, sample indices and positions over their whole ranges, ends included."""
+    rng = random.Random(5)
+    return [
+        [0, 2**bits - 1, *(rng.getrandbits(bits) for _ in range(count))]
+        for bits in (64, 64, 32, 32)
+    ]
+
+
+def keys_and_positions() -> tuple[Tensor, Tensor]:
+    seeds, prompt_ids, sample_indices, positions = random_columns()
+    keys = torch.from_numpy(stream_keys(seeds, prompt_ids, sample_indices))
+    return keys, torch.tensor(positions, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("look_up", [device_uniforms, philox_uniforms])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_numbers_looked_up_on_a_device_have_the_bits_of_the_host(look_up, transposed) -> None:
+    if look_up is philox_uniforms and torch.cuda.is_available():
+        pytest.skip("tests/gpu has this on a GPU")
+    keys, positions = keys_and_positions()
+    if transposed:
+        keys = keys.t().contiguous().t()
+    found = look_up(keys, positions)
+    assert found.dtype == torch.float64
+    assert found.numpy().tobytes() == uniforms(*random_columns()).tobytes()
+
+
+def test_a_swapped_key_word_fails_the_same_check() -> None:
+    keys, positions = keys_and_positions()
+    found = device_uniforms(keys[:, [1, 0, 2, 3, 4]], positions)
+    assert found.numpy().tobytes() != uniforms(*random_columns()).tobytes()
+
+
+def test_no_keys_give_no_numbers() -> None:
+    keys = torch.from_numpy(stream_keys([], [], []))
+    assert keys.shape == (0, 5)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert device_uniforms(keys, nothing).shape == philox_uniforms(keys, nothing).shape == (0,)
+
+
+def test_keys_of_another_form_are_refused() -> None:
+    keys, positions = keys_and_positions()
+    for bad in ((keys[:, :4], positions), (keys, positions[:-1]), (keys.int(), positions)):
+        with pytest.raises(ValueError, match=r"need int64 \[n, 5\] and \[n\]"):
+            device_uniforms(*bad)
+    with pytest.raises(ValueError, match="sample_indices"):
+        stream_keys([0], [0], [2**32])

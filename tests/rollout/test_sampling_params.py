@@ -32,6 +32,7 @@ def test_stop_tokens_become_a_tuple_so_that_params_stay_hashable() -> None:
     params = SamplingParams(stop_token_ids=[3, 5])  # type: ignore[arg-type]
     assert params.stop_token_ids == (3, 5)
     assert hash(params) == hash(SamplingParams(stop_token_ids=(3, 5)))
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,13 @@ def test_stop_tokens_become_a_tuple_so_that_params_stay_hashable() -> None:
         ("stop_token_ids", (1.5,)),
         ("stop_token_ids", 7),
         ("ignore_eos", 1),
+        ("stop", "</s>"),
+        ("stop", ("",)),
+        ("stop", (3,)),
+        ("stop", 3),
+        ("speculation", -1),
+        ("speculation", 8),
+        ("speculation", True),
     ],
 )
 def test_a_value_out_of_range_is_named(field: str, value: object) -> None:

@@ -1,234 +1,294 @@
-"""The scheduler serves every sequence whatever the limits, and tokens do not depend on them."""
+"""Which chunks a step gets: limits, order of admission, sharing, preemption, drafts.
+
+That no schedule moves a token is shown in `test_step_loop.py`; here the schedule itself is looked
+at, with every step reported before the next is scheduled.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
-from rl_consistency.rollout.block_manager import BlockManager
-from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.scheduler import ScheduledChunk, Scheduler
+from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence, SequenceStatus
 
-SIZE = 4
+Make = Callable[..., Any]
+NEVER: frozenset[int] = frozenset()
 
 
-class FakeRunner:
-    """A model whose cache entry of a token is the token's whole prefix.
-
-    It refuses to read an entry that is not the sequence's own, and predicts the next token from
-    the entries it reads: a wrong slot, a stale block or a gap shows at once.
-    """
-
-    def __init__(self) -> None:
-        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
-
-    def run(self, chunks: list[ScheduledChunk]) -> list[int]:
-        for chunk in chunks:
-            for position in range(chunk.start):
-                assert self.slots[self._slot(chunk, position)] == self._prefix(chunk, position)
-        for chunk in chunks:
-            for position in range(chunk.start, chunk.end):
-                self.slots[self._slot(chunk, position)] = self._prefix(chunk, position)
-        return [hash(tuple(c.sequence.token_ids)) % 89 for c in chunks if c.samples]
-
-    def _slot(self, chunk: ScheduledChunk, position: int) -> tuple[int, int]:
-        return chunk.sequence.block_table[position // SIZE], position % SIZE
-
-    def _prefix(self, chunk: ScheduledChunk, position: int) -> tuple[int, ...]:
-        return tuple(chunk.sequence.token_ids[: position + 1])
+def launch(served: Any) -> Any:
+    """Schedule and launch a step, nothing reported."""
+    chunks = served.scheduler.schedule()
+    for sequence in served.scheduler.admitted:
+        served.runner.admit(sequence)
+    launched = served.runner.launch(chunks)
+    served.scheduler.mark_launched(chunks)
+    return launched
 
 
-def make(prompt: list[int], *, max_tokens: int = 6, sample_index: int = 0) -> RolloutSequence:
-    return RolloutSequence(
-        prompt_index=0,
-        sample_index=sample_index,
-        prompt_id=0,
-        params=SamplingParams(max_tokens=max_tokens),
-        stop_token_ids=frozenset({88}),
-        token_ids=prompt,
-    )
+def step(served: Any) -> list[ScheduledChunk]:
+    launched = launch(served)
+    for chunk, sampled in zip(launched.chunks, launched.wait(), strict=True):
+        sequence = chunk.sequence
+        sequence.num_pending -= 1
+        sequence.append(*sampled[0])
+        if sequence.is_finished:
+            served.scheduler.finish(sequence)
+    return served.runner.history[-1]
 
 
-def scheduler_of(
-    num_blocks: int = 64,
-    *,
-    max_batch_tokens: int = 64,
-    max_num_seqs: int = 16,
-    prefill_chunk_size: int | None = None,
-    share_prefixes: bool = True,
-) -> Scheduler:
-    return Scheduler(
-        BlockManager(num_blocks, SIZE, share_prefixes=share_prefixes),
-        max_batch_tokens=max_batch_tokens,
-        max_num_seqs=max_num_seqs,
-        prefill_chunk_size=prefill_chunk_size,
-    )
-
-
-def step(scheduler: Scheduler, runner: FakeRunner) -> list[ScheduledChunk]:
-    chunks = scheduler.schedule()
-    tokens = runner.run(chunks)
-    scheduler.mark_computed(chunks)
-    for chunk, token in zip([c for c in chunks if c.samples], tokens, strict=True):
-        chunk.sequence.append(token, -1.0)
-        if chunk.sequence.is_finished:
-            scheduler.finish(chunk.sequence)
-    return chunks
-
-
-def run_all(scheduler: Scheduler, sequences: list[RolloutSequence]) -> list[list[int]]:
-    runner = FakeRunner()
+def add(served: Any, *sequences: RolloutSequence) -> None:
     for sequence in sequences:
-        scheduler.add(sequence)
-    for _ in range(10_000):
-        if not scheduler.has_unfinished:
-            return [sequence.token_ids for sequence in sequences]
-        step(scheduler, runner)
-    raise AssertionError("the scheduler makes no progress")
+        served.scheduler.add(sequence)
 
 
-def group_load() -> list[RolloutSequence]:
+def group_load(sequence_of: Make) -> list[RolloutSequence]:
     prompts = [[1, 2, 3] * 4, [1, 2, 3] * 4 + [5], [7], [9] * 17]
     return [
-        make(prompt, max_tokens=3 + 4 * sample_index, sample_index=sample_index)
-        for prompt in prompts
-        for sample_index in range(4)
+        sequence_of(prompt, max_tokens=3 + 4 * i, sample_index=i, prompt_id=p)
+        for p, prompt in enumerate(prompts)
+        for i in range(4)
     ]
 
 
-def alone() -> list[list[int]]:
-    return [run_all(scheduler_of(), [sequence])[0] for sequence in group_load()]
-
-
-@pytest.mark.parametrize("share_prefixes", [True, False])
-@pytest.mark.parametrize("num_blocks", [8, 11, 20, 64])
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 16])
-@pytest.mark.parametrize(("max_batch_tokens", "chunk"), [(1, None), (7, 3), (64, 7), (64, None)])
-def test_every_limit_gives_the_tokens_of_a_run_alone(
-    max_batch_tokens: int,
-    chunk: int | None,
-    max_num_seqs: int,
-    num_blocks: int,
-    share_prefixes: bool,
-) -> None:
-    scheduler = scheduler_of(
-        num_blocks,
-        max_batch_tokens=max_batch_tokens,
-        max_num_seqs=max_num_seqs,
-        prefill_chunk_size=chunk,
-        share_prefixes=share_prefixes,
-    )
-    assert run_all(scheduler, group_load()) == alone()
-
-
-def test_limits_hold_in_every_step() -> None:
-    scheduler = scheduler_of(max_batch_tokens=9, max_num_seqs=3, prefill_chunk_size=5)
-    runner = FakeRunner()
-    for sequence in group_load():
-        scheduler.add(sequence)
-    while scheduler.has_unfinished:
-        chunks = step(scheduler, runner)
+def test_limits_hold_in_every_step(toy: Make, sequence_of: Make) -> None:
+    served = toy(max_batch_tokens=9, max_num_seqs=3, prefill_chunk_size=5)
+    add(served, *group_load(sequence_of))
+    while served.scheduler.has_unfinished:
+        chunks = step(served)
         assert 0 < sum(chunk.length for chunk in chunks) <= 9
         assert len(chunks) <= 3 and all(chunk.length <= 5 for chunk in chunks)
 
 
-def test_decoding_comes_before_prefill() -> None:
-    scheduler, runner = scheduler_of(max_batch_tokens=6), FakeRunner()
-    scheduler.add(make([1, 2, 3]))
-    step(scheduler, runner)
-    scheduler.add(make([4] * 20))
-    chunks = step(scheduler, runner)
+def test_decoding_comes_before_prefill(toy: Make, sequence_of: Make) -> None:
+    served = toy(max_batch_tokens=6)
+    add(served, sequence_of([1, 2, 3]))
+    step(served)
+    add(served, sequence_of([4] * 20, prompt_id=1))
+    chunks = step(served)
     assert [chunk.length for chunk in chunks] == [1, 5]
     assert [chunk.samples for chunk in chunks] == [True, False]
+    assert [chunk.is_decode for chunk in chunks] == [True, False]
 
 
-def test_only_the_last_known_token_is_sampled_from() -> None:
-    scheduler, runner = scheduler_of(prefill_chunk_size=4), FakeRunner()
-    sequence = make([1] * 10, max_tokens=2)
-    scheduler.add(sequence)
+def test_only_the_last_known_token_is_sampled_from(toy: Make, sequence_of: Make) -> None:
+    served = toy(prefill_chunk_size=4)
+    sequence = sequence_of([1] * 10, max_tokens=2, stop=NEVER)
+    add(served, sequence)
     counts = []
-    while scheduler.has_unfinished:
-        step(scheduler, runner)
+    while served.scheduler.has_unfinished:
+        step(served)
         counts.append(sequence.num_generated_tokens)
     assert counts == [0, 0, 1, 2]
 
 
-def test_siblings_of_a_group_find_the_prompt_in_the_cache() -> None:
-    scheduler, runner = scheduler_of(prefill_chunk_size=6), FakeRunner()
-    group = [make([1] * 13, sample_index=i) for i in range(4)]
-    for sequence in group:
-        scheduler.add(sequence)
-    steps = [[chunk.length for chunk in step(scheduler, runner)] for _ in range(3)]
+def test_one_token_left_of_a_prompt_runs_like_a_decode_and_counts_as_prefill(
+    toy: Make, sequence_of: Make
+) -> None:
+    served = toy(prefill_chunk_size=4)
+    add(served, sequence_of([1] * 9, stop=NEVER))
+    chunks = [step(served)[0] for _ in range(4)]
+    assert [chunk.is_decode for chunk in chunks] == [False, False, True, True]
+    assert served.scheduler.num_prefill_tokens == 9
+
+
+def test_siblings_of_a_group_find_the_prompt_in_the_cache(toy: Make, sequence_of: Make) -> None:
+    served = toy(prefill_chunk_size=6)
+    add(served, *(sequence_of([1] * 13, sample_index=i) for i in range(4)))
+    steps = [[chunk.length for chunk in step(served)] for _ in range(3)]
     # The first sample computes the three full blocks alone; then each computes its last token.
     assert steps == [[6], [6], [1, 1, 1, 1]]
-    assert scheduler.num_prefix_hit_tokens == 3 * 12
+    assert served.scheduler.num_prefix_hit_tokens == 3 * 12
 
 
-def test_other_prompts_overtake_siblings_that_wait() -> None:
-    scheduler, runner = scheduler_of(), FakeRunner()
-    first, sibling, other = make([1] * 9), make([1] * 9), make([2] * 9)
-    for sequence in (first, sibling, other):
-        scheduler.add(sequence)
-    assert [chunk.sequence for chunk in step(scheduler, runner)] == [first, other]
-    assert [c.sequence for c in step(scheduler, runner)] == [first, other, sibling]
+def test_siblings_follow_as_soon_as_the_prompt_is_under_way(toy: Make, sequence_of: Make) -> None:
+    served = toy()
+    add(served, *(sequence_of([1] * 13, sample_index=i) for i in range(3)))
+    first, second = launch(served), launch(served)  # nothing reported in between
+    assert [c.start for c in first.chunks] == [0]
+    assert [c.start for c in second.chunks] == [13, 12, 12]
+    assert [c.sequence.sample_index for c in second.chunks] == [0, 1, 2]
 
 
-def test_the_most_recently_admitted_sequence_is_preempted_and_keeps_its_tokens() -> None:
-    scheduler, runner = scheduler_of(4), FakeRunner()
-    old, new = make([1] * 7, max_tokens=8), make([2] * 7, max_tokens=8)
-    scheduler.add(old)
-    scheduler.add(new)
-    step(scheduler, runner)
-    step(scheduler, runner)
-    generated = list(new.token_ids)
-    assert step(scheduler, runner)[0].sequence is old
-    assert scheduler.num_preemptions == 1
-    assert new.status is SequenceStatus.WAITING and old.status is SequenceStatus.RUNNING
-    assert new.token_ids == generated and len(new.token_logprobs) == 2
-    assert (new.block_table, new.num_computed_tokens) == ([], 0)
-    while scheduler.has_unfinished:
-        step(scheduler, runner)
-    assert new.token_ids[:9] == generated and len(new.token_logprobs) == new.num_generated_tokens
+def test_other_prompts_overtake_siblings_that_wait(toy: Make, sequence_of: Make) -> None:
+    served = toy()
+    first, sibling = (sequence_of([1] * 9, sample_index=i, stop=NEVER) for i in range(2))
+    other = sequence_of([2] * 9, prompt_id=1, stop=NEVER)
+    add(served, first, sibling, other)
+    assert [chunk.sequence for chunk in step(served)] == [first, other]
+    assert [chunk.sequence for chunk in step(served)] == [first, other, sibling]
 
 
-def test_preempted_sequences_come_back_in_order() -> None:
-    scheduler, runner = scheduler_of(6, share_prefixes=False), FakeRunner()
-    sequences = [make([i] * 7, max_tokens=16) for i in (1, 2, 3)]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    admitted: list[RolloutSequence] = []
-    while scheduler.has_unfinished:
-        for chunk in step(scheduler, runner):
-            if chunk.start == 0 and chunk.sequence.num_generated_tokens > 1:
-                admitted.append(chunk.sequence)
-    assert scheduler.num_preemptions >= 2
-    assert admitted[0] is sequences[1]
+def test_siblings_of_a_cancelled_sequence_compute_the_prompt_themselves(
+    toy: Make, sequence_of: Make
+) -> None:
+    served = toy(prefill_chunk_size=4)
+    first, sibling = (sequence_of([1] * 13, sample_index=i, stop=NEVER) for i in range(2))
+    add(served, first, sibling)
+    step(served)
+    first.finish("cancelled")
+    served.scheduler.finish(first)
+    chunks = step(served)
+    assert [(c.sequence, c.start) for c in chunks] == [(sibling, 4)]
 
 
-def test_the_schedule_is_the_same_every_time() -> None:
+def test_the_longest_are_admitted_first_then_the_order_of_arrival_counts(
+    toy: Make, sequence_of: Make
+) -> None:
+    served = toy(max_num_seqs=1)
+    lengths = [3, 9, 5, 9, 4]
+    sequences = [
+        sequence_of([p], max_tokens=n, prompt_id=p, stop=NEVER) for p, n in enumerate(lengths)
+    ]
+    add(served, *sequences)
+    order: list[int] = []
+    while served.scheduler.has_unfinished:
+        prompt_id = step(served)[0].sequence.prompt_id
+        if prompt_id not in order:
+            order.append(prompt_id)
+    assert order == [1, 3, 2, 4, 0]
+
+
+def test_a_sequence_is_admitted_only_if_those_running_can_still_grow(
+    toy: Make, sequence_of: Make
+) -> None:
+    served = toy(num_blocks=6, share_prefixes=False)
+    sequences = [sequence_of([p] * 8, max_tokens=5, prompt_id=p, stop=NEVER) for p in (1, 2, 3)]
+    add(served, *sequences)
+    step(served)
+    # The third would take the last two blocks, one of which each of the others will need.
+    assert [s.slot is not None for s in sequences] == [True, True, False]
+    while served.scheduler.has_unfinished:
+        step(served)
+    assert served.scheduler.num_preemptions == 0
+
+
+def crowded(toy: Make, sequence_of: Make) -> tuple[Any, list[RolloutSequence]]:
+    """Three sequences with room for two of them at their full length."""
+    served = toy(num_blocks=11, share_prefixes=False)
+    sequences = [sequence_of([p] * 7, max_tokens=14, prompt_id=p, stop=NEVER) for p in (1, 2, 3)]
+    add(served, *sequences)
+    return served, sequences
+
+
+def test_the_most_recently_admitted_sequence_is_preempted_and_keeps_its_tokens(
+    toy: Make, sequence_of: Make
+) -> None:
+    served, (first, second, last) = crowded(toy, sequence_of)
+    while not served.scheduler.num_preemptions:
+        generated, logprobs = list(last.token_ids), list(last.token_logprobs)
+        step(served)
+    assert (last.status, last.slot) == (SequenceStatus.WAITING, None)
+    assert first.status is second.status is SequenceStatus.RUNNING
+    assert (last.token_ids, last.token_logprobs) == (generated, logprobs)
+    assert (last.block_table, last.num_computed_tokens) == ([], 0)
+
+
+def test_preempted_sequences_come_back_before_others(toy: Make, sequence_of: Make) -> None:
+    served, (*_, last) = crowded(toy, sequence_of)
+    while not served.scheduler.num_preemptions:
+        step(served)
+    add(served, longer := sequence_of([5] * 7, max_tokens=30, prompt_id=5, stop=NEVER))
+    while last.slot is None:
+        assert longer.slot is None
+        step(served)
+    assert served.scheduler.admitted[0] is last
+
+
+def test_the_schedule_is_the_same_every_time(toy: Make, sequence_of: Make) -> None:
     def record() -> list[list[tuple[int, int, int]]]:
-        scheduler, runner = scheduler_of(11, max_batch_tokens=9), FakeRunner()
-        sequences = group_load()
-        for sequence in sequences:
-            scheduler.add(sequence)
+        served = toy(num_blocks=11, max_batch_tokens=9)
+        sequences = group_load(sequence_of)
+        add(served, *sequences)
         steps = []
-        while scheduler.has_unfinished:
-            chunks = step(scheduler, runner)
+        while served.scheduler.has_unfinished:
+            chunks = step(served)
             steps.append([(sequences.index(c.sequence), c.start, c.length) for c in chunks])
         return steps
 
     assert record() == record()
 
 
-def test_a_finished_sequence_gives_its_blocks_back() -> None:
-    blocks = BlockManager(8, SIZE)
-    scheduler = Scheduler(blocks, max_batch_tokens=64, max_num_seqs=4)
-    run_all(scheduler, [make([i] * 5) for i in range(4)])
-    assert blocks.num_free_blocks == 8
+def test_slots_are_unique_among_those_running_and_given_again(toy: Make, sequence_of: Make) -> None:
+    served = toy(max_num_seqs=3)
+    add(served, *group_load(sequence_of))
+    used = set()
+    while served.scheduler.has_unfinished:
+        slots = [chunk.sequence.slot for chunk in launch(served).chunks]
+        used.update(slots)
+        served.runner.in_flight.clear()
+        for chunk in served.runner.history[-1]:
+            if chunk.samples:
+                chunk.sequence.num_pending -= 1
+                chunk.sequence.append(5, -1.0)
+                if chunk.sequence.is_finished:
+                    served.scheduler.finish(chunk.sequence)
+    assert used <= {0, 1, 2}
 
 
-def test_a_sequence_the_whole_cache_cannot_hold_is_refused() -> None:
-    scheduler = scheduler_of(3)
-    scheduler.add(make([1] * 7, max_tokens=6))  # 12 cached tokens: exactly 3 blocks
+def test_a_sequence_whose_last_token_is_pending_is_not_scheduled(
+    toy: Make, sequence_of: Make
+) -> None:
+    served = toy()
+    sequence = sequence_of([1, 2], max_tokens=2, stop=NEVER)
+    add(served, sequence)
+    launch(served)
+    (chunk,) = launch(served).chunks
+    assert (chunk.start, chunk.length, sequence.num_tokens) == (2, 1, 2)  # one pending token
+    served.runner.in_flight[0].wait()
+    sequence.num_pending -= 1
+    sequence.append(4, -1.0)
+    assert served.scheduler.schedule() == [] and served.scheduler.has_unfinished
+
+
+def test_a_draft_waits_for_the_report_and_then_stands_behind_the_known_tokens(
+    toy: Make, sequence_of: Make
+) -> None:
+    served = toy()
+    sequence = sequence_of([1, 4, 0] * 3, max_tokens=20, speculation=3, stop=NEVER)
+    add(served, sequence)
+    launched = launch(served)
+    assert served.scheduler.prefers_report and served.scheduler.schedule() == []
+    sequence.num_pending -= 1
+    sequence.append(*launched.wait()[0][0])
+    assert sequence.token_ids[-1] == 1 and not served.scheduler.prefers_report
+    (chunk,) = launch(served).chunks
+    assert chunk == ScheduledChunk(sequence, 9, 4, True, (4, 0, 1)) and chunk.is_decode
+    assert (sequence.num_computed_tokens, sequence.num_drafted) == (10, 3)
+    assert served.scheduler.prefers_report and served.scheduler.schedule() == []
+
+
+def test_without_speculation_nobody_waits_for_a_report(toy: Make, sequence_of: Make) -> None:
+    served = toy()
+    add(served, sequence_of([1, 4, 0] * 3, max_tokens=20, stop=NEVER))
+    launch(served)
+    assert not served.scheduler.prefers_report
+
+
+def test_a_finished_sequence_gives_its_blocks_back(toy: Make, sequence_of: Make) -> None:
+    served = toy(num_blocks=8, max_num_seqs=4)
+    add(served, *(sequence_of([i] * 5, prompt_id=i) for i in range(4)))
+    while served.scheduler.has_unfinished:
+        step(served)
+    assert served.blocks.num_free_blocks == 8
+
+
+def test_the_queue_forgets_those_cancelled(toy: Make, sequence_of: Make) -> None:
+    served = toy(max_num_seqs=1)
+    add(served, sequence_of([1], max_tokens=100, stop=NEVER))
+    step(served)
+    for number in range(1000):
+        waiting = sequence_of([2], prompt_id=number)
+        add(served, waiting)
+        waiting.finish("cancelled")
+        served.scheduler.finish(waiting)
+    assert len(served.scheduler._waiting) < 100
+
+
+def test_a_sequence_the_whole_cache_cannot_hold_is_refused(toy: Make, sequence_of: Make) -> None:
+    served = toy(num_blocks=3)
+    add(served, sequence_of([1] * 7, max_tokens=6))  # 12 cached tokens: exactly 3 blocks
     with pytest.raises(ValueError, match="may need 4 KV blocks"):
-        scheduler.add(make([1] * 7, max_tokens=7))
+        add(served, sequence_of([1] * 7, max_tokens=7))

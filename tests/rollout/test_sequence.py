@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
+
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.sequence import RolloutSequence, SequenceStatus
+from rl_consistency.rollout.stop_strings import StopStrings
 
 
 def make(prompt: list[int], *, max_tokens: int = 3, stop: tuple[int, ...] = ()) -> RolloutSequence:
@@ -53,6 +58,37 @@ def test_the_last_slot_ends_the_sample_by_length_unless_it_is_a_stop_token() -> 
         sequence.append(5, -1.0)
         sequence.append(last, -1.0)
     assert (plain.finish_reason, stopped.finish_reason) == ("length", "stop")
+
+
+def test_a_pending_token_is_scheduled_but_not_known() -> None:
+    sequence = make([1, 2, 3])
+    sequence.num_computed_tokens, sequence.num_pending = 3, 1
+    assert (sequence.num_tokens, sequence.num_scheduled_tokens) == (3, 4)
+    assert (sequence.num_uncomputed_tokens, sequence.num_generated_tokens) == (1, 0)
+
+
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
+def test_a_logprob_that_is_not_finite_ends_the_sample_with_an_error(logprob: float) -> None:
+    sequence = make([1, 2])
+    sequence.append(5, -1.0)
+    sequence.append(6, logprob)
+    assert (sequence.status, sequence.finish_reason) == (SequenceStatus.FINISHED, "error")
+    assert sequence.error is not None
+    assert sequence.error.startswith("prompt 0, sample 0, position 3: the model gave a logprob")
+    assert (sequence.token_ids, sequence.token_logprobs) == ([1, 2, 5], [-1.0])
+
+
+def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it() -> None:
+    class Letters:
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+            return "".join(chr(ord("a") + token_id) for token_id in token_ids)
+
+    sequence = make([0], max_tokens=9)
+    sequence.stop_strings = StopStrings(Letters(), ["cd"])
+    for token_id in (2, 2, 3):
+        assert not sequence.is_finished
+        sequence.append(token_id, -1.0)
+    assert (sequence.finish_reason, sequence.token_ids) == ("stop", [0, 2, 2, 3])
 
 
 def test_the_last_sampled_token_needs_no_cache_slot() -> None:

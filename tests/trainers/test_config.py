@@ -134,6 +134,7 @@ def test_all_problems_are_reported_at_once_by_dotted_path():
         ("optimizer.learning_rate=0", "greater than 0"),
         ("rollout.temperature=0", "rollout.temperature: "),
         ("rollout.top_p=0", "rollout.top_p: "),
+        ("rollout.speculation=8", "rollout.speculation: "),
         ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: "),
         ("run.device=tpu", "run.device: Input should be 'cpu'"),
         ("run.seed=-1", "run.seed: "),

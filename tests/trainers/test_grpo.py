@@ -73,6 +73,7 @@ def same_trajectory(plain, tiny_run, common, **changes):
         {"rollout.max_num_seqs": 1},
         {"rollout.prefix_sharing": False},
         {"rollout.kv_block_size": 5},
+        {"rollout.speculation": 7},
         {"consistency.gradient_check_every": 1, "consistency.shadow_every": 1},
     ],
     ids=lambda changes: ",".join(f"{k.split('.')[1]}={v}" for k, v in changes.items()),
@@ -139,7 +140,7 @@ def test_preemption_does_not_change_a_bit(plain, tiny_run, monkeypatch):
     class Recorded(RolloutEngine):
         def generate(self, *args, **given):
             completions = super().generate(*args, **given)
-            engines.append(self.stats["preemptions"])
+            engines.append(self.stats.preemptions)
             return completions
 
     monkeypatch.setattr(run_module, "RolloutEngine", Recorded)
@@ -398,3 +399,39 @@ def test_evaluation_can_be_limited(make_trainer):
 def test_a_group_of_equal_rewards_moves_nothing(make_trainer):
     trainer = make_trainer(RecordingHook(), lambda completions, **_: [1.0] * len(completions))
     assert trainer.step(1)["gradient_norm"] == 0.0
+
+
+def test_the_digest_of_the_weights_is_handed_over_and_logged(tiny_run, monkeypatch):
+    given = []
+    real = RolloutEngine.generate
+
+    def generate(self, *args, weights_digest=None, **rest):
+        given.append(weights_digest)
+        return real(self, *args, weights_digest=weights_digest, **rest)
+
+    monkeypatch.setattr(RolloutEngine, "generate", generate)
+    _, rows = tiny_run()
+    logged = [row["rollout/weights_digest"] for row in rows if row["step"] > 0]
+    assert given == [None, *logged[:-1]] and len(set(logged)) == len(logged) == 3
+
+
+def test_weights_changed_after_the_hand_over_are_refused(tiny_run, monkeypatch):
+    real = RolloutEngine.generate
+
+    def generate(self, *args, weights_digest=None, **rest):
+        if weights_digest is not None:
+            with torch.no_grad():
+                next(iter(self._weights._parameters)).mul_(1.5)
+        return real(self, *args, weights_digest=weights_digest, **rest)
+
+    monkeypatch.setattr(RolloutEngine, "generate", generate)
+    with pytest.raises(ConsistencyError, match="the weights were handed over with digest"):
+        tiny_run()
+
+
+def test_the_use_of_the_engine_is_logged(tiny_run):
+    _, rows = tiny_run(**{"rollout.speculation": 3})
+    row = rows[-1]
+    assert row["time/rollout_decode_tokens_per_second"] > 0
+    assert 0 < row["time/rollout_peak_kv_share"] <= 1
+    assert row["time/rollout_preemptions"] == 0 <= row["time/rollout_acceptance_rate"] <= 1

@@ -1,0 +1,93 @@
+"""cache[slot[t]] = new[t], for keys and values at once.
+
+Shapes: k, v [T, Hkv, D]; caches [num_blocks, block_size, Hkv, D]; slots [T] int64, block *
+    block_size + offset.
+Dtypes and rounding points: any dtype, a copy of its bits.
+Order: none. Of rows with one slot any may be the last; only the dummy block's slots repeat.
+Invariant to: everything.
+Varies with: nothing.
+Backward: none; a cache has no gradient.
+Errors: ValueError on shapes, strides, dtypes and devices that do not fit. Nobody looks at the
+    slots, which would make the host wait: they are the caller's promise.
+Cost: memory-bound; on CUDA one launch for keys and values.
+"""
+
+# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_COLUMNS = 4096
+"""Elements of a token that one program holds at once."""
+
+
+@triton.jit
+def cache_write_kernel(
+    k_ptr, v_ptr, key_cache, value_cache, slot_ptr, k_token, k_head, v_token, v_head,
+    HEAD_DIM: tl.constexpr, ROW: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One token's keys and values, COLUMNS of its ROW = Hkv * D elements."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + token)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < ROW
+    head, dim = column // HEAD_DIM, column % HEAD_DIM
+    k = tl.load(k_ptr + token * k_token + head * k_head + dim, mask=inside)
+    v = tl.load(v_ptr + token * v_token + head * v_head + dim, mask=inside)
+    tl.store(key_cache + slot * ROW + column, k, mask=inside)
+    tl.store(value_cache + slot * ROW + column, v, mask=inside)
+
+
+def cache_write(
+    k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+) -> None:
+    """Store new tokens' keys and values in their slots of one layer's cache.
+
+    Args:
+        k: [T, Hkv, D].
+        v: like k.
+        key_cache: [num_blocks, block_size, Hkv, D], contiguous.
+        value_cache: like key_cache.
+        slots: [T] int64, each in [0, num_blocks * block_size).
+    """
+    tensors = {"k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
+    shapes = f"{', '.join(f'{name} {tuple(t.shape)}' for name, t in tensors.items())}"
+    fits = k.shape == v.shape == (*slots.shape, *key_cache.shape[2:])
+    if not fits or key_cache.shape != value_cache.shape or slots.dim() != 1:
+        raise ValueError(
+            f"cache_write: {shapes}, slots {tuple(slots.shape)}; k and v are [T, Hkv, D], the "
+            "caches [num_blocks, block_size, Hkv, D], slots [T]."
+        )
+    if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
+        raise ValueError("cache_write: the caches must be contiguous.")
+    if len({(t.dtype, t.device) for t in tensors.values()}) > 1 or slots.device != k.device:
+        found = ", ".join(f"{name} {t.dtype} on {t.device}" for name, t in tensors.items())
+        raise ValueError(
+            f"cache_write: {found}, slots on {slots.device}; one dtype and one device are needed."
+        )
+    if k.is_cuda:
+        cache_write_fwd(k, v, key_cache, value_cache, slots)
+        return
+    for cache, new in ((key_cache, k), (value_cache, v)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, new)
+
+
+def cache_write_fwd(
+    k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+) -> None:
+    """`cache_write` by the Triton kernel."""
+    tokens, heads, head_dim = k.shape
+    row = heads * head_dim
+    if tokens * row == 0:
+        return
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    columns = min(triton.next_power_of_2(row), MAX_COLUMNS)
+    cache_write_kernel[(tokens, triton.cdiv(row, columns))](
+        k, v, key_cache, value_cache, slots.contiguous(),
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        HEAD_DIM=head_dim, ROW=row, COLUMNS=columns, num_warps=max(1, min(8, columns // 256)),
+    )  # fmt: skip

@@ -1,0 +1,68 @@
+"""What comes of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.rollout.sequence import FinishReason, RolloutSequence
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """One sample.
+
+    A prompt [7, 8] whose second sample was 3, 5 and then eos (2) gives
+
+        Completion(prompt_index=0, sample_index=1, token_ids=[3, 5, 2],
+                   token_logprobs=tensor([-1.2, -0.1, -0.7]), finish_reason="stop",
+                   request_id="request-0")
+    """
+
+    prompt_index: int
+    sample_index: int
+    token_ids: list[int]
+    """Generated tokens, the stop token included."""
+    token_logprobs: Tensor
+    """[len(token_ids)] fp32 on the CPU, under the distribution the tokens were drawn from."""
+    finish_reason: FinishReason
+    """"stop": an eos, a stop token or a stop string came up; "length": `max_tokens` was reached;
+    "cancelled": by the caller; "error": see there. The last two keep the tokens drawn before."""
+    request_id: str = ""
+    """The prompt's, given by the caller or made up."""
+    error: str | None = None
+    """Prompt, sample and position at which the model gave no finite logprob, if it did so."""
+
+    @classmethod
+    def of(cls, sequence: RolloutSequence) -> Completion:
+        """The completion of a sequence that ended."""
+        assert sequence.finish_reason is not None
+        return cls(
+            prompt_index=sequence.prompt_index,
+            sample_index=sequence.sample_index,
+            token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+            token_logprobs=torch.tensor(sequence.token_logprobs, dtype=torch.float32),
+            finish_reason=sequence.finish_reason,
+            request_id=sequence.request_id,
+            error=sequence.error,
+        )
+
+
+class FailedRequestsError(ConsistencyError):
+    """The model gave numbers that are not finite for some requests; the others were finished.
+
+    Args:
+        completions: of all requests, those that failed included.
+    """
+
+    def __init__(self, completions: Sequence[Completion]) -> None:
+        self.completions = [c for c in completions if c.error is None]
+        """Those that did not fail, in order of (prompt index, sample index)."""
+        self.failed = [c for c in completions if c.error is not None]
+        """Those that did, with the tokens drawn before."""
+        lines = [f"request {c.request_id!r}, {c.error}" for c in self.failed]
+        super().__init__("\n".join(lines))

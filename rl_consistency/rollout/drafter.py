@@ -1,0 +1,173 @@
+"""Guesses of the next tokens, for a step to verify: exact speculative decoding.
+
+A draft d_0..d_{k-1} is computed behind the last token in one step, which samples k + 1 tokens
+t_0..t_k as plain decoding would after each prefix. t_0 holds in any case, and t_{j+1} as long as
+d_j = t_j, because its prefix is then the one plain decoding has. Every token is the one that the
+keyed random stream gives at its position (claim C1), so the kept ones are those of plain decoding
+at any temperature: a drafter moves no distribution, only the number of steps.
+Source: Leviathan et al., speculative decoding (2023); Saxena, prompt lookup decoding (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+MAX_DRAFT = 7
+"""Longest draft: a step of 8 tokens per sequence."""
+
+WIDTHS = (1, 3, MAX_DRAFT)
+"""Lengths asked for: with the last token they fill the widths steps are captured for, 4 and 8."""
+
+SHORTEST_REST = 2
+"""Tokens decoded plainly after an attempt in vain, doubled with each further one."""
+
+LONGEST_REST, LONGEST_WAIT = 64, 8
+"""At most so many after a draft that was wrong, and where there was nothing to propose: looking
+for a draft costs only that the step waits for the report."""
+
+
+class DraftState(Protocol):
+    """What a drafter keeps of one sequence."""
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Take in tokens that now follow the sequence; never called with guesses."""
+        ...
+
+    def propose(self, most: int) -> Sequence[int]:
+        """At most `most` ids of the model's vocabulary, likely to come next; may be empty."""
+        ...
+
+
+class Drafter(Protocol):
+    """Makes the states. One drafter serves all sequences of an engine."""
+
+    def start(self, token_ids: Sequence[int]) -> DraftState:
+        """A state that has taken in `token_ids`."""
+        ...
+
+
+class PromptLookupDrafter:
+    """Proposes what followed the latest earlier occurrence of the last n tokens, longest n first.
+
+    Right where text is copied: edits, quotes, code, repetition. [5, 6, 7, 8, 5, 6] proposes 7, 8,
+    and then, reading on in its own proposal, 5, 6, 7, 8, ...
+
+    Args:
+        max_ngram: longest run of tokens looked up.
+        min_ngram: shortest.
+    """
+
+    def __init__(self, *, max_ngram: int = 3, min_ngram: int = 2) -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise ValueError(
+                f"need 1 <= min_ngram <= max_ngram, got min_ngram={min_ngram}, "
+                f"max_ngram={max_ngram}"
+            )
+        self._sizes = range(max_ngram, min_ngram - 1, -1)
+
+    def start(self, token_ids: Sequence[int]) -> DraftState:
+        return _NgramIndex(self._sizes, token_ids)
+
+
+class _NgramIndex:
+    """Where each n-gram of a sequence was last followed by something; O(1) per token."""
+
+    def __init__(self, sizes: range, token_ids: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._token_ids: list[int] = []
+        self._next: dict[tuple[int, ...], int] = {}  # n-gram -> position behind it
+        self.append(token_ids)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        known = self._token_ids
+        for token_id in token_ids:
+            # Entered when its successor arrives: the sequence's own end is never found.
+            end = len(known)
+            for size in self._sizes:
+                if size <= end:
+                    self._next[tuple(known[end - size : end])] = end
+            known.append(token_id)
+
+    def propose(self, most: int) -> Sequence[int]:
+        known, end = self._token_ids, len(self._token_ids)
+        for size in self._sizes:
+            source = self._next.get(tuple(known[end - size :])) if size <= end else None
+            if source is not None:
+                break
+        else:
+            return ()
+        draft: list[int] = []
+        for position in range(source, source + most):
+            draft.append(known[position] if position < end else draft[position - end])
+        return draft
+
+
+class Speculator:
+    """One sequence's drafts, as long as they have lately been worth it.
+
+    A draft accepted in full makes the next one longer, one of which less than half was accepted
+    makes it shorter. In vain at the shortest length, or with nothing to propose, the sequence
+    decodes plainly for a while: that while doubles each time until a draft is accepted again.
+
+    Args:
+        drafter: whom to ask.
+        most: longest draft, 1 to 7.
+    """
+
+    def __init__(self, drafter: Drafter, most: int) -> None:
+        self._drafter = drafter
+        self._state: DraftState | None = None
+        self._num_seen = 0
+        self._widths = sorted({min(width, most) for width in WIDTHS})
+        self._level = min(1, len(self._widths) - 1)
+        self._rest = SHORTEST_REST
+        self._resume_at = 0
+
+    def width(self, num_tokens: int) -> int:
+        """Length of the draft wanted behind `num_tokens` tokens; 0 is none."""
+        return self._widths[self._level] if num_tokens >= self._resume_at else 0
+
+    def propose(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+        """A draft behind all known tokens of the sequence.
+
+        Raises:
+            ValueError: the drafter proposes more than was asked for.
+        """
+        if self._state is None:
+            self._state = self._drafter.start(token_ids)
+        elif self._num_seen < len(token_ids):
+            self._state.append(token_ids[self._num_seen :])
+        self._num_seen = len(token_ids)
+        draft = tuple(self._state.propose(most))
+        if len(draft) > most:
+            raise ValueError(
+                f"{type(self._drafter).__name__} proposed {len(draft)} tokens where at most {most} "
+                "were asked for"
+            )
+        if not draft:
+            self._pause(len(token_ids), LONGEST_WAIT)
+        return draft
+
+    def observe(self, num_tokens: int, num_drafted: int, num_accepted: int) -> None:
+        """Learn how a draft fared; `num_tokens` are known now."""
+        if num_accepted:
+            self._rest = SHORTEST_REST
+        if num_accepted == num_drafted:
+            self._level = min(self._level + 1, len(self._widths) - 1)
+        elif 2 * num_accepted < num_drafted:
+            if self._level == 0:
+                self._pause(num_tokens, LONGEST_REST)
+            self._level = max(self._level - 1, 0)
+
+    def _pause(self, num_tokens: int, longest: int) -> None:
+        self._resume_at = num_tokens + min(self._rest, longest)
+        self._rest = min(2 * self._rest, LONGEST_REST)
+
+
+def num_accepted(draft: Sequence[int], sampled: Sequence[int]) -> int:
+    """How many drafted tokens hold: those before the first that differs from the one sampled."""
+    for index, guess in enumerate(draft):
+        if guess != sampled[index]:
+            return index
+    return len(draft)

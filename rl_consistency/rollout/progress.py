@@ -1,0 +1,48 @@
+"""A progress bar for `RolloutEngine.generate` and `stream`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+ProgressCallback = Callable[[int, int, int], None]
+"""Called after each step with (tokens generated, samples finished, samples in all)."""
+
+
+@contextmanager
+def progress_bar(
+    title: str = "rollout", *, console: Console | None = None
+) -> Iterator[ProgressCallback]:
+    """A bar of finished samples with the tokens per second beside it.
+
+        with progress_bar() as progress:
+            engine.generate(prompts, sampling, progress=progress)
+
+    Nothing is drawn where the output is not a terminal.
+
+    Args:
+        title: what stands before the bar.
+        console: where to draw; standard error by default.
+    """
+    console = console or Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]:,} tokens, {task.fields[speed]:,.0f}/s"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None, tokens=0, speed=0.0)
+
+        def progress(num_tokens: int, num_finished: int, num_samples: int) -> None:
+            elapsed = bar.tasks[0].elapsed or 0.0
+            speed = num_tokens / elapsed if elapsed else 0.0
+            bar.update(
+                task, completed=num_finished, total=num_samples, tokens=num_tokens, speed=speed
+            )
+
+        yield progress

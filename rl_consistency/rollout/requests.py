@@ -1,0 +1,153 @@
+"""From what a caller asks for to the sequences that are served, with every check on the way."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_consistency.rollout.block_manager import BlockManager
+from rl_consistency.rollout.drafter import Drafter, Speculator
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.sequence import RolloutSequence
+from rl_consistency.rollout.stop_strings import Detokenizer, StopStrings
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """What a request has to fit, and what its samples need."""
+
+    vocab_size: int
+    context_length: int
+    """Most tokens of a sequence, prompt and completion."""
+    eos_token_ids: frozenset[int]
+    blocks: BlockManager
+    drafter: Drafter
+    tokenizer: Detokenizer | None
+
+    def sequences(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        prompt_ids: Sequence[int] | None,
+        request_ids: Sequence[str],
+    ) -> list[RolloutSequence]:
+        """The sequences in order of (prompt index, sample index).
+
+        Raises:
+            ValueError: a prompt or a setting that cannot be served.
+        """
+        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        ids = range(len(prompts)) if prompt_ids is None else prompt_ids
+        given = {"sampling": params, "prompt_ids": ids, "request_ids": request_ids}
+        for name, values in given.items():
+            if len(values) != len(prompts):
+                raise ValueError(f"{len(prompts)} prompts but {len(values)} {name}; one for each")
+        _check_streams(ids, params)
+        return [
+            sequence
+            for index, prompt in enumerate(prompts)
+            for sequence in self._samples(index, prompt, params[index], ids[index])
+        ]
+
+    def _samples(
+        self, index: int, prompt: Sequence[int], params: SamplingParams, prompt_id: int
+    ) -> Iterator[RolloutSequence]:
+        tokens = self._checked_prompt(index, prompt, params)
+        stop = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop |= self.eos_token_ids
+        for sample_index in range(params.n):
+            yield RolloutSequence(
+                prompt_index=index,
+                sample_index=sample_index,
+                prompt_id=prompt_id,
+                params=params,
+                stop_token_ids=stop,
+                token_ids=tokens,
+                stop_strings=self._stop_strings(index, params),
+                speculator=(
+                    Speculator(self.drafter, params.speculation) if params.speculation else None
+                ),
+            )
+
+    def _stop_strings(self, index: int, params: SamplingParams) -> StopStrings | None:
+        if not params.stop:
+            return None
+        if self.tokenizer is None:
+            raise ValueError(
+                f"prompt {index} has stop strings {params.stop}, which need the text of the "
+                "tokens: give the RolloutEngine a tokenizer, or use stop_token_ids"
+            )
+        return StopStrings(self.tokenizer, params.stop)
+
+    def _checked_prompt(
+        self, index: int, prompt: Sequence[int], params: SamplingParams
+    ) -> list[int]:
+        tokens = np.asarray(prompt)
+        if tokens.size == 0:
+            raise ValueError(f"prompt {index} is empty; give it at least one token, such as bos")
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"prompt {index} must be a list of integer token ids")
+        outside = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
+        if outside.size:
+            raise ValueError(
+                f"prompt {index} has token id {outside[0]}, outside the model's vocabulary of "
+                f"{self.vocab_size}; is the tokenizer this model's?"
+            )
+        self._check_length(index, len(tokens), params.max_tokens)
+        return tokens.tolist()
+
+    def _check_length(self, index: int, num_prompt_tokens: int, max_tokens: int) -> None:
+        asked = f"prompt {index}: {num_prompt_tokens} prompt tokens and max_tokens={max_tokens}"
+        if num_prompt_tokens + max_tokens > self.context_length:
+            raise ValueError(
+                f"{asked} exceed the model's context of {self.context_length} tokens; shorten the "
+                "prompt or lower max_tokens"
+            )
+        needed = self.blocks.blocks_for(num_prompt_tokens + max_tokens - 1)
+        if needed > self.blocks.num_blocks:
+            raise ValueError(
+                f"{asked} need {needed} KV blocks of {self.blocks.block_size} tokens and the "
+                f"cache has {self.blocks.num_blocks}; set num_kv_blocks to at least {needed}, or "
+                "lower max_tokens"
+            )
+
+
+def eos_token_ids(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> frozenset[int]:
+    """The ids that end a sample; ValueError for one outside the vocabulary."""
+    if eos_token_id is None:
+        return frozenset()
+    values = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
+    token_ids = frozenset(operator.index(value) for value in values)
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"eos_token_id {token_id} is outside the model's vocabulary of {vocab_size}"
+            )
+    return token_ids
+
+
+def _check_streams(prompt_ids: Sequence[int], params: Sequence[SamplingParams]) -> None:
+    """Each prompt needs a random stream of its own."""
+    seen: dict[tuple[int, int], int] = {}
+    for index, (prompt_id, asked) in enumerate(zip(prompt_ids, params)):
+        if not isinstance(asked, SamplingParams):
+            raise ValueError(f"sampling[{index}] must be a SamplingParams, got {asked!r}")
+        if (
+            isinstance(prompt_id, bool)
+            or not isinstance(prompt_id, int)
+            or not (0 <= prompt_id < 2**64)
+        ):
+            raise ValueError(
+                f"prompt_ids[{index}] must be an integer in [0, 2**64), got {prompt_id!r}"
+            )
+        first = seen.setdefault((asked.seed, prompt_id), index)
+        if first != index:
+            raise ValueError(
+                f"prompts {first} and {index} share prompt id {prompt_id} and seed {asked.seed}, "
+                "so their samples would use the same random numbers; give each its own id or seed, "
+                "or ask for n samples of one prompt"
+            )

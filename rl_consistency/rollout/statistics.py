@@ -1,0 +1,61 @@
+"""What a rollout did and how fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutStatistics:
+    """Counters since the engine last began to work, that is of one `generate` or `stream`."""
+
+    steps: int = 0
+    """Steps launched."""
+    prefill_tokens: int = 0
+    """Tokens of prompts computed, and of preempted sequences computed again."""
+    decode_tokens: int = 0
+    """Tokens generated."""
+    prefix_hit_tokens: int = 0
+    """Tokens found in the cache instead of computed."""
+    preemptions: int = 0
+    drafted_tokens: int = 0
+    """Tokens guessed and verified."""
+    accepted_tokens: int = 0
+    """Those of them that were right."""
+    discarded_rows: int = 0
+    """Tokens sampled behind the end of a sample, which was not known yet, and thrown away."""
+    num_kv_blocks: int = 0
+    peak_kv_blocks: int = 0
+    """Most blocks held by running sequences at a time."""
+    seconds: float = 0.0
+    """From the first request to the last step."""
+    host_seconds: float = 0.0
+    """Of these, spent otherwise than waiting for the device; on a CPU the model is part of it."""
+    mean_seconds_to_first_token: float = 0.0
+    """Mean over the samples, from their submission."""
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return _ratio(self.prefill_tokens, self.seconds)
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        return _ratio(self.decode_tokens, self.seconds)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the drafted tokens that were right; 0 without drafts."""
+        return _ratio(self.accepted_tokens, self.drafted_tokens)
+
+    @property
+    def peak_kv_share(self) -> float:
+        """Share of the cache in use at its peak."""
+        return _ratio(self.peak_kv_blocks, self.num_kv_blocks)
+
+    @property
+    def host_seconds_per_step(self) -> float:
+        return _ratio(self.host_seconds, self.steps)
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 0.0

@@ -1,0 +1,279 @@
+"""Decode steps replayed from CUDA graphs: the bytes of the same steps run op by op, no waiting."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rl_consistency.kernels.cache_write import cache_write
+from rl_consistency.models.forward import rotary_rows
+from rl_consistency.models.patch import patch
+from rl_consistency.numerics.strict import strict
+from rl_consistency.rollout.decode_graphs import DecodeCall, buckets_up_to
+from rl_consistency.rollout.model_runner import ModelRunner
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.scheduler import ScheduledChunk
+from rl_consistency.rollout.sequence import RolloutSequence
+
+pytestmark = pytest.mark.gpu
+
+PLAIN = SamplingParams(seed=3)
+WARM = SamplingParams(temperature=0.7, seed=3)
+TRUNCATED = SamplingParams(temperature=0.9, top_k=40, top_p=0.9, min_p=0.02, seed=3)
+GREEDY = SamplingParams(temperature=0.0)
+MOST = 262
+BLOCKS = 8
+"""Of 16 tokens, for each sequence."""
+STEPS = 4
+EDGES = sorted({n for b in buckets_up_to(MOST) for n in (b - 1, b, b + 1) if 1 <= n <= MOST})
+
+
+def build(dtype=torch.bfloat16):
+    config = Qwen3Config(
+        vocab_size=331,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Qwen3ForCausalLM(config).to(device="cuda", dtype=dtype)
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
+def model(request):
+    model = build(request.param)
+    with patch(model):
+        yield model
+
+
+@pytest.fixture(scope="module")
+def texts(model):
+    """What eager steps of all sequences give, [MOST][1 + STEPS] (token, logprob)."""
+    runner = runner_of(model, cuda_graphs=False)
+    return decoded(runner, prompts(runner, MOST))
+
+
+@pytest.fixture(scope="module")
+def captured(model):
+    """One runner for all numbers of sequences, so that each graph is captured once."""
+    return runner_of(model)
+
+
+def runner_of(model, *, cuda_graphs=True, most=MOST):
+    runner = ModelRunner(
+        model,
+        block_size=16,
+        num_blocks=BLOCKS * most,
+        max_num_seqs=most,
+        cuda_graphs=cuda_graphs,
+    )
+    for cache in [*runner._cache.keys, *runner._cache.values]:
+        cache[-1].fill_(torch.nan)  # the dummy block: nobody but padding may read it
+    return runner
+
+
+def prompts(runner, count, params=PLAIN):
+    """Admitted sequences, slots and blocks not in the order of the rows."""
+    sequences = []
+    for i in range(count):
+        sequence = RolloutSequence(
+            prompt_index=i,
+            sample_index=0,
+            prompt_id=i,
+            params=params if isinstance(params, SamplingParams) else params[i % len(params)],
+            stop_token_ids=frozenset(),
+            token_ids=[(7 * i + 3 * n + 1) % 331 for n in range(1 + 11 * i % 90)],
+        )
+        sequence.block_table = list(range((i + 1) * BLOCKS - 1, i * BLOCKS - 1, -1))
+        sequence.slot = count - 1 - i
+        runner.admit(sequence)
+        sequences.append(sequence)
+    return sequences
+
+
+def whole(sequences):
+    return [ScheduledChunk(s, 0, s.num_tokens, True) for s in sequences]
+
+
+def ahead(sequences, step):
+    return [ScheduledChunk(s, s.num_tokens + step, 1, True) for s in sequences]
+
+
+def decoded(runner, sequences, steps=STEPS):
+    """All steps queued before the first is read."""
+    queued = [runner.launch(whole(sequences))]
+    queued += [runner.launch(ahead(sequences, step)) for step in range(steps)]
+    found = [step.wait() for step in queued]
+    return [[rows[i][0] for rows in found] for i in range(len(sequences))]
+
+
+def verified(runner, sequences, texts, lengths):
+    """One step that verifies known continuations as guesses."""
+    runner.launch(whole(sequences)).wait()
+    chunks = []
+    for sequence, text, length in zip(sequences, texts, lengths):
+        tokens = [token for token, _ in text]
+        sequence.token_ids.append(tokens[0])
+        draft = tuple(tokens[1 : 1 + length])
+        start = sequence.num_tokens - 1
+        chunks.append(ScheduledChunk(sequence, start, 1 + length, True, draft))
+    return runner.launch(chunks).wait()
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("count", EDGES)
+def test_no_number_of_rows_moves_a_bit(captured, texts, count):
+    assert decoded(captured, prompts(captured, count)) == texts[:count]
+
+
+@pytest.mark.parametrize("params", [WARM, TRUNCATED, GREEDY, (PLAIN, TRUNCATED, GREEDY, WARM)])
+def test_no_sampling_parameter_depends_on_the_graph(model, captured, params):
+    eager = runner_of(model, cuda_graphs=False)
+    expected = decoded(eager, prompts(eager, 33, params))
+    assert decoded(captured, prompts(captured, 33, params)) == expected
+    assert decoded(captured, prompts(captured, 7, params)) == expected[:7]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 33])
+@pytest.mark.parametrize("params", [PLAIN, TRUNCATED])
+def test_guesses_are_judged_by_plain_decoding(model, captured, count, params):
+    eager = runner_of(model, cuda_graphs=False)
+    expected = decoded(eager, prompts(eager, count, params), 8)
+    lengths = [(3 * i + 1) % 8 for i in range(count)]
+    found = verified(captured, prompts(captured, count, params), expected, lengths)
+    assert found == [text[1 : 2 + n] for text, n in zip(expected, lengths)]
+
+
+def test_decode_and_prefill_share_a_step(captured, texts):
+    old, new = (sequences := prompts(captured, 12))[:7], sequences[7:]
+    captured.launch(whole(old)).wait()
+    mixed = captured.launch([*whole(new), *ahead(old, 0)]).wait()
+    assert [row for [row] in mixed] == [t[0] for t in texts[7:12]] + [t[1] for t in texts[:7]]
+
+
+def test_the_comparison_notices_a_shifted_position(captured, texts, monkeypatch):
+    """Negative control."""
+    stage = DecodeCall.stage
+
+    def shifted(call, chunks, slots):
+        buffer = stage(call, chunks, slots)
+        call._fields.tensors(buffer)["positions"].add_(1)
+        return buffer
+
+    monkeypatch.setattr(DecodeCall, "stage", shifted)
+    assert decoded(captured, prompts(captured, 8)) != texts[:8]
+
+
+def test_a_launch_never_waits(captured, texts):
+    """Nor does one that mixes prefill and decoding."""
+
+    def steps():
+        old, new = (sequences := prompts(captured, 20))[:9], sequences[9:]
+        first = captured.launch(whole(old))
+        second = captured.launch([*ahead(old, 0), *whole(new)])
+        return [row for step in (first, second) for [row] in step.wait()]
+
+    expected = steps()  # compiles, certifies and captures
+    assert expected[:9] == [text[0] for text in texts[:9]]
+    queue = []
+    with no_waiting():
+        old, new = (sequences := prompts(captured, 20))[:9], sequences[9:]
+        torch.cuda._sleep(200_000_000)
+        busy = torch.cuda.Event()
+        busy.record()
+        queue.append(captured.launch(whole(old)))
+        queue.append(captured.launch([*ahead(old, 0), *whole(new)]))
+        assert not busy.query(), "the host waited for the work queued before"
+    assert [row for step in queue for [row] in step.wait()] == expected
+
+
+def test_many_steps_may_be_queued_before_the_first_is_read(model, captured):
+    eager = runner_of(model, cuda_graphs=False)
+    expected = decoded(eager, prompts(eager, 5), 30)
+    assert decoded(captured, prompts(captured, 5), 30) == expected
+
+
+def test_new_weights_in_place_need_no_new_graph():
+    with patch(model := build()):
+        runner = runner_of(model, most=8)
+        before = decoded(runner, prompts(runner, 5))
+        graphs = len(runner._graphs)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        runner.check_model()
+        after = decoded(runner, prompts(runner, 5))
+        assert len(runner._graphs) == graphs > 0
+        fresh = runner_of(model, most=8, cuda_graphs=False)
+        assert after == decoded(fresh, prompts(fresh, 5)) != before
+
+
+def test_weights_that_moved_are_captured_anew():
+    with patch(model := build()):
+        runner = runner_of(model, most=8)
+        before = decoded(runner, prompts(runner, 5))
+        for parameter in model.parameters():
+            old = parameter.data
+            parameter.data = old.clone()
+            old.fill_(torch.nan)
+        runner.check_model()
+        assert len(runner._graphs) == 0
+        assert decoded(runner, prompts(runner, 5)) == before
+
+
+def test_a_graph_keeps_the_rotary_table_it_reads():
+    with patch(model := build()):
+        runner = runner_of(model, most=8)
+        before = decoded(runner, prompts(runner, 5))
+        model.model.rotary_emb._rotary_table = None
+        torch.full((2, 1024, 32), torch.nan, device="cuda")  # where the table was, were it free
+        assert decoded(runner, prompts(runner, 5)) == before
+        assert rotary_rows(model, 1).isfinite().all()
+
+
+def test_graphs_captured_ahead_of_time_are_the_ones_used(model, texts):
+    runner = runner_of(model, most=40)
+    runner.warm_up([40, 33, 5, 1], drafts=[0, 3])
+    assert len(runner._graphs) == 6  # of 40, 8 and 1 rows, 1 and 4 wide
+    runner.launch(whole(sequences := prompts(runner, 33)))
+    with no_waiting():
+        step = runner.launch(ahead(sequences, 0))
+    assert [row for [row] in step.wait()] == [text[1] for text in texts[:33]]
+    assert len(runner._graphs) == 6
+
+
+def test_a_step_through_stock_attention_is_close_to_one_sequence_at_a_time():
+    with patch(model := build(torch.float32)), strict(except_={"attention"}):
+        eager, runner = runner_of(model, most=20, cuda_graphs=False), runner_of(model, most=20)
+        expected = decoded(eager, prompts(eager, 19), 1)
+        found = decoded(runner, prompts(runner, 19), 1)
+    same = [(a[1], b[1]) for a, b in zip(found, expected) if a[1][0] == b[1][0]]
+    assert len(same) >= 17
+    logprobs = torch.tensor([[a[1], b[1]] for a, b in same])
+    torch.testing.assert_close(logprobs[:, 0], logprobs[:, 1], rtol=1e-3, atol=1e-3)
+
+
+def test_a_cache_of_more_than_two_to_the_31_elements_is_written_at_its_end():
+    blocks = 2**31 // (16 * 8 * 128) + 1
+    cache = torch.zeros(blocks, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    new = torch.randn(3, 8, 128, device="cuda").bfloat16()
+    slots = torch.tensor([16 * blocks - 1, 0, 16 * blocks - 16], device="cuda")
+    cache_write(new, new, cache, cache, slots)
+    assert cache.view(-1, 8, 128)[slots].equal(new)
+    assert int(cache.any(dim=-1).any(dim=-1).sum()) == 3

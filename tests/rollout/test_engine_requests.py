@@ -1,0 +1,435 @@
+"""Streams, cancellation, stop strings, failures, reuse of the cache, the hand-over of weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rl_consistency.models.patch import patch
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.strict import strict
+from rl_consistency.rollout.completion import Completion, FailedRequestsError
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.weights import model_digest
+
+VOCAB = 60
+PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 59, 11, 12], list(range(20, 33))]
+SAMPLING = [SamplingParams(n=2, max_tokens=n, seed=4) for n in (6, 21, 9, 14)]
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Qwen3ForCausalLM]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            max_position_embeddings=128,
+            tie_word_embeddings=False,
+        )
+        built = Qwen3ForCausalLM(config).eval()
+    with patch(built):
+        yield built
+
+
+@pytest.fixture
+def changed(model: Qwen3ForCausalLM) -> Iterator[Callable[[], None]]:
+    """Changes a weight in place, as an optimizer step does; undone after the test."""
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    kept = weight.detach().clone()
+
+    @torch.no_grad()
+    def change() -> None:
+        weight.mul_(1.25)
+
+    yield change
+    with torch.no_grad():
+        weight.copy_(kept)
+
+
+def engine_of(model: Any, **settings: Any) -> RolloutEngine:
+    return RolloutEngine(model, eos_token_id=None, **{"kv_block_size": 4, **settings})
+
+
+def content(completions: list[Completion]) -> dict[tuple[int, int], Any]:
+    return {
+        (c.prompt_index, c.sample_index): (
+            c.token_ids,
+            c.token_logprobs.numpy().tobytes(),
+            c.finish_reason,
+        )
+        for c in completions
+    }
+
+
+def is_idle(engine: RolloutEngine) -> bool:
+    free = engine._blocks.num_free_blocks == engine._blocks.num_blocks
+    return free and not engine.has_unfinished
+
+
+@pytest.fixture(scope="module")
+def expected(model: Qwen3ForCausalLM) -> dict[tuple[int, int], Any]:
+    return content(engine_of(model).generate(PROMPTS, SAMPLING))
+
+
+# Streams.
+
+
+def test_a_stream_yields_each_completion_as_it_ends(model: Any, expected: Any) -> None:
+    engine = engine_of(model)
+    completions, unfinished = [], []
+    for completion in engine.stream(PROMPTS, SAMPLING):
+        completions.append(completion)
+        unfinished.append(sum(len(live) for live in engine._live.values()))
+    assert content(completions) == expected
+    assert [len(c.token_ids) for c in completions] == sorted(len(c.token_ids) for c in completions)
+    assert unfinished[0] >= 6 and unfinished[-1] == 0  # the others were decoding meanwhile
+    assert is_idle(engine)
+
+
+def test_a_closed_stream_cancels_the_rest_and_returns_their_blocks(
+    model: Any, expected: Any
+) -> None:
+    engine = engine_of(model)
+    stream = engine.stream(PROMPTS, SAMPLING)
+    next(stream)
+    assert not is_idle(engine)
+    stream.close()
+    assert is_idle(engine)
+    for _ in engine.stream(PROMPTS, SAMPLING):
+        break
+    assert is_idle(engine)
+    engine.stream(PROMPTS, SAMPLING).close()  # not even begun
+    assert is_idle(engine)
+    assert content(engine.generate(PROMPTS, SAMPLING)) == expected
+
+
+def test_an_error_of_the_caller_in_a_stream_or_its_progress_leaves_the_engine_idle(
+    model: Any, expected: Any
+) -> None:
+    engine = engine_of(model)
+
+    def fail(*_: int) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        engine.generate(PROMPTS, SAMPLING, progress=fail)
+    assert is_idle(engine)
+    assert content(engine.generate(PROMPTS, SAMPLING)) == expected
+
+
+def test_prompts_are_checked_before_a_stream_is_read(model: Any) -> None:
+    engine = engine_of(model)
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        engine.stream([[]], SamplingParams())
+    assert is_idle(engine)
+
+
+def test_an_engine_at_work_refuses_another_call(model: Any) -> None:
+    engine = engine_of(model)
+    stream = engine.stream(PROMPTS, SAMPLING)
+    with pytest.raises(ValueError, match="4 unfinished requests; take in their stream or close it"):
+        engine.generate(PROMPTS, SAMPLING)
+    assert len(list(stream)) == 8
+
+
+def test_prompts_submitted_to_a_stream_are_served_with_it(model: Any, expected: Any) -> None:
+    engine = engine_of(model)
+    stream = engine.stream(PROMPTS[:2], SAMPLING[:2])
+    completions = [next(stream)]
+    engine.submit([PROMPTS[3]], SAMPLING[3], prompt_ids=[3], request_ids=["turn"])
+    completions += stream
+    added = [c for c in completions if c.request_id == "turn"]
+    assert [expected[3, c.sample_index] for c in added] == [*content(added).values()]
+    assert len(completions) == 6
+
+
+# Callers that drive the engine.
+
+
+def test_a_caller_can_drive_the_engine(model: Any, expected: Any) -> None:
+    engine = engine_of(model, max_num_seqs=3)
+    assert engine.submit(PROMPTS, SAMPLING, request_ids=list("abcd")) == list("abcd")
+    completions = []
+    while engine.has_unfinished:
+        completions += engine.step()
+    assert content(completions) == expected
+    assert {(c.request_id, c.prompt_index) for c in completions} == set(zip("abcd", range(4)))
+    assert engine.step() == []
+
+
+def test_made_up_request_ids_are_all_different(model: Any) -> None:
+    engine = engine_of(model)
+    first = engine.submit(PROMPTS[:1], SAMPLING[0], prompt_ids=[0])
+    second = engine.submit(PROMPTS[1:], SAMPLING[1:], prompt_ids=[1, 2, 3])
+    assert len({*first, *second}) == 4
+
+
+@pytest.mark.parametrize(
+    ("request_ids", "message"),
+    [
+        (["a", "a", "b", "c"], "request id 'a' is given twice"),
+        (["a", "b", "c", 4], "request ids must be strings, got 4"),
+        (["a"], "4 prompts but 1 request_ids"),
+    ],
+)
+def test_bad_request_ids_are_refused(model: Any, request_ids: list[Any], message: str) -> None:
+    engine = engine_of(model)
+    with pytest.raises(ValueError, match=message):
+        engine.generate(PROMPTS, SAMPLING, request_ids=request_ids)
+    assert is_idle(engine)
+
+
+def test_the_id_and_the_stream_of_an_unfinished_request_are_refused(model: Any) -> None:
+    engine = engine_of(model)
+    engine.submit([[1]], SamplingParams(), request_ids=["a"])
+    with pytest.raises(ValueError, match="request id 'a' is given twice, or belongs to a request"):
+        engine.submit([[2]], SamplingParams(), request_ids=["a"], prompt_ids=[1])
+    with pytest.raises(ValueError, match="prompt id 0 and seed 0 of a request that is not finish"):
+        engine.submit([[2]], SamplingParams())
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.submit([[2]], SamplingParams(), request_ids=["a"]) == ["a"]
+
+
+def test_a_cancelled_request_gives_its_blocks_back_and_the_others_are_the_same(
+    model: Any, expected: Any
+) -> None:
+    engine = engine_of(model)
+    engine.submit(PROMPTS, SAMPLING, request_ids=list("abcd"))
+    completions = [c for _ in range(5) for c in engine.step()]
+    free = engine._blocks.num_free_blocks
+    assert engine.cancel("b") and engine._blocks.num_free_blocks > free
+    assert not engine.cancel("b") and not engine.cancel("unknown")
+    while engine.has_unfinished:
+        completions += engine.step()
+    cancelled = [c for c in completions if c.finish_reason == "cancelled"]
+    assert [c.request_id for c in cancelled] == ["b", "b"]
+    for c in cancelled:
+        tokens, logprobs, _ = expected[1, c.sample_index]
+        assert 0 < len(c.token_ids) < len(tokens) and tokens[: len(c.token_ids)] == c.token_ids
+        assert logprobs.startswith(c.token_logprobs.numpy().tobytes())
+    kept = content([c for c in completions if c.finish_reason != "cancelled"])
+    assert kept == {key: value for key, value in expected.items() if key[0] != 1}
+    assert is_idle(engine)
+
+
+# Stop strings.
+
+
+class Pairs:
+    """Two letters for each token."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(97 + t % 5) + chr(97 + t // 5 % 5) for t in token_ids)
+
+
+@pytest.mark.parametrize("speculation", [0, 7])
+def test_a_stop_string_across_tokens_ends_a_sample_at_the_token_that_completes_it(
+    model: Any, expected: Any, speculation: int
+) -> None:
+    text = Pairs().decode
+    for key in ((1, 0), (3, 1)):
+        whole = expected[key][0]
+        stop = text(whole)[3:6]  # from the middle of one token to that of another
+        end = next(i for i in range(len(whole) + 1) if stop in text(whole[:i]))
+        params = SamplingParams(
+            n=2, max_tokens=len(whole), seed=4, stop=(stop, "zz"), speculation=speculation
+        )
+        engine = engine_of(model, tokenizer=Pairs())
+        completions = engine.generate([PROMPTS[key[0]]], params, prompt_ids=[key[0]])
+        completion = completions[key[1]]
+        assert completion.token_ids == whole[:end] and completion.finish_reason == "stop"
+        assert expected[key][1].startswith(completion.token_logprobs.numpy().tobytes())
+
+
+def test_a_stop_string_in_the_prompt_ends_nothing(model: Any, expected: Any) -> None:
+    stop = Pairs().decode(PROMPTS[0][:2])
+    params = SamplingParams(n=2, max_tokens=6, seed=4, stop=(stop,))
+    completions = engine_of(model, tokenizer=Pairs()).generate([PROMPTS[0]], params)
+    texts = [Pairs().decode(c.token_ids) for c in completions]
+    for c, text in zip(completions, texts, strict=True):
+        assert (c.finish_reason == "stop") == (stop in text)
+
+
+def test_stop_strings_need_a_tokenizer(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"prompt 0 has stop strings \('x',\).*give the Rollout"):
+        engine_of(model).generate([[1]], SamplingParams(stop=("x",)))
+
+
+# Logprobs that are not finite.
+
+
+def test_one_failing_request_is_named_and_all_others_are_finished(
+    model: Any, expected: Any
+) -> None:
+    engine = engine_of(model, num_kv_blocks=14, max_num_seqs=3)
+    others = {key: value for key, value in expected.items() if key[0] != 2}
+    used = {t for tokens, *_ in others.values() for t in tokens}.union(*PROMPTS)
+    mark = min(set(range(VOCAB)) - used)  # a token that only the failing prompt will hold
+    prompts = [*PROMPTS[:2], [9, 10, mark, 11, 12], PROMPTS[3]]
+    row = model.model.embed_tokens.weight[mark]
+    kept = row.detach().clone()
+    try:
+        with torch.no_grad():
+            row.fill_(math.nan)
+        with pytest.raises(FailedRequestsError) as caught:
+            engine.generate(prompts, SAMPLING, request_ids=list("abcd"))
+        streamed = list(engine.stream(prompts, SAMPLING))
+    finally:
+        with torch.no_grad():
+            row.copy_(kept)
+    assert [(c.request_id, c.finish_reason) for c in caught.value.failed] == [("c", "error")] * 2
+    assert "request 'c', prompt 2, sample 1, position 5: the model gave" in str(caught.value)
+    assert content(caught.value.completions) == others
+    assert content([c for c in streamed if c.error is None]) == others
+    assert len(streamed) == 8 and is_idle(engine)
+    assert content(engine.generate(PROMPTS, SAMPLING)) == expected
+
+
+# The cache from one call to the next.
+
+
+def turns(engine: RolloutEngine, between: Callable[[], None] = lambda: None) -> tuple[Any, int]:
+    """A conversation of two turns: the second turn's completions, and what it found."""
+    (first,) = engine.generate([PROMPTS[3]], SamplingParams(max_tokens=14, seed=4))
+    between()
+    prompt = [*PROMPTS[3], *first.token_ids, 5, 6]
+    completions = engine.generate([prompt], SamplingParams(max_tokens=9, seed=5, n=2))
+    return (prompt, content(completions)), engine.stats.prefix_hit_tokens
+
+
+def test_a_second_turn_finds_the_first_in_the_cache(model: Any) -> None:
+    engine = engine_of(model)
+    (prompt, second), found = turns(engine)
+    # The first sample finds the 24 full tokens of 26 computed before; its sibling finds 28.
+    assert found == 24 + 28
+    fresh = engine_of(model, enable_prefix_sharing=False)
+    params = SamplingParams(max_tokens=9, seed=5, n=2)
+    assert content(fresh.generate([prompt], params)) == second
+
+
+def test_new_weights_drop_the_cache(model: Any, changed: Callable[[], None]) -> None:
+    engine = engine_of(model)
+    (prompt, second), found = turns(engine, between=changed)
+    assert found == 28  # by the sibling
+    params = SamplingParams(max_tokens=9, seed=5, n=2)
+    assert content(engine_of(model).generate([prompt], params)) == second
+
+
+def test_weights_that_were_written_but_not_changed_keep_the_cache(model: Any) -> None:
+    weight = model.model.layers[0].self_attn.k_proj.weight
+
+    @torch.no_grad()
+    def rewrite() -> None:
+        weight.copy_(weight.clone())
+
+    assert turns(engine_of(model), between=rewrite)[1] == 24 + 28
+
+
+def test_other_ops_drop_the_cache(model: Any) -> None:
+    engine = engine_of(model)
+    engine.generate([PROMPTS[3]], SamplingParams())
+    with strict(False):
+        engine.generate([PROMPTS[3]], SamplingParams())
+        assert engine.stats.prefix_hit_tokens == 0
+    engine.generate([PROMPTS[3]], SamplingParams())
+    assert engine.stats.prefix_hit_tokens == 0
+    engine.generate([PROMPTS[3]], SamplingParams())
+    assert engine.stats.prefix_hit_tokens == 12
+
+
+def test_a_cache_kept_over_new_weights_is_caught(
+    model: Any, changed: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control."""
+    engine = engine_of(model)
+    monkeypatch.setattr(engine._weights, "take_over", lambda given: False)
+    monkeypatch.setattr(engine._weights, "after_step", lambda ends_samples: None)
+    monkeypatch.setattr(engine._weights, "after_rollout", lambda: None)
+    (prompt, second), _ = turns(engine, between=changed)
+    params = SamplingParams(max_tokens=9, seed=5, n=2)
+    assert content(engine_of(model).generate([prompt], params)) != second
+
+
+# The hand-over of weights.
+
+
+def test_the_digest_of_the_weights_in_use_is_accepted(model: Any, expected: Any) -> None:
+    digest = model_digest(model)
+    completions = engine_of(model).generate(PROMPTS, SAMPLING, weights_digest=digest)
+    assert content(completions) == expected
+
+
+def test_another_digest_is_refused_naming_both(model: Any, expected: Any) -> None:
+    engine = engine_of(model)
+    with pytest.raises(ConsistencyError, match=f"digest other .* digest {model_digest(model)}"):
+        engine.generate(PROMPTS, SAMPLING, weights_digest="other")
+    assert is_idle(engine)
+    engine.submit(PROMPTS[:1], SAMPLING[:1])
+    with pytest.raises(ConsistencyError, match="handed over with digest other"):
+        engine.submit(PROMPTS[1:], SAMPLING[1:], prompt_ids=[1, 2, 3], weights_digest="other")
+    while engine.has_unfinished:
+        engine.step()
+    assert content(engine.generate(PROMPTS, SAMPLING)) == expected
+
+
+def test_weights_changed_during_generation_are_an_error(
+    model: Any, changed: Callable[[], None]
+) -> None:
+    engine = engine_of(model)
+    calls: list[int] = []
+
+    def update(*_: int) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            changed()
+
+    with pytest.raises(ConsistencyError, match="changed during generation: a parameter was writ"):
+        engine.generate(PROMPTS, SAMPLING, progress=update)
+    assert len(calls) < 12 and is_idle(engine)
+    fresh = content(engine_of(model).generate(PROMPTS, SAMPLING))
+    assert content(engine.generate(PROMPTS, SAMPLING)) == fresh
+
+
+def test_a_write_that_leaves_no_version_is_seen_by_the_digest(
+    model: Any, changed: Callable[[], None]
+) -> None:
+    engine = engine_of(model)
+
+    def update(num_tokens: int, *_: int) -> None:
+        if num_tokens < 20:
+            model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.01)
+
+    with pytest.raises(ConsistencyError, match="during generation: their digest was .* and is"):
+        engine.generate(PROMPTS, SAMPLING, progress=update)
+    assert is_idle(engine)
+
+
+def test_a_parameter_moved_during_generation_is_an_error(
+    model: Any, changed: Callable[[], None]
+) -> None:
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    memory = weight.data
+
+    def move(*_: int) -> None:
+        weight.data = memory.clone()
+
+    engine = engine_of(model)
+    try:
+        with pytest.raises(ConsistencyError, match="a parameter was written or moved"):
+            engine.generate(PROMPTS, SAMPLING, progress=move)
+    finally:
+        weight.data = memory
+    assert is_idle(engine)

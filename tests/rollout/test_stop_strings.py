@@ -1,0 +1,95 @@
+"""A stop string is found at the token that completes it, however text is cut into tokens."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rl_consistency.rollout.stop_strings import StopStrings
+from rl_consistency.trainers.tokenizer import byte_tokenizer
+
+
+class Bytes:
+    """One token per byte; bytes that are no text come out as replacement characters."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+class LeadingSpace:
+    """Words behind spaces, the first of a text without one, as in a sentencepiece model."""
+
+    WORDS = ("stop", "here", "now", "s", "top")
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return " ".join(self.WORDS[token_id] for token_id in token_ids)
+
+
+def end_of(tokenizer: object, strings: list[str], token_ids: list[int]) -> int | None:
+    """Tokens read when a string was found."""
+    finder = StopStrings(tokenizer, strings)  # type: ignore[arg-type]
+    for count, token_id in enumerate(token_ids, start=1):
+        if finder.append(token_id):
+            return count
+    return None
+
+
+def test_a_string_across_tokens_is_found_at_its_last_token() -> None:
+    assert end_of(Bytes(), ["</a>"], list(b"x<</a>y")) == 6
+    assert end_of(Bytes(), ["</a>", "<"], list(b"x<</a>y")) == 2
+    assert end_of(Bytes(), ["z"], list(b"abc")) is None
+
+
+def test_a_space_that_belongs_between_two_tokens_is_seen() -> None:
+    assert end_of(LeadingSpace(), ["stop here"], [2, 0, 1]) == 3
+    assert end_of(LeadingSpace(), ["stop"], [3, 4]) is None  # "s top"
+    assert end_of(LeadingSpace(), [" now"], [2, 2]) == 2
+
+
+def test_a_character_of_several_tokens_is_found_when_it_is_whole() -> None:
+    text = "a→b🙂c"
+    tokens = list(text.encode())
+    assert end_of(Bytes(), ["→"], tokens) == 4
+    assert end_of(Bytes(), ["b🙂"], tokens) == 9
+    assert end_of(Bytes(), ["🙂c"], tokens) == 10
+
+
+def test_a_string_before_an_unfinished_character_is_found_at_once() -> None:
+    class Chunks:
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+            pieces = (b"EN", b"D\xf0\x9f", b"\x99\x82")
+            return b"".join(pieces[t] for t in token_ids).decode(errors="replace")
+
+    assert end_of(Chunks(), ["END"], [0, 1, 2]) == 2
+
+
+def test_special_tokens_are_text_too() -> None:
+    tokenizer = byte_tokenizer()
+    assert end_of(tokenizer, ["<|eos|>"], [72, 105, tokenizer.eos_token_id]) == 3
+
+
+@pytest.mark.parametrize("alphabet", ["ab", "ä🙂x"])
+def test_strings_are_found_where_the_whole_text_first_holds_one(alphabet: str) -> None:
+    rng = random.Random(1)
+    found = 0
+    for _ in range(200):
+        text = "".join(rng.choice(alphabet) for _ in range(30))
+        strings = ["".join(rng.choice(alphabet) for _ in range(rng.randint(1, 6))) for _ in "12"]
+        tokens = list(text.encode())
+        holds = (
+            count
+            for count in range(1, len(tokens) + 1)
+            if any(s in Bytes().decode(tokens[:count]) for s in strings)
+        )
+        first = next(holds, None)
+        assert end_of(Bytes(), strings, tokens) == first
+        found += first is not None
+    assert found > 100
+
+
+def test_no_more_is_kept_than_a_string_can_begin_in() -> None:
+    finder = StopStrings(Bytes(), ["abcd", "xy"])
+    for token_id in b"abc" * 50:
+        finder.append(token_id)
+    assert len(finder._tail) == 3 and len(finder._token_ids) <= 2
