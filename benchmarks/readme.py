@@ -1,20 +1,22 @@
 """The README's GPU benchmark section and its plots, from benchmarks/results/h200.json.
 
-Usage: python -m benchmarks.readme [--check]. Writes the section between the markers and
-docs/img/bench_*.{png,svg}; with --check it writes nothing and exits 1 if the section is not what
-the results file gives.
+Usage: python -m benchmarks.readme [--check]. Writes the section between the markers,
+docs/img/bench_*.{png,svg} and, where a decode step was recorded, docs/img/decode_step.png; with
+--check it writes nothing and exits 1 if the section is not what the results file gives.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_consistency.cli.bench_plot import save_plots
-from rl_consistency.cli.bench_results import BARS, Results, load
+from benchmarks import decode_profile
+from rl_consistency.cli.bench_plot import ROLLOUT, save_plots
+from rl_consistency.cli.bench_results import BARS, Results, Row, load
+from rl_consistency.cli.bench_rollout_table import OWN, rollout_markdown
 from rl_consistency.kernels.kernels_hash import kernels_hash
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,6 +26,15 @@ IMAGES = ROOT / "docs/img"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 SHOWN = {"matmul_forward": "Matmul", "training_step": "Training step"}
 """Suites whose plot the README shows, and what it shows."""
+
+
+ABOUT_ROLLOUT = (
+    "Rollout, `rl-consistency bench rollout`: ours is the engine with canonical ops, stock the "
+    "same engine with stock ops (SDPA, cuBLAS) under `strict(False)`. Tokens per second are those "
+    "of decoding, against Hugging Face and in GRPO steps those of the whole. The roofline is the "
+    "bytes of weights, keys and values that a step must read over the measured bandwidth of a copy "
+    "(bytes read and written). What each row measures: [docs/rollout.md](docs/rollout.md)."
+)
 
 
 def section(results: Results) -> str:
@@ -42,8 +53,14 @@ def section(results: Results) -> str:
         "| work | figure | target | met |",
         "| --- | ---: | ---: | --- |",
     ]
-    lines += [_bar_line(name, bar) for name, bar in results.bars.items()]
+    rollout = [r for r in results.rows if r.suite.startswith(ROLLOUT) and r.suite != OWN]
+    lines += [
+        _bar_line(name, bar)
+        for name, bar in results.bars.items()
+        if rollout or not name.startswith(ROLLOUT)
+    ]
     lines += _steps(results)
+    lines += _rollout(rollout)
     lines += _plots(results)
     return "\n".join(lines)
 
@@ -77,7 +94,7 @@ def _target(name: str) -> str:
 
 def _steps(results: Results) -> list[str]:
     """Tokens per second of the training steps."""
-    rows = [row for row in results.rows if row.tokens_per_second]
+    rows = [r for r in results.rows if r.suite == "training_step" and r.tokens_per_second]
     if not rows:
         return []
     ways = list(dict.fromkeys(way for row in rows for way in row.tokens_per_second))
@@ -95,6 +112,16 @@ def _steps(results: Results) -> list[str]:
             for way in ways
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _rollout(rows: Sequence[Row]) -> list[str]:
+    """The rollout rows as a table, and the picture of a decode step where one was recorded."""
+    if not rows:
+        return []
+    lines = ["", ABOUT_ROLLOUT, *rollout_markdown(rows)]
+    if decode_profile.RESULTS.exists():
+        lines += ["", "![One decode step, kernel by kernel](docs/img/decode_step.png)"]
     return lines
 
 
@@ -137,6 +164,8 @@ def main() -> int:
     if results.rows:
         IMAGES.mkdir(parents=True, exist_ok=True)
         save_plots(results, IMAGES)
+    if decode_profile.RESULTS.exists():
+        decode_profile.main([])
     return 0
 
 

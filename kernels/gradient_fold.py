@@ -43,8 +43,8 @@ ORDER = ReductionOrder(
         "call. A parameter used in several places has one buffer per place; the buffers are added "
         "in the order of the places. On CUDA the multiply-accumulate call of a matrix is the "
         "matrix unit's for 16 tokens (m16n8k16, or wgmma with k16), the accumulator being the "
-        "buffer's element; of fp32 operands the 16 tokens are summed from zero by fused multiply-adds "
-        "and then added to a buffer in fp64, as are rows of embeddings."
+        "buffer's element; of fp32 operands the 16 tokens are summed from zero by fused "
+        "multiply-adds and then added to a buffer in fp64, as are rows of embeddings."
     ),
 )
 

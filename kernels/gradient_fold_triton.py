@@ -106,6 +106,8 @@ def _outer_pointer_kernel(
     tile_n, tile_k = tile_of(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
     first_n, first_k = tile_n * BLOCK_N, tile_k * BLOCK_K
     acc = load_part(g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, FRESH, BLOCK_N, BLOCK_K)
+    if dy_ptr.dtype.element_ty == tl.float32:
+        acc = acc.to(tl.float64)
     n = first_n + tl.arange(0, BLOCK_N)
     k = first_k + tl.arange(0, BLOCK_K)
     for start in range(0, T, BLOCK_T):
@@ -465,7 +467,7 @@ def _fold_rows_kernel(
 
 @kernel_op(mutates=("buffer",), fake=lambda *_: None)
 def gradient_fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Continue `buffer` [V, C] (fp32 or fp64): row index[t] += rows[t], t upward; -1 skips a row."""
+    """Continue `buffer` [V, C] (fp32 or fp64): row index[t] += rows[t], upward; -1 skips a row."""
     if min(*rows.shape) == 0:
         return
     rows = _dense_rows(rows)

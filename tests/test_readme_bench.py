@@ -42,7 +42,32 @@ def test_the_section_has_every_bar_and_the_tokens_per_second(results):
         in text
     )
     assert "| qwen3-0.6b, 16 x 1024 | 65,536 | 51,200 |" in text
-    assert text.count("not measured") == len(results.bars) - 1
+    others = [name for name in results.bars if not name.startswith("rollout")]
+    assert text.count("not measured") == len(others) - 1
+
+
+def test_rollout_rows_bring_their_bars_and_their_table(results):
+    assert "Rollout" not in section(results) and "decode throughput" not in section(results)
+    row = Row(
+        suite="rollout_decode_qwen3-0.6b",
+        work="decode",
+        shape={"model": "qwen3-0.6b", "sequences": 256, "prompt": 512, "new_tokens": 1024},
+        dtype="bfloat16",
+        ours_us=20.0,
+        stock_us=19.8,
+        ratio=0.99,
+        ceiling_fraction=0.5,
+        tokens_per_second={"ours": 50_000.0, "stock": 50_505.0},
+        figures={"strict/idle_share": 0.021},
+    )
+    own = Row(**{**vars(row), "suite": "rollout_own", "work": "not for the README"})
+    both = results.merged(row.suite, [row], META, {"complete": True})
+    both = both.merged(own.suite, [own], META, {"complete": True})
+    text = section(both)
+    line = "| qwen3-0.6b: decode, 256 x (512 + 1024) | 50,000 | 50,505 | 0.99 | 50% | 2.1% | - |"
+    assert line in text and "not for the README" not in text
+    assert "the lowest | 0.99 | &ge; 0.97 | not all cases measured |" in text
+    assert text.count("| training step, tokens/s |") == 1
 
 
 def test_a_missed_and_an_incomplete_bar_are_shown_as_such(results):

@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import rl_consistency
+from rl_consistency.cli.bench_options import add_rollout_arguments, rollout_options
 from rl_consistency.cli.bench_results import BARS, Results, Row, load, save
 from rl_consistency.kernels.kernels_hash import kernels_hash
 
@@ -40,7 +41,9 @@ CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument(
-        "what", choices=("ops", "model"), help="single ops, or training steps of whole models"
+        "what",
+        choices=("ops", "model", "rollout"),
+        help="single ops, training steps of whole models, or generation",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="merge the results into a file, suite by suite"
@@ -54,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--commit", metavar="HASH", help="the commit measured, where there is no git checkout"
     )
+    add_rollout_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,8 +89,14 @@ def run(args: argparse.Namespace) -> int:
     )
     console = Console()
     deadline = None if args.seconds is None else time.perf_counter() + args.seconds
+    machine.deadline = deadline
     session = Session(results, meta, args.json, args.quick, console)
     session.measure(suites, machine, deadline)
+    if args.what == "rollout":
+        from rl_consistency.cli.bench_rollout_table import rollout_table
+
+        names = {suite.name for suite in suites}
+        console.print(rollout_table([r for r in session.results.rows if r.suite in names]))
     console.print(bars_table(session.results))
     if args.plot is not None:
         from rl_consistency.cli.bench_plot import save_plots
@@ -143,13 +153,18 @@ class Session:
                 raise OSError(f"the GPU no longer answers after: {errors[-1].error}")
 
     def _rows(self, suite: Suite, machine: Bench, deadline: float | None) -> Iterator[Row]:
+        from rl_consistency.cli.bench_suite import OutOfTime
+
         with _progress(self.console) as progress:
             task = progress.add_task(suite.name, total=len(suite.cases))
             for case in suite.cases:
                 if deadline is not None and time.perf_counter() > deadline:
                     return
                 progress.update(task, description=f"{suite.name}: {case.work} {_text(case.shape)}")
-                row = measured(suite.name, case, machine)
+                try:
+                    row = measured(suite.name, case, machine)
+                except OutOfTime:
+                    return
                 if row.error is not None:
                     name = f"{suite.name}: {case.work} {_text(case.shape)}"
                     self.failed.append(name)
@@ -163,7 +178,7 @@ class Session:
 
 
 def measured(suite: str, case: Case, machine: Bench) -> Row:
-    """One case's row; what the case raised is the row's error.
+    """One case's row; what the case raised is the row's error. `OutOfTime` passes.
 
     This is the only place where an error of an op is held: a benchmark of hundreds of shapes
     reports the one that fails and measures the others.
@@ -195,14 +210,29 @@ def _device_is_lost(rows: Sequence[Row]) -> bool:
 
 
 def _chosen(args: argparse.Namespace) -> list[Suite]:
+    """The suites to measure.
+
+    Raises:
+        ValueError: an unknown suite, or an option that goes with another one.
+    """
+    given = rollout_options(args)
+    if given and args.what != "rollout":
+        raise ValueError(f"{given[0]} goes with `bench rollout`, not with `bench {args.what}`.")
+    if given and args.only is not None:
+        raise ValueError(f"{given[0]} measures a workload of its own; --only has no meaning then.")
     if args.what == "ops":
         from rl_consistency.cli.bench_ops import op_suites
 
         suites = op_suites(quick=args.quick)
-    else:
+    elif args.what == "model":
         from rl_consistency.cli.bench_model import model_suites
 
         suites = model_suites(quick=args.quick)
+    else:
+        from rl_consistency.cli.bench_rollout import own_workload, rollout_suites
+
+        own = own_workload(args)
+        suites = rollout_suites(quick=args.quick) if own is None else [own]
     if args.only is None:
         return suites
     wanted, known = args.only.split(","), {suite.name: suite for suite in suites}
@@ -320,4 +350,5 @@ def _progress(console: Console) -> Progress:
         TextColumn("{task.description}"),
         console=console,
         transient=True,
+        refresh_per_second=2,  # drawing takes the interpreter from the host's loop
     )

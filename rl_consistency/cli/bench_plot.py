@@ -31,6 +31,10 @@ FINE_TICKS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.7, 2.0, 2
 """Where the highest ratio is less than three times the lowest."""
 
 
+ROLLOUT = "rollout"
+"""Suites of this prefix are a table: their rows differ in kind."""
+
+
 def save_plots(results: Results, directory: Path) -> list[Path]:
     """Write `bench_<suite>.png` and `.svg` of every suite that has ratios.
 
@@ -39,6 +43,8 @@ def save_plots(results: Results, directory: Path) -> list[Path]:
     """
     written = []
     for suite in dict.fromkeys(row.suite for row in results.rows):
+        if suite.startswith(ROLLOUT):
+            continue
         rows = [r for r in results.rows if r.suite == suite and r.ratio is not None]
         if not rows:
             continue

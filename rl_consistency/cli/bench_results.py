@@ -37,6 +37,8 @@ class Row:
     peak_bytes: Mapping[str, int] = field(default_factory=dict)
     """Name to bytes allocated at the peak beyond the operands; `ours`, `stock` and peers."""
     tokens_per_second: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float | int | str] = field(default_factory=dict)
+    """What else was measured or is to be said, by name."""
     error_ratio: float | None = None
     """Our error against fp64 over stock's."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
@@ -114,12 +116,30 @@ def _memory_against(peer: str) -> Callable[[Sequence[Row]], float | None]:
     return figure
 
 
+def _highest_figure(name: str) -> Callable[[Sequence[Row]], float | None]:
+    """The highest of one of the rows' further figures."""
+    return lambda rows: max(
+        (float(r.figures[name]) for r in rows if name in r.figures), default=None
+    )
+
+
+def _lowest_share(rows: Sequence[Row]) -> float | None:
+    return min((r.ceiling_fraction for r in rows if r.ceiling_fraction is not None), default=None)
+
+
+def _stock_drifts(rows: Sequence[Row]) -> float | None:
+    """Mismatched tokens of strict; infinite where stock has none, for then nothing was shown."""
+    strict, stock = (_highest_figure(f"{m}/mismatched_tokens")(rows) for m in ("strict", "stock"))
+    return strict if stock is None or stock > 0 else math.inf
+
+
 def _largest_error(rows: Sequence[Row]) -> float | None:
     return max((r.error_ratio for r in rows if r.error_ratio is not None), default=None)
 
 
 _MATMUL = ("matmul_forward", "matmul_dx")
 _PREFILL = ("attention_forward", "attention_backward")
+_DECODE = tuple(f"rollout_decode_{name}" for name in ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"))
 
 BARS: Mapping[str, Bar] = {
     "matmul_geomean": Bar(
@@ -199,6 +219,64 @@ BARS: Mapping[str, Bar] = {
         ("accuracy",),
         _largest_error,
         1.05,
+        at_least=False,
+    ),
+    "rollout_decode": Bar(
+        "decode throughput, 256 sequences, against the same engine with stock ops, the lowest",
+        _DECODE,
+        _lowest(),
+        0.97,
+    ),
+    "rollout_hugging_face": Bar(
+        "new tokens per second against Hugging Face generate and generate_batch, the lowest",
+        ("rollout_hugging_face",),
+        _lowest(),
+        10.0,
+    ),
+    "rollout_public": Bar(
+        "new tokens per second against vLLM's batch-invariant mode",
+        ("rollout_public",),
+        _against_peer("vllm batch-invariant"),
+        1.00,
+    ),
+    "rollout_roofline": Bar(
+        "decode step at the 8B shape, batch 64 to 256: share of copy bandwidth, the lowest",
+        ("rollout_roofline",),
+        _lowest_share,
+        0.65,
+    ),
+    "rollout_idle": Bar(
+        "GPU idle in decoding at batch 32 and more, share of the time, the highest",
+        ("rollout_idle",),
+        _highest_figure("idle_share"),
+        0.05,
+        at_least=False,
+        strict=True,
+    ),
+    "rollout_speculation": Bar(
+        "n-gram speculation on a copied text, batch 1 and 8, against plain decoding, the lowest",
+        ("rollout_speculation",),
+        _lowest(),
+        1.50,
+    ),
+    "rollout_long_context": Bar(
+        "time of a token of one sequence at 32k tokens of context / at 1k",
+        ("rollout_long_context",),
+        _highest_figure("times_short"),
+        1.60,
+        at_least=False,
+    ),
+    "rollout_grpo_step": Bar(
+        "GRPO step (rollout, forward, backward, update) against stock ops",
+        ("rollout_grpo_step",),
+        _lowest(),
+        0.97,
+    ),
+    "rollout_grpo_drift": Bar(
+        "mismatched tokens of those steps, where stock has some",
+        ("rollout_grpo_step",),
+        _stock_drifts,
+        0.0,
         at_least=False,
     ),
 }

@@ -12,13 +12,20 @@ from torch import Tensor
 from rl_consistency.cli.bench_results import Shape
 
 if TYPE_CHECKING:
-    from rl_consistency.cli.bench_timing import Race
+    from rl_consistency.cli.bench_timing import Ceilings, Race
+
+
+class OutOfTime(Exception):
+    """The time given to the command ran out within a case, which has no row then."""
 
 
 class Bench(Protocol):
     """What a case asks of the machine; `bench_timing.Machine` is one."""
 
     device: torch.device
+    ceilings: Ceilings
+    deadline: float | None
+    """A time of `perf_counter` past which a long case raises `OutOfTime`."""
 
     def copies(self, operand_bytes: int) -> int:
         """How many copies of operands exceed the cache twice over."""

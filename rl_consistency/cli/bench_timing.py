@@ -128,6 +128,7 @@ class Machine:
     def __init__(self, device: torch.device, case_seconds: float = 0.25):
         self.device = device
         self.case_seconds = case_seconds
+        self.deadline: float | None = None
         properties = torch.cuda.get_device_properties(device)
         self.cache_bytes: int = properties.L2_cache_size
         self._total_bytes: int = properties.total_memory

@@ -1,0 +1,159 @@
+"""What `bench rollout` asks of an engine, and the bytes a decode step cannot do without.
+
+Prompts and lengths are functions of fixed seeds, so that all ways of generating are given the same
+work. Every run of a workload draws fresh prompts: no cache may know them from the run before.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_consistency.rollout.sampling_params import SamplingParams
+
+MEDIAN_SHARE, SPREAD = 0.35, 0.6
+"""Lognormal lengths: their median as a share of the longest, and the deviation of their log."""
+
+WARM_UP_DROP, WARM_UP_STEPS = 8, 2
+"""A warm-up ends so many sequences at a time, after so many steps at each batch size."""
+
+TOKENS_BEYOND = 8
+"""Cache slots kept free behind each sequence: a step in flight, or a draft."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Groups of completions that share a prompt.
+
+    Example: Workload(groups=32, group_size=8, prompt_len=512, longest=1024) is a GRPO batch of 256
+    sequences whose 32 to 1024 new tokens average about 420.
+
+    Raises: ValueError on a count below 1 or lengths in the wrong order.
+    """
+
+    groups: int
+    group_size: int
+    prompt_len: int
+    longest: int
+    """Most new tokens of a sequence."""
+    shortest: int = 32
+    """Fewest; equal to `longest` they are all as long."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("groups", "group_size", "prompt_len", "longest", "shortest"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.shortest > self.longest:
+            raise ValueError(f"shortest ({self.shortest}) must not exceed longest ({self.longest})")
+
+    @property
+    def sequences(self) -> int:
+        return self.groups * self.group_size
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """As a row's shape names it."""
+        return {
+            "sequences": self.sequences,
+            "group": self.group_size,
+            "prompt": self.prompt_len,
+            "new_tokens": self.longest,
+        }
+
+    def lengths(self) -> list[int]:
+        """New tokens of each sequence: lognormal, clipped to [shortest, longest]."""
+        draw = random.Random(self.seed)
+        middle = math.log(max(MEDIAN_SHARE * self.longest, 1.0))
+        return [
+            min(max(round(draw.lognormvariate(middle, SPREAD)), self.shortest), self.longest)
+            for _ in range(self.sequences)
+        ]
+
+    def prompts(
+        self, run: int | str, vocabulary: int, prompt_len: int | None = None
+    ) -> list[list[int]]:
+        """One prompt per sequence, equal within a group; other ones for every `run`."""
+        draw, length = random.Random(f"{self.seed} {run}"), prompt_len or self.prompt_len
+        distinct = [draw.choices(range(vocabulary), k=length) for _ in range(self.groups)]
+        return [distinct[i // self.group_size] for i in range(self.sequences)]
+
+    def warm_up_lengths(self) -> list[int]:
+        """Lengths that take a batch through its sizes from all sequences to one in few steps."""
+        steps = [
+            1 + WARM_UP_STEPS * (level + 1) for level in drop_levels(self.sequences, WARM_UP_DROP)
+        ]
+        return [min(length, self.longest) for length in steps]
+
+    def warm_up_prompt_lens(self) -> list[int]:
+        """Prompts behind which the longest sequence crosses each power of two that it will meet:
+        stock attention is captured for contexts up to such a power.
+        """
+        end = self.prompt_len + self.longest
+        powers = (1 << k for k in range(self.prompt_len.bit_length(), end.bit_length()))
+        return [self.prompt_len, *(p for p in powers if self.prompt_len < p < end)]
+
+    def kv_blocks(self, block_size: int) -> int:
+        """Cache blocks with room for every sequence at its full length, nothing shared."""
+        return max(
+            sum(-(-(self.prompt_len + n + TOKENS_BEYOND) // block_size) for n in lengths)
+            for lengths in (self.lengths(), self.warm_up_lengths())
+        )
+
+
+def drop_levels(sequences: int, drop: int) -> list[int]:
+    """For each sequence, how many batch sizes are seen before it ends.
+
+    `drop` end at a time until `drop` are left, which end one by one.
+    """
+    many = max(sequences - drop, 0)
+    above = -(-many // drop)
+    return [i // drop for i in range(many)] + [above + i for i in range(sequences - many)]
+
+
+def requests(lengths: Sequence[int], **options: Any) -> list[SamplingParams]:
+    """Sampling parameters of each sequence: so many tokens, whatever they are."""
+    return [SamplingParams(max_tokens=n, ignore_eos=True, **options) for n in lengths]
+
+
+@dataclass(frozen=True)
+class DecodeBytes:
+    """Bytes that decoding must read from memory.
+
+    A step reads every weight once (of an embedding that is not the LM head's only a few rows,
+    which are not counted) and, for each sequence, the keys and values of all its tokens. What it
+    writes and its activations are left out: they are under a percent of that.
+    """
+
+    weights: int
+    """Of one step."""
+    per_token: int
+    """Keys and values of one token in all layers."""
+
+    @classmethod
+    def of(cls, model: Any) -> DecodeBytes:
+        """Those of a causal LM."""
+        config = model.config
+        table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        if table is not head:
+            weights -= table.numel() * table.element_size()
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        row = config.num_key_value_heads * head_dim * model.dtype.itemsize
+        return cls(weights, 2 * config.num_hidden_layers * row)
+
+    def read(self, steps: int, tokens: float) -> float:
+        """Bytes of so many steps that attend to `tokens` tokens in all."""
+        return steps * self.weights + tokens * self.per_token
+
+
+def tokens_attended(prompt_len: int, new_tokens: int) -> int:
+    """Keys read to decode one sequence; its first new token comes with the prompt.
+
+    The step that gives new token t + 1 attends to the prompt and t new tokens.
+    """
+    return (new_tokens - 1) * prompt_len + new_tokens * (new_tokens - 1) // 2

@@ -1,0 +1,38 @@
+"""docs/rollout.md runs as printed and names suites and options that exist."""
+
+import re
+from pathlib import Path
+
+import rl_consistency
+from rl_consistency.cli.bench_rollout import rollout_suites
+from rl_consistency.cli.main import _parser
+from rl_consistency.parity.presets import build_preset
+
+TEXT = (Path(__file__).resolve().parents[1] / "docs/rollout.md").read_text("utf-8")
+
+
+def test_the_example_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+    names = {"model": build_preset("tiny-qwen3"), "prompts": [[1, 2, 3], [4, 5]], "eos_token_id": 1}
+    exec(code.replace("max_tokens=1024", "max_tokens=6"), names)
+    assert len(names["completions"]) == len(names["rewards"]) == 16
+    for completion in names["completions"]:
+        found = names["rewards"][completion.prompt_index, completion.sample_index]
+        assert found == len(completion.token_ids)
+    names["session"].restore()
+
+
+def test_every_suite_is_explained_and_every_command_parses():
+    explained = set(re.findall(r"^\| `(rollout_\w+)` \|", TEXT, re.M))
+    named = {re.sub(r"decode_.*", "decode_MODEL", suite.name) for suite in rollout_suites()}
+    assert explained == named
+    commands = re.findall(r"^rl-consistency (.+?)(?:  +#.*)?$", TEXT, re.M)
+    assert len(commands) == 5
+    for command in commands:
+        arguments = command.split()
+        _parser(arguments).parse_args(arguments)
+
+
+def test_every_name_of_the_package_is_exported():
+    for name in re.findall(r"rlc\.(\w+)", TEXT):
+        assert name in rl_consistency.__all__, name
