@@ -234,6 +234,33 @@ def _larger(a, b):
 
 
 @triton.jit
+def _fold_ahead(
+    lanes, acc, left, right, block_lanes, block_acc, count,
+    STORED: tl.constexpr, DIM: tl.constexpr, AHEAD: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold the next AHEAD blocks, or the first `count` of them, with factors that are known.
+
+    Nothing here depends on a loop's counter: all loads are issued at once, their offsets constants.
+    """
+    for i in tl.static_range(AHEAD):
+        if MASKED:
+            # Beyond the last block the fold keeps what it has.
+            inside = i < count
+            a = tl.load(left + i * STORED, mask=inside, other=1.0)
+            b = tl.load(right + i * STORED, mask=inside, other=0.0)
+            block_l = tl.load(block_lanes + i * STORED * 8, mask=inside, other=0.0)
+            block_a = tl.load(block_acc + i * STORED * DIM, mask=inside, other=0.0)
+        else:
+            a = tl.load(left + i * STORED)
+            b = tl.load(right + i * STORED)
+            block_l = tl.load(block_lanes + i * STORED * 8)
+            block_a = tl.load(block_acc + i * STORED * DIM)
+        lanes = tl.fma(block_l, b[:, None], lanes * a[:, None])
+        acc = tl.fma(block_a, b[:, None], acc * a[:, None])
+    return lanes, acc
+
+
+@triton.jit
 def attention_combine_kernel(
     OUT, LSE, block_m, block_lanes, block_acc, left, right, tiles, query_start, query_len,
     context_len, window, slots, stride_ot, stride_oh, stride_lse,
@@ -274,21 +301,23 @@ def attention_combine_kernel(
     tl.debug_barrier()
     lanes = tl.zeros((STORED, 8), tl.float32)
     acc = tl.zeros((STORED, COLUMNS), tl.float32)
-    for begin in tl.range(0, count, AHEAD):
-        for i in tl.static_range(AHEAD):
-            inside = begin + i < count
-            place = (first_slot + begin + i) * STORED + row
-            # Beyond the last block the fold keeps what it has.
-            a = tl.load(left + place, mask=inside, other=1.0)[:, None]
-            b = tl.load(right + place, mask=inside, other=0.0)[:, None]
-            block_l = tl.load(
-                block_lanes + place[:, None] * 8 + lane[None, :], mask=inside, other=0.0
-            )
-            block_a = tl.load(
-                block_acc + place[:, None] * DIM + column[None, :], mask=inside, other=0.0
-            )
-            lanes = tl.fma(block_l, b, lanes * a)
-            acc = tl.fma(block_a, b, acc * a)
+    place = first_slot * STORED + row
+    left += place
+    right += place
+    lanes_at = block_lanes + place[:, None] * 8 + lane[None, :]
+    acc_at = block_acc + place[:, None] * DIM + column[None, :]
+    whole = count // AHEAD
+    for _ in tl.range(0, whole):
+        lanes, acc = _fold_ahead(
+            lanes, acc, left, right, lanes_at, acc_at, AHEAD, STORED, DIM, AHEAD, False
+        )
+        left += AHEAD * STORED
+        right += AHEAD * STORED
+        lanes_at += AHEAD * STORED * 8
+        acc_at += AHEAD * STORED * DIM
+    lanes, acc = _fold_ahead(
+        lanes, acc, left, right, lanes_at, acc_at, count - whole * AHEAD, STORED, DIM, AHEAD, True
+    )
     valid, token, head, _position = rows_of(first_row, kv_head, q_len, limit - q_len, STORED, GROUP)
     token_row = (tl.load(query_start + sequence) + token).to(tl.int64)
     _write_rows(

@@ -104,6 +104,7 @@ class DecodeCall:
                 "places": (np.int64, (tokens,)),
                 "cells": (np.int64, (updates,)),
                 "blocks": (np.int32, (updates,)),
+                "last_rows": (np.int64, (rows,)),
                 "query_len": (np.int32, (rows,)),
                 "context_len": (np.int32, (rows,)),
             }
@@ -156,6 +157,7 @@ class DecodeCall:
             ("token_ids", self._token_ids(chunks), 0),
             ("positions", positions, 0),
             ("places", places, self._dummy_place),
+            ("last_rows", (np.arange(count) * width + lens - 1)[:, None], 0),
             ("query_len", lens[:, None], 1),
             ("context_len", ends[:, None], 1),
         ):
@@ -199,9 +201,9 @@ class DecodeCall:
             inputs["token_slots"],
             truncates=self.shape.truncates,
         )
-        if self.shape.width == 1:
-            # After a draft the host knows which token is the last.
-            state.last_tokens.index_copy_(0, inputs["slots"], tokens)
+        # Behind a draft it may not be the last; but there the host knows which one is.
+        last = tokens.index_select(0, inputs["last_rows"])
+        state.last_tokens.index_copy_(0, inputs["slots"], last)
         self.values[0].copy_(tokens)
         self.values[1].copy_(logprobs.view(torch.int32))
 

@@ -28,6 +28,9 @@ from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.staging import to_device, to_host
 
+MEMORY_BOUND_TOKENS = 256
+"""Tokens of a call up to which reading the weights takes longer than multiplying by them."""
+
 RAGGED = 0
 """In place of a width: chunks that run without a graph."""
 
@@ -233,10 +236,15 @@ class ModelRunner:
             )
         widths = [RAGGED] * len(chunks)
         if self._graphs is not None:
+            decodes = [chunk.is_decode for chunk in chunks]
             widths = [
-                width_for(draft) if chunk.is_decode else RAGGED
-                for draft, chunk in zip(drafts, chunks, strict=True)
+                width_for(draft) if decode else RAGGED
+                for draft, decode in zip(drafts, decodes, strict=True)
             ]
+            widest = max(widths)
+            if sum(decodes) * widest <= MEMORY_BOUND_TOKENS:
+                # Each graph reads all weights; rows behind a short draft cost less than that.
+                widths = [widest if decode else RAGGED for decode in decodes]
         groups: dict[int, _Group] = {}
         for width in sorted(set(widths)):
             indices = [index for index, other in enumerate(widths) if other == width]

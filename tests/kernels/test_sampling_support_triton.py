@@ -7,14 +7,19 @@ import torch
 import triton
 import triton.language as tl
 
-from rl_consistency.kernels import sampling_support_triton, vocabulary_statistics_triton
+from rl_consistency.kernels import (
+    key_search_triton,
+    sampling_support_triton,
+    vocabulary_statistics_triton,
+)
+from rl_consistency.kernels.key_search_triton import tied_id
 from rl_consistency.kernels.sampling_support import (
     SamplingRows,
     distribution,
     sorted_support,
     triton_distribution,
 )
-from rl_consistency.kernels.sampling_support_triton import share, tied_id, vocabulary_support
+from rl_consistency.kernels.sampling_support_triton import share, vocabulary_support
 from rl_consistency.kernels.tree_fold import exp_fp32
 from rl_consistency.kernels.vocabulary_statistics_triton import order_key, vocabulary_shifted
 
@@ -109,13 +114,18 @@ def test_a_vocabulary_of_several_tiles_and_splits():
 
 
 def test_tiles_and_splits_do_not_matter(monkeypatch):
-    """Among them more blocks than a tile has ids."""
-    values, rows = logits("plain", 2, 128 * 130), mixed_rows(2)
+    values, rows = logits("plain", 2, 3000), mixed_rows(2)
     expected = by_selection(values, rows)
-    for name, small in (("TILE", 128), ("SPLIT_TILE", 1024), ("SPLIT_BLOCKS", 40)):
+    for name, small in (("TILE", 256), ("SPLIT_TILE", 128), ("SPLIT_BLOCKS", 4)):
         monkeypatch.setattr(sampling_support_triton, name, small)
     monkeypatch.setattr(sampling_support_triton, "SPLITS", tl.constexpr(2))
     assert torch.equal(by_selection(values, rows), expected)
+
+
+def test_more_blocks_than_a_tile_has_ids(monkeypatch):
+    monkeypatch.setattr(sampling_support_triton, "TILE", 128)
+    values, rows = logits("plain", 1, 128 * 130), SamplingRows.uniform(1, top_k=5, min_p=0.01)
+    assert torch.equal(by_selection(values, rows), by_sort(values, rows))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 5, 9, 10])
@@ -225,14 +235,15 @@ def signed_key(z):
 )
 def test_a_mutant_fails_the_same_check(monkeypatch, name, mutant, kind, count):
     assert agrees(kind, 129, count)
-    monkeypatch.setattr(sampling_support_triton, name, mutant)
+    for module in (key_search_triton, sampling_support_triton):
+        monkeypatch.setattr(module, name, mutant)
     assert not agrees(kind, 129, count)
 
 
 def test_zeros_of_both_signs_are_equal(monkeypatch):
     values, rows = torch.tensor([[-1.0, -0.0, 0.0, -0.0]]), SamplingRows.uniform(1, top_k=2)
     assert by_selection(values, rows).tolist() == [[False, True, True, False]]
-    for module in (sampling_support_triton, vocabulary_statistics_triton):
+    for module in (key_search_triton, sampling_support_triton, vocabulary_statistics_triton):
         monkeypatch.setattr(module, "order_key", signed_key)
     assert by_selection(values, rows).tolist() != [[False, True, True, False]]
 

@@ -151,4 +151,3 @@ def test_a_tensor_beyond_the_index_is_refused(monkeypatch):
     monkeypatch.setattr(module, "MAX_BYTES", 100)
     with pytest.raises(ValueError, match="'a' has 104 bytes; allowed: up to 100"):
         weights_digest([("a", values(26))])
-

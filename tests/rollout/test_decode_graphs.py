@@ -17,6 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rl_consistency.models.forward import rotary_rows
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
+from rl_consistency.rollout import model_runner
 from rl_consistency.rollout.decode_graphs import (
     BUCKETS,
     CapturedCall,
@@ -147,7 +148,15 @@ def test_a_bucket_moves_no_bit(model: Qwen3ForCausalLM, count: int, params: Samp
 
 @pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize("lengths", [[1, 2, 3], [7, 4, 1, 5, 6], [0, 3, 7, 0, 1, 2]])
-def test_a_width_moves_no_bit(model: Qwen3ForCausalLM, lengths: list[int], block_size: int) -> None:
+@pytest.mark.parametrize("memory_bound", [0, 256])
+def test_a_width_moves_no_bit(
+    model: Qwen3ForCausalLM,
+    lengths: list[int],
+    block_size: int,
+    memory_bound: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_runner, "MEMORY_BOUND_TOKENS", memory_bound)
     eager, captured = runner_of(model, graphs=False), runner_of(model, block_size=block_size)
     count = len(lengths)
     if block_size == 1:
@@ -157,7 +166,28 @@ def test_a_width_moves_no_bit(model: Qwen3ForCausalLM, lengths: list[int], block
     assert found == [text[1 : 2 + n] for text, n in zip(texts, lengths, strict=True)]
     assert captured._graphs is not None
     widths = {shape.width for shape in captured._graphs.shapes}  # type: ignore[attr-defined]
-    assert widths == {width_for(length) for length in lengths}
+    asked = {width_for(length) for length in lengths}
+    assert widths == ({max(asked)} if memory_bound else asked)
+
+
+def test_a_token_without_a_draft_is_kept_on_the_device_in_a_wide_call(
+    model: Qwen3ForCausalLM,
+) -> None:
+    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    first, second = decoded(eager, prompts(eager, 2), 5)
+    sequences = prompts(captured, 2)
+    captured.launch(whole(sequences)).wait()
+    for sequence, text in zip(sequences, (first, second)):
+        sequence.token_ids.append(text[0][0])
+    draft = tuple(token for token, _ in first[1:4])
+    lengths = [sequence.num_tokens - 1 for sequence in sequences]
+    chunks = [
+        ScheduledChunk(sequences[0], lengths[0], 4, True, draft),
+        ScheduledChunk(sequences[1], lengths[1], 1, True),
+    ]
+    assert captured.launch(chunks).wait()[1] == [second[1]]
+    pending = ScheduledChunk(sequences[1], lengths[1] + 1, 1, True)
+    assert captured.launch([pending]).wait() == [[second[2]]]
 
 
 def test_decode_and_prefill_in_one_step_are_what_they_are_alone(model: Qwen3ForCausalLM) -> None:
