@@ -8,8 +8,10 @@ its bits are the same (claim C1), so buckets are chosen for speed alone.
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -300,9 +302,24 @@ class DecodeGraphs:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads of the trainer may allocate meanwhile.
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+        with (
+            _no_garbage_collection(),
+            torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
+        ):
             call.run()
         return CapturedCall(call, graph.replay, kept)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection may free another engine's memory, which invalidates a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def context_bound(longest: int, capacity: int) -> int:

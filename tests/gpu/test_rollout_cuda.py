@@ -152,8 +152,9 @@ def test_a_decode_step_hardly_waits_for_the_device(monkeypatch):
 
         monkeypatch.setattr(engine, "step", step)
         engine.generate(PROMPTS, sampling)
-    # The tokens of a step are read behind an event, which is no wait for the whole device.
-    assert len(waits) > 8 and not any(waits[3:]), waits
+    # The tokens of a step are read behind an event, which is no wait for the whole device; the last
+    # step hands the samples over.
+    assert len(waits) > 8 and not any(waits[3:-1]), [w for w in waits if w]
 
 
 def test_the_default_cache_leaves_room_on_the_gpu():
