@@ -52,7 +52,8 @@ ORDER = ReductionOrder(
 def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) -> None:
     """Continue `buffer` [N, K] (fp32, in place) over the tokens of dy [T, N] and x [T, K].
 
-    `fresh` says that the buffer is all zero; it changes no bit.
+    `fresh` says that the buffer is all zero; it changes no bit. On CUDA fp32 operands take an fp64
+    buffer (`accumulator_dtype`); an fp32 one is rounded at the end of every call.
     """
     if buffer.is_cuda:
         require_operands("gradient_fold", dy=dy, x=x)
