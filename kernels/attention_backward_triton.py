@@ -72,7 +72,8 @@ def _log2_parts(lse):
 @triton.jit
 def _fold_dq(
     q, do, lse, rest, delta, position, low, high,
-    K, V, k_descriptor, v_descriptor, row0, kv_head, limit, window, factor, stride_kt, stride_kh, stride_vt, stride_vh, dq,
+    K, V, k_descriptor, v_descriptor, row0, kv_head, limit, window, factor,
+    stride_kt, stride_kh, stride_vt, stride_vh, dq,
     KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -135,19 +136,22 @@ def attention_dq_kernel(
         full_low = tl.minimum(tl.maximum(edge, low), tl.maximum(full_high, low))
         dq = _fold_dq(
             q, do, lse, rest, delta, position, low, full_low,
-            K, V, k_descriptor, v_descriptor, start_row, kv_head, limit, window, factor, stride_kt, stride_kh, stride_vt, stride_vh, dq,
+            K, V, k_descriptor, v_descriptor, start_row, kv_head, limit, window, factor,
+            stride_kt, stride_kh, stride_vt, stride_vh, dq,
             KEYS, HEAD_DIM, DIM, SOURCE, True,
         )  # fmt: skip
         low = full_low
         full_high = tl.maximum(full_high, low)
     dq = _fold_dq(
         q, do, lse, rest, delta, position, low, full_high,
-        K, V, k_descriptor, v_descriptor, start_row, kv_head, limit, window, factor, stride_kt, stride_kh, stride_vt, stride_vh, dq,
+        K, V, k_descriptor, v_descriptor, start_row, kv_head, limit, window, factor,
+        stride_kt, stride_kh, stride_vt, stride_vh, dq,
         KEYS, HEAD_DIM, DIM, SOURCE, False,
     )  # fmt: skip
     dq = _fold_dq(
         q, do, lse, rest, delta, position, full_high, high,
-        K, V, k_descriptor, v_descriptor, start_row, kv_head, limit, window, factor, stride_kt, stride_kh, stride_vt, stride_vh, dq,
+        K, V, k_descriptor, v_descriptor, start_row, kv_head, limit, window, factor,
+        stride_kt, stride_kh, stride_vt, stride_vh, dq,
         KEYS, HEAD_DIM, DIM, SOURCE, True,
     )  # fmt: skip
     tl.store(
