@@ -66,12 +66,18 @@ def section(results: Results) -> str:
 
 
 def _stale(meta: Mapping[str, Any]) -> list[str]:
-    """A warning where the kernels are not those that were measured."""
-    measured = meta["kernels_sha256"]
-    if measured == kernels_hash():
+    """A warning that names the suites measured with other kernels than the ones here."""
+    here = kernels_hash()
+    by_hash: dict[str, list[str]] = {}
+    for suite, record in meta["suites"].items():
+        measured = record.get("kernels_sha256", meta["kernels_sha256"])
+        if measured != here:
+            by_hash.setdefault(measured[:12], []).append(suite)
+    if not by_hash:
         return []
+    found = "; ".join(f"`{kernels}`: {', '.join(suites)}" for kernels, suites in by_hash.items())
     return [
-        f"**Not this tree.** The rows were measured with the kernels of hash `{measured[:12]}`, "
+        f"**Not this tree.** Some suites were measured with kernels of another hash ({found}), "
         "which have changed since; they are a state of work, to be measured again.",
         "",
     ]
