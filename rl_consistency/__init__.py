@@ -14,7 +14,11 @@ _EXPORTS = {
     "patch": "rl_consistency.models.patch",
     "token_logprobs": "rl_consistency.models.token_logprobs",
     "Completion": "rl_consistency.rollout.completion",
+    "FailedRequestsError": "rl_consistency.rollout.completion",
     "RolloutEngine": "rl_consistency.rollout.engine",
+    "RolloutStatistics": "rl_consistency.rollout.statistics",
+    "model_digest": "rl_consistency.rollout.weights",
+    "progress_bar": "rl_consistency.rollout.progress",
     "SamplingParams": "rl_consistency.rollout.sampling_params",
     "compare_logprobs": "rl_consistency.parity.drift",
     "check_gradients": "rl_consistency.parity.gradients",
@@ -23,13 +27,17 @@ _EXPORTS = {
 __all__ = [
     "Completion",
     "ConsistencyError",
+    "FailedRequestsError",
     "RolloutEngine",
+    "RolloutStatistics",
     "SamplingParams",
     "__version__",
     "check_gradients",
     "compare_logprobs",
     "fingerprint",
+    "model_digest",
     "patch",
+    "progress_bar",
     "strict",
     "token_logprobs",
 ]
@@ -42,9 +50,12 @@ if TYPE_CHECKING:
     from rl_consistency.numerics.strict import strict
     from rl_consistency.parity.drift import compare_logprobs
     from rl_consistency.parity.gradients import check_gradients
-    from rl_consistency.rollout.completion import Completion
+    from rl_consistency.rollout.completion import Completion, FailedRequestsError
     from rl_consistency.rollout.engine import RolloutEngine
+    from rl_consistency.rollout.progress import progress_bar
     from rl_consistency.rollout.sampling_params import SamplingParams
+    from rl_consistency.rollout.statistics import RolloutStatistics
+    from rl_consistency.rollout.weights import model_digest
 
 
 def __getattr__(name: str) -> Any:

@@ -123,11 +123,18 @@ class GRPOTrainer:
             kl_coefficient=algorithm.kl_coefficient,
             entropy_coefficient=algorithm.entropy_coefficient,
         )
-        self._weights_digest: str | None = None  # of the last update, for the next rollout
+        # Of the weights as they were handed over here, by a checkpoint too; then of each update.
+        self._weights_digest = model_digest(model)
         self._times: dict[str, float] = {}
 
     def step(self, step: int) -> Metrics:
-        """Roll out, score, learn; `step` counts from 1. Returns the metrics of the step."""
+        """Roll out, score, learn; `step` counts from 1. Returns the metrics of the step.
+
+        Raises:
+            FailedRequestsError: the model gave a logprob that is not finite; nothing was learned
+                in this step, and the run ends.
+            ConsistencyError: weights that are not those of the last update, or the hook's.
+        """
         started = perf_counter()
         self._times = {"rollout": 0.0, "training": 0.0, "optimizer": 0.0}
         with self._timed("rollout"):
@@ -150,7 +157,10 @@ class GRPOTrainer:
         return metrics
 
     def evaluate(self) -> Metrics:
-        """Mean reward of one greedy completion per evaluation example; {} without a set."""
+        """Mean reward of one greedy completion per evaluation example; {} without a set.
+
+        Errors are those of the rollout in `step`.
+        """
         if self._evaluation is None:
             return {}
         limit = self._config.training.eval_samples or len(self._evaluation.prompts)

@@ -79,21 +79,24 @@ def stock_captured_attention(
     queries = q.shape[0] // sequences
     blocks = -(-max(layout.context_lens) // layout.block_size)
     keys = blocks * layout.block_size
-    # Behind a sequence's last block its own first: a weight of 0 would not remove another's NaN.
-    reached = (
-        torch.arange(0, keys, layout.block_size, device=q.device) < numbers.context_len[:, None]
-    )
-    table = numbers.block_table[:, :blocks]
-    index = torch.where(reached, table, table[:, :1]).view(-1)
+    key = torch.arange(keys, device=q.device)
+    starts = numbers.block_table[:, :blocks, None] * layout.block_size
+    places = (starts + key[: layout.block_size]).flatten(1)  # [B, keys]
+    # Behind its last key a sequence's own first: a weight of 0 would not remove the NaN that a
+    # former holder left there.
+    index = torch.where(key < numbers.context_len[:, None], places, places[:, :1]).view(-1)
     k, v = (
-        cache[layer].index_select(0, index).view(sequences, keys, *cache[layer].shape[2:])
+        cache[layer]
+        .view(-1, *cache[layer].shape[2:])
+        .index_select(0, index)
+        .view(sequences, keys, *cache[layer].shape[2:])
         for cache in (layout.key_cache, layout.value_cache)
     )
     kv_heads, heads, head_dim = k.shape[2], q.shape[1], q.shape[2]
     last = numbers.context_len - 1
     token = torch.arange(queries, device=q.device)
     position = torch.minimum((last + 1 - numbers.query_len)[:, None] + token, last[:, None])
-    distance = position[:, :, None] - torch.arange(keys, device=q.device)  # [B, queries, keys]
+    distance = position[:, :, None] - key  # [B, queries, keys]
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     # The heads of a KV group as further queries: no kernel with a mask takes grouped heads, and
     # torch would repeat the keys for each of them.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.sampling_support import SamplingRows
 from rl_consistency.rollout.random_stream import KEY_WORDS, stream_keys
+from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.staging import to_device
 
@@ -69,9 +70,7 @@ class DeviceState:
         self._words[:KEY_WORDS, slot] = keys[0]
         self._words[KEY_WORDS, slot] = params.top_k
         self._shares[:, slot] = (params.temperature, params.top_p, params.min_p)
-        self._truncates[slot] = (
-            params.temperature == 0 or params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        )
+        self._truncates[slot] = restricts_support(params)
         self._tables[slot] = self.dummy_block
         self._num_blocks[slot] = 0
         self._stale[slot] = None
@@ -153,3 +152,8 @@ class DeviceState:
         # Neutral to the bits, and one graph then serves all temperatures.
         rows = rows.knowing(truncates=truncates, unit_temperature=False)
         return rows, words[:KEY_WORDS].t()
+
+
+def restricts_support(params: SamplingParams) -> bool:
+    """Whether some tokens may be ruled out by `params`."""
+    return params.temperature == 0 or params.top_k > 0 or params.top_p < 1 or params.min_p > 0

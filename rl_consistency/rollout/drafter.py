@@ -10,13 +10,14 @@ Source: Leviathan et al., speculative decoding (2023); Saxena, prompt lookup dec
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Protocol
 
 MAX_DRAFT = 7
 """Longest draft: a step of 8 tokens per sequence."""
 
-WIDTHS = (1, 3, MAX_DRAFT)
+DRAFT_LENGTHS = (1, 3, MAX_DRAFT)
 """Lengths asked for: with the last token they fill the widths steps are captured for, 4 and 8."""
 
 SHORTEST_REST = 2
@@ -113,38 +114,35 @@ class Speculator:
     Args:
         drafter: whom to ask.
         most: longest draft, 1 to 7.
+        vocab_size: of the model.
     """
 
-    def __init__(self, drafter: Drafter, most: int) -> None:
+    def __init__(self, drafter: Drafter, most: int, vocab_size: int) -> None:
         self._drafter = drafter
+        self._vocab_size = vocab_size
         self._state: DraftState | None = None
         self._num_seen = 0
-        self._widths = sorted({min(width, most) for width in WIDTHS})
-        self._level = min(1, len(self._widths) - 1)
+        self._lengths = sorted({min(length, most) for length in DRAFT_LENGTHS})
+        self._level = min(1, len(self._lengths) - 1)
         self._rest = SHORTEST_REST
         self._resume_at = 0
 
-    def width(self, num_tokens: int) -> int:
+    def length(self, num_tokens: int) -> int:
         """Length of the draft wanted behind `num_tokens` tokens; 0 is none."""
-        return self._widths[self._level] if num_tokens >= self._resume_at else 0
+        return self._lengths[self._level] if num_tokens >= self._resume_at else 0
 
     def propose(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
         """A draft behind all known tokens of the sequence.
 
         Raises:
-            ValueError: the drafter proposes more than was asked for.
+            ValueError: the drafter proposes more than was asked for, or what is no token id.
         """
         if self._state is None:
             self._state = self._drafter.start(token_ids)
         elif self._num_seen < len(token_ids):
             self._state.append(token_ids[self._num_seen :])
         self._num_seen = len(token_ids)
-        draft = tuple(self._state.propose(most))
-        if len(draft) > most:
-            raise ValueError(
-                f"{type(self._drafter).__name__} proposed {len(draft)} tokens where at most {most} "
-                "were asked for"
-            )
+        draft = self._checked(self._state.propose(most), most)
         if not draft:
             self._pause(len(token_ids), LONGEST_WAIT)
         return draft
@@ -154,11 +152,28 @@ class Speculator:
         if num_accepted:
             self._rest = SHORTEST_REST
         if num_accepted == num_drafted:
-            self._level = min(self._level + 1, len(self._widths) - 1)
+            self._level = min(self._level + 1, len(self._lengths) - 1)
         elif 2 * num_accepted < num_drafted:
             if self._level == 0:
                 self._pause(num_tokens, LONGEST_REST)
             self._level = max(self._level - 1, 0)
+
+    def _checked(self, proposed: Sequence[int], most: int) -> tuple[int, ...]:
+        name = type(self._drafter).__name__
+        try:
+            draft = tuple(operator.index(token_id) for token_id in proposed)
+        except TypeError:
+            draft = (-1,)
+        if len(draft) > most:
+            raise ValueError(
+                f"{name} proposed {len(draft)} tokens where at most {most} were asked for"
+            )
+        if not all(0 <= token_id < self._vocab_size for token_id in draft):
+            raise ValueError(
+                f"{name} proposed {proposed!r}; a draft must be ids of the model's vocabulary of "
+                f"{self._vocab_size}"
+            )
+        return draft
 
     def _pause(self, num_tokens: int, longest: int) -> None:
         self._resume_at = num_tokens + min(self._rest, longest)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Sequence
 from typing import Any
 
+import torch
+
 from rl_consistency.models.patch import patched_session
-from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.completion import Completion, FailedRequestsError
+from rl_consistency.rollout.device_state import restricts_support
 from rl_consistency.rollout.drafter import Drafter, PromptLookupDrafter
 from rl_consistency.rollout.model_runner import ModelRunner
 from rl_consistency.rollout.progress import ProgressCallback
 from rl_consistency.rollout.requests import RequestLimits, eos_token_ids
-from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.sampling_params import SamplingParams, check_integer
 from rl_consistency.rollout.scheduler import Scheduler
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.statistics import RolloutStatistics
@@ -79,9 +82,11 @@ class RolloutEngine:
             "tokens_per_sequence": tokens_per_sequence,
         }
         for name, limit in limits.items():
-            if limit is not None and limit < 1:
-                raise ValueError(f"{name} must be at least 1, got {limit}")
+            if limit is not None:
+                check_integer(name, limit, 1)
         patched_session(model)
+        if torch.is_inference_mode_enabled():
+            raise ValueError("build the RolloutEngine outside torch.inference_mode")
         self.fingerprint = fingerprint(model.device)
         eos = eos_token_ids(eos_token_id, model.config.vocab_size)
         self._runner = ModelRunner(
@@ -117,13 +122,42 @@ class RolloutEngine:
         self._loop = self._new_loop()
         self._live: dict[str, list[RolloutSequence]] = {}  # unfinished samples by request
         self._undelivered: list[Completion] = []
-        self._num_requests = 0
+        self._numbers = itertools.count()  # of the request ids made up
         self._num_samples = self._num_finished = 0
 
     @property
     def stats(self) -> RolloutStatistics:
         """Since the engine last began to work: of one `generate` or `stream`."""
         return self._loop.statistics()
+
+    def warm_up(
+        self,
+        sampling: SamplingParams,
+        *,
+        batch_sizes: Sequence[int] | None = None,
+        longest: int | None = None,
+    ) -> None:
+        """Capture the CUDA graphs that decoding with `sampling` replays.
+
+        Without it each is captured in the first step that needs it, while all samples wait. A hook,
+        a patch or a parameter that changes place drops them. Does nothing without graphs.
+
+        Args:
+            sampling: whether it restricts the support, and its speculation, decide which graphs.
+            batch_sizes: numbers of samples decoding together; None is all up to `max_num_seqs`.
+            longest: tokens of the longest sample, for stock attention; None is the most possible.
+
+        Raises:
+            ValueError: a batch size out of range, or requests that are not finished.
+        """
+        self._require_idle("warm_up")
+        self._runner.begin()
+        self._runner.warm_up(
+            batch_sizes,
+            drafts=range(sampling.speculation + 1),
+            truncates=restricts_support(sampling),
+            longest=longest,
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -159,7 +193,8 @@ class RolloutEngine:
                 another call that are not finished.
             FailedRequestsError: the model gave a logprob that is not a finite number. The other
                 requests were finished and hang on the error.
-            ConsistencyError: the weights have another digest than given, or were changed meanwhile.
+            ConsistencyError: the weights have another digest than given, or were changed meanwhile,
+                or the ops on their stock path or the forward hooks were.
         """
         completions = sorted(
             self.stream(
@@ -191,13 +226,10 @@ class RolloutEngine:
         Arguments and errors are those of `generate`, but a request that fails is yielded like the
         others, with `finish_reason` "error". While the caller works on one completion, the step in
         flight goes on. Prompts submitted meanwhile are finished and yielded too. Closing the
-        iterator, or leaving a `for` over it, cancels what is unfinished.
+        iterator, or leaving a `for` over it, cancels what is unfinished and drops the prefix cache.
+        Once all is finished the iterator yields nothing more, whatever the engine serves next.
         """
-        if self.has_unfinished:
-            raise ValueError(
-                f"the engine has {len(self._live)} unfinished requests; take in their stream or "
-                "close it, or cancel them and step, before another generate or stream"
-            )
+        self._require_idle("generate or stream")
         self.submit(
             prompts,
             sampling,
@@ -220,11 +252,14 @@ class RolloutEngine:
     ) -> list[str]:
         """Queue prompts, to be served by `step`; returns their request ids.
 
-        Arguments and errors are those of `generate`. Indices count within this call. The weights
-        must not change until `has_unfinished` is False.
+        Arguments and errors are those of `generate`. Indices count within this call, and so do the
+        default `prompt_ids`: give ids, or another seed, to prompts that join unfinished ones. The
+        weights, the `strict` choice, the forward hooks and the CUDA stream must not change until
+        `has_unfinished` is False.
         """
-        ids = self._request_ids(len(prompts)) if request_ids is None else list(request_ids)
+        ids = self._made_up_ids(len(prompts)) if request_ids is None else request_ids
         sequences = self._limits.sequences(prompts, sampling, prompt_ids, ids)
+        ids = list(ids)
         self._check_ids(ids)
         self._check_streams(sequences)
         if self.has_unfinished:
@@ -236,69 +271,79 @@ class RolloutEngine:
             self._live.setdefault(sequence.request_id, []).append(sequence)
             self._loop.add(sequence)
         self._num_samples += len(sequences)
-        self._num_requests += len(prompts)
         return ids
 
     def cancel(self, request_id: str) -> bool:
         """Cancel what is unfinished of a request; its KV blocks are free at once.
 
-        The completions, with the tokens known by now, come from the next `step`. Returns whether
-        there was anything to cancel.
+        The completions, with the tokens known by now, come from the next `step`. If no request is
+        left the prefix cache is dropped. Returns whether there was anything to cancel.
         """
         sequences = self._live.pop(request_id, [])
         for sequence in sequences:
             self._loop.cancel(sequence)
             self._deliver(sequence)
+        if sequences and not self._live:
+            self._loop.forget()
         return bool(sequences)
 
     def step(self) -> list[Completion]:
         """Launch one step and take in the one before; returns what ended.
 
+        After an exception of any kind all requests and the prefix cache are gone, and the engine is
+        ready for others.
+
         Raises:
-            ConsistencyError: the weights were changed while requests were under way. They are all
-                cancelled.
+            ConsistencyError: the weights, the ops on their stock path or the forward hooks were
+                changed while requests were under way.
+            ValueError: the step was asked for on another CUDA stream than the first request.
         """
         if not self.has_unfinished:
             return []
+        try:
+            return self._advance()
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _advance(self) -> list[Completion]:
         for sequence in self._loop.step():
             self._forget(sequence)
             self._deliver(sequence)
         delivered, self._undelivered = self._undelivered, []
-        try:
+        if self._loop.has_unfinished:
             self._weights.after_step(ends_samples=bool(delivered))
-            if not self._loop.has_unfinished:
-                self._weights.after_rollout()
-        except ConsistencyError:
-            self._abandon()
-            raise
+        else:
+            self._weights.after_rollout()
         return delivered
 
     def _run(self, progress: ProgressCallback | None) -> Generator[Any]:
-        """First None, then the completions of all that is unfinished."""
+        """First None, then the completions of all that is unfinished in this rollout."""
+        loop = self._loop  # each rollout has its own
         try:
             yield None
-            while self.has_unfinished:
+            while self._loop is loop and self.has_unfinished:
                 delivered = self.step()
                 if progress is not None:
                     progress(self._loop.num_tokens, self._num_finished, self._num_samples)
                 yield from delivered
         finally:
-            self._abandon()
+            if self._loop is loop and self.has_unfinished:
+                self._abandon()
 
     def _begin(self, weights_digest: str | None) -> None:
         """From idle to work: new counters, and no cached key of other weights."""
-        self._runner.check_model()
+        self._runner.begin()
         if self._weights.take_over(weights_digest):
             self._blocks.reset()
         self._loop = self._new_loop()
         self._num_samples = self._num_finished = 0
 
     def _abandon(self) -> None:
-        """Cancel all that is unfinished and hand nothing of it out."""
-        for request_id in list(self._live):
-            self.cancel(request_id)
+        """Leave all that is unfinished, in whatever state it is, and hand nothing of it out."""
+        self._live.clear()
         self._undelivered.clear()
-        self._loop.drain()
+        self._loop.abandon()
 
     def _deliver(self, sequence: RolloutSequence) -> None:
         self._num_finished += 1
@@ -310,15 +355,28 @@ class RolloutEngine:
         if not live:
             del self._live[sequence.request_id]
 
-    def _request_ids(self, count: int) -> list[str]:
-        return [f"request-{self._num_requests + index}" for index in range(count)]
+    def _unfinished(self) -> set[str]:
+        """Requests with samples that are not handed out."""
+        return {*self._live, *(completion.request_id for completion in self._undelivered)}
+
+    def _require_idle(self, purpose: str) -> None:
+        if self.has_unfinished:
+            raise ValueError(
+                f"the engine has {len(self._unfinished())} unfinished requests; take in their "
+                f"stream or close it, or cancel them and step, before the next {purpose}"
+            )
+
+    def _made_up_ids(self, count: int) -> list[str]:
+        taken = self._unfinished()
+        names = (f"request-{number}" for number in self._numbers)
+        return list(itertools.islice((name for name in names if name not in taken), count))
 
     def _check_ids(self, request_ids: Sequence[str]) -> None:
-        seen: set[str] = set()
+        seen = self._unfinished()
         for request_id in request_ids:
             if not isinstance(request_id, str):
                 raise ValueError(f"request ids must be strings, got {request_id!r}")
-            if request_id in seen or request_id in self._live:
+            if request_id in seen:
                 raise ValueError(
                     f"request id {request_id!r} is given twice, or belongs to a request that is "
                     "not finished; give each its own"

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention_layout import CapturedPagedAttention, PagedAttention
 from rl_consistency.models.forward import next_token_logits, paged_hidden_states, rotary_rows
-from rl_consistency.rollout.decode_graphs import WIDTHS, CapturedCall, DecodeGraphs, width_for
+from rl_consistency.rollout.decode_graphs import (
+    WIDTHS,
+    CapturedCall,
+    DecodeGraphs,
+    buckets_up_to,
+    width_for,
+)
 from rl_consistency.rollout.device_state import DeviceState
 from rl_consistency.rollout.kv_cache import KVCache
 from rl_consistency.rollout.ragged_call import RaggedCall
@@ -27,6 +33,7 @@ from rl_consistency.rollout.sampler import sample
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.staging import to_device, to_host
+from rl_consistency.rollout.weights import forward_path
 
 MEMORY_BOUND_TOKENS = 256
 """Tokens of a call up to which reading the weights takes longer than multiplying by them."""
@@ -133,7 +140,8 @@ class ModelRunner:
             dummy_block=self.num_blocks,
             device=self.device,
         )
-        self._addresses = self._parameter_addresses()
+        self._captured_from = self._read_by_graphs()
+        self._stream = self._current_stream()
         self._graphs: DecodeGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
             self._graphs = DecodeGraphs(
@@ -148,11 +156,14 @@ class ModelRunner:
     def device(self) -> torch.device:
         return self._cache.device
 
-    def check_model(self) -> None:
-        """Look at the model before a rollout; graphs whose parameters have moved are dropped.
+    def begin(self) -> None:
+        """Look at the model before a rollout, whose steps belong to the current CUDA stream.
+
+        Graphs are dropped if parameters moved, or if hooks or the patch were changed.
 
         Raises:
-            ValueError: the model was moved or cast since the cache was allocated.
+            ValueError: the model was moved or cast since the cache was allocated, or is not
+                patched.
         """
         cache = self._cache
         if (self._model.dtype, self._model.device) != (cache.dtype, cache.device):
@@ -161,19 +172,26 @@ class ModelRunner:
                 f"model is now in {self._model.dtype} on {self._model.device}; build the "
                 "RolloutEngine after moving or casting the model"
             )
-        addresses = self._parameter_addresses()
-        if self._graphs is not None and addresses != self._addresses:
+        captured_from, self._captured_from = self._captured_from, self._read_by_graphs()
+        if self._graphs is not None and captured_from != self._captured_from:
             self._graphs.drop()
-        self._addresses = addresses
+        self._stream = self._current_stream()
 
-    def _parameter_addresses(self) -> list[int]:
+    def _read_by_graphs(self) -> tuple[object, ...]:
+        """Where the tensors lie that graphs read, and what else was captured."""
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        return [tensor.data_ptr() for tensor in tensors]
+        return [tensor.data_ptr() for tensor in tensors], forward_path(self._model)
+
+    def _current_stream(self) -> int | None:
+        """The current CUDA stream's handle; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.current_stream(self.device).cuda_stream
 
     @torch.no_grad()
     def warm_up(
         self,
-        batch_sizes: Sequence[int],
+        batch_sizes: Sequence[int] | None = None,
         *,
         drafts: Sequence[int] = (0,),
         truncates: bool = False,
@@ -182,13 +200,23 @@ class ModelRunner:
         """Capture the graphs of decode steps ahead of time; nothing to do without graphs.
 
         Args:
-            batch_sizes: numbers of sequences decoding together.
+            batch_sizes: numbers of sequences decoding together, at most `max_num_seqs`; None is
+                every one that graphs are captured for.
             drafts: lengths of the drafts to verify.
             truncates: whether any sequence restricts its support.
             longest: tokens of the longest sequence, for stock attention; None is the most possible.
+
+        Raises:
+            ValueError: a batch size out of range.
         """
+        most = self._state.dummy_slot
+        wrong = [rows for rows in batch_sizes or () if not 1 <= rows <= most]
+        if wrong:
+            raise ValueError(f"batch sizes must be 1 to max_num_seqs={most}, got {wrong}")
         if self._graphs is None:
             return
+        if batch_sizes is None:
+            batch_sizes = buckets_up_to(most)
         # The largest first: the others fit in the memory it leaves.
         for rows in sorted(set(batch_sizes), reverse=True):
             for width in sorted({width_for(draft) for draft in drafts}, reverse=True):
@@ -212,8 +240,14 @@ class ModelRunner:
         end in one token that the step before samples (`num_pending`).
 
         Raises:
-            ValueError: a draft longer than `max_draft`.
+            ValueError: a draft longer than `max_draft`, or another CUDA stream than at `begin`.
         """
+        if self._stream != (now := self._current_stream()):
+            raise ValueError(
+                f"the rollout began on CUDA stream {self._stream} and a step was asked for on "
+                f"{now}, where it would not wait for the steps before; give all steps of a rollout "
+                "the same stream"
+            )
         groups = self._grouped(chunks)
         ragged_group = groups.pop(RAGGED, None)
         # Everything is staged before anything runs: one copy brings the device's tables up to date.

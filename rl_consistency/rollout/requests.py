@@ -40,7 +40,14 @@ class RequestLimits:
             ValueError: a prompt or a setting that cannot be served.
         """
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        ids = range(len(prompts)) if prompt_ids is None else prompt_ids
+        if not isinstance(params, Sequence):
+            raise ValueError(
+                "sampling must be a SamplingParams or a sequence of them, one for each prompt; got "
+                f"{sampling!r}"
+            )
+        if isinstance(request_ids, str):
+            raise ValueError(f"request_ids must be a list of strings, got {request_ids!r}")
+        ids = range(len(prompts)) if prompt_ids is None else _prompt_ids(prompt_ids)
         given = {"sampling": params, "prompt_ids": ids, "request_ids": request_ids}
         for name, values in given.items():
             if len(values) != len(prompts):
@@ -56,6 +63,7 @@ class RequestLimits:
         self, index: int, prompt: Sequence[int], params: SamplingParams, prompt_id: int
     ) -> Iterator[RolloutSequence]:
         tokens = self._checked_prompt(index, prompt, params)
+        self._check_stop_tokens(index, params)
         stop = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop |= self.eos_token_ids
@@ -67,13 +75,18 @@ class RequestLimits:
                 params=params,
                 stop_token_ids=stop,
                 token_ids=tokens,
-                stop_strings=self._stop_strings(index, params),
-                speculator=(
-                    Speculator(self.drafter, params.speculation) if params.speculation else None
-                ),
+                stop_strings=self._stop_strings(index, params, tokens[-1:]),
+                speculator=self._speculator(params),
             )
 
-    def _stop_strings(self, index: int, params: SamplingParams) -> StopStrings | None:
+    def _speculator(self, params: SamplingParams) -> Speculator | None:
+        if not params.speculation:
+            return None
+        return Speculator(self.drafter, params.speculation, self.vocab_size)
+
+    def _stop_strings(
+        self, index: int, params: SamplingParams, context: Sequence[int]
+    ) -> StopStrings | None:
         if not params.stop:
             return None
         if self.tokenizer is None:
@@ -81,16 +94,20 @@ class RequestLimits:
                 f"prompt {index} has stop strings {params.stop}, which need the text of the "
                 "tokens: give the RolloutEngine a tokenizer, or use stop_token_ids"
             )
-        return StopStrings(self.tokenizer, params.stop)
+        return StopStrings(self.tokenizer, params.stop, context)
 
     def _checked_prompt(
         self, index: int, prompt: Sequence[int], params: SamplingParams
     ) -> list[int]:
-        tokens = np.asarray(prompt)
+        no_list = f"prompt {index} must be a list of integer token ids"
+        try:
+            tokens = np.asarray(prompt)
+        except ValueError as error:  # lists of differing lengths within it
+            raise ValueError(no_list) from error
         if tokens.size == 0:
             raise ValueError(f"prompt {index} is empty; give it at least one token, such as bos")
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"prompt {index} must be a list of integer token ids")
+            raise ValueError(no_list)
         outside = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
         if outside.size:
             raise ValueError(
@@ -99,6 +116,14 @@ class RequestLimits:
             )
         self._check_length(index, len(tokens), params.max_tokens)
         return tokens.tolist()
+
+    def _check_stop_tokens(self, index: int, params: SamplingParams) -> None:
+        for token_id in params.stop_token_ids:
+            if token_id >= self.vocab_size:
+                raise ValueError(
+                    f"prompt {index} has the stop token id {token_id}, outside the model's "
+                    f"vocabulary of {self.vocab_size}"
+                )
 
     def _check_length(self, index: int, num_prompt_tokens: int, max_tokens: int) -> None:
         asked = f"prompt {index}: {num_prompt_tokens} prompt tokens and max_tokens={max_tokens}"
@@ -117,11 +142,14 @@ class RequestLimits:
 
 
 def eos_token_ids(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> frozenset[int]:
-    """The ids that end a sample; ValueError for one outside the vocabulary."""
-    if eos_token_id is None:
-        return frozenset()
-    values = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
-    token_ids = frozenset(operator.index(value) for value in values)
+    """The ids that end a sample; ValueError for one outside the vocabulary, or no integer."""
+    values = [] if eos_token_id is None else eos_token_id
+    try:
+        token_ids = frozenset(map(_integer, np.atleast_1d(values)))
+    except TypeError as error:
+        raise ValueError(
+            f"eos_token_id must be a token id, a sequence of them or None, got {eos_token_id!r}"
+        ) from error
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise ValueError(
@@ -130,20 +158,31 @@ def eos_token_ids(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> 
     return token_ids
 
 
+def _integer(value: object) -> int:
+    """An integer of any kind but bool as int; TypeError otherwise."""
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError("a bool is not an integer here")
+    return operator.index(value)  # type: ignore[arg-type]
+
+
+def _prompt_ids(values: Sequence[int]) -> list[int]:
+    ids: list[int] = []
+    for index, value in enumerate(values):
+        try:
+            ids.append(_integer(value))
+        except TypeError:
+            ids.append(-1)
+        if not 0 <= ids[-1] < 2**64:
+            raise ValueError(f"prompt_ids[{index}] must be an integer in [0, 2**64), got {value!r}")
+    return ids
+
+
 def _check_streams(prompt_ids: Sequence[int], params: Sequence[SamplingParams]) -> None:
     """Each prompt needs a random stream of its own."""
     seen: dict[tuple[int, int], int] = {}
     for index, (prompt_id, asked) in enumerate(zip(prompt_ids, params)):
         if not isinstance(asked, SamplingParams):
             raise ValueError(f"sampling[{index}] must be a SamplingParams, got {asked!r}")
-        if (
-            isinstance(prompt_id, bool)
-            or not isinstance(prompt_id, int)
-            or not (0 <= prompt_id < 2**64)
-        ):
-            raise ValueError(
-                f"prompt_ids[{index}] must be an integer in [0, 2**64), got {prompt_id!r}"
-            )
         first = seen.setdefault((asked.seed, prompt_id), index)
         if first != index:
             raise ValueError(

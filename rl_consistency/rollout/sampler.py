@@ -11,9 +11,6 @@ never written out; the exp that makes them is `exp_fp32` there and torch's on a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
-
 import torch
 from torch import Tensor
 
@@ -22,25 +19,8 @@ from rl_consistency.kernels.sampling_support import (
     SamplingRows,
     distribution,
 )
-from rl_consistency.models.packing import from_host
-from rl_consistency.rollout.sampling_params import SamplingParams
 
 _UNIT = 2.0**52
-
-
-def sampling_rows(params: Sequence[SamplingParams], device: torch.device) -> SamplingRows:
-    """The sampling parameters of a batch as tensors, one entry per row."""
-    on_host = SamplingRows(
-        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
-        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64),
-        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
-        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-    )
-    rows = SamplingRows(
-        **{f.name: from_host(getattr(on_host, f.name).numpy(), device) for f in fields(on_host)}
-    )
-    # Answered here, so that nobody waits for the device to say it.
-    return rows.knowing(truncates=on_host.truncates, unit_temperature=on_host.unit_temperature)
 
 
 @torch.no_grad()

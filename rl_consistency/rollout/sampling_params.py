@@ -12,6 +12,14 @@ from rl_consistency.rollout.drafter import MAX_DRAFT
 MIN_TEMPERATURE = 1e-4
 """Smallest temperature other than 0: below it a scaled fp32 logit may overflow."""
 
+_MAX_TEMPERATURE = (2.0 - 2.0**-23) * 2.0**127
+"""The largest fp32 number: the sampler computes in fp32."""
+
+_MIN_TOP_P = 2.0**-126
+"""The smallest normal fp32 number."""
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -32,7 +40,7 @@ class SamplingParams:
     """Logits are divided by it; 0 is greedy decoding, the lowest token id winning a tie."""
 
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0 keeps all. At most 2**31 - 1."""
 
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose mass reaches it; in (0, 1], 1 keeps all."""
@@ -54,26 +62,29 @@ class SamplingParams:
 
     stop: tuple[str, ...] = ()
     """Strings that end a sample once its text holds one; the token that completes it is the
-    sample's last. They need an engine with a tokenizer."""
+    sample's last. They need an engine with a tokenizer. None may hold U+FFFD, which decoders also
+    write for bytes that are not, or not yet, a character."""
 
     speculation: int = 0
     """Longest draft verified in one step, 0 to 7; 0 decodes plainly. Moves no token and no logprob:
     it pays where text is copied and few sequences run."""
 
     def __post_init__(self) -> None:
-        _check_integer("n", self.n, 1)
-        _check_integer("top_k", self.top_k, 0)
-        _check_integer("max_tokens", self.max_tokens, 1)
-        _check_integer("seed", self.seed, 0, 2**64 - 1)
-        _check_integer("speculation", self.speculation, 0, MAX_DRAFT)
+        check_integer("n", self.n, 1)
+        check_integer("top_k", self.top_k, 0, 2**31 - 1)
+        check_integer("max_tokens", self.max_tokens, 1)
+        check_integer("seed", self.seed, 0, 2**64 - 1)
+        check_integer("speculation", self.speculation, 0, MAX_DRAFT)
         temperature = _real("temperature", self.temperature)
-        if temperature != 0.0 and not MIN_TEMPERATURE <= temperature < math.inf:
+        if temperature != 0.0 and not MIN_TEMPERATURE <= temperature <= _MAX_TEMPERATURE:
             raise ValueError(
-                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g} and finite, "
-                f"got {self.temperature!r}"
+                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g} and finite in "
+                f"fp32, got {self.temperature!r}"
             )
-        if not 0.0 < _real("top_p", self.top_p) <= 1.0:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p!r}; 1 turns it off")
+        if not _MIN_TOP_P <= _real("top_p", self.top_p) <= 1.0:
+            raise ValueError(
+                f"top_p must lie in (0, 1], above 0 in fp32 too, got {self.top_p!r}; 1 turns it off"
+            )
         if not 0.0 <= _real("min_p", self.min_p) <= 1.0:
             raise ValueError(f"min_p must lie in [0, 1], got {self.min_p!r}; 0 turns it off")
         if not isinstance(self.ignore_eos, bool):
@@ -82,7 +93,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", _strings(self.stop))
 
 
-def _check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
+def check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    """ValueError unless the value is an integer, no less than `low` and no more than `high`."""
     allowed = (
         isinstance(value, int)
         and not isinstance(value, bool)
@@ -97,7 +109,10 @@ def _check_integer(name: str, value: object, low: int, high: int | None = None) 
 def _real(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name} must be a number, got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf  # out of every range
 
 
 def _token_ids(value: object) -> tuple[int, ...]:
@@ -114,10 +129,14 @@ def _token_ids(value: object) -> tuple[int, ...]:
 
 
 def _strings(value: object) -> tuple[str, ...]:
-    message = f"stop must be a sequence of strings, none of them empty, got {value!r}"
+    message = (
+        f"stop must be a sequence of strings, none of them empty or with U+FFFD, got {value!r}"
+    )
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise ValueError(message)
     strings = tuple(value)
-    if not all(isinstance(string, str) and string for string in strings):
+    if not all(
+        isinstance(string, str) and string and _REPLACEMENT not in string for string in strings
+    ):
         raise ValueError(message)
     return strings

@@ -85,7 +85,7 @@ class Scheduler:
         self._waiting: list[tuple[bool, int, int, RolloutSequence]] = []
         self._set_aside: dict[int, list[RolloutSequence]] = {}  # by the block they wait for
         self._refused: RolloutSequence | None = None  # there was no room for it
-        self._refused_with = 0  # blocks free then
+        self._refused_with = 0  # blocks free then, less those kept for others
         self._running: list[RolloutSequence] = []  # in order of admission
         self._num_left = 0  # of these, ended since the list was last cleaned
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -111,20 +111,16 @@ class Scheduler:
         num_running = len(self._running) - self._num_left
         sitting_out = sum(
             sequence.num_drafted > 0
-            or (sequence.num_pending > 0 and sequence.speculator.width(sequence.num_tokens + 1) > 0)
+            or (
+                sequence.num_pending > 0 and sequence.speculator.length(sequence.num_tokens + 1) > 0
+            )
             for sequence in self._running
             if sequence.speculator is not None
         )
         return sitting_out > 0 and sitting_out * _SIT_OUT_SHARE >= num_running
 
     def add(self, sequence: RolloutSequence) -> None:
-        """Queue a sequence; ValueError if the whole cache could not hold it."""
-        needed = self._blocks.blocks_for(sequence.max_cached_tokens)
-        if needed > self._blocks.num_blocks:
-            raise ValueError(
-                f"the sequence may need {needed} KV blocks of {self._blocks.block_size} tokens "
-                f"and the cache has {self._blocks.num_blocks}"
-            )
+        """Queue a sequence that the whole cache can hold: `RequestLimits` has seen to that."""
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
         self._num_waiting += 1
@@ -161,8 +157,10 @@ class Scheduler:
             if chunk.samples:
                 sequence.num_pending += 1
                 sequence.num_drafted = len(chunk.draft)
-            if chunk.length > 1:
+            # The one token of a decode is known, and can fill a block, only when it is reported.
+            if chunk.length > 1 or not chunk.samples:
                 self._blocks.publish(sequence)
+                self._refused = None  # it may find more of itself in the cache
 
     def finish(self, sequence: RolloutSequence) -> None:
         """Retire a sequence that ended, wherever it is, and take its blocks back at once."""
@@ -183,7 +181,7 @@ class Scheduler:
         prefills: list[RolloutSequence] = []
         room, size = self._max_batch_tokens, self._blocks.block_size
         # Preemption shortens the list from its end, never before the sequence at hand.
-        for sequence in self._running:
+        for place, sequence in enumerate(self._running):
             end = len(sequence.token_ids) + sequence.num_pending
             start = sequence.num_computed_tokens
             if end - start > 1 or start < sequence.num_prompt_tokens:
@@ -195,7 +193,8 @@ class Scheduler:
                 break
             draft: tuple[int, ...] | None = ()
             if sequence.speculator is not None:
-                draft = self._draft(sequence, room)
+                # Those behind it get a token each, or they would hold their blocks for nothing.
+                draft = self._draft(sequence, room - (len(self._running) - 1 - place))
                 if draft is None:
                     continue
             if end > len(sequence.block_table) * size and not self._make_room(sequence):
@@ -211,7 +210,7 @@ class Scheduler:
         speculator, end = sequence.speculator, sequence.num_scheduled_tokens
         assert speculator is not None
         # The token sampled behind the last guess must still be within the sample.
-        most = min(speculator.width(end), sequence.max_num_tokens - end - 1, room - 1)
+        most = min(speculator.length(end), sequence.max_num_tokens - end - 1, room - 1)
         if most <= 0:
             return ()
         return None if sequence.num_pending else speculator.propose(sequence.token_ids, most)
@@ -231,17 +230,18 @@ class Scheduler:
         self._free_slots.append(sequence.slot)
         sequence.slot = None
         sequence.status = SequenceStatus.WAITING
+        sequence.preempted = True
         self._num_waiting += 1
-        self._queue(sequence, preempted=True)
+        self._queue(sequence)
         self.num_preemptions += 1
 
     def _prefill_chunk(self, sequence: RolloutSequence, room: int) -> ScheduledChunk:
         length = min(sequence.num_uncomputed_tokens, self._prefill_chunk_size, room)
         return ScheduledChunk.next_of(sequence, length)
 
-    def _queue(self, sequence: RolloutSequence, *, preempted: bool = False) -> None:
+    def _queue(self, sequence: RolloutSequence) -> None:
         remaining = sequence.max_num_tokens - sequence.num_tokens
-        heappush(self._waiting, (not preempted, -remaining, sequence.arrival, sequence))
+        heappush(self._waiting, (not sequence.preempted, -remaining, sequence.arrival, sequence))
 
     def _tidy(self) -> None:
         """Drop ended sequences from the queue before they are most of it."""
@@ -252,21 +252,25 @@ class Scheduler:
     def _admitted_chunks(self, room: int) -> list[ScheduledChunk]:
         chunks: list[ScheduledChunk] = []
         self._call_back()
-        while self._waiting and room > 0 and self._free_slots:
+        # No more run than can all decode in one step.
+        seats = self._max_batch_tokens - len(self._running)
+        while self._waiting and room > 0 and self._free_slots and len(chunks) < seats:
             sequence = self._waiting[0][-1]
             if sequence.is_finished:
                 heappop(self._waiting)
                 continue
-            if sequence is self._refused and self._blocks.num_free_blocks <= self._refused_with:
+            # Those running can then still grow by a block each before one has to be preempted.
+            spare = len(self._running)
+            available = self._blocks.num_free_blocks - spare
+            if sequence is self._refused and available <= self._refused_with:
                 break  # nothing was given back since
             match = self._blocks.match_prefix(sequence)
             if match.awaited_block is not None:
                 heappop(self._waiting)
                 self._set_aside.setdefault(match.awaited_block, []).append(sequence)
                 continue
-            # Those running can then still grow by a block each before one has to be preempted.
-            if not self._blocks.allocate(sequence, match, spare=len(self._running)):
-                self._refused, self._refused_with = sequence, self._blocks.num_free_blocks
+            if not self._blocks.allocate(sequence, match, spare=spare):
+                self._refused, self._refused_with = sequence, available
                 break
             heappop(self._waiting)
             self._admit(sequence)
@@ -278,7 +282,7 @@ class Scheduler:
         """Queue those set aside whose block is computed by now, or given up."""
         for block_id in [b for b in self._set_aside if not self._blocks.is_awaited(b)]:
             for sequence in self._set_aside.pop(block_id):
-                self._queue(sequence, preempted=sequence.num_generated_tokens > 0)
+                self._queue(sequence)
 
     def _admit(self, sequence: RolloutSequence) -> None:
         self._num_waiting -= 1

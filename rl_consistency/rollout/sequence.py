@@ -59,6 +59,8 @@ class RolloutSequence:
     """Place in the order in which the scheduler met the sequences."""
     slot: int | None = None
     """Row of the runner's device state while running, no other running sequence's."""
+    preempted: bool = False
+    """Whether it ever had to give its blocks back; it then waits before all others."""
     block_table: list[int] = field(default_factory=list)
     """Physical block ids in logical order."""
     num_computed_tokens: int = 0
@@ -95,11 +97,6 @@ class RolloutSequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
-
-    @property
-    def max_cached_tokens(self) -> int:
-        """Most tokens that will ever need a cache slot; the last sampled token needs none."""
-        return self.max_num_tokens - 1
 
     def append(self, token_id: int, logprob: float) -> None:
         """Add a sampled token, which may end the sample.

@@ -36,10 +36,14 @@ class RolloutStatistics:
 
     @property
     def prefill_tokens_per_second(self) -> float:
+        """`prefill_tokens` over all of `seconds`: a share of the whole's rate, for decoding goes on
+        in the same steps. Not the speed of prefill alone."""
         return _ratio(self.prefill_tokens, self.seconds)
 
     @property
     def decode_tokens_per_second(self) -> float:
+        """`decode_tokens` over all of `seconds`, those spent on prefill included: what the rollout
+        delivered per second. Not the speed of decoding alone."""
         return _ratio(self.decode_tokens, self.seconds)
 
     @property

@@ -56,6 +56,7 @@ class StepLoop:
         self._scheduler = scheduler
         self._blocks = blocks
         self._in_flight: LaunchedStep | None = None
+        self._has_begun = self._is_abandoned = False
         self._started = perf_counter()
         self._seconds = self._host_seconds = self._waited = 0.0
         self._num_steps = 0
@@ -70,6 +71,8 @@ class StepLoop:
     @property
     def has_unfinished(self) -> bool:
         """Whether there is anything left to step for, be it only a report."""
+        if self._is_abandoned:
+            return False
         return self._scheduler.has_unfinished or self._in_flight is not None
 
     @property
@@ -88,20 +91,38 @@ class StepLoop:
         self._scheduler.finish(sequence)
 
     def step(self) -> list[RolloutSequence]:
-        """Launch the next step, then take in the one before; returns the sequences that ended."""
+        """Launch the next step, then take in the one before; returns the sequences that ended.
+
+        After an exception of any kind nothing is left to do but to `abandon` the loop.
+        """
+        self._has_begun = True
         began, waited = perf_counter(), self._waited
         finished: list[RolloutSequence] = []
         if self._in_flight is not None and self._scheduler.prefers_report:
             finished += self._take_in()
         launched = self._launch()
-        finished += self._take_in()
-        self._in_flight = launched
+        try:
+            finished += self._take_in()
+        finally:
+            self._in_flight = launched
+        if not self._scheduler.has_unfinished:  # what is in flight ran once too often
+            finished += self._take_in()
         self._seconds = perf_counter() - self._started
         self._host_seconds += perf_counter() - began - (self._waited - waited)
         return finished
 
-    def drain(self) -> None:
-        """Wait for the step in flight and throw its results away."""
+    def forget(self) -> None:
+        """Drop all cached keys, unless no step began; no sequence may hold any."""
+        if self._has_begun:
+            self._blocks.reset()
+
+    def abandon(self) -> None:
+        """Leave every sequence as it is and take all blocks back; the loop serves nobody any more.
+
+        Waits for the step in flight. Right in whatever state an exception left the loop.
+        """
+        self._is_abandoned = True
+        self.forget()
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             in_flight.wait()

@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+LONGEST_READ = 16
+"""Tokens decoded again with a new one, at most about so many: decoding costs by the call."""
+
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What a decoder writes for the first bytes of a character whose others are still to come."""
+
+_LONGEST_INCOMPLETE = 3
+"""Bytes of a character that is not whole, each of which may be written so."""
 
 
 class Detokenizer(Protocol):
@@ -19,36 +25,48 @@ class StopStrings:
     """Tells at which token the text of a sample first holds one of the strings.
 
     The text is that of the generated tokens, special tokens included. It is decoded a few tokens at
-    a time: those last read stand before the new ones, because a decoder may write a token in
+    a time: some that were read stand before the new ones, because a decoder may write a token in
     another way at the beginning of a text.
 
     Args:
         tokenizer: decodes token ids.
-        strings: at least one, none empty.
+        strings: at least one, none empty or with U+FFFD.
+        context: tokens before the first, such as the prompt's last; their text is not searched.
     """
 
-    def __init__(self, tokenizer: Detokenizer, strings: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Detokenizer, strings: Sequence[str], context: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
         self._strings = tuple(strings)
         self._overlap = max(map(len, strings)) - 1
-        self._token_ids: list[int] = []  # those last read, then those whose text is open
-        self._num_read = 0
         self._tail = ""  # end of the text read: a string may begin in it
+        self._token_ids = list(context)
+        self._num_read = len(self._text()) if context else 0  # characters of their text
+        self._num_closed = len(context)  # of these tokens, those whose text is complete
 
     def append(self, token_id: int) -> bool:
         """Take in the next token; True if it completes a string."""
         self._token_ids.append(token_id)
-        before = len(self._text(self._token_ids[: self._num_read]))
-        text = self._text(self._token_ids)
-        is_open = text.endswith(_INCOMPLETE)
-        window = self._tail + text[before:].rstrip(_INCOMPLETE)
+        text = self._text()
+        num_open = min(len(text) - len(text.rstrip(_INCOMPLETE)), _LONGEST_INCOMPLETE)
+        num_known = len(text) - num_open
+        window = self._tail + text[self._num_read : num_known]
         if any(string in window for string in self._strings):
             return True
-        if not is_open:
-            self._token_ids = self._token_ids[self._num_read :]
-            self._num_read = len(self._token_ids)
-            self._tail = window[len(window) - min(self._overlap, len(window)) :]
+        self._tail = window[len(window) - min(self._overlap, len(window)) :]
+        self._num_read = max(self._num_read, num_known)
+        # Of more tokens than a character has bytes, the older ones are no text and stay so.
+        if num_open == 0 or len(self._token_ids) - self._num_closed > _LONGEST_INCOMPLETE:
+            self._close(num_open)
         return False
 
-    def _text(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+    def _close(self, num_open: int) -> None:
+        """Begin again behind the tokens read last, once there are many."""
+        if len(self._token_ids) >= LONGEST_READ:
+            self._token_ids = self._token_ids[self._num_closed :]
+            self._num_read = max(len(self._text()) - num_open, 0)
+        self._num_closed = len(self._token_ids)
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._token_ids, skip_special_tokens=False)

@@ -217,7 +217,7 @@ def test_new_weights_in_place_need_no_new_graph():
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.9)
-        runner.check_model()
+        runner.begin()
         after = decoded(runner, prompts(runner, 5))
         assert len(runner._graphs) == graphs > 0
         fresh = runner_of(model, most=8, cuda_graphs=False)
@@ -232,7 +232,7 @@ def test_weights_that_moved_are_captured_anew():
             old = parameter.data
             parameter.data = old.clone()
             old.fill_(torch.nan)
-        runner.check_model()
+        runner.begin()
         assert len(runner._graphs) == 0
         assert decoded(runner, prompts(runner, 5)) == before
 

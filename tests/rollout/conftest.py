@@ -206,7 +206,7 @@ def make_sequence(
         params=SamplingParams(max_tokens=max_tokens, speculation=speculation),
         stop_token_ids=stop,
         token_ids=prompt,
-        speculator=Speculator(PromptLookupDrafter(), speculation) if speculation else None,
+        speculator=(Speculator(PromptLookupDrafter(), speculation, VOCAB) if speculation else None),
     )
 
 

@@ -280,13 +280,13 @@ def test_graphs_live_as_long_as_the_parameters_stay_where_they_are(
     assert runner._graphs is not None
     with torch.no_grad():
         model.lm_head.weight.mul_(0.5)
-    runner.check_model()
+    runner.begin()
     assert len(runner._graphs) == 1
     after = decoded(runner, prompts(runner, 2), 3)
     fresh = runner_of(model)
     assert after == decoded(fresh, prompts(fresh, 2), 3) != before
     model.lm_head.weight.data = model.lm_head.weight.data.clone()
-    runner.check_model()
+    runner.begin()
     assert len(runner._graphs) == 0
 
 

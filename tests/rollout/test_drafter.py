@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from rl_consistency.rollout.drafter import (
     LONGEST_REST,
@@ -16,6 +19,8 @@ from rl_consistency.rollout.drafter import (
     Speculator,
     num_accepted,
 )
+
+VOCAB = 50
 
 
 def proposed(token_ids: list[int], most: int = 4, **sizes: int) -> list[int]:
@@ -102,7 +107,7 @@ class Counting:
 
 def test_a_state_takes_in_every_token_once_and_late() -> None:
     drafter = Counting()
-    speculator = Speculator(drafter, 7)
+    speculator = Speculator(drafter, 7, VOCAB)
     assert drafter.num_started == 0  # nothing is spent on a sample that never asks
     known = [3, 4]
     for new in ([], [5], [6, 7]):
@@ -115,21 +120,21 @@ def test_a_state_takes_in_every_token_once_and_late() -> None:
     ("most", "widths"), [(7, [3, 7, 7]), (3, [3, 3, 3]), (5, [3, 5, 5]), (1, [1, 1, 1])]
 )
 def test_drafts_grow_while_all_of_them_holds(most: int, widths: list[int]) -> None:
-    speculator = Speculator(Counting(), most)
+    speculator = Speculator(Counting(), most, VOCAB)
     seen = []
     for num_tokens in (10, 20, 30):
-        seen.append(speculator.width(num_tokens))
+        seen.append(speculator.length(num_tokens))
         speculator.observe(num_tokens, seen[-1], seen[-1])
     assert seen == widths
 
 
 def test_drafts_shrink_and_then_pause_longer_and_longer_while_they_fail() -> None:
-    speculator, num_tokens = Speculator(Counting(), 7), 0
+    speculator, num_tokens = Speculator(Counting(), 7, VOCAB), 0
     speculator.observe(num_tokens, 3, 3)
     widths, rests = [], []
     for _ in range(9):
         start = num_tokens
-        while not (width := speculator.width(num_tokens)):
+        while not (width := speculator.length(num_tokens)):
             num_tokens += 1
         widths.append(width)
         rests.append(num_tokens - start)
@@ -137,25 +142,25 @@ def test_drafts_shrink_and_then_pause_longer_and_longer_while_they_fail() -> Non
         speculator.observe(num_tokens, width, 0)
     assert widths == [7, 3, *[1] * 7]
     assert rests == [0, 0, 0, 2, 4, 8, 16, 32, 64] and rests[-1] == LONGEST_REST
-    while not speculator.width(num_tokens):
+    while not speculator.length(num_tokens):
         num_tokens += 1
     speculator.observe(num_tokens, 1, 1)  # a probe that holds: drafts grow again
-    assert speculator.width(num_tokens) == 3
+    assert speculator.length(num_tokens) == 3
 
 
 def test_half_a_draft_keeps_its_length() -> None:
-    speculator = Speculator(Counting(), 7)
+    speculator = Speculator(Counting(), 7, VOCAB)
     speculator.observe(10, 3, 2)
-    assert speculator.width(10) == 3
+    assert speculator.length(10) == 3
 
 
 def test_with_nothing_to_propose_it_is_tried_again_soon() -> None:
-    speculator, num_tokens = Speculator(Counting(()), 7), 0
+    speculator, num_tokens = Speculator(Counting(()), 7, VOCAB), 0
     rests = []
     for _ in range(6):
         assert speculator.propose([0] * num_tokens, 3) == ()
         start = num_tokens
-        while not speculator.width(num_tokens):
+        while not speculator.length(num_tokens):
             num_tokens += 1
         rests.append(num_tokens - start)
     assert rests == [SHORTEST_REST, 4, *[LONGEST_WAIT] * 4]
@@ -167,7 +172,28 @@ def test_a_drafter_that_proposes_too_much_is_refused() -> None:
             return [1] * (most + 1)
 
     with pytest.raises(ValueError, match="Eager proposed 4 tokens where at most 3"):
-        Speculator(Eager(), 7).propose([1], 3)
+        Speculator(Eager(), 7, VOCAB).propose([1], 3)
+
+
+@pytest.mark.parametrize("guess", [VOCAB, -1, 10**6, 1.5, "a", None])
+def test_a_drafter_that_proposes_what_is_no_token_is_refused(guess: Any) -> None:
+    with pytest.raises(ValueError, match="Counting proposed .*ids of the model's vocabulary of 50"):
+        Speculator(Counting([3, guess]), 7, VOCAB).propose([1], 3)
+
+
+def test_a_drafter_that_proposes_nothing_to_go_through_is_refused() -> None:
+    class Silent(Counting):
+        def propose(self, most: int) -> Any:
+            return None
+
+    with pytest.raises(ValueError, match="Silent proposed None; a draft must be ids"):
+        Speculator(Silent(), 7, VOCAB).propose([1], 3)
+
+
+def test_a_drafter_may_propose_integers_of_any_kind() -> None:
+    for draft in (torch.tensor([3, 4]), np.array([3, 4])):
+        proposed = Speculator(Counting(draft), 7, VOCAB).propose([1], 3)  # type: ignore[arg-type]
+        assert proposed == (3, 4) and {type(token_id) for token_id in proposed} == {int}
 
 
 @pytest.mark.parametrize(

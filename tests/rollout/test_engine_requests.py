@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -182,6 +184,7 @@ def test_made_up_request_ids_are_all_different(model: Any) -> None:
         (["a", "a", "b", "c"], "request id 'a' is given twice"),
         (["a", "b", "c", 4], "request ids must be strings, got 4"),
         (["a"], "4 prompts but 1 request_ids"),
+        ("abcd", "request_ids must be a list of strings, got 'abcd'"),
     ],
 )
 def test_bad_request_ids_are_refused(model: Any, request_ids: list[Any], message: str) -> None:
@@ -225,6 +228,78 @@ def test_a_cancelled_request_gives_its_blocks_back_and_the_others_are_the_same(
     assert is_idle(engine)
 
 
+# What a call may look like.
+
+
+def test_integers_of_any_kind_are_taken(model: Any, expected: Any) -> None:
+    prompt_ids: list[Any] = [np.arange(4, dtype=np.uint64), torch.arange(4)]
+    for ids in prompt_ids:
+        assert content(engine_of(model).generate(PROMPTS, SAMPLING, prompt_ids=ids)) == expected
+    last = expected[1, 0][0][1]
+    eos_token_ids: list[Any] = [np.int64(last), [np.int64(last)], torch.tensor(last)]
+    for eos in eos_token_ids:
+        engine = RolloutEngine(model, eos_token_id=eos, kv_block_size=4)
+        completion = engine.generate(PROMPTS, SAMPLING)[2]
+        assert (completion.finish_reason, completion.token_ids[-1]) == ("stop", last)
+
+
+@pytest.mark.parametrize("eos", ["2", 2.0, [2.0], [None], True])
+def test_an_eos_that_is_no_integer_is_refused(model: Any, eos: Any) -> None:
+    with pytest.raises(ValueError, match="eos_token_id must be a token id, a sequence of them or"):
+        RolloutEngine(model, eos_token_id=eos)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (([[1]], None), "sampling must be a SamplingParams or a sequence of them.* got None"),
+        (([[1]], {"n": 2}), "sampling must be a SamplingParams or a sequence of them"),
+        (([[1]], [None]), r"sampling\[0\] must be a SamplingParams, got None"),
+        (([[1], [[1], [2, 3]]], SamplingParams()), "prompt 1 must be a list of integer token ids"),
+        (([[1], ["a"]], SamplingParams()), "prompt 1 must be a list of integer token ids"),
+        (([1, 2], SamplingParams()), "prompt 0 must be a list of integer token ids"),
+        (([[2**70]], SamplingParams()), "prompt 0 must be a list of integer token ids"),
+        (
+            ([[1], [2]], [SamplingParams(), SamplingParams(stop_token_ids=(4, VOCAB))]),
+            "prompt 1 has the stop token id 60, outside the model's vocabulary of 60",
+        ),
+    ],
+)
+def test_a_call_of_another_form_is_refused(model: Any, call: Any, message: str) -> None:
+    engine = engine_of(model)
+    with pytest.raises(ValueError, match=message):
+        engine.generate(*call)
+    assert is_idle(engine)
+
+
+def test_a_prefill_of_single_tokens_is_shared_and_moves_nothing(model: Any, expected: Any) -> None:
+    engine = engine_of(model, prefill_chunk_size=1)
+    assert content(engine.generate(PROMPTS, SAMPLING)) == expected
+    assert engine.stats.prefix_hit_tokens == 4 + 4 + 12
+
+
+def test_fewer_tokens_than_seats_move_nothing(model: Any, expected: Any) -> None:
+    params = [dataclasses.replace(p, speculation=7) for p in SAMPLING]
+    engine = engine_of(model, max_batch_tokens=3)
+    assert content(engine.generate(PROMPTS, params)) == expected
+
+
+def test_a_drafter_that_proposes_what_is_no_token_is_named(model: Any) -> None:
+    class Wild:
+        def start(self, token_ids: Sequence[int]) -> Wild:
+            return self
+
+        def append(self, token_ids: Sequence[int]) -> None: ...
+
+        def propose(self, most: int) -> Sequence[int]:
+            return [VOCAB] * most
+
+    engine = engine_of(model, drafter=Wild())
+    with pytest.raises(ValueError, match="Wild proposed .* vocabulary of 60"):
+        engine.generate(PROMPTS, SamplingParams(speculation=3, max_tokens=8))
+    assert is_idle(engine)
+
+
 # Stop strings.
 
 
@@ -252,6 +327,18 @@ def test_a_stop_string_across_tokens_ends_a_sample_at_the_token_that_completes_i
         completion = completions[key[1]]
         assert completion.token_ids == whole[:end] and completion.finish_reason == "stop"
         assert expected[key][1].startswith(completion.token_logprobs.numpy().tobytes())
+
+
+def test_the_space_of_the_first_token_belongs_to_the_text(model: Any, expected: Any) -> None:
+    class Words:
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+            return " ".join(f"w{token_id}" for token_id in token_ids)
+
+    whole = expected[1, 0][0]
+    params = SamplingParams(n=2, max_tokens=len(whole), seed=4, stop=(f" w{whole[0]}",))
+    engine = engine_of(model, tokenizer=Words())
+    completion = engine.generate([PROMPTS[1]], params, prompt_ids=[1])[0]
+    assert (completion.token_ids, completion.finish_reason) == (whole[:1], "stop")
 
 
 def test_a_stop_string_in_the_prompt_ends_nothing(model: Any, expected: Any) -> None:

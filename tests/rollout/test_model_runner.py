@@ -298,7 +298,7 @@ def test_a_cache_that_does_not_fit_says_how_large_it_is(
 
 def test_a_model_cast_after_the_cache_was_made_is_refused(model: Qwen3ForCausalLM) -> None:
     runner = runner_of(model)
-    runner.check_model()
+    runner.begin()
     model.to(torch.bfloat16)
     with pytest.raises(ValueError, match="build the RolloutEngine after"):
-        runner.check_model()
+        runner.begin()

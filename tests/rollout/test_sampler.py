@@ -8,13 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.sampling_support import distribution
+from rl_consistency.kernels.sampling_support import SamplingRows, distribution
 from rl_consistency.rollout import sampler
-from rl_consistency.rollout.sampler import inverse_cdf, sample, sampling_rows
+from rl_consistency.rollout.sampler import inverse_cdf, sample
 from rl_consistency.rollout.sampling_params import SamplingParams
 
-CPU = torch.device("cpu")
 LAST = 1.0 - 2.0**-53
+
+
+def sampling_rows(params: list[SamplingParams]) -> SamplingRows:
+    """The sampling parameters of a batch, one entry per row."""
+    return SamplingRows(
+        temperature=torch.tensor([p.temperature for p in params]),
+        top_k=torch.tensor([p.top_k for p in params]),
+        top_p=torch.tensor([p.top_p for p in params]),
+        min_p=torch.tensor([p.min_p for p in params]),
+    )
 
 
 def probe_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
@@ -39,7 +48,7 @@ def test_the_last_supported_token_guards_against_rounding() -> None:
 def test_sampling_follows_the_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, -1.0, 2.0, -torch.inf]])
     u = (torch.arange(40_000, dtype=torch.float64) + 0.5) / 40_000
-    rows = sampling_rows([SamplingParams(temperature=0.7)] * len(u), CPU)
+    rows = sampling_rows([SamplingParams(temperature=0.7)] * len(u))
     token_ids, _ = sample(logits.expand(len(u), -1), rows, u)
     shares = torch.bincount(token_ids, minlength=5) / len(u)
     torch.testing.assert_close(shares, (logits[0] / 0.7).softmax(0), atol=1e-4, rtol=0)
@@ -48,7 +57,7 @@ def test_sampling_follows_the_distribution() -> None:
 def test_logprobs_are_those_of_the_shared_distribution() -> None:
     logits = probe_logits(8, 96)
     params = [SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01)] * 8
-    rows = sampling_rows(params, CPU)
+    rows = sampling_rows(params)
     u = torch.linspace(0.0, LAST, 8, dtype=torch.float64)
     token_ids, logprobs = sample(logits, rows, u)
     assert logprobs.equal(distribution(logits, rows).logprobs_of(token_ids))
@@ -64,12 +73,12 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         SamplingParams(top_p=0.8, min_p=0.02),
     ] * 8
     u = torch.rand(32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    token_ids, logprobs = sample(logits, sampling_rows(params, CPU), u)
+    token_ids, logprobs = sample(logits, sampling_rows(params), u)
     order = torch.randperm(32, generator=torch.Generator().manual_seed(2))
-    permuted = sample(logits[order], sampling_rows([params[i] for i in order], CPU), u[order])
+    permuted = sample(logits[order], sampling_rows([params[i] for i in order]), u[order])
     assert permuted[0].equal(token_ids[order]) and permuted[1].equal(logprobs[order])
     for i in range(32):
-        alone = sample(logits[i : i + 1], sampling_rows([params[i]], CPU), u[i : i + 1])
+        alone = sample(logits[i : i + 1], sampling_rows([params[i]]), u[i : i + 1])
         assert alone[0].equal(token_ids[i : i + 1]) and alone[1].equal(logprobs[i : i + 1])
 
 
@@ -91,7 +100,7 @@ def test_an_fp32_cumulative_sum_would_depend_on_the_order_of_addition() -> None:
 
 def test_greedy_takes_the_lowest_id_among_equal_maxima() -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0, 2.0], [3.0, 3.0, 3.0, 3.0]])
-    rows = sampling_rows([SamplingParams(temperature=0.0)] * 2, CPU)
+    rows = sampling_rows([SamplingParams(temperature=0.0)] * 2)
     for u in (0.0, 0.5, LAST):
         token_ids, logprobs = sample(logits, rows, torch.full((2,), u, dtype=torch.float64))
         assert token_ids.tolist() == [1, 0]
@@ -110,7 +119,7 @@ def test_greedy_takes_the_lowest_id_among_equal_maxima() -> None:
 def test_a_token_outside_the_support_is_never_drawn(params: SamplingParams) -> None:
     u = torch.linspace(0.0, LAST, 500, dtype=torch.float64)
     logits = probe_logits(1, 64).expand(500, -1)
-    rows = sampling_rows([params] * 500, CPU)
+    rows = sampling_rows([params] * 500)
     token_ids, logprobs = sample(logits, rows, u)
     support = torch.isfinite(distribution(logits[:1], rows.select(slice(0, 1))).scaled[0])
     assert support[token_ids].all() and torch.isfinite(logprobs).all()
@@ -118,7 +127,7 @@ def test_a_token_outside_the_support_is_never_drawn(params: SamplingParams) -> N
 
 def test_nan_logits_give_a_nan_logprob_and_leave_other_rows_alone() -> None:
     logits = probe_logits(3, 16)
-    rows = sampling_rows([SamplingParams()] * 3, CPU)
+    rows = sampling_rows([SamplingParams()] * 3)
     u = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
     clean = sample(logits, rows, u)
     logits[1, 4] = math.nan

@@ -6,8 +6,9 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
-from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.sampling_params import MIN_TEMPERATURE, SamplingParams
 
 
 def test_defaults_are_plain_sampling_of_one_completion() -> None:
@@ -35,6 +36,11 @@ def test_stop_tokens_become_a_tuple_so_that_params_stay_hashable() -> None:
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
 
 
+def test_the_bounds_belong_to_the_ranges() -> None:
+    SamplingParams(temperature=MIN_TEMPERATURE, top_k=2**31 - 1, top_p=2.0**-126, min_p=1)
+    SamplingParams(temperature=torch.finfo(torch.float32).max, top_p=1)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -45,9 +51,13 @@ def test_stop_tokens_become_a_tuple_so_that_params_stay_hashable() -> None:
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", 1e-60),  # would be 0, that is greedy, once rounded to fp32
+        ("temperature", 1e39),  # infinite in fp32
+        ("temperature", 10**400),
         ("temperature", "1"),
         ("top_k", -1),
+        ("top_k", 2**31),
         ("top_p", 0.0),
+        ("top_p", 1e-50),  # 0 in fp32
         ("top_p", 1.5),
         ("top_p", math.nan),
         ("min_p", -0.1),
@@ -64,6 +74,7 @@ def test_stop_tokens_become_a_tuple_so_that_params_stay_hashable() -> None:
         ("stop", ("",)),
         ("stop", (3,)),
         ("stop", 3),
+        ("stop", ("a\ufffd",)),  # also written for bytes that are no text
         ("speculation", -1),
         ("speculation", 8),
         ("speculation", True),

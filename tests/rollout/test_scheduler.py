@@ -112,6 +112,19 @@ def test_siblings_follow_as_soon_as_the_prompt_is_under_way(toy: Make, sequence_
     assert [c.sequence.sample_index for c in second.chunks] == [0, 1, 2]
 
 
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_a_prefix_is_shared_while_the_rest_of_its_prompt_is_computed(
+    toy: Make, sequence_of: Make, chunk: int
+) -> None:
+    served = toy(prefill_chunk_size=chunk)
+    first = sequence_of([1] * 8 + [2] * 40, stop=NEVER)
+    other = sequence_of([1] * 8 + [3] * 40, prompt_id=1, stop=NEVER)
+    add(served, first, other)
+    for _ in range(8 // chunk):
+        assert [c.sequence for c in step(served)] == [first]
+    assert [(c.sequence, c.start) for c in step(served)] == [(first, 8), (other, 8)]
+
+
 def test_other_prompts_overtake_siblings_that_wait(toy: Make, sequence_of: Make) -> None:
     served = toy()
     first, sibling = (sequence_of([1] * 9, sample_index=i, stop=NEVER) for i in range(2))
@@ -165,6 +178,67 @@ def test_a_sequence_is_admitted_only_if_those_running_can_still_grow(
     assert served.scheduler.num_preemptions == 0
 
 
+def test_no_more_sequences_run_than_a_step_has_tokens(toy: Make, sequence_of: Make) -> None:
+    served = toy(max_batch_tokens=9)
+    sequences = [
+        sequence_of([1, 4, 0], max_tokens=30, prompt_id=p, speculation=0 if p else 7, stop=NEVER)
+        for p in range(16)
+    ]
+    add(served, *sequences)
+    most = 0
+    while served.scheduler.has_unfinished:
+        served.loop.step()
+        most = max(most, sum(sequence.slot is not None for sequence in sequences))
+    assert most == 9
+
+
+def test_drafts_leave_a_token_for_everybody_who_runs(toy: Make, sequence_of: Make) -> None:
+    served = toy(max_batch_tokens=24, share_prefixes=False)
+    sequences = [
+        sequence_of([1, 4, 0] * 2, max_tokens=30, prompt_id=p, speculation=7, stop=NEVER)
+        for p in range(4)
+    ]
+    add(served, *sequences)
+    launch(served).wait()
+    for sequence in sequences:
+        sequence.num_pending -= 1
+        sequence.append(1, -1.0)
+        sequence.speculator.observe(7, 3, 3)  # drafts of 7 from now on
+    assert [chunk.length for chunk in launch(served).chunks] == [8, 8, 7, 1]
+
+
+def test_a_sequence_refused_is_tried_again_once_fewer_run(toy: Make, sequence_of: Make) -> None:
+    served = toy(num_blocks=6, share_prefixes=False)
+    growing = sequence_of([1] * 3, max_tokens=20, prompt_id=1, stop=NEVER)
+    ending = sequence_of([2] * 3, max_tokens=2, prompt_id=2, stop=NEVER)
+    waiting = sequence_of([3] * 12, max_tokens=2, prompt_id=3, stop=NEVER)
+    add(served, growing, ending)
+    step(served)
+    add(served, waiting)
+    step(served)
+    assert ending.is_finished and waiting.slot is None
+    # The block that `ending` left goes to `growing`; but none is kept for `ending` any more.
+    assert [chunk.sequence for chunk in step(served)] == [growing, waiting]
+
+
+def test_a_sequence_refused_is_tried_again_once_more_of_it_is_cached(
+    toy: Make, sequence_of: Make
+) -> None:
+    served = toy(num_blocks=9)
+    running = sequence_of([7], max_tokens=4, prompt_id=1, stop=NEVER)
+    ending = sequence_of([9] * 7, max_tokens=2, prompt_id=2, stop=NEVER)
+    waiting = sequence_of([1] * 8 + [2] * 9, max_tokens=3, prompt_id=3, stop=NEVER)
+    ahead = sequence_of([1] * 9, max_tokens=9, prompt_id=4, stop=NEVER)
+    add(served, running, ending)
+    step(served)
+    add(served, waiting)
+    step(served)
+    add(served, ahead)
+    assert [chunk.sequence for chunk in step(served)] == [running, ahead]
+    (*_, chunk) = step(served)
+    assert (chunk.sequence, chunk.start) == (waiting, 8)
+
+
 def crowded(toy: Make, sequence_of: Make) -> tuple[Any, list[RolloutSequence]]:
     """Three sequences with room for two of them at their full length."""
     served = toy(num_blocks=11, share_prefixes=False)
@@ -184,6 +258,7 @@ def test_the_most_recently_admitted_sequence_is_preempted_and_keeps_its_tokens(
     assert first.status is second.status is SequenceStatus.RUNNING
     assert (last.token_ids, last.token_logprobs) == (generated, logprobs)
     assert (last.block_table, last.num_computed_tokens) == ([], 0)
+    assert last.preempted and not first.preempted
 
 
 def test_preempted_sequences_come_back_before_others(toy: Make, sequence_of: Make) -> None:
@@ -195,6 +270,20 @@ def test_preempted_sequences_come_back_before_others(toy: Make, sequence_of: Mak
         assert longer.slot is None
         step(served)
     assert served.scheduler.admitted[0] is last
+
+
+def test_a_sequence_preempted_before_its_first_token_comes_back_before_others_too(
+    toy: Make, sequence_of: Make
+) -> None:
+    served = toy(max_num_seqs=2, prefill_chunk_size=4)
+    first, sibling = (sequence_of([1] * 13, sample_index=i, stop=NEVER) for i in range(2))
+    add(served, first, sibling)
+    for _ in range(3):  # the sibling waits for the prompt
+        step(served)
+        sibling.preempted = True
+    add(served, sequence_of([5], max_tokens=30, prompt_id=5, stop=NEVER))
+    step(served)
+    assert served.scheduler.admitted == [sibling]
 
 
 def test_the_schedule_is_the_same_every_time(toy: Make, sequence_of: Make) -> None:
@@ -285,10 +374,3 @@ def test_the_queue_forgets_those_cancelled(toy: Make, sequence_of: Make) -> None
         waiting.finish("cancelled")
         served.scheduler.finish(waiting)
     assert len(served.scheduler._waiting) < 100
-
-
-def test_a_sequence_the_whole_cache_cannot_hold_is_refused(toy: Make, sequence_of: Make) -> None:
-    served = toy(num_blocks=3)
-    add(served, sequence_of([1] * 7, max_tokens=6))  # 12 cached tokens: exactly 3 blocks
-    with pytest.raises(ValueError, match="may need 4 KV blocks"):
-        add(served, sequence_of([1] * 7, max_tokens=7))

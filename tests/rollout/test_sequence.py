@@ -91,9 +91,5 @@ def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it() -> Non
     assert (sequence.finish_reason, sequence.token_ids) == ("stop", [0, 2, 2, 3])
 
 
-def test_the_last_sampled_token_needs_no_cache_slot() -> None:
-    assert make([1, 2], max_tokens=5).max_cached_tokens == 6
-
-
 def test_sequences_are_told_apart_by_identity() -> None:
     assert make([1]) != make([1])

@@ -571,3 +571,47 @@ def test_a_step_whose_launch_fails_shares_nothing(
     with pytest.raises(RuntimeError):
         served.loop.step()
     assert served.blocks.match_prefix(sequence_of(PREFIX)).block_ids == []
+
+
+def test_the_step_launched_beyond_the_last_end_is_taken_in_at_once(
+    toy: Make, sequence_of: Make, expected: Make
+) -> None:
+    free = sequence_of([1, 2, 3], max_tokens=12, stop=frozenset())
+    stop = expected(free)[0][7]
+    sequence = sequence_of([1, 2, 3], max_tokens=12, stop=frozenset({stop}))
+    served = toy()
+    served.loop.add(sequence)
+    while not served.loop.step():
+        pass
+    assert sequence.finish_reason == "stop" and not served.loop.has_unfinished
+    assert not served.runner.in_flight and served.loop.statistics().discarded_rows == 1
+
+
+def test_an_abandoned_loop_has_waited_and_holds_nothing(toy: Make, sequence_of: Make) -> None:
+    served = toy()
+    served.loop.add(sequence_of(PREFIX, max_tokens=9))
+    for _ in range(3):
+        served.loop.step()
+    assert served.runner.in_flight
+    served.loop.abandon()
+    assert not served.loop.has_unfinished and not served.runner.in_flight
+    assert served.blocks.num_free_blocks == served.blocks.num_blocks
+    assert served.blocks.match_prefix(sequence_of(PREFIX)).block_ids == []
+
+
+def test_a_step_that_was_launched_is_not_lost_when_the_report_before_it_fails(
+    toy: Make, sequence_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such text")
+
+    served = toy()
+    sequence = sequence_of(PREFIX)
+    served.loop.add(sequence)
+    served.loop.step()
+    monkeypatch.setattr(RolloutSequence, "append", fail)
+    with pytest.raises(RuntimeError):
+        served.loop.step()
+    assert len(served.runner.in_flight) == 1
+    served.loop.abandon()
+    assert not served.runner.in_flight

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from rl_consistency.rollout.stop_strings import StopStrings
+from rl_consistency.rollout.stop_strings import LONGEST_READ, StopStrings
 from rl_consistency.trainers.tokenizer import byte_tokenizer
 
 
@@ -26,9 +27,20 @@ class LeadingSpace:
         return " ".join(self.WORDS[token_id] for token_id in token_ids)
 
 
-def end_of(tokenizer: object, strings: list[str], token_ids: list[int]) -> int | None:
+class Metaspace:
+    """Pieces with the space written before them; that of the first is dropped, as by T5's."""
+
+    PIECES = (" END", "a", " b", " ")
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(self.PIECES[token_id] for token_id in token_ids).removeprefix(" ")
+
+
+def end_of(
+    tokenizer: object, strings: list[str], token_ids: list[int], context: Sequence[int] = ()
+) -> int | None:
     """Tokens read when a string was found."""
-    finder = StopStrings(tokenizer, strings)  # type: ignore[arg-type]
+    finder = StopStrings(tokenizer, strings, context)  # type: ignore[arg-type]
     for count, token_id in enumerate(token_ids, start=1):
         if finder.append(token_id):
             return count
@@ -45,6 +57,19 @@ def test_a_space_that_belongs_between_two_tokens_is_seen() -> None:
     assert end_of(LeadingSpace(), ["stop here"], [2, 0, 1]) == 3
     assert end_of(LeadingSpace(), ["stop"], [3, 4]) is None  # "s top"
     assert end_of(LeadingSpace(), [" now"], [2, 2]) == 2
+
+
+@pytest.mark.parametrize("last", range(len(Metaspace.PIECES)))
+def test_the_space_before_the_first_token_is_seen_behind_the_prompt(last: int) -> None:
+    assert end_of(Metaspace(), [" END"], [0], [last]) == 1
+    assert end_of(Metaspace(), [" END"], [1, 0], [last]) == 2
+    assert end_of(Metaspace(), [" b"], [1, 2], [last]) == 2
+    assert end_of(Metaspace(), ["a", "b "], [2, 0], [last]) == 2
+
+
+def test_the_text_of_the_prompt_is_not_searched() -> None:
+    assert end_of(Bytes(), ["ab", "b"], list(b"bxab"), list(b"a")) == 1
+    assert end_of(Bytes(), ["ab"], list(b"bxab"), list(b"a")) == 4
 
 
 def test_a_character_of_several_tokens_is_found_when_it_is_whole() -> None:
@@ -92,4 +117,37 @@ def test_no_more_is_kept_than_a_string_can_begin_in() -> None:
     finder = StopStrings(Bytes(), ["abcd", "xy"])
     for token_id in b"abc" * 50:
         finder.append(token_id)
-    assert len(finder._tail) == 3 and len(finder._token_ids) <= 2
+    assert len(finder._tail) == 3 and len(finder._token_ids) <= 2 * LONGEST_READ
+
+
+class Counting(Bytes):
+    """Counts what it decodes."""
+
+    calls = tokens = 0
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        self.calls += 1
+        self.tokens += len(token_ids)
+        return super().decode(token_ids)
+
+
+@pytest.mark.parametrize("pattern", [b"abc", b"\xff", "🙂".encode(), b"\xf0\x9f"])
+def test_a_token_is_decoded_about_once(pattern: bytes) -> None:
+    tokenizer, text = Counting(), (pattern * 1000)[:1000]
+    assert end_of(tokenizer, ["zz"], list(text)) is None
+    assert tokenizer.calls < 1.2 * len(text) and tokenizer.tokens < 20 * len(text)
+
+
+def test_bytes_that_are_no_text_hide_nothing() -> None:
+    rng = random.Random(2)
+    found = 0
+    for _ in range(2000):
+        pool = list("a€🙂é".encode() + b"\xff\x80aab")
+        text = "".join(rng.choice("aé€🙂b") for _ in range(8)).encode()
+        tokens = [rng.choice(pool) for _ in range(30)] + list(text)
+        strings = [rng.choice(["é", "€a", "🙂🙂", "ab", "bé", "aaa"])]
+        holds = (n for n in range(1, 1 + len(tokens)) if strings[0] in Bytes().decode(tokens[:n]))
+        first = next(holds, None)
+        assert end_of(Bytes(), strings, tokens) == first
+        found += first is not None
+    assert found > 500

@@ -412,7 +412,17 @@ def test_the_digest_of_the_weights_is_handed_over_and_logged(tiny_run, monkeypat
     monkeypatch.setattr(RolloutEngine, "generate", generate)
     _, rows = tiny_run()
     logged = [row["rollout/weights_digest"] for row in rows if row["step"] > 0]
-    assert given == [None, *logged[:-1]] and len(set(logged)) == len(logged) == 3
+    assert given[1:] == logged[:-1] and None not in given
+    assert len({given[0], *logged}) == 4 and len(logged) == 3
+
+
+def test_the_first_rollout_compares_the_weights_that_the_trainer_was_given(make_trainer):
+    """Those of a checkpoint, when a run is resumed."""
+    trainer = make_trainer(RecordingHook())
+    with torch.no_grad():
+        next(trainer._model.parameters()).mul_(1.5)
+    with pytest.raises(ConsistencyError, match="the weights were handed over with digest"):
+        trainer.step(1)
 
 
 def test_weights_changed_after_the_hand_over_are_refused(tiny_run, monkeypatch):
@@ -421,7 +431,7 @@ def test_weights_changed_after_the_hand_over_are_refused(tiny_run, monkeypatch):
     def generate(self, *args, weights_digest=None, **rest):
         if weights_digest is not None:
             with torch.no_grad():
-                next(iter(self._weights._parameters)).mul_(1.5)
+                next(self._runner._model.parameters()).mul_(1.5)
         return real(self, *args, weights_digest=weights_digest, **rest)
 
     monkeypatch.setattr(RolloutEngine, "generate", generate)

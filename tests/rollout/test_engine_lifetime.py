@@ -1,0 +1,341 @@
+"""Rollouts that are left, broken or disturbed: the next one gives the bytes of a fresh engine."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rl_consistency.models.patch import PatchSession, patch
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.strict import strict
+from rl_consistency.rollout.completion import Completion
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+
+VOCAB = 60
+PROMPT = list(range(1, 30))
+PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], PROMPT]
+PARAMS = SamplingParams(max_tokens=9, seed=4)
+LONG = SamplingParams(max_tokens=90, seed=4)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[PatchSession]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            max_position_embeddings=128,
+            tie_word_embeddings=False,
+        )
+        model = Qwen3ForCausalLM(config).eval()
+    with patch(model) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def model(session: PatchSession) -> Any:
+    return session.model
+
+
+@pytest.fixture
+def engine(model: Any) -> RolloutEngine:
+    return engine_of(model)
+
+
+@pytest.fixture
+def weight(model: Any) -> Iterator[torch.nn.Parameter]:
+    """A weight to write to; it has its values back after the test."""
+    parameter = model.model.layers[0].self_attn.k_proj.weight
+    kept = parameter.detach().clone()
+    yield parameter
+    with torch.no_grad():
+        parameter.copy_(kept)
+
+
+def engine_of(model: Any, **settings: Any) -> RolloutEngine:
+    defaults = {"kv_block_size": 4, "num_kv_blocks": 128, "eos_token_id": None}
+    return RolloutEngine(model, **{**defaults, **settings})
+
+
+def content(completions: list[Completion]) -> dict[tuple[int, int], Any]:
+    return {
+        (c.prompt_index, c.sample_index): (
+            c.token_ids,
+            c.token_logprobs.numpy().tobytes(),
+            c.finish_reason,
+        )
+        for c in completions
+    }
+
+
+def is_idle(engine: RolloutEngine) -> bool:
+    free = engine._blocks.num_free_blocks == engine._blocks.num_blocks
+    return free and not engine.has_unfinished
+
+
+def steps_to_the_end(engine: RolloutEngine) -> list[Completion]:
+    completions = []
+    while engine.has_unfinished:
+        completions += engine.step()
+    return completions
+
+
+def is_as_fresh(engine: RolloutEngine) -> bool:
+    """Whether the engine gives what one gives that never did anything else."""
+    fresh = engine_of(engine._runner._model).generate(PROMPTS, PARAMS)
+    return content(engine.generate(PROMPTS, PARAMS)) == content(fresh)
+
+
+# An iterator outlives its rollout.
+
+
+def test_an_old_stream_that_dies_leaves_the_next_rollout_alone(engine: RolloutEngine) -> None:
+    expected = content(engine.generate(PROMPTS, PARAMS))
+    stream = engine.stream([PROMPT], PARAMS, request_ids=["old"])
+    engine.cancel("old")
+    steps_to_the_end(engine)
+    stream = engine.stream(PROMPTS, PARAMS)  # the old one is closed here
+    gc.collect()
+    assert content(list(stream)) == expected
+
+
+def test_an_old_stream_hands_out_nothing_of_the_next_rollout(engine: RolloutEngine) -> None:
+    expected = content(engine.generate(PROMPTS, PARAMS))
+    old = engine.stream([PROMPT], PARAMS, request_ids=["old"])
+    engine.cancel("old")
+    steps_to_the_end(engine)
+    new = engine.stream(PROMPTS, PARAMS)
+    assert list(old) == []
+    assert content(list(new)) == expected
+
+
+@pytest.mark.parametrize("ends_by_stop", [False, True])
+def test_who_takes_all_completions_of_a_stream_may_go_on_at_once(
+    model: Any, ends_by_stop: bool
+) -> None:
+    (whole,) = engine_of(model).generate([PROMPT], PARAMS)
+    eos = whole.token_ids[4] if ends_by_stop else None
+    engine = engine_of(model, eos_token_id=eos)
+    stream = engine.stream([PROMPT], PARAMS)
+    assert next(stream).finish_reason == ("stop" if ends_by_stop else "length")
+    assert is_idle(engine)
+    assert len(engine.generate(PROMPTS, PARAMS)) == 3
+    assert list(stream) == []
+
+
+# An exception in the middle of a step.
+
+
+class Interrupt(BaseException):
+    pass
+
+
+def interrupted(after: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, but the call number `after` raises once it has done its work."""
+    count = 0
+
+    def wrapped(*args: Any, **given: Any) -> Any:
+        nonlocal count
+        count += 1
+        result = call(*args, **given)
+        if count == after:
+            raise Interrupt
+        return result
+
+    return wrapped
+
+
+@pytest.mark.parametrize("after", [1, 2, 4, 7])
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("_runner", "admit"),
+        ("_runner", "_mark"),
+        ("_blocks", "grow"),
+        ("_blocks", "publish"),
+        ("_blocks", "release"),
+    ],
+)
+def test_an_exception_in_a_step_leaves_an_idle_engine_that_kept_nothing(
+    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch, part: str, name: str, after: int
+) -> None:
+    owner = getattr(engine, part)
+    prompts, params = [*PROMPTS, *PROMPTS], SamplingParams(n=2, max_tokens=9, seed=4)
+    engine.submit(prompts, params)
+    with monkeypatch.context() as broken, pytest.raises(Interrupt):
+        broken.setattr(owner, name, interrupted(after, getattr(owner, name)))
+        steps_to_the_end(engine)
+    assert is_idle(engine) and engine.step() == []
+    assert is_as_fresh(engine)
+
+
+class Bad:
+    """A tokenizer that fails at the second token."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        if len(token_ids) > 1:
+            raise RuntimeError("no such text")
+        return "x"
+
+
+def test_a_tokenizer_that_fails_leaves_an_idle_engine(model: Any) -> None:
+    engine = engine_of(model, tokenizer=Bad())
+    with pytest.raises(RuntimeError, match="no such text"):
+        engine.generate(PROMPTS, SamplingParams(max_tokens=9, stop=("y",)))
+    assert is_idle(engine) and is_as_fresh(engine)
+
+
+def test_a_half_advanced_engine_is_caught(
+    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: going on after an exception gives other tokens."""
+    monkeypatch.setattr(engine, "_abandon", lambda: None)
+    expected = content(engine_of(engine._runner._model).generate(PROMPTS, PARAMS))
+    engine.submit(PROMPTS, PARAMS)
+    with monkeypatch.context() as broken, pytest.raises(Interrupt):
+        broken.setattr(engine._runner, "_mark", interrupted(4, engine._runner._mark))
+        steps_to_the_end(engine)
+    assert content(steps_to_the_end(engine)) != expected
+
+
+# Something changes while samples are under way.
+
+
+def test_other_ops_during_a_stream_are_an_error_and_poison_no_cache(engine: RolloutEngine) -> None:
+    stream = engine.stream([PROMPT], PARAMS)
+    with strict(False), pytest.raises(ConsistencyError, match="ops on their stock path"):
+        list(stream)
+    assert is_idle(engine) and is_as_fresh(engine)
+
+
+def test_one_step_under_other_ops_is_enough(engine: RolloutEngine) -> None:
+    engine.submit([PROMPT], LONG)
+    engine.step()
+    with strict(except_={"linear"}), pytest.raises(ConsistencyError, match="linear"):
+        engine.step()
+    assert is_idle(engine) and is_as_fresh(engine)
+
+
+def close(engine: RolloutEngine, stream: Any) -> None:
+    stream.close()
+
+
+def cancel(engine: RolloutEngine, stream: Any) -> None:
+    engine.cancel("mine")
+
+
+@pytest.mark.parametrize("leave", [close, cancel])
+def test_weights_swapped_in_and_out_of_a_rollout_that_is_left_leave_no_keys(
+    engine: RolloutEngine, weight: Any, leave: Callable[[RolloutEngine, Any], None]
+) -> None:
+    kept = weight.detach().clone()
+    stream = engine.stream([PROMPT], LONG, request_ids=["mine"])
+    weight.data.mul_(1.5)  # leaves no version
+    for _ in range(3):
+        engine.step()
+    leave(engine, stream)
+    weight.data.copy_(kept)
+    steps_to_the_end(engine)
+    assert is_as_fresh(engine)
+    assert list(stream) == []
+
+
+def test_a_rollout_left_before_its_first_step_keeps_the_cache(engine: RolloutEngine) -> None:
+    engine.generate([PROMPT], PARAMS)
+    engine.stream([PROMPT], PARAMS).close()
+    engine.generate([PROMPT], PARAMS)
+    assert engine.stats.prefix_hit_tokens == 28
+
+
+def test_weights_written_and_written_back_within_a_rollout_are_an_error(
+    engine: RolloutEngine, weight: Any
+) -> None:
+    kept = weight.detach().clone()
+    engine.submit([PROMPT], SamplingParams(max_tokens=2, seed=4))
+    with torch.no_grad():
+        weight.mul_(1.5)
+    engine.step()
+    with torch.no_grad():
+        weight.copy_(kept)
+    with pytest.raises(ConsistencyError, match="a parameter was written or moved"):
+        steps_to_the_end(engine)
+    assert is_idle(engine) and is_as_fresh(engine)
+
+
+# What runs in the forward pass beside the weights.
+
+
+def triple(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 3
+
+
+def triple_input(module: Any, arguments: Any) -> Any:
+    return (arguments[0] * 3, *arguments[1:])
+
+
+@pytest.mark.parametrize("kind", ["forward", "pre", "global"])
+def test_a_hook_added_or_removed_between_rollouts_drops_the_cache(
+    engine: RolloutEngine, model: Any, kind: str
+) -> None:
+    before = content(engine.generate(PROMPTS, PARAMS))
+    mlp = model.model.layers[0].mlp
+    add = {
+        "forward": lambda: mlp.register_forward_hook(triple),
+        "pre": lambda: mlp.register_forward_pre_hook(triple_input),
+        "global": lambda: torch.nn.modules.module.register_module_forward_hook(
+            lambda module, arguments, output: output * 3 if module is mlp else None
+        ),
+    }[kind]
+    hook = add()
+    try:
+        assert is_as_fresh(engine)
+        assert content(engine.generate(PROMPTS, PARAMS)) != before
+        assert engine.stats.prefix_hit_tokens > 0  # the same hook as before
+    finally:
+        hook.remove()
+    assert is_as_fresh(engine)
+    assert content(engine.generate(PROMPTS, PARAMS)) == before
+
+
+def test_a_hook_added_during_a_rollout_is_an_error(engine: RolloutEngine, model: Any) -> None:
+    engine.submit([PROMPT], PARAMS)
+    engine.step()
+    hook = model.model.layers[0].mlp.register_forward_hook(triple)
+    with hook, pytest.raises(ConsistencyError, match="hook"):
+        steps_to_the_end(engine)
+    assert is_idle(engine) and is_as_fresh(engine)
+
+
+def test_another_patch_of_the_same_model_drops_the_cache() -> None:
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=128,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    first = patch(model)
+    engine = engine_of(model)
+    engine.generate([PROMPT], PARAMS)
+    first.restore()
+    with patch(model):
+        engine.generate([PROMPT], PARAMS)
+        assert engine.stats.prefix_hit_tokens == 0
+        engine.generate([PROMPT], PARAMS)
+        assert engine.stats.prefix_hit_tokens == 28

@@ -1,0 +1,178 @@
+"""Settings of the engine, names it makes up, CUDA streams, and graphs captured ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rl_consistency.models.patch import patch
+from rl_consistency.rollout.decode_graphs import DecodeGraphs
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=5)
+
+
+def tiny_model() -> Qwen3ForCausalLM:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            vocab_size=60,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            max_position_embeddings=64,
+        )
+        return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Qwen3ForCausalLM]:
+    built = tiny_model()
+    with patch(built):
+        yield built
+
+
+@pytest.fixture
+def engine(model: Any) -> RolloutEngine:
+    return engine_of(model)
+
+
+def engine_of(model: Any, **settings: Any) -> RolloutEngine:
+    defaults = {"eos_token_id": None, "kv_block_size": 4, "num_kv_blocks": 64, "max_num_seqs": 6}
+    return RolloutEngine(model, **{**defaults, **settings})
+
+
+@pytest.mark.parametrize(
+    "settings", [{"kv_block_size": 4.0}, {"max_num_seqs": "4"}, {"max_batch_tokens": 0.5}]
+)
+def test_a_limit_that_is_no_integer_is_refused(model: Any, settings: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match=f"{next(iter(settings))} must be an integer at least 1, got"
+    ):
+        engine_of(model, **settings)
+
+
+def test_inference_mode_is_refused_where_it_would_fail_later(model: Any) -> None:
+    with torch.inference_mode(), pytest.raises(ValueError, match="outside torch.inference_mode"):
+        engine_of(model)
+    with torch.inference_mode():
+        frozen = tiny_model()
+    with patch(frozen), pytest.raises(ValueError, match="made under torch.inference_mode"):
+        engine_of(frozen)
+
+
+# Names.
+
+
+def test_made_up_request_ids_keep_clear_of_the_callers(engine: RolloutEngine) -> None:
+    engine.submit([[1], [2]], PARAMS, request_ids=["request-0", "request-2"], prompt_ids=[0, 1])
+    made_up = [engine.submit([[3], [4]], PARAMS, prompt_ids=[first, first + 1]) for first in (2, 4)]
+    assert made_up == [["request-1", "request-3"], ["request-4", "request-5"]]
+
+
+def test_a_string_is_no_sequence_of_request_ids(engine: RolloutEngine) -> None:
+    with pytest.raises(ValueError, match="request_ids must be a list of strings, got 'ab'"):
+        engine.submit([[1], [2]], PARAMS, request_ids="ab")
+    assert not engine.has_unfinished
+
+
+def test_a_request_is_unfinished_until_it_is_handed_out(engine: RolloutEngine) -> None:
+    engine.submit([[1]], PARAMS, request_ids=["a"])
+    engine.cancel("a")
+    with pytest.raises(ValueError, match="the engine has 1 unfinished requests"):
+        engine.generate([[1]], PARAMS)
+    with pytest.raises(ValueError, match="request id 'a' .* not finished"):
+        engine.submit([[1]], PARAMS, request_ids=["a"])
+    assert [c.finish_reason for c in engine.step()] == ["cancelled"]
+    assert len(engine.generate([[1]], PARAMS, request_ids=["a"])) == 1
+
+
+def test_default_prompt_ids_count_within_a_call(engine: RolloutEngine) -> None:
+    engine.submit([[1], [2]], PARAMS)
+    with pytest.raises(ValueError, match="prompt 0 has the prompt id 0 and seed 0 of a request"):
+        engine.submit([[3]], PARAMS)
+    engine.submit([[3]], SamplingParams(max_tokens=5, seed=1))
+    engine.submit([[3]], PARAMS, prompt_ids=[2])
+
+
+# CUDA streams: on a CPU there are none, so the runner is told of some.
+
+
+def test_a_step_on_another_stream_than_the_first_is_refused(
+    engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = engine._runner
+    current = 1
+    monkeypatch.setattr(runner, "_current_stream", lambda: current)
+    assert len(engine.generate([[1]], PARAMS)) == 1
+    engine.submit([[1]], PARAMS)
+    engine.step()
+    current = 2
+    with pytest.raises(ValueError, match="began on CUDA stream 1 and a step was asked for on 2"):
+        engine.step()
+    assert not engine.has_unfinished
+    assert len(engine.generate([[1]], PARAMS)) == 1  # each rollout on a stream of its own
+
+
+# Graphs.
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
+    """Every graph asked for, as (rows, width, truncates)."""
+    asked: list[tuple[int, int, bool]] = []
+
+    def captured(self: Any, rows: int, width: int, *, truncates: bool, longest: int) -> None:
+        asked.append((rows, width, truncates))
+
+    monkeypatch.setattr(DecodeGraphs, "captured", captured)
+    return asked
+
+
+def with_graphs(engine: RolloutEngine) -> RolloutEngine:
+    """The engine as it is on a GPU, where it has a place for graphs."""
+    runner = engine._runner
+    runner._graphs = DecodeGraphs(
+        runner._state, runner._cache, runner._decode, capacity=64, prepare=lambda: None
+    )
+    return engine
+
+
+def test_a_warm_up_captures_what_decoding_replays(engine: RolloutEngine, captures: Any) -> None:
+    with_graphs(engine).warm_up(PARAMS)
+    assert captures == [(rows, 1, False) for rows in (6, 4, 2, 1)]
+    captures.clear()
+    engine.warm_up(SamplingParams(top_p=0.9, speculation=3), batch_sizes=[5])
+    assert captures == [(5, 4, True), (5, 1, True)]
+
+
+def test_a_warm_up_is_refused_in_the_middle_or_beyond_the_seats(engine: RolloutEngine) -> None:
+    with pytest.raises(ValueError, match=r"1 to max_num_seqs=6, got \[0, 7\]"):
+        engine.warm_up(PARAMS, batch_sizes=[0, 1, 7])
+    engine.submit([[1]], PARAMS)
+    with pytest.raises(ValueError, match="1 unfinished requests.*before the next warm_up"):
+        engine.warm_up(PARAMS)
+
+
+def test_hooks_and_another_patch_drop_the_graphs(
+    engine: RolloutEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[int] = []
+    monkeypatch.setattr(DecodeGraphs, "drop", lambda self: dropped.append(1))
+    with_graphs(engine)
+    engine._runner.begin()
+    assert not dropped
+    with model.model.layers[0].mlp.register_forward_hook(lambda module, given, output: output):
+        engine._runner.begin()
+        engine._runner.begin()
+        assert len(dropped) == 1
+    engine._runner.begin()
+    assert len(dropped) == 2
