@@ -24,11 +24,12 @@ from rl_consistency.kernels.attention_layout import CapturedPagedAttention, Sequ
 from rl_consistency.kernels.cublaslt import certified_to_the_row
 from rl_consistency.numerics.strict import current, is_canonical
 from rl_consistency.rollout.device_state import DeviceState
+from rl_consistency.rollout.drafter import MAX_DRAFT
 from rl_consistency.rollout.kv_cache import KVCache
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.staging import StagedFields
 
-WIDTHS = (1, 4, 8)
+WIDTHS = (1, 4, 1 + MAX_DRAFT)
 """Tokens of a sequence in one call: the last known one and a draft, padded to one of these."""
 
 _WIDTH_FOR = [WIDTHS[bisect_left(WIDTHS, 1 + draft)] for draft in range(WIDTHS[-1])]

@@ -19,13 +19,13 @@ from torch import Tensor
 from rl_consistency.kernels.attention_layout import CapturedPagedAttention, PagedAttention
 from rl_consistency.models.forward import next_token_logits, paged_hidden_states, rotary_rows
 from rl_consistency.rollout.decode_graphs import (
-    WIDTHS,
     CapturedCall,
     DecodeGraphs,
     buckets_up_to,
     width_for,
 )
 from rl_consistency.rollout.device_state import DeviceState
+from rl_consistency.rollout.drafter import MAX_DRAFT
 from rl_consistency.rollout.kv_cache import KVCache
 from rl_consistency.rollout.ragged_call import RaggedCall
 from rl_consistency.rollout.random_stream import device_uniforms
@@ -111,7 +111,7 @@ class ModelRunner:
         ValueError: the device has no room for the cache.
     """
 
-    max_draft = WIDTHS[-1] - 1
+    max_draft = MAX_DRAFT
 
     def __init__(
         self,
