@@ -33,7 +33,7 @@ CLASSES = {
     "attention": r"attention|cache_write|flash|fmha",
     "matmul": r"(tma|pointer|qkv)_kernel|gate_up|gemm|nvjet|cutlass|xmma|splitk",
     "norm, rotary": r"_forward_kernel|rotary|norm",
-    "sampling": r"statistic|combine|weights_|pick_|support|maxima|mass|philox|uniform|sampl|scan|sort",
+    "sampling": r"statistic|combine|weights|pick|support|maxim|mass|philox|uniform|sampl|scan|sort",
 }
 """Class of kernels to a pattern of their names, tried in this order; the rest is "other"."""
 
