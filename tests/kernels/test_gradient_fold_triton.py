@@ -78,6 +78,16 @@ def test_outer_continues_where_it_was_cut():
     assert same_bytes(outer(dy, x, fresh=True), whole)
 
 
+@pytest.mark.parametrize("schedule", WIDE, ids=str)
+def test_an_fp64_buffer_of_fp32_operands_keeps_what_fp32_would_lose(schedule):
+    dy = torch.tensor([2.0**30, 1.0, -(2.0**30)]).repeat_interleave(16)[:, None] / 16
+    buffer = torch.zeros(1, 16, dtype=torch.float64)
+    for start in (0, 16, 32):
+        span = slice(start, start + 16)
+        launch_outer(buffer, dy[span], torch.ones(16, 16), False, schedule)
+    assert (buffer == 1.0).all()
+
+
 def test_adding_products_of_cuts_fails_the_same_check():
     dy, x = operands(torch.bfloat16)
     added = outer(dy[:16], x[:16]) + outer(dy[16:], x[16:])

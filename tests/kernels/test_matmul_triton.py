@@ -3,6 +3,7 @@ import torch
 
 from rl_consistency.kernels.matmul_schedules import CANDIDATES, POINTER, POINTER_FP32
 from rl_consistency.kernels.matmul_triton import matmul_fwd, matmul_op
+from rl_consistency.kernels.matrix_step import FP32_STEP
 from rl_consistency.parity.probe import probe
 from rl_consistency.parity.tolerances import assert_within
 
@@ -37,6 +38,17 @@ def test_every_fp32_schedule_matches_fp64_in_both_layouts(schedule):
     assert_within(y, reference(a, b, bias), "reduction", torch.float32)
     y = matmul_fwd(a, b.t().contiguous(), None, "nn", torch.float32, schedule)
     assert_within(y, reference(a, b), "reduction", torch.float32)
+
+
+@pytest.mark.parametrize("schedule", POINTER_FP32, ids=lambda s: s.name)
+def test_fp32_steps_are_added_in_fp64(schedule):
+    """2**30 + 1 - 2**30, a step each: an fp32 accumulator would lose the 1."""
+    large, one, back = torch.tensor([2.0**30, 1.0, -(2.0**30)])
+    assert large + one + back == 0.0
+    a = torch.zeros(2, 3 * FP32_STEP)
+    a[:, [0, FP32_STEP, 2 * FP32_STEP]] = torch.stack([large, one, back])
+    ones = torch.ones(16, 3 * FP32_STEP)
+    assert (matmul_fwd(a, ones, None, "nt", torch.float32, schedule) == 1.0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
