@@ -328,9 +328,9 @@ def op_setups(targets: Sequence[Target]) -> list[OpSetup]:
     return list(found.values())
 
 
-def _checks_before_models(targets: Sequence[Target]) -> list[Check]:
+def _checks_of_ops(targets: Sequence[Target]) -> list[Check]:
     setups = op_setups(targets)
-    checks = process_checks(targets[0].device if targets else CPU)
+    checks: list[Check] = []
     for setup in setups:
         checks += op_checks_in(setup)
         # Ragged sizes have fewer schedules; the tables are for the real ones, if there are any.
@@ -341,7 +341,14 @@ def _checks_before_models(targets: Sequence[Target]) -> list[Check]:
 
 def count_checks(targets: Sequence[Target]) -> int:
     """Checks that `run_checks` will make."""
-    return len(_checks_before_models(targets)) + len(CHAIN_CHECKS) * len(targets)
+    return len(PROCESS_CHECKS) + sum(
+        len(_checks_of_ops(own)) + len(CHAIN_CHECKS) * len(own) for own in _by_dtype(targets)
+    )
+
+
+def _by_dtype(targets: Sequence[Target]) -> list[list[Target]]:
+    dtypes = dict.fromkeys(target.dtype for target in targets)
+    return [[target for target in targets if target.dtype == dtype] for dtype in dtypes]
 
 
 def run_checks(
@@ -350,7 +357,7 @@ def run_checks(
     on_start: Callable[[Check], None] = lambda check: None,
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """Run every check: the process, the ops in each target's dtype, then each target's chain.
+    """Run every check: the process, then dtype by dtype the ops and each target's chain.
 
     Args:
         targets: models to verify.
@@ -365,10 +372,12 @@ def run_checks(
             results.append(check.run())
             on_result(results[-1])
 
-    run(_checks_before_models(targets))
-    for target in targets:
-        with chain_checks_of(target) as checks:
-            run(checks)
+    run(process_checks(targets[0].device if targets else CPU))
+    for own in _by_dtype(targets):
+        run(_checks_of_ops(own))
+        for target in own:
+            with chain_checks_of(target) as checks:
+                run(checks)
     return results
 
 
