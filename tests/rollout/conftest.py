@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.drafter import PromptLookupDrafter, Speculator
@@ -25,6 +27,29 @@ VOCAB = 13
 STOP = 12
 _WORD = 2**61 - 1
 _GARBAGE = 987_654_321  # what a slot holds before it is written
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3() -> Callable[..., Qwen3ForCausalLM]:
+    """Builds a small stock model, the same weights each time; changes to its config by name."""
+
+    def build(**changes: Any) -> Qwen3ForCausalLM:
+        sizes: dict[str, Any] = {
+            "vocab_size": 60,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "max_position_embeddings": 128,
+            "tie_word_embeddings": False,
+        }
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return Qwen3ForCausalLM(Qwen3Config(**sizes | changes)).eval()
+
+    return build
 
 
 def entry_of(before: int, token_id: int) -> int:

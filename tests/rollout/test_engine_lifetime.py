@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from rl_consistency.models.patch import PatchSession, patch
 from rl_consistency.numerics.errors import ConsistencyError
@@ -25,21 +25,8 @@ LONG = SamplingParams(max_tokens=90, seed=4)
 
 
 @pytest.fixture(scope="module")
-def session() -> Iterator[PatchSession]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            max_position_embeddings=128,
-            tie_word_embeddings=False,
-        )
-        model = Qwen3ForCausalLM(config).eval()
+def session(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[PatchSession]:
+    model = tiny_qwen3()
     with patch(model) as live:
         yield live
 
@@ -318,18 +305,10 @@ def test_a_hook_added_during_a_rollout_is_an_error(engine: RolloutEngine, model:
     assert is_idle(engine) and is_as_fresh(engine)
 
 
-def test_another_patch_of_the_same_model_drops_the_cache() -> None:
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=128,
-    )
-    model = Qwen3ForCausalLM(config).eval()
+def test_another_patch_of_the_same_model_drops_the_cache(
+    tiny_qwen3: Callable[..., Qwen3ForCausalLM],
+) -> None:
+    model = tiny_qwen3()
     first = patch(model)
     engine = engine_of(model)
     engine.generate([PROMPT], PARAMS)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
@@ -26,22 +26,8 @@ SAMPLING = [SamplingParams(n=2, max_tokens=n, seed=4) for n in (6, 21, 9, 14)]
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Qwen3ForCausalLM]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            max_position_embeddings=128,
-            tie_word_embeddings=False,
-        )
-        built = Qwen3ForCausalLM(config).eval()
-    with patch(built):
+def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Qwen3ForCausalLM]:
+    with patch(built := tiny_qwen3()):
         yield built
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.decode_graphs import DecodeGraphs
@@ -17,26 +17,9 @@ from rl_consistency.rollout.sampling_params import SamplingParams
 PARAMS = SamplingParams(max_tokens=5)
 
 
-def tiny_model() -> Qwen3ForCausalLM:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = Qwen3Config(
-            vocab_size=60,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            max_position_embeddings=64,
-        )
-        return Qwen3ForCausalLM(config).eval()
-
-
 @pytest.fixture(scope="module")
-def model() -> Iterator[Qwen3ForCausalLM]:
-    built = tiny_model()
-    with patch(built):
+def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Qwen3ForCausalLM]:
+    with patch(built := tiny_qwen3()):
         yield built
 
 
@@ -60,11 +43,13 @@ def test_a_limit_that_is_no_integer_is_refused(model: Any, settings: dict[str, A
         engine_of(model, **settings)
 
 
-def test_inference_mode_is_refused_where_it_would_fail_later(model: Any) -> None:
+def test_inference_mode_is_refused_where_it_would_fail_later(
+    model: Any, tiny_qwen3: Callable[..., Qwen3ForCausalLM]
+) -> None:
     with torch.inference_mode(), pytest.raises(ValueError, match="outside torch.inference_mode"):
         engine_of(model)
     with torch.inference_mode():
-        frozen = tiny_model()
+        frozen = tiny_qwen3()
     with patch(frozen), pytest.raises(ValueError, match="made under torch.inference_mode"):
         engine_of(frozen)
 
