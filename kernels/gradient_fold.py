@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from rl_consistency.kernels import gradient_fold_triton
 from rl_consistency.kernels.cublaslt import outer_from_zero
@@ -123,7 +124,8 @@ class GradientBuffer:
         self._siblings.append(self)
         self._in_place = siblings is None and accumulator_dtype(parameter) == torch.float32
         self._own: Tensor | None = None
-        self._published: tuple[Tensor, int] | None = None
+        # Weak: a gradient that the optimizer has dropped is not kept in memory.
+        self._published: tuple[TensorWeakRef, int] | None = None
 
     @classmethod
     def beside_autograd(cls, parameter: nn.Parameter) -> GradientBuffer:
@@ -198,7 +200,7 @@ class GradientBuffer:
             if gradient.any():
                 self._siblings[0]._own = gradient.to(accumulator_dtype(self.parameter), copy=True)
             self._stamp(gradient)
-        elif published[0] is not gradient or published[1] != gradient._version:
+        elif published[0]() is not gradient or published[1] != gradient._version:
             if gradient.any():
                 raise ValueError(
                     f"the gradient of a parameter of shape {tuple(gradient.shape)} was changed "
@@ -211,7 +213,7 @@ class GradientBuffer:
 
     def _stamp(self, gradient: Tensor) -> None:
         for buffer in self._siblings:
-            buffer._published = (gradient, gradient._version)
+            buffer._published = (TensorWeakRef(gradient), gradient._version)
 
 
 def accumulator_dtype(parameter: Tensor) -> torch.dtype:

@@ -9,6 +9,7 @@ settings as this process found them; ours runs under `numeric_settings`.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -157,6 +158,7 @@ class Machine:
         timers: dict[str, Callable[[int], float]] = {}
         peaks: dict[str, int] = {}
         for name, contestant in contestants.items():
+            gc.collect()
             before = torch.cuda.memory_allocated(self.device)
             try:
                 timers[name] = self._prepared(contestant, race.clock)
@@ -243,6 +245,7 @@ class Machine:
     def _peak(self, contestant: Contestant, before: int) -> int:
         """Bytes at the peak of a call beyond those before the contestant's first one, so that what
         it keeps from call to call is counted."""
+        gc.collect()
         torch.cuda.reset_peak_memory_stats(self.device)
         with contestant.context():
             contestant.calls[0]()

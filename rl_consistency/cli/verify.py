@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import time
 from collections.abc import Sequence
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 
     from rl_consistency.parity.claims import Result
     from rl_consistency.parity.mutants import MutantResult
-    from rl_consistency.parity.verify import Target
+    from rl_consistency.parity.verify_targets import Target
 
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_PROCESSES = 12
+"""On a GPU by default; each holds a context and some GB there."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,6 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--full", action="store_true", help="the whole sweep, and all layers (default on a CPU)"
     )
     parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help=f"that share the checks (default: 1; on a GPU one per core, at most {MOST_PROCESSES})",
+    )
+    parser.add_argument(
         "--mutants",
         action="store_true",
         help="instead run the negative controls: every wrong program must turn its checks red",
@@ -77,23 +86,33 @@ def run(args: argparse.Namespace) -> int:
         raise FileNotFoundError(f"--json {args.json}: not a file in an existing directory.")
     device = _device(args.device)
     if args.mutants:
-        options = ("model", "preset", "dtype", "quick", "full")
+        options = ("model", "preset", "dtype", "quick", "full", "processes")
         chosen = [name for name in options if getattr(args, name)]
         if chosen:
             raise ValueError(
                 f"--mutants runs on a model of its own; leave out --{' --'.join(chosen)}."
             )
         return _run_mutants(device, args.json)
-    return _run_claims(_targets(args, device), device, args.json)
+    return _run_claims(_targets(args, device), device, _processes(args, device), args.json)
 
 
-def _run_claims(targets: Sequence[Target], device: torch.device, json_file: Path | None) -> int:
+def _processes(args: argparse.Namespace, device: torch.device) -> int:
+    if args.processes is None:
+        return min(os.cpu_count() or 1, MOST_PROCESSES) if device.type == "cuda" else 1
+    if args.processes < 1:
+        raise ValueError(f"--processes {args.processes}: at least 1 is needed.")
+    return args.processes
+
+
+def _run_claims(
+    targets: Sequence[Target], device: torch.device, processes: int, json_file: Path | None
+) -> int:
     from rl_consistency.parity.claims import Check
     from rl_consistency.parity.verify import count_checks, run_checks
 
     console, start = Console(), time.perf_counter()
     with _progress(console) as progress:
-        task = progress.add_task("", total=count_checks(targets))
+        task = progress.add_task(f"in {processes} processes", total=count_checks(targets))
 
         def started(check: Check) -> None:
             progress.update(task, description=f"{check.key} ({check.scope})")
@@ -102,7 +121,7 @@ def _run_claims(targets: Sequence[Target], device: torch.device, json_file: Path
             progress.advance(task)
             _log(console, result)
 
-        results = run_checks(targets, on_start=started, on_result=finished)
+        results = run_checks(targets, processes=processes, on_start=started, on_result=finished)
     seconds = time.perf_counter() - start
     for table in claims_tables(results):
         console.print(table)
@@ -249,7 +268,11 @@ def mutants_table(found: Sequence[MutantResult]) -> Table:
 
 
 def _targets(args: argparse.Namespace, device: torch.device) -> list[Target]:
-    from rl_consistency.parity.verify import default_targets, directory_targets, preset_targets
+    from rl_consistency.parity.verify_targets import (
+        default_targets,
+        directory_targets,
+        preset_targets,
+    )
 
     dtypes = [_dtype(name) for name in dict.fromkeys(args.dtype or ())]
     quick = args.quick or (device.type == "cuda" and not args.full)

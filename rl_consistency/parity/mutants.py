@@ -20,12 +20,12 @@ from rl_consistency.parity.op_setup import CPU, OpSetup
 from rl_consistency.parity.presets import build_preset
 from rl_consistency.parity.sweep import QUICK
 from rl_consistency.parity.verify import (
-    Target,
     chain_checks_of,
     op_checks_in,
     process_checks,
     schedule_checks_in,
 )
+from rl_consistency.parity.verify_targets import Target
 
 PRESET = "tiny-qwen3"
 """Tied embeddings, GQA and qk-norm: every mutant can show in it."""

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from multiprocessing import get_context
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from rl_consistency.kernels.operand import DTYPES
-from rl_consistency.models.families import check_config
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity import (
@@ -29,20 +26,11 @@ from rl_consistency.parity import (
 )
 from rl_consistency.parity.chain_checks import Chain
 from rl_consistency.parity.claims import Check, Result, Tally
-from rl_consistency.parity.op_setup import CPU, TINY_SHAPES, OpSetup, OpShapes, shapes_of
-from rl_consistency.parity.presets import (
-    PRESETS,
-    REAL_PRESETS,
-    build_preset,
-    known_presets,
-    preset_config,
-)
-from rl_consistency.parity.sweep import Sweep, sweep_for
+from rl_consistency.parity.op_setup import CPU, TINY_SHAPES, OpSetup
+from rl_consistency.parity.verify_targets import DTYPE_NAMES, Target
 
 MAX_TOKENS = 17
 """Tokens generated per completion; more than one cache block of 16."""
-
-DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 OpCheck = Callable[[Tally, OpSetup], None]
 ChainCheck = Callable[[Tally, Chain], None]
@@ -125,142 +113,6 @@ PROCESS_CHECKS = (
 """(claim, subject, what is varied, check), once per process."""
 
 
-QUICK_LAYERS = 2
-"""Layers of a model of real shape, unless all are asked for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """One model to verify."""
-
-    name: str
-    dtype: torch.dtype
-    device: torch.device = CPU
-    sweep: Sweep
-    build: Callable[[], nn.Module]
-    shapes: OpShapes = TINY_SHAPES
-    """Sizes at which the ops are checked, beside the tiny ones."""
-
-    @property
-    def scope(self) -> str:
-        return f"{self.name} {DTYPE_NAMES[self.dtype]}"
-
-
-def default_targets(
-    dtypes: Sequence[torch.dtype] = (), *, device: torch.device = CPU, quick: bool = False
-) -> list[Target]:
-    """On a CPU the first preset over the full sweep and the other families over a smaller one; on
-    a GPU all of these and the smallest model of real shape over one sweep."""
-    if device.type == "cuda":
-        names = (*PRESETS, next(iter(REAL_PRESETS)))
-        return [
-            target
-            for name in names
-            for target in preset_targets(name, dtypes, device=device, quick=quick)
-        ]
-    targets = []
-    for i, name in enumerate(PRESETS):
-        targets += preset_targets(name, dtypes, device=device, quick=quick or i > 0)
-    return targets
-
-
-def preset_targets(
-    name: str,
-    dtypes: Sequence[torch.dtype],
-    *,
-    device: torch.device = CPU,
-    quick: bool | None = None,
-) -> list[Target]:
-    """One preset in some dtypes.
-
-    Args:
-        name: tiny, or on a GPU of real shape.
-        dtypes: none given: fp32 and bf16 on a CPU, fp16 too on a GPU.
-        device: where to build and run it.
-        quick: the smaller sweep, and two layers of a model of real shape; None is True on a GPU,
-            False on a CPU.
-
-    Raises:
-        ValueError: an unknown preset, or one too large for a CPU.
-    """
-    if name not in known_presets():
-        raise ValueError(f"unknown preset {name!r}; known: {', '.join(known_presets())}.")
-    real = name in REAL_PRESETS
-    if real and device.type == "cpu":
-        raise ValueError(
-            f"preset {name!r} has its real shapes, which take hours on a CPU; run it with --device "
-            f"cuda, or choose one of {', '.join(PRESETS)}."
-        )
-    quick = device.type == "cuda" if quick is None else quick
-    layers = QUICK_LAYERS if real and quick else None
-    return [
-        Target(
-            name=name,
-            dtype=dtype,
-            device=device,
-            sweep=sweep_for(device, quick=quick),
-            build=partial(build_preset, name, dtype, device=device, num_layers=layers),
-            shapes=shapes_of(name, preset_config(name)) if real else TINY_SHAPES,
-        )
-        for dtype in dtypes or default_dtypes(device)
-    ]
-
-
-def default_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """fp32 and bf16; on a GPU fp16 as well."""
-    return DTYPES if device.type == "cuda" else DTYPES[:2]
-
-
-def directory_targets(
-    directory: Path,
-    dtypes: Sequence[torch.dtype],
-    *,
-    device: torch.device = CPU,
-    quick: bool = False,
-) -> list[Target]:
-    """A model directory in some dtypes, or in the one it was saved in.
-
-    Raises:
-        FileNotFoundError: no such directory, or no config.json in it.
-        ValueError: an architecture or dtype without canonical orders.
-    """
-    if not (directory / "config.json").is_file():
-        what = "has no config.json" if directory.is_dir() else "is not a directory"
-        raise FileNotFoundError(
-            f"{directory} {what}; --model takes a directory written by save_pretrained."
-        )
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    check_config(config)
-    saved = getattr(config, "dtype", None) or torch.float32
-    chosen = list(dtypes) or [saved]
-    for dtype in chosen:
-        if dtype not in DTYPES:
-            raise ValueError(
-                f"{directory} is in {dtype}; canonical orders exist for "
-                f"{', '.join(map(str, DTYPES))}. Choose one with --dtype."
-            )
-    return [
-        Target(
-            name=directory.name,
-            dtype=d,
-            device=device,
-            sweep=sweep_for(device, quick=quick),
-            build=partial(_load, directory, d, device),
-        )
-        for d in chosen
-    ]
-
-
-def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
-    except SafetensorError as error:
-        raise ValueError(
-            f"the weights in {directory} are damaged ({error}); save them again."
-        ) from error
-    return model.to(device).eval()  # type: ignore[return-value]
-
-
 def process_checks(device: torch.device = CPU) -> list[Check]:
     """Checks that no model or dtype takes part in."""
     return [
@@ -328,22 +180,61 @@ def op_setups(targets: Sequence[Target]) -> list[OpSetup]:
     return list(found.values())
 
 
-def _checks_of_ops(targets: Sequence[Target]) -> list[Check]:
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Checks that one process makes in a row. It can be sent to another process."""
+
+    scope: str
+    count: int
+    open: Callable[[], AbstractContextManager[list[Check]]]
+    """Makes the checks and holds what they need, for the length of a block."""
+
+    def run(self, on_start: Callable[[Check], None], on_result: Callable[[Result], None]) -> None:
+        with self.open() as checks:
+            for check in checks:
+                on_start(check)
+                on_result(check.run())
+
+
+def jobs_of(targets: Sequence[Target]) -> list[Job]:
+    """All checks: the process, then dtype by dtype the ops and each target's chain."""
+    device = targets[0].device if targets else CPU
+    count = len(PROCESS_CHECKS)
+    jobs = [Job(scope="process", count=count, open=partial(_made_by, process_checks, device))]
+    for own in _by_dtype(targets):
+        jobs += _jobs_of_ops(own)
+        jobs += [
+            Job(scope=t.scope, count=len(CHAIN_CHECKS), open=partial(chain_checks_of, t))
+            for t in own
+        ]
+    return jobs
+
+
+def _jobs_of_ops(targets: Sequence[Target]) -> list[Job]:
     setups = op_setups(targets)
-    checks: list[Check] = []
+    jobs: list[Job] = []
     for setup in setups:
-        checks += op_checks_in(setup)
         # Ragged sizes have fewer schedules; the tables are for the real ones, if there are any.
-        if setup.shapes.name or not any(s.shapes.name for s in setups):
-            checks += schedule_checks_in(setup)
-    return checks
+        real = bool(setup.shapes.name) or not any(s.shapes.name for s in setups)
+        for make in (op_checks_in, schedule_checks_in) if real else (op_checks_in,):
+            jobs += [
+                Job(scope=check.key, count=1, open=partial(_made_by, make, setup, i))
+                for i, check in enumerate(make(setup))
+            ]
+    return jobs
+
+
+def _made_by(
+    make: Callable[[Any], list[Check]], argument: object, index: int | None = None
+) -> AbstractContextManager[list[Check]]:
+    """The checks that `make` makes, or one of them. A check itself cannot change process."""
+    checks = make(argument)
+    return nullcontext(checks if index is None else [checks[index]])
 
 
 def count_checks(targets: Sequence[Target]) -> int:
     """Checks that `run_checks` will make."""
-    return len(PROCESS_CHECKS) + sum(
-        len(_checks_of_ops(own)) + len(CHAIN_CHECKS) * len(own) for own in _by_dtype(targets)
-    )
+    return sum(job.count for job in jobs_of(targets))
 
 
 def _by_dtype(targets: Sequence[Target]) -> list[list[Target]]:
@@ -354,6 +245,7 @@ def _by_dtype(targets: Sequence[Target]) -> list[list[Target]]:
 def run_checks(
     targets: Sequence[Target],
     *,
+    processes: int = 1,
     on_start: Callable[[Check], None] = lambda check: None,
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
@@ -361,23 +253,68 @@ def run_checks(
 
     Args:
         targets: models to verify.
-        on_start: called with each check before it runs.
-        on_result: called with each result.
+        processes: how many share the checks; most of a first run on a GPU is compilation.
+        on_start: called with each check before it runs, if it runs in this process.
+        on_result: called with each result, in the order in which they are found.
+
+    Returns:
+        The results in the order of the checks.
     """
+    jobs = jobs_of(targets)
+    if processes > 1:
+        return _run_in_processes(jobs, processes, targets[0].device, on_result)
     results: list[Result] = []
 
-    def run(checks: Sequence[Check]) -> None:
-        for check in checks:
-            on_start(check)
-            results.append(check.run())
-            on_result(results[-1])
+    def found(result: Result) -> None:
+        results.append(result)
+        on_result(result)
 
-    run(process_checks(targets[0].device if targets else CPU))
-    for own in _by_dtype(targets):
-        run(_checks_of_ops(own))
-        for target in own:
-            with chain_checks_of(target) as checks:
-                run(checks)
+    for job in jobs:
+        job.run(on_start, found)
+    return results
+
+
+LONGEST = ("paged attention", "schedules: attention", "token_logprobs", "attention")
+"""Ops whose checks are begun first, so that none of them is the last to end."""
+
+
+def _run_in_processes(
+    jobs: Sequence[Job], processes: int, device: torch.device, on_result: Callable[[Result], None]
+) -> list[Result]:
+    def rank(job: Job) -> int:
+        return next((i for i, op in enumerate(LONGEST) if job.scope.endswith(op)), len(LONGEST))
+
+    found: dict[int, list[Result]] = {}
+    with ProcessPoolExecutor(
+        processes, get_context("spawn"), _begin_process, (device, torch.get_num_threads())
+    ) as pool:
+        futures = {
+            pool.submit(_run_job, jobs[i]): i
+            for i in sorted(range(len(jobs)), key=lambda i: rank(jobs[i]))
+        }
+        try:
+            for future in as_completed(futures):
+                found[futures[future]] = future.result()
+                for result in found[futures[future]]:
+                    on_result(result)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [result for i in range(len(jobs)) for result in found[i]]
+
+
+def _begin_process(device: torch.device, threads: int) -> None:
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _run_job(job: Job) -> list[Result]:
+    results: list[Result] = []
+    job.run(lambda check: None, results.append)
+    if torch.cuda.is_initialized():
+        # The processes share the device's memory.
+        torch.cuda.empty_cache()
     return results
 
 

@@ -12,6 +12,7 @@ from rl_consistency.cli.verify import claims_tables, mutants_table
 from rl_consistency.parity import mutants, perturbations, verify
 from rl_consistency.parity.claims import Result
 from rl_consistency.parity.mutants import Mutant, MutantResult
+from rl_consistency.parity.presets import build_preset
 from rl_consistency.parity.sweep import QUICK
 
 
@@ -39,11 +40,11 @@ def runs(monkeypatch):
     """Stands in for the checks: records the targets, gives back the prepared results."""
 
     class Runs:
-        targets = None
+        targets = processes = None
         results = (result(),)
 
     def run_checks(targets, **callbacks):
-        Runs.targets = targets
+        Runs.targets, Runs.processes = targets, callbacks["processes"]
         return list(Runs.results)
 
     monkeypatch.setattr(verify, "run_checks", run_checks)
@@ -65,6 +66,15 @@ def test_green_is_status_0_and_red_is_status_1_with_the_place(runs, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "C1 linear (bf16): batch 8: row [3]: 1.0 against 2.0" in shown
     assert "1 of 2 checks passed" in shown
+
+
+def test_the_number_of_processes_is_one_on_a_cpu_unless_it_is_given(runs, capsys):
+    main(["verify"])
+    assert runs.processes == 1
+    main(["verify", "--processes", "3"])
+    assert runs.processes == 3
+    assert main(["verify", "--processes", "0"]) == 2
+    assert "at least 1" in capsys.readouterr().err
 
 
 def test_json_holds_every_result_and_the_fingerprint(runs, tmp_path):
@@ -89,7 +99,7 @@ def test_options_choose_the_targets(runs, tmp_path):
     main(["verify", "--preset", "all", "tiny-llama", "--dtype", "float16", "bfloat16"])
     assert len(runs.targets) == 8
     assert {t.dtype for t in runs.targets} == {torch.float16, torch.bfloat16}
-    verify.build_preset("tiny-qwen2").save_pretrained(tmp_path / "policy")
+    build_preset("tiny-qwen2").save_pretrained(tmp_path / "policy")
     main(["verify", "--model", str(tmp_path / "policy")])
     assert [t.name for t in runs.targets] == ["policy"]
 

@@ -1,4 +1,5 @@
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -183,6 +184,16 @@ def test_a_shared_buffer_fails_where_tied_uses_have_their_own():
             backward(param, [buffer, buffer], span, *data(2))
         gradients.append(param.grad)
     assert not same_bytes(*gradients)
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_gradient_that_the_optimizer_drops_leaves_the_memory(uses):
+    param = parameter()
+    buffers = GradientBuffer.for_uses(param, uses)
+    backward(param, buffers, slice(0, 64), *data(uses))
+    gradient = weakref.ref(param.grad)
+    param.grad = None
+    assert gradient() is None
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

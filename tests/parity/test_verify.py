@@ -1,5 +1,6 @@
 """The verification itself: what its parts count, and that a small run of all of it is green."""
 
+import pickle
 from functools import partial
 
 import pytest
@@ -15,14 +16,12 @@ from rl_consistency.parity.paged_calls import chunked, decoded, paged_calls
 from rl_consistency.parity.presets import PRESETS, REAL_PRESETS, build_preset, preset_config
 from rl_consistency.parity.substitution import attribute, substituted
 from rl_consistency.parity.sweep import CUDA_FULL, CUDA_QUICK, FULL, QUICK, Sweep, sweep_for
-from rl_consistency.parity.verify import (
+from rl_consistency.parity.verify import count_checks, jobs_of, op_setups, run_checks
+from rl_consistency.parity.verify_targets import (
     Target,
-    count_checks,
     default_targets,
     directory_targets,
-    op_setups,
     preset_targets,
-    run_checks,
 )
 
 TINY = Sweep(batches=(1, 4), lengths=(1, 17, 33), chunks=(7,), pads=(0, 3), cache_blocks=(7, 16))
@@ -44,6 +43,27 @@ def test_every_claim_holds_for_a_tiny_model():
     assert [r for r in results if not r.passed] == []
     assert len(results) == len(started) == count_checks([target])
     assert {r.claim for r in results} == set(CLAIMS)
+    shared = run_checks([target], processes=2)
+    assert [(r.key, r.scope, r.cases, r.mismatches) for r in shared] == [
+        (r.key, r.scope, r.cases, r.mismatches) for r in results
+    ]
+
+
+def test_a_job_survives_the_way_to_another_process():
+    targets = preset_targets("tiny-qwen3", [torch.bfloat16])
+    for job in jobs_of(targets):
+        assert pickle.loads(pickle.dumps(job)).scope == job.scope
+
+
+def test_an_error_in_another_process_is_raised_here():
+    target = Target(
+        name="none",
+        dtype=torch.float32,
+        sweep=TINY,
+        build=partial(build_preset, "unknown", torch.float32),
+    )
+    with pytest.raises(ValueError, match="unknown"):
+        run_checks([target], processes=2)
 
 
 def test_bytes_are_compared_and_zeros_of_both_signs_differ():
