@@ -1,4 +1,4 @@
-"""Times every schedule of RMSNorm, rotary and the gated activations on the GPU at hand.
+"""Times every schedule of RMSNorm, rotary, the gated activations and embedding gradients.
 
 `python -m benchmarks.tune_elementwise [--seconds N] [--only NAME,...] [--json FILE]` prints, for
 each op and shape, eager torch and each schedule: microseconds, the fraction of a device copy's
@@ -25,7 +25,9 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from rl_consistency.kernels import glu_triton, rotary_triton
-from rl_consistency.kernels.gradient_fold_triton import fold_step_sums
+from rl_consistency.kernels.gradient_columns_triton import folded_step_sums
+from rl_consistency.kernels.gradient_rows_triton import CANDIDATES as ROW_CANDIDATES
+from rl_consistency.kernels.gradient_rows_triton import RANKED_TOKENS, launch_rows
 from rl_consistency.kernels.rms_norm_schedules import candidates, pick_backward, pick_forward
 from rl_consistency.kernels.rms_norm_triton import rms_norm_bwd, rms_norm_fwd
 
@@ -40,6 +42,8 @@ NORM_SHAPES = ((8192, 4096), (16384, 4096), (8192, 1024), (16384, 1024), (16384,
 HEAD_SHAPES = ((16384, 16, 128), (16384, 8, 128))
 ROTARY_SHAPES = ((16384, 16, 8, 128), (8192, 32, 8, 128))
 GLU_SHAPES = ((16384, 3072), (8192, 14336))
+ROW_SHAPES = ((8192, 4096), (16384, 1024))
+VOCABULARY = 151936
 
 Call = Callable[..., Any]
 Operands = list[tuple[Tensor, ...]]
@@ -152,7 +156,7 @@ def all_work() -> list[Work]:
         works += rotary_work(*shape)
     for shape in GLU_SHAPES:
         works += glu_work(shape)
-    return works
+    return works + [row_work(*shape) for shape in ROW_SHAPES]
 
 
 def norm_work(name: str, shape: tuple[int, ...], heads: int, *, residual: bool) -> list[Work]:
@@ -184,12 +188,10 @@ def norm_work(name: str, shape: tuple[int, ...], heads: int, *, residual: bool) 
         )
 
     def backward(schedule: Any) -> Call:
-        buffer = torch.zeros(width, dtype=torch.float64, device="cuda")
-
         def call(x: Tensor, other: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> None:
             dtotal = other if residual else None
             _, sums = rms_norm_bwd(dy, dtotal, x, weight, rstd, heads, True, schedule)
-            fold_step_sums(buffer, sums)
+            folded_step_sums(sums, DTYPE)
 
         return call
 
@@ -280,6 +282,29 @@ def glu_work(shape: tuple[int, ...]) -> list[Work]:
         Work("glu fwd", shape, 3 * size, operands, eager, None, default, schedules, forward),
         Work("glu bwd", shape, 5 * size, operands, eager_both, eager, default, schedules, backward),
     ]
+
+
+def row_work(tokens: int, width: int) -> Work:
+    """Gradients of embedding rows added to a table, ids as frequent as they are in text."""
+    uniform = torch.rand(tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ids = (VOCABULARY**uniform).long().clamp(max=VOCABULARY - 1)
+    table = torch.zeros(VOCABULARY, width, device="cuda")
+
+    def ours(schedule: Any) -> Call:
+        ranked = tokens <= RANKED_TOKENS
+        return lambda ids, rows: launch_rows(table, ids, rows, schedule, ranked=ranked)
+
+    return Work(
+        "embedding bwd",
+        (tokens, width),
+        tokens * width * DTYPE.itemsize + 8 * width * ids.unique().numel(),
+        lambda: (ids.cuda(), torch.randn(tokens, width, dtype=DTYPE, device="cuda")),
+        lambda ids, rows: table.index_add_(0, ids, rows.float()),
+        None,
+        ROW_CANDIDATES[0],
+        list(ROW_CANDIDATES),
+        ours,
+    )
 
 
 def rotated(make: Callable[[], tuple[Tensor, ...]]) -> Operands:

@@ -34,12 +34,8 @@ from rl_consistency.kernels.token_gradient_triton import (
     token_gradient_table,
     token_row_gradient,
 )
-from rl_consistency.kernels.token_logprobs import (
-    IGNORED,
-    Plan,
-    choose_plan,
-    triton_token_logprobs,
-)
+from rl_consistency.kernels.token_logprobs import IGNORED, triton_token_logprobs
+from rl_consistency.kernels.token_logprobs_plan import Plan, choose_plan
 from rl_consistency.kernels.token_logprobs_schedules import (
     GRADIENT_SCHEDULES,
     STATISTICS_SCHEDULES,

@@ -43,6 +43,7 @@ from rl_consistency.kernels.attention_triton import attention_fwd
 from rl_consistency.kernels.library import kernel_op
 from rl_consistency.kernels.matmul import tile_matmul
 from rl_consistency.kernels.operand import require_operands
+from rl_consistency.kernels.recording import apply, plain
 from rl_consistency.kernels.reduction_order import ReductionOrder
 from rl_consistency.kernels.row_reduction import tree_sum
 
@@ -103,7 +104,7 @@ def attention_varlen(
             f"attention: q has {q.shape[0]} rows but k has {k.shape[0]}; packed keys stand in the "
             "rows of their queries."
         )
-    return _Attention.apply(q, k, v, layout, scale, window)  # type: ignore[no-any-return]
+    return apply(_Attention, q, k, v, layout, scale, window)
 
 
 @torch.no_grad()
@@ -251,7 +252,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     if q.is_cuda:
-        if torch.compiler.is_compiling() and isinstance(layout, PackedSequences):
+        seen = torch.compiler.is_compiling() or not plain((q, k, v))
+        if seen and isinstance(layout, PackedSequences):
             return attention_packed_fwd(
                 q, k, v, list(layout.query_starts), list(layout.query_lens), scale, window
             )
@@ -360,7 +362,7 @@ def _backward(
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.is_cuda:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not plain((do, q, k, v)):
             return attention_packed_bwd(
                 do, q, k, v, out, lse, list(layout.query_starts), list(layout.query_lens), scale,
                 window,

@@ -1,8 +1,8 @@
 """Triton schedules of the backward attention order: dq by query tiles, dk and dv by key tiles.
 
 Every gradient is one chain of matrix steps, so that tiles are free; nothing is added by atomics.
-Scores are computed twice, once for dq and once for dk and dv: seven products where a kernel that
-adds dq atomically needs five.
+Scores are computed twice, once for dq and once for dk and dv: seven products where
+`attention_backward_hopper`, which hands chains of dq from tile to tile, needs five.
 """
 
 # Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
@@ -15,15 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels import attention_backward_hopper
 from rl_consistency.kernels.attention_layout import PackedSequences
 from rl_consistency.kernels.attention_schedules import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
+    FIVE_PRODUCTS,
     LOG2E,
     NO_WINDOW,
+    UNSPECIALIZED,
     Schedule,
+    admits,
     dense,
     describable,
+    in_five_products,
     pick_backward,
     sources,
 )
@@ -34,7 +39,7 @@ from rl_consistency.kernels.tree_fold import tree_fold
 LOG2E_VALUE = tl.constexpr(LOG2E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def attention_delta_kernel(
     dO, OUT, DELTA, num_rows, stride_dot, stride_doh, stride_ot, stride_oh, HEADS: tl.constexpr,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
@@ -93,7 +98,7 @@ def _fold_dq(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "query_start", "query_len", "window"])
 def attention_dq_kernel(
     dO, Q, K, V, k_descriptor, v_descriptor, LSE, DELTA, dQ, tiles, query_start, query_len,
     window, factor, scale,
@@ -160,7 +165,7 @@ def attention_dq_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "query_start", "query_len", "window"])
 def attention_dkv_kernel(
     dO, Q, K, V, do_descriptor, q_descriptor, LSE, DELTA, dK, dV, tiles, query_start, query_len,
     window, factor, scale,
@@ -239,7 +244,11 @@ def attention_bwd(
     query_schedule: Schedule | None = None,
     key_schedule: Schedule | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in the dtype of q; rows that no sequence owns are 0."""
+    """(dq, dk, dv) in the dtype of q; rows that no sequence owns are 0.
+
+    The schedules are for tests and tuning; any choice gives the same bits. A specialised
+    `key_schedule` makes dq as well.
+    """
     do, q, k, v = (dense(x) for x in (do, q, k, v))
     rows, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -247,6 +256,19 @@ def attention_bwd(
     make = torch.empty if layout.owns(rows) else torch.zeros
     dq, dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if max(layout.query_lens, default=0) == 0:
+        return dq, dk, dv
+    reach = NO_WINDOW if window is None else min(window, NO_WINDOW)
+    factor = scale * LOG2E
+    if key_schedule is None and query_schedule is None:
+        fused = in_five_products(layout, do, q, k, v)
+    else:
+        fused = key_schedule is not None and key_schedule.specialized
+    if fused:
+        if query_schedule is not None or not admits(FIVE_PRODUCTS, layout, do, q, k, v):
+            raise ValueError(UNSPECIALIZED)
+        attention_backward_hopper.attention_hopper_bwd(
+            do, q, k, v, out, lse, (dq, dk, dv), layout, scale, window, reach, factor
+        )
         return dq, dk, dv
     dim = max(triton.next_power_of_2(head_dim), 16)
     delta = torch.empty_like(lse, dtype=torch.float32)
@@ -257,8 +279,6 @@ def attention_bwd(
     by_query = query_schedule or pick_backward(BACKWARD_QUERIES, q, dim)
     by_key = key_schedule or pick_backward(BACKWARD_KEYS, q, dim)
     tables = layout.tables(q.device)
-    reach = NO_WINDOW if window is None else min(window, NO_WINDOW)
-    factor = scale * LOG2E
     operands = (
         do.stride(0), do.stride(1), q.stride(0), q.stride(1), k.stride(0), k.stride(1),
         v.stride(0), v.stride(1),

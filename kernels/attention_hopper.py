@@ -1,9 +1,10 @@
 """The attention order on sm_90 with specialised warps: one schedule of the forward pass.
 
 A producer copies blocks of keys and values into a ring of shared buffers; two consumers, each a
-warp group with 64 rows of the tile, run on their own clocks, so that one's exponentials fill the
-time of the other's matrix steps. Same sums as `attention_triton`: per block a chain of
-matrix steps and the halving tree to eight lanes, then the left fold over blocks.
+warp group with 64 rows of the tile, take turns at the matrix unit: a turn is the product of one
+block's probabilities and values, then the scores of the next block, and the other's exponentials
+fill its time. Same sums as `attention_triton`: per block a chain of matrix steps and the halving
+tree to eight lanes, then the left fold over blocks.
 """
 
 # Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
@@ -25,24 +26,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rl_consistency.kernels.attention_rows import NEG_INF, halve, write_rows
 from rl_consistency.kernels.cuda_device import sm_count
-
-LN2 = gl.constexpr(0.6931471805599453)
-NEG_INF = gl.constexpr(float("-inf"))
 
 CONSUMER_ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(128)
 STAGES = gl.constexpr(2)
-SHORT_KEYS = 2048
+QUERY_BUFFERS = gl.constexpr(2)
+"""Tiles whose queries are in shared memory at a time."""
+SHORT_KEYS = 8192
 """Longest context for which programs are persistent; measured."""
+TURNS = 2
+"""When a consumer gives up the matrix unit: 0 there are no turns, 1 when its scores are there, 2
+when they are under way."""
 UPPER, LOWER = gl.constexpr(0), gl.constexpr(1)
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-@gluon.jit
-def _halve(x, R: gl.constexpr, N: gl.constexpr):
-    low, high = x.reshape(R, 2, N // 2).permute(0, 2, 1).split()
-    return low + high
 
 
 @gluon.jit
@@ -64,6 +62,37 @@ def _tile(index, tiles, query_start, query_len, context_len, window, KV_HEADS: g
 
 
 @gluon.jit
+def _load_queries(
+    Q, q_bufs, q_full, q_empty, turn, kv_head, first_row, start_row, q_len, stride_qt, stride_qh,
+    GROUP: gl.constexpr, DIM: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Fill the buffers of both consumers for the turn-th tile of this program."""
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
+    within = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+    first_buffer = turn % QUERY_BUFFERS * 2
+    phase = (turn // QUERY_BUFFERS) & 1
+    for c in gl.static_range(2 * CONSUMER_ROWS // CHUNK):
+        buffer = first_buffer + c * CHUNK // CONSUMER_ROWS
+        if c * CHUNK % CONSUMER_ROWS == 0:
+            mbarrier.wait(q_empty.index(buffer), phase ^ 1)
+        row = first_row + c * CHUNK + within
+        token_row = (start_row + row // GROUP).to(gl.int64)
+        head = kv_head * GROUP + row % GROUP
+        pointer = (
+            Q + gl.expand_dims(token_row * stride_qt + head * stride_qh, 1)
+            + gl.expand_dims(dim, 0)
+        )  # fmt: skip
+        mask = gl.expand_dims(row < q_len * GROUP, 1) & gl.expand_dims(dim < DIM, 0)
+        q_bufs.index(buffer).slice(c * CHUNK % CONSUMER_ROWS, CHUNK, 0).store(
+            gl.load(pointer, mask=mask, other=0.0)
+        )
+        if (c + 1) * CHUNK % CONSUMER_ROWS == 0:
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(q_full.index(buffer), count=1)
+
+
+@gluon.jit
 def _produce(
     Q, V, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty,
     v_empty, tiles, num_tiles, query_start, query_len, context_len, window, stride_qt, stride_qh,
@@ -81,24 +110,6 @@ def _produce(
         kv_head, first_row, start_row, q_len, limit, low, count = _tile(
             index, tiles, query_start, query_len, context_len, window, KV_HEADS, GROUP, WINDOWED
         )
-        for c in gl.static_range(2 * CONSUMER_ROWS // chunk):
-            if c * chunk % CONSUMER_ROWS == 0:
-                mbarrier.wait(q_empty.index(c * chunk // CONSUMER_ROWS), (turn & 1) ^ 1)
-            row = first_row + c * chunk + within
-            token_row = (start_row + row // GROUP).to(gl.int64)
-            head = kv_head * GROUP + row % GROUP
-            pointer = (
-                Q + gl.expand_dims(token_row * stride_qt + head * stride_qh, 1)
-                + gl.expand_dims(dim, 0)
-            )  # fmt: skip
-            mask = gl.expand_dims(row < q_len * GROUP, 1) & gl.expand_dims(dim < DIM, 0)
-            q_bufs.index(c * chunk // CONSUMER_ROWS).slice(
-                c * chunk % CONSUMER_ROWS, chunk, 0
-            ).store(gl.load(pointer, mask=mask, other=0.0))
-            if (c + 1) * chunk % CONSUMER_ROWS == 0:
-                fence_async_shared()
-                gl.thread_barrier()
-                mbarrier.arrive(q_full.index(c * chunk // CONSUMER_ROWS), count=1)
         column = kv_head * DIM
         for i in range(count):
             start = low + i * KEYS
@@ -109,6 +120,11 @@ def _produce(
             tma.async_copy_global_to_shared(
                 k_desc, [start_row + start, column], k_full.index(slot), k_bufs.index(slot)
             )
+            if i == 0:
+                _load_queries(
+                    Q, q_bufs, q_full, q_empty, turn, kv_head, first_row, start_row, q_len,
+                    stride_qt, stride_qh, GROUP, DIM, chunk, layout,
+                )  # fmt: skip
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
             if start + KEYS <= limit:
                 mbarrier.expect(v_full.index(slot), KEYS * DIM * 2)
@@ -127,31 +143,70 @@ def _produce(
                 fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(v_full.index(slot), count=1)
+            # No warp may fall behind by a whole round of the buffers, whose phases repeat.
+            gl.thread_barrier()
             done += 1
         turn += 1
 
 
 @gluon.jit
-def _consume_block(
-    done, start, q_buf, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty, position, window, factor,
-    m, lanes, acc, DIM: gl.constexpr, MASKED: gl.constexpr, S: gl.constexpr, P: gl.constexpr,
+def _take_turn(turns, taken, WHICH: gl.constexpr, TURNS: gl.constexpr):
+    """Wait until the other consumer has given up the matrix unit; the upper one is first."""
+    if TURNS:
+        mbarrier.wait(turns.index(WHICH), (taken & 1) ^ (1 - WHICH))
+
+
+@gluon.jit
+def _give_turn(turns, WHICH: gl.constexpr, NOW: gl.constexpr):
+    if NOW:
+        gl.thread_barrier()
+        mbarrier.arrive(turns.index(1 - WHICH), count=1)
+
+
+@gluon.jit
+def _free(empty, done):
+    gl.thread_barrier()
+    mbarrier.arrive(empty.index(done % STAGES), count=1)
+
+
+@gluon.jit
+def _first_scores(
+    done, q_buf, k_bufs, k_full, k_empty, turns, WHICH: gl.constexpr, S: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = v_bufs.dtype
-    lane_layout: gl.constexpr = lanes.type.layout
+    """Scores of a block that does not follow a whole one."""
     slot = done % STAGES
-    phase = (done // STAGES) & 1
-    mbarrier.wait(k_full.index(slot), phase)
+    mbarrier.wait(k_full.index(slot), (done // STAGES) & 1)
     scores = warpgroup_mma(
         q_buf, k_bufs.index(slot).permute([1, 0]), gl.zeros([CONSUMER_ROWS, KEYS], gl.float32, S),
         use_acc=False, is_async=True,
     )  # fmt: skip
+    _give_turn(turns, WHICH, TURNS == 2)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    gl.thread_barrier()
-    mbarrier.arrive(k_empty.index(slot), count=1)
+    _free(k_empty, done)
+    _give_turn(turns, WHICH, TURNS == 1)
+    return scores
+
+
+@gluon.jit
+def _consume_block(
+    done, start, scores, q_buf, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty, turns, taken,
+    position, window, factor, m, lanes, acc, DIM: gl.constexpr, MASKED: gl.constexpr,
+    WINDOWED: gl.constexpr, WHICH: gl.constexpr, S: gl.constexpr, P: gl.constexpr,
+    TURNS: gl.constexpr,
+):  # fmt: skip
+    """Fold the block whose scores these are; the scores of the next one, which an unmasked block
+    always has."""
+    dtype: gl.constexpr = v_bufs.dtype
+    lane_layout: gl.constexpr = lanes.type.layout
+    slot = done % STAGES
     if MASKED:
-        key = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
-        distance = gl.expand_dims(position, 1) - gl.expand_dims(key, 0)
-        scores = gl.where((distance >= 0) & (distance < window), scores, NEG_INF)
+        last = gl.expand_dims(position - start, 1)
+        column = gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, S)), 0)
+        seen = column <= last
+        if WINDOWED:
+            seen = seen & (column > last - window)
+        scores = gl.where(seen, scores, NEG_INF)
     block_m = gl.max(scores, axis=1) * factor
     shift = block_m
     if MASKED:
@@ -165,13 +220,14 @@ def _consume_block(
     )
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=P, k_width=2)
     rounded = gl.convert_layout(p.to(dtype), operand)
-    mbarrier.wait(v_full.index(slot), phase)
+    mbarrier.wait(v_full.index(slot), (done // STAGES) & 1)
+    _take_turn(turns, taken, WHICH, TURNS)
     block_acc = warpgroup_mma(
         rounded, v_bufs.index(slot), gl.zeros([CONSUMER_ROWS, DIM], gl.float32, P),
         use_acc=False, is_async=True,
     )  # fmt: skip
     # The row sums and the new maximum do not wait for the product.
-    part = _halve(_halve(_halve(_halve(p, 64, 128), 64, 64), 64, 32), 64, 16)
+    part = halve(halve(halve(halve(p, 64, 128), 64, 64), 64, 32), 64, 16)
     part = gl.convert_layout(part, lane_layout)
     new_m = gl.maximum(m, block_m)
     shift = new_m
@@ -186,26 +242,35 @@ def _consume_block(
     right_acc = gl.expand_dims(gl.convert_layout(right, gl.SliceLayout(1, P)), 1)
     acc = acc * left_acc
     block_acc = warpgroup_mma_wait(0, deps=[block_acc])
-    gl.thread_barrier()
-    mbarrier.arrive(v_empty.index(slot), count=1)
-    acc = gl.fma(block_acc, right_acc + gl.zeros_like(acc), acc)
-    return new_m, lanes, acc
+    _free(v_empty, done)
+    if MASKED:
+        acc = gl.fma(block_acc, right_acc + gl.zeros_like(acc), acc)
+    else:
+        coming = (done + 1) % STAGES
+        mbarrier.wait(k_full.index(coming), ((done + 1) // STAGES) & 1)
+        following = warpgroup_mma(
+            q_buf, k_bufs.index(coming).permute([1, 0]),
+            gl.zeros([CONSUMER_ROWS, KEYS], gl.float32, S), use_acc=False, is_async=True,
+        )  # fmt: skip
+        acc = gl.fma(block_acc, right_acc + gl.zeros_like(acc), acc)
+        _give_turn(turns, WHICH, TURNS == 2)
+        scores = warpgroup_mma_wait(0, deps=[following])
+        _free(k_empty, done + 1)
+        _give_turn(turns, WHICH, TURNS == 1)
+    return scores, new_m, lanes, acc
 
 
 @gluon.jit
 def _consume(
-    OUT, LSE, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty, v_empty,
+    OUT, LSE, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty, v_empty, turns,
     tiles, num_tiles, query_start, query_len, context_len, window, factor, stride_ot, stride_oh,
     stride_lse, WHICH: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    DIM: gl.constexpr, WINDOWED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """The rows 64 * WHICH .. of every tile."""
+    """The rows 64 * WHICH .. of every tile, in one turn more than the tile has blocks."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    dtype: gl.constexpr = v_bufs.dtype
-    q_buf = q_bufs.index(WHICH)
     done = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
@@ -222,76 +287,80 @@ def _consume(
         first_position = past + first // GROUP
         last_position = gl.minimum(past + (first + CONSUMER_ROWS - 1) // GROUP, limit - 1)
         count = gl.minimum(gl.cdiv(last_position + 1 - low, KEYS), tile_count)
-        whole = gl.minimum((first_position + 1 - low) // KEYS, count)
+        # The last block is masked even where it need not be: the code after it has no next one.
+        whole = gl.minimum((first_position + 1 - low) // KEYS, count - 1)
         if WINDOWED:
             whole = 0
-        mbarrier.wait(q_full.index(WHICH), turn & 1)
+        taken = done + turn
+        buffer = turn % QUERY_BUFFERS * 2 + WHICH
+        q_buf = q_bufs.index(buffer)
+        mbarrier.wait(q_full.index(buffer), (turn // QUERY_BUFFERS) & 1)
+        _take_turn(turns, taken, WHICH, TURNS)
+        scores = _first_scores(done, q_buf, k_bufs, k_full, k_empty, turns, WHICH, S, TURNS)
         for i in range(whole):
-            m, lanes, acc = _consume_block(
-                done + i, low + i * KEYS, q_buf, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty,
-                position, window, factor, m, lanes, acc, DIM, False, S, P,
+            scores, m, lanes, acc = _consume_block(
+                done + i, low + i * KEYS, scores, q_buf, k_bufs, v_bufs, k_full, v_full, k_empty,
+                v_empty, turns, taken + 1 + i, position, window, factor, m, lanes, acc, DIM, False,
+                WINDOWED, WHICH, S, P, TURNS,
             )  # fmt: skip
         for i in range(whole, count):
-            m, lanes, acc = _consume_block(
-                done + i, low + i * KEYS, q_buf, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty,
-                position, window, factor, m, lanes, acc, DIM, True, S, P,
+            scores, m, lanes, acc = _consume_block(
+                done + i, low + i * KEYS, scores, q_buf, k_bufs, v_bufs, k_full, v_full, k_empty,
+                v_empty, turns, taken + 1 + i, position, window, factor, m, lanes, acc, DIM, True,
+                WINDOWED, WHICH, S, P, TURNS,
             )  # fmt: skip
+            if i + 1 < count:
+                scores = _first_scores(
+                    done + i + 1, q_buf, k_bufs, k_full, k_empty, turns, WHICH, S, TURNS
+                )
+            else:
+                _give_turn(turns, WHICH, TURNS > 0)
         for i in range(count, tile_count):
             # Blocks that only the other consumer's rows see.
             slot = (done + i) % STAGES
             phase = ((done + i) // STAGES) & 1
             mbarrier.wait(k_full.index(slot), phase)
-            mbarrier.arrive(k_empty.index(slot), count=1)
+            _free(k_empty, done + i)
             mbarrier.wait(v_full.index(slot), phase)
-            mbarrier.arrive(v_empty.index(slot), count=1)
+            _free(v_empty, done + i)
+            _take_turn(turns, taken + 1 + i, WHICH, TURNS)
+            _give_turn(turns, WHICH, TURNS > 0)
         gl.thread_barrier()
-        mbarrier.arrive(q_empty.index(WHICH), count=1)
+        mbarrier.arrive(q_empty.index(buffer), count=1)
         done += tile_count
         turn += 1
-        # One thread a row, so that the last three levels of the tree stay in its registers.
-        single = gl.convert_layout(lanes, gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0]))
-        total = _halve(_halve(_halve(single, 64, 8), 64, 4), 64, 2)
-        length = gl.convert_layout(total.reshape(CONSUMER_ROWS), gl.SliceLayout(1, P))
-        maximum = gl.convert_layout(m, gl.SliceLayout(1, P))
-        seen = length > 0
-        inverse = gl.div_rn(gl.full_like(length, 1.0), gl.where(seen, length, 1.0))
-        out = acc * gl.expand_dims(inverse, 1) + 0.0
-        lse = gl.where(seen, (maximum + gl.log2(length)) * LN2, NEG_INF)
-        dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, rows))
-        row = first + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, rows))
-        token_row = (start_row + row // GROUP).to(gl.int64)
-        head = kv_head * GROUP + row % GROUP
-        valid = row < q_len * GROUP
-        pointer = (
-            OUT + gl.expand_dims(token_row * stride_ot + head * stride_oh, 1)
-            + gl.expand_dims(dim, 0)
+        write_rows(
+            OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh,
+            stride_lse, CONSUMER_ROWS, GROUP, DIM,
         )  # fmt: skip
-        mask = gl.expand_dims(valid, 1) & gl.expand_dims(dim < DIM, 0)
-        gl.store(pointer, gl.convert_layout(out.to(dtype), rows), mask=mask)
-        lse = gl.convert_layout(lse, gl.SliceLayout(1, rows))
-        gl.store(LSE + token_row * stride_lse + head, lse, mask=valid)
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=["tiles", "num_tiles", "query_start", "query_len", "context_len", "window"]
+)
 def attention_hopper_kernel(
     Q, V, OUT, LSE, k_desc, v_desc, tiles, num_tiles, query_start, query_len, context_len, window,
     factor, stride_qt, stride_qh, stride_vt, stride_vh, stride_ot, stride_oh, stride_lse,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """Every num_programs-th tile of 128 rows of one KV head, all its keys."""
     q_bufs = gl.allocate_shared_memory(
-        k_desc.dtype, [2, CONSUMER_ROWS, DIM],
+        k_desc.dtype, [2 * QUERY_BUFFERS, CONSUMER_ROWS, DIM],
         gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, DIM], k_desc.dtype),
     )  # fmt: skip
     k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, DIM], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(v_desc.dtype, [STAGES, KEYS, DIM], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2 * QUERY_BUFFERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2 * QUERY_BUFFERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
+    for i in gl.static_range(2 * QUERY_BUFFERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
@@ -304,13 +373,13 @@ def attention_hopper_kernel(
         [
             (_consume, (
                 OUT, LSE, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty, v_empty,
-                tiles, num_tiles, query_start, query_len, context_len, window, factor, stride_ot,
-                stride_oh, stride_lse, UPPER, KV_HEADS, GROUP, DIM, WINDOWED,
+                turns, tiles, num_tiles, query_start, query_len, context_len, window, factor,
+                stride_ot, stride_oh, stride_lse, UPPER, KV_HEADS, GROUP, DIM, WINDOWED, TURNS,
             )),
             (_consume, (
                 OUT, LSE, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty, v_empty,
-                tiles, num_tiles, query_start, query_len, context_len, window, factor, stride_ot,
-                stride_oh, stride_lse, LOWER, KV_HEADS, GROUP, DIM, WINDOWED,
+                turns, tiles, num_tiles, query_start, query_len, context_len, window, factor,
+                stride_ot, stride_oh, stride_lse, LOWER, KV_HEADS, GROUP, DIM, WINDOWED, TURNS,
             )),
             (_produce, (
                 Q, V, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty,
@@ -330,6 +399,7 @@ def takes(*tensors: Tensor) -> bool:
         and x.shape[2] in (64, 128)
         and x.stride(1) == x.shape[2]
         and x.stride(2) == 1
+        and x.stride(0) >= x.shape[1] * x.shape[2]
         and x.data_ptr() % 16 == 0
         and x.stride(0) * x.itemsize % 16 == 0
         for x in tensors
@@ -365,5 +435,5 @@ def attention_hopper_fwd(
         q, v, out, lse, *descriptors, tiles, num_tiles, *numbers, reach, factor,
         q.stride(0), q.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
         lse.stride(0), KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, DIM=head_dim,
-        WINDOWED=window is not None, num_warps=4, maxnreg=168, enable_fp_fusion=False,
+        WINDOWED=window is not None, TURNS=TURNS, num_warps=4, maxnreg=168, enable_fp_fusion=False,
     )  # fmt: skip

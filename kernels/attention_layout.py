@@ -171,6 +171,25 @@ class AttentionLayout:
             self._tiles[key] = from_host(tiles.contiguous(), device)
         return self._tiles[key]
 
+    def tickets(self, device: torch.device, count: int) -> Tensor:
+        """[count] int32 zeros on a device; each launch that counts in them leaves them zero.
+
+        A layout is for one stream at a time.
+
+        Raises:
+            RuntimeError: a graph is being captured and nothing was run before it: its replay
+                would count in memory that only the capture set to zero.
+        """
+        key = (device, -2, count)
+        if key not in self._tiles:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "attention: this layout is captured before its first call; run the call once, "
+                    "then capture it."
+                )
+            self._tiles[key] = torch.zeros(count, dtype=torch.int32, device=device)
+        return self._tiles[key]
+
     def _make_plan(self, group: int, window: int | None) -> TilePlan:
         starts, queries, contexts = (
             torch.tensor(list(values), dtype=torch.int64)
@@ -225,7 +244,8 @@ class PackedSequences(AttentionLayout):
     def key_tiles(self, device: torch.device, keys_per_tile: int) -> Tensor:
         """[tiles, 2] int32 on a device: a sequence, and the tile's first key in it.
 
-        Tiles that most queries see come first.
+        Tiles that most queries see come first, and so a sequence's tiles upward:
+        `attention_backward_hopper` waits for the earlier ones and would wait for ever otherwise.
         """
         # A key is seen by the queries after it, a query sees the keys before it: the same tiles.
         key = (device, 0, keys_per_tile)
@@ -239,6 +259,23 @@ class PackedSequences(AttentionLayout):
             tiles = torch.stack([sequence, first], dim=1)[order].to(torch.int32)
             self._tiles[key] = from_host(tiles.contiguous(), device)
         return self._tiles[key]
+
+    def query_tiles(self, device: torch.device, queries_per_tile: int) -> tuple[Tensor, Tensor]:
+        """Tiles of queries in the order of their sequences, int32 on a device: [tiles, 2] a
+        sequence, and the tile's first query in it; and [sequences] each sequence's first tile."""
+        key = (device, -1, queries_per_tile)
+        if key not in self._tiles:
+            lens = torch.tensor(list(self.query_lens), dtype=torch.int64)
+            counts = -(-lens // queries_per_tile)
+            before = counts.cumsum(0) - counts
+            sequence = torch.repeat_interleave(counts)
+            first = (torch.arange(len(sequence)) - before[sequence]) * queries_per_tile
+            tiles = torch.stack([sequence, first], dim=1).flatten()
+            # Behind one another in one tensor: one copy.
+            both = torch.cat([tiles, before]).to(torch.int32)
+            self._tiles[key] = from_host(both, device)
+        tiles, first_tiles = self._tiles[key].tensor_split([-len(self.query_lens)])
+        return tiles.view(-1, 2), first_tiles
 
     def key_rows(self, width: int) -> Tensor:
         starts = torch.tensor(list(self.query_starts), dtype=torch.int64)

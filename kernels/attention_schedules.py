@@ -14,8 +14,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rl_consistency.kernels import attention_hopper
-from rl_consistency.kernels.attention_layout import AttentionLayout, PackedSequences
+from rl_consistency.kernels import attention_backward_hopper, attention_decode, attention_hopper
+from rl_consistency.kernels.attention_layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.cuda_device import has_tma, has_wgmma, shared_memory
 
 LOG2E = 1.4426950408889634
@@ -23,6 +23,10 @@ NO_WINDOW = 1 << 30
 UNSPECIALIZED = (
     "attention: specialised warps need sm_90, packed bf16 or fp16 operands, head_dim 64 or 128 and "
     "whole rows of heads; leave the schedule out to have one chosen."
+)
+NO_RING = (
+    "attention: a ring of buffers needs sm_90, a paged cache, bf16 or fp16, head_dim 64 or 128 and "
+    "rows 32 bytes apart; leave the schedule out to have one chosen."
 )
 SPLIT_ROWS = 16
 """Rows of a tile up to which its key blocks may be written out one by one."""
@@ -53,11 +57,22 @@ class Schedule:
     keys: int = 0
     """Keys of a backward tile; the forward pass takes the order's key block."""
     warps: int
+    """With `stages` fixed by the kernel where warps are specialised or there is a ring."""
     stages: int
     descriptors: bool = False
     """Whether packed keys are read through tensor descriptors (sm_90)."""
     specialized: bool = False
-    """Whether warps are specialised (`attention_hopper`, sm_90)."""
+    """Whether warps are specialised (sm_90): `attention_hopper`, and backward
+    `attention_backward_hopper`, one kernel for all three gradients."""
+    ring: int = 0
+    """Buffers through which paged keys and values are copied ahead (`attention_decode`, sm_90)."""
+    fused: bool = False
+    """Whether the blocks of a tile that a ring's programs share are folded by the last of them, or
+    by a kernel of its own."""
+    resident: int = 2
+    """Programs that a multiprocessor is given where the blocks of a tile are shared."""
+    overlap: bool = False
+    """Whether a ring's launch overlaps the end of the kernel ahead."""
 
 
 PREFILL = (
@@ -72,6 +87,11 @@ PREFILL = (
     Schedule(rows=16, warps=8, stages=1),
 )
 DECODE = (
+    Schedule(rows=16, warps=4, stages=1, ring=3, fused=True, resident=1, overlap=True),
+    Schedule(rows=16, warps=4, stages=1, ring=3, fused=True),
+    Schedule(rows=16, warps=4, stages=1, ring=3),
+    Schedule(rows=16, warps=4, stages=1, ring=2, fused=True, resident=3, overlap=True),
+    Schedule(rows=16, warps=4, stages=1, ring=5, resident=1, overlap=True),
     Schedule(rows=16, warps=4, stages=4),
     Schedule(rows=16, warps=4, stages=5),
     Schedule(rows=16, warps=8, stages=4),
@@ -92,6 +112,7 @@ BACKWARD_QUERIES = (
     Schedule(rows=32, keys=32, warps=8, stages=1),
 )
 BACKWARD_KEYS = (
+    Schedule(rows=64, keys=128, warps=12, stages=2, descriptors=True, specialized=True),
     Schedule(rows=64, keys=64, warps=4, stages=2, descriptors=True),
     Schedule(rows=64, keys=128, warps=8, stages=2, descriptors=True),
     Schedule(rows=64, keys=128, warps=8, stages=3, descriptors=True),
@@ -108,7 +129,9 @@ def pick_forward(
 ) -> Schedule:
     half = q.dtype.itemsize == 2 and q.shape[2] <= 128
     if most_rows <= 64:
-        return DECODE[0] if half else _wide(q, DECODE[-1])
+        if not half:
+            return _wide(q, DECODE[-1])
+        return next(s for s in DECODE if admits(s, layout, q, k, v))
     if not half:
         return _wide(q, PREFILL[-1] if q.dtype == torch.float32 else PREFILL[5])
     if not has_tma(q.device):
@@ -119,7 +142,7 @@ def pick_forward(
 def forward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Schedule]:
     """The schedules of a forward table for a dtype: fp32 products hold their operands in registers,
     and taller tiles would keep them in local memory."""
-    return [s for s in table if dtype != torch.float32 or s.rows == SPLIT_ROWS]
+    return [s for s in table if dtype != torch.float32 or (s.rows == SPLIT_ROWS and not s.ring)]
 
 
 def _wide(q: Tensor, schedule: Schedule) -> Schedule:
@@ -141,9 +164,23 @@ def _wide(q: Tensor, schedule: Schedule) -> Schedule:
 
 
 def pick_backward(table: tuple[Schedule, ...], q: Tensor, dim: int) -> Schedule:
+    """The table's schedule for one of the two kernels, dq's or that of dk and dv."""
     if q.dtype == torch.float32 or dim > 128:
         return table[-1]
-    return table[0] if has_tma(q.device) else table[-3]
+    two = [s for s in table if not s.specialized]
+    return two[0] if has_tma(q.device) else two[-3]
+
+
+FIVE_PRODUCTS = next(s for s in BACKWARD_KEYS if s.specialized)
+CHAIN_BYTES = 2 << 30
+"""The most memory that the sums of dq may take; beyond it two kernels share the work."""
+
+
+def in_five_products(layout: AttentionLayout, *operands: Tensor) -> bool:
+    """Whether one kernel makes all gradients of a call, `operands` being do, q, k and v."""
+    if not isinstance(layout, PackedSequences) or not admits(FIVE_PRODUCTS, layout, *operands):
+        return False
+    return attention_backward_hopper.chain_bytes(layout, *operands[1].shape[1:]) <= CHAIN_BYTES
 
 
 def backward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Schedule]:
@@ -153,19 +190,24 @@ def backward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Sc
     return [s for s in table if dtype != torch.float32 or summed(s) == FP32_SUMMED]
 
 
-def programs_for(grid: int, most_blocks: int, most_rows: int, processors: int) -> int:
-    """Enough programs to occupy every multiprocessor; 1 where the tiles alone do."""
+def programs_for(grid: int, most_blocks: int, most_rows: int, places: int) -> int:
+    """Enough programs to fill the device's `places`; 1 where the tiles alone do."""
     if most_rows > SPLIT_ROWS or most_blocks < 4:
         return 1
-    return max(1, min(most_blocks, 2 * processors // grid))
+    return max(1, min(most_blocks, places // grid))
 
 
 def admits(schedule: Schedule, layout: AttentionLayout, *operands: Tensor) -> bool:
     """Whether a schedule can run a call at all; what it needs of a device is found when it runs."""
-    if not schedule.specialized:
+    if not schedule.specialized and not schedule.ring:
         return True
-    packed = isinstance(layout, PackedSequences)
-    return packed and has_wgmma(operands[0].device) and attention_hopper.takes(*operands)
+    kind, kernels = (
+        (PackedSequences, attention_hopper)
+        if schedule.specialized
+        else (PagedAttention, attention_decode)
+    )
+    fits = isinstance(layout, kind) and has_wgmma(operands[0].device)
+    return fits and kernels.takes(*operands)
 
 
 def dense(x: Tensor) -> Tensor:

@@ -1,9 +1,14 @@
-"""What the attention kernels share: which rows a tile has, how they are read, what they see."""
+"""What attention kernels share: rows of a tile, how they are read and written, what they see."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from rl_consistency.kernels.tree_fold import tree_fold
+
+LN2 = tl.constexpr(0.6931471805599453)
+NEG_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
@@ -47,3 +52,29 @@ def visible(query, key, window):
     """Whether a query sees a key, both broadcast against each other."""
     distance = query - key
     return (distance >= 0) & (distance < window)
+
+
+@triton.jit
+def finite(m, MASKED: tl.constexpr):
+    """m, or 0 for a row that has seen no key, from which -inf can be subtracted."""
+    if MASKED:
+        m = tl.where(m == NEG_INF, 0.0, m)
+    return m
+
+
+@triton.jit
+def write_rows(
+    OUT, LSE, m, lanes, acc, valid, token_row, head, stride_ot, stride_oh, stride_lse,
+    ROWS: tl.constexpr, HEAD_DIM, DIM: tl.constexpr,
+):  # fmt: skip
+    dim = tl.arange(0, DIM)
+    length = tree_fold(lanes, ROWS, 8)
+    seen = length > 0
+    out = acc * tl.div_rn(1.0, tl.where(seen, length, 1.0))[:, None] + 0.0
+    pointer = OUT + token_row[:, None] * stride_ot + head[:, None] * stride_oh + dim[None, :]
+    mask = valid[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(pointer, out.to(OUT.dtype.element_ty), mask=mask)
+    if LSE.dtype.element_ty == tl.float64:
+        m, length = m.to(tl.float64), length.to(tl.float64)
+    lse = tl.where(seen, (m + tl.log2(length)) * LN2, NEG_INF)
+    tl.store(LSE + token_row * stride_lse + head, lse, mask=valid)

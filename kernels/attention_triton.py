@@ -17,10 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_consistency.kernels import attention_hopper
+from rl_consistency.kernels import attention_decode, attention_hopper
+from rl_consistency.kernels.attention_combine import attention_combine
 from rl_consistency.kernels.attention_layout import AttentionLayout, PagedAttention
 from rl_consistency.kernels.attention_schedules import (
     LOG2E,
+    NO_RING,
     NO_WINDOW,
     UNSPECIALIZED,
     Schedule,
@@ -33,12 +35,16 @@ from rl_consistency.kernels.attention_schedules import (
     programs_for,
     sources,
 )
-from rl_consistency.kernels.attention_tiles import load_rows, rows_of, visible
+from rl_consistency.kernels.attention_tiles import (
+    NEG_INF,
+    finite,
+    load_rows,
+    rows_of,
+    visible,
+    write_rows,
+)
 from rl_consistency.kernels.cuda_device import sm_count
-from rl_consistency.kernels.tree_fold import fold_to_lanes, tree_fold
-
-LN2 = tl.constexpr(0.6931471805599453)
-NEG_INF = tl.constexpr(float("-inf"))
+from rl_consistency.kernels.tree_fold import fold_to_lanes
 
 
 @triton.jit
@@ -52,24 +58,16 @@ def _block(
         key = start + tl.arange(0, KEYS)
         scores = tl.where(visible(position[:, None], key[None, :], window), scores, NEG_INF)
     m = tl.max(scores, 1) * factor
-    p = tl.exp2(tl.fma(scores, factor, -_finite(m, MASKED)[:, None]))
+    p = tl.exp2(tl.fma(scores, factor, -finite(m, MASKED)[:, None]))
     acc = tl.dot(p.to(v.dtype), v, input_precision="ieee")
     return m, fold_to_lanes(p, ROWS, KEYS), acc
-
-
-@triton.jit
-def _finite(m, MASKED: tl.constexpr):
-    """m, or 0 for a row that has seen no key, from which -inf can be subtracted."""
-    if MASKED:
-        m = tl.where(m == NEG_INF, 0.0, m)
-    return m
 
 
 @triton.jit
 def _fold(m, lanes, acc, block_m, block_lanes, block_acc, MASKED: tl.constexpr):
     """Fold one more block into the running (m, lanes, acc)."""
     new_m = tl.maximum(m, block_m)
-    shift = _finite(new_m, MASKED)
+    shift = finite(new_m, MASKED)
     left = tl.exp2(m - shift)[:, None]
     right = tl.exp2(block_m - shift)[:, None]
     lanes = tl.fma(block_lanes, right, lanes * left)
@@ -81,16 +79,16 @@ def _fold(m, lanes, acc, block_m, block_lanes, block_acc, MASKED: tl.constexpr):
 def _fold_keys(
     m, lanes, acc, q, position, low, high, window, factor,
     K, V, k_descriptor, v_descriptor, table, row0, head, limit,
-    stride_kt, stride_kh, stride_vt, stride_vh, block_size,
+    stride_kt, stride_kh, stride_vt, stride_vh, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     SOURCE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold the blocks of keys low .. high, low on a block."""
     for start in tl.range(low, high, KEYS):
         k = load_rows(K, k_descriptor, table, start, row0, head, limit, stride_kt, stride_kh,
-                       block_size, KEYS, HEAD_DIM, DIM, SOURCE, MASKED)  # fmt: skip
+                       BLOCK, KEYS, HEAD_DIM, DIM, SOURCE, MASKED)  # fmt: skip
         v = load_rows(V, v_descriptor, table, start, row0, head, limit, stride_vt, stride_vh,
-                       block_size, KEYS, HEAD_DIM, DIM, SOURCE, MASKED)  # fmt: skip
+                       BLOCK, KEYS, HEAD_DIM, DIM, SOURCE, MASKED)  # fmt: skip
         block_m, block_lanes, block_acc = _block(
             q, k, v, position, start, window, factor, ROWS, KEYS, DIM, MASKED
         )
@@ -98,33 +96,26 @@ def _fold_keys(
     return m, lanes, acc
 
 
-@triton.jit
-def _write_rows(
-    OUT, LSE, m, lanes, acc, valid, token_row, head, stride_ot, stride_oh, stride_lse,
-    ROWS: tl.constexpr, HEAD_DIM, DIM: tl.constexpr,
-):  # fmt: skip
-    dim = tl.arange(0, DIM)
-    length = tree_fold(lanes, ROWS, 8)
-    seen = length > 0
-    out = acc * tl.div_rn(1.0, tl.where(seen, length, 1.0))[:, None] + 0.0
-    pointer = OUT + token_row[:, None] * stride_ot + head[:, None] * stride_oh + dim[None, :]
-    mask = valid[:, None] & (dim < HEAD_DIM)[None, :]
-    tl.store(pointer, out.to(OUT.dtype.element_ty), mask=mask)
-    if LSE.dtype.element_ty == tl.float64:
-        m, length = m.to(tl.float64), length.to(tl.float64)
-    lse = tl.where(seen, (m + tl.log2(length)) * LN2, NEG_INF)
-    tl.store(LSE + token_row * stride_lse + head, lse, mask=valid)
-
-
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "tiles",
+        "query_start",
+        "query_len",
+        "context_len",
+        "tables",
+        "window",
+        "num_blocks",
+    ]
+)
 def attention_fwd_kernel(
     Q, K, V, OUT, LSE, k_descriptor, v_descriptor,
     tiles, query_start, query_len, context_len, tables,
-    window, factor, block_size, num_blocks,
+    window, factor, num_blocks,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
     stride_lse,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr, WINDOWED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one KV head, all its keys."""
     tile = tl.program_id(0) // KV_HEADS
@@ -159,36 +150,47 @@ def attention_fwd_kernel(
         m, lanes, acc = _fold_keys(
             m, lanes, acc, q, position, low, full_low, window, factor,
             K, V, k_descriptor, v_descriptor, table, start_row, kv_head, limit,
-            stride_kt, stride_kh, stride_vt, stride_vh, block_size,
+            stride_kt, stride_kh, stride_vt, stride_vh, BLOCK,
             ROWS, KEYS, HEAD_DIM, DIM, SOURCE, True,
         )  # fmt: skip
     m, lanes, acc = _fold_keys(
         m, lanes, acc, q, position, full_low, full_high, window, factor,
         K, V, k_descriptor, v_descriptor, table, start_row, kv_head, limit,
-        stride_kt, stride_kh, stride_vt, stride_vh, block_size,
+        stride_kt, stride_kh, stride_vt, stride_vh, BLOCK,
         ROWS, KEYS, HEAD_DIM, DIM, SOURCE, False,
     )  # fmt: skip
     m, lanes, acc = _fold_keys(
         m, lanes, acc, q, position, full_high, last_position + 1, window, factor,
         K, V, k_descriptor, v_descriptor, table, start_row, kv_head, limit,
-        stride_kt, stride_kh, stride_vt, stride_vh, block_size,
+        stride_kt, stride_kh, stride_vt, stride_vh, BLOCK,
         ROWS, KEYS, HEAD_DIM, DIM, SOURCE, True,
     )  # fmt: skip
-    _write_rows(
+    write_rows(
         OUT, LSE, m, lanes, acc, valid, token_row, head, stride_ot, stride_oh, stride_lse,
         ROWS, HEAD_DIM, DIM,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "tiles",
+        "query_start",
+        "query_len",
+        "context_len",
+        "tables",
+        "window",
+        "num_blocks",
+        "slots",
+    ]
+)
 def attention_block_kernel(
     Q, K, V, block_m, block_lanes, block_acc,
     tiles, query_start, query_len, context_len, tables,
-    window, factor, block_size, num_blocks, slots,
+    window, factor, num_blocks, slots,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STORED: tl.constexpr,
     KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    WINDOWED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Some key blocks of one tile, each written out on its own."""
     tile = tl.program_id(0) // KV_HEADS
@@ -217,9 +219,9 @@ def attention_block_kernel(
     stored = row < STORED
     for start in tl.range(begin, end, KEYS):
         k = load_rows(K, K, table, start, start_row, kv_head, limit, stride_kt, stride_kh,
-                       block_size, KEYS, HEAD_DIM, DIM, SOURCE, True)  # fmt: skip
+                       BLOCK, KEYS, HEAD_DIM, DIM, SOURCE, True)  # fmt: skip
         v = load_rows(V, V, table, start, start_row, kv_head, limit, stride_vt, stride_vh,
-                       block_size, KEYS, HEAD_DIM, DIM, SOURCE, True)  # fmt: skip
+                       BLOCK, KEYS, HEAD_DIM, DIM, SOURCE, True)  # fmt: skip
         m, lanes, acc = _block(q, k, v, position, start, window, factor, ROWS, KEYS, DIM, True)
         slot = tl.program_id(0).to(tl.int64) * slots + (start - low) // KEYS
         place = slot * STORED + row
@@ -228,110 +230,8 @@ def attention_block_kernel(
         tl.store(block_acc + place[:, None] * DIM + dim[None, :], acc, mask=stored[:, None])
 
 
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _fold_ahead(
-    lanes, acc, left, right, block_lanes, block_acc, count,
-    STORED: tl.constexpr, DIM: tl.constexpr, AHEAD: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Fold the next AHEAD blocks, or the first `count` of them, with factors that are known.
-
-    Nothing here depends on a loop's counter: all loads are issued at once, their offsets constants.
-    """
-    for i in tl.static_range(AHEAD):
-        if MASKED:
-            # Beyond the last block the fold keeps what it has.
-            inside = i < count
-            a = tl.load(left + i * STORED, mask=inside, other=1.0)
-            b = tl.load(right + i * STORED, mask=inside, other=0.0)
-            block_l = tl.load(block_lanes + i * STORED * 8, mask=inside, other=0.0)
-            block_a = tl.load(block_acc + i * STORED * DIM, mask=inside, other=0.0)
-        else:
-            a = tl.load(left + i * STORED)
-            b = tl.load(right + i * STORED)
-            block_l = tl.load(block_lanes + i * STORED * 8)
-            block_a = tl.load(block_acc + i * STORED * DIM)
-        lanes = tl.fma(block_l, b[:, None], lanes * a[:, None])
-        acc = tl.fma(block_a, b[:, None], acc * a[:, None])
-    return lanes, acc
-
-
-@triton.jit
-def attention_combine_kernel(
-    OUT, LSE, block_m, block_lanes, block_acc, left, right, tiles, query_start, query_len,
-    context_len, window, slots, stride_ot, stride_oh, stride_lse,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STORED: tl.constexpr,
-    KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
-    WINDOWED: tl.constexpr, SCAN: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """Fold the blocks of one tile in order, for COLUMNS of the head's dimensions."""
-    tile = tl.program_id(0) // KV_HEADS
-    kv_head = tl.program_id(0) % KV_HEADS
-    first_column = tl.program_id(1) * COLUMNS
-    sequence = tl.load(tiles + 2 * tile)
-    first_row = tl.load(tiles + 2 * tile + 1)
-    q_len = tl.load(query_len + sequence)
-    limit = tl.load(context_len + sequence)
-    low = 0
-    if WINDOWED:
-        low = tl.maximum(limit - q_len + first_row // GROUP - window + 1, 0) // KEYS * KEYS
-    last_position = tl.minimum(limit - q_len + (first_row + ROWS - 1) // GROUP, limit - 1)
-    count = tl.cdiv(last_position + 1 - low, KEYS)
-    row = tl.arange(0, STORED)
-    lane = tl.arange(0, 8)
-    column = first_column + tl.arange(0, COLUMNS)
-    first_slot = tl.program_id(0).to(tl.int64) * slots
-    # A running maximum is exact in any order, so the factors of all folds are made at once; the
-    # chain over blocks is then one multiplication and one fused multiply-add.
-    block = tl.arange(0, SCAN)
-    cell = (first_slot + block)[None, :] * STORED + row[:, None]  # [STORED, SCAN]
-    known = (block < count)[None, :]
-    maxima = tl.load(block_m + cell, mask=known, other=NEG_INF)
-    after_first = known & (block > 0)[None, :]
-    earlier = tl.load(block_m + cell - STORED, mask=after_first, other=NEG_INF)
-    before = tl.associative_scan(earlier, 1, _larger)
-    shift = _finite(tl.maximum(before, maxima), True)
-    tl.store(left + cell, tl.exp2(before - shift), mask=known)
-    tl.store(right + cell, tl.exp2(maxima - shift), mask=known)
-    m = tl.max(maxima, 1)
-    tl.debug_barrier()
-    lanes = tl.zeros((STORED, 8), tl.float32)
-    acc = tl.zeros((STORED, COLUMNS), tl.float32)
-    place = first_slot * STORED + row
-    left += place
-    right += place
-    lanes_at = block_lanes + place[:, None] * 8 + lane[None, :]
-    acc_at = block_acc + place[:, None] * DIM + column[None, :]
-    whole = count // AHEAD
-    for _ in tl.range(0, whole):
-        lanes, acc = _fold_ahead(
-            lanes, acc, left, right, lanes_at, acc_at, AHEAD, STORED, DIM, AHEAD, False
-        )
-        left += AHEAD * STORED
-        right += AHEAD * STORED
-        lanes_at += AHEAD * STORED * 8
-        acc_at += AHEAD * STORED * DIM
-    lanes, acc = _fold_ahead(
-        lanes, acc, left, right, lanes_at, acc_at, count - whole * AHEAD, STORED, DIM, AHEAD, True
-    )
-    valid, token, head, _position = rows_of(first_row, kv_head, q_len, limit - q_len, STORED, GROUP)
-    token_row = (tl.load(query_start + sequence) + token).to(tl.int64)
-    _write_rows(
-        OUT + first_column, LSE, m, lanes, acc, valid, token_row, head,
-        stride_ot, stride_oh, stride_lse, STORED, HEAD_DIM - first_column, COLUMNS,
-    )  # fmt: skip
-
-
 SPLIT_BYTES = 256 << 20
 """The most memory that blocks written out one by one may take; beyond it tiles are not split."""
-AHEAD = 32
-"""Blocks that the combining program reads at a time."""
-COMBINED_COLUMNS = 8
-"""Of a head, that one combining program folds."""
 
 
 def attention_fwd(
@@ -374,8 +274,10 @@ def attention_fwd(
     places = grid * most_blocks * stored
     if programs_per_tile is None:
         fits = places * (dim + 11) * 4 <= SPLIT_BYTES
-        processors = sm_count(q.device)
-        programs_per_tile = programs_for(grid, most_blocks, most_rows, processors) if fits else 1
+        device_programs = schedule.resident * sm_count(q.device)
+        programs_per_tile = (
+            programs_for(grid, most_blocks, most_rows, device_programs) if fits else 1
+        )
     shared = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
@@ -384,49 +286,56 @@ def attention_fwd(
         "HEAD_DIM": head_dim,
         "DIM": dim,
         "WINDOWED": window is not None,
+        "num_stages": schedule.stages,
         "enable_fp_fusion": False,
     }
     numbers = (tables.query_start, tables.query_len, tables.context_len)
     reach = NO_WINDOW if window is None else min(window, NO_WINDOW)
-    cache = (
-        layout.block_size if isinstance(layout, PagedAttention) else 1,
-        tables.block_table.shape[1],
-    )
+    block_size = layout.block_size if isinstance(layout, PagedAttention) else 1
     factor = scale * LOG2E
     operands = (
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
     )  # fmt: skip
     results = (out.stride(0), out.stride(1), lse.stride(0))
     if not admits(schedule, layout, q, k, v):
-        raise ValueError(UNSPECIALIZED)
+        raise ValueError(NO_RING if schedule.ring else UNSPECIALIZED)
     if schedule.specialized:
         attention_hopper.attention_hopper_fwd(
             q, k, v, out, lse, tiles, numbers, window, reach, factor, max(layout.context_lens)
         )
         return out, lse
-    if programs_per_tile == 1:
+    written = None
+    if programs_per_tile > 1:
+        written = (
+            torch.empty(places, dtype=torch.float32, device=q.device),
+            torch.empty(places, 8, dtype=torch.float32, device=q.device),
+            torch.empty(places, dim, dtype=torch.float32, device=q.device),
+        )
+    fused = written is not None and schedule.fused
+    if schedule.ring:
+        attention_decode.attention_decode_fwd(
+            q, k, v, out, lse, written, layout.tickets(q.device, grid) if fused else None, tiles,
+            numbers, tables.block_table, window=window, reach=reach, factor=factor,
+            block_size=block_size, programs=programs_per_tile, slots=most_blocks, stored=stored,
+            ring=schedule.ring, resident=schedule.resident, overlap=schedule.overlap,
+        )  # fmt: skip
+    elif written is None:
         described = schedule.descriptors and not paged and describable(k, v)
         attention_fwd_kernel[(grid,)](
             q, k, v, out, lse, *sources(described, [keys, 1, dim], k, v), tiles, *numbers,
-            tables.block_table, reach, factor, *cache, *operands, *results,
-            SOURCE=1 if paged else 2 if described else 0,
-            num_warps=schedule.warps, num_stages=schedule.stages, **shared,
+            tables.block_table, reach, factor, tables.block_table.shape[1], *operands, *results,
+            SOURCE=1 if paged else 2 if described else 0, BLOCK=block_size,
+            num_warps=schedule.warps, **shared,
         )  # fmt: skip
-        return out, lse
-    block_m, left, right = torch.empty(3, places, device=q.device)
-    block_lanes = torch.empty(places, 8, device=q.device)
-    block_acc = torch.empty(places, dim, device=q.device)
-    attention_block_kernel[(grid, programs_per_tile)](
-        q, k, v, block_m, block_lanes, block_acc, tiles, *numbers, tables.block_table,
-        reach, factor, *cache, most_blocks, *operands,
-        SOURCE=1 if paged else 0, STORED=stored,
-        num_warps=schedule.warps, num_stages=schedule.stages, **shared,
-    )  # fmt: skip
-    columns = min(dim, COMBINED_COLUMNS)
-    attention_combine_kernel[(grid, dim // columns)](
-        out, lse, block_m, block_lanes, block_acc, left, right, tiles, *numbers, reach,
-        most_blocks, *results, STORED=stored, COLUMNS=columns, AHEAD=AHEAD,
-        SCAN=max(16, triton.next_power_of_2(most_blocks)), num_warps=max(1, stored // 4),
-        **shared,
-    )  # fmt: skip
+    else:
+        attention_block_kernel[(grid, programs_per_tile)](
+            q, k, v, *written, tiles, *numbers, tables.block_table, reach, factor,
+            tables.block_table.shape[1], most_blocks, *operands,
+            SOURCE=1 if paged else 0, STORED=stored, BLOCK=block_size,
+            num_warps=schedule.warps, **shared,
+        )  # fmt: skip
+    if written is not None and not fused:
+        attention_combine(
+            out, lse, written, tiles, numbers, reach, most_blocks, stored, schedule.overlap, shared
+        )
     return out, lse

@@ -25,7 +25,7 @@ MAX_COLUMNS = 4096
 """Elements of a token that one program holds at once."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_ptr"])
 def cache_write_kernel(
     k_ptr, v_ptr, key_cache, value_cache, slot_ptr, k_token, k_head, v_token, v_head,
     HEAD_DIM: tl.constexpr, ROW: tl.constexpr, COLUMNS: tl.constexpr,
@@ -85,8 +85,8 @@ def cache_write_fwd(
     if tokens * row == 0:
         return
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    columns = min(triton.next_power_of_2(row), MAX_COLUMNS)
-    cache_write_kernel[(tokens, triton.cdiv(row, columns))](
+    columns = min(1 << (row - 1).bit_length(), MAX_COLUMNS)
+    cache_write_kernel[(tokens, -(-row // columns))](
         k, v, key_cache, value_cache, slots.contiguous(),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         HEAD_DIM=head_dim, ROW=row, COLUMNS=columns, num_warps=max(1, min(8, columns // 256)),

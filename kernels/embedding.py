@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from rl_consistency.kernels.embedding_triton import embedding_fwd
 from rl_consistency.kernels.gradient_fold import GradientBuffer, fold_parameter, fold_rows
 from rl_consistency.kernels.operand import require_operands
+from rl_consistency.kernels.recording import apply
 from rl_consistency.kernels.reduction_order import ReductionOrder
 
 ORDER = ReductionOrder(
@@ -62,7 +63,7 @@ def embedding(
                 f"embedding: token ids span [{low}, {high}], the table has {weight.shape[0]} rows. "
                 "Use the tokenizer that belongs to the model."
             )
-    return _Embedding.apply(token_ids, weight, padding_idx, weight_grad)  # type: ignore[no-any-return]
+    return apply(_Embedding, token_ids, weight, padding_idx, weight_grad)
 
 
 def _require_same_device(token_ids: Tensor, weight: Tensor) -> None:

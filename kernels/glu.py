@@ -26,12 +26,11 @@ from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.glu_triton import (
     ACTIVATIONS,
-    glu_bwd,
     glu_bwd_op,
-    glu_fwd,
     glu_fwd_op,
 )
 from rl_consistency.kernels.operand import require_operands
+from rl_consistency.kernels.recording import apply
 from rl_consistency.kernels.reduction_order import ReductionOrder
 
 ORDER = ReductionOrder(
@@ -67,7 +66,7 @@ def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
         raise ValueError(f"glu: activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}.")
     if gate.shape != up.shape:
         raise ValueError(f"glu: gate {tuple(gate.shape)} and up {tuple(up.shape)} must be equal.")
-    return _GLU.apply(gate, up, activation)  # type: ignore[no-any-return]
+    return apply(_GLU, gate, up, activation)
 
 
 class _GLU(torch.autograd.Function):
@@ -76,8 +75,7 @@ class _GLU(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         if gate.is_cuda:
-            compute = glu_fwd_op if torch.compiler.is_compiling() else glu_fwd
-            return compute(gate, up, activation)
+            return glu_fwd_op(gate, up, activation)
         value, _ = _activate(gate.float(), activation)
         return (value * up.float()).to(gate.dtype)
 
@@ -86,8 +84,7 @@ class _GLU(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         gate, up = ctx.saved_tensors
         if gate.is_cuda:
-            compute = glu_bwd_op if torch.compiler.is_compiling() else glu_bwd
-            return *compute(grad_outputs[0], gate, up, ctx.activation), None
+            return *glu_bwd_op(grad_outputs[0], gate, up, ctx.activation), None
         dy = grad_outputs[0].float()
         value, derivative = _activate(gate.float(), ctx.activation)
         return (dy * up.float() * derivative).to(gate.dtype), (dy * value).to(up.dtype), None

@@ -164,7 +164,7 @@ def glu_fwd(gate: Tensor, up: Tensor, activation: str, schedule: Schedule | None
     y = _forward_fake(gate, up, activation)
     if y.numel() == 0:
         return y
-    _forward_kernel[(triton.cdiv(y.numel(), schedule.block),)](
+    _forward_kernel[(-(-y.numel() // schedule.block),)](
         gate.contiguous(),
         up.contiguous(),
         y,
@@ -185,7 +185,7 @@ def glu_bwd(
     dgate, dup = _backward_fake(dy, gate, up, activation)
     if dgate.numel() == 0:
         return dgate, dup
-    _backward_kernel[(triton.cdiv(dgate.numel(), schedule.block),)](
+    _backward_kernel[(-(-dgate.numel() // schedule.block),)](
         dy.contiguous(),
         gate.contiguous(),
         up.contiguous(),

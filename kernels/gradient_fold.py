@@ -18,14 +18,16 @@ Cost: one rank-16 update of g per 16 tokens; on a GPU g is read and written once
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from rl_consistency.kernels import gradient_fold_triton
+from rl_consistency.kernels import gradient_columns_triton, gradient_fold_triton
 from rl_consistency.kernels.cublaslt import outer_from_zero
+from rl_consistency.kernels.gradient_rows_triton import gradient_fold_rows
 from rl_consistency.kernels.operand import aligned, require_operands
 from rl_consistency.kernels.reduction_order import ReductionOrder
 from rl_consistency.kernels.row_reduction import tree_sum
@@ -72,7 +74,7 @@ def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) ->
 def fold_columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1) -> None:
     """Continue `buffer` [C] (fp64 or fp32, in place) over rows [T * rows_per_token, C]."""
     if buffer.is_cuda:
-        gradient_fold_triton.gradient_fold_columns(buffer, rows, rows_per_token)
+        gradient_columns_triton.gradient_fold_columns(buffer, rows, rows_per_token)
         return
     step = STEP * rows_per_token
     rows = _whole_steps(rows, step)
@@ -85,7 +87,7 @@ def fold_step_sums(buffer: Tensor, sums: Tensor) -> None:
     For an op whose backward pass adds up the rows of a step itself, by the halving tree.
     """
     if buffer.is_cuda:
-        gradient_fold_triton.fold_step_sums(buffer, sums)
+        gradient_columns_triton.fold_step_sums(buffer, sums)
         return
     for partial in sums.unbind(0):
         buffer.add_(partial)
@@ -97,7 +99,7 @@ def fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
     A row whose index is -1 is left out.
     """
     if buffer.is_cuda:
-        gradient_fold_triton.gradient_fold_rows(buffer, index, rows)
+        gradient_fold_rows(buffer, index, rows)
         return
     kept = index >= 0
     buffer.index_add_(0, index[kept], rows[kept].float())
@@ -126,6 +128,10 @@ class GradientBuffer:
         self._own: Tensor | None = None
         # Weak: a gradient that the optimizer has dropped is not kept in memory.
         self._published: tuple[TensorWeakRef, int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes along: not the fold, whose gradient a copied parameter lacks."""
+        return self.__dict__ | {"_own": None, "_published": None}
 
     @classmethod
     def beside_autograd(cls, parameter: nn.Parameter) -> GradientBuffer:

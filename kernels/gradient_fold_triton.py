@@ -1,9 +1,8 @@
-"""Triton schedules of the gradient fold: outer products, columns, embedding rows.
+"""Triton schedules of the gradient fold of outer products.
 
 Shapes, dtypes, order, invariance: those of `gradient_fold`.
 Errors: `fold_outer` refuses a schedule that the operands or the device cannot run (ValueError).
-Cost: outer products run at the rate of a matrix product plus one read and one write of the
-    gradient; columns and rows are memory-bound.
+Cost: the rate of a matrix product plus one read and one write of the gradient.
 
 An accumulator tile is loaded from the gradient, continued and stored by one program. No program
 writes what another one reads, and nothing is added atomically.
@@ -14,7 +13,6 @@ writes what another one reads, and nothing is added atomically.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,21 +22,11 @@ from rl_consistency.kernels.cuda_device import has_tma, sm_count
 from rl_consistency.kernels.gradient_fold_schedules import Schedule, pick
 from rl_consistency.kernels.library import kernel_op
 from rl_consistency.kernels.matrix_step import matrix_step
-from rl_consistency.kernels.tree_fold import halve
-
-STEP = 16
-"""Tokens in one step of the fold; the depth of the multiply-accumulate instruction."""
 
 GROUP = 8
 """Rows of tiles walked together, so that neighbouring programs share operands in the L2 cache."""
 
-BATCH = 64
-"""Step sums that a program of `fold_step_sums` has in flight."""
-
 EXACT = {"enable_fp_fusion": False}
-
-
-# ---- outer products ------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -292,202 +280,3 @@ def gradient_fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> N
 
 def _dense_rows(operand: Tensor) -> Tensor:
     return operand if operand.stride(1) == 1 else operand.contiguous()
-
-
-# ---- columns -------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _pair(rows_ptr, row, columns, inside, last, stride, FIRST: tl.constexpr, P: tl.constexpr):
-    """Rows FIRST and FIRST + 8 of sixteen, each of P rows of the matrix, added."""
-    low, high = row + FIRST * P, row + (FIRST + 8) * P
-    a = tl.load(
-        rows_ptr + low.to(tl.int64) * stride + columns, mask=inside & (low < last), other=0.0
-    )
-    b = tl.load(
-        rows_ptr + high.to(tl.int64) * stride + columns, mask=inside & (high < last), other=0.0
-    )
-    return a.to(tl.float32) + b.to(tl.float32)
-
-
-@triton.jit
-def _step_sums_kernel(
-    rows_ptr,
-    sums_ptr,
-    R,
-    C,
-    stride,
-    STEP_ROWS: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """The halving tree over one step's rows, filled with zeros to 16 * P of them."""
-    step = tl.program_id(0)
-    within = tl.arange(0, P * BLOCK_C)
-    columns = tl.program_id(1) * BLOCK_C + within % BLOCK_C
-    inside = columns < C
-    first = step * STEP_ROWS
-    row = first + within // BLOCK_C
-    last = tl.minimum(first + STEP_ROWS, R)
-    # Four levels of the tree between registers of one thread, the others between the P rows left.
-    even = _pair(rows_ptr, row, columns, inside, last, stride, 0, P) + _pair(
-        rows_ptr, row, columns, inside, last, stride, 4, P
-    )
-    even += _pair(rows_ptr, row, columns, inside, last, stride, 2, P) + _pair(
-        rows_ptr, row, columns, inside, last, stride, 6, P
-    )
-    odd = _pair(rows_ptr, row, columns, inside, last, stride, 1, P) + _pair(
-        rows_ptr, row, columns, inside, last, stride, 5, P
-    )
-    odd += _pair(rows_ptr, row, columns, inside, last, stride, 3, P) + _pair(
-        rows_ptr, row, columns, inside, last, stride, 7, P
-    )
-    total = tl.reshape(even + odd, (1, P * BLOCK_C))
-    for level in tl.static_range(P.bit_length() - 1):
-        total = halve(total, 1, P * BLOCK_C >> level)
-    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    tl.store(
-        sums_ptr + step.to(tl.int64) * C + columns, tl.reshape(total, (BLOCK_C,)), mask=columns < C
-    )
-
-
-@triton.jit
-def _fold_steps_kernel(
-    sums_ptr, buffer_ptr, S, C, stride, BATCH: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = columns < C
-    pointers = buffer_ptr + columns.to(tl.int64) * stride
-    acc = tl.load(pointers, mask=inside, other=0.0)
-    # Nothing is written in the loop, so all loads of a batch are issued before its additions.
-    row = sums_ptr + columns
-    for start in range(0, S, BATCH):
-        for i in tl.static_range(BATCH):
-            step_sum = tl.load(row + i * C, mask=inside & (start + i < S), other=0.0)
-            acc += step_sum.to(acc.dtype)
-        row += BATCH * C
-    tl.store(pointers, acc, mask=inside)
-
-
-def step_sums(rows: Tensor, rows_per_token: int) -> Tensor:
-    """Halving tree over every step's rows: [T * rows_per_token, C] -> [ceil(T / 16), C] fp32."""
-    rows = _dense_rows(rows)
-    num_rows, columns = rows.shape
-    step = STEP * rows_per_token
-    sums = rows.new_empty((triton.cdiv(num_rows, step), columns), dtype=torch.float32)
-    padded = triton.next_power_of_2(rows_per_token)
-    block = min(triton.next_power_of_2(columns), max(1024 // padded, 16))
-    _step_sums_kernel[(sums.shape[0], triton.cdiv(columns, block))](
-        rows,
-        sums,
-        num_rows,
-        columns,
-        rows.stride(0),
-        STEP_ROWS=step,
-        P=padded,
-        BLOCK_C=block,
-        num_warps=4,
-        **EXACT,
-    )
-    return sums
-
-
-@kernel_op(mutates=("buffer",), fake=lambda *_: None)
-def fold_step_sums(buffer: Tensor, sums: Tensor) -> None:
-    """Continue `buffer` [C] (fp64 or fp32) over step sums [S, C] (fp32, contiguous), S upward."""
-    steps, columns = sums.shape
-    if min(steps, columns) == 0:
-        return
-    block = 32
-    _fold_steps_kernel[(triton.cdiv(columns, block),)](
-        sums,
-        buffer,
-        steps,
-        columns,
-        buffer.stride(0),
-        BATCH=BATCH,
-        BLOCK_C=block,
-        num_warps=1,
-        **EXACT,
-    )
-
-
-@kernel_op(mutates=("buffer",), fake=lambda *_: None)
-def gradient_fold_columns(buffer: Tensor, rows: Tensor, rows_per_token: int) -> None:
-    """Continue `buffer` [C] (fp64 or fp32) over rows [T * rows_per_token, C]."""
-    if min(rows.shape) == 0:
-        return
-    fold_step_sums(buffer, step_sums(rows, rows_per_token))
-
-
-# ---- embedding rows ------------------------------------------------------------------------------
-
-
-@triton.jit
-def _fold_rows_kernel(
-    rows_ptr,
-    buffer_ptr,
-    id_ptr,
-    end_ptr,
-    token_ptr,
-    V,
-    C,
-    stride_row,
-    stride_v,
-    stride_c,
-    BATCH: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """One program per sorted position and block of columns; the first of an id walks them all."""
-    position = tl.program_id(0)
-    row_id = tl.load(id_ptr + position)
-    previous = tl.load(id_ptr + position - 1, mask=position > 0, other=-1)
-    # -1 marks rows to skip; it also stands before the first position. An id that nobody could look
-    # at may lie outside the table.
-    if (row_id != previous) & (row_id >= 0) & (row_id < V):
-        end = tl.load(end_ptr + position)
-        columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-        inside = columns < C
-        pointers = buffer_ptr + row_id.to(tl.int64) * stride_v + columns.to(tl.int64) * stride_c
-        acc = tl.load(pointers, mask=inside, other=0.0)  # fp32 or fp64
-        # Most ids occur once; the loop is for the others.
-        token = tl.load(token_ptr + position)
-        row = tl.load(rows_ptr + token * stride_row + columns, mask=inside, other=0.0)
-        acc += row.to(acc.dtype)
-        for start in range(position + 1, end, BATCH):
-            for i in tl.static_range(BATCH):
-                present = start + i < end
-                token = tl.load(token_ptr + start + i, mask=present, other=0)
-                row = tl.load(
-                    rows_ptr + token * stride_row + columns, mask=inside & present, other=0.0
-                )
-                acc += row.to(acc.dtype)
-        tl.store(pointers, acc, mask=inside)
-
-
-@kernel_op(mutates=("buffer",), fake=lambda *_: None)
-def gradient_fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Continue `buffer` [V, C] (fp32 or fp64): row index[t] += rows[t], upward; -1 skips a row."""
-    if min(*rows.shape) == 0:
-        return
-    rows = _dense_rows(rows)
-    # 32-bit keys halve the passes of the sort, which is stable: tokens of an id stay in order.
-    ids, tokens = torch.sort(index.to(torch.int32), stable=True)
-    ends = torch.searchsorted(ids, ids, right=True, out_int32=True)
-    columns = rows.shape[1]
-    block = min(triton.next_power_of_2(columns), 1024)
-    _fold_rows_kernel[(index.shape[0], triton.cdiv(columns, block))](
-        rows,
-        buffer,
-        ids,
-        ends,
-        tokens,
-        buffer.shape[0],
-        columns,
-        rows.stride(0),
-        *buffer.stride(),
-        BATCH=16,
-        BLOCK_C=block,
-        num_warps=4,
-        **EXACT,
-    )

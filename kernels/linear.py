@@ -29,14 +29,13 @@ from rl_consistency.kernels.gradient_fold import (
     fold_parameter,
 )
 from rl_consistency.kernels.linear_triton import (
-    gate_up_glu_fwd,
     gate_up_glu_op,
-    qkv_fwd,
     qkv_op,
 )
 from rl_consistency.kernels.matmul import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul_schedules import FUSED_ROWS
 from rl_consistency.kernels.operand import require_operands
+from rl_consistency.kernels.recording import apply
 from rl_consistency.kernels.reduction_order import ReductionOrder
 
 ORDER = ReductionOrder(
@@ -71,7 +70,7 @@ def linear(
         [..., N] in the dtype of x.
     """
     _require_fitting("linear", x, weight, bias)
-    return _Linear.apply(x, weight, bias, weight_grad, bias_grad)  # type: ignore[no-any-return]
+    return apply(_Linear, x, weight, bias, weight_grad, bias_grad)
 
 
 def linear_qkv(
@@ -97,8 +96,7 @@ def linear_qkv(
         _require_fitting("linear_qkv", x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     if _fusable(rows, *weights) and len({bias is None for bias in biases}) == 1:
-        fused = qkv_op if torch.compiler.is_compiling() else qkv_fwd
-        q, k, v = fused(rows, *weights, *biases)
+        q, k, v = qkv_op(rows, *weights, *biases)
     else:
         q, k, v = (
             matmul_nt(rows, weight, bias=bias, out_dtype=x.dtype)
@@ -136,8 +134,7 @@ def linear_glu(x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str = "silu"
         )
     rows = x.reshape(-1, x.shape[-1])
     if _fusable(rows, w_gate):
-        fused = gate_up_glu_op if torch.compiler.is_compiling() else gate_up_glu_fwd
-        y = fused(rows, w_gate, w_up, activation)
+        y = gate_up_glu_op(rows, w_gate, w_up, activation)
     else:
         gate = matmul_nt(rows, w_gate, out_dtype=x.dtype)
         y = glu(gate, matmul_nt(rows, w_up, out_dtype=x.dtype), activation)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rl_consistency.kernels import cublaslt
-from rl_consistency.kernels.matmul_triton import matmul_fwd, matmul_op
+from rl_consistency.kernels.matmul_triton import matmul_op
 from rl_consistency.kernels.operand import aligned
 from rl_consistency.kernels.reduction_order import ReductionOrder
 
@@ -100,7 +100,7 @@ def _cuda_product(
     if torch.compiler.is_compiling():
         return matmul_op(a, b, bias, layout, out_dtype)
     product = cublaslt.product(a, b, bias, layout, out_dtype)
-    return matmul_fwd(a, b, bias, layout, out_dtype) if product is None else product
+    return matmul_op(a, b, bias, layout, out_dtype) if product is None else product
 
 
 def row_matmul(a: Tensor, b: Tensor) -> Tensor:

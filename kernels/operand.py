@@ -21,28 +21,29 @@ def require_operands(op: str, **operands: Tensor | None) -> None:
         TypeError: a dtype outside `DTYPES`, or operands of different dtypes.
         ValueError: operands on different devices, on a device without a schedule, or autocast on.
     """
-    present = {name: t for name, t in operands.items() if t is not None}
-    first_name, first = next(iter(present.items()))
-    for name, tensor in present.items():
+    present = [(name, tensor) for name, tensor in operands.items() if tensor is not None]
+    first_name, first = present[0]
+    dtype, device = first.dtype, first.device
+    for name, tensor in present:
         if tensor.dtype not in DTYPES:
             raise TypeError(
                 f"{op}: {name} is {tensor.dtype}; a canonical order exists for "
                 f"{', '.join(str(d) for d in DTYPES)}. Load the model in one of these."
             )
-        if tensor.dtype != first.dtype:
+        if tensor.dtype != dtype:
             raise TypeError(
-                f"{op}: {name} is {tensor.dtype} but {first_name} is {first.dtype}; "
+                f"{op}: {name} is {tensor.dtype} but {first_name} is {dtype}; "
                 "all operands share one dtype. Cast the model once, with model.to(dtype)."
             )
-        if tensor.device != first.device:
+        if tensor.device != device:
             raise ValueError(
-                f"{op}: {name} is on {tensor.device} but {first_name} is on {first.device}; "
+                f"{op}: {name} is on {tensor.device} but {first_name} is on {device}; "
                 "move them to one device."
             )
     require_device(op, first)
-    if torch.is_autocast_enabled(first.device.type):
+    if torch.is_autocast_enabled(device.type):
         raise ValueError(
-            f"{op}: autocast is on for {first.device.type}; it would choose rounding points behind "
+            f"{op}: autocast is on for {device.type}; it would choose rounding points behind "
             "the canonical order. Turn it off (mixed_precision: no) and load the policy in the "
             "dtype it should compute in."
         )

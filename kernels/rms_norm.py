@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rl_consistency.kernels.gradient_columns_triton import fold_step_sums, folded_step_sums
 from rl_consistency.kernels.gradient_fold import GradientBuffer, fold_columns, fold_parameter
-from rl_consistency.kernels.gradient_fold_triton import fold_step_sums
 from rl_consistency.kernels.operand import require_operands
+from rl_consistency.kernels.recording import apply
 from rl_consistency.kernels.reduction_order import ReductionOrder
 from rl_consistency.kernels.rms_norm_triton import (
-    rms_norm_bwd,
     rms_norm_bwd_op,
-    rms_norm_fwd,
     rms_norm_fwd_op,
 )
 from rl_consistency.kernels.row_reduction import tree_sum
@@ -72,8 +71,8 @@ def rms_norm(
     """
     _require("rms_norm", weight, x=x)
     if x.is_cuda:
-        return _RMSNormCUDA.apply(x, None, weight, eps, rows_per_token, weight_grad)  # type: ignore[no-any-return]
-    return _RMSNorm.apply(x, weight, eps, rows_per_token, weight_grad)  # type: ignore[no-any-return]
+        return apply(_RMSNormCUDA, x, None, weight, eps, rows_per_token, weight_grad)
+    return apply(_RMSNorm, x, weight, eps, rows_per_token, weight_grad)
 
 
 def add_rms_norm(
@@ -102,7 +101,7 @@ def add_rms_norm(
             f"add_rms_norm: residual {tuple(residual.shape)} and x {tuple(x.shape)} must be equal."
         )
     if x.is_cuda:
-        return _RMSNormCUDA.apply(x, residual, weight, eps, 1, weight_grad)  # type: ignore[no-any-return]
+        return apply(_RMSNormCUDA, x, residual, weight, eps, 1, weight_grad)
     total = residual + x
     return rms_norm(total, weight, eps, weight_grad=weight_grad), total
 
@@ -153,8 +152,7 @@ class _RMSNormCUDA(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, rows_per_token, weight_grad):
         ctx.set_materialize_grads(False)
-        compute = rms_norm_fwd_op if torch.compiler.is_compiling() else rms_norm_fwd
-        y, total, rstd = compute(x, residual, weight, eps)
+        y, total, rstd = rms_norm_fwd_op(x, residual, weight, eps)
         ctx.save_for_backward(x if residual is None else total, weight, rstd)
         ctx.rows_per_token, ctx.weight_grad = rows_per_token, weight_grad
         return y if residual is None else (y, total)
@@ -166,11 +164,12 @@ class _RMSNormCUDA(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         if dy is None:
             return dtotal, dtotal, None, None, None, None
-        compute = rms_norm_bwd_op if torch.compiler.is_compiling() else rms_norm_bwd
         with_sums = ctx.needs_input_grad[2]
-        dx, sums = compute(dy, dtotal, x, weight, rstd, ctx.rows_per_token, with_sums)
+        dx, sums = rms_norm_bwd_op(dy, dtotal, x, weight, rstd, ctx.rows_per_token, with_sums)
         dweight = None
-        if with_sums:
+        if with_sums and ctx.weight_grad is None:
+            dweight = folded_step_sums(sums, weight.dtype)
+        elif with_sums:
             dweight = fold_parameter(
                 weight, ctx.weight_grad, lambda g, fresh: fold_step_sums(g, sums)
             )

@@ -7,6 +7,7 @@ Every entry gives the same bytes, so tables are filled by measurement alone
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 MAX_WIDTH = 16384
 """Widest row of one program. Backward spills some registers above 8192 (fp32: from 8192 on)."""
@@ -16,6 +17,9 @@ CHUNK_TOKENS = 2
 
 MIN_BLOCK = 8
 """Elements in a group of `row_tree`."""
+
+WARP_ROW = 256
+"""Elements that a warp loads at once."""
 
 SCRATCH_BYTES = 32 * 1024
 """Shared memory that sums between warps take, from above."""
@@ -29,7 +33,9 @@ class Schedule:
     rows: int = 1
     """Rows that a forward program holds at once."""
     split: int = 1
-    """Parts in which a backward program holds the rows of a chunk, 1 or 2."""
+    """Parts in which a backward program goes through the rows of a chunk, a power of two."""
+    held: int = 1
+    """Chunks that a backward program goes through side by side, a power of two up to 8."""
     stages: int = 1
     """Chunks that a backward program has in flight in shared memory; 1 loads into registers."""
     registers: int | None = None
@@ -56,7 +62,7 @@ BACKWARD: dict[int, Schedule] = {
     512: Schedule(2),
     1024: Schedule(4),
     2048: Schedule(4, stages=2),
-    4096: Schedule(8, stages=3),
+    4096: Schedule(4, split=2, stages=3),
     8192: Schedule(16, split=2),
     16384: Schedule(16, split=2),
 }
@@ -97,14 +103,23 @@ def candidates(width: int, rows_per_token: int | None = None) -> list[Schedule]:
             for warps in (1, 2, 4, 8, 16)
             if 8 <= rows * block // (32 * warps) <= 128
         ]
-    held = chunk_rows(rows_per_token) * block
-    return [
+    rows = chunk_rows(rows_per_token)
+    schedules = [
         Schedule(warps, split=split, stages=stages, registers=registers)
         for split in (1, 2)
         for warps in (1, 2, 4, 8, 16)
         for stages, registers in ((1, None), (1, 128), (2, None), (3, None))
-        if 16 <= held // (32 * warps * split) <= 64 or (warps == 1 and held < 512 * split)
+        if 16 <= rows * block // (32 * warps * split) <= 64 or (warps == 1 and rows * block < 512)
     ]
+    if block <= WARP_ROW:
+        # A warp for each chunk: no sum of rows or columns has to cross warps.
+        split = max(rows * block // WARP_ROW, 1)
+        schedules += [
+            Schedule(warps, split=split, held=warps, registers=registers)
+            for warps in (4, 8)
+            for registers in (None, 64, 96)
+        ]
+    return schedules
 
 
 def pick_forward(width: int) -> Schedule:
@@ -112,6 +127,7 @@ def pick_forward(width: int) -> Schedule:
     return FORWARD[max(block_width(width), min(FORWARD))]
 
 
+@cache
 def pick_backward(width: int, rows_per_token: int) -> Schedule:
     """The backward schedule of a row width; more heads take more warps."""
     block = block_width(width)
@@ -123,6 +139,7 @@ def pick_backward(width: int, rows_per_token: int) -> Schedule:
     return replace(schedule, warps=warps)
 
 
+@cache
 def within_shared(schedule: Schedule, chunk_bytes: int, limit: int) -> Schedule:
     """The schedule, with fewer chunks of `chunk_bytes` in flight where shared memory is short."""
     stages = min(schedule.stages, 1 + (limit - SCRATCH_BYTES) // chunk_bytes)

@@ -51,11 +51,19 @@ def row_tree(x, R: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def column_tree(x, R: tl.constexpr, N: tl.constexpr):
-    """[R, N] -> [N]: the halving tree over the rows, row i plus row i + R/2 first."""
+def column_tree(x, HELD: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
+    """[HELD * R, N] -> [HELD, N]: the halving tree over R rows, row i plus row i + R/2 first."""
     for level in tl.static_range(R.bit_length() - 1):
-        x = tl.sum(tl.reshape(x, (2, R >> (level + 1), N)), axis=0)
-    return tl.reshape(x, (N,))
+        x = tl.sum(tl.reshape(x, (HELD, 2, R >> (level + 1), N)), axis=1)
+    return tl.reshape(x, (HELD, N))
+
+
+@triton.jit
+def mean_of(total, R: tl.constexpr, H: tl.constexpr):
+    """total [R] / H; the quotient by a power of two is the product with its inverse."""
+    if H & (H - 1) == 0:
+        return total * (1.0 / H)
+    return tl.div_rn(total, tl.full((R,), H, tl.float32))
 
 
 @triton.jit
@@ -66,7 +74,7 @@ def row_offsets(row, stride_outer, stride_inner, INNER: tl.constexpr):
     return (row // INNER).to(tl.int64) * stride_outer + (row % INNER) * stride_inner
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
     x_ptr,
     residual_ptr,
@@ -106,7 +114,7 @@ def _forward_kernel(
         x = (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
         tl.store(total_ptr + written, x, mask=inside)
     x = x.to(tl.float32)
-    mean_square = tl.div_rn(row_tree(x * x, ROWS, BLOCK_H), tl.full((ROWS,), H, tl.float32))
+    mean_square = mean_of(row_tree(x * x, ROWS, BLOCK_H), ROWS, H)
     rstd = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(mean_square + eps))
     tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
     y = (x * rstd[:, None]) * weight[None, :]
@@ -114,6 +122,69 @@ def _forward_kernel(
 
 
 @triton.jit
+def _load_rows(source, row, column, inside, INNER: tl.constexpr):
+    """Rows of a source (pointer, outer stride, inner stride): [R, BLOCK_H]."""
+    offsets = row_offsets(row, source[1], source[2], INNER)
+    return tl.load(source[0] + offsets[:, None] + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _part(dy, x, dtotal, weight, rstd_ptr, dx_ptr, row, valid, H: tl.constexpr,
+          DY_INNER: tl.constexpr, X_INNER: tl.constexpr, DTOTAL_INNER: tl.constexpr,
+          HAS_DTOTAL: tl.constexpr, R: tl.constexpr,
+          BLOCK_H: tl.constexpr):  # fmt: skip
+    """Store dx of rows [R]; their terms of dweight, [R, BLOCK_H]."""
+    column = tl.arange(0, BLOCK_H)
+    inside = valid[:, None] & (column < H)[None, :]
+    rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)[:, None]
+    gradient = _load_rows(dy, row, column, inside, DY_INNER).to(tl.float32)
+    normalized = _load_rows(x, row, column, inside, X_INNER).to(tl.float32) * rstd
+    if HAS_DTOTAL:
+        added = _load_rows(dtotal, row, column, inside, DTOTAL_INNER)
+    terms = gradient * normalized
+    weighted = gradient * weight.to(tl.float32)[None, :]
+    mean = mean_of(row_tree(weighted * normalized, R, BLOCK_H), R, H)[:, None]
+    dx = (rstd * (weighted - normalized * mean)).to(dx_ptr.dtype.element_ty)
+    if HAS_DTOTAL:
+        # Two gradients meet, both of the model's dtype.
+        dx = (dx.to(tl.float32) + added.to(tl.float32)).to(dx.dtype)
+    tl.store(dx_ptr + row[:, None] * H + column[None, :], dx, mask=inside)
+    return terms
+
+
+@triton.jit
+def _parts(dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H: tl.constexpr,
+           DY_INNER: tl.constexpr, X_INNER: tl.constexpr, DTOTAL_INNER: tl.constexpr,
+           HAS_DTOTAL: tl.constexpr, HELD: tl.constexpr,
+           CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+           BLOCK_H: tl.constexpr, PART: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
+    """Parts PART, PART + STRIDE, ... of HELD chunks from row `first`: dx is stored, the terms of
+    dweight [HELD * ROWS, BLOCK_H] are added by the halving tree over parts.
+    """
+    if STRIDE == SPLIT:
+        held = tl.arange(0, HELD * ROWS)
+        within = PART * ROWS + held % ROWS
+        row = first + held // ROWS * CHUNK_ROWS + within
+        valid = (within < CHUNK_ROWS) & (row < num_rows)
+        return _part(
+            dy, x, dtotal, weight, rstd_ptr, dx_ptr, row, valid, H, DY_INNER, X_INNER,
+            DTOTAL_INNER, HAS_DTOTAL, HELD * ROWS, BLOCK_H,
+        )  # fmt: skip
+    else:
+        low = _parts(
+            dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H, DY_INNER,
+            X_INNER, DTOTAL_INNER, HAS_DTOTAL, HELD, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H,
+            PART, 2 * STRIDE,
+        )  # fmt: skip
+        high = _parts(
+            dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H, DY_INNER,
+            X_INNER, DTOTAL_INNER, HAS_DTOTAL, HELD, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H,
+            PART + STRIDE, 2 * STRIDE,
+        )  # fmt: skip
+        return low + high
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _backward_kernel(
     dy_ptr,
     x_ptr,
@@ -136,50 +207,36 @@ def _backward_kernel(
     HAS_DTOTAL: tl.constexpr,
     HAS_SUMS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    HELD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program, one step of the fold: chunk after chunk, each in SPLIT parts of ROWS rows."""
+    """One program, one step of the fold: HELD chunks at once, each in SPLIT parts of ROWS rows."""
     step = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)
     weight = tl.load(weight_ptr + column, mask=column < H, other=0.0)
-    width = tl.full((ROWS,), H, tl.float32)
+    dy = (dy_ptr, dy_outer, dy_inner)
+    x = (x_ptr, x_outer, x_inner)
+    dtotal = (dtotal_ptr, dtotal_outer, dtotal_inner)
     total = tl.zeros((BLOCK_H,), tl.float32)
-    for chunk in tl.range(0, CHUNKS, num_stages=STAGES):
+    for chunk in tl.range(0, CHUNKS, HELD, num_stages=STAGES):
         first = (step * CHUNKS + chunk) * CHUNK_ROWS
-        last = tl.minimum(first + CHUNK_ROWS, num_rows)
-        chunk_sum = 0.0
-        for part in tl.static_range(SPLIT):
-            # Rows p, p + SPLIT, ... of the chunk: the upper levels of the tree over its rows.
-            row = first + tl.arange(0, ROWS) * SPLIT + part
-            valid = row < last
-            inside = valid[:, None] & (column < H)[None, :]  # [ROWS, BLOCK_H]
-            offsets = row_offsets(row, dy_outer, dy_inner, DY_INNER)
-            dy = tl.load(dy_ptr + offsets[:, None] + column[None, :], mask=inside, other=0.0)
-            offsets = row_offsets(row, x_outer, x_inner, X_INNER)
-            x = tl.load(x_ptr + offsets[:, None] + column[None, :], mask=inside, other=0.0)
-            rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)[:, None]
-            if HAS_DTOTAL:
-                offsets = row_offsets(row, dtotal_outer, dtotal_inner, DTOTAL_INNER)
-                dtotal = tl.load(
-                    dtotal_ptr + offsets[:, None] + column[None, :], mask=inside, other=0.0
-                )
-            dy = dy.to(tl.float32)
-            normalized = x.to(tl.float32) * rstd
-            # Before the sums over rows, so that dy need not be kept through them.
-            part_sum = column_tree(dy * normalized, ROWS, BLOCK_H)
-            chunk_sum = part_sum if part == 0 else chunk_sum + part_sum
-            weighted = dy * weight.to(tl.float32)[None, :]
-            mean = tl.div_rn(row_tree(weighted * normalized, ROWS, BLOCK_H), width)[:, None]
-            dx = (rstd * (weighted - normalized * mean)).to(dx_ptr.dtype.element_ty)
-            if HAS_DTOTAL:
-                # Two gradients meet, both of the model's dtype.
-                dx = (dx.to(tl.float32) + dtotal.to(tl.float32)).to(dx.dtype)
-            tl.store(dx_ptr + row[:, None] * H + column[None, :], dx, mask=inside)
-        total += chunk_sum
+        terms = _parts(
+            dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H, DY_INNER,
+            X_INNER, DTOTAL_INNER, HAS_DTOTAL, HELD, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H,
+            0, 1,
+        )  # fmt: skip
+        sums = column_tree(terms, HELD, ROWS, BLOCK_H)
+        if HELD == 1:
+            total += tl.reshape(sums, (BLOCK_H,))
+        else:
+            for i in tl.static_range(HELD):
+                # Taken out by adding zeros to it, which changes no bit that `total` could show.
+                chosen = tl.arange(0, HELD)[:, None] == i
+                total += tl.sum(tl.where(chosen, sums, 0.0), axis=0)
     if HAS_SUMS:
         tl.store(sums_ptr + step * H + column, total, mask=column < H)
 
@@ -278,7 +335,7 @@ def rms_norm_bwd(
     """
     width = x.shape[-1]
     schedule = schedule or pick_backward(width, rows_per_token)
-    held = chunk_rows(rows_per_token) * block_width(width)
+    held = schedule.held * chunk_rows(rows_per_token) * block_width(width)
     operands = 2 if dtotal is None else 3
     limit = (200 if has_tma(x.device) else 96) * 1024
     schedule = within_shared(schedule, operands * held * x.element_size(), limit)
@@ -311,6 +368,7 @@ def rms_norm_bwd(
         HAS_DTOTAL=dtotal is not None,
         HAS_SUMS=with_sums,
         CHUNKS=STEP // CHUNK_TOKENS,
+        HELD=schedule.held,
         CHUNK_ROWS=CHUNK_TOKENS * rows_per_token,
         ROWS=chunk_rows(rows_per_token) // schedule.split,
         SPLIT=schedule.split,

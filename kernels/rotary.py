@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.operand import require_operands
+from rl_consistency.kernels.recording import apply
 from rl_consistency.kernels.reduction_order import ReductionOrder
-from rl_consistency.kernels.rotary_triton import rotary_fwd, rotary_op
+from rl_consistency.kernels.rotary_triton import rotary_op
 
 ORDER = ReductionOrder(
     id="rotary",
@@ -85,7 +86,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
             f"rotary: cos is on {cos.device}, sin on {sin.device}, q on {q.device}; move them to "
             "one device."
         )
-    return _Rotary.apply(q, k, cos, sin)  # type: ignore[no-any-return]
+    return apply(_Rotary, q, k, cos, sin)
 
 
 class _Rotary(torch.autograd.Function):
@@ -106,8 +107,7 @@ def _rotate_both(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool
 ) -> tuple[Tensor, Tensor]:
     if q.is_cuda:
-        compute = rotary_op if torch.compiler.is_compiling() else rotary_fwd
-        return compute(q, k, cos, sin, inverse)
+        return rotary_op(q, k, cos, sin, inverse)
     if inverse:
         sin = -sin
     return _rotate(q, cos, sin), _rotate(k, cos, sin)

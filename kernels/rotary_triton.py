@@ -70,7 +70,7 @@ def _rotate_heads(
         tl.store(written + HALF, (x2 * cos + x1 * sin).to(dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rotary_kernel(
     q_ptr,
     k_ptr,
@@ -122,9 +122,8 @@ def rotary_fwd(
         return q_out, k_out
     q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
     num_tokens, half = cos.shape
-    held = (min(schedule.heads, triton.next_power_of_2(max(x.shape[1], 1))) for x in (q, k))
-    heads_of_q, heads_of_k = held
-    _rotary_kernel[(triton.cdiv(num_tokens, schedule.tokens),)](
+    heads_of_q, heads_of_k = (min(schedule.heads, _power_of_two(x.shape[1])) for x in (q, k))
+    _rotary_kernel[(-(-num_tokens // schedule.tokens),)](
         q,
         k,
         cos,
@@ -145,11 +144,15 @@ def rotary_fwd(
         TOKENS=schedule.tokens,
         HEADS_OF_Q=heads_of_q,
         HEADS_OF_K=heads_of_k,
-        BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_HALF=_power_of_two(half),
         num_warps=schedule.warps,
         enable_fp_fusion=False,
     )
     return q_out, k_out
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def _rotary_fake(

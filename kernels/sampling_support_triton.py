@@ -20,8 +20,6 @@ last id that is in among those at this key. `key_search_triton` finds both by co
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -45,6 +43,7 @@ from rl_consistency.kernels.library import kernel_op
 from rl_consistency.kernels.vocabulary_statistics_triton import (
     BLOCK,
     VOCABULARY_BLOCK,
+    launch_options,
     order_key,
     scaled_logits,
 )
@@ -181,7 +180,7 @@ def masses_kernel(
         tl.store(at + tl.arange(0, PIVOTS), found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def support_kernel(
     logits,
     temperature,
@@ -328,28 +327,23 @@ def vocabulary_support(
     splits = triton.cdiv(num_blocks, SPLIT_BLOCKS)
     tops, listed = torch.empty((2, num_rows, num_blocks), dtype=torch.int32, device=device)
     masses = torch.empty((num_rows, splits, PIVOTS), dtype=torch.int64, device=device)
-    rows = (logits, temperature, top_k, top_p, min_p)
+    rows = (logits, temperature, top_k, top_p, min_p, tops)
     sizes = (vocabulary, num_blocks)
     stride = logits.stride(0)
-    options: dict[str, Any] = {"UNIT": unit_temperature, "enable_fp_fusion": False}
     maxima_kernel[(num_rows, triton.cdiv(num_blocks, TOP_BLOCKS))](
-        *rows, tops, *sizes, stride, BLOCKS=TOP_BLOCKS, num_warps=4, **options
+        *rows, *sizes, stride, **launch_options(UNIT=unit_temperature, BLOCKS=TOP_BLOCKS)
     )
     masses_kernel[(num_rows, splits)](
         *rows,
-        tops,
         masses,
         *sizes,
         stride,
-        BLOCKS=SPLIT_BLOCKS,
-        TILE=SPLIT_TILE,
-        PIVOTS=PIVOTS,
-        num_warps=4,
-        **options,
+        **launch_options(
+            UNIT=unit_temperature, BLOCKS=SPLIT_BLOCKS, TILE=SPLIT_TILE, PIVOTS=PIVOTS
+        ),
     )
     support_kernel[(num_rows,)](
         *rows,
-        tops,
         masses,
         listed,
         support,
@@ -357,9 +351,6 @@ def vocabulary_support(
         *sizes,
         splits,
         stride,
-        TILE=TILE,
-        PIVOTS=PIVOTS,
-        num_warps=16,
-        **options,
+        **launch_options(16, UNIT=unit_temperature, TILE=TILE, PIVOTS=PIVOTS),
     )
     return support

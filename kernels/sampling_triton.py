@@ -16,8 +16,6 @@ Cost: one read of the logits, and one block of 128 ids a row.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -28,6 +26,8 @@ from rl_consistency.kernels.tree_fold import exp_fp32
 from rl_consistency.kernels.vocabulary_statistics_triton import (
     BLOCK,
     VOCABULARY_BLOCK,
+    launch_options,
+    row_operands,
     scaled_logits,
     supported,
 )
@@ -73,6 +73,42 @@ def integer_weights(logprobs):
 
 
 @triton.jit
+def block_weights(
+    block,
+    row,
+    logits,
+    temperature,
+    support,
+    top,
+    log_normalizer,
+    num_rows,
+    vocabulary,
+    row_stride,
+    UNIT: tl.constexpr,
+    TRUNCATES: tl.constexpr,
+):
+    """Integer weights of the ids of blocks [B] of one row: [B, 128] int64."""
+    column = block[:, None] * VOCABULARY_BLOCK + tl.arange(0, VOCABULARY_BLOCK)[None, :]
+    at = logits + row * row_stride + column
+    z = tl.load(at, mask=column < vocabulary, other=-float("inf"))
+    rows = row + tl.arange(0, 1)
+    logprobs = shifted_logits(
+        z,
+        rows,
+        column,
+        rows < num_rows,
+        temperature,
+        support,
+        top,
+        log_normalizer,
+        num_rows,
+        UNIT,
+        TRUNCATES,
+    )
+    return integer_weights(logprobs)
+
+
+@triton.jit
 def weights_kernel(
     logits,
     temperature,
@@ -90,26 +126,12 @@ def weights_kernel(
 ):
     """Weight of each block: weights [T, num_blocks] int64."""
     row = tl.program_id(0).to(tl.int64)
-    rows = row + tl.arange(0, 1)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    column = block[:, None] * VOCABULARY_BLOCK + tl.arange(0, VOCABULARY_BLOCK)[None, :]
-    at = logits + row * row_stride + column  # [BLOCKS, 128]
-    z = tl.load(at, mask=column < vocabulary, other=-float("inf"))
-    logprobs = shifted_logits(
-        z,
-        rows,
-        column,
-        rows < num_rows,
-        temperature,
-        support,
-        top,
-        log_normalizer,
-        num_rows,
-        UNIT,
-        TRUNCATES,
-    )
-    total = tl.sum(integer_weights(logprobs), axis=1)
-    tl.store(weights + row * num_blocks + block, total, mask=block < num_blocks)
+    found = block_weights(
+        block, row, logits, temperature, support, top, log_normalizer, num_rows, vocabulary,
+        row_stride, UNIT, TRUNCATES,
+    )  # fmt: skip
+    tl.store(weights + row * num_blocks + block, tl.sum(found, axis=1), mask=block < num_blocks)
 
 
 @triton.jit
@@ -151,24 +173,11 @@ def pick_kernel(
         passed += tl.sum(below.to(tl.int32))
         before += tl.sum(tl.where(below, weight, 0))
         seen += tl.sum(weight)
-    column = passed * VOCABULARY_BLOCK + tl.arange(0, VOCABULARY_BLOCK)[None, :]
-    rows = row + tl.arange(0, 1)
-    at = logits + row * row_stride + column  # [1, 128]
-    z = tl.load(at, mask=column < vocabulary, other=-float("inf"))
-    logprobs = shifted_logits(
-        z,
-        rows,
-        column,
-        rows < num_rows,
-        temperature,
-        support,
-        top,
-        log_normalizer,
-        num_rows,
-        UNIT,
-        TRUNCATES,
-    )
-    cumulative = before + tl.cumsum(tl.reshape(integer_weights(logprobs), (VOCABULARY_BLOCK,)))
+    found = block_weights(
+        passed + tl.arange(0, 1), row, logits, temperature, support, top, log_normalizer, num_rows,
+        vocabulary, row_stride, UNIT, TRUNCATES,
+    )  # fmt: skip
+    cumulative = before + tl.cumsum(tl.reshape(found, (VOCABULARY_BLOCK,)))
     within = tl.sum((cumulative <= threshold).to(tl.int32))
     tl.store(token_ids + row, (passed * VOCABULARY_BLOCK + within).to(tl.int64))
 
@@ -246,16 +255,9 @@ def vocabulary_draw(
         return token_ids
     num_blocks = triton.cdiv(vocabulary, BLOCK)
     weights = torch.empty((num_rows, num_blocks), dtype=torch.int64, device=logits.device)
-    rows = (
-        logits,
-        temperature,
-        temperature if support is None else support,
-        top,
-        log_normalizer,
-        weights,
-    )
+    rows = (*row_operands(logits, temperature, support), top, log_normalizer, weights)
     sizes = (num_rows, vocabulary, num_blocks, logits.stride(0))
-    options = _options(unit_temperature, support)
+    options = launch_options(UNIT=unit_temperature, TRUNCATES=support is not None)
     weights_kernel[(num_rows, triton.cdiv(num_blocks, WEIGHT_BLOCKS))](
         *rows, *sizes, BLOCKS=WEIGHT_BLOCKS, **options
     )
@@ -264,15 +266,6 @@ def vocabulary_draw(
         *rows, uniforms.contiguous(), token_ids, *sizes, BLOCKS=blocks, **options
     )
     return token_ids
-
-
-def _options(unit_temperature: bool, support: Tensor | None) -> dict[str, Any]:
-    return {
-        "UNIT": unit_temperature,
-        "TRUNCATES": support is not None,
-        "num_warps": 4,
-        "enable_fp_fusion": False,
-    }
 
 
 def _logprobs_fake(
@@ -302,9 +295,7 @@ def vocabulary_logprobs(
     logprobs = torch.empty_like(log_normalizer)
     if num_rows:
         logprobs_kernel[(triton.cdiv(num_rows, LOGPROB_ROWS),)](
-            logits,
-            temperature,
-            temperature if support is None else support,
+            *row_operands(logits, temperature, support),
             top,
             log_normalizer,
             token_ids.contiguous(),
@@ -312,7 +303,8 @@ def vocabulary_logprobs(
             num_rows,
             vocabulary,
             logits.stride(0),
-            ROWS=LOGPROB_ROWS,
-            **_options(unit_temperature, support),
+            **launch_options(
+                UNIT=unit_temperature, TRUNCATES=support is not None, ROWS=LOGPROB_ROWS
+            ),
         )
     return logprobs

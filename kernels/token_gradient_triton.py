@@ -96,7 +96,7 @@ def store_gradient(
         tl.store(at, dz.to(dlogits.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "plane"])
 def gradient_kernel(
     hidden,
     weight,
@@ -158,7 +158,7 @@ def gradient_kernel(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "plane"])
 def row_gradient_kernel(
     logits,
     table,
@@ -183,7 +183,7 @@ def row_gradient_kernel(
     tl.store(at, dz.to(dlogits.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def gradient_table_kernel(
     temperature,
     top,
@@ -220,7 +220,7 @@ def gradient_table_kernel(
     tl.store(table + 5 * num_rows + row, onehot, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "plane"])
 def target_gradient_kernel(
     table,
     logprobs,

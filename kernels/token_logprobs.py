@@ -26,7 +26,7 @@ so the two sides are one function.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from torch.autograd.function import once_differentiable
 from rl_consistency.kernels.gradient_fold import STEP, GradientBuffer, fold_outer, fold_parameter
 from rl_consistency.kernels.matmul import matmul_nn, matmul_nt
 from rl_consistency.kernels.operand import require_operands
+from rl_consistency.kernels.recording import apply
 from rl_consistency.kernels.reduction_order import ReductionOrder
 from rl_consistency.kernels.row_reduction import tree_sum
 from rl_consistency.kernels.sampling_support import Distribution, SamplingRows, distribution
@@ -44,12 +45,8 @@ from rl_consistency.kernels.token_gradient_triton import (
     token_row_gradient,
     token_target_gradient,
 )
-from rl_consistency.kernels.token_logprobs_schedules import (
-    GRADIENT_SCHEDULES,
-    STATISTICS_SCHEDULES,
-    UNFUSED,
-    pick,
-)
+from rl_consistency.kernels.token_logprobs_plan import Plan, choose_plan
+from rl_consistency.kernels.token_logprobs_schedules import UNFUSED
 from rl_consistency.kernels.token_logprobs_triton import token_statistics, token_target_logits
 from rl_consistency.kernels.vocabulary_statistics_triton import (
     vocabulary_combine,
@@ -60,11 +57,6 @@ IGNORED = -100
 """Target of a position that is not scored; its logprob and entropy are 0."""
 
 CPU_CHUNK = 1024
-TRUNCATED_CHUNK = 128
-"""Ranking a row takes some 60 bytes per vocabulary entry."""
-
-STATISTICS_CHUNK = 8192
-"""Rows of one fused forward product; its block statistics take V/10 bytes a row."""
 
 KEPT_WIDTH = 3072
 """Hidden size from which a logit is written and read back in less time than it is computed in."""
@@ -151,7 +143,7 @@ def token_logprobs(
     if hidden.is_cuda:
         return triton_token_logprobs(hidden, weight, targets, rows, chunk_tokens, weight_grad)
     chunk_tokens = CPU_CHUNK if chunk_tokens is None else chunk_tokens
-    return _TokenLogprobs.apply(hidden, weight, targets, rows, chunk_tokens, weight_grad)  # type: ignore[no-any-return]
+    return apply(_TokenLogprobs, hidden, weight, targets, rows, chunk_tokens, weight_grad)
 
 
 def _check_targets(targets: Tensor, vocabulary: int) -> None:
@@ -242,38 +234,6 @@ def _logit_gradient(
     return dscaled / temperature.masked_fill(temperature == 0, 1.0).unsqueeze(1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How one call runs on CUDA; neutral to the bits."""
-
-    chunk_tokens: int
-    """Rows whose logits or logit gradients exist at one time."""
-    statistics: int
-    """Index of `STATISTICS_SCHEDULES`, or `UNFUSED`."""
-    gradient: int
-    """Index of `GRADIENT_SCHEDULES`, or `UNFUSED`."""
-    keeps_logits: bool = False
-    """Whether the first chunk's logits wait in memory for the backward pass."""
-
-
-def choose_plan(
-    hidden: Tensor, weight: Tensor, rows: SamplingRows, chunk_tokens: int | None = None
-) -> Plan:
-    """The plan for one call: fused unless a row truncates, chunks that keep the logit gradients to
-    half the size of the LM head's fp32 gradient."""
-    # Asked of all rows at once: what is selected from them later asks the device nothing more.
-    truncates, _ = rows.truncates, rows.unit_temperature
-    if truncates:
-        return Plan(
-            chunk_tokens=chunk_tokens or TRUNCATED_CHUNK, statistics=UNFUSED, gradient=UNFUSED
-        )
-    return Plan(
-        chunk_tokens=chunk_tokens or max(128, weight.shape[1] // 128 * 128),
-        statistics=pick(STATISTICS_SCHEDULES, hidden, weight),
-        gradient=pick(GRADIENT_SCHEDULES, hidden, weight),
-    )
-
-
 def triton_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -288,7 +248,7 @@ def triton_token_logprobs(
     if plan is None:
         plan = choose_plan(hidden, weight, rows, chunk_tokens)
         plan = replace(plan, keeps_logits=_keeps_logits(weight, rows, plan, weight_grad))
-    return _TritonTokenLogprobs.apply(hidden, weight, targets, rows, plan, weight_grad)  # type: ignore[no-any-return]
+    return apply(_TritonTokenLogprobs, hidden, weight, targets, rows, plan, weight_grad)
 
 
 class _Waiting:
@@ -323,7 +283,7 @@ class _TritonTokenLogprobs(torch.autograd.Function):
         targets = targets.contiguous()
         kept = slice(0, min(plan.chunk_tokens, hidden.shape[0]) if plan.keeps_logits else 0)
         logits = lm_head_logits(hidden[kept], weight) if kept.stop else None
-        spans = _chunks(hidden.shape[0], _forward_chunk(plan), kept.stop)
+        spans = _chunks(hidden.shape[0], plan.forward_chunk, kept.stop)
         pieces = [
             _scores(hidden[span], weight, targets[span], rows.select(span), plan) for span in spans
         ]
@@ -386,10 +346,6 @@ class _TritonTokenLogprobs(torch.autograd.Function):
         else:
             fold(None, False)
         return dhidden, dweight, None, None, None, None
-
-
-def _forward_chunk(plan: Plan) -> int:
-    return plan.chunk_tokens if plan.statistics == UNFUSED else STATISTICS_CHUNK
 
 
 def _scores(

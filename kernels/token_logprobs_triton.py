@@ -127,7 +127,7 @@ def reduce_block(
     store_statistics(partials, plane, top, sums, weighted, rows, block, num_rows, num_blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "plane"])
 def statistics_kernel(
     hidden,
     weight,
@@ -204,7 +204,7 @@ def statistics_kernel(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def target_kernel(
     hidden,
     weight,

@@ -121,7 +121,7 @@ def store_statistics(partials, plane, top, sums, weighted, row, block, num_rows,
     tl.store(at + plane + plane, weighted, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "plane"])
 def row_statistics_kernel(
     logits,
     temperature,
@@ -156,7 +156,7 @@ def row_statistics_kernel(
     store_statistics(partials, plane, top, sums, weighted, row, block, num_rows, num_blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "plane"])
 def combine_kernel(
     partials, folded, num_rows, num_blocks, plane, ROWS: tl.constexpr, BLOCKS: tl.constexpr
 ):
@@ -181,7 +181,7 @@ def combine_kernel(
     tl.store(folded + 2 * num_rows + row, tree_fold(weighted, ROWS, BLOCKS), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def shift_kernel(
     logits,
     temperature,
@@ -212,7 +212,15 @@ def empty_partials(num_rows: int, vocabulary: int, device: torch.device) -> Tens
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
-def _constants(warps: int, **constants: bool | int) -> dict[str, Any]:
+def row_operands(
+    logits: Tensor, temperature: Tensor, support: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What every kernel over rows of logits reads first; nothing is read of a missing support."""
+    return logits, temperature, temperature if support is None else support
+
+
+def launch_options(warps: int = 4, **constants: bool | int) -> dict[str, Any]:
+    """How every kernel here and in the files on sampling is launched."""
     return {"num_warps": warps, "enable_fp_fusion": False, **constants}
 
 
@@ -247,16 +255,14 @@ def vocabulary_row_statistics(
     plan = ROW_SCHEDULES[schedule]
     grid = (triton.cdiv(num_rows, plan.rows), triton.cdiv(num_blocks, plan.blocks))
     row_statistics_kernel[grid](
-        logits,
-        temperature,
-        temperature if support is None else support,
+        *row_operands(logits, temperature, support),
         partials,
         num_rows,
         vocabulary,
         num_blocks,
         logits.stride(0),
         partials.stride(0),
-        **_constants(
+        **launch_options(
             plan.warps,
             UNIT=unit_temperature,
             TRUNCATES=support is not None,
@@ -287,7 +293,7 @@ def vocabulary_combine(partials: Tensor) -> list[Tensor]:
             num_rows,
             num_blocks,
             partials.stride(0),
-            **_constants(8, ROWS=COMBINE_ROWS, BLOCKS=1 << (num_blocks - 1).bit_length()),
+            **launch_options(8, ROWS=COMBINE_ROWS, BLOCKS=1 << (num_blocks - 1).bit_length()),
         )
     top, normalizer, weighted = folded.unbind(0)
     log_normalizer = normalizer.log()
@@ -318,16 +324,14 @@ def vocabulary_shifted(
     if shifted.numel() == 0:
         return shifted
     shift_kernel[(num_rows, triton.cdiv(vocabulary, SHIFT_COLUMNS))](
-        logits,
-        temperature,
-        temperature if support is None else support,
+        *row_operands(logits, temperature, support),
         shift,
         shifted,
         num_rows,
         vocabulary,
         logits.stride(0),
-        **_constants(
-            4, UNIT=unit_temperature, TRUNCATES=support is not None, COLUMNS=SHIFT_COLUMNS
+        **launch_options(
+            UNIT=unit_temperature, TRUNCATES=support is not None, COLUMNS=SHIFT_COLUMNS
         ),
     )
     return shifted

@@ -9,7 +9,7 @@ Invariant to: device, strides, order of the tensors, how they are cut up.
 Varies with: every bit, where it stands, names, shapes, dtypes.
 Backward: none.
 Errors: ValueError on a name given twice and on tensors beyond 16 GiB.
-Cost: one read of the weights; on CUDA one launch a tensor and one wait for them all.
+Cost: one read of the weights; on CUDA one launch for all tensors of a device and one wait.
 
 It tells equal weights from different ones. It is no defence against weights that somebody made to
 collide.
@@ -26,15 +26,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from rl_consistency.kernels.cuda_device import sm_count
-from rl_consistency.kernels.library import kernel_op
 
 WORD_BYTES = 4
 
@@ -47,7 +43,11 @@ CPU_CHUNK = 1 << 16
 TILE = 1024
 """Words of one step of a program."""
 
-PROGRAMS_PER_SM = 8
+SPAN = 1 << 16
+"""Words of one program."""
+
+LINE_BYTES = 16
+"""What a thread reads at a time where the words start on such a line."""
 
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
 """Of the mix's two steps, and of the second mix."""
@@ -87,27 +87,28 @@ def _words(name: str, tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
         raise ValueError(
             f"weights digest: {name!r} has {len(flat)} bytes; allowed: up to {MAX_BYTES}."
         )
-    whole = len(flat) // WORD_BYTES
-    body, rest = flat[: whole * WORD_BYTES], flat[whole * WORD_BYTES :]
+    whole, rest = divmod(len(flat), WORD_BYTES)
     if whole:
+        body = flat[:-rest] if rest else flat
         if body.storage_offset() % WORD_BYTES or body.data_ptr() % WORD_BYTES:
             body = body.clone()
         yield body.view(torch.int32), 0
-    if len(rest):
-        yield torch.cat([rest, rest.new_zeros(WORD_BYTES - len(rest))]).view(torch.int32), whole
+    if rest:
+        filler = flat.new_zeros(WORD_BYTES - rest)
+        yield torch.cat([flat[-rest:], filler]).view(torch.int32), whole
 
 
 def _sums(pieces: list[tuple[str, Tensor, int]]) -> list[list[int]]:
     """Both sums of each piece, modulo 2**64; the pieces lie on one device."""
     if pieces[0][1].is_cuda:
-        table = words_table([words for _, words, _ in pieces], [first for _, _, first in pieces])
-        return table.sum(dim=1).tolist()
+        return words_sums([words for _, words, _ in pieces], [first for _, _, first in pieces])
     return [_cpu_sums(words, first) for _, words, first in pieces]
 
 
 def _cpu_sums(words: Tensor, first: int) -> list[int]:
-    steps = torch.arange(CPU_CHUNK) << 32
-    totals = torch.zeros(2, dtype=torch.int64)
+    # Named, since a default device may be set.
+    steps = torch.arange(CPU_CHUNK, device="cpu") << 32
+    totals = torch.zeros(2, dtype=torch.int64, device="cpu")
     for start in range(0, len(words), CPU_CHUNK):
         chunk = words[start : start + CPU_CHUNK].to(torch.int64).bitwise_and_(0xFFFFFFFF)
         # The shifted index wraps at 2**64 as everything here does.
@@ -131,48 +132,66 @@ def _signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-@triton.jit(do_not_specialize=["first", "num_tiles"])
-def words_kernel(words, table, num_words, first, num_tiles, programs, TILE: tl.constexpr):
-    """Both sums over every `programs`-th tile of the words: table [programs, 2] int64."""
-    program = tl.program_id(0)
-    lane = tl.arange(0, TILE).to(tl.int64)
-    width = tl.full((), TILE, tl.int64)
+@triton.jit
+def mixed(words, index, first):
+    """Both mixes of int32 words, each with its place in the tensor: uint64."""
+    x = ((first + index).to(tl.uint64) << 32) | words.to(tl.uint32, bitcast=True).to(tl.uint64)
+    x = (x ^ (x >> 30)) * FIRST
+    x = (x ^ (x >> 27)) * SECOND
+    x = x ^ (x >> 31)
+    y = (x ^ (x >> 32)) * THIRD
+    return x, y ^ (y >> 29)
+
+
+@triton.jit
+def words_kernel(spans, sums, ALIGNED: tl.constexpr, TILE: tl.constexpr):
+    """Both sums over each span (address, number of words, index of the first): spans [S, 3] int64
+    -> sums [S, 2] int64."""
+    span = tl.program_id(0)
+    words = tl.load(spans + span * 3).to(tl.pointer_type(tl.int32))
+    if ALIGNED:
+        words = tl.multiple_of(words, 16)
+    num_words = tl.load(spans + span * 3 + 1).to(tl.int32)
+    first = tl.load(spans + span * 3 + 2)
+    lane = tl.arange(0, TILE)
     once = tl.zeros((TILE,), tl.uint64)
     twice = tl.zeros((TILE,), tl.uint64)
-    for tile in range(program, num_tiles, programs):
-        index = tile * width + lane
-        inside = index < num_words
-        word = tl.load(words + index, mask=inside, other=0).to(tl.uint32, bitcast=True)
-        x = ((index + first).to(tl.uint64) << 32) | word.to(tl.uint64)
-        x = (x ^ (x >> 30)) * FIRST
-        x = (x ^ (x >> 27)) * SECOND
-        x = x ^ (x >> 31)
-        once += tl.where(inside, x, 0)
-        x = (x ^ (x >> 32)) * THIRD
-        twice += tl.where(inside, x ^ (x >> 29), 0)
-    at = table + program * 2
-    tl.store(at, tl.sum(once).to(tl.int64, bitcast=True))
-    tl.store(at + 1, tl.sum(twice).to(tl.int64, bitcast=True))
+    whole = num_words // TILE * TILE
+    # Without a mask, which would allow no more than one word a load.
+    for start in range(0, whole, TILE):
+        x, y = mixed(tl.load(words + start + lane), start + lane, first)
+        once += x
+        twice += y
+    inside = whole + lane < num_words
+    x, y = mixed(tl.load(words + whole + lane, mask=inside, other=0), whole + lane, first)
+    once += tl.where(inside, x, 0)
+    twice += tl.where(inside, y, 0)
+    tl.store(sums + span * 2, tl.sum(once).to(tl.int64, bitcast=True))
+    tl.store(sums + span * 2 + 1, tl.sum(twice).to(tl.int64, bitcast=True))
 
 
-def _table_fake(words: list[Tensor], firsts: list[int]) -> Tensor:
-    return torch.empty(
-        (len(words), _programs(words[0]), 2), dtype=torch.int64, device=words[0].device
-    )
+def words_sums(words: list[Tensor], firsts: list[int]) -> list[list[int]]:
+    """Both sums, modulo 2**64, of pieces of int32 words that begin at indices `firsts`.
 
-
-@kernel_op(fake=_table_fake)
-def words_table(words: list[Tensor], firsts: list[int]) -> Tensor:
-    """Partial sums of pieces of int32 words that begin at indices `firsts`: [pieces, programs, 2]
-    int64, to be added up over the programs modulo 2**64."""
-    programs = _programs(words[0])
-    table = torch.empty((len(words), programs, 2), dtype=torch.int64, device=words[0].device)
-    options: dict[str, Any] = {"TILE": TILE, "num_warps": 4}
-    for i, (piece, first) in enumerate(zip(words, firsts, strict=True)):
-        tiles = triton.cdiv(len(piece), TILE)
-        words_kernel[(programs,)](piece, table[i], len(piece), first, tiles, programs, **options)
-    return table
-
-
-def _programs(words: Tensor) -> int:
-    return PROGRAMS_PER_SM * sm_count(words.device)
+    The pieces are not empty and lie on one device; the host waits for it once.
+    """
+    device, host = words[0].device, torch.device("cpu")
+    addresses = torch.tensor([piece.data_ptr() for piece in words], device=host)
+    lengths = torch.tensor([len(piece) for piece in words], device=host)
+    counts = (lengths + SPAN - 1) // SPAN
+    piece = torch.repeat_interleave(counts)
+    start = (torch.arange(len(piece), device=host) - (counts.cumsum(0) - counts)[piece]) * SPAN
+    spans = torch.stack(
+        [
+            addresses[piece] + WORD_BYTES * start,
+            (lengths[piece] - start).clamp(max=SPAN),
+            torch.tensor(firsts, device=host)[piece] + start,
+        ],
+        dim=1,
+    ).to(device)
+    sums = torch.empty(len(spans), 2, dtype=torch.int64, device=device)
+    aligned = not (addresses % LINE_BYTES).any()
+    with torch.cuda.device_of(spans):
+        words_kernel[(len(spans),)](spans, sums, ALIGNED=aligned, TILE=TILE, num_warps=4)
+    totals = torch.zeros(len(words), 2, dtype=torch.int64, device=host)
+    return totals.index_add_(0, piece, sums.cpu()).tolist()

@@ -145,20 +145,18 @@ def _decode_suites(shelf: ModelShelf, quick: bool) -> list[Suite]:
 
 def _hugging_face_suite(shelf: ModelShelf, quick: bool) -> Suite:
     count = 64 if quick else BATCH
+    generate = _equal_lengths(count, 16 if quick else 128)
+    batched = _equal_lengths(count, 8 if quick else 32)
     return Suite(
         "rollout_hugging_face",
         "new tokens per second against Hugging Face's generate and generate_batch",
         [
-            hugging_face_case(
-                shelf, SMALL, _equal_lengths(count, 16 if quick else 64), "generate", GENERATE
-            ),
-            hugging_face_case(
-                shelf,
-                SMALL,
-                _equal_lengths(count, 8 if quick else 32),
-                "generate_batch",
-                GENERATE_BATCH,
-            ),
+            hugging_face_case(shelf, name, workload, work, ways)
+            for name, workload, work, ways in (
+                (SMALL, generate, "generate", GENERATE),
+                (SMALL, batched, "generate_batch", GENERATE_BATCH),
+                *([] if quick else [(DECODED[1], generate, "generate", GENERATE)]),
+            )
         ],
     )
 

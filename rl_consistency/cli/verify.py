@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_PROCESSES = 12
-"""On a GPU by default; each holds a context and some GB there."""
+"""On a GPU by default."""
+
+PROCESS_BYTES = 6 * 2**30
+"""Of a GPU's memory, for each process by default: its context and some tensors."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--processes",
         type=int,
         metavar="N",
-        help=f"that share the checks (default: 1; on a GPU one per core, at most {MOST_PROCESSES})",
+        help="that share the checks (default: 1; on a GPU one per core and "
+        f"{PROCESS_BYTES >> 30} GiB of free memory, at most {MOST_PROCESSES})",
     )
     parser.add_argument(
         "--mutants",
@@ -98,10 +102,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _processes(args: argparse.Namespace, device: torch.device) -> int:
     if args.processes is None:
-        return min(os.cpu_count() or 1, MOST_PROCESSES) if device.type == "cuda" else 1
+        return _default_processes(device)
     if args.processes < 1:
         raise ValueError(f"--processes {args.processes}: at least 1 is needed.")
     return args.processes
+
+
+def _default_processes(device: torch.device) -> int:
+    import torch
+
+    if device.type != "cuda":
+        return 1
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(1, min(len(os.sched_getaffinity(0)), free // PROCESS_BYTES, MOST_PROCESSES))
 
 
 def _run_claims(

@@ -87,12 +87,13 @@ class CanonicalLinear(CanonicalModule):
 
 def _observed(module: nn.Module) -> bool:
     """Whether hooks wait for calls of a module, which a fused op would pass by."""
+    own = vars(module)
     return bool(
-        "forward" in vars(module)
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+        "forward" in own
+        or own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -39,6 +40,46 @@ _ATTRIBUTES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a forward pass comes upon a canonical module, or upon a container of one."""
+
+    name: str
+    parent: weakref.ref[nn.Module]
+    attribute: str
+    module: weakref.ref[nn.Module]
+    canonical: bool
+
+    @staticmethod
+    def all_in(model: nn.Module) -> list[_Place]:
+        """One place per parent and attribute; a shared module has several."""
+        return [
+            _Place(
+                f"{name}.{attribute}".lstrip("."),
+                weakref.ref(parent),
+                attribute,
+                weakref.ref(module),
+                isinstance(module, CanonicalModule),
+            )
+            for name, parent in model.named_modules()
+            for attribute, module in parent._modules.items()
+            if module is not None
+            and any(isinstance(part, CanonicalModule) for part in module.modules())
+        ]
+
+    def held(self) -> bool:
+        """Whether the module is still what is found there, and canonical if it was."""
+        # As forward looks it up: an attribute of the instance or its class hides a submodule.
+        found = getattr(self.parent(), self.attribute, None)
+        if found is None or found is not self.module():
+            return False
+        return not self.canonical or _is_canonical(found)
+
+
+def _is_canonical(module: nn.Module) -> bool:
+    return isinstance(module, CanonicalModule) and "forward" not in module.__dict__
+
+
 class PatchSession:
     """A model's patch, live from `patch(model)` to `restore()` or the end of the `with` block.
 
@@ -52,6 +93,7 @@ class PatchSession:
         # Sessions are found through the model; a strong reference back would keep both forever.
         self._model = weakref.ref(model)
         self._stock_classes: dict[str, type[nn.Module]] = {}
+        self._places: list[_Place] = []
         self._settings = ExitStack()
         self._settings_found = _read_settings()
         # A session that is dropped, or alive at exit, must not leave the settings held.
@@ -90,6 +132,7 @@ class PatchSession:
         for parameter in self.model.parameters():
             _restore_gradient_dtype(parameter)
         self._stock_classes.clear()
+        self._places.clear()
         self._settings.close()
         _SESSIONS.pop(self.model, None)
 
@@ -167,12 +210,11 @@ class PatchSession:
         return self._hidden(tokens, PackedSequences.of([0], [count]), positions)
 
     def _undone(self) -> list[str]:
-        return [
-            name
-            for name in self._stock_classes
-            if not isinstance(module := self.model.get_submodule(name), CanonicalModule)
-            or "forward" in vars(module)
-        ]
+        """Names of modules that forward would not come upon as they were patched; the root's is
+        empty."""
+        undone = [place.name for place in self._places if not place.held()]
+        root_undone = "" in self._stock_classes and not _is_canonical(self.model)
+        return ["", *undone] if root_undone else undone
 
     def _swap_to_stock(self) -> None:
         for name, cls in self._stock_classes.items():
@@ -195,6 +237,7 @@ class PatchSession:
             }
             self._stock_classes[name] = stock
             self._configure(config, module)
+        self._places = _Place.all_in(self.model)
 
     def _configure(self, config: Any, module: nn.Module) -> None:
         if isinstance(module, CanonicalMLP):

@@ -16,7 +16,7 @@ from rl_consistency.parity.paged_calls import chunked, decoded, paged_calls
 from rl_consistency.parity.probe import probe
 
 SCORE_SCALE = 0.06
-"""Factor on probes: softmax weights then span several orders of magnitude, and gradients stay in the
+"""Factor on probes: softmax weights then span several orders of magnitude, gradients stay in the
 range of fp16."""
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -26,12 +25,13 @@ from rl_consistency.kernels import (
     vocabulary_statistics_triton,
 )
 from rl_consistency.kernels.attention_layout import AttentionLayout, PackedSequences
-from rl_consistency.kernels.cuda_device import INTERPRETED, has_tma
+from rl_consistency.kernels.cuda_device import has_tma
 from rl_consistency.kernels.gradient_fold import accumulator_dtype, fold_outer
 from rl_consistency.kernels.matmul import matmul_nn, matmul_nt
 from rl_consistency.kernels.token_logprobs import IGNORED, lm_head_logits
 from rl_consistency.parity.attention_checks import attention_probe
 from rl_consistency.parity.claims import Tally
+from rl_consistency.parity.compile_ahead import compile_ahead
 from rl_consistency.parity.op_checks import token_logprob_probe, weight_scale
 from rl_consistency.parity.op_setup import Heads, OpSetup
 from rl_consistency.parity.paged_calls import decoded, paged_calls
@@ -90,7 +90,7 @@ def check_gradient_fold_schedules(tally: Tally, setup: OpSetup) -> None:
         name = f"{columns} x {inner}"
         entries = gradient_fold_schedules.candidates(setup.dtype, tma=tma)
         # One by one: a buffer is as large as the weight, in fp32.
-        _compile_ahead(continued, entries)
+        compile_ahead(partial(_within_resources, continued, entry) for entry in entries)
         whole = continued(None)
         used = 0
         for schedule in entries:
@@ -262,7 +262,11 @@ def _compare_backward(
 
     entries, dtype = attention_schedules.backward_entries, do.dtype
     by_query = entries(attention_schedules.BACKWARD_QUERIES, dtype)
-    by_key = entries(attention_schedules.BACKWARD_KEYS, dtype)
+    by_key = [
+        s
+        for s in entries(attention_schedules.BACKWARD_KEYS, dtype)
+        if attention_schedules.admits(s, layout, do, *operands)
+    ]
     choices = [("query_schedule", s) for s in by_query] + [("key_schedule", s) for s in by_key]
     _compare(tally, f"{shape}, backward", choices, gradients)
 
@@ -276,7 +280,7 @@ def _compare(
     schedule of it; at least two must be.
     """
     choices = list(entries)
-    _compile_ahead(run, choices)
+    compile_ahead(partial(_within_resources, run, choice) for choice in choices)
     first: Tensor | None = None
     used = 0
     for choice in choices:
@@ -291,18 +295,6 @@ def _compare(
     if first is None:
         raise ValueError(f"{name}: no schedule of {len(choices)} fits this device.")
     return first
-
-
-def _compile_ahead(run: Callable[[_Found], Tensor], choices: Iterable[_Found]) -> None:
-    """Run every entry once, several at a time: compiling takes longer than everything else."""
-    if INTERPRETED:
-        return
-    workers = min(os.cpu_count() or 1, 16)
-    # A thread starts on the first device, whatever this one has chosen.
-    device = (torch.cuda.current_device(),)
-    with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=device) as pool:
-        for future in [pool.submit(_within_resources, run, choice) for choice in choices]:
-            future.result()
 
 
 def _within_resources(run: Callable[[_Found], Tensor], choice: _Found) -> Tensor | None:

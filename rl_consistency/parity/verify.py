@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import signal
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -198,9 +201,14 @@ class Job:
 
 def jobs_of(targets: Sequence[Target]) -> list[Job]:
     """All checks: the process, then dtype by dtype the ops and each target's chain."""
-    device = targets[0].device if targets else CPU
     count = len(PROCESS_CHECKS)
-    jobs = [Job(scope="process", count=count, open=partial(_made_by, process_checks, device))]
+    jobs = [
+        Job(
+            scope="process",
+            count=count,
+            open=partial(_made_by, process_checks, _device_of(targets)),
+        )
+    ]
     for own in _by_dtype(targets):
         jobs += _jobs_of_ops(own)
         jobs += [
@@ -208,6 +216,10 @@ def jobs_of(targets: Sequence[Target]) -> list[Job]:
             for t in own
         ]
     return jobs
+
+
+def _device_of(targets: Sequence[Target]) -> torch.device:
+    return targets[0].device if targets else CPU
 
 
 def _jobs_of_ops(targets: Sequence[Target]) -> list[Job]:
@@ -259,10 +271,14 @@ def run_checks(
 
     Returns:
         The results in the order of the checks.
+
+    Raises:
+        RuntimeError: an error of another process that cannot be sent here, as its traceback's text;
+            all others are raised as they are.
     """
     jobs = jobs_of(targets)
     if processes > 1:
-        return _run_in_processes(jobs, processes, targets[0].device, on_result)
+        return _run_in_processes(jobs, processes, _device_of(targets), on_result)
     results: list[Result] = []
 
     def found(result: Result) -> None:
@@ -304,18 +320,33 @@ def _run_in_processes(
 
 
 def _begin_process(device: torch.device, threads: int) -> None:
+    # An interrupt from the terminal reaches every process; the first one reports it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(threads)
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def _run_job(job: Job) -> list[Result]:
     results: list[Result] = []
-    job.run(lambda check: None, results.append)
+    try:
+        job.run(lambda check: None, results.append)
+    except BaseException as error:
+        if not _can_be_sent(error):
+            raise RuntimeError("".join(traceback.format_exception(error))) from None
+        raise
     if torch.cuda.is_initialized():
         # The processes share the device's memory.
         torch.cuda.empty_cache()
     return results
+
+
+def _can_be_sent(error: BaseException) -> bool:
+    """Whether an error arrives in another process; one that does not breaks the pool."""
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)
+    except (pickle.PickleError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return False
 
 
 def _check(claim: str, subject: str, what: str, body: Callable[..., None], *, scope: str) -> Check:

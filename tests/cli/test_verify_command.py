@@ -1,12 +1,15 @@
 """`rl-consistency verify`: options, tables, JSON, statuses."""
 
+import argparse
 import json
+import os
 from contextlib import nullcontext
 
 import pytest
 import torch
 from rich.console import Console
 
+from rl_consistency.cli import verify as command
 from rl_consistency.cli.main import main
 from rl_consistency.cli.verify import claims_tables, mutants_table
 from rl_consistency.parity import mutants, perturbations, verify
@@ -75,6 +78,16 @@ def test_the_number_of_processes_is_one_on_a_cpu_unless_it_is_given(runs, capsys
     assert runs.processes == 3
     assert main(["verify", "--processes", "0"]) == 2
     assert "at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("cores", "free", "expected"), [(4, 141, 4), (64, 141, 12), (64, 20, 3), (64, 2, 1)]
+)
+def test_processes_on_a_gpu_have_a_core_and_memory_each(monkeypatch, cores, free, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free << 30, 141 << 30))
+    args = argparse.Namespace(processes=None)
+    assert command._processes(args, torch.device("cuda", 0)) == expected
 
 
 def test_json_holds_every_result_and_the_fingerprint(runs, tmp_path):

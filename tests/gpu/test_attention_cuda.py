@@ -1,17 +1,17 @@
 """Attention on a GPU: packed, chunked and decoded, alone and among others, forward and backward."""
 
 import itertools
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from triton.compiler import CompiledKernel
 from triton.runtime.errors import OutOfResources
 
-from rl_consistency.kernels import attention_hopper, attention_triton
+from rl_consistency.kernels import attention_hopper, attention_schedules, attention_triton
 from rl_consistency.kernels.attention import (
     attention_paged,
     attention_reference,
@@ -23,13 +23,17 @@ from rl_consistency.kernels.attention_schedules import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
     DECODE,
+    FIVE_PRODUCTS,
     PREFILL,
+    admits,
     backward_entries,
     forward_entries,
+    in_five_products,
 )
 from rl_consistency.kernels.attention_triton import attention_fwd
-from rl_consistency.kernels.cuda_device import has_tma
+from rl_consistency.kernels.cuda_device import has_tma, has_wgmma
 from rl_consistency.parity.attention_checks import SCORE_SCALE
+from rl_consistency.parity.compile_ahead import compile_ahead
 from rl_consistency.parity.probe import probe
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT, assert_within
 
@@ -85,12 +89,9 @@ def all_same(one, other):
 
 
 def together(calls):
-    """The results of some calls, whose kernels are compiled side by side."""
-    workers = min(os.cpu_count() or 1, 16)
-    # A thread starts on the first device, whatever this one has chosen.
-    start = {"initializer": torch.cuda.set_device, "initargs": (DEVICE,)}
-    with ThreadPoolExecutor(workers, **start) as pool:
-        return list(pool.map(lambda call: call(), calls))
+    """The results of some calls, whose kernels are compiled side by side beforehand."""
+    compile_ahead(calls)
+    return [call() for call in calls]
 
 
 def within_resources(call):
@@ -234,6 +235,18 @@ def case(request):
     return found
 
 
+def test_compiling_ahead_launches_nothing_and_what_it_compiled_is_found():
+    case = Case(BF16, 80, 77)
+    run, launched = partial(attend, case, [0]), []
+    with patch.object(CompiledKernel, "launch_metadata", lambda *_: launched.append(1)):
+        compile_ahead([run])
+    assert not launched
+    before = sum(len(c[0]) for c in attention_triton.attention_fwd_kernel.device_caches.values())
+    run()
+    after = sum(len(c[0]) for c in attention_triton.attention_fwd_kernel.device_caches.values())
+    assert after == before
+
+
 def test_matches_fp64(case):
     for i, (o, _) in among(case).items():
         exact = attention_reference(*sequence(case, i)[:3], **case.options)
@@ -328,10 +341,12 @@ def test_every_prefill_schedule_gives_the_same_bytes(case):
 
 @pytest.mark.parametrize("case", SCHEDULE_CASES[:3], ids=name)
 def test_every_decode_schedule_gives_the_same_bytes(case):
+    takes = has_wgmma(DEVICE)
     calls = [
         partial(decoded, case, schedule=s, programs_per_tile=n)
         for s in forward_entries(DECODE, case.dtype)
         for n in (1, 5)
+        if takes or not s.ring
     ]
     prefill = partial(lambda: at_edges(attend(case, [0])[0]))
     assert_same_bytes_where_they_fit([prefill, *calls])
@@ -343,8 +358,60 @@ def test_every_backward_schedule_gives_the_same_bytes(case):
     o, lse = attention_fwd(q, k, v, layout, *case.options.values())
     call = partial(attention_bwd, do, q, k, v, o, lse, layout, *case.options.values())
     by_query, by_key = (backward_entries(t, q.dtype) for t in (BACKWARD_QUERIES, BACKWARD_KEYS))
+    by_key = [s for s in by_key if admits(s, layout, do, q, k, v)]
     calls = [partial(call, query_schedule=s) for s in by_query]
     assert_same_bytes_where_they_fit(calls + [partial(call, key_schedule=s) for s in by_key])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+@pytest.mark.parametrize("dtype, heads, kv_heads", [(BF16, 8, 2), (FP16, 4, 4), (BF16, 3, 1)])
+def test_chains_of_dq_handed_on_give_the_same_bytes(dim, window, dtype, heads, kv_heads):
+    """Keys that wait for one another against two kernels that wait for nothing; every length
+    around the borders of a tile, so short that most programs are the first and the last."""
+    case = Case(dtype, dim, window, heads, kv_heads)
+    lengths = [1, 63, 64, 65, 127, 0, 128, 129, 1000, 16, 2300]
+    starts = [sum(lengths[:i]) + 16 * i for i in range(len(lengths))]
+    q, k, v, do = drawn(case, starts[-1] + lengths[-1] + 16, 0)
+    layout = PackedSequences.of(starts, lengths)
+    if not admits(FIVE_PRODUCTS, layout, do, q, k, v):
+        pytest.skip("needs sm_90")
+    o, lse = attention_fwd(q, k, v, layout, *case.options.values())
+    call = partial(attention_bwd, do, q, k, v, o, lse, layout, *case.options.values())
+    two_kernels = call(query_schedule=BACKWARD_QUERIES[0])
+    for _ in range(5):
+        assert all_same(call(key_schedule=FIVE_PRODUCTS), two_kernels)
+
+
+def test_five_products_are_refused_where_they_cannot_run():
+    for case in (Case(FP32, 64), Case(BF16, 96)):
+        q, k, v, do, layout = packed(case, [2])
+        o, lse = attention_fwd(q, k, v, layout, *case.options.values())
+        with pytest.raises(ValueError, match="specialised warps need sm_90"):
+            attention_bwd(
+                do, q, k, v, o, lse, layout, *case.options.values(), key_schedule=FIVE_PRODUCTS
+            )
+
+
+def test_a_sum_of_dq_that_would_not_fit_is_made_by_two_kernels(monkeypatch):
+    q, k, v, do, layout = packed(MAIN, [0, 1])
+    o, lse = attention_fwd(q, k, v, layout, *MAIN.options.values())
+    call = partial(attention_bwd, do, q, k, v, o, lse, layout, *MAIN.options.values())
+    expected = call()
+    monkeypatch.setattr(attention_schedules, "CHAIN_BYTES", 1 << 10)
+    assert not in_five_products(layout, do, q, k, v)
+    assert all_same(call(), expected)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float64])
+def test_the_default_dtype_of_torch_changes_nothing(dtype):
+    expected = [attend(MAIN, [0])[0], gradients(MAIN, [0])[0], decoded(MAIN, programs_per_tile=7)]
+    torch.set_default_dtype(dtype)
+    try:
+        found = [attend(MAIN, [0])[0], gradients(MAIN, [0])[0], decoded(MAIN, programs_per_tile=7)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(all_same, found, expected))
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (6, 2), (20, 1)])
@@ -449,6 +516,35 @@ def test_a_captured_decode_gives_the_eager_bytes():
         assert all_same(found, expected)
 
 
+def test_a_layout_is_not_captured_before_its_first_call():
+    layout = paged_layout([(LONG - 1, LONG)], *cached_keys(MAIN))
+    with (
+        pytest.raises(RuntimeError, match="run the call once, then capture it"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        layout.tickets(DEVICE, 8)
+
+
+@pytest.mark.parametrize("heads, kv_heads, queries", [(2, 2, 1), (16, 2, 2), (16, 2, 3)])
+def test_whoever_folds_last_gives_the_bytes_of_packed_prefill(heads, kv_heads, queries):
+    """Few or many rows of a tile, one tile or several; the tickets are left as they were."""
+    case = Case(BF16, 128, heads=heads, kv_heads=kv_heads)
+    whole = attend(case, [0])[0]
+    spans = [(end - queries, end) for end in (queries, 128, 257, 2048, LONG)]
+    layout = paged_layout(spans, *cached_keys(case))
+    expected = [torch.cat([t[start:end] for start, end in spans]) for t in whole]
+    q = torch.cat([sequence(case, 0)[0][start:end] for start, end in spans])
+    k, v = (c[0].view(-1, kv_heads, case.dim) for c in (layout.key_cache, layout.value_cache))
+    call = partial(attention_fwd, q, k, v, layout, *case.options.values())
+    rings = [s for s in DECODE if s.ring and has_wgmma(DEVICE)]
+    together([partial(call, schedule=s, programs_per_tile=2) for s in rings])
+    tiles = len(layout.tiles(DEVICE, heads // kv_heads, 16))
+    for schedule, programs in itertools.product(rings, (2, 16, 32)):
+        for _ in range(3):
+            assert all_same(call(schedule=schedule, programs_per_tile=programs), expected)
+        assert not layout.tickets(DEVICE, tiles * kv_heads).any()
+
+
 @pytest.mark.parametrize("case", [MAIN, Case(BF16, 80, 100)], ids=name)
 def test_compiled_equals_eager(case):
     q, k, v, _, layout = packed(case, [3, 2])
@@ -546,6 +642,8 @@ def test_bad_operands_are_refused():
             attention_fwd(q, k, v, layout, *case.options.values(), schedule=PREFILL[0])
     with pytest.raises(ValueError, match="specialised warps need sm_90"):
         paged(MAIN, [(0, 100)], schedule=PREFILL[0])
+    with pytest.raises(ValueError, match="a ring of buffers needs sm_90, a paged cache"):
+        attention_fwd(q, k, v, layout, *case.options.values(), schedule=DECODE[0])
 
 
 def test_stock_attention_fails_the_same_check():
@@ -558,9 +656,11 @@ def test_stock_attention_fails_the_same_check():
 
 def test_another_key_block_at_decode_fails_the_same_check(monkeypatch):
     expected = at_edges(among(MAIN)[0])
+    # The ring of buffers is made for one block of keys.
+    schedule = next(s for s in DECODE if not s.ring)
     monkeypatch.setattr(attention_triton, "key_block", lambda head_dim: 64)
-    assert not all_same(decoded(MAIN), expected)
-    assert not all_same(decoded(MAIN, programs_per_tile=1), expected)
+    assert not all_same(decoded(MAIN, schedule=schedule), expected)
+    assert not all_same(decoded(MAIN, schedule=schedule, programs_per_tile=1), expected)
 
 
 def test_keys_anchored_at_a_padded_column_fail_the_same_check():

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_consistency.kernels.cache_write import cache_write
 from rl_consistency.models.forward import rotary_rows
@@ -31,26 +30,9 @@ STEPS = 4
 EDGES = sorted({n for b in buckets_up_to(MOST) for n in (b - 1, b, b + 1) if 1 <= n <= MOST})
 
 
-def build(dtype=torch.bfloat16):
-    config = Qwen3Config(
-        vocab_size=331,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Qwen3ForCausalLM(config).to(device="cuda", dtype=dtype)
-
-
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
-def model(request):
-    model = build(request.param)
+def model(request, small_model):
+    model = small_model(request.param)
     with patch(model):
         yield model
 
@@ -210,8 +192,8 @@ def test_many_steps_may_be_queued_before_the_first_is_read(model, captured):
     assert decoded(captured, prompts(captured, 5), 30) == expected
 
 
-def test_new_weights_in_place_need_no_new_graph():
-    with patch(model := build()):
+def test_new_weights_in_place_need_no_new_graph(small_model):
+    with patch(model := small_model()):
         runner = runner_of(model, most=8)
         before = decoded(runner, prompts(runner, 5))
         graphs = len(runner._graphs)
@@ -225,8 +207,8 @@ def test_new_weights_in_place_need_no_new_graph():
         assert after == decoded(fresh, prompts(fresh, 5)) != before
 
 
-def test_weights_that_moved_are_captured_anew():
-    with patch(model := build()):
+def test_weights_that_moved_are_captured_anew(small_model):
+    with patch(model := small_model()):
         runner = runner_of(model, most=8)
         before = decoded(runner, prompts(runner, 5))
         for parameter in model.parameters():
@@ -238,8 +220,8 @@ def test_weights_that_moved_are_captured_anew():
         assert decoded(runner, prompts(runner, 5)) == before
 
 
-def test_a_graph_keeps_the_rotary_table_it_reads():
-    with patch(model := build()):
+def test_a_graph_keeps_the_rotary_table_it_reads(small_model):
+    with patch(model := small_model()):
         runner = runner_of(model, most=8)
         before = decoded(runner, prompts(runner, 5))
         model.model.rotary_emb._rotary_table = None
@@ -259,8 +241,8 @@ def test_graphs_captured_ahead_of_time_are_the_ones_used(model, texts):
     assert len(runner._graphs) == 6
 
 
-def test_a_step_through_stock_attention_is_close_to_one_sequence_at_a_time():
-    with patch(model := build(torch.float32)), strict(except_={"attention"}):
+def test_a_step_through_stock_attention_is_close_to_one_sequence_at_a_time(small_model):
+    with patch(model := small_model(torch.float32)), strict(except_={"attention"}):
         eager, runner = runner_of(model, most=20, cuda_graphs=False), runner_of(model, most=20)
         expected = decoded(eager, prompts(eager, 19), 1)
         found = decoded(runner, prompts(runner, 19), 1)

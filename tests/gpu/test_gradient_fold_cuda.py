@@ -6,7 +6,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from rl_consistency.kernels import gradient_fold_triton
+from rl_consistency.kernels import (
+    gradient_columns_triton,
+    gradient_fold_triton,
+    gradient_rows_triton,
+)
+from rl_consistency.kernels.gradient_columns_triton import folded_step_sums, launch_steps
 from rl_consistency.kernels.gradient_fold import (
     accumulator_dtype,
     fold_columns,
@@ -291,6 +296,42 @@ def test_repeated_ids_are_added_in_token_order():
     assert not same_bytes(got, reversed_)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_schedule_of_rows_gives_the_bytes_of_the_cpu(dtype):
+    """Ids as text has them, one run longer than a program has tokens in flight."""
+    generator = torch.Generator().manual_seed(0)
+    ids = (300 ** torch.rand(4096, generator=generator, dtype=torch.float64)).long() - 1
+    rows = probe((4096, 320), dtype)
+    expected = probe((256, 320), torch.float32, seed=1)
+    start = expected.cuda()
+    known = ids < 256
+    expected.index_add_(0, ids[known], rows[known].float())
+    row_schedule = gradient_rows_triton.Schedule
+    for schedule in (
+        row_schedule(),
+        row_schedule(gap=16, runs=2, batch=16, narrow=512),
+        row_schedule(gap=64, runs=8, block=256, batch=8, narrow=128),
+    ):
+        for ranked in (False, True):
+            got = start.clone()
+            gradient_rows_triton.launch_rows(got, ids.cuda(), rows.cuda(), schedule, ranked=ranked)
+            assert same_bytes(got, expected), (schedule, ranked)
+
+
+@pytest.mark.parametrize("columns", [128, 1000])
+def test_a_fold_of_step_sums_does_not_depend_on_its_batches(columns):
+    sums = data((300, columns), torch.float32)
+    expected = torch.zeros(columns, dtype=torch.float64)
+    for step_sum in sums.cpu():
+        expected += step_sum
+    for batch in (16, 64, 128):
+        got = torch.zeros(columns, dtype=torch.float64, device="cuda")
+        launch_steps(got, sums, from_zero=False, batch=batch)
+        assert same_bytes(got, expected)
+    for dtype in DTYPES:
+        assert same_bytes(folded_step_sums(sums, dtype), expected.float().to(dtype))
+
+
 def test_atomic_additions_fail_the_same_check():
     ids, rows = index().clamp(min=0), data((TOKENS, K), torch.float32)
     got, atomic = (torch.zeros(VOCABULARY, K, device="cuda") for _ in range(2))
@@ -337,8 +378,8 @@ def test_compiled_launchers_give_the_eager_bytes():
 
     def run(matrix, columns, table):
         gradient_fold_triton.gradient_fold_outer(matrix, dy, x * 2.0, False)
-        gradient_fold_triton.gradient_fold_columns(columns, dy, 1)
-        gradient_fold_triton.gradient_fold_rows(table, ids, x)
+        gradient_columns_triton.gradient_fold_columns(columns, dy, 1)
+        gradient_rows_triton.gradient_fold_rows(table, ids, x)
 
     def buffers():
         return (

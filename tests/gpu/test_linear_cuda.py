@@ -6,15 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_consistency.kernels import cublaslt
+from rl_consistency.kernels.certificates import CACHE_VARIABLE
 from rl_consistency.kernels.cuda_device import has_tma
 from rl_consistency.kernels.glu import ACTIVATIONS, glu
 from rl_consistency.kernels.gradient_fold import GradientBuffer
 from rl_consistency.kernels.linear import linear, linear_glu, linear_qkv, linear_reference
 from rl_consistency.kernels.linear_triton import (
     gate_up_glu_fwd,
-    gate_up_glu_op,
     qkv_fwd,
-    qkv_op,
 )
 from rl_consistency.kernels.matmul_schedules import GATE_UP, QKV
 from rl_consistency.numerics.settings import numeric_settings
@@ -32,7 +31,7 @@ ROWS, K, N = 320, 1024, 392
 @pytest.fixture(autouse=True)
 def fresh_certificates(monkeypatch, tmp_path):
     """No certificate of this machine is read, none of a test is left on it."""
-    monkeypatch.setenv(cublaslt.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(cublaslt, "_by_device", {})
     monkeypatch.setattr(cublaslt, "_audit", cublaslt._Audit())
 
@@ -182,8 +181,13 @@ def test_the_fused_forms_in_a_captured_graph_equal_eager():
 
 def test_the_registered_ops_say_shapes_without_data():
     x, weight, bias = operands(rows=8)
-    torch.library.opcheck(qkv_op, (x, weight, weight[:16], weight, bias, bias[:16], bias))
-    torch.library.opcheck(gate_up_glu_op, (x, weight, weight, "silu"))
+    torch.library.opcheck(
+        torch.ops.rl_consistency.qkv_op.default,
+        (x, weight, weight[:16], weight, bias, bias[:16], bias),
+    )
+    torch.library.opcheck(
+        torch.ops.rl_consistency.gate_up_glu_op.default, (x, weight, weight, "silu")
+    )
 
 
 def test_bad_operands_are_refused():

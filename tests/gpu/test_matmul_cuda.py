@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from rl_consistency.kernels import cublaslt
+from rl_consistency.kernels.certificates import CACHE_VARIABLE, Key
 from rl_consistency.kernels.cuda_device import has_tma
 from rl_consistency.kernels.matmul import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul_schedules import CANDIDATES, DECODE, POINTER, POINTER_FP32
-from rl_consistency.kernels.matmul_triton import SHARED_BYTES, matmul_fwd, matmul_op
+from rl_consistency.kernels.matmul_triton import SHARED_BYTES, matmul_fwd
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.probe import probe
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
@@ -23,7 +24,7 @@ DEVICE = torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def fresh_certificates(monkeypatch, tmp_path):
     """No certificate of this machine is read, none of a test is left on it."""
-    monkeypatch.setenv(cublaslt.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(cublaslt, "_by_device", {})
     monkeypatch.setattr(cublaslt, "_audit", cublaslt._Audit())
 
@@ -246,8 +247,13 @@ def test_overlapping_launches_wait_for_each_other(schedule):
 
 def test_the_registered_op_says_shapes_without_data():
     a, b, bias = operands(8, 64, 128)
-    torch.library.opcheck(matmul_op, (a, b, bias, "nt", torch.float32))
-    torch.library.opcheck(matmul_op, (a, b.t().contiguous(), None, "nn", torch.bfloat16))
+    torch.library.opcheck(
+        torch.ops.rl_consistency.matmul_op.default, (a, b, bias, "nt", torch.float32)
+    )
+    torch.library.opcheck(
+        torch.ops.rl_consistency.matmul_op.default,
+        (a, b.t().contiguous(), None, "nn", torch.bfloat16),
+    )
 
 
 def test_a_descriptor_schedule_refuses_what_it_cannot_describe():
@@ -327,5 +333,5 @@ def test_a_split_k_fails_the_same_checks(monkeypatch):
     def library(a, b, bias, layout, out_dtype):
         return matmul_nt(a[:, :2000], b[:, :2000]) + matmul_nt(a[:, 2000:], b[:, 2000:])
 
-    key = cublaslt.Key.of("nt", a.dtype, torch.float32, False, 100, 1024, 4096)
+    key = Key.of("nt", a.dtype, torch.float32, False, 100, 1024, 4096)
     assert cublaslt.compare(DEVICE, key, 100, library=library) > 0

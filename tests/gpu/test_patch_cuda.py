@@ -2,16 +2,6 @@
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from rl_consistency.models.batch_layout import lay_out
 from rl_consistency.models.patch import patch
@@ -28,10 +18,10 @@ from rl_consistency.rollout.sampling_params import SamplingParams
 pytestmark = pytest.mark.gpu
 
 FAMILIES = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": True}),
-    "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 70}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": {"tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": False},
+    "mistral": {"sliding_window": 70},
+    "qwen2": {},
 }
 DTYPES = [torch.bfloat16, torch.float32]
 LENGTHS = (1, 2, 31, 150, 16, 83)
@@ -39,23 +29,12 @@ PROMPTS = (1, 1, 7, 20, 3, 40)
 TRUNCATED = SamplingParams(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
 
 
-def build(family="qwen3", dtype=torch.bfloat16):
-    config_class, model_class, extra = FAMILIES[family]
-    config = config_class(
-        vocab_size=331,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        **extra,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return model_class(config).to(device="cuda", dtype=dtype)
+@pytest.fixture
+def build(small_model):
+    def build(family="qwen3", dtype=torch.bfloat16):
+        return small_model(dtype, family, **FAMILIES[family])
+
+    return build
 
 
 def tokens_of(lengths=LENGTHS):
@@ -75,7 +54,7 @@ def same_bits(a, b):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_patch_proves_itself_live(family, dtype):
+def test_the_patch_proves_itself_live(family, dtype, build):
     model = build(family, dtype)
     with patch(model) as session:
         session.verify()
@@ -83,7 +62,7 @@ def test_the_patch_proves_itself_live(family, dtype):
 
 @pytest.mark.parametrize("sampling", [None, TRUNCATED])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logprobs_have_the_same_bytes_in_every_layout(dtype, sampling):
+def test_logprobs_have_the_same_bytes_in_every_layout(dtype, sampling, build):
     sequences = tokens_of()
     with patch(model := build(dtype=dtype)), torch.no_grad():
         expected = scored(model, sequences, sampling=sampling).logprobs
@@ -100,7 +79,7 @@ def test_logprobs_have_the_same_bytes_in_every_layout(dtype, sampling):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_have_the_same_bytes_however_the_batch_is_cut(family):
+def test_gradients_have_the_same_bytes_however_the_batch_is_cut(family, build):
     sequences, tokens = tokens_of(), sum(LENGTHS) - sum(PROMPTS)
     keep = [i for i, (n, p) in enumerate(zip(LENGTHS, PROMPTS)) if n > p]
     with patch(model := build(family)):
@@ -114,7 +93,7 @@ def test_gradients_have_the_same_bytes_however_the_batch_is_cut(family):
     report.require_passed()
 
 
-def test_a_loss_weighted_by_what_is_at_hand_fails_the_same_check():
+def test_a_loss_weighted_by_what_is_at_hand_fails_the_same_check(build):
     """Negative control."""
     with patch(model := build()):
         report = check_gradients(
@@ -126,7 +105,7 @@ def test_a_loss_weighted_by_what_is_at_hand_fails_the_same_check():
     assert not report.passed
 
 
-def test_logprobs_are_close_to_those_of_the_cpu():
+def test_logprobs_are_close_to_those_of_the_cpu(build):
     sequences = tokens_of()
     with patch(gpu := build(dtype=torch.float32)), torch.no_grad():
         ours = scored(gpu, sequences).logprobs
@@ -135,7 +114,7 @@ def test_logprobs_are_close_to_those_of_the_cpu():
     assert_within(ours.cpu(), theirs, "reduction", torch.float32)
 
 
-def test_gradient_checkpointing_changes_no_bit():
+def test_gradient_checkpointing_changes_no_bit(build):
     digests = []
     for checkpointing in (False, True):
         model = build().train()
@@ -149,14 +128,14 @@ def test_gradient_checkpointing_changes_no_bit():
     assert digests[0] == digests[1]
 
 
-def test_the_stock_path_runs_on_the_gpu_with_finite_gradients():
+def test_the_stock_path_runs_on_the_gpu_with_finite_gradients(build):
     with patch(model := build()), strict(False):
         scored(model, tokens_of()).logprobs.sum().backward()
         assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_shadow_drifts_is_timed_and_leaves_weights_and_gradients_alone(dtype):
+def test_the_shadow_drifts_is_timed_and_leaves_weights_and_gradients_alone(dtype, build):
     sequences = tokens_of((31, 150, 16, 83))
     prompts = (7, 20, 3, 40)
     with patch(model := build(dtype=dtype)) as session:
@@ -170,7 +149,7 @@ def test_the_shadow_drifts_is_timed_and_leaves_weights_and_gradients_alone(dtype
     assert shadow.rollout_seconds > 0 and shadow.training_seconds > 0
 
 
-def test_the_stock_path_has_the_settings_from_before_the_patch():
+def test_the_stock_path_has_the_settings_from_before_the_patch(build):
     before = [setting.read() for setting in SETTINGS]
     model = build()
     with patch(model) as session:

@@ -4,7 +4,6 @@ import warnings
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
@@ -35,26 +34,9 @@ SETTINGS = {
 }
 
 
-def build(dtype=torch.bfloat16):
-    config = Qwen3Config(
-        vocab_size=331,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return Qwen3ForCausalLM(config).to(device="cuda", dtype=dtype)
-
-
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
-def model(request):
-    model = build(request.param)
+def model(request, small_model):
+    model = small_model(request.param)
     with patch(model):
         yield model
 
@@ -130,10 +112,10 @@ def test_a_draw_is_the_draw_of_the_cpu():
     assert torch.equal(drawn.cpu(), inverse_cdf(probabilities, uniforms))
 
 
-def test_a_decode_step_hardly_waits_for_the_device(monkeypatch):
+def test_a_decode_step_hardly_waits_for_the_device(monkeypatch, small_model):
     """Decoding is bound by launches: each wait empties the queue."""
     waits = []
-    with patch(model := build()):
+    with patch(model := small_model()):
         engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=400)
         sampling = SamplingParams(max_tokens=12, ignore_eos=True)
         engine.generate(PROMPTS, sampling)  # compiles and allocates
@@ -157,8 +139,8 @@ def test_a_decode_step_hardly_waits_for_the_device(monkeypatch):
     assert len(waits) > 8 and not any(waits[3:-1]), [w for w in waits if w]
 
 
-def test_the_default_cache_leaves_room_on_the_gpu():
-    with patch(model := build()):
+def test_the_default_cache_leaves_room_on_the_gpu(small_model):
+    with patch(model := small_model()):
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         before = torch.cuda.memory_allocated()
@@ -169,21 +151,24 @@ def test_the_default_cache_leaves_room_on_the_gpu():
     assert 0.95 * GPU_CACHE_SHARE * free < taken < 1.02 * GPU_CACHE_SHARE * free
 
 
-def test_a_cache_larger_than_the_gpu_is_refused_with_its_size():
-    with patch(model := build()), pytest.raises(ValueError, match=r"no room on cuda:0 .* GiB"):
+def test_a_cache_larger_than_the_gpu_is_refused_with_its_size(small_model):
+    with (
+        patch(model := small_model()),
+        pytest.raises(ValueError, match=r"no room on cuda:0 .* GiB"),
+    ):
         RolloutEngine(model, eos_token_id=None, num_kv_blocks=1 << 28)
 
 
-def test_a_model_moved_to_the_gpu_after_its_engine_is_refused():
-    with patch(model := build().cpu()):
+def test_a_model_moved_to_the_gpu_after_its_engine_is_refused(small_model):
+    with patch(model := small_model().cpu()):
         engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=40)
         model.cuda()
         with pytest.raises(ValueError, match="build the RolloutEngine after"):
             engine.generate([[1, 2]], SamplingParams())
 
 
-def test_a_nan_in_the_weights_is_reported_by_name():
-    with patch(model := build()):
+def test_a_nan_in_the_weights_is_reported_by_name(small_model):
+    with patch(model := small_model()):
         with torch.no_grad():
             model.model.norm.weight[0] = torch.nan
         with pytest.raises(ConsistencyError, match="prompt 0, sample 0, position 2: .*not finite"):

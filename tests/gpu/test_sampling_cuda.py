@@ -303,3 +303,12 @@ def test_the_digest_is_that_of_a_cpu():
     assert weights_digest(halves) == expected
     moved["d"].view(torch.int32)[1_234_567] ^= 1
     assert weights_digest(moved.items()) != expected
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+def test_a_digest_is_found_on_a_device_that_is_not_the_current_one():
+    values = torch.randn(5003, generator=torch.Generator().manual_seed(0))
+    halves = {"a": values[:2000].to("cuda:0"), "b": values[2000:].to("cuda:1")}
+    expected = weights_digest((name, tensor.cpu()) for name, tensor in halves.items())
+    assert weights_digest(halves.items()) == expected
+    assert torch.cuda.current_device() == 0

@@ -176,3 +176,14 @@ def test_key_rows_are_copied_to_a_device_once():
     rows = layout.key_rows_on(torch.device("cpu"))
     assert rows.tolist() == [[8, 9, 10, 11, 0], [12, 13, 14, 15, 15]]
     assert layout.key_rows_on(torch.device("cpu")) is rows
+
+
+def test_key_tiles_of_a_sequence_come_upward():
+    """The backward pass of sm_90 waits for the earlier ones."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        lens = torch.randint(0, 1000, (7,), generator=generator).tolist()
+        starts = [sum(lens[:i]) for i in range(len(lens))]
+        tiles = PackedSequences.of(starts, lens).key_tiles(torch.device("cpu"), 128).tolist()
+        for i, length in enumerate(lens):
+            assert [first for s, first in tiles if s == i] == list(range(0, length, 128))

@@ -1,21 +1,28 @@
 """The CUDA schedules of attention in Triton's interpreter: their logic, not their bits."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from rl_consistency.kernels import attention as cpu
 from rl_consistency.kernels import attention_schedules, attention_triton
 from rl_consistency.kernels.attention import attention_reference
+from rl_consistency.kernels.attention_backward_hopper import chain_bytes
 from rl_consistency.kernels.attention_backward_triton import attention_bwd
 from rl_consistency.kernels.attention_layout import PackedSequences
 from rl_consistency.kernels.attention_schedules import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
     DECODE,
+    FIVE_PRODUCTS,
+    LOG2E,
     PREFILL,
     Schedule,
+    in_five_products,
     key_block,
 )
+from rl_consistency.kernels.attention_statistics import statistics_of
 from rl_consistency.kernels.attention_triton import attention_fwd
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.paged_calls import chunked, paged_calls
@@ -164,14 +171,19 @@ def test_tiles_and_programs_give_the_same_bytes():
     assert all(map(same_bytes, alone, spread))
 
 
-@pytest.mark.parametrize("i", range(len(BACKWARD_QUERIES)))
-def test_every_backward_schedule_matches_the_cpu_schedule(i):
+TWO_KERNELS = list(
+    zip(BACKWARD_QUERIES, [s for s in BACKWARD_KEYS if not s.specialized], strict=True)
+)
+
+
+@pytest.mark.parametrize("by_query, by_key", TWO_KERNELS)
+def test_every_backward_schedule_matches_the_cpu_schedule(by_query, by_key):
     """Not as bytes: the interpreter rounds once per matrix product, however wide."""
     q, k, v, do = sequence(2)
     layout = PackedSequences.of([0], [33])
     o, lse = cpu._forward(q, k, v, layout, 32**-0.5, None)
     call = (do, q, k, v, o, lse, layout, 32**-0.5, None)
-    found = attention_bwd(*call, query_schedule=BACKWARD_QUERIES[i], key_schedule=BACKWARD_KEYS[i])
+    found = attention_bwd(*call, query_schedule=by_query, key_schedule=by_key)
     assert_gradients(found, cpu._backward(*call), torch.float32)
 
 
@@ -180,9 +192,8 @@ def test_every_schedule_matches_the_cpu_schedule():
     q, k, v, _ = sequence(2)
     layout = PackedSequences.of([0], [33])
     expected = cpu._forward(q, k, v, layout, 32**-0.5, None)
-    for schedule in {(s.rows, s.specialized): s for s in (*PREFILL, *DECODE)}.values():
-        if schedule.specialized:
-            continue
+    portable = [s for s in (*PREFILL, *DECODE) if not s.specialized and not s.ring]
+    for schedule in {s.rows: s for s in portable}.values():
         found = attention_fwd(q, k, v, layout, 32**-0.5, None, schedule=schedule)
         for got, wanted in zip(found, expected, strict=True):
             assert_within(got, wanted, "attention", torch.float32)
@@ -242,6 +253,62 @@ def test_specialised_warps_are_refused_where_there_are_none():
     assert PREFILL[0].specialized
     with pytest.raises(ValueError, match="specialised warps need sm_90"):
         attention_fwd(q, k, v, layout, 1.0, None, schedule=PREFILL[0])
+
+
+def test_a_ring_of_buffers_is_refused_where_there_is_none():
+    q, k, v, _ = sequence(2, torch.bfloat16)
+    layout = PackedSequences.of([0], [33])
+    assert DECODE[0].ring
+    with pytest.raises(ValueError, match="a ring of buffers needs sm_90, a paged cache"):
+        attention_fwd(q, k, v, layout, 1.0, None, schedule=DECODE[0])
+
+
+def test_five_products_are_refused_where_they_cannot_run():
+    q, k, v, do = sequence(2, torch.bfloat16)
+    layout = PackedSequences.of([0], [33])
+    o, lse = attention_fwd(q, k, v, layout, 1.0, None)
+    given = (do, q, k, v, o, lse, layout, 1.0, None)
+    for choice in ({}, {"query_schedule": BACKWARD_QUERIES[0]}):
+        with pytest.raises(ValueError, match="specialised warps need sm_90"):
+            attention_bwd(*given, key_schedule=FIVE_PRODUCTS, **choice)
+    assert not in_five_products(layout, do, q, k, v)
+
+
+def test_sums_of_dq_take_no_memory_where_one_tile_of_keys_holds_every_sequence():
+    assert chain_bytes(PackedSequences.of([0, 128], [128, 1]), 4, 64) == 0
+    assert chain_bytes(PackedSequences.of([0, 144], [129, 1]), 4, 64) == 4 * (3 + 1) * 64 * 4 * 64
+    assert chain_bytes(PackedSequences.of([], []), 4, 64) == 0
+
+
+def test_the_default_dtype_of_torch_changes_nothing():
+    q, k, v, _, layout = packed(torch.bfloat16)
+    call = partial(attention_fwd, q, k, v, layout, 32**-0.5, None, schedule=SMALL)
+    expected = call(programs_per_tile=2)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = call(programs_per_tile=2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    both = [dict(zip(("o", "lse"), values, strict=True)) for values in (found, expected)]
+    assert first_difference(*both) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_statistics_of_a_tile_are_those_of_its_queries(dtype):
+    """What the kernel of five products reads: lse in log2 units and delta, tile by tile."""
+    q, k, v, do, layout = packed(dtype, 64)
+    o, lse = attention_fwd(q, k, v, layout, 0.125, None)
+    query_tiles, first_tiles = layout.query_tiles(q.device, 64)
+    statistics, counters = statistics_of(do, o, lse, layout, 64)
+    statistics = statistics.view(4, len(query_tiles), 2, 64)
+    assert not counters.any() and len(counters) == 4 * len(query_tiles)
+    delta = (do.float() * o.float()).sum(-1)
+    for i, (start, n) in enumerate(zip(STARTS, LENGTHS, strict=True)):
+        tiles = statistics[:, first_tiles[i] : first_tiles[i] + -(-n // 64)]
+        units, sums = (x.flatten(1, 2).T for x in tiles.unbind(2))
+        torch.testing.assert_close(units[:n], lse[start : start + n] * LOG2E)
+        torch.testing.assert_close(sums[:n], delta[start : start + n], rtol=1e-5, atol=1e-4)
+        assert (units[n:] == torch.inf).all() and not sums[n:].any()
 
 
 def test_the_key_block_depends_on_the_head_size_alone():

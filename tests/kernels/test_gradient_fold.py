@@ -1,4 +1,6 @@
+import copy
 import itertools
+import pickle
 import weakref
 
 import pytest
@@ -194,6 +196,18 @@ def test_a_gradient_that_the_optimizer_drops_leaves_the_memory(uses):
     gradient = weakref.ref(param.grad)
     param.grad = None
     assert gradient() is None
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_copy_of_a_buffer_starts_afresh(uses, clone):
+    param = parameter()
+    buffers = GradientBuffer.for_uses(param, uses)
+    backward(param, buffers, slice(0, TOKENS), *data(uses))
+    copied, copies = clone((param, buffers))
+    assert copies[0].parameter is copied and copied.grad is None
+    backward(copied, copies, slice(0, TOKENS), *data(uses))
+    assert same_bytes(copied.grad, param.grad)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -6,6 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rl_consistency.kernels.gradient_columns_triton import (
+    fold_step_sums,
+    folded_step_sums,
+    gradient_fold_columns,
+    step_sums,
+)
 from rl_consistency.kernels.gradient_fold import fold_columns as fold_columns_cpu
 from rl_consistency.kernels.gradient_fold import fold_rows as fold_rows_cpu
 from rl_consistency.kernels.gradient_fold_schedules import (
@@ -17,13 +23,17 @@ from rl_consistency.kernels.gradient_fold_schedules import (
     pick,
 )
 from rl_consistency.kernels.gradient_fold_triton import (
-    fold_step_sums,
-    gradient_fold_columns,
     gradient_fold_outer,
-    gradient_fold_rows,
     launch_outer,
-    step_sums,
     takes_descriptors,
+)
+from rl_consistency.kernels.gradient_rows_triton import (
+    Schedule as RowSchedule,
+)
+from rl_consistency.kernels.gradient_rows_triton import (
+    gradient_fold_rows,
+    launch_rows,
+    ordered_tokens,
 )
 from rl_consistency.kernels.row_reduction import tree_sum
 from rl_consistency.parity.digest import first_difference
@@ -133,6 +143,8 @@ def test_step_sums_are_folded_upward():
     for row in sums:
         expected += row
     assert same_bytes(got, expected)
+    for dtype in DTYPES:
+        assert same_bytes(folded_step_sums(sums, dtype), expected.float().to(dtype))
 
 
 @pytest.mark.parametrize("repeats", [1, 40])
@@ -149,6 +161,60 @@ def test_rows_have_the_bytes_of_token_order(repeats):
     fold_rows_cpu(reference, index, rows)
     assert same_bytes(got, expected)
     assert same_bytes(reference, expected)
+
+
+RUNS = torch.tensor([3] * 37 + [0, 6, 5, -1, 6, 9] + [4] * 3 + [1, 2, 1] * 4 + [-5, 5] * 2)
+
+
+@pytest.mark.parametrize("ranked", [False, True])
+def test_tokens_of_an_id_stay_in_their_order(ranked):
+    index = RUNS[torch.randperm(len(RUNS), generator=torch.Generator().manual_seed(0))]
+    ids, tokens = ordered_tokens(index, 7, ranked=ranked)
+    for row_id in range(7):
+        assert torch.equal(tokens[ids == row_id], (index == row_id).nonzero().flatten())
+    assert ((ids.diff() < 0).sum() == 0) and torch.equal(tokens.sort()[0], torch.arange(len(RUNS)))
+
+
+@pytest.mark.parametrize("ranked", [False, True])
+def test_ids_beyond_32_bits_are_left_out(ranked):
+    index = torch.tensor([2**32 + 3, 5, -(2**32) + 5, 3, 2**31, 2**31 + 5, 7, -1])
+    rows = probe((len(index), K), torch.bfloat16)
+    found = probe((7, K), seed=2)
+    expected = found.clone()
+    expected[5] += rows[1].float()
+    expected[3] += rows[3].float()
+    launch_rows(found, index, rows, RowSchedule(), ranked=ranked)
+    assert same_bytes(found, expected)
+    ids, tokens = ordered_tokens(index, 7, ranked=ranked)
+    assert ids.tolist() == [3, 5] + [7] * 6
+    assert tokens.tolist() == [3, 1, 0, 2, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        RowSchedule(),
+        RowSchedule(gap=4, runs=2, block=16, batch=4, narrow=16),
+        RowSchedule(gap=16, runs=1, batch=8),
+        RowSchedule(gap=2, runs=8),
+    ],
+    ids=str,
+)
+def test_every_schedule_of_rows_has_the_bytes_of_token_order(schedule, dtype):
+    index = RUNS[torch.randperm(len(RUNS), generator=torch.Generator().manual_seed(1))]
+    rows = probe((len(index), K), torch.bfloat16)
+    rows[0] = -0.0
+    got = probe((7, K), seed=2).to(dtype)
+    got[2] = -0.0
+    expected = got.clone()
+    for token, row in zip(index.tolist(), rows.to(dtype), strict=True):
+        if 0 <= token < 7:
+            expected[token] += row
+    for ranked in (False, True):
+        found = got.clone()
+        launch_rows(found, index, rows, schedule, ranked=ranked)
+        assert same_bytes(found, expected)
 
 
 def test_rows_of_ids_outside_the_table_are_written_nowhere():

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,9 +102,23 @@ def test_every_schedule_gives_the_same_bytes():
     for rows in sorted({s.rows for s in candidates(64)}):
         assert same_bytes(rms_norm_fwd(x, None, weight, EPS, Schedule(4, rows=rows))[0], y)
     expected = rms_norm_bwd(dy, None, x, weight, rstd, 2, True)
-    for split, stages in sorted({(s.split, s.stages) for s in candidates(64, 2)}):
-        schedule = Schedule(4, split=split, stages=stages)
+    shapes = {replace(s, warps=4, registers=None) for s in candidates(64, 2)}
+    shapes |= {Schedule(4, split=4, held=held) for held in (1, 2, 8)}
+    for schedule in shapes:
         found = rms_norm_bwd(dy, None, x, weight, rstd, 2, True, schedule)
+        assert all(map(same_bytes, found, expected))
+    dx = rms_norm_bwd(dy, y, x, weight, rstd, 2, True)[0]
+    for schedule in shapes:
+        assert same_bytes(rms_norm_bwd(dy, y, x, weight, rstd, 2, True, schedule)[0], dx)
+
+
+def test_chunks_that_are_no_power_of_two_of_rows_go_side_by_side():
+    x, dy, weight = (probe(shape) for shape in ((TOKENS, 3, 40), (TOKENS, 3, 40), (40,)))
+    rstd = rms_norm_fwd(x, None, weight, EPS)[2]
+    expected = rms_norm_bwd(dy, None, x, weight, rstd, 3, True)
+    for split in (2, 8):
+        schedule = Schedule(4, split=split, held=4)
+        found = rms_norm_bwd(dy, None, x, weight, rstd, 3, True, schedule)
         assert all(map(same_bytes, found, expected))
 
 
@@ -140,8 +156,16 @@ def test_the_ops_of_a_compiler_give_the_bytes_of_the_launchers():
     assert same_bytes(rms_norm_fwd_op(x, x, weight, EPS)[0], y)
     expected = rms_norm_bwd(x, None, x, weight, rstd, 1, True)
     assert all(map(same_bytes, rms_norm_bwd_op(x, None, x, weight, rstd, 1, True), expected))
-    torch.library.opcheck(rms_norm_fwd_op, (x, None, weight, EPS), test_utils="test_schema")
-    torch.library.opcheck(rms_norm_fwd_op, (x, x, weight, EPS), test_utils="test_faketensor")
+    torch.library.opcheck(
+        torch.ops.rl_consistency.rms_norm_fwd_op.default,
+        (x, None, weight, EPS),
+        test_utils="test_schema",
+    )
+    torch.library.opcheck(
+        torch.ops.rl_consistency.rms_norm_fwd_op.default,
+        (x, x, weight, EPS),
+        test_utils="test_faketensor",
+    )
 
 
 def test_rows_wider_than_a_program_are_refused():

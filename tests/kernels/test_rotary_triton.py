@@ -67,4 +67,8 @@ def test_the_op_of_a_compiler_gives_the_bytes_of_the_launcher():
     q, k, cos, sin = operands()
     found = rotary_op(q, k, cos, sin, False)
     assert all(map(same_bytes, found, rotary_fwd(q, k, cos, sin, False)))
-    torch.library.opcheck(rotary_op, (q, k, cos, sin, True), test_utils="test_faketensor")
+    torch.library.opcheck(
+        torch.ops.rl_consistency.rotary_op.default,
+        (q, k, cos, sin, True),
+        test_utils="test_faketensor",
+    )

@@ -17,11 +17,11 @@ from rl_consistency.kernels.token_gradient_triton import (
 )
 from rl_consistency.kernels.token_logprobs import (
     IGNORED,
-    choose_plan,
     lm_head_logits,
     token_logprobs_reference,
     triton_token_logprobs,
 )
+from rl_consistency.kernels.token_logprobs_plan import choose_plan
 from rl_consistency.kernels.token_logprobs_schedules import (
     GRADIENT_SCHEDULES,
     STATISTICS_SCHEDULES,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_consistency.kernels import weights_digest as module
-from rl_consistency.kernels.weights_digest import weights_digest, words_table
+from rl_consistency.kernels.weights_digest import weights_digest, words_sums
 
 MASK = 2**64 - 1
 
@@ -82,6 +82,21 @@ def test_how_a_cpu_cuts_the_words_does_not_matter(monkeypatch):
     assert digest(weights()) == expected
 
 
+def test_a_default_device_does_not_matter():
+    named = weights()
+    expected = digest(named)
+    with torch.device("meta"):
+        assert digest(named) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has this on a GPU")
+def test_a_default_device_does_not_matter_to_the_kernel():
+    pieces = [values(5003).view(torch.int32), values(1).view(torch.int32)]
+    expected = words_sums(pieces, [5, 0])
+    with torch.device("meta"):
+        assert words_sums(pieces, [5, 0]) == expected
+
+
 def test_gradients_are_not_asked_for():
     plain = weights()
     asked = {n: torch.nn.Parameter(t, t.is_floating_point()) for n, t in plain.items()}
@@ -128,7 +143,9 @@ def test_every_change_gives_another_digest():
 
 def test_a_sum_without_the_index_would_not_see_a_swap(monkeypatch):
     """Negative control: what the index is for."""
-    monkeypatch.setattr(torch, "arange", lambda count: torch.zeros(count, dtype=torch.int64))
+    monkeypatch.setattr(
+        torch, "arange", lambda count, device: torch.zeros(count, dtype=torch.int64)
+    )
     plain = values(40)
     swapped = plain[[1, 0, *range(2, 40)]]
     assert digest({"a": plain}) == digest({"a": swapped})
@@ -136,10 +153,23 @@ def test_a_sum_without_the_index_would_not_see_a_swap(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has this on a GPU")
 @pytest.mark.parametrize("first", [0, 5, 2**31 + 3])
-def test_the_kernel_adds_up_what_a_cpu_does(first):
-    pieces = [values(5003).view(torch.int32), values(1).view(torch.int32)]
-    table = words_table(pieces, [first, 0]).sum(dim=1).tolist()
-    assert table == [module._cpu_sums(p, f) for p, f in zip(pieces, (first, 0), strict=True)]
+@pytest.mark.parametrize("offset", [0, 1])
+def test_the_kernel_adds_up_what_a_cpu_does(first, offset, monkeypatch):
+    monkeypatch.setattr(module, "SPAN", 2048)
+    pieces = [values(5003)[offset:].view(torch.int32), values(1).view(torch.int32)]
+    expected = [module._cpu_sums(p, f) for p, f in zip(pieces, (first, 0), strict=True)]
+    assert words_sums(pieces, [first, 0]) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has this on a GPU")
+def test_every_change_gives_another_digest_by_the_kernel(monkeypatch):
+    monkeypatch.setattr(module, "SPAN", 64)
+    monkeypatch.setattr(
+        module, "_sums", lambda pieces: words_sums([p[1] for p in pieces], [p[2] for p in pieces])
+    )
+    expected = by_hand(weights())
+    assert digest(weights()) == expected
+    assert all(digest(named) != expected for _, named in changed())
 
 
 def test_a_name_given_twice_is_refused():

@@ -345,6 +345,77 @@ def test_verify_names_a_class_that_was_swapped_back():
             patched_session(model)
 
 
+class Projection(nn.Module):
+    """In place of a module that the patch knows, under its name."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = kept
+
+
+def shadow(model):
+    mlp = model.model.layers[1].mlp
+    mlp.__dict__["up_proj"] = nn.Linear(mlp.up_proj.in_features, mlp.up_proj.out_features)
+
+
+def shadow_by_class(model):
+    attention = model.model.layers[0].self_attn
+    attention.__class__ = type("Other", (type(attention),), {"o_proj": nn.Linear(2, 2)})
+
+
+def replace(model):
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj = copy.deepcopy(mlp.up_proj)
+
+
+def replace_container(model):
+    model.model.layers = nn.ModuleList(model.model.layers)
+
+
+def wrap(model):
+    model.model.layers[0] = Projection(model.model.layers[0])
+
+
+def rename(model):
+    attention = model.model.layers[0].self_attn
+    attention._modules["query"] = attention._modules.pop("q_proj")
+
+
+def vanish(model):
+    del model.model.norm
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        (shadow, "model.layers.1.mlp.up_proj"),
+        (shadow_by_class, "model.layers.0.self_attn.o_proj"),
+        (replace, "model.layers.1.mlp.up_proj"),
+        (replace_container, "model.layers"),
+        (wrap, "model.layers.0"),
+        (rename, "model.layers.0.self_attn.q_proj"),
+        (vanish, "model.norm"),
+    ],
+)
+def test_a_module_that_forward_would_not_find_undoes_the_patch(change, name):
+    model = build_preset("tiny-llama")
+    session = patch(model)
+    assert session.live
+    change(model)
+    assert not session.live
+    with pytest.raises(ConsistencyError, match=f"not live: module {name} "):
+        session.verify()
+
+
+def test_a_reference_to_a_parent_does_not_stop_the_patch_from_being_checked():
+    model = build_preset("tiny-llama")
+    with patch(model) as session:
+        model.model.norm.above = model
+        assert session.live
+        model.model.norm = copy.copy(model.model.norm)
+        assert not session.live
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_verify_fails_when_an_op_is_on_its_stock_path(op):
     model = build_preset("tiny-llama")

@@ -1,6 +1,7 @@
 """The verification itself: what its parts count, and that a small run of all of it is green."""
 
 import pickle
+import signal
 from functools import partial
 
 import pytest
@@ -16,7 +17,15 @@ from rl_consistency.parity.paged_calls import chunked, decoded, paged_calls
 from rl_consistency.parity.presets import PRESETS, REAL_PRESETS, build_preset, preset_config
 from rl_consistency.parity.substitution import attribute, substituted
 from rl_consistency.parity.sweep import CUDA_FULL, CUDA_QUICK, FULL, QUICK, Sweep, sweep_for
-from rl_consistency.parity.verify import count_checks, jobs_of, op_setups, run_checks
+from rl_consistency.parity.verify import (
+    Job,
+    _begin_process,
+    _run_job,
+    count_checks,
+    jobs_of,
+    op_setups,
+    run_checks,
+)
 from rl_consistency.parity.verify_targets import (
     Target,
     default_targets,
@@ -64,6 +73,50 @@ def test_an_error_in_another_process_is_raised_here():
     )
     with pytest.raises(ValueError, match="unknown"):
         run_checks([target], processes=2)
+
+
+def test_checks_of_no_model_can_be_shared_too():
+    results = run_checks([], processes=2)
+    assert [(r.scope, r.passed) for r in results] == [("process", True)] * 2
+
+
+class NoReturn(Exception):
+    """Is sent, and cannot be made again from what arrives."""
+
+    def __init__(self, what, where):
+        super().__init__(f"{what} at {where}")
+
+
+class NoSending(Exception):
+    """Holds what no other process can have."""
+
+
+@pytest.mark.parametrize(
+    "error", [NoReturn("broken", "here"), NoSending("broken at here", lambda: None)]
+)
+def test_an_error_that_cannot_be_sent_arrives_as_text(error):
+    def refuse():
+        raise error
+
+    with pytest.raises(RuntimeError, match=r"(?s)Traceback.*in refuse.*broken at here"):
+        _run_job(Job(scope="x", count=1, open=refuse))
+
+
+def test_an_error_that_can_be_sent_arrives_as_it_is():
+    def refuse():
+        raise ConsistencyError("bytes differ")
+
+    with pytest.raises(ConsistencyError, match="bytes differ"):
+        _run_job(Job(scope="x", count=1, open=refuse))
+
+
+def test_a_process_takes_the_current_device_and_dies_of_an_interrupt():
+    found = signal.getsignal(signal.SIGINT)
+    try:
+        _begin_process(torch.device("cuda"), torch.get_num_threads())
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, found)
 
 
 def test_bytes_are_compared_and_zeros_of_both_signs_differ():

@@ -1,0 +1,40 @@
+"""A model small enough to be built anew by every test that wants one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES = {
+    "vocab_size": 331,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+
+
+@pytest.fixture(scope="session")
+def small_model() -> Callable[..., nn.Module]:
+    """Builds a small stock model on the GPU, the same weights each time; changes to its config by
+    name."""
+
+    def build(
+        dtype: torch.dtype = torch.bfloat16, family: str = "qwen3", **changes: Any
+    ) -> nn.Module:
+        config = AutoConfig.for_model(family, **SIZES | changes)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return model.to(device="cuda", dtype=dtype)
+
+    return build
