@@ -18,9 +18,6 @@ CHUNK_TOKENS = 2
 MIN_BLOCK = 8
 """Elements in a group of `row_tree`."""
 
-WARP_ROW = 256
-"""Elements that a warp loads at once."""
-
 SCRATCH_BYTES = 32 * 1024
 """Shared memory that sums between warps take, from above."""
 
@@ -34,8 +31,6 @@ class Schedule:
     """Rows that a forward program holds at once."""
     split: int = 1
     """Parts in which a backward program goes through the rows of a chunk, a power of two."""
-    held: int = 1
-    """Chunks that a backward program goes through side by side, a power of two up to 8."""
     stages: int = 1
     """Chunks that a backward program has in flight in shared memory; 1 loads into registers."""
     registers: int | None = None
@@ -60,8 +55,8 @@ BACKWARD: dict[int, Schedule] = {
     128: Schedule(4),
     256: Schedule(8),
     512: Schedule(2),
-    1024: Schedule(4),
-    2048: Schedule(4, stages=2),
+    1024: Schedule(4, stages=3),
+    2048: Schedule(4, stages=3),
     4096: Schedule(4, split=2, stages=3),
     8192: Schedule(16, split=2),
     16384: Schedule(16, split=2),
@@ -103,23 +98,14 @@ def candidates(width: int, rows_per_token: int | None = None) -> list[Schedule]:
             for warps in (1, 2, 4, 8, 16)
             if 8 <= rows * block // (32 * warps) <= 128
         ]
-    rows = chunk_rows(rows_per_token)
-    schedules = [
+    held = chunk_rows(rows_per_token) * block
+    return [
         Schedule(warps, split=split, stages=stages, registers=registers)
         for split in (1, 2)
         for warps in (1, 2, 4, 8, 16)
         for stages, registers in ((1, None), (1, 128), (2, None), (3, None))
-        if 16 <= rows * block // (32 * warps * split) <= 64 or (warps == 1 and rows * block < 512)
+        if 16 <= held // (32 * warps * split) <= 64 or (warps == 1 and held < 512 * split)
     ]
-    if block <= WARP_ROW:
-        # A warp for each chunk: no sum of rows or columns has to cross warps.
-        split = max(rows * block // WARP_ROW, 1)
-        schedules += [
-            Schedule(warps, split=split, held=warps, registers=registers)
-            for warps in (4, 8)
-            for registers in (None, 64, 96)
-        ]
-    return schedules
 
 
 def pick_forward(width: int) -> Schedule:

@@ -51,11 +51,11 @@ def row_tree(x, R: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def column_tree(x, HELD: tl.constexpr, R: tl.constexpr, N: tl.constexpr):
-    """[HELD * R, N] -> [HELD, N]: the halving tree over R rows, row i plus row i + R/2 first."""
+def column_tree(x, R: tl.constexpr, N: tl.constexpr):
+    """[R, N] -> [N]: the halving tree over the rows, row i plus row i + R/2 first."""
     for level in tl.static_range(R.bit_length() - 1):
-        x = tl.sum(tl.reshape(x, (HELD, 2, R >> (level + 1), N)), axis=1)
-    return tl.reshape(x, (HELD, N))
+        x = tl.sum(tl.reshape(x, (2, R >> (level + 1), N)), axis=0)
+    return tl.reshape(x, (N,))
 
 
 @triton.jit
@@ -155,31 +155,28 @@ def _part(dy, x, dtotal, weight, rstd_ptr, dx_ptr, row, valid, H: tl.constexpr,
 @triton.jit
 def _parts(dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H: tl.constexpr,
            DY_INNER: tl.constexpr, X_INNER: tl.constexpr, DTOTAL_INNER: tl.constexpr,
-           HAS_DTOTAL: tl.constexpr, HELD: tl.constexpr,
-           CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
-           BLOCK_H: tl.constexpr, PART: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
-    """Parts PART, PART + STRIDE, ... of HELD chunks from row `first`: dx is stored, the terms of
-    dweight [HELD * ROWS, BLOCK_H] are added by the halving tree over parts.
+           HAS_DTOTAL: tl.constexpr, CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr,
+           SPLIT: tl.constexpr, BLOCK_H: tl.constexpr, PART: tl.constexpr,
+           STRIDE: tl.constexpr):  # fmt: skip
+    """Parts PART, PART + STRIDE, ... of the chunk from row `first`: dx is stored, the terms of
+    dweight [ROWS, BLOCK_H] are added by the halving tree over parts.
     """
     if STRIDE == SPLIT:
-        held = tl.arange(0, HELD * ROWS)
-        within = PART * ROWS + held % ROWS
-        row = first + held // ROWS * CHUNK_ROWS + within
+        within = PART * ROWS + tl.arange(0, ROWS)
+        row = first + within
         valid = (within < CHUNK_ROWS) & (row < num_rows)
         return _part(
             dy, x, dtotal, weight, rstd_ptr, dx_ptr, row, valid, H, DY_INNER, X_INNER,
-            DTOTAL_INNER, HAS_DTOTAL, HELD * ROWS, BLOCK_H,
+            DTOTAL_INNER, HAS_DTOTAL, ROWS, BLOCK_H,
         )  # fmt: skip
     else:
         low = _parts(
-            dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H, DY_INNER,
-            X_INNER, DTOTAL_INNER, HAS_DTOTAL, HELD, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H,
-            PART, 2 * STRIDE,
+            dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H, DY_INNER, X_INNER,
+            DTOTAL_INNER, HAS_DTOTAL, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H, PART, 2 * STRIDE,
         )  # fmt: skip
         high = _parts(
-            dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H, DY_INNER,
-            X_INNER, DTOTAL_INNER, HAS_DTOTAL, HELD, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H,
-            PART + STRIDE, 2 * STRIDE,
+            dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H, DY_INNER, X_INNER,
+            DTOTAL_INNER, HAS_DTOTAL, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H, PART + STRIDE, 2 * STRIDE,
         )  # fmt: skip
         return low + high
 
@@ -207,14 +204,13 @@ def _backward_kernel(
     HAS_DTOTAL: tl.constexpr,
     HAS_SUMS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    HELD: tl.constexpr,
     CHUNK_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program, one step of the fold: HELD chunks at once, each in SPLIT parts of ROWS rows."""
+    """One program, one step of the fold: chunk after chunk, each in SPLIT parts of ROWS rows."""
     step = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)
     weight = tl.load(weight_ptr + column, mask=column < H, other=0.0)
@@ -222,21 +218,13 @@ def _backward_kernel(
     x = (x_ptr, x_outer, x_inner)
     dtotal = (dtotal_ptr, dtotal_outer, dtotal_inner)
     total = tl.zeros((BLOCK_H,), tl.float32)
-    for chunk in tl.range(0, CHUNKS, HELD, num_stages=STAGES):
+    for chunk in tl.range(0, CHUNKS, num_stages=STAGES):
         first = (step * CHUNKS + chunk) * CHUNK_ROWS
         terms = _parts(
-            dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H, DY_INNER,
-            X_INNER, DTOTAL_INNER, HAS_DTOTAL, HELD, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H,
-            0, 1,
+            dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H, DY_INNER, X_INNER,
+            DTOTAL_INNER, HAS_DTOTAL, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H, 0, 1,
         )  # fmt: skip
-        sums = column_tree(terms, HELD, ROWS, BLOCK_H)
-        if HELD == 1:
-            total += tl.reshape(sums, (BLOCK_H,))
-        else:
-            for i in tl.static_range(HELD):
-                # Taken out by adding zeros to it, which changes no bit that `total` could show.
-                chosen = tl.arange(0, HELD)[:, None] == i
-                total += tl.sum(tl.where(chosen, sums, 0.0), axis=0)
+        total += column_tree(terms, ROWS, BLOCK_H)
     if HAS_SUMS:
         tl.store(sums_ptr + step * H + column, total, mask=column < H)
 
@@ -335,7 +323,7 @@ def rms_norm_bwd(
     """
     width = x.shape[-1]
     schedule = schedule or pick_backward(width, rows_per_token)
-    held = schedule.held * chunk_rows(rows_per_token) * block_width(width)
+    held = chunk_rows(rows_per_token) * block_width(width)
     operands = 2 if dtotal is None else 3
     limit = (200 if has_tma(x.device) else 96) * 1024
     schedule = within_shared(schedule, operands * held * x.element_size(), limit)
@@ -368,7 +356,6 @@ def rms_norm_bwd(
         HAS_DTOTAL=dtotal is not None,
         HAS_SUMS=with_sums,
         CHUNKS=STEP // CHUNK_TOKENS,
-        HELD=schedule.held,
         CHUNK_ROWS=CHUNK_TOKENS * rows_per_token,
         ROWS=chunk_rows(rows_per_token) // schedule.split,
         SPLIT=schedule.split,

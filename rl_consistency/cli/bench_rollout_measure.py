@@ -20,7 +20,7 @@ import torch
 from rl_consistency.cli.bench_suite import OutOfTime
 from rl_consistency.numerics.clock import finished_seconds
 
-MAX_BATCH_TOKENS = 8192
+MAX_BATCH_TOKENS = 16384
 """Tokens of one step of the engines measured."""
 
 BLOCK_SIZE = 16
