@@ -13,7 +13,13 @@ from triton.runtime.jit import JITFunction
 
 from rl_consistency.kernels.cuda_device import INTERPRETED
 
-MOST_THREADS = 16
+_threads = min(os.cpu_count() or 1, 16)
+
+
+def use_threads(count: int) -> None:
+    """How many threads compile in this process from now on; for one that shares its cores."""
+    global _threads
+    _threads = count
 
 
 def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
@@ -32,10 +38,9 @@ def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
 
     # A thread starts on the first device, whatever this one has chosen.
     device = (torch.cuda.current_device(),)
-    workers = min(os.cpu_count() or 1, MOST_THREADS)
     with (
         patch.object(JITFunction, "run", compiled),
-        ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=device) as pool,
+        ThreadPoolExecutor(_threads, initializer=torch.cuda.set_device, initargs=device) as pool,
     ):
         for future in [pool.submit(call) for call in calls]:
             future.result()

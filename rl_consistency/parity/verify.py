@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 import traceback
@@ -10,8 +11,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
-from typing import Any
+from multiprocessing import get_context, parent_process
+from threading import Thread
 
 import torch
 
@@ -29,6 +30,7 @@ from rl_consistency.parity import (
 )
 from rl_consistency.parity.chain_checks import Chain
 from rl_consistency.parity.claims import Check, Result, Tally
+from rl_consistency.parity.compile_ahead import use_threads
 from rl_consistency.parity.op_setup import CPU, TINY_SHAPES, OpSetup
 from rl_consistency.parity.verify_targets import DTYPE_NAMES, Target
 
@@ -201,14 +203,8 @@ class Job:
 
 def jobs_of(targets: Sequence[Target]) -> list[Job]:
     """All checks: the process, then dtype by dtype the ops and each target's chain."""
-    count = len(PROCESS_CHECKS)
-    jobs = [
-        Job(
-            scope="process",
-            count=count,
-            open=partial(_made_by, process_checks, _device_of(targets)),
-        )
-    ]
+    on_device = partial(_process_checks_on, _device_of(targets))
+    jobs = [Job(scope="process", count=len(PROCESS_CHECKS), open=on_device)]
     for own in _by_dtype(targets):
         jobs += _jobs_of_ops(own)
         jobs += [
@@ -223,25 +219,28 @@ def _device_of(targets: Sequence[Target]) -> torch.device:
 
 
 def _jobs_of_ops(targets: Sequence[Target]) -> list[Job]:
+    """One job for each op's check, at all sizes of a dtype: they share what has to be compiled."""
     setups = op_setups(targets)
-    jobs: list[Job] = []
-    for setup in setups:
-        # Ragged sizes have fewer schedules; the tables are for the real ones, if there are any.
-        real = bool(setup.shapes.name) or not any(s.shapes.name for s in setups)
-        for make in (op_checks_in, schedule_checks_in) if real else (op_checks_in,):
-            jobs += [
-                Job(scope=check.key, count=1, open=partial(_made_by, make, setup, i))
-                for i, check in enumerate(make(setup))
-            ]
-    return jobs
+    # Ragged sizes have fewer schedules; the tables are for the real ones, if there are any.
+    real = [s for s in setups if s.shapes.name] or setups
+    return [
+        Job(scope=check.key, count=len(sizes), open=partial(_row_at, make, sizes, i))
+        for make, sizes in ((op_checks_in, setups), (schedule_checks_in, real))
+        for i, check in enumerate(make(sizes[0]) if sizes else [])
+    ]
 
 
-def _made_by(
-    make: Callable[[Any], list[Check]], argument: object, index: int | None = None
+# A check cannot be sent to another process; these, which make it there, can.
+
+
+def _process_checks_on(device: torch.device) -> AbstractContextManager[list[Check]]:
+    return nullcontext(process_checks(device))
+
+
+def _row_at(
+    make: Callable[[OpSetup], list[Check]], sizes: Sequence[OpSetup], index: int
 ) -> AbstractContextManager[list[Check]]:
-    """The checks that `make` makes, or one of them. A check itself cannot change process."""
-    checks = make(argument)
-    return nullcontext(checks if index is None else [checks[index]])
+    return nullcontext([make(setup)[index] for setup in sizes])
 
 
 def count_checks(targets: Sequence[Target]) -> int:
@@ -290,7 +289,7 @@ def run_checks(
     return results
 
 
-LONGEST = ("paged attention", "schedules: attention", "token_logprobs", "attention")
+LONGEST = ("schedules: attention", "paged attention", "token_logprobs", "attention")
 """Ops whose checks are begun first, so that none of them is the last to end."""
 
 
@@ -301,9 +300,10 @@ def _run_in_processes(
         return next((i for i, op in enumerate(LONGEST) if job.scope.endswith(op)), len(LONGEST))
 
     found: dict[int, list[Result]] = {}
-    with ProcessPoolExecutor(
-        processes, get_context("spawn"), _begin_process, (device, torch.get_num_threads())
-    ) as pool:
+    # As many threads compile as there are cores, twice over: they wait for the assembler.
+    compiling = max(1, 2 * len(os.sched_getaffinity(0)) // processes)
+    given = (device, torch.get_num_threads(), compiling)
+    with ProcessPoolExecutor(processes, get_context("spawn"), _begin_process, given) as pool:
         futures = {
             pool.submit(_run_job, jobs[i]): i
             for i in sorted(range(len(jobs)), key=lambda i: rank(jobs[i]))
@@ -319,12 +319,22 @@ def _run_in_processes(
     return [result for i in range(len(jobs)) for result in found[i]]
 
 
-def _begin_process(device: torch.device, threads: int) -> None:
+def _begin_process(device: torch.device, threads: int, compiling: int) -> None:
     # An interrupt from the terminal reaches every process; the first one reports it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
+    use_threads(compiling)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
+
+
+def _end_with_parent() -> None:
+    """A pool's processes wait for work for ever where the first one was killed."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _run_job(job: Job) -> list[Result]:

@@ -1,8 +1,14 @@
 """The verification itself: what its parts count, and that a small run of all of it is green."""
 
+import os
 import pickle
 import signal
+import subprocess
+import sys
+import time
 from functools import partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 import torch
@@ -10,6 +16,7 @@ import torch
 from rl_consistency.models import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.parity import compile_ahead, verify
 from rl_consistency.parity.chain_checks import Chain, check_packed_chain
 from rl_consistency.parity.claims import CLAIMS, Check, Tally
 from rl_consistency.parity.op_setup import CPU, TINY_SHAPES, shapes_of
@@ -33,6 +40,7 @@ from rl_consistency.parity.verify_targets import (
     preset_targets,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 TINY = Sweep(batches=(1, 4), lengths=(1, 17, 33), chunks=(7,), pads=(0, 3), cache_blocks=(7, 16))
 
 
@@ -62,6 +70,35 @@ def test_a_job_survives_the_way_to_another_process():
     targets = preset_targets("tiny-qwen3", [torch.bfloat16])
     for job in jobs_of(targets):
         assert pickle.loads(pickle.dumps(job)).scope == job.scope
+
+
+def test_processes_end_with_the_one_that_began_them():
+    """A pool's workers would wait for work for ever if theirs were killed."""
+    program = (
+        "import os, signal, torch\n"
+        "from rl_consistency.parity import verify, verify_targets\n"
+        "if __name__ == '__main__':\n"
+        "    def found(result):\n"
+        "        import multiprocessing\n"
+        "        print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    verify.run_checks(verify_targets.preset_targets('tiny-qwen2', [torch.float32]),\n"
+        "                      processes=2, on_result=found)\n"
+    )
+    with NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(program)
+        file.flush()
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        killed = subprocess.run(
+            [sys.executable, file.name], capture_output=True, text=True, env=environment
+        )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    pids = [int(pid) for pid in killed.stdout.split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "still there"
+        time.sleep(0.1)
 
 
 def test_an_error_in_another_process_is_raised_here():
@@ -110,10 +147,13 @@ def test_an_error_that_can_be_sent_arrives_as_it_is():
         _run_job(Job(scope="x", count=1, open=refuse))
 
 
-def test_a_process_takes_the_current_device_and_dies_of_an_interrupt():
+def test_a_process_takes_the_current_device_and_dies_of_an_interrupt(monkeypatch):
     found = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(verify, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(compile_ahead, "_threads", 1)
     try:
-        _begin_process(torch.device("cuda"), torch.get_num_threads())
+        _begin_process(torch.device("cuda"), torch.get_num_threads(), 5)
+        assert compile_ahead._threads == 5
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, found)
