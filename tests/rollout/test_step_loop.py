@@ -3,7 +3,9 @@ sequence alone. On the toy model of `conftest.py`, against its cache-free oracle
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -217,6 +219,35 @@ def test_no_block_is_lost_over_ten_thousand_requests(
     assert statistics.preemptions > 50 and statistics.accepted_tokens > 1000
     # Ended sequences leave no trace: neither in the queue nor in the names of contents.
     assert peak < 150 and len(served.blocks._by_key) <= 15
+
+
+def test_memory_is_flat_over_ten_thousand_requests(toy: Make, sequence_of: Make) -> None:
+    rng = random.Random(6)
+    served = toy(num_blocks=15, max_num_seqs=12, max_batch_tokens=48)
+
+    def serve(numbers: range) -> int:
+        """Bytes that Python holds after so many more requests."""
+        for number in numbers:
+            prompt = PREFIX[: rng.randrange(len(PREFIX))] + [rng.randrange(12)]
+            sequence = sequence_of(prompt, max_tokens=rng.randint(1, 12), prompt_id=number)
+            served.loop.add(sequence)
+            if rng.random() < 0.2:
+                served.loop.cancel(sequence)
+            if number % 20 == 19:
+                served.finish()
+                # The toy's own records; what is asked is what the loop keeps.
+                served.runner.history.clear()
+                served.runner.events.clear()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        settled = serve(range(2_000))
+        grown = serve(range(2_000, 10_000)) - settled
+    finally:
+        tracemalloc.stop()
+    assert grown < 50_000
 
 
 # Cancellation.
