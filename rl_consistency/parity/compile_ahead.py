@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from triton.runtime.jit import JITFunction
 
 from rl_consistency.kernels.cuda_device import INTERPRETED
+from rl_consistency.parity.substitution import attribute
 
 _threads = min(os.cpu_count() or 1, 16)
 
@@ -39,7 +39,7 @@ def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
     # A thread starts on the first device, whatever this one has chosen.
     device = (torch.cuda.current_device(),)
     with (
-        patch.object(JITFunction, "run", compiled),
+        attribute(JITFunction, "run", compiled),
         ThreadPoolExecutor(_threads, initializer=torch.cuda.set_device, initargs=device) as pool,
     ):
         for future in [pool.submit(call) for call in calls]:

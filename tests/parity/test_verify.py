@@ -8,7 +8,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import pytest
 import torch
@@ -72,7 +71,7 @@ def test_a_job_survives_the_way_to_another_process():
         assert pickle.loads(pickle.dumps(job)).scope == job.scope
 
 
-def test_processes_end_with_the_one_that_began_them():
+def test_processes_end_with_the_one_that_began_them(tmp_path):
     """A pool's workers would wait for work for ever if theirs were killed."""
     program = (
         "import os, signal, torch\n"
@@ -85,19 +84,22 @@ def test_processes_end_with_the_one_that_began_them():
         "    verify.run_checks(verify_targets.preset_targets('tiny-qwen2', [torch.float32]),\n"
         "                      processes=2, on_result=found)\n"
     )
-    with NamedTemporaryFile("w", suffix=".py") as file:
-        file.write(program)
-        file.flush()
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    (tmp_path / "program.py").write_text(program)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # To a file: a pipe would stay open for as long as a process that was left behind.
+    with (tmp_path / "pids").open("w") as file:
         killed = subprocess.run(
-            [sys.executable, file.name], capture_output=True, text=True, env=environment
+            [sys.executable, "program.py"], cwd=tmp_path, stdout=file, env=environment, timeout=120
         )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    pids = [int(pid) for pid in killed.stdout.split()]
+    assert killed.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
     deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, "still there"
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail("still there")
         time.sleep(0.1)
 
 
