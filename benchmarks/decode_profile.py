@@ -143,7 +143,7 @@ def record(preset: str, batch: int, prompt_len: int) -> dict[str, Any]:
             engine.cancel(request)
         while engine.has_unfinished:
             engine.step()
-    kernels = _kernels(profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
+    kernels = device_kernels(profiler)
     return {
         "meta": {
             "device": torch.cuda.get_device_name(),
@@ -157,11 +157,11 @@ def record(preset: str, batch: int, prompt_len: int) -> dict[str, Any]:
     }
 
 
-def _kernels(events: Sequence[Any]) -> list[Kernel]:
-    """What ran on the device, from the profiler's raw events."""
+def device_kernels(profiler: Any) -> list[Kernel]:
+    """What ran on the device, from the raw events of a torch profiler that has ended."""
     return [
         Kernel(e.name(), e.start_ns() / 1e3, e.duration_ns() / 1e3, e.correlation_id())
-        for e in events
+        for e in profiler.profiler.kineto_results.events()
         if "CUDA" in str(e.device_type()) and e.duration_ns() > 0
     ]
 

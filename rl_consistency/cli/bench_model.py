@@ -48,7 +48,7 @@ def _step(name: str, count: int, length: int, bench: Bench) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     vocabulary = stock_model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     ids = torch.randint(0, vocabulary, (count, length), generator=generator).to(bench.device)
-    stock = _hugging_face_step(stock_model, ids)
+    stock = hugging_face_step(stock_model, ids)
 
     peers, unavailable = {}, {}
     try:
@@ -56,13 +56,13 @@ def _step(name: str, count: int, length: int, bench: Bench) -> dict[str, Any]:
     except UNAVAILABLE as error:
         liger, unavailable["liger"] = None, f"{type(error).__name__}: {error}"[:200]
     if liger is not None:
-        peers["liger"] = Contestant((_hugging_face_step(liger_model, ids),), liger)
+        peers["liger"] = Contestant((hugging_face_step(liger_model, ids),), liger)
     if has_batch_invariant_ops():
         peers["batch_invariant_ops"] = Contestant((stock,), batch_invariant_mode)
     with patch(own_model):
         return bench.measure(
             Race(
-                ours=Contestant.of(_own_step(own_model, ids)),
+                ours=Contestant.of(own_step(own_model, ids)),
                 stock={"hugging face sdpa": Contestant.of(stock)},
                 peers=peers,
                 clock="wall",
@@ -73,7 +73,9 @@ def _step(name: str, count: int, length: int, bench: Bench) -> dict[str, Any]:
         )
 
 
-def _hugging_face_step(model: nn.Module, ids: Tensor) -> Callable[[], Tensor]:
+def hugging_face_step(model: nn.Module, ids: Tensor) -> Callable[[], Tensor]:
+    """Forward and backward of the mean loss over ids [sequences, length], gradients dropped."""
+
     def step() -> Tensor:
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
@@ -83,7 +85,9 @@ def _hugging_face_step(model: nn.Module, ids: Tensor) -> Callable[[], Tensor]:
     return step
 
 
-def _own_step(model: nn.Module, ids: Tensor) -> Callable[[], Tensor]:
+def own_step(model: nn.Module, ids: Tensor) -> Callable[[], Tensor]:
+    """The same over the packed tokens of a patched model."""
+
     count, length = ids.shape
     batch = PackedBatch.from_tokens(ids.flatten(), [length] * count)
 

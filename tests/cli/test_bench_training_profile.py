@@ -1,0 +1,61 @@
+"""A training step taken from a profile: time by kernel, by class, and without any kernel."""
+
+import json
+
+import pytest
+
+from benchmarks.decode_profile import Kernel
+from benchmarks.training_profile import COLORS, class_of, classes, draw, main, summed
+
+NAMES = ["tma_kernel", "attention_hopper_kernel", "attention_backward_hopper_kernel"]
+
+
+def steps(count=2):
+    """Steps of three kernels of 1,000 us, 500 us apart."""
+    return [Kernel(name, 1500.0 * i, 1000.0, i) for i, name in enumerate(NAMES * count)]
+
+
+def test_a_step_is_summed_by_kernel_and_by_class():
+    summary = summed(steps(), 2)
+    assert summary["step_us"] == pytest.approx((5 * 1500 + 1000) / 2)
+    assert summary["idle_us"] == pytest.approx(5 * 500 / 2)
+    assert summary["kernels"]["tma_kernel"] == {"us": 1000.0, "launches": 1.0}
+    found = classes(summary)
+    assert found["matrix products"] == found["attention forward"] == 1.0
+    assert found["attention backward"] == 1.0 and found["no kernel"] == pytest.approx(1.25)
+    assert sum(found.values()) * 1e3 == pytest.approx(summary["step_us"])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("attention_statistics_kernel", "attention backward"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention backward"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention forward"),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matrix products"),
+        ("gradient_rows_kernel", "weight gradients"),
+        ("vocabulary_statistics_kernel", "LM head, loss"),
+        ("_rms_norm_backward_kernel", "norm, rotary, GLU"),
+        ("Memset (Device)", "other"),
+    ],
+)
+def test_kernels_are_classed_by_name(name, expected):
+    assert class_of(name) == expected
+
+
+def test_the_picture_is_drawn_from_the_file_alone(tmp_path, capsys):
+    content = {
+        "meta": {"tokens": "16 x 1024", "device": "Test GPU"},
+        "steps": {"qwen3-0.6b": {"ours": summed(steps(), 2), "liger": summed(steps(3), 3)}},
+    }
+    file, picture = tmp_path / "profile.json", tmp_path / "step.png"
+    file.write_text(json.dumps(content))
+    assert main(["--json", str(file), "--picture", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "qwen3-0.6b liger: " in capsys.readouterr().out
+    (axes,) = draw(content).axes
+    assert len(axes.containers) == len(COLORS)
+    assert [t.get_text() for t in axes.get_yticklabels()] == [
+        "qwen3-0.6b: ours",
+        "qwen3-0.6b: liger",
+    ]
