@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import pickle
-import signal
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context, parent_process
-from threading import Thread
 
 import torch
 
@@ -30,8 +22,8 @@ from rl_consistency.parity import (
 )
 from rl_consistency.parity.chain_checks import Chain
 from rl_consistency.parity.claims import Check, Result, Tally
-from rl_consistency.parity.compile_ahead import use_threads
 from rl_consistency.parity.op_setup import CPU, TINY_SHAPES, OpSetup
+from rl_consistency.parity.verify_processes import Job, run_in_processes
 from rl_consistency.parity.verify_targets import DTYPE_NAMES, Target
 
 MAX_TOKENS = 17
@@ -118,6 +110,17 @@ PROCESS_CHECKS = (
 """(claim, subject, what is varied, check), once per process."""
 
 
+GRADIENTS_BYTES = 16
+"""Device memory of a whole model's checks beside its weights, per parameter: four sets of gradients
+in fp32."""
+TABLE_OPS = ("token_logprobs", "embedding")
+"""Ops whose checks hold tables of vocabulary size by hidden size."""
+TABLE_BYTES = 40
+"""Of such a check, per element: weights and gradients, ours, stock's and in fp64."""
+OP_BYTES = 3 * 2**30
+"""Of any other op's check, from above."""
+
+
 def process_checks(device: torch.device = CPU) -> list[Check]:
     """Checks that no model or dtype takes part in."""
     return [
@@ -185,22 +188,6 @@ def op_setups(targets: Sequence[Target]) -> list[OpSetup]:
     return list(found.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Checks that one process makes in a row. It can be sent to another process."""
-
-    scope: str
-    count: int
-    open: Callable[[], AbstractContextManager[list[Check]]]
-    """Makes the checks and holds what they need, for the length of a block."""
-
-    def run(self, on_start: Callable[[Check], None], on_result: Callable[[Result], None]) -> None:
-        with self.open() as checks:
-            for check in checks:
-                on_start(check)
-                on_result(check.run())
-
-
 def jobs_of(targets: Sequence[Target]) -> list[Job]:
     """All checks: the process, then dtype by dtype the ops and each target's chain."""
     on_device = partial(_process_checks_on, _device_of(targets))
@@ -208,7 +195,12 @@ def jobs_of(targets: Sequence[Target]) -> list[Job]:
     for own in _by_dtype(targets):
         jobs += _jobs_of_ops(own)
         jobs += [
-            Job(scope=t.scope, count=len(CHAIN_CHECKS), open=partial(chain_checks_of, t))
+            Job(
+                scope=t.scope,
+                count=len(CHAIN_CHECKS),
+                memory=t.parameters * (t.dtype.itemsize + GRADIENTS_BYTES),
+                open=partial(chain_checks_of, t),
+            )
             for t in own
         ]
     return jobs
@@ -224,10 +216,22 @@ def _jobs_of_ops(targets: Sequence[Target]) -> list[Job]:
     # Ragged sizes have fewer schedules; the tables are for the real ones, if there are any.
     real = [s for s in setups if s.shapes.name] or setups
     return [
-        Job(scope=check.key, count=len(sizes), open=partial(_row_at, make, sizes, i))
+        Job(
+            scope=check.key,
+            count=len(sizes),
+            memory=_op_memory(check.subject, sizes),
+            open=partial(_row_at, make, sizes, i),
+        )
         for make, sizes in ((op_checks_in, setups), (schedule_checks_in, real))
         for i, check in enumerate(make(sizes[0]) if sizes else [])
     ]
+
+
+def _op_memory(subject: str, sizes: Sequence[OpSetup]) -> int:
+    if not any(op in subject for op in TABLE_OPS):
+        return OP_BYTES
+    table = max(s.shapes.vocab_size * s.shapes.hidden_size for s in sizes)
+    return OP_BYTES + table * TABLE_BYTES
 
 
 # A check cannot be sent to another process; these, which make it there, can.
@@ -277,7 +281,7 @@ def run_checks(
     """
     jobs = jobs_of(targets)
     if processes > 1:
-        return _run_in_processes(jobs, processes, _device_of(targets), on_result)
+        return run_in_processes(jobs, processes, _device_of(targets), on_result)
     results: list[Result] = []
 
     def found(result: Result) -> None:
@@ -287,76 +291,6 @@ def run_checks(
     for job in jobs:
         job.run(on_start, found)
     return results
-
-
-LONGEST = ("schedules: attention", "paged attention", "token_logprobs", "attention")
-"""Ops whose checks are begun first, so that none of them is the last to end."""
-
-
-def _run_in_processes(
-    jobs: Sequence[Job], processes: int, device: torch.device, on_result: Callable[[Result], None]
-) -> list[Result]:
-    def rank(job: Job) -> int:
-        return next((i for i, op in enumerate(LONGEST) if job.scope.endswith(op)), len(LONGEST))
-
-    found: dict[int, list[Result]] = {}
-    # As many threads compile as there are cores, twice over: they wait for the assembler.
-    compiling = max(1, 2 * len(os.sched_getaffinity(0)) // processes)
-    given = (device, torch.get_num_threads(), compiling)
-    with ProcessPoolExecutor(processes, get_context("spawn"), _begin_process, given) as pool:
-        futures = {
-            pool.submit(_run_job, jobs[i]): i
-            for i in sorted(range(len(jobs)), key=lambda i: rank(jobs[i]))
-        }
-        try:
-            for future in as_completed(futures):
-                found[futures[future]] = future.result()
-                for result in found[futures[future]]:
-                    on_result(result)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return [result for i in range(len(jobs)) for result in found[i]]
-
-
-def _begin_process(device: torch.device, threads: int, compiling: int) -> None:
-    # An interrupt from the terminal reaches every process; the first one reports it.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    use_threads(compiling)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
-
-
-def _end_with_parent() -> None:
-    """A pool's processes wait for work for ever where the first one was killed."""
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _run_job(job: Job) -> list[Result]:
-    results: list[Result] = []
-    try:
-        job.run(lambda check: None, results.append)
-    except BaseException as error:
-        if not _can_be_sent(error):
-            raise RuntimeError("".join(traceback.format_exception(error))) from None
-        raise
-    if torch.cuda.is_initialized():
-        # The processes share the device's memory.
-        torch.cuda.empty_cache()
-    return results
-
-
-def _can_be_sent(error: BaseException) -> bool:
-    """Whether an error arrives in another process; one that does not breaks the pool."""
-    try:
-        return type(pickle.loads(pickle.dumps(error))) is type(error)
-    except (pickle.PickleError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-        return False
 
 
 def _check(claim: str, subject: str, what: str, body: Callable[..., None], *, scope: str) -> Check:

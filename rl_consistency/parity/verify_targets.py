@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from rl_consistency.kernels.operand import DTYPES
 from rl_consistency.models.families import check_config
@@ -39,6 +39,8 @@ class Target:
     device: torch.device = CPU
     sweep: Sweep
     build: Callable[[], nn.Module]
+    parameters: int = 0
+    """Of the model, each counted once: how much memory its checks may take."""
     shapes: OpShapes = TINY_SHAPES
     """Sizes at which the ops are checked, beside the tiny ones."""
 
@@ -94,6 +96,7 @@ def preset_targets(
         )
     quick = device.type == "cuda" if quick is None else quick
     layers = QUICK_LAYERS if real and quick else None
+    parameters = count_parameters(preset_config(name, num_layers=layers))
     return [
         Target(
             name=name,
@@ -101,10 +104,18 @@ def preset_targets(
             device=device,
             sweep=sweep_for(device, quick=quick),
             build=partial(build_preset, name, dtype, device=device, num_layers=layers),
+            parameters=parameters,
             shapes=shapes_of(name, preset_config(name)) if real else TINY_SHAPES,
         )
         for dtype in dtypes or default_dtypes(device)
     ]
+
+
+def count_parameters(config: PreTrainedConfig) -> int:
+    """Parameters of a causal LM, each counted once; no weight is made."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def default_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
@@ -147,6 +158,7 @@ def directory_targets(
             device=device,
             sweep=sweep_for(device, quick=quick),
             build=partial(_load, directory, d, device),
+            parameters=count_parameters(config),
         )
         for d in chosen
     ]

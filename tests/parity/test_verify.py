@@ -1,13 +1,6 @@
 """The verification itself: what its parts count, and that a small run of all of it is green."""
 
-import os
-import pickle
-import signal
-import subprocess
-import sys
-import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +8,6 @@ import torch
 from rl_consistency.models import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.parity import compile_ahead, verify
 from rl_consistency.parity.chain_checks import Chain, check_packed_chain
 from rl_consistency.parity.claims import CLAIMS, Check, Tally
 from rl_consistency.parity.op_setup import CPU, TINY_SHAPES, shapes_of
@@ -24,9 +16,6 @@ from rl_consistency.parity.presets import PRESETS, REAL_PRESETS, build_preset, p
 from rl_consistency.parity.substitution import attribute, substituted
 from rl_consistency.parity.sweep import CUDA_FULL, CUDA_QUICK, FULL, QUICK, Sweep, sweep_for
 from rl_consistency.parity.verify import (
-    Job,
-    _begin_process,
-    _run_job,
     count_checks,
     jobs_of,
     op_setups,
@@ -34,12 +23,12 @@ from rl_consistency.parity.verify import (
 )
 from rl_consistency.parity.verify_targets import (
     Target,
+    count_parameters,
     default_targets,
     directory_targets,
     preset_targets,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = Sweep(batches=(1, 4), lengths=(1, 17, 33), chunks=(7,), pads=(0, 3), cache_blocks=(7, 16))
 
 
@@ -63,102 +52,6 @@ def test_every_claim_holds_for_a_tiny_model():
     assert [(r.key, r.scope, r.cases, r.mismatches) for r in shared] == [
         (r.key, r.scope, r.cases, r.mismatches) for r in results
     ]
-
-
-def test_a_job_survives_the_way_to_another_process():
-    targets = preset_targets("tiny-qwen3", [torch.bfloat16])
-    for job in jobs_of(targets):
-        assert pickle.loads(pickle.dumps(job)).scope == job.scope
-
-
-def test_processes_end_with_the_one_that_began_them(tmp_path):
-    """A pool's workers would wait for work for ever if theirs were killed."""
-    program = (
-        "import os, signal, torch\n"
-        "from rl_consistency.parity import verify, verify_targets\n"
-        "if __name__ == '__main__':\n"
-        "    def found(result):\n"
-        "        import multiprocessing\n"
-        "        print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    verify.run_checks(verify_targets.preset_targets('tiny-qwen2', [torch.float32]),\n"
-        "                      processes=2, on_result=found)\n"
-    )
-    (tmp_path / "program.py").write_text(program)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    # To a file: a pipe would stay open for as long as a process that was left behind.
-    with (tmp_path / "pids").open("w") as file:
-        killed = subprocess.run(
-            [sys.executable, "program.py"], cwd=tmp_path, stdout=file, env=environment, timeout=120
-        )
-    assert killed.returncode == -signal.SIGKILL
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 2
-    deadline = time.monotonic() + 20
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        if time.monotonic() > deadline:
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-            pytest.fail("still there")
-        time.sleep(0.1)
-
-
-def test_an_error_in_another_process_is_raised_here():
-    target = Target(
-        name="none",
-        dtype=torch.float32,
-        sweep=TINY,
-        build=partial(build_preset, "unknown", torch.float32),
-    )
-    with pytest.raises(ValueError, match="unknown"):
-        run_checks([target], processes=2)
-
-
-def test_checks_of_no_model_can_be_shared_too():
-    results = run_checks([], processes=2)
-    assert [(r.scope, r.passed) for r in results] == [("process", True)] * 2
-
-
-class NoReturn(Exception):
-    """Is sent, and cannot be made again from what arrives."""
-
-    def __init__(self, what, where):
-        super().__init__(f"{what} at {where}")
-
-
-class NoSending(Exception):
-    """Holds what no other process can have."""
-
-
-@pytest.mark.parametrize(
-    "error", [NoReturn("broken", "here"), NoSending("broken at here", lambda: None)]
-)
-def test_an_error_that_cannot_be_sent_arrives_as_text(error):
-    def refuse():
-        raise error
-
-    with pytest.raises(RuntimeError, match=r"(?s)Traceback.*in refuse.*broken at here"):
-        _run_job(Job(scope="x", count=1, open=refuse))
-
-
-def test_an_error_that_can_be_sent_arrives_as_it_is():
-    def refuse():
-        raise ConsistencyError("bytes differ")
-
-    with pytest.raises(ConsistencyError, match="bytes differ"):
-        _run_job(Job(scope="x", count=1, open=refuse))
-
-
-def test_a_process_takes_the_current_device_and_dies_of_an_interrupt(monkeypatch):
-    found = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(verify, "_end_with_parent", lambda: None)
-    monkeypatch.setattr(compile_ahead, "_threads", 1)
-    try:
-        _begin_process(torch.device("cuda"), torch.get_num_threads(), 5)
-        assert compile_ahead._threads == 5
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGINT, found)
 
 
 def test_bytes_are_compared_and_zeros_of_both_signs_differ():
@@ -324,6 +217,26 @@ def test_a_models_own_sizes_are_those_of_its_layers():
     assert shapes.vocab_size == 151_936
     assert shapes.attention[0].heads == 16
     assert TINY_SHAPES.name == ""
+
+
+def test_jobs_know_how_much_memory_they_may_hold():
+    targets = [*preset_targets("tiny-llama", [torch.bfloat16], device=CUDA)]
+    targets += preset_targets("qwen3-8b", [torch.bfloat16, torch.float32], device=CUDA)
+    memory = {(job.scope, i): job.memory / 2**30 for i, job in enumerate(jobs_of(targets))}
+    chains = {scope: held for (scope, _), held in memory.items() if "b" in scope.split("-")[-1]}
+    assert chains["tiny-llama bf16"] < 0.1
+    # Weights in the dtype and four sets of fp32 gradients, two layers and two tables.
+    assert 24 < chains["qwen3-8b bf16"] < chains["qwen3-8b fp32"] < 33
+    assert max(held for (scope, _), held in memory.items() if "token_logprobs" in scope) > 20
+    assert max(held for (scope, _), held in memory.items() if "rotary" in scope) < 4
+
+
+def test_parameters_are_counted_without_making_them():
+    model = build_preset("tiny-qwen3")
+    assert count_parameters(preset_config("tiny-qwen3")) == sum(
+        p.numel() for p in model.parameters()
+    )
+    assert 8.0e9 < count_parameters(preset_config("qwen3-8b")) < 8.3e9
 
 
 def test_a_model_of_real_shape_is_refused_on_a_cpu():

@@ -1,0 +1,141 @@
+"""Jobs of `verify` in several processes: errors, ends, and the memory they share."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.parity import compile_ahead, verify_processes
+from rl_consistency.parity.presets import build_preset
+from rl_consistency.parity.sweep import Sweep
+from rl_consistency.parity.verify import jobs_of, run_checks
+from rl_consistency.parity.verify_processes import Job, _begin_process, _next, _run_job
+from rl_consistency.parity.verify_targets import Target, preset_targets
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = Sweep(batches=(1, 4), lengths=(1, 17, 33), chunks=(7,), pads=(0, 3), cache_blocks=(7, 16))
+
+
+def test_a_job_survives_the_way_to_another_process():
+    targets = preset_targets("tiny-qwen3", [torch.bfloat16])
+    for job in jobs_of(targets):
+        assert pickle.loads(pickle.dumps(job)).scope == job.scope
+
+
+def test_processes_end_with_the_one_that_began_them(tmp_path):
+    """A pool's workers would wait for work for ever if theirs were killed."""
+    program = (
+        "import os, signal, torch\n"
+        "from rl_consistency.parity import verify, verify_targets\n"
+        "if __name__ == '__main__':\n"
+        "    def found(result):\n"
+        "        import multiprocessing\n"
+        "        print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    verify.run_checks(verify_targets.preset_targets('tiny-qwen2', [torch.float32]),\n"
+        "                      processes=2, on_result=found)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # To a file: a pipe would stay open for as long as a process that was left behind.
+    with (tmp_path / "pids").open("w") as file:
+        killed = subprocess.run(
+            [sys.executable, "program.py"], cwd=tmp_path, stdout=file, env=environment, timeout=120
+        )
+    assert killed.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 20
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail("still there")
+        time.sleep(0.1)
+
+
+def test_an_error_in_another_process_is_raised_here():
+    target = Target(
+        name="none",
+        dtype=torch.float32,
+        sweep=TINY,
+        build=partial(build_preset, "unknown", torch.float32),
+    )
+    with pytest.raises(ValueError, match="unknown"):
+        run_checks([target], processes=2)
+
+
+def test_checks_of_no_model_can_be_shared_too():
+    results = run_checks([], processes=2)
+    assert [(r.scope, r.passed) for r in results] == [("process", True)] * 2
+
+
+class NoReturn(Exception):
+    """Is sent, and cannot be made again from what arrives."""
+
+    def __init__(self, what, where):
+        super().__init__(f"{what} at {where}")
+
+
+class NoSending(Exception):
+    """Holds what no other process can have."""
+
+
+@pytest.mark.parametrize(
+    "error", [NoReturn("broken", "here"), NoSending("broken at here", lambda: None)]
+)
+def test_an_error_that_cannot_be_sent_arrives_as_text(error):
+    def refuse():
+        raise error
+
+    with pytest.raises(RuntimeError, match=r"(?s)Traceback.*in refuse.*broken at here"):
+        _run_job(Job(scope="x", count=1, open=refuse))
+
+
+def test_an_error_that_can_be_sent_arrives_as_it_is():
+    def refuse():
+        raise ConsistencyError("bytes differ")
+
+    with pytest.raises(ConsistencyError, match="bytes differ"):
+        _run_job(Job(scope="x", count=1, open=refuse))
+
+
+def test_a_process_takes_the_current_device_and_dies_of_an_interrupt(monkeypatch):
+    found = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(verify_processes, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(compile_ahead, "_threads", 1)
+    try:
+        _begin_process(torch.device("cuda"), torch.get_num_threads(), 5)
+        assert compile_ahead._threads == 5
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, found)
+
+
+def begun(sizes, running=(), room=10, processes=4):
+    jobs = [
+        Job(scope=str(i), count=1, memory=size, open=partial(int)) for i, size in enumerate(sizes)
+    ]
+    waiting = [i for i in range(len(jobs)) if i not in running]
+    return _next(jobs, waiting, running, room, processes)
+
+
+def test_jobs_begin_as_long_as_the_memory_holds_them():
+    assert begun([4, 4, 4, 1]) == [0, 1, 3]
+    assert begun([4, 4, 4, 1], running=(0, 1)) == [3]
+    assert begun([1] * 9) == [0, 1, 2, 3]
+    assert begun([1] * 9, running=(0, 1, 2, 3)) == []
+
+
+def test_a_job_larger_than_the_memory_runs_alone():
+    assert begun([50, 1, 1]) == [0]
+    assert begun([50, 1, 1], running=(1,)) == [2]
+    assert begun([50, 1, 1], running=(0,)) == []
