@@ -55,7 +55,7 @@ ORDER = ReductionOrder(
 def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) -> None:
     """Continue `buffer` [N, K] (fp32, in place) over the tokens of dy [T, N] and x [T, K].
 
-    `fresh` says that the buffer is all zero; it changes no bit. On CUDA fp32 operands take an fp64
+    A `fresh` buffer counts as all zero, whatever it holds. On CUDA fp32 operands take an fp64
     buffer (`accumulator_dtype`); an fp32 one is rounded at the end of every call.
     """
     if buffer.is_cuda:
@@ -63,6 +63,8 @@ def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) ->
         if not (fresh and outer_from_zero(dy, x, buffer)):
             gradient_fold_triton.gradient_fold_outer(buffer, dy, x, fresh)
         return
+    if fresh:
+        buffer.zero_()
     dy, x = _whole_steps(dy), _whole_steps(x)
     for dy_step, x_step in zip(dy.split(STEP), x.split(STEP), strict=True):
         buffer.addmm_(dy_step.t(), x_step)
@@ -148,9 +150,11 @@ class GradientBuffer:
         siblings: list[GradientBuffer] = []
         return [cls(parameter, siblings) for _ in range(count)]
 
-    def accumulator(self) -> tuple[Tensor, bool]:
-        """The tensor to continue, of the parameter's shape, and whether it was made just now, all
-        zeros.
+    def accumulator(self, *, zeroed: bool = True) -> tuple[Tensor, bool]:
+        """The tensor to continue, of the parameter's shape, and whether it was made just now.
+
+        Args:
+            zeroed: whether one that is made just now is all zeros, or holds anything.
 
         Raises:
             ValueError: the gradient present was not folded here (another dtype, or a tied
@@ -160,7 +164,8 @@ class GradientBuffer:
         fresh = parameter.grad is None
         if parameter.grad is None:
             parameter.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
-            parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+            make = torch.zeros_like if zeroed or not self._in_place else torch.empty_like
+            parameter.grad = make(parameter, dtype=torch.float32)
             self._start_afresh()
             self._stamp(parameter.grad)
         if parameter.grad.dtype != torch.float32:
@@ -173,7 +178,8 @@ class GradientBuffer:
         self._check_published(parameter.grad)
         fresh = self._own is None
         if self._own is None:
-            self._own = torch.zeros_like(parameter, dtype=accumulator_dtype(parameter))
+            make = torch.zeros_like if zeroed else torch.empty_like
+            self._own = make(parameter, dtype=accumulator_dtype(parameter))
         return self._own, fresh
 
     def commit(self) -> None:
@@ -231,18 +237,32 @@ def accumulator_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def fold_parameter(
-    parameter: Tensor, buffer: GradientBuffer | None, fold: Callable[[Tensor, bool], None]
+    parameter: Tensor,
+    buffer: GradientBuffer | None,
+    fold: Callable[[Tensor, bool], None],
+    *,
+    overwrites: bool = False,
 ) -> Tensor | None:
     """Fold one call's tokens and say what autograd is to be handed for the parameter.
 
     With a buffer the fold continues it and autograd gets None; without one it starts from zero and
-    autograd gets the result in the parameter's dtype. `fold` is called with the accumulator and
-    whether it is known to be all zero, which spares a schedule the reading of it.
+    autograd gets the result in the parameter's dtype.
+
+    Args:
+        fold: called with the accumulator and whether it is fresh.
+        overwrites: whether `fold` writes all of a fresh accumulator, which then need not be zero.
     """
     if buffer is None:
-        fresh = torch.zeros_like(parameter, dtype=accumulator_dtype(parameter))
-        fold(fresh, True)
-        return fresh.to(parameter.dtype)
-    fold(*buffer.accumulator())
+        make = torch.empty_like if overwrites else torch.zeros_like
+        gradient = make(parameter, dtype=accumulator_dtype(parameter))
+        fold(gradient, True)
+        return gradient.to(parameter.dtype)
+    accumulator, fresh = buffer.accumulator(zeroed=not overwrites)
+    try:
+        fold(accumulator, fresh)
+    except BaseException:
+        if fresh and overwrites:
+            accumulator.zero_()
+        raise
     buffer.commit()
     return None

@@ -263,9 +263,11 @@ def _extra_descriptor(dy: Tensor, x: Tensor, schedule: Schedule) -> TensorDescri
 @kernel_op(mutates=("buffer",), fake=lambda *_: None)
 def gradient_fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
     """Continue `buffer` [N, K] (fp32, or fp64 for fp32 operands) over the tokens of dy [T, N] and
-    x [T, K].
+    x [T, K]; a fresh one counts as all zero, whatever it holds.
     """
     if min(*buffer.shape, dy.shape[0]) == 0:
+        if fresh:
+            buffer.zero_()
         return
     dy, x = _dense_rows(dy), _dense_rows(x)
     schedule = pick(

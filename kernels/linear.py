@@ -189,7 +189,10 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             x_rows = x.reshape(-1, x.shape[-1])
             dweight = fold_parameter(
-                weight, weight_grad, lambda g, fresh: fold_outer(g, rows, x_rows, fresh=fresh)
+                weight,
+                weight_grad,
+                lambda g, fresh: fold_outer(g, rows, x_rows, fresh=fresh),
+                overwrites=True,
             )
         if ctx.needs_input_grad[2]:
             dbias = fold_parameter(bias, bias_grad, lambda g, fresh: fold_columns(g, rows))

@@ -182,6 +182,8 @@ class _TokenLogprobs(torch.autograd.Function):
         spans = list(_chunks(hidden.shape[0], ctx.chunk_tokens))
 
         def fold(buffer: Tensor | None, fresh: bool) -> None:
+            if buffer is not None and fresh and not spans:
+                buffer.zero_()
             for span in spans:
                 dlogits = _logit_gradient(
                     *_chunk(hidden, weight, targets, ctx.rows, span),
@@ -195,7 +197,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
         dweight = None
         if ctx.needs_input_grad[1]:
-            dweight = fold_parameter(weight, ctx.weight_grad, fold)
+            dweight = fold_parameter(weight, ctx.weight_grad, fold, overwrites=True)
         else:
             fold(None, False)
         return dhidden, dweight, None, None, None, None
@@ -333,6 +335,8 @@ class _TritonTokenLogprobs(torch.autograd.Function):
         ctx.logits = None
 
         def fold(buffer: Tensor | None, fresh: bool) -> None:
+            if buffer is not None and fresh and not spans:
+                buffer.zero_()
             for span in spans:
                 chunk = first if first is not None and span.start == 0 else write(span)
                 if dhidden is not None:
@@ -342,7 +346,7 @@ class _TritonTokenLogprobs(torch.autograd.Function):
 
         dweight = None
         if ctx.needs_input_grad[1]:
-            dweight = fold_parameter(weight, ctx.weight_grad, fold)
+            dweight = fold_parameter(weight, ctx.weight_grad, fold, overwrites=True)
         else:
             fold(None, False)
         return dhidden, dweight, None, None, None, None

@@ -17,7 +17,11 @@ from rl_consistency.parity.substitution import attribute, substituted
 def gradients_added_up_per_call() -> AbstractContextManager[None]:
     original = gradient_fold.fold_parameter
 
-    def mutant(parameter: Any, buffer: Any, fold: Callable[[Any, bool], None]) -> Tensor | None:
+    def mutant(
+        parameter: Any, buffer: Any, fold: Callable[[Any, bool], None], **options: Any
+    ) -> Tensor | None:
+        del options
+
         def from_zero(accumulator: Tensor, fresh: bool) -> None:
             del fresh
             own = torch.zeros_like(accumulator)

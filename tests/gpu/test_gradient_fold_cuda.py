@@ -84,7 +84,9 @@ def folded(new, fold, cuts=()):
 
 
 def outer(dy, x, schedule=None, start=None, fresh=False):
-    buffer = torch.zeros(dy.shape[1], x.shape[1], device="cuda") if start is None else start.clone()
+    holds = float("nan") if fresh else 0.0
+    buffer = torch.full((dy.shape[1], x.shape[1]), holds, device="cuda")
+    buffer = buffer if start is None else start.clone()
     if schedule is None:
         fold_outer(buffer, dy, x, fresh=fresh)
     else:
@@ -402,6 +404,8 @@ def test_empty_calls_change_nothing():
     fold_rows(buffer, torch.zeros(0, dtype=torch.int64, device="cuda"), buffer.new_zeros(0, K))
     fold_outer(buffer[:0], buffer.new_zeros(16, 0), buffer.new_zeros(16, K))
     assert same_bytes(buffer, before)
+    fold_outer(buffer, buffer.new_zeros(0, N), buffer.new_zeros(0, K), fresh=True)
+    assert same_bytes(buffer, torch.zeros_like(buffer))
 
 
 @pytest.mark.parametrize("kind", ["tma", "pointer"])

@@ -263,6 +263,50 @@ def test_without_a_buffer_autograd_receives_the_fold_in_the_parameters_dtype():
     assert param.grad is None
 
 
+@pytest.mark.parametrize("tokens", [0, 16, 33])
+def test_a_fresh_buffer_counts_as_zero_whatever_it_holds(tokens):
+    dy, x = (rows[0][:tokens] for rows in data(1))
+    fresh, expected = torch.full((24, 40), float("nan")), torch.zeros(24, 40)
+    fold_outer(fresh, dy, x, fresh=True)
+    fold_outer(expected, dy, x)
+    assert same_bytes(fresh, expected)
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_fold_that_overwrites_gets_memory_that_was_not_zeroed(uses, monkeypatch):
+    dy, x = data(uses)
+    whole = parameter()
+    backward(whole, GradientBuffer.for_uses(whole, uses), slice(0, 64), dy, x)
+    filled = torch.zeros_like
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: filled(*a, **k).fill_(float("nan")))
+    param = parameter()
+    for i, buffer in enumerate(GradientBuffer.for_uses(param, uses)):
+        span = slice(0, 64)
+        fold_parameter(
+            param,
+            buffer,
+            lambda g, fresh, i=i: fold_outer(g, dy[i][span], x[i][span], fresh=fresh),
+            overwrites=True,
+        )
+    assert same_bytes(param.grad, whole.grad)
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_fold_that_fails_leaves_no_undefined_gradient(uses, monkeypatch):
+    filled = torch.zeros_like
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: filled(*a, **k).fill_(float("nan")))
+    param = parameter()
+
+    def refuse(accumulator, fresh):
+        assert fresh and accumulator.isnan().all()
+        raise torch.OutOfMemoryError("no memory")
+
+    buffer, *_ = GradientBuffer.for_uses(param, uses)
+    with pytest.raises(torch.OutOfMemoryError):
+        fold_parameter(param, buffer, refuse, overwrites=True)
+    assert not param.grad.any() and not buffer.accumulator()[0].any()
+
+
 @pytest.mark.parametrize("uses", [1, 2])
 def test_a_gradient_that_was_there_first_is_continued(uses):
     parameter = nn.Parameter(torch.zeros(3))

@@ -58,7 +58,7 @@ def operands(dtype=torch.float32, tokens=TOKENS):
 
 
 def outer(dy, x, cuts=(), schedule=SMALL, fresh=False):
-    buffer = torch.zeros(dy.shape[1], x.shape[1])
+    buffer = torch.full((dy.shape[1], x.shape[1]), float("nan") if fresh else 0.0)
     for start, stop in itertools.pairwise([0, *cuts, len(dy)]):
         launch_outer(buffer, dy[start:stop], x[start:stop], fresh, schedule)
     return buffer
