@@ -281,11 +281,10 @@ def test_a_fold_that_overwrites_gets_memory_that_was_not_zeroed(uses, monkeypatc
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: filled(*a, **k).fill_(float("nan")))
     param = parameter()
     for i, buffer in enumerate(GradientBuffer.for_uses(param, uses)):
-        span = slice(0, 64)
         fold_parameter(
             param,
             buffer,
-            lambda g, fresh, i=i: fold_outer(g, dy[i][span], x[i][span], fresh=fresh),
+            lambda g, fresh, i=i: fold_outer(g, dy[i][:64], x[i][:64], fresh=fresh),
             overwrites=True,
         )
     assert same_bytes(param.grad, whole.grad)
