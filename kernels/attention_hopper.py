@@ -1,10 +1,10 @@
 """The attention order on sm_90 with specialised warps: one schedule of the forward pass.
 
-A producer copies blocks of keys and values into a ring of shared buffers; two consumers, each a
-warp group with 64 rows of the tile, take turns at the matrix unit: a turn is the product of one
-block's probabilities and values, then the scores of the next block, and the other's exponentials
-fill its time. Same sums as `attention_triton`: per block a chain of matrix steps and the halving
-tree to eight lanes, then the left fold over blocks.
+A producer (`attention_hopper_producer`) copies queries, keys and values into shared memory; two
+consumers, each a warp group with 64 rows of the tile, take turns at the matrix unit: a turn is the
+product of one block's probabilities and values, then the scores of the next block, and the other's
+exponentials fill its time. Same sums as `attention_triton`: per block a chain of matrix steps and
+the halving tree to eight lanes, then the left fold over blocks.
 """
 
 # Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
@@ -20,20 +20,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from rl_consistency.kernels.attention_hopper_producer import (
+    CONSUMER_ROWS,
+    KEYS,
+    QUERY_BUFFERS,
+    STAGES,
+    count_tiles,
+    produce,
+    tile,
+    tile_index,
+)
 from rl_consistency.kernels.attention_rows import NEG_INF, halve, write_rows
 from rl_consistency.kernels.cuda_device import sm_count
 
-CONSUMER_ROWS = gl.constexpr(64)
-KEYS = gl.constexpr(128)
-STAGES = gl.constexpr(2)
-QUERY_BUFFERS = gl.constexpr(2)
-"""Tiles whose queries are in shared memory at a time."""
 SHORT_KEYS = 8192
 """Longest context for which programs are persistent; measured."""
 TURNS = 2
@@ -41,112 +45,6 @@ TURNS = 2
 when they are under way."""
 UPPER, LOWER = gl.constexpr(0), gl.constexpr(1)
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-@gluon.jit
-def _tile(index, tiles, query_start, query_len, context_len, window, KV_HEADS: gl.constexpr,
-          GROUP: gl.constexpr, WINDOWED: gl.constexpr):  # fmt: skip
-    """(head, first row, first token's row, queries, context, first key, blocks) of a tile."""
-    sequence = gl.load(tiles + 2 * (index // KV_HEADS))
-    first_row = gl.load(tiles + 2 * (index // KV_HEADS) + 1)
-    q_len = gl.load(query_len + sequence)
-    limit = gl.load(context_len + sequence)
-    start_row = gl.load(query_start + sequence)
-    past = limit - q_len
-    last_position = gl.minimum(past + (first_row + 2 * CONSUMER_ROWS - 1) // GROUP, limit - 1)
-    low = limit * 0
-    if WINDOWED:
-        low = gl.maximum(past + first_row // GROUP - window + 1, 0) // KEYS * KEYS
-    count = gl.cdiv(last_position + 1 - low, KEYS)
-    return index % KV_HEADS, first_row, start_row, q_len, limit, low, count
-
-
-@gluon.jit
-def _load_queries(
-    Q, q_bufs, q_full, q_empty, turn, kv_head, first_row, start_row, q_len, stride_qt, stride_qh,
-    GROUP: gl.constexpr, DIM: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Fill the buffers of both consumers for the turn-th tile of this program."""
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
-    within = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
-    first_buffer = turn % QUERY_BUFFERS * 2
-    phase = (turn // QUERY_BUFFERS) & 1
-    for c in gl.static_range(2 * CONSUMER_ROWS // CHUNK):
-        buffer = first_buffer + c * CHUNK // CONSUMER_ROWS
-        if c * CHUNK % CONSUMER_ROWS == 0:
-            mbarrier.wait(q_empty.index(buffer), phase ^ 1)
-        row = first_row + c * CHUNK + within
-        token_row = (start_row + row // GROUP).to(gl.int64)
-        head = kv_head * GROUP + row % GROUP
-        pointer = (
-            Q + gl.expand_dims(token_row * stride_qt + head * stride_qh, 1)
-            + gl.expand_dims(dim, 0)
-        )  # fmt: skip
-        mask = gl.expand_dims(row < q_len * GROUP, 1) & gl.expand_dims(dim < DIM, 0)
-        q_bufs.index(buffer).slice(c * CHUNK % CONSUMER_ROWS, CHUNK, 0).store(
-            gl.load(pointer, mask=mask, other=0.0)
-        )
-        if (c + 1) * CHUNK % CONSUMER_ROWS == 0:
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(q_full.index(buffer), count=1)
-
-
-@gluon.jit
-def _produce(
-    Q, V, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty,
-    v_empty, tiles, num_tiles, query_start, query_len, context_len, window, stride_qt, stride_qh,
-    stride_vt, stride_vh, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
-    WINDOWED: gl.constexpr,
-):  # fmt: skip
-    """Fill the query buffers and the ring of blocks, tile after tile."""
-    chunk: gl.constexpr = 32
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
-    within = gl.arange(0, chunk, layout=gl.SliceLayout(1, layout))
-    done = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
-    for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        kv_head, first_row, start_row, q_len, limit, low, count = _tile(
-            index, tiles, query_start, query_len, context_len, window, KV_HEADS, GROUP, WINDOWED
-        )
-        column = kv_head * DIM
-        for i in range(count):
-            start = low + i * KEYS
-            slot = done % STAGES
-            phase = (done // STAGES) & 1
-            mbarrier.wait(k_empty.index(slot), phase ^ 1)
-            mbarrier.expect(k_full.index(slot), KEYS * DIM * 2)
-            tma.async_copy_global_to_shared(
-                k_desc, [start_row + start, column], k_full.index(slot), k_bufs.index(slot)
-            )
-            if i == 0:
-                _load_queries(
-                    Q, q_bufs, q_full, q_empty, turn, kv_head, first_row, start_row, q_len,
-                    stride_qt, stride_qh, GROUP, DIM, chunk, layout,
-                )  # fmt: skip
-            mbarrier.wait(v_empty.index(slot), phase ^ 1)
-            if start + KEYS <= limit:
-                mbarrier.expect(v_full.index(slot), KEYS * DIM * 2)
-                tma.async_copy_global_to_shared(
-                    v_desc, [start_row + start, column], v_full.index(slot), v_bufs.index(slot)
-                )
-            else:
-                # Rows after the sequence are another's: NaN there times probability 0 is NaN.
-                for c in gl.static_range(KEYS // chunk):
-                    key = start + c * chunk + within
-                    key_offset = (start_row + key).to(gl.int64) * stride_vt + kv_head * stride_vh
-                    v_pointer = V + gl.expand_dims(key_offset, 1) + gl.expand_dims(dim, 0)
-                    inside = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < DIM, 0)
-                    values = gl.load(v_pointer, mask=inside, other=0.0)
-                    v_bufs.index(slot).slice(c * chunk, chunk, 0).store(values)
-                fence_async_shared()
-                gl.thread_barrier()
-                mbarrier.arrive(v_full.index(slot), count=1)
-            # No warp may fall behind by a whole round of the buffers, whose phases repeat.
-            gl.thread_barrier()
-            done += 1
-        turn += 1
 
 
 @gluon.jit
@@ -272,11 +170,11 @@ def _consume(
     P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     done = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
-    for index in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        kv_head, first_row, start_row, q_len, limit, low, tile_count = _tile(
-            index, tiles, query_start, query_len, context_len, window, KV_HEADS, GROUP, WINDOWED
-        )
+    for turn in range(count_tiles(num_tiles)):
+        kv_head, first_row, start_row, q_len, limit, low, tile_count = tile(
+            tile_index(turn), tiles, query_start, query_len, context_len, window, KV_HEADS, GROUP,
+            WINDOWED,
+        )  # fmt: skip
         past = limit - q_len
         first = first_row + WHICH * CONSUMER_ROWS
         own = first + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, S))
@@ -328,7 +226,6 @@ def _consume(
         gl.thread_barrier()
         mbarrier.arrive(q_empty.index(buffer), count=1)
         done += tile_count
-        turn += 1
         write_rows(
             OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh,
             stride_lse, CONSUMER_ROWS, GROUP, DIM,
@@ -339,12 +236,12 @@ def _consume(
     do_not_specialize=["tiles", "num_tiles", "query_start", "query_len", "context_len", "window"]
 )
 def attention_hopper_kernel(
-    Q, V, OUT, LSE, k_desc, v_desc, tiles, num_tiles, query_start, query_len, context_len, window,
-    factor, stride_qt, stride_qh, stride_vt, stride_vh, stride_ot, stride_oh, stride_lse,
+    Q, V, OUT, LSE, q_desc, k_desc, v_desc, tiles, num_tiles, query_start, query_len, context_len,
+    window, factor, stride_qt, stride_qh, stride_vt, stride_vh, stride_ot, stride_oh, stride_lse,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
     TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Every num_programs-th tile of 128 rows of one KV head, all its keys."""
+    """This program's tiles, each 128 rows of one KV head, all its keys."""
     q_bufs = gl.allocate_shared_memory(
         k_desc.dtype, [2 * QUERY_BUFFERS, CONSUMER_ROWS, DIM],
         gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, DIM], k_desc.dtype),
@@ -381,10 +278,10 @@ def attention_hopper_kernel(
                 turns, tiles, num_tiles, query_start, query_len, context_len, window, factor,
                 stride_ot, stride_oh, stride_lse, LOWER, KV_HEADS, GROUP, DIM, WINDOWED, TURNS,
             )),
-            (_produce, (
-                Q, V, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty,
-                k_empty, v_empty, tiles, num_tiles, query_start, query_len, context_len, window,
-                stride_qt, stride_qh, stride_vt, stride_vh, KV_HEADS, GROUP, DIM, WINDOWED,
+            (produce, (
+                Q, V, q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full,
+                q_empty, k_empty, v_empty, tiles, num_tiles, query_start, query_len, context_len,
+                window, stride_qt, stride_qh, stride_vt, stride_vh, KV_HEADS, GROUP, DIM, WINDOWED,
             )),
         ],
         [4, 4],
@@ -421,19 +318,28 @@ def attention_hopper_fwd(
 ) -> None:
     """Fill `out` and `lse` for the tiles of 128 rows."""
     kv_heads, head_dim = k.shape[1:]
-    layout = gl.NVMMASharedLayout.get_default_for([KEYS.value, head_dim], DTYPES[q.dtype])
-    descriptors = (
-        TensorDescriptor(
-            x, [x.shape[0], kv_heads * head_dim], [x.stride(0), 1], [KEYS.value, head_dim], layout
-        )
+    group = q.shape[1] // kv_heads
+    rows = [CONSUMER_ROWS.value // group, group, head_dim]
+    columns = kv_heads * head_dim
+    keys, values = (
+        _descriptor(x, [x.shape[0], columns], [x.stride(0), 1], [KEYS.value, head_dim])
         for x in (k, v)
     )
+    whole_tokens = CONSUMER_ROWS.value % group == 0
+    queries = _descriptor(q, list(q.shape), list(q.stride()), rows) if whole_tokens else keys
     num_tiles = len(tiles) * kv_heads
     # Many short tiles: one program walks over several, and loads the next while it stores the last.
     programs = min(num_tiles, sm_count(q.device)) if longest <= SHORT_KEYS else num_tiles
     attention_hopper_kernel[(programs,)](
-        q, v, out, lse, *descriptors, tiles, num_tiles, *numbers, reach, factor,
+        q, v, out, lse, queries, keys, values, tiles, num_tiles, *numbers, reach, factor,
         q.stride(0), q.stride(1), v.stride(0), v.stride(1), out.stride(0), out.stride(1),
-        lse.stride(0), KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, DIM=head_dim,
-        WINDOWED=window is not None, TURNS=TURNS, num_warps=4, maxnreg=168, enable_fp_fusion=False,
+        lse.stride(0), KV_HEADS=kv_heads, GROUP=group, DIM=head_dim, WINDOWED=window is not None,
+        TURNS=TURNS, num_warps=4, maxnreg=168, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _descriptor(
+    x: Tensor, shape: list[int], strides: list[int], box: list[int]
+) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for(box, DTYPES[x.dtype])
+    return TensorDescriptor(x, shape, strides, box, layout)

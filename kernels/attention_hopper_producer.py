@@ -1,0 +1,179 @@
+"""What feeds the consumers of `attention_hopper`: which tiles a program has, and their copies.
+
+Queries come a tile ahead, keys and values through a ring of `STAGES` blocks. Every buffer has two
+barriers, one that it is full and one that all who read it are done with it.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+CONSUMER_ROWS = gl.constexpr(64)
+KEYS = gl.constexpr(128)
+STAGES = gl.constexpr(2)
+QUERY_BUFFERS = gl.constexpr(2)
+"""Tiles whose queries are in shared memory at a time."""
+
+
+@gluon.jit
+def count_tiles(num_tiles):
+    """How many tiles this program has."""
+    rounds = num_tiles // gl.num_programs(0)
+    return rounds + (tile_index(rounds) < num_tiles).to(gl.int32)
+
+
+@gluon.jit
+def tile_index(turn):
+    """This program's turn-th tile. Tiles lie longest first, and a round of them is dealt backward
+    where the number of the round has an odd count of ones: neither the first nor the last program
+    has the longer one of every round, and no step of the lengths falls in with it."""
+    ones = turn ^ (turn >> 8)
+    ones = ones ^ (ones >> 4)
+    ones = ones ^ (ones >> 2)
+    ones = ones ^ (ones >> 1)
+    programs = gl.num_programs(0)
+    place = gl.program_id(0)
+    return turn * programs + gl.where(ones % 2 == 1, programs - 1 - place, place)
+
+
+@gluon.jit
+def tile(index, tiles, query_start, query_len, context_len, window, KV_HEADS: gl.constexpr,
+          GROUP: gl.constexpr, WINDOWED: gl.constexpr):  # fmt: skip
+    """(head, first row, first token's row, queries, context, first key, blocks) of a tile."""
+    sequence = gl.load(tiles + 2 * (index // KV_HEADS))
+    first_row = gl.load(tiles + 2 * (index // KV_HEADS) + 1)
+    q_len = gl.load(query_len + sequence)
+    limit = gl.load(context_len + sequence)
+    start_row = gl.load(query_start + sequence)
+    past = limit - q_len
+    last_position = gl.minimum(past + (first_row + 2 * CONSUMER_ROWS - 1) // GROUP, limit - 1)
+    low = limit * 0
+    if WINDOWED:
+        low = gl.maximum(past + first_row // GROUP - window + 1, 0) // KEYS * KEYS
+    count = gl.cdiv(last_position + 1 - low, KEYS)
+    return index % KV_HEADS, first_row, start_row, q_len, limit, low, count
+
+
+@gluon.jit
+def _load_queries(
+    Q, q_desc, q_bufs, q_full, q_empty, turn, kv_head, first_row, start_row, q_len, stride_qt,
+    stride_qh, GROUP: gl.constexpr, DIM: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Fill the buffers of both consumers for the turn-th tile of this program."""
+    first_buffer = turn % QUERY_BUFFERS * 2
+    phase = (turn // QUERY_BUFFERS) & 1
+    for which in gl.static_range(2):
+        mbarrier.wait(q_empty.index(first_buffer + which), phase ^ 1)
+    if CONSUMER_ROWS % GROUP == 0:
+        # Whole tokens. Rows behind the sequence are another's; nothing is written for them.
+        tokens: gl.constexpr = CONSUMER_ROWS // GROUP
+        for which in gl.static_range(2):
+            token_row = start_row + first_row // GROUP + which * tokens
+            full = q_full.index(first_buffer + which)
+            mbarrier.expect(full, CONSUMER_ROWS * DIM * 2)
+            tma.async_copy_global_to_shared(
+                q_desc, [token_row, kv_head * GROUP, 0], full,
+                q_bufs.index(first_buffer + which).reshape([tokens, GROUP, DIM]),
+            )  # fmt: skip
+    else:
+        dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
+        within = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
+        for c in gl.static_range(2 * CONSUMER_ROWS // CHUNK):
+            buffer = first_buffer + c * CHUNK // CONSUMER_ROWS
+            row = first_row + c * CHUNK + within
+            token_row = (start_row + row // GROUP).to(gl.int64)
+            head = kv_head * GROUP + row % GROUP
+            pointer = (
+                Q + gl.expand_dims(token_row * stride_qt + head * stride_qh, 1)
+                + gl.expand_dims(dim, 0)
+            )  # fmt: skip
+            mask = gl.expand_dims(row < q_len * GROUP, 1) & gl.expand_dims(dim < DIM, 0)
+            q_bufs.index(buffer).slice(c * CHUNK % CONSUMER_ROWS, CHUNK, 0).store(
+                gl.load(pointer, mask=mask, other=0.0)
+            )
+            if (c + 1) * CHUNK % CONSUMER_ROWS == 0:
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(q_full.index(buffer), count=1)
+
+
+@gluon.jit
+def produce(
+    Q, V, q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty,
+    v_empty, tiles, num_tiles, query_start, query_len, context_len, window, stride_qt, stride_qh,
+    stride_vt, stride_vh, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+    WINDOWED: gl.constexpr,
+):  # fmt: skip
+    """Fill the query buffers, a tile ahead, and the ring of blocks, tile after tile."""
+    chunk: gl.constexpr = 32
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    within = gl.arange(0, chunk, layout=gl.SliceLayout(1, layout))
+    done = gl.to_tensor(0)
+    tiles_here = count_tiles(num_tiles)
+    kv_head, first_row, start_row, q_len, limit, low, count = tile(
+        tile_index(done),
+        tiles,
+        query_start,
+        query_len,
+        context_len,
+        window,
+        KV_HEADS,
+        GROUP,
+        WINDOWED,
+    )
+    _load_queries(
+        Q, q_desc, q_bufs, q_full, q_empty, done, kv_head, first_row, start_row, q_len, stride_qt,
+        stride_qh, GROUP, DIM, chunk, layout,
+    )  # fmt: skip
+    for turn in range(tiles_here):
+        next_head, next_first, next_start, next_len, next_limit, next_low, next_count = tile(
+            tile_index(gl.minimum(turn + 1, tiles_here - 1)), tiles, query_start, query_len,
+            context_len, window, KV_HEADS, GROUP, WINDOWED,
+        )  # fmt: skip
+        column = kv_head * DIM
+        for i in range(count):
+            start = low + i * KEYS
+            slot = done % STAGES
+            phase = (done // STAGES) & 1
+            mbarrier.wait(k_empty.index(slot), phase ^ 1)
+            mbarrier.expect(k_full.index(slot), KEYS * DIM * 2)
+            tma.async_copy_global_to_shared(
+                k_desc, [start_row + start, column], k_full.index(slot), k_bufs.index(slot)
+            )
+            mbarrier.wait(v_empty.index(slot), phase ^ 1)
+            if start + KEYS <= limit:
+                mbarrier.expect(v_full.index(slot), KEYS * DIM * 2)
+                tma.async_copy_global_to_shared(
+                    v_desc, [start_row + start, column], v_full.index(slot), v_bufs.index(slot)
+                )
+            else:
+                # Rows after the sequence are another's: NaN there times probability 0 is NaN.
+                for c in gl.static_range(KEYS // chunk):
+                    key = start + c * chunk + within
+                    key_offset = (start_row + key).to(gl.int64) * stride_vt + kv_head * stride_vh
+                    v_pointer = V + gl.expand_dims(key_offset, 1) + gl.expand_dims(dim, 0)
+                    inside = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < DIM, 0)
+                    values = gl.load(v_pointer, mask=inside, other=0.0)
+                    v_bufs.index(slot).slice(c * chunk, chunk, 0).store(values)
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(v_full.index(slot), count=1)
+            # Any earlier the buffer would be waited for: the tile before this one is done with it
+            # when the slot of this one's second block is free.
+            if (i == gl.minimum(count - 1, 1)) & (turn + 1 < tiles_here):
+                _load_queries(
+                    Q, q_desc, q_bufs, q_full, q_empty, turn + 1, next_head, next_first, next_start,
+                    next_len, stride_qt, stride_qh, GROUP, DIM, chunk, layout,
+                )  # fmt: skip
+            # No warp may fall behind by a whole round of the buffers, whose phases repeat.
+            gl.thread_barrier()
+            done += 1
+        kv_head, first_row, start_row, q_len = next_head, next_first, next_start, next_len
+        limit, low, count = next_limit, next_low, next_count
