@@ -3,8 +3,9 @@
 `python -m benchmarks.training_profile --record` runs training steps (forward and backward, packed
 16k tokens, as in `rl-consistency bench model`) under torch's profiler and writes
 benchmarks/results/training_profile.json: for each model and contestant the microseconds a step
-spends in each kernel, the number of its launches, and the time in which no kernel runs. Without
-`--record` it draws docs/img/training_step_profile.png from that file, which needs no GPU.
+spends in each kernel, the number of its launches, and the time in which no kernel runs, with the
+kernels that were waited for. Without `--record` it draws docs/img/training_step_profile.png from
+that file, which needs no GPU. Of the LM head's products ours are in the kernels of the logprobs.
 """
 
 from __future__ import annotations
@@ -31,23 +32,24 @@ MODELS = ("qwen3-0.6b", "qwen3-1.7b")
 CONTESTANTS = ("ours", "liger", "stock")
 SEQUENCES, LENGTH = 16, 1024
 WARM_UP, STEPS = 3, 3
+MOST_WAITS = 12
+"""Kernels listed by the time that the GPU waited for them."""
 
 CLASSES = {
-    "attention backward": r"attention_(backward|statistics|dq|dkv|delta)|bprop|flash_bwd|fmha.*bwd",
-    "attention forward": r"attention|fprop|flash_fwd|fmha",
-    "LM head, loss": r"vocabulary|token_(gradient|logprobs)|cross_entropy|softmax|nll|logit",
-    "norm, rotary, GLU": r"norm|rotary|rope|glu|silu|swiglu|_forward_kernel|step_sums",
-    "weight gradients": r"gradient_(rows|columns)|fold",
+    "attention backward": r"attention_(backward|statistics|dq|dkv|delta)|bprop|flash_bwd|dot_do_o"
+    r"|convert_dq|reduce_head",
+    "attention forward": r"attention|fprop|flash_fwd",
+    "logprobs, loss": r"^(statistics|gradient|combine|target)_kernel|cross_entropy|softmax|nll",
+    "norm, rotary, GLU": r"norm|rotary|rope|glu|silu|_(forward|backward)_kernel|fold_steps|narrow",
     "matrix products": r"nvjet|gemm|cutlass|xmma|splitk|(tma|pointer|qkv|gate_up)\w*_kernel",
 }
 """Class of kernels to a pattern of their names, tried in this order; the rest is "other"."""
 
 COLORS = {
     "matrix products": "#2563eb",
-    "weight gradients": "#60a5fa",
     "attention forward": OURS,
     "attention backward": "#15803d",
-    "LM head, loss": STOCK,
+    "logprobs, loss": STOCK,
     "norm, rotary, GLU": "#7c3aed",
     "other": "#d1d5db",
     "no kernel": MUTED,
@@ -71,11 +73,26 @@ def summed(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
     return {
         "step_us": (end - begin) / steps,
         "idle_us": (end - begin - busy) / steps,
+        "idle_before": {
+            name: round(us / steps, 2) for name, us in list(waits(kernels).items())[:MOST_WAITS]
+        },
         "kernels": {
             name: {"us": round(sum(times) / steps, 2), "launches": len(times) / steps}
             for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))
         },
     }
+
+
+def waits(kernels: Sequence[Kernel]) -> dict[str, float]:
+    """Microseconds in which nothing ran, by the kernel that ended the wait, longest first."""
+    found: dict[str, float] = {}
+    in_order = sorted(kernels, key=lambda k: k.start)
+    reached = in_order[0].start
+    for kernel in in_order:
+        if kernel.start > reached:
+            found[kernel.name] = found.get(kernel.name, 0.0) + kernel.start - reached
+        reached = max(reached, kernel.start + kernel.duration)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def classes(summary: Mapping[str, Any]) -> dict[str, float]:

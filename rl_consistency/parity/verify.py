@@ -110,15 +110,23 @@ PROCESS_CHECKS = (
 """(claim, subject, what is varied, check), once per process."""
 
 
+CHAIN_BYTES = 15 * 2**30
+"""Device memory of the checks of a model of real shape beside its parameters: activations, logits
+and caches, as seen on an H200 from above; so are the following."""
 GRADIENTS_BYTES = 16
-"""Device memory of a whole model's checks beside its weights, per parameter: four sets of gradients
-in fp32."""
-TABLE_OPS = ("token_logprobs", "embedding")
-"""Ops whose checks hold tables of vocabulary size by hidden size."""
-TABLE_BYTES = 40
-"""Of such a check, per element: weights and gradients, ours, stock's and in fp64."""
-OP_BYTES = 3 * 2**30
-"""Of any other op's check, from above."""
+"""Per parameter of such a model: four sets of gradients in fp32."""
+OP_BYTES = 5 * 2**30
+"""Of an op's checks at real sizes."""
+TABLE_OPS = {
+    "C6 token_logprobs": 100,
+    "C3 token_logprobs": 60,
+    "token_logprobs": 30,
+    "embedding": 50,
+}
+"""Ops whose checks hold tables of vocabulary size by hidden size, and their bytes per element:
+weights and gradients, ours, stock's and in fp64."""
+TINY_BYTES = 2**30
+"""Of any checks at tiny sizes."""
 
 
 def process_checks(device: torch.device = CPU) -> list[Check]:
@@ -198,7 +206,7 @@ def jobs_of(targets: Sequence[Target]) -> list[Job]:
             Job(
                 scope=t.scope,
                 count=len(CHAIN_CHECKS),
-                memory=t.parameters * (t.dtype.itemsize + GRADIENTS_BYTES),
+                memory=_chain_memory(t),
                 open=partial(chain_checks_of, t),
             )
             for t in own
@@ -219,7 +227,7 @@ def _jobs_of_ops(targets: Sequence[Target]) -> list[Job]:
         Job(
             scope=check.key,
             count=len(sizes),
-            memory=_op_memory(check.subject, sizes),
+            memory=_op_memory(check.key, sizes),
             open=partial(_row_at, make, sizes, i),
         )
         for make, sizes in ((op_checks_in, setups), (schedule_checks_in, real))
@@ -227,11 +235,17 @@ def _jobs_of_ops(targets: Sequence[Target]) -> list[Job]:
     ]
 
 
-def _op_memory(subject: str, sizes: Sequence[OpSetup]) -> int:
-    if not any(op in subject for op in TABLE_OPS):
-        return OP_BYTES
+def _chain_memory(target: Target) -> int:
+    if target.shapes is TINY_SHAPES:
+        return TINY_BYTES
+    return CHAIN_BYTES + target.parameters * (target.dtype.itemsize + GRADIENTS_BYTES)
+
+
+def _op_memory(key: str, sizes: Sequence[OpSetup]) -> int:
+    if not any(s.shapes.name for s in sizes):
+        return TINY_BYTES
     table = max(s.shapes.vocab_size * s.shapes.hidden_size for s in sizes)
-    return OP_BYTES + table * TABLE_BYTES
+    return OP_BYTES + table * next((b for op, b in TABLE_OPS.items() if key.endswith(op)), 0)
 
 
 # A check cannot be sent to another process; these, which make it there, can.

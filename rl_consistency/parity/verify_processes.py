@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import pickle
@@ -19,10 +20,12 @@ import torch
 from rl_consistency.parity.claims import Check, Result
 from rl_consistency.parity.compile_ahead import use_threads
 
-LONGEST = ("schedules: attention", "paged attention", "token_logprobs", "attention")
-"""Ops whose checks are begun first, so that none of them is the last to end; then the largest."""
-CONTEXT_BYTES = 3 * 2**29
+LONGEST = ("schedules: attention", "C1 token_logprobs", "8b fp32", "paged attention")
+"""Scopes that are begun first, so that none of them is the last to end; then the largest."""
+CONTEXT_BYTES = 2**30
 """Of device memory that a process takes whatever it runs: context, kernels, stacks."""
+BLOCKING_SYNC = 4
+"""CU_CTX_SCHED_BLOCKING_SYNC of the CUDA driver."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +122,20 @@ def _begin_process(device: torch.device, threads: int, compiling: int) -> None:
     torch.set_num_threads(threads)
     use_threads(compiling)
     if device.type == "cuda" and device.index is not None:
+        _wait_without_spinning(device.index)
         torch.cuda.set_device(device)
+
+
+def _wait_without_spinning(index: int) -> None:
+    """A process that waits for the GPU leaves its core to those that compile.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    refused = driver.cuInit(0) or driver.cuDevicePrimaryCtxSetFlags_v2(index, BLOCKING_SYNC)
+    if refused:
+        raise RuntimeError(f"the CUDA driver does not take blocking waits: error {refused}.")
 
 
 def _end_with_parent() -> None:

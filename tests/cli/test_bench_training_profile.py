@@ -20,6 +20,7 @@ def test_a_step_is_summed_by_kernel_and_by_class():
     assert summary["step_us"] == pytest.approx((5 * 1500 + 1000) / 2)
     assert summary["idle_us"] == pytest.approx(5 * 500 / 2)
     assert summary["kernels"]["tma_kernel"] == {"us": 1000.0, "launches": 1.0}
+    assert summary["idle_before"] == {NAMES[1]: 500.0, NAMES[2]: 500.0, NAMES[0]: 250.0}
     found = classes(summary)
     assert found["matrix products"] == found["attention forward"] == 1.0
     assert found["attention backward"] == 1.0 and found["no kernel"] == pytest.approx(1.25)
@@ -33,9 +34,11 @@ def test_a_step_is_summed_by_kernel_and_by_class():
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", "attention backward"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention forward"),
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "matrix products"),
-        ("gradient_rows_kernel", "weight gradients"),
-        ("vocabulary_statistics_kernel", "LM head, loss"),
-        ("_rms_norm_backward_kernel", "norm, rotary, GLU"),
+        ("_outer_tma_kernel", "matrix products"),
+        ("statistics_kernel", "logprobs, loss"),
+        ("liger_cross_entropy_kernel", "logprobs, loss"),
+        ("_backward_kernel", "norm, rotary, GLU"),
+        ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*)", "attention backward"),
         ("Memset (Device)", "other"),
     ],
 )

@@ -222,13 +222,16 @@ def test_a_models_own_sizes_are_those_of_its_layers():
 def test_jobs_know_how_much_memory_they_may_hold():
     targets = [*preset_targets("tiny-llama", [torch.bfloat16], device=CUDA)]
     targets += preset_targets("qwen3-8b", [torch.bfloat16, torch.float32], device=CUDA)
-    memory = {(job.scope, i): job.memory / 2**30 for i, job in enumerate(jobs_of(targets))}
-    chains = {scope: held for (scope, _), held in memory.items() if "b" in scope.split("-")[-1]}
-    assert chains["tiny-llama bf16"] < 0.1
-    # Weights in the dtype and four sets of fp32 gradients, two layers and two tables.
-    assert 24 < chains["qwen3-8b bf16"] < chains["qwen3-8b fp32"] < 33
-    assert max(held for (scope, _), held in memory.items() if "token_logprobs" in scope) > 20
-    assert max(held for (scope, _), held in memory.items() if "rotary" in scope) < 4
+    memory: dict[str, float] = {}
+    for job in jobs_of(targets):
+        memory[job.scope] = max(memory.get(job.scope, 0.0), job.memory / 2**30)
+    # Of the fp32 model: 37.8 GiB were seen; of the ops: 1 to 13, 63 and 38.
+    assert memory["tiny-llama bf16"] == 1
+    assert 38 < memory["qwen3-8b bf16"] < memory["qwen3-8b fp32"] < 48
+    assert memory["C1 rotary"] == 5
+    assert memory["C6 token_logprobs"] > 60 > memory["C3 token_logprobs"] > 38
+    tiny = jobs_of(preset_targets("tiny-llama", [torch.bfloat16], device=CUDA))
+    assert {job.memory for job in tiny[1:]} == {2**30}
 
 
 def test_parameters_are_counted_without_making_them():
