@@ -28,7 +28,13 @@ from rl_consistency.kernels import glu_triton, rotary_triton
 from rl_consistency.kernels.gradient_columns_triton import folded_step_sums
 from rl_consistency.kernels.gradient_rows_triton import CANDIDATES as ROW_CANDIDATES
 from rl_consistency.kernels.gradient_rows_triton import RANKED_TOKENS, launch_rows
-from rl_consistency.kernels.rms_norm_schedules import candidates, pick_backward, pick_forward
+from rl_consistency.kernels.rms_norm_schedules import (
+    NARROW,
+    candidates,
+    is_narrow,
+    pick_backward,
+    pick_forward,
+)
 from rl_consistency.kernels.rms_norm_triton import rms_norm_bwd, rms_norm_fwd
 
 DTYPE = torch.bfloat16
@@ -188,6 +194,8 @@ def norm_work(name: str, shape: tuple[int, ...], heads: int, *, residual: bool) 
         )
 
     def backward(schedule: Any) -> Call:
+        schedule = None if schedule is NARROW else schedule
+
         def call(x: Tensor, other: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> None:
             dtotal = other if residual else None
             _, sums = rms_norm_bwd(dy, dtotal, x, weight, rstd, heads, True, schedule)
@@ -216,7 +224,7 @@ def norm_work(name: str, shape: tuple[int, ...], heads: int, *, residual: bool) 
             operands,
             eager_both,
             eager_forward,
-            pick_backward(width, heads),
+            NARROW if is_narrow(width, heads) else pick_backward(width, heads),
             candidates(width, heads),
             backward,
         ),

@@ -64,6 +64,26 @@ BACKWARD: dict[int, Schedule] = {
 """The same for the backward pass."""
 
 
+NARROW_WIDTH = 256
+"""Widest row that `NARROW` takes."""
+
+
+@dataclass(frozen=True)
+class NarrowSchedule:
+    """How a program of `rms_norm_narrow_triton` goes through its step; bit-neutral."""
+
+    rows: int
+    """Rows of each pair of tokens that are held at once, a power of two."""
+    loops: int
+    """Turns, a power of two, in which the rest follows; turns of several parts are unrolled."""
+    registers: int
+    """Limit of a thread's registers."""
+
+
+NARROW = NarrowSchedule(rows=4, loops=4, registers=128)
+"""The backward pass of q/k-norm; measured on an H200 with 8 and 16 heads of 128 elements."""
+
+
 def block_width(width: int) -> int:
     """Columns a program holds for rows of `width` elements.
 
@@ -81,6 +101,11 @@ def block_width(width: int) -> int:
 def chunk_rows(rows_per_token: int) -> int:
     """Rows of a backward chunk, filled up to a power of two."""
     return _power_of_two(CHUNK_TOKENS * rows_per_token)
+
+
+def is_narrow(width: int, rows_per_token: int) -> bool:
+    """Whether a backward pass has rows for `NARROW`."""
+    return rows_per_token > 1 and block_width(width) <= NARROW_WIDTH
 
 
 def _power_of_two(n: int) -> int:

@@ -5,8 +5,8 @@ Errors: `block_width` refuses rows wider than a program holds (ValueError).
 Cost: memory-bound. Forward reads x (and the residual) and writes y (and the sum); backward reads
     dy, x (and the sum's gradient) and writes dx, and 1/16 of an fp32 row per token for dweight.
 
-A sum over an axis of two has one order, whatever registers its operands lie in. All sums here are
-halving trees made of such sums, so every schedule gives the same bytes.
+All sums here are trees made of sums over an axis of two, which have one order whatever registers
+their operands lie in. So every schedule gives the same bytes.
 """
 
 # Pyright does not know what a kernel's constexpr arguments and loops are.
@@ -23,31 +23,21 @@ from torch import Tensor
 from rl_consistency.kernels.cuda_device import has_tma
 from rl_consistency.kernels.gradient_fold import STEP
 from rl_consistency.kernels.library import kernel_op
+from rl_consistency.kernels.rms_norm_narrow_triton import Rows, fits, rms_norm_narrow_bwd
 from rl_consistency.kernels.rms_norm_schedules import (
     CHUNK_TOKENS,
     Schedule,
     block_width,
     chunk_rows,
+    is_narrow,
     pick_backward,
     pick_forward,
     within_shared,
 )
+from rl_consistency.kernels.row_tree_triton import mean_of, row_tree
 
 MAX_INNER = 256
 """Rows of one token that a kernel is compiled for; a view with more is copied."""
-
-
-@triton.jit
-def row_tree(x, R: tl.constexpr, N: tl.constexpr):
-    """[R, N] -> [R], N a power of two of at least 8: element i plus i + 4 of every eight
-    neighbours, then i plus i + 2, then both; then the halving tree over the N / 8 groups.
-    """
-    x = tl.reshape(x, (R, N // 8, 8))
-    for level in tl.static_range(3):
-        x = tl.sum(tl.reshape(x, (R, N // 8, 2, 4 >> level)), axis=2)
-    for level in tl.static_range(N.bit_length() - 4):
-        x = tl.sum(tl.reshape(x, (R, 2, N >> (level + 4))), axis=1)
-    return tl.reshape(x, (R,))
 
 
 @triton.jit
@@ -56,14 +46,6 @@ def column_tree(x, R: tl.constexpr, N: tl.constexpr):
     for level in tl.static_range(R.bit_length() - 1):
         x = tl.sum(tl.reshape(x, (2, R >> (level + 1), N)), axis=0)
     return tl.reshape(x, (N,))
-
-
-@triton.jit
-def mean_of(total, R: tl.constexpr, H: tl.constexpr):
-    """total [R] / H; the quotient by a power of two is the product with its inverse."""
-    if H & (H - 1) == 0:
-        return total * (1.0 / H)
-    return tl.div_rn(total, tl.full((R,), H, tl.float32))
 
 
 @triton.jit
@@ -229,10 +211,8 @@ def _backward_kernel(
         tl.store(sums_ptr + step * H + column, total, mask=column < H)
 
 
-def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """x, or a copy, with rows addressable as [outer, INNER, H]: (x, outer stride, inner stride,
-    INNER).
-    """
+def _rows(x: Tensor) -> Rows:
+    """x, or a copy, with rows addressable as [outer, INNER, H]."""
     stride, count = 0, 1
     for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
         if size == 1:
@@ -317,23 +297,27 @@ def rms_norm_bwd(
         rstd: [rows] fp32, of the forward pass.
         rows_per_token: rows of one token.
         with_sums: whether dweight is asked for.
+        schedule: of `_backward_kernel`; without one, narrow rows take the kernel made for them.
 
     Returns:
         (dx, step sums [ceil(tokens / 16), H] fp32, without rows unless asked for).
     """
-    width = x.shape[-1]
+    width, num_rows = x.shape[-1], rstd.shape[0]
+    narrow = schedule is None and is_narrow(width, rows_per_token)
     schedule = schedule or pick_backward(width, rows_per_token)
-    held = chunk_rows(rows_per_token) * block_width(width)
-    operands = 2 if dtotal is None else 3
-    limit = (200 if has_tma(x.device) else 96) * 1024
-    schedule = within_shared(schedule, operands * held * x.element_size(), limit)
     dx, sums = _backward_fake(dy, dtotal, x, weight, rstd, rows_per_token, with_sums)
     if dx.numel() == 0:
         return dx, sums
-    dy, dy_outer, dy_inner, dy_heads = _rows(dy)
-    x, x_outer, x_inner, x_heads = _rows(x)
-    added, a_outer, a_inner, a_heads = (x, 0, 0, 1) if dtotal is None else _rows(dtotal)
-    num_rows = rstd.shape[0]
+    operands = [_rows(t) for t in (dy, x, dtotal) if t is not None]
+    if narrow and all(fits(rows, width, num_rows, rows_per_token) for rows in operands):
+        rms_norm_narrow_bwd(operands, weight, rstd, dx, sums, rows_per_token)
+        return dx, sums
+    held = chunk_rows(rows_per_token) * block_width(width)
+    limit = (200 if has_tma(x.device) else 96) * 1024
+    schedule = within_shared(schedule, len(operands) * held * x.element_size(), limit)
+    dy, dy_outer, dy_inner, dy_heads = operands[0]
+    x, x_outer, x_inner, x_heads = operands[1]
+    added, a_outer, a_inner, a_heads = (x, 0, 0, 1) if dtotal is None else operands[2]
     _backward_kernel[(triton.cdiv(num_rows, STEP * rows_per_token),)](
         dy,
         x,

@@ -103,6 +103,20 @@ def check_rms_norm(tally: Tally, setup: OpSetup) -> None:
 
         case = f"width {width}, with the residual addition"
         tally.equal(case, after_addition(x, dy, fused=False), after_addition(x, dy, fused=True))
+    _check_head_norm(tally, setup)
+
+
+def _check_head_norm(tally: Tally, setup: OpSetup) -> None:
+    shape = setup.shapes.attention[0]
+    weight = probe((shape.head_dim,), setup.dtype, seed=1, device=setup.device)
+    size = (setup.rows, shape.heads, shape.head_dim)
+    inputs = (probe(size, setup.dtype, seed=s, device=setup.device) for s in (2, 3))
+
+    def normed(x: Tensor) -> Tensor:
+        return rms_norm(x, weight, 1e-6, rows_per_token=shape.heads)
+
+    name = f"{shape.heads} heads of {shape.head_dim} dx"
+    rows_alike(tally, name, setup, lambda x, dy: _input_gradient(normed, x, dy), *inputs)
 
 
 def check_rotary(tally: Tally, setup: OpSetup) -> None:

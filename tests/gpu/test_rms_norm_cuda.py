@@ -7,7 +7,7 @@ from torch import nn
 
 from rl_consistency.kernels.gradient_fold import GradientBuffer
 from rl_consistency.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
-from rl_consistency.kernels.rms_norm_schedules import block_width, candidates
+from rl_consistency.kernels.rms_norm_schedules import block_width, candidates, pick_backward
 from rl_consistency.kernels.rms_norm_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.row_reduction import tree_sum
 from rl_consistency.parity.probe import probe
@@ -145,6 +145,20 @@ def test_every_schedule_gives_the_same_bytes(shape, dtype):
         assert all(map(same_bytes, found, expected)), schedule
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 5, 100), (35, 3, 64), (1003, 8, 128), (33, 16, 256)])
+def test_narrow_rows_give_the_bytes_of_the_other_kernel(shape, dtype):
+    tokens, heads, width = shape
+    projected, _, weight = operands((tokens, 2 * heads + 1, width), dtype)
+    dtotal, dy, _ = operands(shape, dtype)
+    x = projected[:, heads : 2 * heads]
+    rstd = rms_norm_fwd(x, None, weight, EPS)[2]
+    for added, with_sums in ((None, True), (dtotal, False)):
+        given = dy, added, x, weight, rstd, heads, with_sums
+        expected = rms_norm_bwd(*given, pick_backward(width, heads))
+        assert all(map(same_bytes, rms_norm_bwd(*given), expected)), with_sums
+
+
 @pytest.mark.parametrize("shape", [(80, 4096), (80, 1000), (16, 128)])
 def test_the_row_sum_is_the_tree_of_the_order(shape):
     x, _, weight = operands(shape, torch.float32)
@@ -216,6 +230,25 @@ def test_offsets_past_two_to_the_31():
     x[-16:], _, weight = operands((16, width), torch.bfloat16)
     y = rms_norm(x, weight, EPS)
     assert same_bytes(y[-16:], rms_norm(x[-16:].clone(), weight, EPS))
+
+
+def test_gradients_of_narrow_rows_past_two_to_the_31():
+    heads, width = 16, 128
+    tokens = 2**31 // (heads * width) + 16
+    x = torch.zeros(tokens, heads, width, dtype=torch.bfloat16, device="cuda")
+    x[-16:], _, weight = operands((16, heads, width), torch.bfloat16)
+    rstd = torch.ones(tokens * heads, device="cuda")
+    dx, sums = rms_norm_bwd(x, None, x, weight, rstd, heads, True)
+    last = x[-16:].clone()
+    expected = rms_norm_bwd(last, None, last, weight, rstd[: 16 * heads], heads, True)
+    assert same_bytes(dx[-16:], expected[0]) and same_bytes(sums[-1:], expected[1])
+    # Heads so far apart that a token's offsets take 64 bits.
+    apart = x.view(-1).as_strided((3, 8, width), (width, 2**28, 1))
+    apart.copy_(last[:3, :8])
+    rstd = rstd[:24]
+    found = rms_norm_bwd(apart, None, apart, weight, rstd, 8, True)
+    dense = apart.contiguous()
+    assert all(map(same_bytes, found, rms_norm_bwd(dense, None, dense, weight, rstd, 8, True)))
 
 
 def test_no_rows_give_no_rows_and_zero_gradient():

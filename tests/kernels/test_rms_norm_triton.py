@@ -4,9 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rl_consistency.kernels import rms_norm_triton
 from rl_consistency.kernels.rms_norm import rms_norm_reference
+from rl_consistency.kernels.rms_norm_narrow_triton import fits, rms_norm_narrow_bwd
 from rl_consistency.kernels.rms_norm_schedules import (
     MAX_WIDTH,
+    NarrowSchedule,
     Schedule,
     block_width,
     candidates,
@@ -110,6 +113,87 @@ def test_every_schedule_gives_the_same_bytes():
     dx = rms_norm_bwd(dy, y, x, weight, rstd, 2, True)[0]
     for schedule in shapes:
         assert same_bytes(rms_norm_bwd(dy, y, x, weight, rstd, 2, True, schedule)[0], dx)
+
+
+def narrow_bwd(dy, dtotal, x, weight, rstd, heads, with_sums, *schedule):
+    """`rms_norm_bwd` by the kernel for narrow rows alone."""
+    dx = torch.full(x.shape, torch.nan, dtype=x.dtype)
+    sums = torch.full((-(-len(x) // 16) if with_sums else 0, x.shape[-1]), torch.nan)
+    rows = [rms_norm_triton._rows(t) for t in (dy, x, dtotal) if t is not None]
+    assert all(fits(r, x.shape[-1], len(rstd), heads) for r in rows)
+    rms_norm_narrow_bwd(rows, weight, rstd, dx, sums, heads, *schedule)
+    return dx, sums
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 2, 64), (16, 1, 64), (35, 1, 128), (35, 3, 100), (17, 5, 128), (33, 8, 128), (19, 2, 256)],
+)
+def test_narrow_rows_give_the_bytes_of_the_other_kernel(shape, dtype):
+    tokens, heads, width = shape
+    projected = probe((tokens, 2 * heads + 1, width), dtype)
+    weight = probe((width,), dtype, seed=1)
+    dy, dtotal = probe(shape, dtype, seed=3), probe(shape, dtype, seed=4)
+    x = projected[:, heads : 2 * heads]
+    rstd = rms_norm_fwd(x, None, weight, EPS)[2]
+    for added, with_sums in ((None, True), (dtotal, True), (x, False)):
+        operands = dy, added, x, weight, rstd, heads, with_sums
+        expected = rms_norm_bwd(*operands, pick_backward(width, heads))
+        for found in (narrow_bwd(*operands), rms_norm_bwd(*operands)):
+            assert all(map(same_bytes, found, expected)), (added is None, with_sums)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(32, 3, 96), (16, 8, 128), (16, 2, 256)])
+def test_narrow_rows_are_the_order_as_bytes(shape, dtype):
+    x, dy, weight = probe(shape, dtype), probe(shape, dtype, seed=3), probe(shape[-1:], dtype, 1)
+    rstd = rms_norm_fwd(x, None, weight, EPS)[2]
+    found = narrow_bwd(dy, None, x, weight, rstd, shape[1], True)
+    expected = backward_in_order(dy, x, weight, rstd, shape[1])
+    assert all(map(same_bytes, found, expected))
+
+
+def test_every_schedule_of_narrow_rows_gives_the_same_bytes():
+    x, dy, weight = probe((TOKENS, 8, 16)), probe((TOKENS, 8, 16), seed=3), probe((16,), seed=1)
+    dy[:16] = -0.0
+    rstd = rms_norm_fwd(x, None, weight, EPS)[2]
+    operands = dy, None, x, weight, rstd, 8, True
+    expected = rms_norm_bwd(*operands, Schedule(4))
+    for rows, loops in ((1, 1), (1, 8), (2, 1), (2, 4), (4, 1), (4, 2), (16, 4), (32, 1)):
+        found = narrow_bwd(*operands, NarrowSchedule(rows=rows, loops=loops, registers=128))
+        assert all(map(same_bytes, found, expected)), (rows, loops)
+
+
+def test_narrow_rows_have_a_kernel_of_their_own(monkeypatch):
+    taken = []
+    monkeypatch.setattr(rms_norm_triton, "rms_norm_narrow_bwd", lambda *a: taken.append(a))
+
+    def takes(x, heads, *schedule):
+        taken.clear()
+        rstd, weight = torch.ones(x.shape[:-1].numel()), torch.ones(x.shape[-1])
+        rms_norm_bwd(torch.ones_like(x), None, x, weight, rstd, heads, True, *schedule)
+        return bool(taken)
+
+    x = torch.ones(TOKENS, 6, 64)
+    assert takes(x, 6) and takes(x, 3) and takes(x[:, :4], 4) and takes(x.view(-1, 64), 6)
+    assert takes(torch.ones(2, 3, 256), 3)
+    assert not takes(x[:, :4], 2)
+    assert not takes(x, 1)
+    assert not takes(torch.ones(2, 3, 264), 3)
+    assert not takes(x, 6, Schedule(4))
+
+
+def test_what_the_kernel_of_narrow_rows_cannot_address():
+    x, rows = torch.ones(1), 2**31 - 2 * 16 * 8 - 1
+    assert fits((x, 128, 0, 1), 128, rows, 8)
+    assert not fits((x, 128, 0, 1), 128, rows + 1, 8)
+    assert fits((x, 2**26, 128, 8), 128, 80, 8)
+    assert not fits((x, 2**27, 128, 8), 128, 80, 8)
+    assert fits((x, 2**23, 0, 1), 128, 80, 8)
+    assert not fits((x, 2**24, 0, 1), 128, 80, 8)
+    assert not fits((x, 128, 2**28, 8), 128, 80, 8)
+    assert not fits((x, 512, 128, 4), 128, 80, 8)
 
 
 def test_chunks_that_are_no_power_of_two_of_rows_go_side_by_side():
