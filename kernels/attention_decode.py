@@ -3,8 +3,9 @@
 A program copies keys and values through a ring of shared buffers, several copies ahead of its
 matrix steps, so that memory never waits for arithmetic. Same sums as `attention_triton`: per block
 of keys a chain of matrix steps and the halving tree to eight lanes, then the left fold over blocks.
-Where the blocks of a tile are spread over programs, each is written out on its own; the program
-that finishes last folds all of them in order, or a kernel of its own does.
+Where the blocks of a tile are spread over programs, each is written out on its own, and then all
+of them are folded in order: by the program that finishes last, by several of the programs, a slice
+of the columns each (`attention_decode_fold`), or by a kernel of its own.
 """
 
 # Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
@@ -19,40 +20,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rl_consistency.kernels.attention_decode_fold import (
+    all_written,
+    finite,
+    fold_block,
+    fold_written,
+    write_block,
+)
 from rl_consistency.kernels.attention_rows import NEG_INF, WARPS, halve, write_rows
 
 ROWS = gl.constexpr(16)
 KEYS = gl.constexpr(128)
-READ_ELEMENTS = gl.constexpr(64)
-"""Sums of written blocks that a thread of the folding program reads at a time."""
 REGISTERS = 504
 """Of a multiprocessor for each thread of one program, shared out among those resident; a thread
 cannot have more than 255."""
-
-
-@gluon.constexpr_function
-def folded_layout(rows, dim, lanes):
-    """Of [rows, dim] sums, each with one thread where there are enough of them; or of the lanes,
-    with their rows in the same threads."""
-    each = min(4, max(1, rows * dim // 128))
-    threads = min(32, dim // each)
-    across = max(1, dim // (threads * each))
-    return gl.BlockedLayout(
-        [1, 1 if lanes else each], [32 // threads, threads], [4 // across, across], [1, 0]
-    )
-
-
-@gluon.jit
-def _finite(m):
-    """m, or 0 for a row that has seen no key, from which -inf can be subtracted."""
-    return gl.where(m == NEG_INF, 0.0, m)
-
-
-@gluon.jit
-def _scaled(block, right, running, left):
-    """block * right + running * left, each [R, C] by [R]."""
-    right = gl.expand_dims(right, 1) + gl.zeros_like(block)
-    return gl.fma(block, right, running * gl.expand_dims(left, 1))
 
 
 @gluon.jit
@@ -81,43 +62,6 @@ def _copy(
 
 
 @gluon.jit
-def _fold_written(block_m, block_lanes, block_acc, count, STORED: gl.constexpr, DIM: gl.constexpr):
-    """(m, lanes, acc) of `count` written blocks, folded in order."""
-    layout: gl.constexpr = folded_layout(STORED, DIM, False)
-    lane_layout: gl.constexpr = folded_layout(STORED, DIM, True)
-    lane_rows: gl.constexpr = gl.SliceLayout(1, lane_layout)
-    ahead: gl.constexpr = READ_ELEMENTS * 128 // (STORED * DIM)
-    row = gl.arange(0, STORED, layout=gl.SliceLayout(1, layout))
-    lane_row = gl.arange(0, STORED, layout=lane_rows)
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
-    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, lane_layout))
-    acc_at = gl.expand_dims(row * DIM, 1) + gl.expand_dims(dim, 0)
-    lanes_at = gl.expand_dims(lane_row * 8, 1) + gl.expand_dims(lane, 0)
-    m = gl.full([STORED], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
-    lanes = gl.zeros([STORED, 8], gl.float32, lane_layout)
-    acc = gl.zeros([STORED, DIM], gl.float32, layout)
-    for first in range(0, count, min(ahead, 32)):
-        for i in gl.static_range(min(ahead, 32)):
-            # Beyond the last block the fold keeps what it has. What other programs wrote is read
-            # past the first cache, which does not know of it.
-            inside = first + i < count
-            at = (first + i) * STORED
-            one_m = gl.load(block_m + at + row, inside, NEG_INF, cache_modifier=".cg")
-            one_lanes = gl.load(block_lanes + at * 8 + lanes_at, inside, 0.0, cache_modifier=".cg")
-            one_acc = gl.load(block_acc + at * DIM + acc_at, inside, 0.0, cache_modifier=".cg")
-            new_m = gl.maximum(m, one_m)
-            shift = _finite(new_m)
-            left, right = gl.exp2(m - shift), gl.exp2(one_m - shift)
-            acc = _scaled(one_acc, right, acc, left)
-            lanes = _scaled(
-                one_lanes, gl.convert_layout(right, lane_rows, assert_trivial=True),
-                lanes, gl.convert_layout(left, lane_rows, assert_trivial=True),
-            )  # fmt: skip
-            m = new_m
-    return m, lanes, acc
-
-
-@gluon.jit
 def _probabilities(
     q, k_buffer, position, start, window, factor, S: gl.constexpr, LANES: gl.constexpr
 ):
@@ -128,7 +72,7 @@ def _probabilities(
     distance = gl.expand_dims(position, 1) - gl.expand_dims(key, 0)
     scores = gl.where((distance >= 0) & (distance < window), scores, NEG_INF)
     m = gl.max(scores, axis=1) * factor
-    shift = gl.expand_dims(-_finite(m), 1) + gl.zeros_like(scores)
+    shift = gl.expand_dims(-finite(m), 1) + gl.zeros_like(scores)
     p = gl.exp2(gl.fma(scores, factor + gl.zeros_like(scores), shift))
     # Two levels within a thread's registers; then a layout in which the others are so, too.
     spread: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, WARPS], [1, 0])
@@ -157,7 +101,7 @@ def attention_decode_kernel(
     stride_lse,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STORED: gl.constexpr, DIM: gl.constexpr,
     BLOCK: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr, FUSED: gl.constexpr,
-    RING: gl.constexpr, OVERLAP: gl.constexpr,
+    RING: gl.constexpr, OVERLAP: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
     """The num_programs(1)-th part of the key blocks of one tile of one KV head."""
     if OVERLAP:
@@ -220,10 +164,6 @@ def attention_decode_kernel(
     lane_m = gl.full([ROWS], float("-inf"), gl.float32, lane_rows)
     lanes = gl.zeros([ROWS, 8], gl.float32, lane_layout)
     acc = gl.zeros([ROWS, DIM], gl.float32, S)
-    stored_row = gl.arange(0, ROWS, layout=rows)
-    stored_dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, S))
-    lane_row = gl.arange(0, ROWS, layout=lane_rows)
-    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, lane_layout))
     first_slot = gl.program_id(0).to(gl.int64) * slots
     for i in range(count):
         start = begin + i * KEYS
@@ -258,42 +198,31 @@ def attention_decode_kernel(
         values = ring.index((2 * i + 1) % RING).load(gl.DotOperandLayout(1, S, 2))
         product = mma_v2(rounded, values, gl.zeros([ROWS, DIM], gl.float32, S))
         if SPLIT:
-            place = (first_slot + (start - low) // KEYS) * STORED
-            at_lane = gl.expand_dims((place + lane_row) * 8, 1) + gl.expand_dims(lane, 0)
-            kept = gl.expand_dims(lane_row < STORED, 1) & gl.expand_dims(lane < 8, 0)
-            gl.store(block_lanes + at_lane, part, mask=kept)
-            at_acc = gl.expand_dims((place + stored_row) * DIM, 1) + gl.expand_dims(stored_dim, 0)
-            kept = gl.expand_dims(stored_row < STORED, 1) & gl.expand_dims(stored_dim < DIM, 0)
-            gl.store(block_acc + at_acc, product, mask=kept)
-            gl.store(block_m + place + stored_row, block_max, mask=stored_row < STORED)
+            write_block(
+                block_m, block_lanes, block_acc, first_slot + (start - low) // KEYS, block_max,
+                part, product, ROWS, STORED, DIM,
+            )  # fmt: skip
         else:
-            new_m = gl.maximum(m, block_max)
-            lane_max = gl.convert_layout(block_max, lane_rows)
-            new_lane_m = gl.maximum(lane_m, lane_max)
-            shift, lane_shift = _finite(new_m), _finite(new_lane_m)
-            lanes = _scaled(
-                part, gl.exp2(lane_max - lane_shift), lanes, gl.exp2(lane_m - lane_shift)
-            )
-            acc = _scaled(product, gl.exp2(block_max - shift), acc, gl.exp2(m - shift))
-            m, lane_m = new_m, new_lane_m
+            m, lane_m, lanes, acc = fold_block(m, lane_m, lanes, acc, block_max, part, product)
     async_copy.wait_group(0)
     if SPLIT:
         if FUSED:
             # All of this program's stores come before its ticket, and the last ticket before the
-            # reads; that program leaves the counter as it found it.
+            # reads.
             gl.thread_barrier()
             ticket = tickets + gl.program_id(0)
-            if gl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == gl.num_programs(1) - 1:
-                gl.thread_barrier()
-                gl.store(ticket, 0)
+            if all_written(ticket, SLICES):
+                WIDTH: gl.constexpr = DIM // SLICES
+                # Every slice folds the lanes and writes the same lse.
+                column = gl.program_id(1) * WIDTH if SLICES > 1 else 0
                 place = first_slot * STORED
-                all_m, all_lanes, all_acc = _fold_written(
-                    block_m + place, block_lanes + place * 8, block_acc + place * DIM, tile_count,
-                    STORED, DIM,
+                all_m, all_lanes, all_acc = fold_written(
+                    ticket, block_m + place, block_lanes + place * 8,
+                    block_acc + place * DIM + column, tile_count, STORED, WIDTH, DIM,
                 )  # fmt: skip
                 write_rows(
-                    OUT, LSE, all_m, all_lanes, all_acc, first_row, kv_head, start_row, q_len,
-                    stride_ot, stride_oh, stride_lse, STORED, GROUP, DIM,
+                    OUT + column, LSE, all_m, all_lanes, all_acc, first_row, kv_head, start_row,
+                    q_len, stride_ot, stride_oh, stride_lse, STORED, GROUP, WIDTH,
                 )  # fmt: skip
     else:
         write_rows(
@@ -335,6 +264,7 @@ def attention_decode_fwd(
     ring: int,
     resident: int,
     overlap: bool,
+    slices: int,
 ) -> None:
     """Fill `out` and `lse` for the tiles of 16 rows, each over `programs` programs.
 
@@ -343,6 +273,9 @@ def attention_decode_fwd(
             blocks are spread over programs.
         tickets: [tiles * KV heads] zeros, and zeros afterwards; None leaves the fold of what is
             written to another kernel.
+        slices: programs of a tile that fold D / slices of its columns each, a power of two up to
+            `programs` and D / 8. With more than one they wait for all of the tile's programs, so
+            that the whole launch must fit on the device at once; the driver refuses it otherwise.
     """
     kv_heads, head_dim = k.shape[1:]
     # Without a split nothing is written or counted; any pointers do.
@@ -354,6 +287,7 @@ def attention_decode_fwd(
         out.stride(0), out.stride(1), lse.stride(0),
         KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, STORED=stored, DIM=head_dim,
         BLOCK=block_size, WINDOWED=window is not None, SPLIT=written is not None,
-        FUSED=tickets is not None, RING=ring, OVERLAP=overlap, num_warps=WARPS.value,
-        maxnreg=min(REGISTERS // resident, 255), launch_pdl=overlap, enable_fp_fusion=False,
+        FUSED=tickets is not None, RING=ring, OVERLAP=overlap, SLICES=slices,
+        num_warps=WARPS.value, maxnreg=min(REGISTERS // resident, 255), launch_pdl=overlap,
+        launch_cooperative_grid=slices > 1, enable_fp_fusion=False,
     )  # fmt: skip

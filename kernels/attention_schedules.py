@@ -15,8 +15,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_consistency.kernels import attention_backward_hopper, attention_decode, attention_hopper
+from rl_consistency.kernels.attention_decode_fold import NARROWEST
 from rl_consistency.kernels.attention_layout import AttentionLayout, PackedSequences, PagedAttention
-from rl_consistency.kernels.cuda_device import has_tma, has_wgmma, shared_memory
+from rl_consistency.kernels.cuda_device import has_tma, has_wgmma, shared_memory, sm_count
 
 LOG2E = 1.4426950408889634
 NO_WINDOW = 1 << 30
@@ -30,7 +31,10 @@ NO_RING = (
 )
 SPLIT_ROWS = 16
 """Rows of a tile up to which its key blocks may be written out one by one."""
-
+SPLIT_BYTES = 256 << 20
+"""The most memory that blocks written out one by one may take; beyond it tiles are not split."""
+SPREAD_ROWS = 256
+"""Written rows of a tile from which its fold takes longer than waiting for all of its programs."""
 
 FP32_SUMMED = 32
 """Keys of one fp32 step of dq, and queries of one of dk and dv; part of the order."""
@@ -67,8 +71,11 @@ class Schedule:
     ring: int = 0
     """Buffers through which paged keys and values are copied ahead (`attention_decode`, sm_90)."""
     fused: bool = False
-    """Whether the blocks of a tile that a ring's programs share are folded by the last of them, or
-    by a kernel of its own."""
+    """Whether the blocks of a tile that a ring's programs share are folded by them, or by a kernel
+    of its own."""
+    spread: bool = False
+    """Whether several of those programs fold, a slice of the columns each, where the whole launch
+    is on the device at once; or the last of them folds all. Needs `fused` and a true `resident`."""
     resident: int = 2
     """Programs that a multiprocessor is given where the blocks of a tile are shared."""
     overlap: bool = False
@@ -86,8 +93,17 @@ PREFILL = (
     Schedule(rows=16, warps=4, stages=1),
     Schedule(rows=16, warps=8, stages=1),
 )
-DECODE = (
+SPREAD, LAST, DEEP = (
+    Schedule(rows=16, warps=4, stages=1, ring=3, fused=True, spread=True, resident=1, overlap=True),
     Schedule(rows=16, warps=4, stages=1, ring=3, fused=True, resident=1, overlap=True),
+    Schedule(rows=16, warps=4, stages=1, ring=6, fused=True, spread=True, resident=1, overlap=True),
+)
+"""Few queries and a paged cache: long shared tiles, all others, and at most one tile for each
+multiprocessor."""
+DECODE = (
+    SPREAD,
+    LAST,
+    DEEP,
     Schedule(rows=16, warps=4, stages=1, ring=3, fused=True),
     Schedule(rows=16, warps=4, stages=1, ring=3),
     Schedule(rows=16, warps=4, stages=1, ring=2, fused=True, resident=3, overlap=True),
@@ -131,12 +147,25 @@ def pick_forward(
     if most_rows <= 64:
         if not half:
             return _wide(q, DECODE[-1])
-        return next(s for s in DECODE if admits(s, layout, q, k, v))
+        chosen = next(s for s in DECODE if admits(s, layout, q, k, v))
+        return _pick_ring(q, k.shape[1], layout, most_rows) if chosen.ring else chosen
     if not half:
         return _wide(q, PREFILL[-1] if q.dtype == torch.float32 else PREFILL[5])
     if not has_tma(q.device):
         return PREFILL[4]
     return PREFILL[0] if admits(PREFILL[0], layout, q, k, v) else PREFILL[2]
+
+
+def _pick_ring(q: Tensor, kv_heads: int, layout: AttentionLayout, most_rows: int) -> Schedule:
+    """By the host's numbers, which bound those of a captured launch from above."""
+    multiprocessors = sm_count(q.device)
+    grid = len(layout.query_lens) * -(-most_rows // SPLIT_ROWS) * kv_heads
+    blocks = -(-max(layout.context_lens) // key_block(q.shape[2]))
+    if programs_for(grid, blocks, most_rows, q.shape[2], multiprocessors) > 1:
+        return SPREAD if blocks * most_rows >= SPREAD_ROWS else LAST
+    # A block is two buffers; where the ring would hold a whole context, nothing waits for depth.
+    deep = grid <= multiprocessors and 2 * blocks > DEEP.ring
+    return DEEP if deep else LAST
 
 
 def forward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Schedule]:
@@ -190,11 +219,27 @@ def backward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Sc
     return [s for s in table if dtype != torch.float32 or summed(s) == FP32_SUMMED]
 
 
-def programs_for(grid: int, most_blocks: int, most_rows: int, places: int) -> int:
-    """Enough programs to fill the device's `places`; 1 where the tiles alone do."""
+def programs_for(grid: int, most_blocks: int, most_rows: int, dim: int, places: int) -> int:
+    """Enough programs to fill the device's `places`; 1 where the tiles alone do, and where their
+    blocks would take more than `SPLIT_BYTES`."""
     if most_rows > SPLIT_ROWS or most_blocks < 4:
         return 1
+    written = grid * most_blocks * triton.next_power_of_2(most_rows)
+    if written * (dim + 11) * 4 > SPLIT_BYTES:
+        return 1
     return max(1, min(most_blocks, places // grid))
+
+
+def slices_for(grid: int, programs: int, dim: int, places: int) -> int:
+    """Programs of a tile that fold a slice of its `dim` columns each: a power of two.
+
+    1 where the launch has more programs than the device's `places`: those that fold slices wait
+    for the others, which must be on the device with them.
+    """
+    if grid * programs > places:
+        return 1
+    most = max(1, min(programs, dim // NARROWEST))
+    return 1 << (most.bit_length() - 1)
 
 
 def admits(schedule: Schedule, layout: AttentionLayout, *operands: Tensor) -> bool:

@@ -33,6 +33,7 @@ from rl_consistency.kernels.attention_schedules import (
     lse_dtype,
     pick_forward,
     programs_for,
+    slices_for,
     sources,
 )
 from rl_consistency.kernels.attention_tiles import (
@@ -230,10 +231,6 @@ def attention_block_kernel(
         tl.store(block_acc + place[:, None] * DIM + dim[None, :], acc, mask=stored[:, None])
 
 
-SPLIT_BYTES = 256 << 20
-"""The most memory that blocks written out one by one may take; beyond it tiles are not split."""
-
-
 def attention_fwd(
     q: Tensor,
     k: Tensor,
@@ -272,12 +269,9 @@ def attention_fwd(
     grid = len(tiles) * kv_heads
     stored = triton.next_power_of_2(min(most_rows, schedule.rows))
     places = grid * most_blocks * stored
+    device_programs = schedule.resident * sm_count(q.device)
     if programs_per_tile is None:
-        fits = places * (dim + 11) * 4 <= SPLIT_BYTES
-        device_programs = schedule.resident * sm_count(q.device)
-        programs_per_tile = (
-            programs_for(grid, most_blocks, most_rows, device_programs) if fits else 1
-        )
+        programs_per_tile = programs_for(grid, most_blocks, most_rows, dim, device_programs)
     shared = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
@@ -313,11 +307,13 @@ def attention_fwd(
         )
     fused = written is not None and schedule.fused
     if schedule.ring:
+        spread = fused and schedule.spread
         attention_decode.attention_decode_fwd(
             q, k, v, out, lse, written, layout.tickets(q.device, grid) if fused else None, tiles,
             numbers, tables.block_table, window=window, reach=reach, factor=factor,
             block_size=block_size, programs=programs_per_tile, slots=most_blocks, stored=stored,
             ring=schedule.ring, resident=schedule.resident, overlap=schedule.overlap,
+            slices=slices_for(grid, programs_per_tile, dim, device_programs) if spread else 1,
         )  # fmt: skip
     elif written is None:
         described = schedule.descriptors and not paged and describable(k, v)

@@ -18,13 +18,21 @@ from rl_consistency.kernels.attention import (
     attention_varlen,
 )
 from rl_consistency.kernels.attention_backward_triton import attention_bwd
-from rl_consistency.kernels.attention_layout import PackedSequences, PagedAttention
+from rl_consistency.kernels.attention_layout import (
+    CapturedPagedAttention,
+    PackedSequences,
+    PagedAttention,
+    SequenceTables,
+)
 from rl_consistency.kernels.attention_schedules import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
     DECODE,
+    DEEP,
     FIVE_PRODUCTS,
+    LAST,
     PREFILL,
+    SPREAD,
     admits,
     backward_entries,
     forward_entries,
@@ -525,24 +533,88 @@ def test_a_layout_is_not_captured_before_its_first_call():
         layout.tickets(DEVICE, 8)
 
 
-@pytest.mark.parametrize("heads, kv_heads, queries", [(2, 2, 1), (16, 2, 2), (16, 2, 3)])
-def test_whoever_folds_last_gives_the_bytes_of_packed_prefill(heads, kv_heads, queries):
-    """Few or many rows of a tile, one tile or several; the tickets are left as they were."""
-    case = Case(BF16, 128, heads=heads, kv_heads=kv_heads)
+@pytest.mark.parametrize(
+    "case, queries",
+    [
+        (Case(BF16, 128, heads=2), 1),
+        (Case(BF16, 64, 300), 1),
+        (Case(FP16, 128, 300, heads=8), 1),
+        (Case(BF16, 64, heads=16), 1),
+        (Case(BF16, 128, 1000), 4),
+        (Case(BF16, 128, heads=16), 2),
+        (Case(BF16, 64, heads=16), 3),
+    ],
+    ids=lambda x: x if isinstance(x, int) else f"{name(x)}-{x.heads}",
+)
+def test_whoever_folds_gives_the_bytes_of_packed_prefill(case, queries):
+    """Few or many rows of a tile, one tile or several, one block of keys beside many: folded by
+    2 to 16 programs that wait for all, or by the last one. The tickets are left as they were."""
     whole = attend(case, [0])[0]
-    spans = [(end - queries, end) for end in (queries, 128, 257, 2048, LONG)]
-    layout = paged_layout(spans, *cached_keys(case))
-    expected = [torch.cat([t[start:end] for start, end in spans]) for t in whole]
-    q = torch.cat([sequence(case, 0)[0][start:end] for start, end in spans])
-    k, v = (c[0].view(-1, kv_heads, case.dim) for c in (layout.key_cache, layout.value_cache))
-    call = partial(attention_fwd, q, k, v, layout, *case.options.values())
     rings = [s for s in DECODE if s.ring and has_wgmma(DEVICE)]
-    together([partial(call, schedule=s, programs_per_tile=2) for s in rings])
-    tiles = len(layout.tiles(DEVICE, heads // kv_heads, 16))
-    for schedule, programs in itertools.product(rings, (2, 16, 32)):
-        for _ in range(3):
-            assert all_same(call(schedule=schedule, programs_per_tile=programs), expected)
-        assert not layout.tickets(DEVICE, tiles * kv_heads).any()
+    # Up to 16 programs of a tile are on the device at once, and 32 are not.
+    choices = list(itertools.product(rings, (1, 2, 5, 16, 32)))
+    for ends in ((queries, 100, 257, LONG), (33, 128, 129, 2048)):
+        spans = [(end - queries, end) for end in ends]
+        layout = paged_layout(spans, *cached_keys(case))
+        expected = [torch.cat([t[start:end] for start, end in spans]) for t in whole]
+        q = torch.cat([sequence(case, 0)[0][start:end] for start, end in spans])
+        caches = layout.key_cache[0], layout.value_cache[0]
+        k, v = (c.view(-1, case.kv_heads, case.dim) for c in caches)
+        call = partial(attention_fwd, q, k, v, layout, *case.options.values())
+        calls = [partial(call, schedule=s, programs_per_tile=n) for s, n in choices]
+        # How many programs there are is compiled in only where they may fold slices.
+        compile_ahead(run for (s, n), run in zip(choices, calls, strict=True) if s.spread or n <= 2)
+        tiles = len(layout.tiles(DEVICE, case.heads // case.kv_heads, 16))
+        for choice, run in zip(choices, calls, strict=True):
+            for _ in range(3):
+                assert all_same(run(), expected), (ends, choice)
+            assert not layout.tickets(DEVICE, tiles * case.kv_heads).any(), (ends, choice)
+
+
+@pytest.mark.parametrize("schedule, programs", [(SPREAD, 16), (SPREAD, 3), (LAST, 16), (DEEP, 1)])
+def test_replayed_launches_of_any_lengths_give_the_bytes_of_packed_prefill(schedule, programs):
+    """Sequences without a key, of one block and of many, one captured launch for all."""
+    if not has_wgmma(DEVICE):
+        pytest.skip("needs sm_90")
+    rounds = [(LONG, 1, 0, 100), (0, LONG, 129, 128), (0, 0, 0, 0), (33, 2048, 5, LONG)]
+    *caches, table = cached_keys(MAIN)
+    count = len(rounds[0])
+    starts, lens, contexts = torch.arange(3 * count, dtype=torch.int32, device=DEVICE).chunk(3)
+    tables = torch.tensor([table] * count, dtype=torch.int32, device=DEVICE)
+    layout = CapturedPagedAttention.of(
+        SequenceTables(starts, lens, contexts, tables),
+        queries=1,
+        capacity=LONG,
+        slot_mapping=torch.zeros(count, dtype=torch.int64, device=DEVICE),
+        key_cache=caches[:1],
+        value_cache=caches[1:],
+        block_size=BLOCK,
+    )
+    whole, queries = attend(MAIN, [0])[0], sequence(MAIN, 0)[0]
+    q = torch.zeros_like(queries[:count])
+    k, v = (c.view(-1, MAIN.kv_heads, MAIN.dim) for c in caches)
+    call = partial(
+        attention_fwd,
+        q, k, v, layout, *MAIN.options.values(), schedule=schedule, programs_per_tile=programs,
+    )  # fmt: skip
+    lens.zero_()
+    contexts.zero_()
+    call()  # tables are copied and kernels compiled
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [call() for _ in range(4)]
+    for ends in rounds * 13:
+        contexts.copy_(torch.tensor(ends, dtype=torch.int32))
+        lens.copy_(contexts.clamp(max=1))
+        owned = contexts.nonzero()[:, 0]
+        last = contexts[owned].long() - 1
+        q[owned] = queries[last]
+        for x in itertools.chain(*found):
+            x.fill_(torch.nan)
+        graph.replay()
+        for results in found:
+            assert all_same([x[owned] for x in results], [x[last] for x in whole]), ends
+    assert not layout.tickets(DEVICE, count * MAIN.kv_heads).any()
 
 
 @pytest.mark.parametrize("case", [MAIN, Case(BF16, 80, 100)], ids=name)
