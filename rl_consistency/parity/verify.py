@@ -126,7 +126,9 @@ TABLE_OPS = {
 """Ops whose checks hold tables of vocabulary size by hidden size, and their bytes per element:
 weights and gradients, ours, stock's and in fp64."""
 TINY_BYTES = 2**30
-"""Of any checks at tiny sizes."""
+"""Of any checks at tiny sizes, and of a small model's beside its parameters."""
+LARGE_PARAMETERS = 50_000_000
+"""Of a model whose checks take `CHAIN_BYTES`."""
 
 
 def process_checks(device: torch.device = CPU) -> list[Check]:
@@ -236,9 +238,8 @@ def _jobs_of_ops(targets: Sequence[Target]) -> list[Job]:
 
 
 def _chain_memory(target: Target) -> int:
-    if target.shapes is TINY_SHAPES:
-        return TINY_BYTES
-    return CHAIN_BYTES + target.parameters * (target.dtype.itemsize + GRADIENTS_BYTES)
+    beside = CHAIN_BYTES if target.parameters >= LARGE_PARAMETERS else TINY_BYTES
+    return beside + target.parameters * (target.dtype.itemsize + GRADIENTS_BYTES)
 
 
 def _op_memory(key: str, sizes: Sequence[OpSetup]) -> int:

@@ -226,12 +226,19 @@ def test_jobs_know_how_much_memory_they_may_hold():
     for job in jobs_of(targets):
         memory[job.scope] = max(memory.get(job.scope, 0.0), job.memory / 2**30)
     # Of the fp32 model: 37.8 GiB were seen; of the ops: 1 to 13, 63 and 38.
-    assert memory["tiny-llama bf16"] == 1
+    assert 1 <= memory["tiny-llama bf16"] < 1.1
     assert 38 < memory["qwen3-8b bf16"] < memory["qwen3-8b fp32"] < 48
     assert memory["C1 rotary"] == 5
     assert memory["C6 token_logprobs"] > 60 > memory["C3 token_logprobs"] > 38
     tiny = jobs_of(preset_targets("tiny-llama", [torch.bfloat16], device=CUDA))
-    assert {job.memory for job in tiny[1:]} == {2**30}
+    assert all(2**30 <= job.memory < 1.1 * 2**30 for job in tiny[1:])
+
+
+def test_a_directorys_model_takes_the_memory_of_its_parameters(tmp_path):
+    preset_config("qwen3-8b").save_pretrained(tmp_path)
+    (target,) = directory_targets(tmp_path, [torch.bfloat16], device=CUDA)
+    chain = next(job for job in jobs_of([target]) if job.scope == target.scope)
+    assert chain.memory > 18 * 8e9
 
 
 def test_parameters_are_counted_without_making_them():
