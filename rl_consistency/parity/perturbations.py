@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rl_consistency.kernels import (
     attention,
+    attention_cpu,
     attention_layout,
     attention_schedules,
     attention_triton,
@@ -99,7 +100,10 @@ def key_block_by_length() -> Iterator[None]:
         if max(layout.context_lens, default=0) <= 128:
             return original(q, k, v, layout, scale, window)
         halved = replace(layout)  # without the tile plans of the other block size
-        with attribute(attention, "KEY_BLOCK", 32), attribute(attention_layout, "KEY_BLOCK", 32):
+        with (
+            attribute(attention_cpu, "KEY_BLOCK", 32),
+            attribute(attention_layout, "KEY_BLOCK", 32),
+        ):
             return original(q, k, v, halved, scale, window)
 
     def on_gpu(q: Tensor, k: Tensor, v: Tensor, layout: Any, scale: float, window: Any) -> Any:
@@ -127,13 +131,13 @@ def keys_anchored_at_padding() -> Iterator[None]:
         length, acc = torch.zeros_like(m), torch.zeros_like(q)
         for block in range(int(plan.last_block.max()) + 2):
             keys = torch.arange(block_size) + block * block_size - shift[:, None]
-            visible = attention._visible(positions, torch.zeros(1), None) & (
+            visible = attention_cpu.visible(positions, torch.zeros(1), None) & (
                 (keys >= 0)[:, None] & (keys[:, None] <= positions[..., None])
             )
             if window is not None:
                 visible &= positions[..., None] - keys[:, None] < window
             rows = plan.key_rows[sequence].gather(1, keys.clamp(0, plan.key_rows.shape[1] - 1))
-            m, length, acc = attention._fold_block(
+            m, length, acc = attention_cpu._fold_block(
                 q, k[rows], v[rows], visible, m, length, acc, scale
             )
         out = acc / length.masked_fill(length == 0, 1.0).unsqueeze(-1) + 0.0
@@ -142,7 +146,7 @@ def keys_anchored_at_padding() -> Iterator[None]:
     def on_gpu(q: Tensor, k: Tensor, v: Tensor, layout: Any, scale: float, window: Any) -> Any:
         return blockwise_attention(q, k, v, layout, scale, window, at_padding=True)
 
-    with substituted(attention._fold_tiles, mutant), _other_attention(on_gpu):
+    with substituted(attention_cpu._fold_tiles, mutant), _other_attention(on_gpu):
         yield
 
 
@@ -173,7 +177,7 @@ def library_row_sums_in_large_calls() -> Iterator[None]:
             return None
         return blockwise_attention(q, k, v, layout, scale, window, block=max(layout.context_lens))
 
-    with attribute(attention, "tree_sum", mutant), _other_attention(on_gpu):
+    with attribute(attention_cpu, "tree_sum", mutant), _other_attention(on_gpu):
         yield
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl_consistency.kernels import attention as attention_module
+from rl_consistency.kernels import attention_cpu as attention_module
 from rl_consistency.kernels import attention_layout as layout_module
 from rl_consistency.kernels.attention import (
     attention_paged,
