@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 import pickle
@@ -154,8 +155,9 @@ def _run_job(job: Job) -> list[Result]:
         if not _can_be_sent(error):
             raise RuntimeError("".join(traceback.format_exception(error))) from None
         raise
+    # The processes share the device's memory, and a patched model is a cycle of references.
+    gc.collect()
     if torch.cuda.is_initialized():
-        # The processes share the device's memory.
         torch.cuda.empty_cache()
     return results
 

@@ -139,10 +139,12 @@ def test_a_decode_step_hardly_waits_for_the_device(monkeypatch, small_model):
     assert len(waits) > 8 and not any(waits[3:-1]), [w for w in waits if w]
 
 
-def test_the_default_cache_leaves_room_on_the_gpu(small_model):
+def test_the_default_cache_leaves_room_on_the_gpu(small_model, monkeypatch):
+    # What is free changes with whatever else runs on the device; a quarter of it stays.
+    free = torch.cuda.mem_get_info()[0] // 4
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (free, 4 * free))
     with patch(model := small_model()):
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
         before = torch.cuda.memory_allocated()
         engine = RolloutEngine(model, eos_token_id=None, max_num_seqs=10**6, kv_block_size=4096)
         taken = torch.cuda.memory_allocated() - before

@@ -1,11 +1,14 @@
 """Jobs of `verify` in several processes: errors, ends, and the memory they share."""
 
+import gc
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import time
+import weakref
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -118,6 +121,28 @@ def test_a_process_takes_the_current_device_and_dies_of_an_interrupt(monkeypatch
         assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, found)
+
+
+def test_a_job_leaves_nothing_in_memory_for_the_next_one():
+    kept = []
+
+    class Held:
+        def __init__(self):
+            self.itself = self
+            kept.append(weakref.ref(self))
+
+    @contextmanager
+    def checks():
+        held = Held()
+        yield []
+        assert held.itself is held
+
+    gc.disable()
+    try:
+        _run_job(Job(scope="x", count=0, open=checks))
+    finally:
+        gc.enable()
+    assert len(kept) == 1 and kept[0]() is None
 
 
 def begun(sizes, running=(), room=10, processes=4):
