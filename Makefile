@@ -7,11 +7,13 @@
 #                         TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #            TEST_WORKERS test processes, one thread each
 #            GPU_PYTHON   the interpreter of the GPU machine, with its own torch
+#            GPU_WORKERS  test processes that share the GPU; most of their time is compilation
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 TEST_WORKERS ?= 2
 GPU_PYTHON ?= python3
+GPU_WORKERS ?= 12
 RECIPE ?= recipes/grpo_arithmetic_tiny_cpu.yaml
 
 BIN := .venv/bin
@@ -38,7 +40,7 @@ lint: .venv/.ready-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 gpu-test:
-	$(GPU_PYTHON) -m pytest -m gpu
+	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist load
 
 # DEVICE=cuda measures the GPU of this machine with its own torch; without it, this CPU.
 ifeq ($(DEVICE),cuda)
