@@ -50,7 +50,8 @@ class Job:
 def run_in_processes(
     jobs: Sequence[Job], processes: int, device: torch.device, on_result: Callable[[Result], None]
 ) -> list[Result]:
-    """Run jobs side by side, as many at a time as the device's free memory holds.
+    """Run jobs side by side, as many at a time as the device's free memory holds. One that finds no
+    memory left all the same runs again, alone.
 
     Args:
         on_result: called with a job's results as soon as they are there.
@@ -69,14 +70,21 @@ def run_in_processes(
     room = _room(device, processes)
     waiting = sorted(range(len(jobs)), key=lambda i: (_rank(jobs[i]), -jobs[i].memory))
     running: dict[Future[list[Result]], int] = {}
+    alone: set[int] = set()
     with ProcessPoolExecutor(processes, get_context("spawn"), _begin_process, given) as pool:
         try:
             while waiting or running:
-                for i in _next(jobs, waiting, running.values(), room, processes):
+                held = [math.inf if i in alone else job.memory for i, job in enumerate(jobs)]
+                for i in _next(held, waiting, running.values(), room, processes):
                     waiting.remove(i)
                     running[pool.submit(_run_job, jobs[i])] = i
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     i = running.pop(future)
+                    error = future.exception()
+                    if isinstance(error, torch.OutOfMemoryError) and i not in alone:
+                        alone.add(i)
+                        waiting.append(i)
+                        continue
                     found[i] = future.result()
                     for result in found[i]:
                         on_result(result)
@@ -99,18 +107,18 @@ def _room(device: torch.device, processes: int) -> float:
 
 
 def _next(
-    jobs: Sequence[Job],
+    held: Sequence[float],
     waiting: Sequence[int],
     running: Iterable[int],
     room: float,
     processes: int,
 ) -> list[int]:
-    """The jobs to begin now. One that is alone may take whatever there is."""
+    """The jobs to begin now, by the memory each holds. One that is alone may take what there is."""
     begun = list(running)
     chosen: list[int] = []
     for i in waiting:
-        held = sum(jobs[j].memory for j in begun)
-        if len(begun) < processes and (not begun or held + jobs[i].memory <= room):
+        taken = sum(held[j] for j in begun)
+        if len(begun) < processes and (not begun or taken + held[i] <= room):
             begun.append(i)
             chosen.append(i)
     return chosen
@@ -149,16 +157,19 @@ def _end_with_parent() -> None:
 
 def _run_job(job: Job) -> list[Result]:
     results: list[Result] = []
+    # The processes share the device's memory, and a patched model is a cycle of references, as is
+    # what an error before this job has left.
+    gc.collect()
     try:
         job.run(lambda check: None, results.append)
     except BaseException as error:
         if not _can_be_sent(error):
             raise RuntimeError("".join(traceback.format_exception(error))) from None
         raise
-    # The processes share the device's memory, and a patched model is a cycle of references.
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    finally:
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
     return results
 
 

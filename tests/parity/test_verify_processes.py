@@ -8,7 +8,8 @@ import subprocess
 import sys
 import time
 import weakref
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +18,17 @@ import torch
 
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity import compile_ahead, verify_processes
+from rl_consistency.parity.claims import Check
 from rl_consistency.parity.presets import build_preset
 from rl_consistency.parity.sweep import Sweep
 from rl_consistency.parity.verify import jobs_of, run_checks
-from rl_consistency.parity.verify_processes import Job, _begin_process, _next, _run_job
+from rl_consistency.parity.verify_processes import (
+    Job,
+    _begin_process,
+    _next,
+    _run_job,
+    run_in_processes,
+)
 from rl_consistency.parity.verify_targets import Target, preset_targets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,12 +153,61 @@ def test_a_job_leaves_nothing_in_memory_for_the_next_one():
     assert len(kept) == 1 and kept[0]() is None
 
 
+class AtOnce:
+    """In place of the pool: a job is run when it is submitted."""
+
+    def __init__(self, *given):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return False
+
+    def shutdown(self, cancel_futures):
+        pass
+
+    def submit(self, run, job):
+        future = Future()
+        try:
+            future.set_result(run(job))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
+def short_of_memory(times):
+    """A job whose check finds no memory so many times."""
+    tries = []
+
+    def body(tally):
+        tries.append(len(tries))
+        if len(tries) <= times:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        tally.expect("fine", True)
+
+    def opened():
+        return nullcontext([Check(claim="C1", subject="x", what="y", scope="fp32", body=body)])
+
+    return Job(scope="x", count=1, memory=1, open=opened), tries
+
+
+def test_a_job_that_found_no_memory_runs_again_alone(monkeypatch):
+    monkeypatch.setattr(verify_processes, "ProcessPoolExecutor", AtOnce)
+    short, tries = short_of_memory(1)
+    other, _ = short_of_memory(0)
+    results = run_in_processes([short, other], 2, torch.device("cpu"), lambda result: None)
+    assert [r.passed for r in results] == [True, True] and len(tries) == 2
+    never, tries = short_of_memory(9)
+    with pytest.raises(torch.OutOfMemoryError):
+        run_in_processes([never, other], 2, torch.device("cpu"), lambda result: None)
+    assert len(tries) == 2
+
+
 def begun(sizes, running=(), room=10, processes=4):
-    jobs = [
-        Job(scope=str(i), count=1, memory=size, open=partial(int)) for i, size in enumerate(sizes)
-    ]
-    waiting = [i for i in range(len(jobs)) if i not in running]
-    return _next(jobs, waiting, running, room, processes)
+    waiting = [i for i in range(len(sizes)) if i not in running]
+    return _next(sizes, waiting, running, room, processes)
 
 
 def test_jobs_begin_as_long_as_the_memory_holds_them():
