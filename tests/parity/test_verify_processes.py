@@ -172,7 +172,7 @@ class AtOnce:
         future = Future()
         try:
             future.set_result(run(job))
-        except BaseException as error:
+        except torch.OutOfMemoryError as error:
             future.set_exception(error)
         return future
 
