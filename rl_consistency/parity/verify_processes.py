@@ -157,20 +157,28 @@ def _end_with_parent() -> None:
 
 def _run_job(job: Job) -> list[Result]:
     results: list[Result] = []
-    # The processes share the device's memory, and a patched model is a cycle of references, as is
-    # what an error before this job has left.
-    gc.collect()
+
+    def found(result: Result) -> None:
+        results.append(result)
+        _give_memory_back()
+
     try:
-        job.run(lambda check: None, results.append)
+        job.run(lambda check: None, found)
     except BaseException as error:
         if not _can_be_sent(error):
             raise RuntimeError("".join(traceback.format_exception(error))) from None
         raise
     finally:
+        # A patched model is a cycle of references.
         gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        _give_memory_back()
     return results
+
+
+def _give_memory_back() -> None:
+    """The processes share the device's memory, and blocks of one size do not serve the next."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _can_be_sent(error: BaseException) -> bool:
