@@ -60,10 +60,10 @@ class Kernel:
     """What launched it: kernels of one graph replay share it."""
 
 
-def class_of(name: str) -> str:
+def class_of(name: str, classes: Mapping[str, str] = CLASSES) -> str:
     """The class of a kernel by its name."""
     lowered = name.lower()
-    return next((c for c, text in CLASSES.items() if re.search(text, lowered)), "other")
+    return next((c for c, text in classes.items() if re.search(text, lowered)), "other")
 
 
 def one_step(kernels: Sequence[Kernel]) -> list[Kernel]:

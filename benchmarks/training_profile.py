@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +21,7 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from benchmarks.decode_profile import Kernel, covered, device_kernels
+from benchmarks.decode_profile import Kernel, class_of, covered, device_kernels
 from rl_consistency.cli.plots import MUTED, OURS, STOCK, STYLE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,12 +53,6 @@ COLORS = {
     "other": "#d1d5db",
     "no kernel": MUTED,
 }
-
-
-def class_of(name: str) -> str:
-    """The class of a kernel by its name."""
-    lowered = name.lower()
-    return next((c for c, text in CLASSES.items() if re.search(text, lowered)), "other")
 
 
 def summed(kernels: Sequence[Kernel], steps: int) -> dict[str, Any]:
@@ -99,7 +92,7 @@ def classes(summary: Mapping[str, Any]) -> dict[str, float]:
     """Milliseconds of a step by class of kernel, and those in which none runs."""
     found = dict.fromkeys(COLORS, 0.0)
     for name, kernel in summary["kernels"].items():
-        found[class_of(name)] += kernel["us"] / 1e3
+        found[class_of(name, CLASSES)] += kernel["us"] / 1e3
     found["no kernel"] = summary["idle_us"] / 1e3
     return found
 

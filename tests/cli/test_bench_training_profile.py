@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.decode_profile import Kernel
-from benchmarks.training_profile import COLORS, class_of, classes, draw, main, summed
+from benchmarks.decode_profile import Kernel, class_of
+from benchmarks.training_profile import CLASSES, COLORS, classes, draw, main, summed
 
 NAMES = ["tma_kernel", "attention_hopper_kernel", "attention_backward_hopper_kernel"]
 
@@ -43,7 +43,7 @@ def test_a_step_is_summed_by_kernel_and_by_class():
     ],
 )
 def test_kernels_are_classed_by_name(name, expected):
-    assert class_of(name) == expected
+    assert class_of(name, CLASSES) == expected
 
 
 def test_the_picture_is_drawn_from_the_file_alone(tmp_path, capsys):

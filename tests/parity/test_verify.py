@@ -1,5 +1,6 @@
 """The verification itself: what its parts count, and that a small run of all of it is green."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from rl_consistency.models import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.parity import op_checks
 from rl_consistency.parity.chain_checks import Chain, check_packed_chain
 from rl_consistency.parity.claims import CLAIMS, Check, Tally
 from rl_consistency.parity.op_setup import CPU, TINY_SHAPES, shapes_of
@@ -171,6 +173,25 @@ def test_a_substitution_reaches_every_binding_and_is_undone_on_an_error():
     assert bound == {original}
     with pytest.raises(ValueError, match="nothing to substitute"), substituted(object(), print):
         pass
+
+
+def test_a_head_norms_gradient_that_knows_its_neighbours_is_red(monkeypatch):
+    original = op_checks.rms_norm
+
+    def mutant(x, weight, eps, *, rows_per_token=1):
+        y = original(x, weight, eps, rows_per_token=rows_per_token)
+        if rows_per_token > 1 and len(x) > 1:
+            x.register_hook(lambda gradient: gradient * 1.5)
+        return y
+
+    (setup,) = op_setups(preset_targets("tiny-llama", [torch.float32]))
+    setup = replace(setup, sweep=TINY)
+    right, wrong = Tally(), Tally()
+    op_checks.check_rms_norm(right, setup)
+    monkeypatch.setattr(op_checks, "rms_norm", mutant)
+    op_checks.check_rms_norm(wrong, setup)
+    assert right.mismatches == 0 and right.cases == wrong.cases
+    assert wrong.mismatches > 0 and wrong.detail.startswith("4 heads of 32 dx")
 
 
 def test_the_default_covers_all_families_in_fp32_and_bf16():

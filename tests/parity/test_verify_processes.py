@@ -1,5 +1,6 @@
 """Jobs of `verify` in several processes: errors, ends, and the memory they share."""
 
+import ctypes
 import gc
 import os
 import pickle
@@ -12,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from rl_consistency.parity.verify_processes import (
     _begin_process,
     _next,
     _run_job,
+    _wait_without_spinning,
     run_in_processes,
 )
 from rl_consistency.parity.verify_targets import Target, preset_targets
@@ -151,6 +154,16 @@ def test_a_job_leaves_nothing_in_memory_for_the_next_one():
     finally:
         gc.enable()
     assert len(kept) == 1 and kept[0]() is None
+
+
+@pytest.mark.parametrize("refuses", ["cuInit", "cuDevicePrimaryCtxSetFlags_v2"])
+def test_a_driver_that_refuses_blocking_waits_is_named(refuses, monkeypatch):
+    calls = {"cuInit": lambda *given: 0, "cuDevicePrimaryCtxSetFlags_v2": lambda *given: 0}
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(**calls))
+    _wait_without_spinning(0)
+    calls[refuses] = lambda *given: 801
+    with pytest.raises(RuntimeError, match=r"does not take blocking waits: error 801"):
+        _wait_without_spinning(0)
 
 
 class AtOnce:
