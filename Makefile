@@ -40,7 +40,7 @@ lint: .venv/.ready-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 gpu-test:
-	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist load
+	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist load --maxschedchunk 1
 
 # DEVICE=cuda measures the GPU of this machine with its own torch; without it, this CPU.
 ifeq ($(DEVICE),cuda)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -25,13 +26,20 @@ if not HAS_GPU:
 
 
 LONGEST_ON_A_GPU = ("test_random_schedules", "test_verify_cuda")
-"""Files that are begun first there, so that no process ends minutes after the others."""
+"""Files that are begun first there, so that no process ends minutes after the others.
+
+pytest-xdist deals tests out in pairs, so a short one stands behind each of theirs.
+"""
 
 
+@pytest.hookimpl(trylast=True)  # of what is not deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none; where there is one, the longest come first."""
     if HAS_GPU:
-        items.sort(key=lambda item: item.path.stem not in LONGEST_ON_A_GPU)
+        longest = [item for item in items if item.path.stem in LONGEST_ON_A_GPU]
+        others = [item for item in items if item.path.stem not in LONGEST_ON_A_GPU]
+        pairs = zip_longest(longest, others)
+        items[:] = [item for pair in pairs for item in pair if item is not None]
         return
     for item in items:
         if item.get_closest_marker("gpu"):
