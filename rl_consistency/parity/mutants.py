@@ -98,10 +98,10 @@ def run_controls(keys: Iterable[str], device: torch.device = CPU) -> list[Result
 
 
 def _dtype_of(key: str, device: torch.device) -> torch.dtype:
-    """fp32, in which no rounding hides a difference; but an fp32 model on a GPU adds its gradients
-    up in fp64, which hides most of theirs."""
-    gradients = key.startswith("C3") and device.type == "cuda"
-    return torch.bfloat16 if gradients else torch.float32
+    """fp32, in which no rounding hides a difference; but on a GPU an fp32 model adds its gradients
+    up in fp64, which hides most of theirs, and lacks the schedules for operands of 16 bits."""
+    half = device.type == "cuda" and key.startswith(("C3", "C1 schedules"))
+    return torch.bfloat16 if half else torch.float32
 
 
 @contextmanager
@@ -265,6 +265,13 @@ MUTANTS: tuple[Mutant, ...] = (
             "C1 schedules: attention",
             "C1 schedules: token_logprobs",
         ),
+    ),
+    Mutant(
+        name="backward in one kernel",
+        what="the kernel for all three gradients reads the log-sum-exp rounded to bf16",
+        perturb=perturbations.one_kernel_backward_rounds_once_more,
+        caught_by=(),
+        caught_on_cuda=("C1 schedules: attention",),
     ),
     Mutant(
         name="half-precision sums",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rl_consistency.kernels import (
     attention,
+    attention_backward_hopper,
     attention_cpu,
     attention_layout,
     attention_schedules,
@@ -371,6 +372,20 @@ def one_schedule_of_another_order() -> Iterator[None]:
             (statistics, mutant_statistics),
         ):
             stack.enter_context(substituted(original, mutant))
+        yield
+
+
+@contextmanager
+def one_kernel_backward_rounds_once_more() -> Iterator[None]:
+    """On a GPU: attention's backward pass in one kernel reads a rounded log-sum-exp."""
+    original = attention_backward_hopper.attention_hopper_bwd
+
+    def mutant(
+        do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+    ) -> None:
+        original(do, q, k, v, out, lse.bfloat16().to(lse.dtype), *rest)
+
+    with substituted(original, mutant):
         yield
 
 

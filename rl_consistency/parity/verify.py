@@ -120,8 +120,9 @@ OP_BYTES = 5 * 2**30
 TABLE_OPS = {
     "C6 token_logprobs": 100,
     "C3 token_logprobs": 60,
-    "token_logprobs": 30,
-    "embedding": 50,
+    "token_logprobs": 12,
+    "C3 embedding": 50,
+    "embedding": 12,
 }
 """Ops whose checks hold tables of vocabulary size by hidden size, and their bytes per element:
 weights and gradients, ours, stock's and in fp64."""
