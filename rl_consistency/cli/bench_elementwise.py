@@ -83,6 +83,7 @@ def _race(
             ours=contestants.pop("ours"),
             stock={"eager": contestants.pop("eager")},
             peers=contestants,
+            unavailable={name: "not installed" for name, op in peers.items() if op is None},
             moved_bytes=passes * size + sum(x.numel() * x.element_size() for x in constants),
         )
     )

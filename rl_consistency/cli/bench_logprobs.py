@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_consistency.cli.bench_peers import liger_cross_entropy
+from rl_consistency.cli.bench_peers import liger_cross_entropy, not_installed
 from rl_consistency.cli.bench_suite import Bench, Case, normal
 from rl_consistency.cli.bench_timing import Contestant, Race
 from rl_consistency.kernels.gradient_fold import GradientBuffer
@@ -67,6 +67,7 @@ def _logprobs(tokens: int, width: int, vocabulary: int, bench: Bench) -> dict[st
             ours=step(ours),
             stock={"log_softmax": step(stock)},
             peers=peers,
+            unavailable=not_installed("liger_kernel"),
             # Forward, dhidden and dweight; recomputing the logits is a choice, not the work.
             operations=6.0 * tokens * width * vocabulary,
             memory=True,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_consistency.cli.bench_peers import batch_invariant_matmul
+from rl_consistency.cli.bench_peers import batch_invariant_matmul, not_installed
 from rl_consistency.cli.bench_shapes import WeightShape
 from rl_consistency.cli.bench_suite import Bench, Case, normal
 from rl_consistency.cli.bench_timing import Contestant, Race
@@ -71,6 +71,7 @@ def _product(layout: str, m: int, n: int, k: int, bench: Bench) -> dict[str, Any
             ),
             stock={"cublas": Contestant([partial(torch.mm, x, as_stock(w)) for x, w in operands])},
             peers=peers,
+            unavailable=not_installed("batch_invariant_ops"),
             clock="graph" if graph else "events",
             moved_bytes=2.0 * (m * k + n * k + m * n),
             operations=2.0 * m * n * k,

@@ -17,6 +17,7 @@ from rl_consistency.cli import bench_shapes as shapes
 from rl_consistency.cli.bench_peers import (
     batch_invariant_mode,
     has_batch_invariant_ops,
+    not_installed,
     patch_by_liger,
 )
 from rl_consistency.cli.bench_suite import Bench, Case, Suite
@@ -50,7 +51,7 @@ def _step(name: str, count: int, length: int, bench: Bench) -> dict[str, Any]:
     ids = torch.randint(0, vocabulary, (count, length), generator=generator).to(bench.device)
     stock = hugging_face_step(stock_model, ids)
 
-    peers, unavailable = {}, {}
+    peers, unavailable = {}, not_installed("liger_kernel", "batch_invariant_ops")
     try:
         liger = patch_by_liger(liger_model)
     except UNAVAILABLE as error:

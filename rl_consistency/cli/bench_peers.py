@@ -22,6 +22,11 @@ def installed() -> dict[str, str]:
     return {module: version(name) for module, name in PEERS.items() if _present(module)}
 
 
+def not_installed(*modules: str) -> dict[str, str]:
+    """For `Race.unavailable`: the peers among modules that are not here."""
+    return {module: "not installed" for module in modules if not _present(module)}
+
+
 def _present(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 

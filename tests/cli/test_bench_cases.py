@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from rl_consistency.cli import bench_timing
+from rl_consistency.cli import bench_peers, bench_timing
 from rl_consistency.cli.bench_accuracy import accuracy_cases
 from rl_consistency.cli.bench_attention import decode_cases, prefill_cases
 from rl_consistency.cli.bench_elementwise import elementwise_cases
@@ -91,6 +91,23 @@ def test_ours_and_stock_do_the_same_work(case):
                 if case.work == "rotary backward":
                     continue  # the same cotangent values lie in another layout
                 assert (mine - theirs).norm() <= limit * theirs.norm(), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.work} {dict(c.shape)}")
+def test_a_peer_that_is_not_installed_is_named(case, monkeypatch):
+    monkeypatch.setattr(bench_peers, "_present", lambda module: False)
+    case.run(machine := Machine())
+    missing = [name for name, why in machine.race.unavailable.items() if why == "not installed"]
+    expected = {
+        "matmul": ["batch_invariant_ops"],
+        "training": ["liger_kernel", "batch_invariant_ops"],
+        "token_logprobs": ["liger_kernel"],
+        "rms_norm": ["liger"],
+        "add_rms_norm": ["liger"],
+        "rotary": ["liger"],
+        "swiglu": ["liger"],
+    }
+    assert missing == expected.get(case.work.split()[0], [])
 
 
 def test_the_embedding_gradient_adds_what_eager_adds():
