@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks import readme_prose
 from benchmarks.readme import BEGIN, END, README, RESULTS, current, rewritten, section
 from rl_consistency.cli.bench_results import Results, Row, load
 from rl_consistency.kernels.kernels_hash import kernels_hash
@@ -33,6 +34,27 @@ def test_the_readme_says_what_the_results_file_says():
     assert current(README.read_text("utf-8")) == section(load(RESULTS)), (
         "run python -m benchmarks.readme"
     )
+
+
+def test_the_sentences_say_what_the_results_file_says():
+    lacking = readme_prose.missing(README.read_text("utf-8"), load(RESULTS))
+    assert not lacking, "the README's text differs: python -m benchmarks.readme_prose"
+
+
+def test_another_figure_in_a_sentence_is_noticed():
+    text, results = README.read_text("utf-8"), load(RESULTS)
+    for phrase in readme_prose.phrases(results):
+        digit = phrase[-1] if phrase[-1].isdigit() else phrase[0]
+        other = phrase.replace(digit, str((int(digit) + 1) % 10) if digit.isdigit() else "x")
+        before, after = text.split(END)
+        changed = " ".join(after.split()).replace(phrase, other)
+        assert phrase in readme_prose.missing(f"{before}{END}{changed}", results)
+
+
+def test_a_span_reads_as_one_figure_where_both_ends_do():
+    assert readme_prose.span([0.641, 0.7589]) == "0.64 to 0.76"
+    assert readme_prose.span([0.991, 0.9932]) == "0.99"
+    assert readme_prose.span([9.73], digits=1) == "9.7"
 
 
 def test_the_section_has_every_bar_and_the_tokens_per_second(results):
