@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from rl_consistency.parity import gradient_perturbations, perturbations
+from rl_consistency.parity import gradient_perturbations, perturbations, schedule_perturbations
 from rl_consistency.parity.claims import Check, Result
 from rl_consistency.parity.op_setup import CPU, OpSetup
 from rl_consistency.parity.presets import build_preset
@@ -257,19 +257,25 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="schedule of another order",
         what="one entry of every schedule table splits a sum or rounds it once more",
-        perturb=perturbations.one_schedule_of_another_order,
+        perturb=schedule_perturbations.one_schedule_of_another_order,
         caught_by=(),
         caught_on_cuda=(
             "C1 schedules: matmul",
+            "C1 schedules: fused products",
             "C1 schedules: gradient fold",
             "C1 schedules: attention",
             "C1 schedules: token_logprobs",
+            "C1 schedules: glu",
+            "C1 schedules: rotary",
+            "C1 schedules: rms_norm",
+            "C1 schedules: gradient rows",
+            "C1 schedules: sampling",
         ),
     ),
     Mutant(
         name="backward in one kernel",
         what="the kernel for all three gradients reads the log-sum-exp rounded to bf16",
-        perturb=perturbations.one_kernel_backward_rounds_once_more,
+        perturb=schedule_perturbations.one_kernel_backward_rounds_once_more,
         caught_by=(),
         caught_on_cuda=("C1 schedules: attention",),
     ),

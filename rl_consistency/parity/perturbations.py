@@ -19,23 +19,16 @@ from torch import Tensor
 
 from rl_consistency.kernels import (
     attention,
-    attention_backward_hopper,
     attention_cpu,
     attention_layout,
-    attention_schedules,
-    attention_triton,
     glu,
     gradient_fold,
-    gradient_fold_schedules,
-    gradient_fold_triton,
     gradient_norm,
     masked_reduction,
     matmul,
-    matmul_triton,
     rms_norm,
     rotary,
     row_reduction,
-    vocabulary_statistics_triton,
 )
 from rl_consistency.kernels import embedding as embedding_kernel
 from rl_consistency.kernels import linear as linear_kernel
@@ -314,79 +307,6 @@ def fingerprint_without_orders() -> AbstractContextManager[None]:
         )
 
     return substituted(original, mutant)
-
-
-@contextmanager
-def one_schedule_of_another_order() -> Iterator[None]:
-    """On a GPU: one entry of every schedule table sums in another order."""
-    product, outer = matmul_triton.matmul_fwd, gradient_fold_triton.launch_outer
-    attend = attention_triton.attention_fwd
-    statistics = vocabulary_statistics_triton.vocabulary_row_statistics
-
-    def mutant_product(
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        layout: str,
-        out_dtype: torch.dtype,
-        schedule: Any = None,
-    ) -> Tensor:
-        if schedule is None or schedule.kind != "pointer" or schedule.block_m != 64:
-            return product(a, b, bias, layout, out_dtype, schedule)
-        half = a.shape[1] // 2
-        parts = [slice(0, half), slice(half, None)]
-        wide = [
-            product(a[:, s], b[:, s] if layout == "nt" else b[s], None, layout, torch.float32)
-            for s in parts
-        ]
-        total = wide[0] + wide[1]
-        return (total if bias is None else total + bias.float()).to(out_dtype)
-
-    def mutant_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: Any) -> None:
-        if schedule not in (gradient_fold_schedules.POINTER[0], gradient_fold_schedules.WIDE[0]):
-            return outer(buffer, dy, x, fresh, schedule)
-        own = torch.zeros_like(buffer)
-        outer(own, dy, x, True, schedule)
-        buffer.add_(own)
-
-    def mutant_attend(
-        q: Tensor, k: Tensor, v: Tensor, layout: Any, scale: float, window: Any, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        schedule = options.get("schedule")
-        # The first for operands of 16 bits; fp32 has only low tiles.
-        if schedule is None or (
-            schedule.rows != 64 and schedule != attention_schedules.PREFILL[-1]
-        ):
-            return attend(q, k, v, layout, scale, window, **options)
-        return blockwise_attention(q, k, v, layout, scale, window)
-
-    def mutant_statistics(*args: Any) -> Tensor:
-        found = statistics(*args)
-        return found.bfloat16().float() if args[3:] == (1,) else found
-
-    with ExitStack() as stack:
-        for original, mutant in (
-            (product, mutant_product),
-            (outer, mutant_outer),
-            (attend, mutant_attend),
-            (statistics, mutant_statistics),
-        ):
-            stack.enter_context(substituted(original, mutant))
-        yield
-
-
-@contextmanager
-def one_kernel_backward_rounds_once_more() -> Iterator[None]:
-    """On a GPU: attention's backward pass in one kernel reads a rounded log-sum-exp."""
-    original = attention_backward_hopper.attention_hopper_bwd
-
-    def mutant(
-        do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-    ) -> None:
-        original(do, q, k, v, out, lse.bfloat16().to(lse.dtype), *rest)
-
-    with substituted(original, mutant):
-        yield
 
 
 @contextmanager

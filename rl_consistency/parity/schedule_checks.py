@@ -1,22 +1,22 @@
-"""C1 for the schedules of a GPU: every entry of every table gives the bytes of every other."""
+"""C1 for a GPU's schedules of products, attention and the vocabulary: every entry of a table gives
+the bytes of every other; `row_schedule_checks` has the other ops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from rl_consistency.kernels import (
     attention_backward_triton,
     attention_schedules,
     attention_triton,
     cublaslt,
+    glu_triton,
     gradient_fold_schedules,
     gradient_fold_triton,
+    linear_triton,
     matmul_schedules,
     matmul_triton,
     token_gradient_triton,
@@ -36,40 +36,95 @@ from rl_consistency.parity.op_checks import token_logprob_probe, weight_scale
 from rl_consistency.parity.op_setup import Heads, OpSetup
 from rl_consistency.parity.paged_calls import decoded, paged_calls
 from rl_consistency.parity.probe import probe
-
-MAX_ROWS = 200
-"""Rows of a product: ragged for every tile."""
+from rl_consistency.parity.schedule_comparison import (
+    MAX_ROWS,
+    compare_schedules,
+    drawn,
+    within_resources,
+)
+from rl_consistency.parity.substitution import attribute
 
 LENGTHS = (1, 33, 200, 2300)
 """Sequences of attention, from one block of keys to many."""
 
-_Found = TypeVar("_Found")
+FEW_ROWS = matmul_schedules.FUSED_ROWS - 3
+"""Rows of a fused product: ragged for every tile."""
 
 
 def check_matmul_schedules(tally: Tally, setup: OpSetup) -> None:
-    """Products of both layouts by every schedule, and as they are dispatched for few to many
-    rows."""
-    rows = min(setup.rows, MAX_ROWS)
-    for i, (inner, columns) in enumerate(setup.shapes.linear):
-        x = _drawn(setup, (rows, inner), 3 * i)
-        weight = _drawn(setup, (columns, inner), 3 * i + 1, weight_scale(inner))
-        bias = _drawn(setup, (columns,), 3 * i + 2)
-        name = f"{inner} x {columns}"
-        _compare_product(tally, setup, f"{name} nt", x, weight, bias, "nt")
-        _compare_product(tally, setup, f"{name} nn", x, weight.t().contiguous(), None, "nn")
+    """Products of both layouts by every schedule, the library's among them, and as they are
+    dispatched for few to many rows."""
+    rows, before = min(setup.rows, MAX_ROWS), cublaslt.schedule_audit()
+    with attribute(cublaslt, "AUDIT_EVERY", 1):
+        for i, (inner, columns) in enumerate(setup.shapes.linear):
+            x = drawn(setup, (rows, inner), 3 * i)
+            weight = drawn(setup, (columns, inner), 3 * i + 1, weight_scale(inner))
+            bias = drawn(setup, (columns,), 3 * i + 2)
+            name = f"{inner} x {columns}"
+            _compare_product(tally, setup, f"{name} nt", x, weight, bias, "nt")
+            _compare_product(tally, setup, f"{name} nn", x, weight.t().contiguous(), None, "nn")
     audit = cublaslt.schedule_audit()
+    audited = audit.audited - before.audited
     tally.expect(
         "library products audited",
-        audit.differing == 0,
-        f"{audit.differing} elements of {audit.audited} audited calls; struck: {audit.struck}",
+        # An fp32 product has no schedule in the library.
+        audit.differing == 0 and (audited > 0 or setup.dtype == torch.float32),
+        f"{audit.differing} elements of {audited} audited calls; struck: {audit.struck}",
     )
+
+
+def check_fused_product_schedules(tally: Tally, setup: OpSetup) -> None:
+    """q, k, v in one launch and gate, up, silu in another, against the ops they stand for."""
+    inner, shape, dtype = setup.shapes.hidden_size, setup.shapes.attention[0], setup.dtype
+    # Small: the product of gate and up has to stay in the range of fp16.
+    x = drawn(setup, (min(setup.rows, FEW_ROWS), inner), 0, 0.01)
+    sizes = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    sizes += [setup.shapes.glu_width] * 2
+    weights = [drawn(setup, (n, inner), 1 + i, weight_scale(inner)) for i, n in enumerate(sizes)]
+    (wq, wk, wv), (w_gate, w_up) = weights[:3], weights[3:]
+    biases = bq, bk, bv = [drawn(setup, (n,), 6 + i, 0.01) for i, n in enumerate(sizes[:3])]
+    gate, up = (matmul_nt(x, weight, bias=None, out_dtype=dtype) for weight in (w_gate, w_up))
+    gated = glu_triton.glu_fwd(gate, up, "silu")
+    tma = has_tma(setup.device) and all(
+        matmul_triton.describable(matrix) for matrix in (x, w_gate, w_up, gated)
+    )
+
+    def projected(schedule: matmul_schedules.Schedule) -> Tensor:
+        return torch.cat(linear_triton.qkv_fwd(x, wq, wk, wv, bq, bk, bv, schedule), dim=1)
+
+    def activated(schedule: matmul_schedules.Schedule) -> Tensor:
+        return linear_triton.gate_up_glu_fwd(x, w_gate, w_up, "silu", schedule)
+
+    if dtype == torch.float32:
+        # No table: one schedule for few rows, one for more.
+        few_or_more = (1, FEW_ROWS)
+        qkv = [matmul_schedules.pick_qkv(m, sum(sizes[:3]), inner, dtype) for m in few_or_more]
+        gate_up = [
+            matmul_schedules.pick_gate_up(m, sizes[3], inner, dtype, False) for m in few_or_more
+        ]
+    else:
+        qkv = list(matmul_schedules.QKV)
+        gate_up = [s for s in matmul_schedules.GATE_UP if tma or s.kind == "pointer"]
+    apart = torch.cat(
+        [
+            matmul_nt(x, weight, bias=bias, out_dtype=dtype)
+            for weight, bias in zip(weights[:3], biases, strict=True)
+        ],
+        dim=1,
+    )
+    for name, entries, run, unfused in (
+        ("q, k, v", qkv, projected, apart),
+        ("gate, up, silu", gate_up, activated, gated),
+    ):
+        whole = compare_schedules(tally, name, entries, run)
+        tally.equal(f"{name}, against the ops apart", unfused, whole)
 
 
 def check_gradient_fold_schedules(tally: Tally, setup: OpSetup) -> None:
     """A buffer continued by every schedule of `fold_outer`."""
     rows = min(setup.rows, MAX_ROWS)
     for i, (inner, columns) in enumerate(setup.shapes.linear):
-        x, dy = _drawn(setup, (rows, inner), 2 * i), _drawn(setup, (rows, columns), 2 * i + 1)
+        x, dy = drawn(setup, (rows, inner), 2 * i), drawn(setup, (rows, columns), 2 * i + 1)
         start = probe((columns, inner), torch.float32, seed=i, device=setup.device)
         start = start.to(accumulator_dtype(x))
         tma = has_tma(setup.device) and gradient_fold_triton.takes_descriptors(dy, x)
@@ -90,11 +145,11 @@ def check_gradient_fold_schedules(tally: Tally, setup: OpSetup) -> None:
         name = f"{columns} x {inner}"
         entries = gradient_fold_schedules.candidates(setup.dtype, tma=tma)
         # One by one: a buffer is as large as the weight, in fp32.
-        compile_ahead(partial(_within_resources, continued, entry) for entry in entries)
+        compile_ahead(partial(within_resources, continued, entry) for entry in entries)
         whole = continued(None)
         used = 0
         for schedule in entries:
-            found = _within_resources(continued, schedule)
+            found = within_resources(continued, schedule)
             used += found is not None
             if found is not None:
                 tally.equal(f"{name}, {schedule}", whole, found)
@@ -149,7 +204,7 @@ def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
     def with_product(schedule: int) -> Tensor:
         return token_logprobs_triton.token_statistics(hidden, weight, temperature, False, schedule)
 
-    partials = _compare(
+    partials = compare_schedules(
         tally, "rows", range(len(vocabulary_statistics_triton.ROW_SCHEDULES)), from_logits
     )
     top, log_normalizer, entropy = vocabulary_statistics_triton.vocabulary_combine(partials)
@@ -176,7 +231,7 @@ def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
         ("fused gradient", schedules.GRADIENT_SCHEDULES, gradient, expected),
     ):
         usable = [i for i, s in enumerate(entries) if tma or s.kind == "pointer"]
-        tally.equal(f"{name}, against logits", whole, _compare(tally, name, usable, run))
+        tally.equal(f"{name}, against logits", whole, compare_schedules(tally, name, usable, run))
 
 
 def _compare_product(
@@ -206,10 +261,17 @@ def _compare_product(
         for schedule in table
         if tma or schedule.kind == "pointer"
     ]
-    whole = _compare(tally, name, entries, by_schedule)
+    whole = compare_schedules(tally, name, entries, by_schedule)
     for count in sorted({1, 2, 16, 65, len(a)}):
         case = f"{name}, {count} rows as dispatched"
         tally.equal(case, whole[:count], as_dispatched(a[:count]))
+    if fp32:
+        return
+    # Where it is certified, not only where it is the fastest.
+    with attribute(cublaslt, "prefers_library", lambda *_: True):
+        found = cublaslt.product(a, b, bias, layout, a.dtype)
+    if found is not None:
+        tally.equal(f"{name}, by the library", whole, found)
 
 
 def _compare_attention(
@@ -240,7 +302,7 @@ def _compare_attention(
     admitted = [s for s in entries if attention_schedules.admits(s, layout, *operands)]
     choices = [(s, programs) for programs in ((1, 2, 7) if few else (1,)) for s in admitted]
     queries = "decode" if few else "prefill"
-    _compare(tally, f"{shape}, {queries}", choices, attended)
+    compare_schedules(tally, f"{shape}, {queries}", choices, attended)
 
 
 def _compare_backward(
@@ -268,42 +330,4 @@ def _compare_backward(
         if attention_schedules.admits(s, layout, do, *operands)
     ]
     choices = [("query_schedule", s) for s in by_query] + [("key_schedule", s) for s in by_key]
-    _compare(tally, f"{shape}, backward", choices, gradients)
-
-
-def _compare(
-    tally: Tally, name: str, entries: Iterable[_Found], run: Callable[[_Found], Tensor]
-) -> Tensor:
-    """Compare what every entry gives with what the first one gives, which is returned.
-
-    An entry that asks for more registers or shared memory than the device has in this dtype is no
-    schedule of it; at least two must be.
-    """
-    choices = list(entries)
-    compile_ahead(partial(_within_resources, run, choice) for choice in choices)
-    first: Tensor | None = None
-    used = 0
-    for choice in choices:
-        found = _within_resources(run, choice)
-        if found is None:
-            continue
-        used += 1
-        if first is None:
-            first = found
-        tally.equal(f"{name}, {choice}", first, found)
-    tally.expect(f"{name}, entries that fit", used >= 2, f"{used} of {len(choices)}")
-    if first is None:
-        raise ValueError(f"{name}: no schedule of {len(choices)} fits this device.")
-    return first
-
-
-def _within_resources(run: Callable[[_Found], Tensor], choice: _Found) -> Tensor | None:
-    """What an entry gives, or None where the device has not the resources it asks for."""
-    try:
-        return run(choice)
-    except OutOfResources:
-        return None
-
-
-def _drawn(setup: OpSetup, shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Tensor:
-    return probe(shape, setup.dtype, seed=seed, scale=scale, device=setup.device)
+    compare_schedules(tally, f"{shape}, backward", choices, gradients)

@@ -18,6 +18,7 @@ from rl_consistency.parity import (
     identity_checks,
     op_checks,
     rollout_checks,
+    row_schedule_checks,
     schedule_checks,
 )
 from rl_consistency.parity.chain_checks import Chain
@@ -70,9 +71,15 @@ _ACCURACY: tuple[tuple[str, OpCheck], ...] = (
 
 SCHEDULE_CHECKS: tuple[tuple[str, OpCheck], ...] = (
     ("matmul", schedule_checks.check_matmul_schedules),
+    ("fused products", schedule_checks.check_fused_product_schedules),
     ("gradient fold", schedule_checks.check_gradient_fold_schedules),
     ("attention", schedule_checks.check_attention_schedules),
     ("token_logprobs", schedule_checks.check_token_logprobs_schedules),
+    ("glu", row_schedule_checks.check_glu_schedules),
+    ("rotary", row_schedule_checks.check_rotary_schedules),
+    ("rms_norm", row_schedule_checks.check_rms_norm_schedules),
+    ("gradient rows", row_schedule_checks.check_gradient_row_schedules),
+    ("sampling", row_schedule_checks.check_sampling_schedules),
 )
 """(op, check) for every table of schedules; on a GPU only, the CPU having one schedule per op."""
 

@@ -195,6 +195,8 @@ class RolloutEngine:
                 requests were finished and hang on the error.
             ConsistencyError: the weights have another digest than given, or were changed meanwhile,
                 or the ops on their stock path or the forward hooks were.
+
+        Warns if the audit of library products struck one: see `schedule_audit`.
         """
         completions = sorted(
             self.stream(

@@ -27,6 +27,7 @@ from rl_consistency.rollout.decode_graphs import (
 from rl_consistency.rollout.device_state import DeviceState
 from rl_consistency.rollout.drafter import MAX_DRAFT
 from rl_consistency.rollout.kv_cache import KVCache
+from rl_consistency.rollout.library_audit import struck_products
 from rl_consistency.rollout.ragged_call import RaggedCall
 from rl_consistency.rollout.random_stream import device_uniforms
 from rl_consistency.rollout.sampler import sample
@@ -141,6 +142,7 @@ class ModelRunner:
             device=self.device,
         )
         self._captured_from = self._read_by_graphs()
+        self._struck: tuple[str, ...] = ()  # library products that no graph was captured with
         self._stream = self._current_stream()
         self._graphs: DecodeGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
@@ -159,7 +161,8 @@ class ModelRunner:
     def begin(self) -> None:
         """Look at the model before a rollout, whose steps belong to the current CUDA stream.
 
-        Graphs are dropped if parameters moved, or if hooks or the patch were changed.
+        Graphs are dropped if parameters moved, if hooks or the patch were changed, or if a library
+        product was struck.
 
         Raises:
             ValueError: the model was moved or cast since the cache was allocated, or is not
@@ -172,8 +175,9 @@ class ModelRunner:
                 f"model is now in {self._model.dtype} on {self._model.device}; build the "
                 "RolloutEngine after moving or casting the model"
             )
-        captured_from, self._captured_from = self._captured_from, self._read_by_graphs()
-        if self._graphs is not None and captured_from != self._captured_from:
+        before = self._captured_from, self._struck
+        self._captured_from, self._struck = self._read_by_graphs(), struck_products()
+        if self._graphs is not None and before != (self._captured_from, self._struck):
             self._graphs.drop()
         self._stream = self._current_stream()
 

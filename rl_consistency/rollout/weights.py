@@ -13,6 +13,7 @@ from rl_consistency.kernels.weights_digest import weights_digest
 from rl_consistency.models.patch import patched_session
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import Strictness, current
+from rl_consistency.rollout.library_audit import struck_products
 
 _LOOK_EVERY = 16
 """Steps between two looks at the parameters' versions: some 30 us for 400 parameters."""
@@ -50,6 +51,8 @@ class _Origin:
     digest: str
     strictness: Strictness
     path: tuple[object, ...]
+    struck: tuple[str, ...]
+    """Library products that were not used any more."""
 
 
 class WeightsWatch:
@@ -91,7 +94,7 @@ class WeightsWatch:
         self._num_steps = 0
         digest = model_digest(self._model)
         self.compare(given, digest)
-        self._held = _Origin(digest, current(), path)
+        self._held = _Origin(digest, current(), path, struck_products())
         return self._held != before
 
     def compare(self, given: str | None, held: str | None = None) -> None:
@@ -129,7 +132,8 @@ class WeightsWatch:
             _fail("a parameter was written or moved")
 
     def after_rollout(self) -> None:
-        """The cheap look, and compare digest and forward pass with those before.
+        """The cheap look, and compare digest and forward pass with those before; then read the
+        audit of library products, which may warn.
 
         What was changed and changed back is seen if it left a version.
 
@@ -146,6 +150,7 @@ class WeightsWatch:
                 "the model was patched anew, or forward hooks or modules were changed, during "
                 "generation; do so only when generate has returned, or the stream is closed"
             )
+        struck_products()
 
     def _look(self) -> list[int]:
         """Address and version of every parameter."""

@@ -99,6 +99,23 @@ def test_every_schedule_gives_the_same_bytes(dtype, layout, k):
             assert same_bytes(y, expected), schedule.name
 
 
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_pair_of_dtypes_rounds_one_accumulator_once(dtype, out_dtype):
+    """Few rows and many, by what is picked and by a schedule of each kind."""
+    a, b, bias = operands(300, 392, 104, dtype)
+    transposed = b.t().contiguous()
+    choices = {s.kind: s for s in schedules(dtype, out_dtype)}.values()
+    wide, biased = matmul_nt(a, b), matmul_nt(a, b, bias=bias)
+    for rows in (1, 40, 300):
+        part, rounded = a[:rows], wide[:rows].to(out_dtype)
+        assert same_bytes(matmul_nt(part, b, out_dtype=out_dtype), rounded)
+        assert same_bytes(matmul_nn(part, transposed, out_dtype=out_dtype), rounded)
+        for schedule in choices:
+            found = matmul_fwd(part, b, bias, "nt", out_dtype, schedule)
+            assert same_bytes(found, biased[:rows].to(out_dtype)), schedule.name
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_both_layouts_give_the_same_bytes(dtype):
     a, b, _ = operands(300, 392, 1024, dtype)

@@ -5,6 +5,8 @@ import warnings
 import pytest
 import torch
 
+from rl_consistency.kernels import cublaslt
+from rl_consistency.kernels.certificates import CACHE_VARIABLE
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
@@ -41,9 +43,12 @@ def model(request, small_model):
         yield model
 
 
+def engine_of(model, **settings):
+    return RolloutEngine(model, eos_token_id=1, **{"num_kv_blocks": 400} | settings)
+
+
 def generated(model, sampling, prompts=PROMPTS, prompt_ids=None, **settings):
-    engine = RolloutEngine(model, eos_token_id=1, **{"num_kv_blocks": 400} | settings)
-    return engine.generate(prompts, sampling, prompt_ids=prompt_ids)
+    return engine_of(model, **settings).generate(prompts, sampling, prompt_ids=prompt_ids)
 
 
 def rescored(model, completions, sampling):
@@ -83,7 +88,9 @@ def test_the_stock_scoring_of_the_same_tokens_drifts(model):
 def test_no_engine_setting_moves_a_bit(model, setting):
     sampling = SAMPLINGS["truncated"]
     expected = as_bytes(generated(model, sampling))
-    assert as_bytes(generated(model, sampling, **SETTINGS[setting])) == expected
+    engine = engine_of(model, **SETTINGS[setting])
+    assert as_bytes(engine.generate(PROMPTS, sampling)) == expected
+    assert (engine.stats.preemptions > 0) == (setting == "preempted")
 
 
 def test_a_completion_depends_on_no_other_prompt(model):
@@ -167,6 +174,33 @@ def test_a_model_moved_to_the_gpu_after_its_engine_is_refused(small_model):
         model.cuda()
         with pytest.raises(ValueError, match="build the RolloutEngine after"):
             engine.generate([[1, 2]], SamplingParams())
+
+
+def test_nothing_computed_with_a_struck_product_is_used_again(small_model, monkeypatch, tmp_path):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(cublaslt, "_audit", cublaslt._Audit())
+    monkeypatch.setattr(cublaslt, "_by_device", {})
+    monkeypatch.setattr(cublaslt, "AUDIT_EVERY", 1)
+    monkeypatch.setattr(cublaslt, "prefers_library", lambda m, *rest: m > 1)
+    library_product = cublaslt.library_product
+    sampling, prompts = SAMPLINGS["plain"], PROMPTS[:4]
+    with patch(model := small_model()):
+        engine = engine_of(model)
+        expected = as_bytes(engine.generate(prompts, sampling))
+        hits, calls = engine.stats.prefix_hit_tokens, cublaslt.schedule_audit().calls
+        with monkeypatch.context() as broken:
+            broken.setattr(
+                cublaslt, "library_product", lambda *given: 1.01 * library_product(*given)
+            )
+            with pytest.warns(UserWarning, match="withdrawn: nt/bf16/"):
+                assert as_bytes(engine.generate(prompts, sampling)) != expected
+        assert engine.stats.prefix_hit_tokens > hits
+        assert cublaslt.schedule_audit().calls > calls > 0
+        assert len(engine._runner._graphs) > 0
+        engine._runner.begin()
+        assert len(engine._runner._graphs) == 0
+        assert as_bytes(engine.generate(prompts, sampling)) == expected
+        assert engine.stats.prefix_hit_tokens == hits
 
 
 def test_a_nan_in_the_weights_is_reported_by_name(small_model):

@@ -1,15 +1,21 @@
 """The verification on a GPU: a small run of every check is green, and mutants turn checks red."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from rl_consistency.parity.claims import CLAIMS
+from rl_consistency.kernels import cublaslt, matmul_schedules
+from rl_consistency.kernels.certificates import CACHE_VARIABLE
+from rl_consistency.numerics.settings import numeric_settings
+from rl_consistency.parity.claims import CLAIMS, Tally
 from rl_consistency.parity.mutants import mutants_on, run_controls, run_mutant
+from rl_consistency.parity.op_setup import TINY_SHAPES, OpSetup
 from rl_consistency.parity.presets import build_preset
 from rl_consistency.parity.probe import probe
-from rl_consistency.parity.sweep import Sweep
+from rl_consistency.parity.schedule_checks import check_matmul_schedules
+from rl_consistency.parity.sweep import QUICK, Sweep
 from rl_consistency.parity.verify import count_checks, run_checks
 from rl_consistency.parity.verify_targets import Target
 
@@ -45,6 +51,31 @@ def test_the_mutant_is_caught(mutant):
 def test_controls_are_green_without_a_mutant():
     keys = dict.fromkeys(key for mutant in mutants_on(CUDA) for key in mutant.keys(CUDA))
     assert [(r.key, r.detail) for r in run_controls(keys, CUDA) if not r.passed] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_the_library_are_audited_and_another_order_is_found(
+    dtype, monkeypatch, tmp_path
+):
+    # No certificate of this machine is read, none is struck on it.
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(cublaslt, "_by_device", {})
+    monkeypatch.setattr(cublaslt, "_audit", cublaslt._Audit())
+    monkeypatch.setattr(matmul_schedules, "CANDIDATES", matmul_schedules.POINTER[:2])
+    shapes = replace(TINY_SHAPES, linear=((1024, 1024),))
+    setup = OpSetup(dtype=dtype, device=CUDA, sweep=QUICK, shapes=shapes)
+    right, wrong, library = Tally(), Tally(), cublaslt.library_product
+    with numeric_settings():
+        check_matmul_schedules(right, setup)
+        assert right.detail == ""
+        report = cublaslt.schedule_audit()
+        assert report.audited == report.calls > 0
+        monkeypatch.setattr(
+            cublaslt, "library_product", lambda *operands: library(*operands) * (1 + 2**-7)
+        )
+        check_matmul_schedules(wrong, setup)
+    assert wrong.mismatches > 0
+    assert cublaslt.schedule_audit().differing > 0
 
 
 def test_a_probe_is_drawn_on_the_device_and_is_the_same_bytes_again():

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
+from rl_consistency.kernels import certificates as certificates_module
 from rl_consistency.kernels.certificates import (
     CACHE_VARIABLE,
     LIBRARY_VARIABLES,
@@ -122,9 +124,14 @@ def test_findings_of_two_processes_are_merged_and_a_bad_one_stays(tmp_path):
 
 
 @pytest.fixture
-def environment(monkeypatch, tmp_path):
+def gpu():
+    """What the driver says of a device."""
+    return SimpleNamespace(name="A GPU", major=9, minor=0, multi_processor_count=132)
+
+
+@pytest.fixture
+def environment(monkeypatch, tmp_path, gpu):
     """Opens the certificates of a device as a new process would, where variables are set."""
-    gpu = SimpleNamespace(name="A GPU", major=9, minor=0, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     for name in LIBRARY_VARIABLES:
@@ -151,6 +158,38 @@ def test_another_identity_neither_wipes_nor_sees_what_was_struck(environment, tm
     names = sorted(path.name for path in tmp_path.glob("*.json"))
     assert len(names) == 2
     assert all(name.startswith("matmul_certificates_A_GPU_") for name in names)
+
+
+CHANGES = {
+    "device": lambda patch, gpu: patch.setattr(gpu, "name", "Another GPU"),
+    "capability": lambda patch, gpu: patch.setattr(gpu, "minor", 1),
+    "multiprocessors": lambda patch, gpu: patch.setattr(gpu, "multi_processor_count", 114),
+    "torch": lambda patch, gpu: patch.setattr(torch, "__version__", "0.0"),
+    "cuda": lambda patch, gpu: patch.setattr(torch.version, "cuda", "0.0"),
+    "cublaslt": lambda patch, gpu: patch.setattr(
+        certificates_module, "_library_version", lambda: "0"
+    ),
+    "triton": lambda patch, gpu: patch.setattr(triton, "__version__", "0.0"),
+    "kernels": lambda patch, gpu: patch.setattr(certificates_module, "kernels_hash", lambda: "0"),
+} | {name: lambda patch, gpu, name=name: patch.setenv(name, ":16:8") for name in LIBRARY_VARIABLES}
+"""Part of the identity -> what makes it another."""
+
+
+@pytest.mark.parametrize("part", CHANGES)
+def test_a_finding_does_not_outlive_any_part_of_its_identity(part, environment, gpu, monkeypatch):
+    held = environment()
+    assert held.admitted(KEY, 100) and environment().knows(KEY)
+    with monkeypatch.context() as patch:
+        CHANGES[part](patch, gpu)
+        other = environment()
+        assert other._path != held._path and not other.knows(KEY)
+        other.strike(KEY, "an audit")
+    assert environment().admitted(KEY, 100)
+
+
+def test_every_part_of_the_identity_has_a_change(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert set(certificates_module._identity(torch.device("cpu"))) == set(CHANGES)
 
 
 @pytest.mark.parametrize("change", [{"device": "two"}, {"torch": "2"}, {"more": "x"}])

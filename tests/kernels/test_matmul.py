@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.matmul import row_matmul, tile_matmul
+from rl_consistency.kernels.matmul import matmul_nn, matmul_nt, row_matmul, tile_matmul
+from rl_consistency.kernels.operand import DTYPES
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.probe import probe
 from rl_consistency.parity.tolerances import assert_within
@@ -40,6 +41,24 @@ def test_matches_fp64(k, n, dtype):
 def test_rows_do_not_depend_on_the_batch(k, n, dtype):
     a, b = operands(k, n, dtype)
     assert differing_calls(lambda rows: row_matmul(rows, b), a) == 0
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_pair_of_dtypes_rounds_one_accumulator_once(dtype, out_dtype):
+    a, b = operands(100, 48, dtype)
+    bias = probe((48,), dtype, seed=2)
+    wide = row_matmul(a, b)
+    found = {
+        "nn": matmul_nn(a, b, out_dtype=out_dtype),
+        "nt": matmul_nt(a, b.t().contiguous(), out_dtype=out_dtype),
+        "bias": matmul_nt(a, b.t(), bias=bias, out_dtype=out_dtype),
+        "row": matmul_nt(a[7:8], b.t(), bias=bias, out_dtype=out_dtype),
+    }
+    biased = (wide + bias.float()).to(out_dtype)
+    expected = {"nn": wide.to(out_dtype), "nt": wide.to(out_dtype)}
+    expected |= {"bias": biased, "row": biased[7:8]}
+    assert first_difference(found, expected) is None
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -4,6 +4,7 @@ import torch
 from rl_consistency.kernels.matmul_schedules import CANDIDATES, POINTER, POINTER_FP32
 from rl_consistency.kernels.matmul_triton import matmul_fwd, matmul_op
 from rl_consistency.kernels.matrix_step import FP32_STEP
+from rl_consistency.kernels.operand import DTYPES
 from rl_consistency.parity.probe import probe
 from rl_consistency.parity.tolerances import assert_within
 
@@ -51,13 +52,14 @@ def test_fp32_steps_are_added_in_fp64(schedule):
     assert (matmul_fwd(a, ones, None, "nt", torch.float32, schedule) == 1.0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("m", [1, 5, M])
-def test_the_picked_schedule_matches_fp64(dtype, m):
+def test_the_picked_schedule_matches_fp64_for_every_pair_of_dtypes(m, dtype, out_dtype):
     a, b, bias = operands(dtype)
-    y = matmul_op(a[:m], b, bias, "nt", dtype)
-    assert y.dtype == dtype
-    assert_within(y, reference(a[:m], b, bias), "reduction", dtype)
+    y = matmul_op(a[:m], b, bias, "nt", out_dtype)
+    assert y.dtype == out_dtype
+    assert_within(y, reference(a[:m], b, bias), "reduction", out_dtype)
 
 
 @pytest.mark.parametrize("schedule", POINTER[:4], ids=lambda s: s.name)

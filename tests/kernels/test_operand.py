@@ -50,6 +50,23 @@ def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch):
         require_device("linear", on_second)
 
 
+@pytest.mark.parametrize("found", [(7, 0), (7, 5)])
+def test_a_gpu_without_the_matrix_units_is_refused(monkeypatch, found):
+    monkeypatch.setattr(operand, "capability", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    older = SimpleNamespace(device=torch.device("cuda", 0))
+    has = rf"cuda:0 has compute capability 7\.{found[1]}"
+    with pytest.raises(ValueError, match=rf"linear: {has}; .* need 8\.0 \(Ampere\) or later.*CPU"):
+        require_device("linear", older)
+
+
+@pytest.mark.parametrize("found", [(8, 0), (8, 6), (9, 0), (12, 0)])
+def test_a_gpu_with_the_matrix_units_is_accepted(monkeypatch, found):
+    monkeypatch.setattr(operand, "capability", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    require_device("linear", SimpleNamespace(device=torch.device("cuda", 0)))
+
+
 def test_autocast_is_refused():
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),

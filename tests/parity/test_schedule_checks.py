@@ -6,12 +6,21 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from rl_consistency.kernels import matmul_schedules
+from rl_consistency.kernels import cublaslt, matmul_schedules
+from rl_consistency.kernels.certificates import Certificates
 from rl_consistency.kernels.matmul_triton import matmul_fwd
-from rl_consistency.parity import perturbations, schedule_checks
+from rl_consistency.parity import (
+    row_schedule_checks,
+    schedule_checks,
+    schedule_comparison,
+    schedule_perturbations,
+)
 from rl_consistency.parity.claims import Tally
 from rl_consistency.parity.op_setup import TINY_SHAPES, Heads, OpSetup
 from rl_consistency.parity.sweep import QUICK
+
+# The interpreter subtracts infinities in numpy, which warns.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 SETUP = OpSetup(
     dtype=torch.float32,
@@ -36,7 +45,7 @@ def few(monkeypatch):
         lambda a, b, *, out_dtype: matmul_fwd(a, b, None, "nn", out_dtype),
     )
     tables = {
-        schedule_checks.matmul_schedules: {"POINTER_FP32": 4},
+        schedule_checks.matmul_schedules: {"POINTER_FP32": 4, "QKV": 3, "GATE_UP": -3},
         schedule_checks.attention_schedules: {
             "PREFILL": -2,
             "DECODE": -2,
@@ -50,19 +59,37 @@ def few(monkeypatch):
             monkeypatch.setattr(module, name, table[:count] if count > 0 else table[count:])
 
 
-CHECKS = (
+PRODUCTS = (
     schedule_checks.check_matmul_schedules,
+    schedule_checks.check_fused_product_schedules,
     schedule_checks.check_gradient_fold_schedules,
+)
+OTHERS = (
     schedule_checks.check_attention_schedules,
     schedule_checks.check_token_logprobs_schedules,
 )
+ROWS = (
+    row_schedule_checks.check_glu_schedules,
+    row_schedule_checks.check_rotary_schedules,
+    row_schedule_checks.check_rms_norm_schedules,
+    row_schedule_checks.check_gradient_row_schedules,
+    row_schedule_checks.check_sampling_schedules,
+)
+FOLDS = (
+    schedule_checks.check_gradient_fold_schedules,
+    row_schedule_checks.check_gradient_row_schedules,
+)
+"""They need several steps, or tokens that repeat; the others are slower."""
 
 
-def judged(check):
+def judged(check, **changes):
     tally = Tally()
-    # The fold needs several steps; the others are slower.
-    folds = check is schedule_checks.check_gradient_fold_schedules
-    check(tally, replace(SETUP, sweep=replace(QUICK, lengths=(1, 40))) if folds else SETUP)
+    # Tables of schedules for 16 bits, but for these.
+    half = check not in PRODUCTS[::2] + OTHERS
+    setup = replace(SETUP, dtype=torch.bfloat16 if half else torch.float32)
+    if check in FOLDS:
+        setup = replace(setup, sweep=replace(QUICK, lengths=(1, 40)))
+    check(tally, replace(setup, **changes))
     return tally
 
 
@@ -72,29 +99,87 @@ def integers(shape, dtype=torch.float32, seed=0, *, scale=1.0, device="cpu"):
     return torch.randint(-4, 5, shape, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("check", CHECKS[:2], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", PRODUCTS, ids=lambda c: c.__name__)
 def test_pointer_schedules_agree_in_the_interpreter(check, monkeypatch):
-    monkeypatch.setattr(schedule_checks, "probe", integers)
+    for module in (schedule_checks, schedule_comparison):
+        monkeypatch.setattr(module, "probe", integers)
     tally = judged(check)
     assert tally.cases > 2
     assert tally.detail == ""
 
 
-@pytest.mark.parametrize("check", CHECKS[2:], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", ROWS, ids=lambda c: c.__name__)
+def test_schedules_without_a_product_agree_in_the_interpreter(check):
+    tally = judged(check)
+    assert tally.cases >= 2
+    assert tally.detail == ""
+
+
+@pytest.mark.parametrize("check", OTHERS, ids=lambda c: c.__name__)
 def test_pointer_schedules_run_in_the_interpreter(check):
     assert judged(check).cases > 2
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", PRODUCTS + OTHERS + ROWS, ids=lambda c: c.__name__)
 def test_one_entry_of_another_order_turns_the_check_red(check):
-    with perturbations.one_schedule_of_another_order():
+    with schedule_perturbations.one_schedule_of_another_order():
         assert judged(check).mismatches > 0
+
+
+@pytest.fixture
+def library(monkeypatch, tmp_path):
+    """The library path on CPU tensors, in front of it the interpreter as the canonical order."""
+    monkeypatch.setattr(matmul_schedules, "CANDIDATES", matmul_schedules.POINTER[:2])
+    for module in (schedule_checks, schedule_comparison):
+        monkeypatch.setattr(module, "probe", integers)
+    # The CPU's memory starts on 64 bytes, a GPU's on 256.
+    monkeypatch.setattr(cublaslt, "ALIGNMENT", 64)
+    monkeypatch.setattr(cublaslt, "settings_in_force", lambda: True)
+    monkeypatch.setattr(cublaslt, "_has_room", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cublaslt, "library_product", matmul_fwd)
+    monkeypatch.setattr(cublaslt, "_audit", cublaslt._Audit())
+
+    def certified(differing):
+        held = Certificates(tmp_path / f"{differing}.json", {}, lambda key, m: differing)
+        monkeypatch.setattr(cublaslt, "_by_device", {SETUP.device: held})
+
+    return certified
+
+
+def products_judged():
+    return judged(schedule_checks.check_matmul_schedules, dtype=torch.bfloat16)
+
+
+def test_every_product_of_the_library_is_audited(library):
+    library(differing=0)
+    tally = products_judged()
+    assert tally.detail == ""
+    report = cublaslt.schedule_audit()
+    assert report.audited == report.calls == 2
+    assert cublaslt.AUDIT_EVERY > 1
+
+
+def test_a_library_of_another_order_turns_the_check_red(library, monkeypatch):
+    library(differing=0)
+    monkeypatch.setattr(
+        cublaslt, "library_product", lambda *operands: matmul_fwd(*operands) * (1 + 2**-7)
+    )
+    tally = products_judged()
+    assert "by the library: row 0" in tally.detail
+    assert tally.mismatches == 3  # both layouts, and the audit
+
+
+def test_a_library_that_nothing_audits_turns_the_check_red(library):
+    library(differing=1)
+    tally = products_judged()
+    assert tally.detail == "library products audited: 0 elements of 0 audited calls; struck: []"
 
 
 def test_an_entry_of_another_order_is_named():
     values = [torch.ones(3, 4), torch.ones(3, 4), torch.ones(3, 4) + 2**-20]
     tally = Tally()
-    schedule_checks._compare(tally, "rows", range(3), values.__getitem__)
+    schedule_comparison.compare_schedules(tally, "rows", range(3), values.__getitem__)
     assert tally.mismatches == 1
     assert tally.detail.startswith("rows, 2: row 0")
 
@@ -106,12 +191,12 @@ def test_an_entry_too_large_for_the_device_is_left_out_but_not_all_of_them():
         return torch.ones(1)
 
     tally = Tally()
-    schedule_checks._compare(tally, "x", range(3), lambda entry: run(2, entry))
+    schedule_comparison.compare_schedules(tally, "x", range(3), lambda entry: run(2, entry))
     assert tally.mismatches == 0
-    schedule_checks._compare(tally, "x", range(3), lambda entry: run(1, entry))
+    schedule_comparison.compare_schedules(tally, "x", range(3), lambda entry: run(1, entry))
     assert tally.detail == "x, entries that fit: 1 of 3"
     with pytest.raises(ValueError, match="no schedule of 3 fits"):
-        schedule_checks._compare(tally, "x", range(3), lambda entry: run(0, entry))
+        schedule_comparison.compare_schedules(tally, "x", range(3), lambda entry: run(0, entry))
 
 
 def test_every_table_has_entries_for_every_dtype():

@@ -8,8 +8,9 @@ shows at once. `toy_tokens` draws the same tokens without a cache, a batch or an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -189,6 +190,31 @@ class Toy:
                 return
             self.loop.step()
         raise AssertionError("the loop makes no progress")
+
+
+class PreemptingScheduler(Scheduler):
+    """Makes the youngest running sequence give way in given steps, as if blocks were missing.
+
+    Not the last one: for it there would be room.
+    """
+
+    def __init__(self, *args: Any, steps: Collection[int], **limits: Any) -> None:
+        super().__init__(*args, **limits)
+        self._preempts_in = frozenset(steps)
+        self._num_steps = 0
+
+    def _decode_chunks(self) -> Any:
+        # Here and not before `schedule`: the step that preempts does not admit.
+        self._num_steps += 1
+        if self._num_steps in self._preempts_in and len(self._running) > 1:
+            self._preempt(self._running.pop())
+        return super()._decode_chunks()
+
+
+@pytest.fixture(scope="session")
+def preempting() -> Callable[[Collection[int]], Callable[..., Scheduler]]:
+    """Schedulers that preempt in given steps, counted from 1, beside those that have to."""
+    return lambda steps: partial(PreemptingScheduler, steps=steps)
 
 
 def make_toy(

@@ -3,6 +3,7 @@ that training recomputes. (The toy model of `test_step_loop.py` sees many more s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +16,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.rollout import engine as engine_module
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+
+EVENTS = ("preemptions", "prefix_hit_tokens", "accepted_tokens", "discarded_rows")
+"""Counted by the engine; all of it has to happen in random schedules, or they show nothing."""
 
 VOCAB, STOP = 97, 7
 SHARED = [(5 * i + 2) % 60 for i in range(21)]
@@ -128,6 +133,7 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
         "arrivals": draw(st.lists(st.integers(0, 12), min_size=6, max_size=6)),
         "speculation": draw(st.lists(st.sampled_from([0, 1, 3, 7]), min_size=6, max_size=6)),
         "cancelled": draw(st.none() | st.tuples(st.integers(0, 5), st.integers(1, 12))),
+        "preempted": draw(st.sets(st.integers(2, 40), min_size=2, max_size=8)),
     }
 
 
@@ -149,16 +155,27 @@ def serve(served: Served, schedule: dict[str, Any]) -> tuple[RolloutEngine, list
     return engine, completions
 
 
-@settings(deadline=None, derandomize=True, max_examples=20)
-@given(schedule=schedules())
-def test_no_schedule_moves_a_byte(served: Served, schedule: dict[str, Any]) -> None:
-    engine, completions = serve(served, schedule)
-    assert len(completions) == len(served.alone)
-    for c in completions:
-        token_ids, logprobs = served.alone[int(c.request_id), c.sample_index]
-        found = c.token_logprobs.numpy().tobytes()
-        if c.finish_reason == "cancelled":
-            assert token_ids[: len(c.token_ids)] == c.token_ids and logprobs.startswith(found)
-        else:
-            assert (c.token_ids, found) == (token_ids, logprobs)
-    assert engine._blocks.num_free_blocks == engine._blocks.num_blocks
+def test_no_schedule_moves_a_byte(served: Served, preempting: Any) -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(deadline=None, derandomize=True, max_examples=20)
+    @given(schedule=schedules())
+    def any_schedule(schedule: dict[str, Any]) -> None:
+        with pytest.MonkeyPatch.context() as patched:
+            # Of every rollout: the engine makes a new one whenever it was idle.
+            patched.setattr(engine_module, "Scheduler", preempting(schedule["preempted"]))
+            engine, completions = serve(served, schedule)
+        assert len(completions) == len(served.alone)
+        for c in completions:
+            token_ids, logprobs = served.alone[int(c.request_id), c.sample_index]
+            found = c.token_logprobs.numpy().tobytes()
+            if c.finish_reason == "cancelled":
+                assert token_ids[: len(c.token_ids)] == c.token_ids and logprobs.startswith(found)
+            else:
+                assert (c.token_ids, found) == (token_ids, logprobs)
+            seen[c.finish_reason] += 1
+        assert engine._blocks.num_free_blocks == engine._blocks.num_blocks
+        seen.update({event: getattr(engine.stats, event) for event in EVENTS})
+
+    any_schedule()
+    assert all(seen[event] for event in (*EVENTS, "stop", "length", "cancelled")), seen

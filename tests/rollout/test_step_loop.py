@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import random
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,9 @@ from rl_consistency.rollout.step_loop import Sampled, StepLoop
 
 Make = Callable[..., Any]
 STOP = 12
+EVENTS = ("preemptions", "prefix_hit_tokens", "accepted_tokens", "discarded_rows")
+"""Counted by the loop; all of it has to happen in random schedules, or they show nothing."""
+
 PREFIX = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2, 3]
 
 
@@ -143,12 +147,16 @@ def workloads(draw: st.DrawFn) -> dict[str, Any]:
             )
         ),
         "fails": draw(st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(2, 30)))),
+        "preempted": draw(st.sets(st.integers(2, 40), max_size=8)),
     }
 
 
-def serve(toy: Make, sequence_of: Make, work: dict[str, Any]) -> tuple[Any, list[RolloutSequence]]:
+def serve(
+    toy: Make, sequence_of: Make, preempting: Make, work: dict[str, Any]
+) -> tuple[Any, list[RolloutSequence]]:
     fails_at = frozenset({work["fails"]} if work["fails"] else ())
-    served = toy(fails_at=fails_at, **work["engine"])
+    scheduler = preempting(work["preempted"])
+    served = toy(fails_at=fails_at, scheduler=scheduler, **work["engine"])
     sequences = [
         sequence_of(
             PREFIX[:shared] + own, max_tokens=most, prompt_id=index, speculation=speculation
@@ -166,23 +174,32 @@ def serve(toy: Make, sequence_of: Make, work: dict[str, Any]) -> tuple[Any, list
     return served, sequences
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
-@given(work=workloads())
 def test_no_schedule_moves_a_token_or_a_logprob(
-    toy: Make, sequence_of: Make, expected: Make, work: dict[str, Any]
+    toy: Make, sequence_of: Make, expected: Make, preempting: Make
 ) -> None:
-    served, sequences = serve(toy, sequence_of, work)
-    for sequence in sequences:
-        token_ids, logprobs = expected(sequence)
-        num_tokens = sequence.num_tokens
-        assert sequence.token_ids == token_ids[:num_tokens]
-        assert sequence.token_logprobs == logprobs[: num_tokens - sequence.num_prompt_tokens]
-        if sequence.finish_reason == "error":
-            assert work["fails"] == (sequence.prompt_id, num_tokens)
-            assert f"position {num_tokens}" in (sequence.error or "")
-        elif sequence.finish_reason != "cancelled":
-            assert len(token_ids) == num_tokens
-    check_empty(served)
+    seen: Counter[str] = Counter()
+
+    @settings(deadline=None, derandomize=True, max_examples=150)
+    @given(work=workloads())
+    def any_schedule(work: dict[str, Any]) -> None:
+        served, sequences = serve(toy, sequence_of, preempting, work)
+        for sequence in sequences:
+            token_ids, logprobs = expected(sequence)
+            num_tokens = sequence.num_tokens
+            assert sequence.token_ids == token_ids[:num_tokens]
+            assert sequence.token_logprobs == logprobs[: num_tokens - sequence.num_prompt_tokens]
+            if sequence.finish_reason == "error":
+                assert work["fails"] == (sequence.prompt_id, num_tokens)
+                assert f"position {num_tokens}" in (sequence.error or "")
+            elif sequence.finish_reason != "cancelled":
+                assert len(token_ids) == num_tokens
+            seen[str(sequence.finish_reason)] += 1
+        check_empty(served)
+        statistics = served.loop.statistics()
+        seen.update({event: getattr(statistics, event) for event in EVENTS})
+
+    any_schedule()
+    assert all(seen[event] for event in (*EVENTS, "stop", "length", "cancelled", "error")), seen
 
 
 def test_no_block_is_lost_over_ten_thousand_requests(

@@ -332,43 +332,62 @@ def test_the_loop_itself_knows_nothing_of_drift(file):
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch):
-    """Makes a hook audit as on a GPU; the report it will find."""
+def on_a_gpu(make_hook, monkeypatch):
+    """Makes a hook that audits as on a GPU."""
 
-    def audited(hook, differing, found=None):
-        found = differing if found is None else found
-        struck = ["nt/bf16/plain/n64/k64/m64"] if differing else []
-        report = AuditReport(calls=514, audited=2, differing=differing, found=found, struck=struck)
-        monkeypatch.setattr(hooks, "schedule_audit", lambda: report)
+    def make(**changes):
+        hook = make_hook(**changes)
         hook._device = torch.device("cuda")
         return hook
 
-    return audited
+    reported(monkeypatch, 0, found=0)
+    return make
+
+
+def reported(monkeypatch, differing, *, found):
+    """What the audit says from here on."""
+    struck = ["nt/bf16/plain/n64/k64/m64"] if differing else []
+    report = AuditReport(calls=514, audited=2, differing=differing, found=found, struck=struck)
+    monkeypatch.setattr(hooks, "schedule_audit", lambda: report)
 
 
 def test_on_a_gpu_each_step_says_what_the_audit_of_schedules_found(
     make_hook, model, rollout, on_a_gpu
 ):
-    metrics = whole_step(on_a_gpu(make_hook(), 0), model, rollout)
+    metrics = whole_step(on_a_gpu(), model, rollout)
     assert metrics["consistency/schedule_audit"] == 0
     assert "consistency/schedule_audit" not in whole_step(make_hook(), model, rollout)
 
 
-def test_a_schedule_that_differs_stops_the_run(make_hook, model, rollout, on_a_gpu):
-    with pytest.raises(ConsistencyError, match=r"step 1: library .* 3 sampled .*nt/bf16") as caught:
-        whole_step(on_a_gpu(make_hook(), 3), model, rollout)
-    assert caught.value.metrics["consistency/schedule_audit"] == 3
+@pytest.mark.parametrize("found", [3, 0])  # read here first, or by the engine before
+def test_a_schedule_that_differs_stops_the_run(model, rollout, on_a_gpu, monkeypatch, found):
     warnings = []
-    hook = on_a_gpu(make_hook(on_drift="warn", warn=warnings.append), 3)
-    assert whole_step(hook, model, rollout)["consistency/schedule_audit"] == 3
+    strict, warning = on_a_gpu(), on_a_gpu(on_drift="warn", warn=warnings.append)
+    reported(monkeypatch, 3, found=found)
+    with pytest.raises(ConsistencyError, match=r"step 1: library .* 3 sampled .*nt/bf16") as caught:
+        whole_step(strict, model, rollout)
+    assert caught.value.metrics["consistency/schedule_audit"] == 3
+    assert whole_step(warning, model, rollout)["consistency/schedule_audit"] == 3
     assert len(warnings) == 1
 
 
-def test_a_difference_found_before_is_still_logged_and_stops_no_later_step(
-    make_hook, model, rollout, on_a_gpu
+def test_what_nobody_read_before_the_hook_was_made_is_judged_too(
+    model, rollout, on_a_gpu, monkeypatch
 ):
-    hook = on_a_gpu(make_hook(), 3, found=0)
-    assert whole_step(hook, model, rollout)["consistency/schedule_audit"] == 3
+    reported(monkeypatch, 3, found=2)
+    hook = on_a_gpu()
+    reported(monkeypatch, 3, found=0)
+    with pytest.raises(ConsistencyError, match="step 1: library"):
+        whole_step(hook, model, rollout)
+
+
+def test_a_difference_found_before_is_still_logged_and_stops_no_later_step(
+    model, rollout, on_a_gpu, monkeypatch
+):
+    reported(monkeypatch, 3, found=0)
+    hook = on_a_gpu()
+    for _ in range(2):
+        assert whole_step(hook, model, rollout)["consistency/schedule_audit"] == 3
 
 
 def test_the_speed_of_stock_training_is_measured_when_asked_for(make_hook, model, rollout):

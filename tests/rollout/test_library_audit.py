@@ -1,0 +1,127 @@
+"""A library product that was struck is reported, and nothing computed with it is used again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from rl_consistency.kernels import cublaslt
+from rl_consistency.kernels.certificates import Certificates, Key
+from rl_consistency.models.patch import patch
+from rl_consistency.rollout.decode_graphs import DecodeGraphs
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.library_audit import struck_products
+from rl_consistency.rollout.sampling_params import SamplingParams
+
+CPU = torch.device("cpu")
+KEYS = [Key.of("nt", torch.bfloat16, torch.bfloat16, False, rows, 64, 96) for rows in (40, 90)]
+PARAMS = SamplingParams(max_tokens=5)
+PROMPT = list(range(1, 20))
+
+Differs = Callable[[Key], None]
+
+
+@pytest.fixture
+def differs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Differs:
+    """Says that a sample of a product was found to differ, which nobody has read of yet."""
+    monkeypatch.setattr(cublaslt, "_audit", cublaslt._Audit())
+    held = Certificates(tmp_path / "certificates.json", {}, lambda key, m: 0)
+    monkeypatch.setattr(cublaslt, "_by_device", {CPU: held})
+
+    def difference(key: Key) -> None:
+        cublaslt._audit.pending.add((CPU, key))
+        cublaslt._count(CPU, torch.zeros(2), torch.tensor([0.0, 1.0]))
+
+    return difference
+
+
+@pytest.fixture(scope="module")
+def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Qwen3ForCausalLM]:
+    with patch(built := tiny_qwen3()):
+        yield built
+
+
+@pytest.fixture
+def engine(model: Any) -> RolloutEngine:
+    return RolloutEngine(model, eos_token_id=None, kv_block_size=4, num_kv_blocks=64)
+
+
+def told(act: Callable[[], Any]) -> list[str]:
+    """What is warned of meanwhile."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        act()
+    return [str(warning.message) for warning in seen]
+
+
+def test_a_struck_product_is_told_of_once_and_stays_struck(differs: Differs) -> None:
+    assert told(struck_products) == [] and struck_products() == ()
+    for count, key in enumerate(KEYS, start=1):
+        differs(key)
+        [message] = told(struck_products)
+        struck = [k.name for k in KEYS[:count]]
+        assert "1 elements" in message and f"withdrawn: {', '.join(struck)}." in message
+        assert told(struck_products) == []
+        assert struck_products() == tuple(struck)
+
+
+def test_what_a_trainer_has_read_of_is_struck_all_the_same(differs: Differs) -> None:
+    differs(KEYS[0])
+    assert cublaslt.schedule_audit().found == 1
+    assert told(struck_products) == [] and struck_products() == (KEYS[0].name,)
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_rollout_tells_of_what_was_struck_before_it_or_during_it(
+    engine: RolloutEngine, differs: Differs, when: str
+) -> None:
+    def found_in_the_middle() -> None:
+        stream = engine.stream([PROMPT], PARAMS)
+        differs(KEYS[0])
+        list(stream)
+
+    if when == "before":
+        differs(KEYS[0])
+    generate = partial(engine.generate, [PROMPT], PARAMS)
+    [message] = told(found_in_the_middle if when == "during" else generate)
+    assert KEYS[0].name in message
+    assert told(generate) == []
+
+
+def test_keys_cached_before_a_strike_are_dropped(engine: RolloutEngine, differs: Differs) -> None:
+    def hits() -> int:
+        engine.generate([PROMPT], PARAMS)
+        return engine.stats.prefix_hit_tokens
+
+    assert [hits(), hits()] == [0, 16]
+    differs(KEYS[0])
+    with pytest.warns(UserWarning, match="withdrawn"):
+        assert hits() == 0
+    assert hits() == 16
+
+
+@pytest.mark.parametrize("reader", [struck_products, cublaslt.schedule_audit])
+def test_graphs_captured_before_a_strike_are_dropped(
+    engine: RolloutEngine, differs: Differs, monkeypatch: pytest.MonkeyPatch, reader: Any
+) -> None:
+    dropped: list[int] = []
+    monkeypatch.setattr(DecodeGraphs, "drop", lambda self: dropped.append(1))
+    runner = engine._runner
+    runner._graphs = DecodeGraphs(
+        runner._state, runner._cache, runner._decode, capacity=64, prepare=lambda: None
+    )
+    runner.begin()
+    assert not dropped
+    for count, key in enumerate(KEYS, start=1):
+        differs(key)
+        told(reader)  # whoever read of it first
+        runner.begin()
+        runner.begin()
+        assert len(dropped) == count
