@@ -326,10 +326,13 @@ class Results:
     def merged(
         self, suite: str, rows: Sequence[Row], meta: Mapping[str, Any], record: Mapping[str, Any]
     ) -> Results:
-        """With one suite's rows and record replaced, and the run's meta over the old one's."""
-        kept = tuple(r for r in self.rows if r.suite != suite)
+        """With one suite's rows and record replaced, where they stood, and the run's meta over the
+        old one's."""
+        first = next((i for i, r in enumerate(self.rows) if r.suite == suite), len(self.rows))
+        after = (r for r in self.rows[first:] if r.suite != suite)
         suites = {**self.meta.get("suites", {}), suite: dict(record)}
-        return Results((*kept, *rows), {**self.meta, **meta, "suites": suites})
+        merged = (*self.rows[:first], *rows, *after)
+        return Results(merged, {**self.meta, **meta, "suites": suites})
 
 
 def load(path: Path, device: str | None = None) -> Results:

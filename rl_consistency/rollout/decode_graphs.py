@@ -308,7 +308,8 @@ class DecodeGraphs:
             torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
         ):
             call.run()
-        return CapturedCall(call, graph.replay, kept)
+        # Looked up at each replay, which a measurement may watch.
+        return CapturedCall(call, lambda: graph.replay(), kept)
 
 
 @contextmanager

@@ -95,6 +95,8 @@ def test_a_suite_replaces_its_own_rows_and_no_others(tmp_path):
     file = tmp_path / "gpu.json"
     results = Results((), {}).merged("matmul_forward", [row(ratio=0.5)], META, RECORD)
     results = results.merged("elementwise", [row("elementwise", 3.0)], META, RECORD)
+    replaced = results.merged("matmul_forward", [row(ratio=0.7), row(ratio=0.8)], META, RECORD)
+    assert [r.ratio for r in replaced.rows] == [0.7, 0.8, 3.0]
     save(file, results)
     newer = META | {"commit": "def"}
     again = load(file, "Test GPU").merged(
