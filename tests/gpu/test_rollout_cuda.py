@@ -159,7 +159,8 @@ def test_the_default_cache_leaves_room_on_the_gpu(small_model, monkeypatch):
         taken = torch.cuda.memory_allocated() - before
         del engine
         torch.cuda.empty_cache()
-    assert 0.95 * GPU_CACHE_SHARE * free < taken < 1.02 * GPU_CACHE_SHARE * free
+    share = GPU_CACHE_SHARE * free
+    assert 0.95 * share < taken < share + 2**26  # the tables of so many samples
 
 
 def test_a_cache_larger_than_the_gpu_is_refused_with_its_size(small_model):
