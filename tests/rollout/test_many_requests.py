@@ -30,7 +30,7 @@ SMALLEST_LEAK = 64 * 1024
 
 
 @pytest.fixture(
-    params=[("cpu", 500), pytest.param(("cuda", 3_000), marks=pytest.mark.gpu)],
+    params=[("cpu", 500), pytest.param(("cuda", 10_000), marks=pytest.mark.gpu)],
     ids=lambda param: param[0],
 )
 def engine_and_count(request: pytest.FixtureRequest) -> Iterator[tuple[RolloutEngine, int]]:
