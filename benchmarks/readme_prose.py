@@ -1,4 +1,4 @@
-"""Figures in the README's own sentences, from benchmarks/results/h200.json.
+"""Figures in the README's own sentences, from benchmarks/results.
 
 Usage: python -m benchmarks.readme_prose. Prints the phrases that the text behind the benchmark
 section must hold, each marked if it does not. The sentences around them are written by hand.
@@ -6,6 +6,7 @@ section must hold, each marked if it does not. The sentences around them are wri
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 from benchmarks.readme import END, README, RESULTS
 from rl_consistency.cli.bench_results import Results, Row, load
 
+HOSTS = RESULTS.with_name("training_step_hosts.json")
 MATMUL_BAR = 0.93
 
 
@@ -129,11 +131,18 @@ def _whole(results: Results) -> list[str]:
         for row in _rows(results, "rollout_hugging_face")
         if row.work == "generate" and row.ratio is not None
     }
+    hosts = json.loads(HOSTS.read_text(encoding="utf-8"))["runs"]
+
+    def over_hosts(model: str) -> str:
+        rows = [row for run in hosts for row in run["rows"] if row["shape"]["model"] == model]
+        return span(row["liger_us"] / row["ours_us"] for row in rows)
+
     (long,) = _rows(results, "rollout_long_context")
     products = _peer_times(_rows(results, "matmul_forward"), "batch_invariant_ops")
     steps = _peer_times(_rows(results, "training_step"), "batch_invariant_ops")
     return [
         f"0.6B: {against_liger('qwen3-0.6b')}, 1.7B: {against_liger('qwen3-1.7b')}",
+        f"it is {over_hosts('qwen3-0.6b')} and {over_hosts('qwen3-1.7b')}",
         f"{geometric_mean(products):.2f} times as long as ours over {len(products)} shapes",
         f"geometric mean; {span(products)}",
         f"in its mode {span(steps)} times",

@@ -25,7 +25,12 @@ if not HAS_GPU:
     install()
 
 
-LONGEST_ON_A_GPU = ("test_random_schedules", "test_verify_cuda")
+LONGEST_ON_A_GPU = (
+    "test_random_schedules",
+    "test_verify_cuda",
+    "test_many_requests",
+    "test_library_cuda",
+)
 """Files that are begun first there, so that no process ends minutes after the others.
 
 pytest-xdist deals tests out in pairs, so a short one stands behind each of theirs.

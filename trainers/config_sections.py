@@ -432,7 +432,8 @@ class ConsistencySection(Section):
     """Measure the drift of the stock path on the same tokens every this many steps; 0 = never."""
 
     on_drift: Literal["raise", "warn", "record"] = "raise"
-    """What a differing logprob or gradient does; differing tokens are saved for replay first."""
+    """What a differing logprob, gradient or sampled library product does; differing tokens are
+    saved for replay first, and the rollout engine warns of a product besides."""
 
 
 class WandbSection(Section):

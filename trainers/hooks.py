@@ -107,7 +107,8 @@ class ConsistencyHook:
         micro_batch_size: sequences of one stock training pass, whose speed is measured too; None
             leaves it out.
         on_drift: `raise` stops the run, `warn` calls `warn`, `record` only logs. Differing tokens
-            are saved as a replay bundle first in all three.
+            are saved as a replay bundle first in all three. Of a library product that differs the
+            rollout engine warns besides.
         replay_dir: where replay bundles go.
         config: the resolved configuration, saved with a bundle.
         expected_fingerprint: the other side's, when rollout and training are different programs.
@@ -147,7 +148,7 @@ class ConsistencyHook:
             require_same_fingerprint(self.fingerprint, expected_fingerprint)
         self.totals = Totals()
         audit = schedule_audit()
-        self._differing = audit.differing - audit.found  # sampled elements judged before
+        self._judged = audit.differing - audit.found  # sampled elements judged before
         self._rollout: Rollout | None = None
         self._digest_seconds = 0.0
 
@@ -244,7 +245,7 @@ class ConsistencyHook:
         report = schedule_audit()
         metrics["consistency/schedule_audit"] = report.differing
         # Not `found`: the engine reads the audit too, and what it was told is still to be judged.
-        before, self._differing = self._differing, report.differing
+        before, self._judged = self._judged, report.differing
         if report.differing > before:
             self._drifted(_audit_message(step, report), metrics)
 

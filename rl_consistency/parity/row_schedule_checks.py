@@ -34,6 +34,9 @@ from rl_consistency.parity.substitution import attribute
 ROWS = MAX_ROWS + 3
 """At most: an odd number, ragged for programs of two rows, too."""
 
+LONG_RUN = 128
+"""Tokens, at least, whose gradient rows are folded; every third is the same one."""
+
 TABLE_ROWS = 1000
 """Of the gradient that is folded; what lies between the rows used does not matter."""
 
@@ -87,22 +90,34 @@ def check_rms_norm_schedules(tally: Tally, setup: OpSetup) -> None:
     token, whose gradients have a kernel of their own."""
     rows, width = min(setup.rows, ROWS), setup.shapes.norm_widths[0]
     x, residual, dtotal = (drawn(setup, (rows, width), seed) for seed in (1, 2, 3))
-    candidates = rms_norm_schedules.candidates
-    _compare_norm(tally, setup, x, residual, dtotal, 1, list(candidates(width, 1)))
+    _compare_norm(tally, setup, x, residual, dtotal, 1)
     shape = setup.shapes.attention[0]
-    heads, width = shape.heads, shape.head_dim
-    x = drawn(setup, (rows, heads, width), 4)
-    entries = [None, rms_norm_schedules.pick_backward(width, heads)]
-    _compare_norm(tally, setup, x, None, None, heads, entries)
+    x = drawn(setup, (rows, shape.heads, shape.head_dim), 4)
+    _compare_norm(tally, setup, x, None, None, shape.heads)
+
+
+def norm_backward_entries(width: int, heads: int) -> list[rms_norm_schedules.Schedule | None]:
+    """What is compared of the norm's backward pass: None, the kernel for narrow rows, where there
+    are several heads; and the chosen schedule and one for each way to go through the rows. There
+    are two dozen candidates, which take long to compile."""
+    entries = {
+        (schedule.split, schedule.stages): schedule
+        for schedule in (
+            *rms_norm_schedules.candidates(width, heads),
+            rms_norm_schedules.pick_backward(width, heads),
+        )
+    }
+    return [None, *entries.values()] if heads > 1 else [*entries.values()]
 
 
 def check_gradient_row_schedules(tally: Tally, setup: OpSetup) -> None:
     """A buffer of embedding rows continued over tokens that repeat, ranked and sorted."""
     height, width = min(setup.shapes.vocab_size, TABLE_ROWS), setup.shapes.hidden_size
-    index = torch.tensor(probe_tokens([setup.rows], height, seed=2)[0], device=setup.device)
+    count = max(setup.rows, LONG_RUN)
+    index = torch.tensor(probe_tokens([count], height, seed=2)[0], device=setup.device)
     # One run longer than any that shares a program, and tokens that are left out.
     index[::3], index[::50] = 5, -1
-    rows = drawn(setup, (setup.rows, width), 3)
+    rows = drawn(setup, (count, width), 3)
     start = probe((height, width), torch.float32, seed=4, device=setup.device)
     start = start.to(accumulator_dtype(rows))
 
@@ -158,9 +173,9 @@ def _compare_norm(
     residual: Tensor | None,
     dtotal: Tensor | None,
     heads: int,
-    backward: list[rms_norm_schedules.Schedule | None],
 ) -> None:
-    """Forward by every schedule, backward by those given, of x [T, H] or [T, heads, H]."""
+    """Forward by every schedule and backward by `norm_backward_entries`, of x [T, H] or
+    [T, heads, H]."""
     width, eps = x.shape[-1], 1e-6
     # Small: where outliers meet, gradients must fit fp16.
     weight, dy = drawn(setup, (width,), 5, 0.1), drawn(setup, tuple(x.shape), 6, 0.01)
@@ -183,4 +198,5 @@ def _compare_norm(
         )
         return torch.cat([dx.float().view(-1, width), sums])
 
-    compare_schedules(tally, f"{name}, backward", backward, gradients)
+    entries = norm_backward_entries(width, heads)
+    compare_schedules(tally, f"{name}, backward", entries, gradients)

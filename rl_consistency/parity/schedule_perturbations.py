@@ -28,6 +28,7 @@ from rl_consistency.kernels import (
     vocabulary_statistics_triton,
 )
 from rl_consistency.parity.blockwise_attention import blockwise_attention
+from rl_consistency.parity.row_schedule_checks import norm_backward_entries
 from rl_consistency.parity.substitution import substituted
 
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
@@ -132,6 +133,10 @@ def _row_launchers() -> list[Pair]:
     def silu_rounded(gate: Tensor, up: Tensor, *rest: Any) -> Tensor:
         return F.silu(gate) * up
 
+    def gradients_rounded(dy: Tensor, gate: Tensor, up: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        sigmoid = torch.sigmoid(gate)
+        return dy * up * sigmoid * (1 + gate * (1 - sigmoid)), dy * (gate * sigmoid)
+
     def cosine_rounded(q: Tensor, k: Tensor, cos: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         return rotate(q, k, cos.bfloat16().float(), *rest)
 
@@ -154,11 +159,14 @@ def _row_launchers() -> list[Pair]:
 
     return [
         _one_entry(glu_triton.glu_fwd, lambda *_: glu_triton.CANDIDATES[1], silu_rounded),
+        _one_entry(glu_triton.glu_bwd, lambda *_: glu_triton.CANDIDATES[1], gradients_rounded),
         _one_entry(rotate, lambda *_: rotary_triton.CANDIDATES[1], cosine_rounded),
         _one_entry(norm, lambda x, *_: candidates(x.shape[-1])[1], root_rounded),
         _one_entry(
             norm_backward,
-            lambda dy, dtotal, x, weight, rstd, heads, *_: candidates(x.shape[-1], heads)[1],
+            lambda dy, dtotal, x, weight, rstd, heads, *_: norm_backward_entries(
+                x.shape[-1], heads
+            )[1],
             from_a_rounded_root,
         ),
         _one_entry(fold, lambda *_: gradient_rows_triton.CANDIDATES[1], added_up),

@@ -14,6 +14,7 @@ from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.completion import Completion, FailedRequestsError
 from rl_consistency.rollout.device_state import restricts_support
 from rl_consistency.rollout.drafter import Drafter, PromptLookupDrafter
+from rl_consistency.rollout.library_audit import LibraryAudit
 from rl_consistency.rollout.model_runner import ModelRunner
 from rl_consistency.rollout.progress import ProgressCallback
 from rl_consistency.rollout.requests import RequestLimits, eos_token_ids
@@ -109,6 +110,7 @@ class RolloutEngine:
             tokenizer=tokenizer,
         )
         self._weights = WeightsWatch(model)
+        self._library = LibraryAudit()
         self._new_loop = lambda: StepLoop(
             self._runner,
             Scheduler(
@@ -151,7 +153,7 @@ class RolloutEngine:
             ValueError: a batch size out of range, or requests that are not finished.
         """
         self._require_idle("warm_up")
-        self._runner.begin()
+        self._runner.begin(self._library.look())
         self._runner.warm_up(
             batch_sizes,
             drafts=range(sampling.speculation + 1),
@@ -196,7 +198,8 @@ class RolloutEngine:
             ConsistencyError: the weights have another digest than given, or were changed meanwhile,
                 or the ops on their stock path or the forward hooks were.
 
-        Warns if the audit of library products struck one: see `schedule_audit`.
+        Warns when a rollout begins or ends if sampled library products were struck since the last
+        look, `schedule_audit` says by what: what was drawn meanwhile may have other bits.
         """
         completions = sorted(
             self.stream(
@@ -317,6 +320,7 @@ class RolloutEngine:
             self._weights.after_step(ends_samples=bool(delivered))
         else:
             self._weights.after_rollout()
+            self._library.look()
         return delivered
 
     def _run(self, progress: ProgressCallback | None) -> Generator[Any]:
@@ -335,8 +339,9 @@ class RolloutEngine:
 
     def _begin(self, weights_digest: str | None) -> None:
         """From idle to work: new counters, and no cached key of other weights."""
-        self._runner.begin()
-        if self._weights.take_over(weights_digest):
+        struck = self._library.look()
+        self._runner.begin(struck)
+        if self._weights.take_over(weights_digest, struck):
             self._blocks.reset()
         self._loop = self._new_loop()
         self._num_samples = self._num_finished = 0

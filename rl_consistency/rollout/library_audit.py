@@ -1,4 +1,4 @@
-"""What the sampled audit of library products means for rollouts."""
+"""What the sampled audit of library products means for an engine."""
 
 from __future__ import annotations
 
@@ -7,24 +7,32 @@ import warnings
 from rl_consistency.kernels.cublaslt import schedule_audit
 
 
-def struck_products() -> tuple[str, ...]:
-    """Read the audit; the library products that lost their certificate in this process, in order.
+class LibraryAudit:
+    """Follows which library products lost their certificate in this process, whoever reads the
+    audit first.
 
     Graphs captured before one was struck may replay it, and keys cached before may be its work:
-    neither may be used once the answer has changed. Waits for the devices.
-
-    Warns if the audit found a difference that nobody has read of yet. It is no error: whoever
-    trains on the samples decides whether a run goes on (`consistency.on_drift`).
+    neither may be used once the answer has changed.
     """
-    report = schedule_audit()
-    if report.found:
-        warnings.warn(
-            f"library matrix products differ from the canonical order in {report.found} elements "
-            f"sampled since the last look ({report.audited} of {report.calls} calls were sampled "
-            f"so far); withdrawn: {', '.join(report.struck)}. They are not used again, and the "
-            "engine drops its graphs and cached keys, but tokens drawn and logprobs computed since "
-            "then may have other bits: draw them anew, and continue training from a checkpoint "
-            "made before.",
-            stacklevel=2,
-        )
-    return tuple(report.struck)
+
+    def __init__(self) -> None:
+        self._struck = tuple(schedule_audit().struck)
+
+    def look(self) -> tuple[str, ...]:
+        """The products struck so far, in order. Waits for the devices.
+
+        Warns of those struck since the last look. It is no error: whoever trains on the samples
+        decides whether a run goes on (`consistency.on_drift`).
+        """
+        before, self._struck = self._struck, tuple(schedule_audit().struck)
+        new = [name for name in self._struck if name not in before]
+        if new:
+            warnings.warn(
+                "sampled library matrix products differ from the canonical order; withdrawn: "
+                f"{', '.join(new)}. They are not used again, and the engine drops its graphs and "
+                "cached keys, but tokens drawn and logprobs computed since the last rollout began "
+                "may have other bits: draw them anew, and continue training from a checkpoint made "
+                "before.",
+                stacklevel=2,
+            )
+        return self._struck

@@ -27,7 +27,6 @@ from rl_consistency.rollout.decode_graphs import (
 from rl_consistency.rollout.device_state import DeviceState
 from rl_consistency.rollout.drafter import MAX_DRAFT
 from rl_consistency.rollout.kv_cache import KVCache
-from rl_consistency.rollout.library_audit import struck_products
 from rl_consistency.rollout.ragged_call import RaggedCall
 from rl_consistency.rollout.random_stream import device_uniforms
 from rl_consistency.rollout.sampler import sample
@@ -141,8 +140,7 @@ class ModelRunner:
             dummy_block=self.num_blocks,
             device=self.device,
         )
-        self._captured_from = self._read_by_graphs()
-        self._struck: tuple[str, ...] = ()  # library products that no graph was captured with
+        self._captured_from = self._read_by_graphs(())
         self._stream = self._current_stream()
         self._graphs: DecodeGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
@@ -158,11 +156,14 @@ class ModelRunner:
     def device(self) -> torch.device:
         return self._cache.device
 
-    def begin(self) -> None:
+    def begin(self, struck: tuple[str, ...] = ()) -> None:
         """Look at the model before a rollout, whose steps belong to the current CUDA stream.
 
         Graphs are dropped if parameters moved, if hooks or the patch were changed, or if a library
         product was struck.
+
+        Args:
+            struck: the products struck so far: `LibraryAudit.look`.
 
         Raises:
             ValueError: the model was moved or cast since the cache was allocated, or is not
@@ -175,16 +176,15 @@ class ModelRunner:
                 f"model is now in {self._model.dtype} on {self._model.device}; build the "
                 "RolloutEngine after moving or casting the model"
             )
-        before = self._captured_from, self._struck
-        self._captured_from, self._struck = self._read_by_graphs(), struck_products()
-        if self._graphs is not None and before != (self._captured_from, self._struck):
+        captured_from, self._captured_from = self._captured_from, self._read_by_graphs(struck)
+        if self._graphs is not None and captured_from != self._captured_from:
             self._graphs.drop()
         self._stream = self._current_stream()
 
-    def _read_by_graphs(self) -> tuple[object, ...]:
-        """Where the tensors lie that graphs read, and what else was captured."""
+    def _read_by_graphs(self, struck: tuple[str, ...]) -> tuple[object, ...]:
+        """Where the tensors lie that graphs read, what else was captured, and what was not."""
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        return [tensor.data_ptr() for tensor in tensors], forward_path(self._model)
+        return [tensor.data_ptr() for tensor in tensors], forward_path(self._model), struck
 
     def _current_stream(self) -> int | None:
         """The current CUDA stream's handle; None on a CPU."""

@@ -13,7 +13,6 @@ from rl_consistency.kernels.weights_digest import weights_digest
 from rl_consistency.models.patch import patched_session
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import Strictness, current
-from rl_consistency.rollout.library_audit import struck_products
 
 _LOOK_EVERY = 16
 """Steps between two looks at the parameters' versions: some 30 us for 400 parameters."""
@@ -77,11 +76,12 @@ class WeightsWatch:
         self._versions: list[int] = []
         self._num_steps = 0
 
-    def take_over(self, given: str | None) -> bool:
+    def take_over(self, given: str | None, struck: tuple[str, ...] = ()) -> bool:
         """Look at the model before a rollout; True if nothing cached before may be used.
 
         Args:
             given: the digest whoever last wrote them says they have; None compares nothing.
+            struck: library products that are not used any more: `LibraryAudit.look`.
 
         Raises:
             ConsistencyError: they have another.
@@ -94,7 +94,7 @@ class WeightsWatch:
         self._num_steps = 0
         digest = model_digest(self._model)
         self.compare(given, digest)
-        self._held = _Origin(digest, current(), path, struck_products())
+        self._held = _Origin(digest, current(), path, struck)
         return self._held != before
 
     def compare(self, given: str | None, held: str | None = None) -> None:
@@ -132,8 +132,7 @@ class WeightsWatch:
             _fail("a parameter was written or moved")
 
     def after_rollout(self) -> None:
-        """The cheap look, and compare digest and forward pass with those before; then read the
-        audit of library products, which may warn.
+        """The cheap look, and compare digest and forward pass with those before.
 
         What was changed and changed back is seen if it left a version.
 
@@ -150,7 +149,6 @@ class WeightsWatch:
                 "the model was patched anew, or forward hooks or modules were changed, during "
                 "generation; do so only when generate has returned, or the stream is closed"
             )
-        struck_products()
 
     def _look(self) -> list[int]:
         """Address and version of every parameter."""

@@ -200,7 +200,7 @@ def test_nothing_computed_with_a_struck_product_is_used_again(small_model, monke
         assert engine.stats.prefix_hit_tokens > hits
         assert cublaslt.schedule_audit().calls > calls > 0
         assert len(engine._runner._graphs) > 0
-        engine._runner.begin()
+        engine.warm_up(sampling, batch_sizes=[])
         assert len(engine._runner._graphs) == 0
         assert as_bytes(engine.generate(prompts, sampling)) == expected
         assert engine.stats.prefix_hit_tokens == hits

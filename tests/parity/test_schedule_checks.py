@@ -17,6 +17,7 @@ from rl_consistency.parity import (
 )
 from rl_consistency.parity.claims import Tally
 from rl_consistency.parity.op_setup import TINY_SHAPES, Heads, OpSetup
+from rl_consistency.parity.substitution import substituted
 from rl_consistency.parity.sweep import QUICK
 
 # The interpreter subtracts infinities in numpy, which warns.
@@ -126,6 +127,32 @@ def test_one_entry_of_another_order_turns_the_check_red(check):
         assert judged(check).mismatches > 0
 
 
+ALONE = {
+    "qkv_fwd": schedule_checks.check_fused_product_schedules,
+    "gate_up_glu_fwd": schedule_checks.check_fused_product_schedules,
+    "glu_fwd": row_schedule_checks.check_glu_schedules,
+    "glu_bwd": row_schedule_checks.check_glu_schedules,
+    "rotary_fwd": row_schedule_checks.check_rotary_schedules,
+    "rms_norm_fwd": row_schedule_checks.check_rms_norm_schedules,
+    "rms_norm_bwd": row_schedule_checks.check_rms_norm_schedules,
+    "launch_rows": row_schedule_checks.check_gradient_row_schedules,
+    "vocabulary_support": row_schedule_checks.check_sampling_schedules,
+}
+PAIRS = [*schedule_perturbations._fused_launchers(), *schedule_perturbations._row_launchers()]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0].__name__)
+def test_each_wrong_launcher_is_noticed_by_itself(pair):
+    with substituted(*pair):
+        assert judged(ALONE[pair[0].__name__]).mismatches > 0
+
+
+def test_a_wrong_backward_of_the_norm_is_noticed_with_heads_and_without():
+    (pair,) = (pair for pair in PAIRS if pair[0].__name__ == "rms_norm_bwd")
+    with substituted(*pair):
+        assert judged(row_schedule_checks.check_rms_norm_schedules).mismatches == 2
+
+
 @pytest.fixture
 def library(monkeypatch, tmp_path):
     """The library path on CPU tensors, in front of it the interpreter as the canonical order."""
@@ -170,10 +197,27 @@ def test_a_library_of_another_order_turns_the_check_red(library, monkeypatch):
     assert tally.mismatches == 3  # both layouts, and the audit
 
 
-def test_a_library_that_nothing_audits_turns_the_check_red(library):
+def test_a_library_that_nothing_audits_turns_the_check_red(library, monkeypatch):
+    library(differing=0)
+    monkeypatch.setattr(cublaslt, "_due", lambda *given: False)
+    assert "0 elements of 0 audited calls, 2 products by the library" in products_judged().detail
+
+
+def test_a_library_without_a_certificate_is_no_red_row(library):
     library(differing=1)
-    tally = products_judged()
-    assert tally.detail == "library products audited: 0 elements of 0 audited calls; struck: []"
+    assert products_judged().detail == ""
+
+
+def test_only_the_product_that_differs_is_struck(library, monkeypatch):
+    library(differing=0)
+
+    def wrong_in_one_layout(a, b, bias, layout, out_dtype):
+        return matmul_fwd(a, b, bias, layout, out_dtype) * (1 + 2**-7 * (layout == "nn"))
+
+    monkeypatch.setattr(cublaslt, "library_product", wrong_in_one_layout)
+    products_judged()
+    struck = cublaslt.schedule_audit().struck
+    assert struck and all(name.startswith("nn/") for name in struck)
 
 
 def test_an_entry_of_another_order_is_named():

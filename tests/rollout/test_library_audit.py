@@ -17,7 +17,7 @@ from rl_consistency.kernels.certificates import Certificates, Key
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.decode_graphs import DecodeGraphs
 from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.rollout.library_audit import struck_products
+from rl_consistency.rollout.library_audit import LibraryAudit
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -61,21 +61,44 @@ def told(act: Callable[[], Any]) -> list[str]:
     return [str(warning.message) for warning in seen]
 
 
-def test_a_struck_product_is_told_of_once_and_stays_struck(differs: Differs) -> None:
-    assert told(struck_products) == [] and struck_products() == ()
+@pytest.mark.parametrize("reads_before", [False, True])
+def test_a_struck_product_is_told_of_once_and_stays_struck(
+    differs: Differs, reads_before: bool
+) -> None:
+    audit = LibraryAudit()
+    assert told(audit.look) == [] and audit.look() == ()
     for count, key in enumerate(KEYS, start=1):
         differs(key)
-        [message] = told(struck_products)
-        struck = [k.name for k in KEYS[:count]]
-        assert "1 elements" in message and f"withdrawn: {', '.join(struck)}." in message
-        assert told(struck_products) == []
-        assert struck_products() == tuple(struck)
+        if reads_before:  # such as a trainer, or another engine
+            assert cublaslt.schedule_audit().found == 1
+        [message] = told(audit.look)
+        assert f"withdrawn: {key.name}." in message
+        assert told(audit.look) == []
+        assert audit.look() == tuple(k.name for k in KEYS[:count])
 
 
-def test_what_a_trainer_has_read_of_is_struck_all_the_same(differs: Differs) -> None:
+def test_nobody_is_told_of_what_was_struck_before_it_came(differs: Differs) -> None:
     differs(KEYS[0])
-    assert cublaslt.schedule_audit().found == 1
-    assert told(struck_products) == [] and struck_products() == (KEYS[0].name,)
+    audit = LibraryAudit()
+    assert told(audit.look) == [] and audit.look() == (KEYS[0].name,)
+
+
+def test_both_of_two_engines_are_told(model: Any, differs: Differs) -> None:
+    engines = [RolloutEngine(model, eos_token_id=None, kv_block_size=4) for _ in range(2)]
+    streams = [engine.stream([PROMPT], PARAMS) for engine in engines]
+    differs(KEYS[0])
+    for stream in streams:
+        [message] = told(partial(list, stream))
+        assert KEYS[0].name in message
+
+
+def test_an_engine_whose_stream_was_closed_is_told_when_the_next_begins(
+    engine: RolloutEngine, differs: Differs
+) -> None:
+    stream = engine.stream([PROMPT], PARAMS)
+    differs(KEYS[0])
+    assert told(stream.close) == []
+    assert len(told(partial(engine.generate, [PROMPT], PARAMS))) == 1
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
@@ -107,9 +130,8 @@ def test_keys_cached_before_a_strike_are_dropped(engine: RolloutEngine, differs:
     assert hits() == 16
 
 
-@pytest.mark.parametrize("reader", [struck_products, cublaslt.schedule_audit])
 def test_graphs_captured_before_a_strike_are_dropped(
-    engine: RolloutEngine, differs: Differs, monkeypatch: pytest.MonkeyPatch, reader: Any
+    engine: RolloutEngine, differs: Differs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped: list[int] = []
     monkeypatch.setattr(DecodeGraphs, "drop", lambda self: dropped.append(1))
@@ -117,11 +139,10 @@ def test_graphs_captured_before_a_strike_are_dropped(
     runner._graphs = DecodeGraphs(
         runner._state, runner._cache, runner._decode, capacity=64, prepare=lambda: None
     )
-    runner.begin()
+    engine.warm_up(PARAMS, batch_sizes=[])
     assert not dropped
     for count, key in enumerate(KEYS, start=1):
         differs(key)
-        told(reader)  # whoever read of it first
-        runner.begin()
-        runner.begin()
-        assert len(dropped) == count
+        for again in (False, True):
+            assert len(told(lambda: engine.warm_up(PARAMS, batch_sizes=[]))) == (not again)
+            assert len(dropped) == count
