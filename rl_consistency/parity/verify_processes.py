@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from threading import Thread
 
 import torch
@@ -61,7 +61,7 @@ def run_in_processes(
 
     Raises:
         RuntimeError: an error of another process that cannot be sent here, as its traceback's text;
-            all others are raised as they are.
+            all others are raised as they are. The jobs that still run are ended.
     """
     found: dict[int, list[Result]] = {}
     # As many threads compile as there are cores, twice over: they wait for the assembler.
@@ -71,6 +71,7 @@ def run_in_processes(
     waiting = sorted(range(len(jobs)), key=lambda i: (_rank(jobs[i]), -jobs[i].memory))
     running: dict[Future[list[Result]], int] = {}
     alone: set[int] = set()
+    children = {child.pid for child in active_children()}
     with ProcessPoolExecutor(processes, get_context("spawn"), _begin_process, given) as pool:
         try:
             while waiting or running:
@@ -89,6 +90,10 @@ def run_in_processes(
                     for result in found[i]:
                         on_result(result)
         except BaseException:
+            # They may have minutes to go, and nobody waits for what they find.
+            for child in active_children():
+                if child.pid not in children:
+                    child.terminate()
             pool.shutdown(cancel_futures=True)
             raise
     return [result for i in range(len(jobs)) for result in found[i]]

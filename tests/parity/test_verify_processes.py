@@ -87,6 +87,15 @@ def test_an_error_in_another_process_is_raised_here():
         run_checks([target], processes=2)
 
 
+def test_an_error_ends_what_still_runs():
+    endless = Job(scope="x", count=1, memory=1, open=partial(time.sleep, 600))
+    failing = Job(scope="y", count=1, open=partial(int, "no number"))
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="no number"):
+        run_in_processes([failing, endless], 2, torch.device("cpu"), lambda result: None)
+    assert time.monotonic() - began < 300
+
+
 def test_checks_of_no_model_can_be_shared_too():
     results = run_checks([], processes=2)
     assert [(r.scope, r.passed) for r in results] == [("process", True)] * 2
