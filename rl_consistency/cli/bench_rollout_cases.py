@@ -191,8 +191,10 @@ def steady_window(model: Any, workload: Workload, bench: Bench) -> Window:
     engine = engine_for(model, workload)
     prompts = workload.prompts("steady", model.config.vocab_size)
     lengths = requests(workload.lengths())
-    engine.warm_up(lengths[0])  # the last step has fewer rows, so a graph of its own
-    generation = timed_generation(engine, prompts, lengths, bench.device, bench.deadline)
+    # The last step has fewer rows, so a graph of its own.
+    generation = timed_generation(
+        engine, prompts, lengths, bench.device, bench.deadline, warm_up=lengths[0]
+    )
     return generation.steady(min(SETTLING_STEPS, workload.longest // 4))
 
 

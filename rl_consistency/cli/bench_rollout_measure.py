@@ -184,6 +184,8 @@ def timed_generation(
     sampling: Sequence[Any],
     device: torch.device,
     deadline: float | None = None,
+    *,
+    warm_up: Any = None,
 ) -> Generation:
     """Generate and take the time.
 
@@ -193,12 +195,16 @@ def timed_generation(
         sampling: one for each.
         device: the engine's.
         deadline: a time of `perf_counter` at which to give up.
+        warm_up: sampling to capture all graphs for before; only replays of graphs that are
+            captured in this call are timed.
 
     Raises:
         OutOfTime: the deadline has passed.
     """
     ticks: list[Tick] = []
     with replay_events(device) as replays:
+        if warm_up is not None:
+            engine.warm_up(warm_up)
         started = finished_seconds(device)
 
         def tick(tokens: int, finished: int, total: int) -> None:

@@ -308,8 +308,7 @@ class DecodeGraphs:
             torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
         ):
             call.run()
-        # Looked up at each replay: whoever times replays need not capture anew.
-        return CapturedCall(call, lambda: graph.replay(), kept)
+        return CapturedCall(call, graph.replay, kept)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from rl_consistency.cli import bench_rollout_measure
 from rl_consistency.cli.bench_results import Row
 from rl_consistency.cli.bench_rollout_cases import (
     decode_case,
@@ -133,7 +134,9 @@ def test_idle_is_what_no_replay_covers():
     assert run.window(1, 3).idle_share == pytest.approx(2 / 19)
 
 
-def test_replays_are_timed_by_events_and_the_method_is_put_back(monkeypatch):
+@pytest.fixture
+def log(monkeypatch):
+    """What graphs and events do that stand in for those of a GPU."""
     log = []
 
     class Graph:
@@ -149,11 +152,36 @@ def test_replays_are_timed_by_events_and_the_method_is_put_back(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "Event", TimingEvent)
-    before = Graph.replay
+    return log
+
+
+def test_replays_are_timed_by_events_and_the_method_is_put_back(log):
+    before = torch.cuda.CUDAGraph.replay
     with replay_events(torch.device("cuda")) as events:
-        Graph().replay()
+        torch.cuda.CUDAGraph().replay()
     assert log == ["event", "replay", "event"] and len(events.pairs) == 1
-    assert Graph.replay is before
+    assert torch.cuda.CUDAGraph.replay is before
+
+
+@pytest.mark.parametrize("warm_up", [None, "sampling"])
+def test_graphs_captured_ahead_of_a_generation_are_timed_in_it(log, monkeypatch, warm_up):
+    class Engine:
+        stats = None
+        replay = None
+
+        def warm_up(self, sampling):
+            assert sampling == "sampling"
+            self.replay = torch.cuda.CUDAGraph().replay
+
+        def generate(self, prompts, sampling, progress):
+            if self.replay is None:
+                self.warm_up("sampling")
+            self.replay()
+            return []
+
+    monkeypatch.setattr(bench_rollout_measure, "finished_seconds", lambda device: 0.0)
+    found = timed_generation(Engine(), [], [], torch.device("cuda"), warm_up=warm_up)
+    assert log == ["event", "replay", "event"] and len(found.replays.pairs) == 1
 
 
 def test_attention_of_a_steady_window_counts_every_key():
