@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rl_consistency.kernels.attention_hopper import DTYPES
+from rl_consistency.kernels.attention_hopper import boxed_layout
 from rl_consistency.kernels.attention_layout import PackedSequences
 from rl_consistency.kernels.attention_statistics import statistics_of
 
@@ -411,19 +411,19 @@ def attention_hopper_bwd(
     dq, dk, dv = gradients
     tables = layout.tables(device)
     query_tiles, first_tiles = layout.query_tiles(device, QUERIES.value)
-    num_tiles = len(query_tiles)
+    num_tiles = query_tiles.shape[0]
     statistics, counters = statistics_of(do, out, lse, layout, QUERIES.value)
     chains = torch.empty(
         chain_bytes(layout, heads, head_dim) // 4, dtype=torch.float32, device=device
     )
     box = [QUERIES.value, head_dim]
-    boxed = gl.NVMMASharedLayout.get_default_for(box, DTYPES[q.dtype])
+    boxed = boxed_layout(box, q.dtype)
     q_desc, do_desc = (
         TensorDescriptor(x, [x.shape[0], heads * head_dim], [x.stride(0), 1], box, boxed)
         for x in (q, do)
     )
     key_tiles = layout.key_tiles(device, KEYS.value)
-    attention_backward_hopper_kernel[(len(key_tiles) * kv_heads,)](
+    attention_backward_hopper_kernel[(key_tiles.shape[0] * kv_heads,)](
         k, v, dq, dk, dv, chains, statistics, counters, q_desc, do_desc, key_tiles, first_tiles,
         tables.query_start, tables.query_len, reach, num_tiles, factor, scale,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), dq.stride(0), dq.stride(1),

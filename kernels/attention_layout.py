@@ -260,6 +260,32 @@ class PackedSequences(AttentionLayout):
             self._tiles[key] = from_host(tiles.contiguous(), device)
         return self._tiles[key]
 
+    def key_programs(
+        self, device: torch.device, keys_per_tile: int, kv_heads: int, apart: float
+    ) -> Tensor:
+        """[tiles * kv_heads, 3] int32 on a device: a sequence, the tile's first key in it, and the
+        KV head; the tiles of a sequence and head upward, as in `key_tiles`.
+
+        Tiles of one sequence and head that run side by side wait for one another, then end
+        together, and the next ones do the same. So sequences and heads are set up to `apart` tiles
+        apart in the order: they end at different times, and their next tiles start one by one.
+        """
+        key = (device, -3 - kv_heads, round(keys_per_tile * apart))
+        if key not in self._tiles:
+            lens = torch.tensor(list(self.query_lens), dtype=torch.int64)
+            counts = -(-lens // keys_per_tile)
+            sequence = torch.repeat_interleave(counts)
+            tile = torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
+            head = torch.arange(kv_heads).repeat(len(sequence))
+            sequence = sequence.repeat_interleave(kv_heads)
+            first = tile.repeat_interleave(kv_heads) * keys_per_tile
+            place = (sequence * kv_heads + head).double() / (len(lens) * kv_heads)
+            reach = lens[sequence] - first - place * keys_per_tile * apart
+            order = torch.argsort(reach, descending=True, stable=True)
+            programs = torch.stack([sequence, first, head], dim=1)[order].to(torch.int32)
+            self._tiles[key] = from_host(programs.contiguous(), device)
+        return self._tiles[key]
+
     def query_tiles(self, device: torch.device, queries_per_tile: int) -> tuple[Tensor, Tensor]:
         """Tiles of queries in the order of their sequences, int32 on a device: [tiles, 2] a
         sequence, and the tile's first query in it; and [sequences] each sequence's first tile."""

@@ -30,12 +30,11 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.gradient_fold import STEP, GradientBuffer, fold_outer, fold_parameter
 from rl_consistency.kernels.matmul import matmul_nn, matmul_nt
 from rl_consistency.kernels.operand import require_operands
-from rl_consistency.kernels.recording import apply
+from rl_consistency.kernels.recording import apply, once_differentiable
 from rl_consistency.kernels.reduction_order import ReductionOrder
 from rl_consistency.kernels.row_reduction import tree_sum
 from rl_consistency.kernels.sampling_support import Distribution, SamplingRows, distribution

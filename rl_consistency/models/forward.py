@@ -15,7 +15,7 @@ from rl_consistency.models.modules import (
     CanonicalRotaryEmbedding,
 )
 from rl_consistency.models.packing import PackedBatch
-from rl_consistency.models.patch import patched_session
+from rl_consistency.models.patch import patched_part, patched_session
 from rl_consistency.numerics.strict import is_canonical
 
 
@@ -97,8 +97,7 @@ def lm_head_gradient(model: nn.Module) -> GradientBuffer | None:
 
 
 def _lm_head(model: nn.Module) -> CanonicalLinear:
-    patched_session(model)
-    head = model.lm_head
+    head = patched_part(model, "lm_head")
     assert isinstance(head, CanonicalLinear)
     return head
 

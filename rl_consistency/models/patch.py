@@ -30,6 +30,8 @@ from rl_consistency.numerics.strict import VARIABLE, current
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, PatchSession] = weakref.WeakKeyDictionary()
 
+NOT_PATCHED = "the model is not patched; call rl_consistency.patch(model) first."
+
 _ATTRIBUTES = (
     "_gradient_buffers",
     "rows_per_token",
@@ -306,8 +308,22 @@ def patched_session(model: nn.Module) -> PatchSession:
     """
     session = _SESSIONS.get(model)
     if session is None or not session.live:
-        raise ValueError("the model is not patched; call rl_consistency.patch(model) first.")
+        raise ValueError(NOT_PATCHED)
     return session
+
+
+def patched_part(model: nn.Module, name: str) -> nn.Module:
+    """A direct submodule of a patched model, canonical itself.
+
+    Looks at no other: for parts of a call of which another, `patched_session`, looks at them all.
+
+    Raises:
+        ValueError: the model is not patched, or the submodule runs stock.
+    """
+    part = getattr(model, name)
+    if model not in _SESSIONS or not _is_canonical(part):
+        raise ValueError(NOT_PATCHED)
+    return part
 
 
 def _read_settings() -> tuple[Any, ...]:

@@ -187,3 +187,19 @@ def test_key_tiles_of_a_sequence_come_upward():
         tiles = PackedSequences.of(starts, lens).key_tiles(torch.device("cpu"), 128).tolist()
         for i, length in enumerate(lens):
             assert [first for s, first in tiles if s == i] == list(range(0, length, 128))
+
+
+def test_key_programs_of_a_sequence_and_head_come_upward_however_far_apart():
+    """The backward pass of sm_90 waits for the earlier ones."""
+    generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
+    for apart in (0.0, 1.25, 20.6):
+        lens = torch.randint(0, 1000, (7,), generator=generator).tolist()
+        layout = PackedSequences.of([sum(lens[:i]) for i in range(len(lens))], lens)
+        programs = layout.key_programs(cpu, 128, 3, apart).tolist()
+        for i, length in enumerate(lens):
+            for head in range(3):
+                firsts = [first for s, first, h in programs if (s, h) == (i, head)]
+                assert firsts == list(range(0, length, 128))
+        if not apart:
+            tiles = layout.key_tiles(cpu, 128).tolist()
+            assert programs == [[*tile, head] for tile in tiles for head in range(3)]

@@ -1,0 +1,159 @@
+"""Ops of a decoder layer as one function of autograd: when they are, and that no byte tells."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from rl_consistency.models import modules
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.numerics.strict import strict
+from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.presets import PRESETS, build_preset
+from rl_consistency.parity.probe import probe_tokens
+
+
+def step(model):
+    """Logprobs and gradients of two micro-batches."""
+    model.zero_grad(set_to_none=True)
+    found = []
+    for lengths in ((9, 33), (21, 16)):
+        tokens = probe_tokens(lengths, model.config.vocab_size)
+        scored = token_logprobs(model, tokens, prompt_lengths=[1, 1]).logprobs
+        scored.sum().backward()
+        found.append(scored.detach())
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return gradients | {"logprobs": torch.cat(found)}
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """How often a layer's ops ran as one function."""
+    calls = []
+
+    def counted(function):
+        def call(*operands):
+            calls.append(function.__name__)
+            return function(*operands)
+
+        return call
+
+    for function in (modules.attention_inputs, modules.gated_mlp):
+        monkeypatch.setattr(modules, function.__name__, counted(function))
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_training_step_has_the_bytes_of_the_ops_apart(preset, dtype, joined, monkeypatch):
+    model = build_preset(preset, dtype)
+    with patch(model):
+        found = step(model)
+        layers = model.config.num_hidden_layers
+        assert sorted(joined) == ["attention_inputs"] * 2 * layers + ["gated_mlp"] * 2 * layers
+        monkeypatch.setattr(modules, "_joinable", lambda *modules: False)
+        expected = step(model)
+    assert len(joined) == 4 * layers
+    assert first_difference(found, expected) is None
+
+
+def hidden(model):
+    tokens = torch.tensor([list(range(3, 20))])
+    return model(input_ids=tokens).logits
+
+
+@pytest.mark.parametrize("part", ["q_proj", "v_proj", "k_norm"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_a_watched_part_of_the_attention_is_called(part, kind, joined):
+    model = build_preset("tiny-qwen3")
+    seen = []
+    watched = getattr(model.model.layers[0].self_attn, part)
+    getattr(watched, f"register_{kind}_hook")(lambda *_: seen.append(part))
+    with patch(model):
+        hidden(model).sum().backward()
+    assert seen == [part]
+    layers = model.config.num_hidden_layers
+    assert joined.count("attention_inputs") == layers - 1 and joined.count("gated_mlp") == layers
+
+
+@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
+def test_a_watched_part_of_the_mlp_is_called(part, joined):
+    model = build_preset("tiny-llama")
+    seen = []
+    watched = getattr(model.model.layers[0].mlp, part)
+    watched.register_forward_hook(lambda *_: seen.append(part))
+    with patch(model):
+        hidden(model)
+    layers = model.config.num_hidden_layers
+    assert seen == [part] and joined.count("gated_mlp") == layers - 1
+
+
+def test_a_hook_on_all_modules_sees_every_one(joined):
+    model = build_preset("tiny-qwen3")
+    seen = []
+    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        with patch(model):
+            hidden(model)
+            layer = model.model.layers[0]
+            parts = [layer.self_attn.q_proj, layer.self_attn.q_norm, layer.mlp.down_proj]
+    finally:
+        handle.remove()
+    assert not joined and all(any(module is part for module in seen) for part in parts)
+
+
+@pytest.mark.parametrize(
+    "around", [torch.no_grad, lambda: strict(except_={"rms_norm"}), lambda: strict(False)]
+)
+def test_without_gradients_or_on_a_stock_path_ops_stay_apart(around, joined):
+    model = build_preset("tiny-qwen3")
+    with patch(model), around():
+        hidden(model)
+    assert not joined
+
+
+def test_a_compiler_is_shown_the_ops(joined, monkeypatch):
+    model = build_preset("tiny-llama")
+    with patch(model):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert not modules._joinable(model.model.layers[0].mlp.up_proj)
+        monkeypatch.undo()
+        assert modules._joinable(model.model.layers[0].mlp.up_proj)
+
+
+class Doubled(nn.Module):
+    """An adapter of a fine-tuning library, say: it wraps the projection and does more."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_part_of_another_class_is_called(gradients, joined):
+    model = build_preset("tiny-llama")
+    x = torch.ones(1, 3, 96) / 8
+    with patch(model), nullcontext() if gradients else torch.no_grad():
+        mlp = model.model.layers[0].mlp
+        down = mlp.down_proj
+        expected = 2 * mlp(x)
+        joined.clear()
+        mlp.down_proj = Doubled(down)
+        assert torch.equal(mlp(x), expected) and not joined
+        mlp.down_proj = down
+
+
+def test_a_part_whose_parameter_was_replaced_is_refused(joined):
+    model = build_preset("tiny-qwen3")
+    with patch(model):
+        norm = model.model.layers[0].self_attn.q_norm
+        norm.weight = nn.Parameter(norm.weight.detach().clone())
+        with pytest.raises(ValueError, match="RMSNorm.weight was replaced after patch"):
+            hidden(model)
+    assert not joined
