@@ -86,7 +86,7 @@ class AttentionLayout:
         default_factory=dict, init=False, repr=False, compare=False
     )
     _owned: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _tiles: dict[tuple[torch.device, int, int], Tensor] = field(
+    _tiles: dict[tuple[torch.device | float, ...], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -270,7 +270,7 @@ class PackedSequences(AttentionLayout):
         together, and the next ones do the same. So sequences and heads are set up to `apart` tiles
         apart in the order: they end at different times, and their next tiles start one by one.
         """
-        key = (device, -3 - kv_heads, round(keys_per_tile * apart))
+        key = (device, -3, keys_per_tile, kv_heads, apart)
         if key not in self._tiles:
             lens = torch.tensor(list(self.query_lens), dtype=torch.int64)
             counts = -(-lens // keys_per_tile)

@@ -114,7 +114,7 @@ def _whole_steps(rows: Tensor, step: int = STEP) -> Tensor:
 class GradientBuffer:
     """The accumulator of one use of one parameter: fp32 or fp64 (`accumulator_dtype`).
 
-    Whoever asks for the `accumulator` has to `commit` it, whatever becomes of the fold.
+    Whoever asks for a fresh `accumulator` has to `commit` it, whatever becomes of the fold.
 
     A matrix with an fp32 accumulator and one use folds straight into `parameter.grad`. Otherwise
     there is a buffer, and of a parameter used in several places (tied embeddings) one per use, so

@@ -7,10 +7,15 @@ Dtypes and rounding points: those of `linear`, `rms_norm`, `rotary` and `glu`.
 Order: those of the four ops.
 Invariant to: as the ops; the bytes are theirs, one after another, forward and backward.
 Varies with: as the ops.
-Backward: that of each op, the last one first; the parts of dx are added from the last projection's
-    to the first's, each sum rounded, as autograd adds them.
+Backward: that of each op, the last one first. x is an input once per projection, the last one's
+    first, so that autograd adds the parts of dx as it does those of the ops: one by one, each sum
+    rounded, on top of what other uses of x have sent. An output that nobody used gets no gradient,
+    nor do the parameters that it alone depends on. One function is asked for all its gradients:
+    `backward(inputs=...)` folds every parameter of a function on the way to the inputs.
 Errors: those of the ops. Not for a compiler to trace: it is to see the ops.
-Cost: that of the ops, less the host's time for a call of a module and of autograd for each.
+Cost: that of the ops, less the host's time for a call of a module and of autograd for each. A
+    backward pass holds the gradients that it was given, and its parts of dx, until its end: at the
+    end of `attention_inputs` (H + 2 Hkv) D + 2 K numbers per token more than the ops would.
 """
 
 from __future__ import annotations
@@ -72,7 +77,7 @@ def attention_inputs(
         q [T, H, D], k [T, Hkv, D], v [T, Hkv, D].
     """
     operands = [operand for part in (*projections, *norms) for operand in part]
-    return apply(_AttentionInputs, x.reshape(-1, x.shape[-1]), cos, sin, head_dim, *operands)
+    return apply(_AttentionInputs, x, x, x, cos, sin, head_dim, *operands)
 
 
 def gated_mlp(
@@ -90,25 +95,26 @@ def gated_mlp(
     Returns:
         [..., N].
     """
-    y = apply(_GatedMLP, x.reshape(-1, x.shape[-1]), activation, *gate, *up, *down)
-    return y.view(*x.shape[:-1], y.shape[1])
+    return apply(_GatedMLP, x, x, activation, *gate, *up, *down)
 
 
 class _AttentionInputs(torch.autograd.Function):
     """Parts: projections of q, k and v; norms of q and k, if any; the rotation."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin, head_dim, *operands):
+    def forward(ctx, x, _x_of_k, _x_of_q, cos, sin, head_dim, *operands):
+        ctx.set_materialize_grads(False)
         of_q, of_k, of_v, *norms = _in_fours(operands)
         parts = [Part() for _ in range(4 + len(norms))]
         q, k, v = (
-            _project(part, x, *of).view(x.shape[0], of[0].shape[0] // head_dim, head_dim)
+            _project(part, x, *of).view(-1, of[0].shape[0] // head_dim, head_dim)
             for part, of in zip(parts[:3], (of_q, of_k, of_v), strict=True)
         )
         if norms:
             q, k = _norm(parts[3], q, *norms[0]), _norm(parts[4], k, *norms[1])
         require_rotary(q, k, cos, sin)
         q, k = RotaryFunction.forward(parts[-1], q, k, cos, sin)
+        ctx.shapes = (q.shape, k.shape)
         keep(ctx, parts)
         return q, k, v
 
@@ -116,27 +122,28 @@ class _AttentionInputs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grad_outputs):
         dq, dk, dv = grad_outputs
-        needs_x, _, _, _, *needs = ctx.needs_input_grad
+        needs_x, _, _, _, _, _, *needs = ctx.needs_input_grad
         of_q, of_k, of_v, *norms = _in_fours(needs)
         parts = in_reverse(ctx)
-        dq, dk, *_ = RotaryFunction.backward(next(parts), dq, dk)
+        dys = [*_rotated_back(next(parts), dq, dk, ctx.shapes), dv]
         gradients: list[Tensor | None] = []
-        if norms:
-            dk, of_k_norm = _norm_backward(next(parts), dk, norms[1])
-            dq, of_q_norm = _norm_backward(next(parts), dq, norms[0])
-            gradients = [*of_q_norm, *of_k_norm]
-        dx = None
-        for dy, of in ((dv, of_v), (dk, of_k), (dq, of_q)):
-            dx, found = _project_backward(next(parts), dy.flatten(1), needs_x, of, dx)
+        for i in reversed(range(len(norms))):
+            dys[i], found = _norm_backward(next(parts), dys[i], norms[i])
             gradients = [*found, *gradients]
-        return dx, None, None, None, *gradients
+        dxs: list[Tensor | None] = []
+        for of in (of_v, of_k, of_q):
+            dx, found = _project_backward(next(parts), dys.pop(), needs_x, of)
+            dxs.append(dx)
+            gradients = [*found, *gradients]
+        return *dxs, None, None, None, *gradients
 
 
 class _GatedMLP(torch.autograd.Function):
     """Parts: projections of gate and up, the gated activation, the projection down."""
 
     @staticmethod
-    def forward(ctx, x, activation, *operands):
+    def forward(ctx, x, _x_of_gate, activation, *operands):
+        ctx.set_materialize_grads(False)
         of_gate, of_up, of_down = _in_fours(operands)
         parts = [Part(), Part(), Part(), Part()]
         gate = _project(parts[0], x, *of_gate)
@@ -150,16 +157,18 @@ class _GatedMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grad_outputs):
-        needs_x, _, *needs = ctx.needs_input_grad
+        if grad_outputs[0] is None:
+            return (None,) * len(ctx.needs_input_grad)
+        needs_x, _, _, *needs = ctx.needs_input_grad
         of_gate, of_up, of_down = _in_fours(needs)
         parts = in_reverse(ctx)
         dinner, down = _project_backward(next(parts), grad_outputs[0], True, of_down)
         dgate, dup, _ = GLUFunction.backward(next(parts), dinner)
         del dinner
-        dx, up = _project_backward(next(parts), dup, needs_x, of_up)
+        dx_of_up, up = _project_backward(next(parts), dup, needs_x, of_up)
         del dup
-        dx, gate = _project_backward(next(parts), dgate, needs_x, of_gate, dx)
-        return dx, None, *gate, *up, *down
+        dx_of_gate, gate = _project_backward(next(parts), dgate, needs_x, of_gate)
+        return dx_of_up, dx_of_gate, None, *gate, *up, *down
 
 
 def _in_fours(operands: Sequence[Any]) -> list[Sequence[Any]]:
@@ -173,12 +182,30 @@ def _project(part: Part, x: Tensor, weight: Tensor, bias: Tensor | None, *buffer
 
 
 def _project_backward(
-    part: Part, dy: Tensor, needs_x: bool, needs: Sequence[bool], added_to: Tensor | None = None
+    part: Part, dy: Tensor | None, needs_x: bool, needs: Sequence[bool]
 ) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-    """(dx, in place on top of `added_to`; gradients of the projection's four operands)."""
+    """(dx; gradients of the projection's four operands). dy may be split into heads."""
+    if dy is None:
+        return None, (None,) * len(needs)
     part.needs_input_grad = (needs_x, *needs)
-    dx, *gradients = LinearFunction.backward(part, dy)
-    return dx if added_to is None else added_to.add_(dx), tuple(gradients)
+    width = part.saved_tensors[1].shape[0]
+    dx, *gradients = LinearFunction.backward(part, dy.reshape(-1, width))
+    return dx, tuple(gradients)
+
+
+def _rotated_back(
+    part: Part, dq: Tensor | None, dk: Tensor | None, shapes: tuple[torch.Size, torch.Size]
+) -> tuple[Tensor | None, Tensor | None]:
+    """dq and dk before the rotation; one that is missing beside the other counts as zeros."""
+    given = dk if dq is None else dq
+    if given is None:
+        return None, None
+    dq, dk = (
+        given.new_zeros(shape) if dy is None else dy
+        for dy, shape in zip((dq, dk), shapes, strict=True)
+    )
+    dq, dk, *_ = RotaryFunction.backward(part, dq, dk)
+    return dq, dk
 
 
 def _norm(part: Part, x: Tensor, weight: Tensor, *options: Any) -> Tensor:
@@ -191,9 +218,11 @@ def _norm(part: Part, x: Tensor, weight: Tensor, *options: Any) -> Tensor:
 
 
 def _norm_backward(
-    part: Part, dy: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    part: Part, dy: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
     """(dx; gradients of the norm's four operands)."""
+    if dy is None:
+        return None, (None,) * len(needs)
     if dy.is_cuda:
         part.needs_input_grad = (True, False, needs[0])
         dx, _, *gradients = RMSNormCUDAFunction.backward(part, dy)

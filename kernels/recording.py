@@ -121,7 +121,8 @@ def keep(ctx: Any, parts: list[Part]) -> None:
 
 def in_reverse(ctx: Any) -> Iterator[Part]:
     """In a backward pass: the parts, last one first, each with its tensors until the next one is
-    asked for, so that none lives longer than it would as a function of its own.
+    asked for, so that none lives longer than it would as a function of its own. What hooks on saved
+    tensors make (`save_on_cpu`, checkpoints) is made for all parts at once.
     """
     saved = list(ctx.saved_tensors)
     ctx.maybe_clear_saved_tensors()

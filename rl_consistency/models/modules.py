@@ -97,10 +97,13 @@ class CanonicalLinear(CanonicalModule):
 
 
 def _observed(module: nn.Module) -> bool:
-    """Whether hooks wait for calls of a module, which a fused op would pass by."""
+    """Whether hooks, or a forward of its own, wait for calls of a module, which a fused op would
+    pass by.
+    """
     own = vars(module)
     return bool(
         "forward" in own
+        or type(module).forward not in _FUSED
         or own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
@@ -116,20 +119,24 @@ def _fusable(x: Tensor, projections: tuple[CanonicalLinear, ...]) -> bool:
         x.is_cuda
         and not torch.is_grad_enabled()
         and is_canonical("linear")
-        and all(isinstance(p, CanonicalLinear) and not _observed(p) for p in projections)
+        and not any(_observed(p) for p in projections)
     )
 
 
-def _joinable(*modules: nn.Module) -> bool:
+def _joinable(x: Tensor, *modules: nn.Module) -> bool:
     """Whether ops that follow one another may be one function of autograd: in training, in their
     canonical orders, none of them watched. The bytes are the same either way.
+
+    One function keeps the tensors of all its ops and computes every gradient between them, some of
+    which frozen weights would do without: x has to want a gradient as well.
     """
     return (
         torch.is_grad_enabled()
+        and x.requires_grad
         and not current().stock
         and not torch.compiler.is_compiling()
         and not _has_any_global_hook()
-        and all(isinstance(m, _JOINED) and not _observed(m) for m in modules)
+        and not any(_observed(m) for m in modules)
     )
 
 
@@ -172,7 +179,8 @@ class CanonicalRMSNorm(CanonicalModule):
         return self(total), total
 
 
-_JOINED = (CanonicalLinear, CanonicalRMSNorm)
+_FUSED = (CanonicalLinear.forward, CanonicalRMSNorm.forward)
+"""What fused ops stand for."""
 
 
 class CanonicalEmbedding(CanonicalModule):
@@ -256,7 +264,7 @@ class CanonicalMLP(CanonicalModule):
         if not is_canonical("glu"):
             return super().forward(x)
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        if _joinable(gate, up, down):
+        if _joinable(x, gate, up, down):
             return gated_mlp(x, gate.operands(), up.operands(), down.operands(), self.activation)
         if _fusable(x, (gate, up)) and gate.bias is None and up.bias is None:
             return down(linear_glu(x, gate.weight, up.weight, self.activation))
@@ -298,7 +306,7 @@ class CanonicalAttention(CanonicalModule):
         """Queries and keys, normed and rotated, and values: [R, heads, D] each."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         norms = (self.q_norm, self.k_norm) if hasattr(self, "q_norm") else ()
-        if _joinable(*projections, *norms):
+        if _joinable(x, *projections, *norms):
             of_q, of_k, of_v = (projection.operands() for projection in projections)
             of_norms = tuple(norm.operands() for norm in norms)
             return attention_inputs(x, (of_q, of_k, of_v), of_norms, cos, sin, self.head_dim)

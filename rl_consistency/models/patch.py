@@ -88,7 +88,8 @@ class PatchSession:
     Parameters stay where they are and keep their names: optimizers, `state_dict`,
     `save_pretrained` and gradient checkpointing work as before. Gradients of patched parameters are
     fp32 and are folded into `parameter.grad` by the backward pass itself, so
-    `torch.autograd.grad` with respect to them gives None; call `backward()`.
+    `torch.autograd.grad` with respect to them gives None; call `backward()`. Its `inputs=` does not
+    narrow the fold: parameters beside those named may be folded too (see `kernels.projections`).
     """
 
     def __init__(self, model: nn.Module):
@@ -320,10 +321,9 @@ def patched_part(model: nn.Module, name: str) -> nn.Module:
     Raises:
         ValueError: the model is not patched, or the submodule runs stock.
     """
-    part = getattr(model, name)
-    if model not in _SESSIONS or not _is_canonical(part):
+    if model not in _SESSIONS or not _is_canonical(getattr(model, name)):
         raise ValueError(NOT_PATCHED)
-    return part
+    return getattr(model, name)
 
 
 def _read_settings() -> tuple[Any, ...]:

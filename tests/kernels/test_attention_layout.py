@@ -203,3 +203,12 @@ def test_key_programs_of_a_sequence_and_head_come_upward_however_far_apart():
         if not apart:
             tiles = layout.key_tiles(cpu, 128).tolist()
             assert programs == [[*tile, head] for tile in tiles for head in range(3)]
+
+
+def test_key_programs_are_kept_by_all_that_they_depend_on():
+    cpu, starts, lens = torch.device("cpu"), [0, 512], [512, 300]
+    layout = PackedSequences.of(starts, lens)
+    for asked in ((64, 2, 1.0), (128, 2, 0.5), (128, 2, 0.501), (128, 1, 0.5)):
+        found = layout.key_programs(cpu, *asked)
+        assert torch.equal(found, PackedSequences.of(starts, lens).key_programs(cpu, *asked))
+        assert layout.key_programs(cpu, *asked) is found

@@ -143,17 +143,11 @@ def test_a_graph_that_is_kept_goes_backward_twice(schedules):
 
 
 def test_parts_of_dx_added_in_another_order_fail_the_same_check(monkeypatch):
-    added = projections._project_backward
-    waiting = []
+    backward = projections._AttentionInputs.backward
 
-    def queries_first(part, dy, needs_x, needs, added_to=None):
-        """dx of the queries goes under the sum of the others, which autograd adds first."""
-        dx, gradients = added(part, dy, needs_x, needs)
-        waiting.append(dx)
-        if len(waiting) < 3:
-            return dx, gradients
-        of_v, of_k, of_q = waiting
-        return of_q.add_(of_k).add_(of_v), gradients
+    def queries_first(ctx, *dys):
+        of_v, of_k, of_q, *gradients = backward(ctx, *dys)
+        return of_q, of_k, of_v, *gradients
 
     def dx(way):
         layer = Layer(torch.bfloat16)
@@ -163,8 +157,44 @@ def test_parts_of_dx_added_in_another_order_fail_the_same_check(monkeypatch):
 
     expected = dx("apart")
     assert first_difference(dx("joined"), expected) is None
-    monkeypatch.setattr(projections, "_project_backward", queries_first)
+    monkeypatch.setattr(projections._AttentionInputs, "backward", staticmethod(queries_first))
     assert first_difference(dx("joined"), expected) is not None
+
+
+@pytest.mark.parametrize("outputs", [(0,), (1,), (2,), (0, 2), (0, 1), (3,)])
+def test_outputs_that_nobody_uses_get_no_gradient(schedules, outputs):
+    def gradients(way):
+        layer = Layer(torch.bfloat16, bias=True)
+        used = [getattr(layer, way)()[i] for i in outputs]
+        torch.autograd.backward(used, [torch.ones_like(y) for y in used])
+        return layer.gradients()
+
+    expected, found = gradients("apart"), gradients("joined")
+    assert found.keys() == expected.keys()
+    assert first_difference(found, expected) is None
+
+
+def test_gradients_before_the_rotation_and_the_norms_are_let_go(monkeypatch):
+    """Of those that the function makes itself, a projection's pass finds its own and those of the
+    projections still to come."""
+    layer, alive, made = Layer(torch.float32), [], []
+    norm, project = projections._norm_backward, projections._project_backward
+
+    def noted(part, dy, needs):
+        made.append(weakref.ref(dy))
+        dx, gradients = norm(part, dy, needs)
+        made.append(weakref.ref(dx))
+        return dx, gradients
+
+    def counted(*operands):
+        alive.append(sum(ref() is not None for ref in made))
+        return project(*operands)
+
+    monkeypatch.setattr(projections, "_norm_backward", noted)
+    monkeypatch.setattr(projections, "_project_backward", counted)
+    outputs = layer.joined()[:3]
+    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    assert alive == [2, 2, 1]
 
 
 def test_without_gradients_the_values_are_the_same(schedules):
@@ -190,7 +220,7 @@ def test_nothing_is_held_longer_than_the_graph():
         y = layer.joined()[3]
     gc.disable()
     try:
-        node = y.grad_fn.next_functions[0][0]
+        node = y.grad_fn
         assert len(node.saved_tensors) == 3 * 3 + 2
         assert not any(ref() is None for ref in held)
         del node

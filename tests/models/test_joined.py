@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module
 from torch.nn.modules.module import register_module_forward_hook
 
 from rl_consistency.models import modules
@@ -60,6 +61,85 @@ def test_a_training_step_has_the_bytes_of_the_ops_apart(preset, dtype, joined, m
     assert first_difference(found, expected) is None
 
 
+@pytest.mark.parametrize("norm", ["input_layernorm", "post_attention_layernorm"])
+def test_gradients_of_another_use_of_x_are_added_as_for_the_ops_apart(norm, joined, monkeypatch):
+    model = build_preset("tiny-qwen3", torch.bfloat16)
+    seen = []
+    watched = getattr(model.model.layers[1], norm)
+    watched.register_forward_hook(lambda module, operands, y: seen.append(y))
+    tokens = probe_tokens((37, 21), model.config.vocab_size)
+
+    def gradients():
+        model.zero_grad(set_to_none=True)
+        seen.clear()
+        scored = token_logprobs(model, tokens, prompt_lengths=[1, 1]).logprobs
+        (scored.sum() + 0.01 * seen[0].float().square().sum()).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    with patch(model):
+        found = gradients()
+        assert len(joined) == 2 * model.config.num_hidden_layers
+        monkeypatch.setattr(modules, "_joinable", lambda *operands: False)
+        assert first_difference(found, gradients()) is None
+
+
+@pytest.mark.parametrize("part", ["self_attn.q_proj", "mlp.up_proj"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_may_be_redone_joined_where_it_ran_apart(part, reentrant, joined):
+    model = build_preset("tiny-qwen3", torch.bfloat16)
+    with patch(model):
+        expected = step(model)
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad(set_to_none=True)
+        found = []
+        for lengths in ((9, 33), (21, 16)):
+            hook = model.model.layers[0].get_submodule(part).register_forward_hook(lambda *_: None)
+            tokens = probe_tokens(lengths, model.config.vocab_size)
+            found.append(token_logprobs(model, tokens, prompt_lengths=[1, 1]).logprobs)
+            hook.remove()
+            found[-1].sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+    found = gradients | {"logprobs": torch.cat(found).detach()}
+    assert first_difference(found, expected) is None
+
+
+def test_below_the_first_trained_weight_ops_stay_apart(joined):
+    model = build_preset("tiny-qwen3")
+    model.model.embed_tokens.requires_grad_(False)
+    with patch(model):
+        hidden(model).sum().backward()
+    layers = model.config.num_hidden_layers
+    # The norm before the first attention is trained, and so are all its rows.
+    assert joined.count("attention_inputs") == layers and joined.count("gated_mlp") == layers
+    joined.clear()
+    model.model.layers[0].input_layernorm.requires_grad_(False)
+    with patch(model):
+        hidden(model).sum().backward()
+    assert joined.count("attention_inputs") == layers - 1 and joined.count("gated_mlp") == layers
+
+
+@pytest.mark.parametrize(
+    "part", ["self_attn.q_proj", "self_attn.k_norm", "mlp.down_proj", "post_attention_layernorm"]
+)
+def test_a_forward_that_a_subclass_overrides_is_called(part):
+    model = build_preset("tiny-qwen3")
+    seen = []
+    with patch(model):
+        watched = model.model.layers[0].get_submodule(part)
+        canonical = type(watched)
+
+        class Watched(canonical):
+            def forward(self, x):
+                seen.append(part)
+                return super().forward(x)
+
+        watched.__class__ = Watched
+        hidden(model)
+        watched.__class__ = canonical
+    assert seen == [part]
+
+
 def hidden(model):
     tokens = torch.tensor([list(range(3, 20))])
     return model(input_ids=tokens).logits
@@ -105,6 +185,17 @@ def test_a_hook_on_all_modules_sees_every_one(joined):
     assert not joined and all(any(module is part for module in seen) for part in parts)
 
 
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_torch_tells_of_every_kind_of_hook_on_all_modules(kind):
+    assert not modules._has_any_global_hook()
+    handle = getattr(module, f"register_module_{kind}_hook")(lambda *_: None)
+    try:
+        assert modules._has_any_global_hook()
+    finally:
+        handle.remove()
+    assert not modules._has_any_global_hook()
+
+
 @pytest.mark.parametrize(
     "around", [torch.no_grad, lambda: strict(except_={"rms_norm"}), lambda: strict(False)]
 )
@@ -118,10 +209,11 @@ def test_without_gradients_or_on_a_stock_path_ops_stay_apart(around, joined):
 def test_a_compiler_is_shown_the_ops(joined, monkeypatch):
     model = build_preset("tiny-llama")
     with patch(model):
+        x, up = torch.ones(1, 3, 96, requires_grad=True), model.model.layers[0].mlp.up_proj
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert not modules._joinable(model.model.layers[0].mlp.up_proj)
+        assert not modules._joinable(x, up)
         monkeypatch.undo()
-        assert modules._joinable(model.model.layers[0].mlp.up_proj)
+        assert modules._joinable(x, up)
 
 
 class Doubled(nn.Module):
@@ -138,7 +230,7 @@ class Doubled(nn.Module):
 @pytest.mark.parametrize("gradients", [True, False])
 def test_a_part_of_another_class_is_called(gradients, joined):
     model = build_preset("tiny-llama")
-    x = torch.ones(1, 3, 96) / 8
+    x = torch.full((1, 3, 96), 0.125, requires_grad=True)
     with patch(model), nullcontext() if gradients else torch.no_grad():
         mlp = model.model.layers[0].mlp
         down = mlp.down_proj
