@@ -3,8 +3,9 @@
 cuBLASLt without split K walks K upward into one fp32 accumulator, which is the canonical order; but
 its heuristics may hand a shape to a kernel that does not. So a call goes there only with a
 certificate: for its layout, dtypes, bias, N, K and power-of-two range of M the library's bytes were
-equal to the Triton schedule's, on this device, with these versions. Certificates are made on first
-use and kept in a file; every `AUDIT_EVERY`-th library call is checked again on a sample of rows.
+equal to the Triton schedule's, on this device, with this driver and these versions. Certificates
+are made on first use and kept in a file; every `AUDIT_EVERY`-th library call is checked again on a
+sample of rows.
 
 Shapes: as `matmul`; `outer_from_zero`: dy [T, N], x [T, K] -> out [N, K] fp32.
 Dtypes and rounding points: as `matmul`.

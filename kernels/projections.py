@@ -7,11 +7,12 @@ Dtypes and rounding points: those of `linear`, `rms_norm`, `rotary` and `glu`.
 Order: those of the four ops.
 Invariant to: as the ops; the bytes are theirs, one after another, forward and backward.
 Varies with: as the ops.
-Backward: that of each op, the last one first. x is an input once per projection, the last one's
-    first, so that autograd adds the parts of dx as it does those of the ops: one by one, each sum
-    rounded, on top of what other uses of x have sent. An output that nobody used gets no gradient,
-    nor do the parameters that it alone depends on. One function is asked for all its gradients:
-    `backward(inputs=...)` folds every parameter of a function on the way to the inputs.
+Backward: that of each op, the last one first. Autograd is given operands in that order, and x once
+    per projection, so that it adds the parts of dx as it does those of the ops: one by one, each
+    sum rounded, on top of what other uses of x have sent; those of a shared parameter alike. An
+    output that nobody used gets no gradient, nor do the parameters that it alone depends on. One
+    function is asked for all its gradients: `backward(inputs=...)` folds every parameter of a
+    function on the way to the inputs.
 Errors: those of the ops. Not for a compiler to trace: it is to see the ops.
 Cost: that of the ops, less the host's time for a call of a module and of autograd for each. A
     backward pass holds the gradients that it was given, and its parts of dx, until its end: at the
@@ -76,7 +77,7 @@ def attention_inputs(
     Returns:
         q [T, H, D], k [T, Hkv, D], v [T, Hkv, D].
     """
-    operands = [operand for part in (*projections, *norms) for operand in part]
+    operands = [operand for part in reversed((*projections, *norms)) for operand in part]
     return apply(_AttentionInputs, x, x, x, cos, sin, head_dim, *operands)
 
 
@@ -95,7 +96,7 @@ def gated_mlp(
     Returns:
         [..., N].
     """
-    return apply(_GatedMLP, x, x, activation, *gate, *up, *down)
+    return apply(_GatedMLP, x, x, activation, *down, *up, *gate)
 
 
 class _AttentionInputs(torch.autograd.Function):
@@ -104,14 +105,15 @@ class _AttentionInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, _x_of_k, _x_of_q, cos, sin, head_dim, *operands):
         ctx.set_materialize_grads(False)
-        of_q, of_k, of_v, *norms = _in_fours(operands)
+        *norms, of_v, of_k, of_q = _in_fours(operands)
         parts = [Part() for _ in range(4 + len(norms))]
         q, k, v = (
-            _project(part, x, *of).view(-1, of[0].shape[0] // head_dim, head_dim)
+            _in_heads(_project(part, x, *of), head_dim)
             for part, of in zip(parts[:3], (of_q, of_k, of_v), strict=True)
         )
         if norms:
-            q, k = _norm(parts[3], q, *norms[0]), _norm(parts[4], k, *norms[1])
+            of_k_norm, of_q_norm = norms
+            q, k = _norm(parts[3], q, *of_q_norm), _norm(parts[4], k, *of_k_norm)
         require_rotary(q, k, cos, sin)
         q, k = RotaryFunction.forward(parts[-1], q, k, cos, sin)
         ctx.shapes = (q.shape, k.shape)
@@ -123,18 +125,18 @@ class _AttentionInputs(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         dq, dk, dv = grad_outputs
         needs_x, _, _, _, _, _, *needs = ctx.needs_input_grad
-        of_q, of_k, of_v, *norms = _in_fours(needs)
+        *norms, of_v, of_k, of_q = _in_fours(needs)
         parts = in_reverse(ctx)
         dys = [*_rotated_back(next(parts), dq, dk, ctx.shapes), dv]
         gradients: list[Tensor | None] = []
-        for i in reversed(range(len(norms))):
-            dys[i], found = _norm_backward(next(parts), dys[i], norms[i])
-            gradients = [*found, *gradients]
+        for i, of in zip((1, 0), norms, strict=False):
+            dys[i], found = _norm_backward(next(parts), dys[i], of)
+            gradients += found
         dxs: list[Tensor | None] = []
         for of in (of_v, of_k, of_q):
             dx, found = _project_backward(next(parts), dys.pop(), needs_x, of)
             dxs.append(dx)
-            gradients = [*found, *gradients]
+            gradients += found
         return *dxs, None, None, None, *gradients
 
 
@@ -144,7 +146,7 @@ class _GatedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, _x_of_gate, activation, *operands):
         ctx.set_materialize_grads(False)
-        of_gate, of_up, of_down = _in_fours(operands)
+        of_down, of_up, of_gate = _in_fours(operands)
         parts = [Part(), Part(), Part(), Part()]
         gate = _project(parts[0], x, *of_gate)
         up = _project(parts[1], x, *of_up)
@@ -160,7 +162,7 @@ class _GatedMLP(torch.autograd.Function):
         if grad_outputs[0] is None:
             return (None,) * len(ctx.needs_input_grad)
         needs_x, _, _, *needs = ctx.needs_input_grad
-        of_gate, of_up, of_down = _in_fours(needs)
+        of_down, of_up, of_gate = _in_fours(needs)
         parts = in_reverse(ctx)
         dinner, down = _project_backward(next(parts), grad_outputs[0], True, of_down)
         dgate, dup, _ = GLUFunction.backward(next(parts), dinner)
@@ -168,7 +170,7 @@ class _GatedMLP(torch.autograd.Function):
         dx_of_up, up = _project_backward(next(parts), dup, needs_x, of_up)
         del dup
         dx_of_gate, gate = _project_backward(next(parts), dgate, needs_x, of_gate)
-        return dx_of_up, dx_of_gate, None, *gate, *up, *down
+        return dx_of_up, dx_of_gate, None, *down, *up, *gate
 
 
 def _in_fours(operands: Sequence[Any]) -> list[Sequence[Any]]:
@@ -179,6 +181,10 @@ def _in_fours(operands: Sequence[Any]) -> list[Sequence[Any]]:
 def _project(part: Part, x: Tensor, weight: Tensor, bias: Tensor | None, *buffers: Any) -> Tensor:
     require_fitting("linear", x, weight, bias)
     return LinearFunction.forward(part, x, weight, bias, *buffers)
+
+
+def _in_heads(y: Tensor, head_dim: int) -> Tensor:
+    return y.view(y.shape[:-1].numel(), y.shape[-1] // head_dim, head_dim)
 
 
 def _project_backward(

@@ -121,8 +121,12 @@ def keep(ctx: Any, parts: list[Part]) -> None:
 
 def in_reverse(ctx: Any) -> Iterator[Part]:
     """In a backward pass: the parts, last one first, each with its tensors until the next one is
-    asked for, so that none lives longer than it would as a function of its own. What hooks on saved
-    tensors make (`save_on_cpu`, checkpoints) is made for all parts at once.
+    asked for.
+
+    So a tensor that autograd saved as it is lives no longer than it would for a function of the
+    part alone. One that a hook makes on unpacking (`save_on_cpu`, a checkpoint) does: those of all
+    parts are made at the start, one for every part that saved the tensor, and all are looked at for
+    changes in place, those of parts that get no gradient as well.
     """
     saved = list(ctx.saved_tensors)
     ctx.maybe_clear_saved_tensors()

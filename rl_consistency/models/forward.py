@@ -9,11 +9,8 @@ from torch import Tensor, nn
 from rl_consistency.kernels.attention_layout import PagedAttention
 from rl_consistency.kernels.gradient_fold import GradientBuffer
 from rl_consistency.kernels.token_logprobs import lm_head_logits
-from rl_consistency.models.modules import (
-    CanonicalBaseModel,
-    CanonicalLinear,
-    CanonicalRotaryEmbedding,
-)
+from rl_consistency.models.decoder import CanonicalBaseModel
+from rl_consistency.models.modules import CanonicalLinear, CanonicalRotaryEmbedding
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patched_part, patched_session
 from rl_consistency.numerics.strict import is_canonical

@@ -13,16 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rl_consistency.kernels.attention import attention_paged, attention_varlen
-from rl_consistency.kernels.attention_layout import (
-    AttentionLayout,
-    CapturedPagedAttention,
-    PackedSequences,
-    PagedAttention,
-)
+from rl_consistency.kernels.attention_captured_layout import CapturedPagedAttention
+from rl_consistency.kernels.attention_layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.embedding import embedding
 from rl_consistency.kernels.glu import glu
 from rl_consistency.kernels.gradient_fold import GradientBuffer
@@ -35,7 +30,6 @@ from rl_consistency.kernels.projections import (
 )
 from rl_consistency.kernels.rms_norm import add_rms_norm, rms_norm
 from rl_consistency.kernels.rotary import rotary, rotary_table
-from rl_consistency.models.packing import packed_inputs
 from rl_consistency.models.stock_attention import stock_attention, stock_captured_attention
 from rl_consistency.numerics.strict import current, is_canonical
 
@@ -96,14 +90,20 @@ class CanonicalLinear(CanonicalModule):
         return Projection(weight, bias, weight_grad, self._buffer_of("bias", bias))
 
 
-def _observed(module: nn.Module) -> bool:
-    """Whether hooks, or a forward of its own, wait for calls of a module, which a fused op would
-    pass by.
+def _observed(*modules: nn.Module) -> bool:
+    """Whether anything but what a fused op stands for would come of calling the modules: hooks, a
+    forward or call of their own, a compiled one.
     """
+    return bool(_has_any_global_hook()) or any(map(_watched, modules))
+
+
+def _watched(module: nn.Module) -> bool:
     own = vars(module)
     return bool(
         "forward" in own
         or type(module).forward not in _FUSED
+        or type(module).__call__ is not nn.Module.__call__
+        or own.get("_compiled_call_impl") is not None
         or own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
@@ -119,7 +119,7 @@ def _fusable(x: Tensor, projections: tuple[CanonicalLinear, ...]) -> bool:
         x.is_cuda
         and not torch.is_grad_enabled()
         and is_canonical("linear")
-        and not any(_observed(p) for p in projections)
+        and not _observed(*projections)
     )
 
 
@@ -135,8 +135,7 @@ def _joinable(x: Tensor, *modules: nn.Module) -> bool:
         and x.requires_grad
         and not current().stock
         and not torch.compiler.is_compiling()
-        and not _has_any_global_hook()
-        and not any(_observed(m) for m in modules)
+        and not _observed(*modules)
     )
 
 
@@ -346,82 +345,3 @@ class CanonicalAttention(CanonicalModule):
             assert isinstance(layout, PackedSequences)
             return attention_varlen(q, k, v, layout, scale=self.scaling, window=self.window)[0]
         return stock_attention(q, k, v, layout, scale=self.scaling, window=self.window)
-
-
-class CanonicalDecoderLayer(CanonicalModule):
-    """A decoder layer whose first residual addition and second norm are one op."""
-
-    input_layernorm: nn.Module
-    self_attn: nn.Module
-    post_attention_layernorm: CanonicalRMSNorm
-    mlp: nn.Module
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """Hidden states [1, R, H] after attention and MLP; see `CanonicalAttention` for kwargs."""
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        normed, hidden_states = self.post_attention_layernorm.after_addition(
-            attended, hidden_states
-        )
-        return hidden_states + self.mlp(normed)
-
-
-class CanonicalBaseModel(CanonicalModule):
-    """The decoder without its head: packs whatever form the batch has, and unpacks the result."""
-
-    embed_tokens: nn.Module
-    layers: nn.ModuleList
-    norm: nn.Module
-    rotary_emb: nn.Module
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """Hidden states [B, L, H] after the final norm, zeros at padding."""
-        batch = packed_inputs(input_ids, attention_mask, position_ids, kwargs)
-        packed = batch.packed
-        hidden = self.packed_forward(packed.input_ids, packed.position_ids, packed.layout)
-        return BaseModelOutputWithPast(last_hidden_state=batch.unpack(hidden))  # type: ignore[arg-type]
-
-    def packed_forward(
-        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
-    ) -> Tensor:
-        """Hidden states [R, H] of packed rows [R]; rollout and training both come through here."""
-        hidden = self.embed_tokens(input_ids).unsqueeze(0)
-        longest = max(layout.context_lens, default=0)
-        cos_sin = self.rotary_emb(hidden, position_ids.unsqueeze(0), longest)
-        for layer in self.layers[: self.config.num_hidden_layers]:
-            hidden = layer(hidden, position_embeddings=cos_sin, attention_layout=layout)
-        return self.norm(hidden)[0]
-
-
-class CanonicalCausalLM(CanonicalModule):
-    """The decoder with its LM head as a linear map; logits are rounded to the model dtype."""
-
-    model: CanonicalBaseModel
-    lm_head: nn.Module
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        logits_to_keep: int = 0,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits [B, L, V] (or of the last `logits_to_keep` columns), zeros at padding."""
-        if not isinstance(logits_to_keep, int):
-            raise ValueError(
-                "logits_to_keep as a tensor is not covered by the patched forward; give a number "
-                "of last positions, or use rl_consistency.token_logprobs."
-            )
-        batch = packed_inputs(input_ids, attention_mask, position_ids, kwargs)
-        packed = batch.packed
-        hidden = self.model.packed_forward(packed.input_ids, packed.position_ids, packed.layout)
-        logits = batch.unpack(self.lm_head(hidden))
-        output = CausalLMOutputWithPast(logits=logits[:, -logits_to_keep:])  # type: ignore[arg-type]
-        return output.to_tuple() if return_dict is False else output

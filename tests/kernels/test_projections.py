@@ -89,7 +89,7 @@ class Layer:
             weight, bias, weight_grad, bias_grad = self.of[name]
             return linear(x, weight, bias, weight_grad=weight_grad, bias_grad=bias_grad)
 
-        q, k, v = [project(self.x, name).view(TOKENS, -1, HEAD_DIM) for name in "qkv"]
+        q, k, v = [project(self.x, name).view(len(self.cos), -1, HEAD_DIM) for name in "qkv"]
         if self.norms:
             q, k = (
                 rms_norm(x, weight, eps, rows_per_token=heads, weight_grad=buffer)
@@ -140,6 +140,24 @@ def test_the_bytes_are_those_of_the_ops(schedules, kind, dtype):
 def test_a_graph_that_is_kept_goes_backward_twice(schedules):
     expected = passes(Layer(torch.bfloat16), "apart", retain=True)
     assert first_difference(passes(Layer(torch.bfloat16), "joined", retain=True), expected) is None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_of_a_shared_parameter_are_added_as_for_the_ops(bias):
+    """Without buffers autograd adds them, one by one in its dtype."""
+
+    def gradients(way):
+        layer = Layer(torch.bfloat16, bias=bias, normed=False, buffered=False)
+        for name in "qv":
+            layer.of[name] = layer.of["k"]
+        torch.manual_seed(2)
+        outputs = getattr(layer, way)()[:3]
+        torch.autograd.backward(outputs, [drawn(*y.shape, dtype=y.dtype) for y in outputs])
+        return layer.gradients()
+
+    expected, found = gradients("apart"), gradients("joined")
+    assert found.keys() == expected.keys() == {"x", "k"} | ({"k.bias"} if bias else set())
+    assert first_difference(found, expected) is None
 
 
 def test_parts_of_dx_added_in_another_order_fail_the_same_check(monkeypatch):
@@ -273,6 +291,26 @@ def test_bad_operands_meet_the_error_of_their_op(broken, error, says):
         layer.of[name] = layer.of[name]._replace(weight=new)
     with pytest.raises(error, match=says):
         layer.joined()
+
+
+@pytest.mark.parametrize("way", ["apart", "joined"])
+@pytest.mark.parametrize("name", "qkv")
+def test_columns_that_are_no_whole_heads_are_refused(schedules, name, way):
+    layer = Layer(torch.float32, normed=False)
+    odd = torch.zeros(HEAD_DIM + HEAD_DIM // 2, WIDTH)
+    layer.x = layer.x.detach()[:, : TOKENS - 1].requires_grad_()
+    layer.cos, layer.sin = layer.cos[:-1], layer.sin[:-1]
+    layer.of[name] = layer.of[name]._replace(weight=odd)
+    with pytest.raises(RuntimeError, match="shape .* is invalid for input of size"):
+        layer.joined() if way == "joined" else layer.apart()
+
+
+@pytest.mark.parametrize("way", ["apart", "joined"])
+@pytest.mark.parametrize("output", [2, 3])
+def test_values_and_results_are_views_that_are_not_to_be_changed_in_place(output, way):
+    y = getattr(Layer(torch.float32), way)()[output]
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        y.mul_(2.0)
 
 
 def test_an_unknown_activation_is_refused():

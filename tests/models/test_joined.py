@@ -119,24 +119,43 @@ def test_below_the_first_trained_weight_ops_stay_apart(joined):
     assert joined.count("attention_inputs") == layers - 1 and joined.count("gated_mlp") == layers
 
 
-@pytest.mark.parametrize(
-    "part", ["self_attn.q_proj", "self_attn.k_norm", "mlp.down_proj", "post_attention_layernorm"]
-)
-def test_a_forward_that_a_subclass_overrides_is_called(part):
+PARTS = ["self_attn.q_proj", "self_attn.k_norm", "mlp.down_proj", "post_attention_layernorm"]
+
+
+@pytest.mark.parametrize("method", ["forward", "__call__"])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_method_that_a_subclass_overrides_is_called(part, method):
     model = build_preset("tiny-qwen3")
     seen = []
     with patch(model):
         watched = model.model.layers[0].get_submodule(part)
         canonical = type(watched)
 
-        class Watched(canonical):
-            def forward(self, x):
-                seen.append(part)
-                return super().forward(x)
+        def noted(self, x):
+            seen.append(part)
+            return getattr(canonical, method)(self, x)
 
-        watched.__class__ = Watched
+        watched.__class__ = type("Watched", (canonical,), {method: noted})
         hidden(model)
         watched.__class__ = canonical
+    assert seen == [part]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_somebody_compiled_is_called(part, monkeypatch):
+    def compiled(call, **options):
+        def noted(*operands):
+            seen.append(part)
+            return call(*operands)
+
+        return noted
+
+    model = build_preset("tiny-qwen3")
+    seen = []
+    monkeypatch.setattr(torch, "compile", compiled)
+    model.model.layers[0].get_submodule(part).compile()
+    with patch(model):
+        hidden(model)
     assert seen == [part]
 
 
@@ -179,7 +198,7 @@ def test_a_hook_on_all_modules_sees_every_one(joined):
         with patch(model):
             hidden(model)
             layer = model.model.layers[0]
-            parts = [layer.self_attn.q_proj, layer.self_attn.q_norm, layer.mlp.down_proj]
+            parts = [layer.get_submodule(part) for part in PARTS]
     finally:
         handle.remove()
     assert not joined and all(any(module is part for module in seen) for part in parts)
