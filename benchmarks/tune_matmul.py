@@ -4,7 +4,7 @@
 measures what the file does not have yet and stops when the time is spent; call it again to go on.
 `python -m benchmarks.tune_matmul --json tune.json --write` then rewrites kernels/matmul_table.py.
 
-Calls run in a CUDA graph; up to 256 rows over rotated weights, so that none is found in L2.
+Calls run in a CUDA graph; up to 512 rows over rotated weights, so that none is found in L2.
 Every candidate's bytes are compared with the first one's; a difference ends the program.
 """
 
@@ -31,7 +31,7 @@ from rl_consistency.kernels.matmul_triton import matmul_fwd
 from rl_consistency.numerics.settings import numeric_settings
 
 TABLE = Path(__file__).resolve().parents[1] / "kernels" / "matmul_table.py"
-COLD_ROWS = 256
+COLD_ROWS = 512
 """The most rows that are timed with cold weights."""
 
 ROTATED_BYTES = 300_000_000
@@ -86,7 +86,7 @@ def candidates(m: int) -> list[Schedule]:
         chosen = [s for s in DECODE if s.block_m <= max(16, m)]
         return chosen + ([s for s in MEDIUM if s.block_m == 64] if m > 16 else [])
     if m <= 1024:
-        return [*(s for s in DECODE if s.block_m == 64 and m <= 256), *MEDIUM, *LARGE[:6]]
+        return [*(s for s in DECODE if s.block_m == 64 and m <= 512), *MEDIUM, *LARGE[:6]]
     return [*LARGE, *(s for s in MEDIUM if s.block_m == 128 and m <= 2048)]
 
 

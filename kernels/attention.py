@@ -27,7 +27,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.attention_backward_triton import attention_bwd
 from rl_consistency.kernels.attention_cpu import attention_cpu_bwd, attention_cpu_fwd, visible
@@ -40,7 +39,7 @@ from rl_consistency.kernels.attention_schedules import lse_dtype
 from rl_consistency.kernels.attention_triton import attention_fwd
 from rl_consistency.kernels.library import kernel_op
 from rl_consistency.kernels.operand import require_operands
-from rl_consistency.kernels.recording import apply, plain
+from rl_consistency.kernels.recording import apply, once_differentiable, plain
 from rl_consistency.kernels.reduction_order import ReductionOrder
 
 MAX_HEAD_DIM = 256

@@ -1,15 +1,16 @@
 """The backward attention order on sm_90 in five products: one schedule, with specialised warps.
 
-A program owns 128 keys of one KV head, as `attention_dkv_kernel` does, and also carries dq on: dq
-of a tile of queries is one chain of matrix steps over keys upward, so a program takes the fp32 sums
-that the keys before its own have left in memory, continues them and leaves them to the next, or
-rounds them if its keys are the last. A counter per tile of queries and head says how many tiles of
-keys have been through. Memory keeps fp32 exactly: the bits of the two kernels of
-`attention_backward_triton`, with scores computed once.
+A program owns 128 keys of one KV head, as `attention_dkv_kernel` does, and also carries dq on: it
+takes the fp32 sums that the keys before its own have left in memory (`attention_backward_chains`),
+continues them and leaves them to the next, or rounds them if its keys are the last. The bits are
+those of the two kernels of `attention_backward_triton`, with scores computed once.
 
-Tiles of keys that come earlier in a sequence have programs of lower ids (`key_tiles`), and devices
-start programs in the order of their ids, without promising it: whoever waits, waits for a program
-that runs already.
+A step is a tile of queries. The scores of the next one are begun behind this one's products, and dq
+is made before dk and leaves under dk's product, so that the matrix units have work meanwhile.
+
+A program's keys come from a table, `PackedSequences.key_programs`, in which the tiles of a sequence
+and KV head lie upward, and devices start programs in the order of their ids, without promising it:
+whoever waits, waits for a program that runs already.
 """
 
 # Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
@@ -19,137 +20,42 @@ that runs already.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rl_consistency.kernels.attention_hopper import DTYPES
+from rl_consistency.kernels.attention_backward_chains import (
+    ROW,
+    chain_layout,
+    empty_chains,
+    fetch_chains,
+    leave_chains,
+)
+from rl_consistency.kernels.attention_backward_producer import (
+    KEYS,
+    QUERIES,
+    STAGES,
+    copy_queries,
+    step_at,
+    tiles_before,
+    walk,
+)
+from rl_consistency.kernels.attention_hopper import boxed_layout
 from rl_consistency.kernels.attention_layout import PackedSequences
 from rl_consistency.kernels.attention_statistics import statistics_of
+from rl_consistency.kernels.cuda_device import sm_count
 
-KEYS = gl.constexpr(128)
-QUERIES = gl.constexpr(64)
-STAGES = gl.constexpr(2)
-
-
-@gluon.jit
-def _walk(
-    tiles, first_tiles, query_start, query_len, window, num_tiles, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, WINDOWED: gl.constexpr,
-):  # fmt: skip
-    """(KV head, first key, the sequence's first row and length, number of its first tile for the
-    group's first head, tiles of queries per head) of a program."""
-    kv_head = gl.program_id(0) % KV_HEADS
-    index = gl.program_id(0) // KV_HEADS
-    sequence = gl.load(tiles + 2 * index)
-    first_key = gl.load(tiles + 2 * index + 1)
-    limit = gl.load(query_len + sequence)
-    first_tile = kv_head * GROUP * num_tiles + gl.load(first_tiles + sequence)
-    high = limit
-    if WINDOWED:
-        high = gl.minimum(limit, first_key + KEYS - 1 + window)
-    per_head = gl.cdiv(high - first_key, QUERIES)
-    return kv_head, first_key, gl.load(query_start + sequence), limit, first_tile, per_head
-
-
-@gluon.jit
-def _step(step, first_key, first_tile, per_head, num_tiles):
-    """(head of the group, first query after the first key, number of the tile, slot, turn) of a
-    step: over the group's heads upward, then queries upward."""
-    head = step // per_head
-    ahead = step % per_head * QUERIES
-    tile = first_tile + head * num_tiles + (first_key + ahead) // QUERIES
-    return head, ahead, tile, step % STAGES, (step // STAGES) & 1
-
-
-@gluon.jit
-def _tiles_before(first_key, ahead, window, WINDOWED: gl.constexpr):
-    """How many tiles of keys before this one the queries of a step see."""
-    first = first_key * 0
-    if WINDOWED:
-        first = gl.maximum(first_key + ahead - window + 1, 0) // KEYS
-    return first_key // KEYS - first
-
-
-@gluon.jit
-def _copy(
-    q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done, tiles,
-    first_tiles, query_start, query_len, window, num_tiles, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
-):  # fmt: skip
-    """Fill the ring of query tiles: q, do, and the two statistics of each query."""
-    lane = gl.arange(0, QUERIES, layout=gl.BlockedLayout([2], [32], [1], [0]))
-    kv_head, first_key, start_row, _limit, first_tile, per_head = _walk(
-        tiles, first_tiles, query_start, query_len, window, num_tiles, KV_HEADS, GROUP, WINDOWED
-    )
-    for step in range(GROUP * per_head):
-        head, ahead, tile, slot, turn = _step(step, first_key, first_tile, per_head, num_tiles)
-        statistics = STATISTICS + tile.to(gl.int64) * (2 * QUERIES) + lane
-        lse = gl.load(statistics)
-        delta = gl.load(statistics + QUERIES)
-        at = [start_row + first_key + ahead, (kv_head * GROUP + head) * DIM]
-        mbarrier.wait(done.index(slot), turn ^ 1)
-        mbarrier.expect(full.index(slot), 2 * QUERIES * DIM * 2)
-        tma.async_copy_global_to_shared(q_desc, at, full.index(slot), q_bufs.index(slot))
-        tma.async_copy_global_to_shared(do_desc, at, full.index(slot), do_bufs.index(slot))
-        lse_buf.index(slot).store(lse)
-        delta_buf.index(slot).store(delta)
-        gl.thread_barrier()
-        mbarrier.arrive(full.index(slot), count=1)
-
-
-@gluon.jit
-def _await(
-    counters, ready, counted, tiles, first_tiles, query_start, query_len, window, num_tiles,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOWED: gl.constexpr,
-):  # fmt: skip
-    """Wait until the keys before these have left dq of each tile of queries."""
-    _head, first_key, _row, _limit, first_tile, per_head = _walk(
-        tiles, first_tiles, query_start, query_len, window, num_tiles, KV_HEADS, GROUP, WINDOWED
-    )
-    for step in range(GROUP * per_head):
-        _head, ahead, tile, slot, turn = _step(step, first_key, first_tile, per_head, num_tiles)
-        gl.inline_asm_elementwise(
-            """{
-            .reg .pred short;
-            again:
-            ld.acquire.gpu.global.s32 $0, [$1];
-            setp.lt.s32 short, $0, $2;
-            @short bra again;
-            }""",
-            "=&r,l,r", [counters + tile, _tiles_before(first_key, ahead, window, WINDOWED)],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        # The step that had the slot must have been counted: nothing else holds the warps of a
-        # program less than two turns apart from the one that counts.
-        mbarrier.wait(counted.index(slot), turn ^ 1)
-        gl.thread_barrier()
-        mbarrier.arrive(ready.index(slot), count=1)
-
-
-@gluon.jit
-def _count(
-    counters, done, counted, tiles, first_tiles, query_start, query_len, window, num_tiles,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOWED: gl.constexpr,
-):  # fmt: skip
-    """Count each tile of queries whose dq has been left."""
-    _head, first_key, _row, _limit, first_tile, per_head = _walk(
-        tiles, first_tiles, query_start, query_len, window, num_tiles, KV_HEADS, GROUP, WINDOWED
-    )
-    for step in range(GROUP * per_head):
-        _head, _ahead, tile, slot, turn = _step(step, first_key, first_tile, per_head, num_tiles)
-        mbarrier.wait(done.index(slot), turn)
-        gl.atomic_add(counters + tile, 1, sem="release", scope="gpu")
-        mbarrier.arrive(counted.index(slot), count=1)
+SPREAD = 1.25
+"""How far sequences and KV heads are set apart in the order of programs (`tiles_apart`): by more
+than the programs of one that run at a time, so that those that end together share no chain.
+Neutral to the bits, and measured (ADR 7)."""
 
 
 @gluon.jit
@@ -175,64 +81,6 @@ def _write(X, value, first, start_row, head, limit, stride_t, stride_h, DIM: gl.
     pointer = X + gl.expand_dims(offset, 1) + gl.expand_dims(dim, 0)
     mask = gl.expand_dims(row < limit, 1) & gl.expand_dims(dim < DIM, 0)
     gl.store(pointer, value.to(X.dtype.element_ty), mask=mask)
-
-
-@gluon.constexpr_function
-def _load_asm(count):
-    """PTX: a thread's `count` fp32 sums, 16 bytes at a time; zeros from a null pointer."""
-    lines = [".reg .pred some;", f"setp.ne.u64 some, ${count}, 0;"]
-    lines += [f"mov.b32 ${i}, 0;" for i in range(count)]
-    for i in range(0, count, 4):
-        group = ", ".join(f"${i + j}" for j in range(4))
-        lines.append(f"@some ld.global.cg.v4.b32 {{{group}}}, [${count} + {i // 4 * 512}];")
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-@gluon.constexpr_function
-def _store_asm(count):
-    """PTX: the same sums to the same places; the result, one byte each, is nothing."""
-    pointer = count // 4
-    lines = []
-    for i in range(0, count, 4):
-        group = ", ".join(f"${pointer + count + i + j}" for j in range(4))
-        lines.append(f"st.global.v4.b32 [${pointer} + {i // 4 * 512}], {{{group}}};")
-    return "\n".join(lines + [f"mov.b32 ${i}, 0;" for i in range(pointer)])
-
-
-@gluon.constexpr_function
-def _operands(outputs, pointers, values):
-    return ",".join(["=r"] * outputs + ["l"] * pointers + ["r"] * values)
-
-
-@gluon.jit
-def _own_place(DIM: gl.constexpr, layout: gl.constexpr):
-    """Where the elements that a thread holds of a tile's dq begin in memory, [QUERIES, DIM].
-
-    The same for all elements of a thread: in memory they lie as the matrix units hold them.
-    """
-    row = gl.expand_dims(gl.arange(0, QUERIES, layout=gl.SliceLayout(1, layout)), 1)
-    dim = gl.expand_dims(gl.arange(0, DIM, layout=gl.SliceLayout(0, layout)), 0)
-    warp = dim // (DIM // 2) * 4 + row // 16
-    return warp * (8 * DIM) + row % 8 * 16 + dim % 8 // 2 * 4
-
-
-@gluon.jit
-def _load_chain(place, DIM: gl.constexpr):
-    """A tile's dq so far, past the first-level cache, or zeros where `place` is 0."""
-    count: gl.constexpr = DIM // 4
-    return gl.inline_asm_elementwise(
-        _load_asm(count), _operands(count, count, 0), [place], dtype=gl.float32, is_pure=False,
-        pack=count,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _store_chain(place, dq, DIM: gl.constexpr):
-    count: gl.constexpr = DIM // 4
-    gl.inline_asm_elementwise(
-        _store_asm(count), _operands(count // 4, count, count), [place, dq], dtype=gl.int8,
-        is_pure=False, pack=count,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -261,121 +109,168 @@ def _probabilities(scores, lse, ahead, window, factor, WINDOWED: gl.constexpr):
 
 
 @gluon.jit
-def _consume(
-    K, V, dQ, dK, dV, CHAINS, q_bufs, do_bufs, lse_buf, delta_buf, k_buf, v_buf, ds_buf, full,
-    ready, done, tiles, first_tiles, query_start, query_len, window, num_tiles, factor, scale,
-    stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh,
-    stride_dvt, stride_dvh, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
-    WINDOWED: gl.constexpr,
+def _zero(step):
+    """0, of which the compiler does not know that it is the same at every step: what is derived
+    from it is worked out again instead of being kept in registers that a step does not have."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _next_scores(k_buf, q_bufs, full, step, steps, S: gl.constexpr):
+    """Begin the scores of the step after this one. After the last there is nothing to begin: its
+    own again, for nobody, since a branch would cost every step."""
+    after = gl.minimum(step + 1, steps - 1)
+    mbarrier.wait(full.index(after % STAGES), (after // STAGES) & 1)
+    return _product(k_buf, q_bufs.index(after % STAGES), S)
+
+
+@gluon.jit
+def _send(
+    dQ, out_buf, free, dq, step, ahead, first_key, start_row, head, limit, scale, stride_dqt,
+    stride_dqh, DIM: gl.constexpr,
 ):  # fmt: skip
-    """The five products of each step, and the chains of dq from and to memory."""
+    """Let dq of a step go: rounded after the last keys, or to memory for the keys that follow."""
+    mbarrier.wait(free, step & 1 ^ 1)
+    if ahead < KEYS:
+        _write(
+            dQ, dq * scale + 0.0, first_key + ahead, start_row, head, limit, stride_dqt,
+            stride_dqh, DIM,
+        )  # fmt: skip
+    else:
+        view = out_buf._reinterpret(gl.float32, [QUERIES, DIM], chain_layout(DIM))
+        view.store(dq)
+        fence_async_shared()
+
+
+@gluon.jit
+def _consume(
+    K, V, dQ, dK, dV, q_bufs, do_bufs, lse_buf, delta_buf, k_bufs, v_bufs, ds_bufs, in_buf,
+    out_buf, full, done, ready, gone, free, programs, first_tiles, query_start, query_len,
+    window, num_tiles, factor, scale, stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt,
+    stride_dqh, stride_dkt, stride_dkh, stride_dvt, stride_dvh, GROUP: gl.constexpr,
+    DIM: gl.constexpr, WINDOWED: gl.constexpr,
+):  # fmt: skip
+    """The five products of each step."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
     D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, DIM, 16])
     C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 2, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=D, k_width=2)
     columns: gl.constexpr = gl.SliceLayout(0, S)
-    dtype: gl.constexpr = ds_buf.dtype
-    kv_head, first_key, start_row, limit, first_tile, per_head = _walk(
-        tiles, first_tiles, query_start, query_len, window, num_tiles, KV_HEADS, GROUP, WINDOWED
+    dtype: gl.constexpr = ds_bufs.dtype
+    kv_head, first_key, start_row, limit, first_tile, per_head = walk(
+        programs, first_tiles, query_start, query_len, window, num_tiles, GROUP, WINDOWED
     )
-    k_buf.store(_rows(K, first_key, start_row, kv_head, limit, stride_kt, stride_kh, DIM))
-    v_buf.store(_rows(V, first_key, start_row, kv_head, limit, stride_vt, stride_vh, DIM))
+    k_bufs.index(0).store(_rows(K, first_key, start_row, kv_head, limit, stride_kt, stride_kh, DIM))
+    v_bufs.index(0).store(_rows(V, first_key, start_row, kv_head, limit, stride_vt, stride_vh, DIM))
     fence_async_shared()
     gl.thread_barrier()
-    place = _own_place(DIM, C)
     dk = gl.zeros([KEYS, DIM], gl.float32, D)
     dv = gl.zeros([KEYS, DIM], gl.float32, D)
-    for step in range(GROUP * per_head):
-        head, ahead, tile, slot, turn = _step(step, first_key, first_tile, per_head, num_tiles)
+    steps = GROUP * per_head
+    mbarrier.wait(full.index(0), 0)
+    scores = warpgroup_mma_wait(0, deps=[_product(k_bufs.index(0), q_bufs.index(0), S)])
+    for step in range(steps):
+        head, ahead, _tile, slot, _turn = step_at(step, first_key, first_tile, per_head, num_tiles)
         q_buf, do_buf = q_bufs.index(slot), do_bufs.index(slot)
-        mbarrier.wait(full.index(slot), turn)
-        scores = _product(k_buf, q_buf, S)
+        zero = _zero(step)
+        k_buf, v_buf, ds_buf = k_bufs.index(zero), v_bufs.index(zero), ds_bufs.index(zero)
         dp = _product(v_buf, do_buf, S)
         lse = lse_buf.index(slot).load(columns)
-        scores = warpgroup_mma_wait(1, deps=[scores])
         p = _probabilities(scores, lse, ahead, window, factor, WINDOWED)
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), operand), do_buf, dv, is_async=True)
         delta = gl.expand_dims(delta_buf.index(slot).load(columns), 0)
         dp = warpgroup_mma_wait(1, deps=[dp])
         ds = (p * (dp - delta)).to(dtype)
         # Chains that no earlier key has begun start from zero; the last keys' become dq.
-        chain = (CHAINS + tile.to(gl.int64) * (QUERIES * DIM) + place).to(gl.int64)
-        begun = _tiles_before(first_key, ahead, window, WINDOWED) > 0
-        mbarrier.wait(ready.index(slot), turn)
-        dq = _load_chain(gl.where(begun, chain, 0), DIM)
+        begun = tiles_before(first_key, ahead, window, WINDOWED) > 0
+        mbarrier.wait(ready, step & 1)
+        view = in_buf._reinterpret(gl.float32, [QUERIES, DIM], chain_layout(DIM))
+        dq = gl.where(begun, view.load(C), 0.0)
         ds_buf.store(ds)
         fence_async_shared()
-        dk = warpgroup_mma(gl.convert_layout(ds, operand), q_buf, dk, is_async=True)
         gl.thread_barrier()
         dq = warpgroup_mma(ds_buf.permute([1, 0]), k_buf, dq, is_async=True)
-        dq, dk, dv = warpgroup_mma_wait(0, deps=[dq, dk, dv])
-        if ahead < KEYS:
-            _write(
-                dQ, dq * scale + 0.0, first_key + ahead, start_row, kv_head * GROUP + head, limit,
-                stride_dqt, stride_dqh, DIM,
-            )  # fmt: skip
-        else:
-            _store_chain(chain, dq, DIM)
+        dk = warpgroup_mma(gl.convert_layout(ds, operand), q_buf, dk, is_async=True)
+        dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+        _send(
+            dQ, out_buf, free, dq, step, ahead, first_key, start_row, kv_head * GROUP + head,
+            limit, scale, stride_dqt, stride_dqh, DIM,
+        )  # fmt: skip
+        # The compiler puts barriers of the warps around every arrival: the fewer the better, and
+        # where the matrix units have work in the meantime.
+        coming = _next_scores(k_buf, q_bufs, full, step, steps, S)
+        gl.thread_barrier()
+        mbarrier.arrive(gone.index(slot), count=1)
+        dk = warpgroup_mma_wait(1, deps=[dk])
         gl.thread_barrier()
         mbarrier.arrive(done.index(slot), count=1)
+        gl.thread_barrier()
+        scores = warpgroup_mma_wait(0, deps=[coming])
     _write(dK, dk * scale + 0.0, first_key, start_row, kv_head, limit, stride_dkt, stride_dkh, DIM)
     _write(dV, dv + 0.0, first_key, start_row, kv_head, limit, stride_dvt, stride_dvh, DIM)
 
 
 @gluon.jit(
-    do_not_specialize=["tiles", "first_tiles", "query_start", "query_len", "window", "num_tiles"]
+    do_not_specialize=["programs", "first_tiles", "query_start", "query_len", "window", "num_tiles"]
 )
 def attention_backward_hopper_kernel(
-    K, V, dQ, dK, dV, CHAINS, STATISTICS, counters, q_desc, do_desc, tiles, first_tiles,
-    query_start, query_len, window, num_tiles, factor, scale,
+    K, V, dQ, dK, dV, CHAINS, STATISTICS, counters, q_desc, do_desc, chain_desc, programs,
+    first_tiles, query_start, query_len, window, num_tiles, factor, scale,
     stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh,
-    stride_dvt, stride_dvh, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
-    WINDOWED: gl.constexpr,
+    stride_dvt, stride_dvh, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """All gradients that one tile of keys of one KV head gives."""
     dtype: gl.constexpr = q_desc.dtype
     owned: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    chain: gl.constexpr = [QUERIES * DIM // ROW, ROW]
     q_bufs = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, DIM], q_desc.layout)
     do_bufs = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, DIM], do_desc.layout)
-    k_buf = gl.allocate_shared_memory(dtype, [KEYS, DIM], owned)
-    v_buf = gl.allocate_shared_memory(dtype, [KEYS, DIM], owned)
-    ds_buf = gl.allocate_shared_memory(
-        dtype, [KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype)
+    k_bufs = gl.allocate_shared_memory(dtype, [1, KEYS, DIM], owned)
+    v_bufs = gl.allocate_shared_memory(dtype, [1, KEYS, DIM], owned)
+    ds_bufs = gl.allocate_shared_memory(
+        dtype, [1, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype)
     )
+    in_buf = gl.allocate_shared_memory(gl.float32, chain, chain_desc.layout)
+    out_buf = gl.allocate_shared_memory(gl.float32, chain, chain_desc.layout)
     lse_buf = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], flat)
     delta_buf = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], flat)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    counted = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # in_buf holds dq so far; out_buf may be written; dq of a step has gone, before all is done.
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    gone = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
-        mbarrier.init(ready.index(i), count=1)
         mbarrier.init(done.index(i), count=1)
-        mbarrier.init(counted.index(i), count=1)
+        mbarrier.init(gone.index(i), count=1)
+    mbarrier.init(ready, count=1)
+    mbarrier.init(free, count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
-                K, V, dQ, dK, dV, CHAINS, q_bufs, do_bufs, lse_buf, delta_buf, k_buf, v_buf,
-                ds_buf, full, ready, done, tiles, first_tiles, query_start, query_len, window,
-                num_tiles, factor, scale, stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt,
-                stride_dqh, stride_dkt, stride_dkh, stride_dvt, stride_dvh, KV_HEADS, GROUP, DIM,
+                K, V, dQ, dK, dV, q_bufs, do_bufs, lse_buf, delta_buf, k_bufs, v_bufs, ds_bufs,
+                in_buf, out_buf, full, done, ready, gone, free, programs, first_tiles,
+                query_start, query_len, window, num_tiles, factor, scale, stride_kt, stride_kh,
+                stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh, stride_dvt,
+                stride_dvh, GROUP, DIM, WINDOWED,
+            )),
+            (copy_queries, (
+                q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done,
+                programs, first_tiles, query_start, query_len, window, num_tiles, GROUP, DIM,
                 WINDOWED,
             )),
-            (_copy, (
-                q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done,
-                tiles, first_tiles, query_start, query_len, window, num_tiles, KV_HEADS, GROUP,
-                DIM, WINDOWED,
+            (fetch_chains, (
+                CHAINS, chain_desc, in_buf, counters, ready, gone, programs, first_tiles,
+                query_start, query_len, window, num_tiles, GROUP, DIM, WINDOWED,
             )),
-            (_await, (
-                counters, ready, counted, tiles, first_tiles, query_start, query_len, window,
-                num_tiles, KV_HEADS, GROUP, WINDOWED,
-            )),
-            (_count, (
-                counters, done, counted, tiles, first_tiles, query_start, query_len, window,
-                num_tiles, KV_HEADS, GROUP, WINDOWED,
+            (leave_chains, (
+                chain_desc, out_buf, counters, gone, free, programs, first_tiles, query_start,
+                query_len, window, num_tiles, GROUP, DIM, WINDOWED,
             )),
         ],
         [1, 1, 1],
@@ -383,12 +278,11 @@ def attention_backward_hopper_kernel(
     )  # fmt: skip
 
 
-def chain_bytes(layout: PackedSequences, heads: int, head_dim: int) -> int:
-    """Of dq's sums in fp32, tiles filled up; none where one tile of keys holds every sequence."""
-    if max(layout.query_lens, default=0) <= KEYS.value:
-        return 0
-    tiles = sum(-(-n // QUERIES.value) for n in layout.query_lens)
-    return 4 * tiles * QUERIES.value * heads * head_dim
+def tiles_apart(layout: PackedSequences, kv_heads: int, multiprocessors: int) -> float:
+    """`SPREAD` times the programs of one sequence and KV head that run at a time; 0 where fewer
+    than two of them do, which do not wait for one another."""
+    resident = multiprocessors / (len(layout.query_lens) * kv_heads)
+    return SPREAD * resident if resident >= 2 else 0.0
 
 
 def attention_hopper_bwd(
@@ -413,21 +307,20 @@ def attention_hopper_bwd(
     query_tiles, first_tiles = layout.query_tiles(device, QUERIES.value)
     num_tiles = len(query_tiles)
     statistics, counters = statistics_of(do, out, lse, layout, QUERIES.value)
-    chains = torch.empty(
-        chain_bytes(layout, heads, head_dim) // 4, dtype=torch.float32, device=device
-    )
+    chains, chain_desc = empty_chains(layout, heads, head_dim, device)
     box = [QUERIES.value, head_dim]
-    boxed = gl.NVMMASharedLayout.get_default_for(box, DTYPES[q.dtype])
+    boxed = boxed_layout(box, q.dtype)
     q_desc, do_desc = (
         TensorDescriptor(x, [x.shape[0], heads * head_dim], [x.stride(0), 1], box, boxed)
         for x in (q, do)
     )
-    key_tiles = layout.key_tiles(device, KEYS.value)
-    attention_backward_hopper_kernel[(len(key_tiles) * kv_heads,)](
-        k, v, dq, dk, dv, chains, statistics, counters, q_desc, do_desc, key_tiles, first_tiles,
-        tables.query_start, tables.query_len, reach, num_tiles, factor, scale,
+    apart = tiles_apart(layout, kv_heads, sm_count(device))
+    programs = layout.key_programs(device, KEYS.value, kv_heads, apart)
+    attention_backward_hopper_kernel[(len(programs),)](
+        k, v, dq, dk, dv, chains, statistics, counters, q_desc, do_desc, chain_desc, programs,
+        first_tiles, tables.query_start, tables.query_len, reach, num_tiles, factor, scale,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), dq.stride(0), dq.stride(1),
         dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1),
-        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM=head_dim, WINDOWED=window is not None,
+        GROUP=heads // kv_heads, DIM=head_dim, WINDOWED=window is not None,
         num_warps=8, maxnreg=168, enable_fp_fusion=False,
     )  # fmt: skip

@@ -291,16 +291,20 @@ def attention_hopper_kernel(
 
 def takes(*tensors: Tensor) -> bool:
     """Whether operands [T, heads, D] fit: 16-bit, D 64 or 128, every token's heads in one row."""
-    return all(
-        x.dtype in DTYPES
-        and x.shape[2] in (64, 128)
-        and x.stride(1) == x.shape[2]
-        and x.stride(2) == 1
-        and x.stride(0) >= x.shape[1] * x.shape[2]
-        and x.data_ptr() % 16 == 0
-        and x.stride(0) * x.itemsize % 16 == 0
-        for x in tensors
-    )
+    for x in tensors:
+        (_, heads, head_dim), (token, head, element) = x.shape, x.stride()
+        fits = (
+            x.dtype in DTYPES
+            and head_dim in (64, 128)
+            and head == head_dim
+            and element == 1
+            and token >= heads * head_dim
+            and x.data_ptr() % 16 == 0
+            and token * x.itemsize % 16 == 0
+        )
+        if not fits:
+            return False
+    return True
 
 
 def attention_hopper_fwd(
@@ -327,7 +331,7 @@ def attention_hopper_fwd(
     )
     whole_tokens = CONSUMER_ROWS.value % group == 0
     queries = _descriptor(q, list(q.shape), list(q.stride()), rows) if whole_tokens else keys
-    num_tiles = len(tiles) * kv_heads
+    num_tiles = tiles.shape[0] * kv_heads
     # Many short tiles: one program walks over several, and loads the next while it stores the last.
     programs = min(num_tiles, sm_count(q.device)) if longest <= SHORT_KEYS else num_tiles
     attention_hopper_kernel[(programs,)](
@@ -341,5 +345,15 @@ def attention_hopper_fwd(
 def _descriptor(
     x: Tensor, shape: list[int], strides: list[int], box: list[int]
 ) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(box, DTYPES[x.dtype])
-    return TensorDescriptor(x, shape, strides, box, layout)
+    return TensorDescriptor(x, shape, strides, box, boxed_layout(box, x.dtype))
+
+
+_BOXED: dict[tuple[object, ...], gl.NVMMASharedLayout] = {}
+
+
+def boxed_layout(box: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """The shared layout that a box of a tensor is copied to, made once."""
+    key = (*box, dtype)
+    if key not in _BOXED:
+        _BOXED[key] = gl.NVMMASharedLayout.get_default_for(box, DTYPES[dtype])
+    return _BOXED[key]

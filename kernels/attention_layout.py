@@ -86,7 +86,7 @@ class AttentionLayout:
         default_factory=dict, init=False, repr=False, compare=False
     )
     _owned: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _tiles: dict[tuple[torch.device, int, int], Tensor] = field(
+    _tiles: dict[tuple[torch.device | float, ...], Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -244,8 +244,7 @@ class PackedSequences(AttentionLayout):
     def key_tiles(self, device: torch.device, keys_per_tile: int) -> Tensor:
         """[tiles, 2] int32 on a device: a sequence, and the tile's first key in it.
 
-        Tiles that most queries see come first, and so a sequence's tiles upward:
-        `attention_backward_hopper` waits for the earlier ones and would wait for ever otherwise.
+        Tiles that most queries see come first, so that the last ones to run are short.
         """
         # A key is seen by the queries after it, a query sees the keys before it: the same tiles.
         key = (device, 0, keys_per_tile)
@@ -258,6 +257,33 @@ class PackedSequences(AttentionLayout):
             order = torch.argsort(lens[sequence] - first, descending=True, stable=True)
             tiles = torch.stack([sequence, first], dim=1)[order].to(torch.int32)
             self._tiles[key] = from_host(tiles.contiguous(), device)
+        return self._tiles[key]
+
+    def key_programs(
+        self, device: torch.device, keys_per_tile: int, kv_heads: int, apart: float
+    ) -> Tensor:
+        """[tiles * kv_heads, 3] int32 on a device: a sequence, the tile's first key in it, and the
+        KV head. The tiles of a sequence and head lie upward: `attention_backward_hopper` waits for
+        the earlier ones and would wait for ever otherwise.
+
+        Tiles of one sequence and head that run side by side wait for one another, then end
+        together, and the next ones do the same. So sequences and heads are set up to `apart` tiles
+        apart in the order: they end at different times, and their next tiles start one by one.
+        """
+        key = (device, -3, keys_per_tile, kv_heads, apart)
+        if key not in self._tiles:
+            lens = torch.tensor(list(self.query_lens), dtype=torch.int64)
+            counts = -(-lens // keys_per_tile)
+            sequence = torch.repeat_interleave(counts)
+            tile = torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
+            head = torch.arange(kv_heads).repeat(len(sequence))
+            sequence = sequence.repeat_interleave(kv_heads)
+            first = tile.repeat_interleave(kv_heads) * keys_per_tile
+            place = (sequence * kv_heads + head).double() / (len(lens) * kv_heads)
+            reach = lens[sequence] - first - place * keys_per_tile * apart
+            order = torch.argsort(reach, descending=True, stable=True)
+            programs = torch.stack([sequence, first, head], dim=1)[order].to(torch.int32)
+            self._tiles[key] = from_host(programs.contiguous(), device)
         return self._tiles[key]
 
     def query_tiles(self, device: torch.device, queries_per_tile: int) -> tuple[Tensor, Tensor]:
@@ -322,81 +348,6 @@ class PagedAttention(AttentionLayout):
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the new tokens' keys and values, [T, Hkv, D], in their slots."""
         cache_write(k, v, self.key_cache[layer], self.value_cache[layer], self.slot_mapping)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CapturedPagedAttention(PagedAttention):
-    """The same number of queries of each sequence, with lengths that only the device knows.
-
-    For a CUDA graph: it is captured once and replayed with other numbers in `numbers`. What the
-    host lists say are upper bounds, which choose schedules and no bits. A sequence with fewer
-    queries than the others has them first; the rows behind them give 0.
-    """
-
-    numbers: SequenceTables
-    """The lengths and block tables in force when the work runs; no more than the host's."""
-
-    @classmethod
-    def of(
-        cls,
-        numbers: SequenceTables,
-        *,
-        queries: int,
-        capacity: int,
-        slot_mapping: Tensor,
-        key_cache: Sequence[Tensor],
-        value_cache: Sequence[Tensor],
-        block_size: int,
-    ) -> CapturedPagedAttention:
-        """`queries` rows for each sequence of `numbers`, contexts of at most `capacity` keys."""
-        sequences = numbers.query_len.shape[0]
-        return cls(
-            query_starts=range(0, sequences * queries, queries),
-            query_lens=[min(queries, capacity)] * sequences,
-            context_lens=[capacity] * sequences,
-            block_tables=(),
-            slot_mapping=slot_mapping,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            block_size=block_size,
-            numbers=numbers,
-        )
-
-    def __post_init__(self) -> None:
-        AttentionLayout.__post_init__(self)
-        blocks = self.numbers.block_table.shape[1]
-        if max(self.context_lens, default=0) > blocks * self.block_size:
-            raise ValueError(
-                f"paged attention: contexts of up to {max(self.context_lens)} tokens but the "
-                f"tables' {blocks} blocks hold {blocks * self.block_size}."
-            )
-
-    def owns(self, rows: int) -> bool:
-        """As its own, but with several queries each some rows may belong to no sequence."""
-        return max(self.query_lens, default=1) == 1 and super().owns(rows)
-
-    def tables(self, device: torch.device) -> SequenceTables:
-        return self.numbers
-
-    def block_table(self) -> Tensor:
-        return self.numbers.block_table
-
-    def plan(self, group: int, window: int | None) -> TilePlan:
-        """Of the numbers in force now, which it reads: for a CPU, where nothing waits."""
-        return self.in_force()._make_plan(group, window)
-
-    def in_force(self) -> PagedAttention:
-        """The layout that `numbers` describe now, on the host."""
-        return PagedAttention(
-            query_starts=self.numbers.query_start.tolist(),
-            query_lens=self.numbers.query_len.tolist(),
-            context_lens=self.numbers.context_len.tolist(),
-            block_tables=self.numbers.block_table.tolist(),
-            slot_mapping=self.slot_mapping,
-            key_cache=self.key_cache,
-            value_cache=self.value_cache,
-            block_size=self.block_size,
-        )
 
 
 def _clamped_positions(context_lens: Sequence[int], width: int) -> Tensor:

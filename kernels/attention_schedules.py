@@ -14,7 +14,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rl_consistency.kernels import attention_backward_hopper, attention_decode, attention_hopper
+from rl_consistency.kernels import attention_decode, attention_hopper
+from rl_consistency.kernels.attention_backward_chains import chain_bytes
 from rl_consistency.kernels.attention_decode_fold import NARROWEST
 from rl_consistency.kernels.attention_layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.cuda_device import has_tma, has_wgmma, shared_memory, sm_count
@@ -209,7 +210,7 @@ def in_five_products(layout: AttentionLayout, *operands: Tensor) -> bool:
     """Whether one kernel makes all gradients of a call, `operands` being do, q, k and v."""
     if not isinstance(layout, PackedSequences) or not admits(FIVE_PRODUCTS, layout, *operands):
         return False
-    return attention_backward_hopper.chain_bytes(layout, *operands[1].shape[1:]) <= CHAIN_BYTES
+    return chain_bytes(layout, *operands[1].shape[1:]) <= CHAIN_BYTES
 
 
 def backward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Schedule]:

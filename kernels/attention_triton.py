@@ -263,11 +263,11 @@ def attention_fwd(
     tiles = layout.tiles(q.device, group, schedule.rows)
     tables = layout.tables(q.device)
     paged = isinstance(layout, PagedAttention)
-    dim = max(triton.next_power_of_2(head_dim), 16)
+    dim = max(1 << (head_dim - 1).bit_length(), 16)
     keys = key_block(head_dim)
     most_blocks = -(-max(layout.context_lens) // keys)
-    grid = len(tiles) * kv_heads
-    stored = triton.next_power_of_2(min(most_rows, schedule.rows))
+    grid = tiles.shape[0] * kv_heads
+    stored = 1 << (min(most_rows, schedule.rows) - 1).bit_length()
     places = grid * most_blocks * stored
     device_programs = schedule.resident * sm_count(q.device)
     if programs_per_tile is None:

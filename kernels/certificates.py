@@ -2,8 +2,8 @@
 
 A certificate is the finding of one comparison: for a layout, dtypes, bias, N, K and power-of-two
 range of M, how many elements of the library's products differed from the Triton schedule's. It
-holds for one identity of device and versions, which has a file of its own; processes that share the
-file merge their findings, and whatever is bad or struck in any of them stays so.
+holds for one identity of device, driver and versions, which has a file of its own; processes that
+share the file merge their findings, and whatever is bad or struck in any of them stays so.
 """
 
 from __future__ import annotations
@@ -231,6 +231,7 @@ def _identity(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "cublaslt": _library_version(),
+        "driver": _driver_version(),
         "triton": triton.__version__,
         "kernels": kernels_hash(),
     } | {name: os.environ.get(name, "") for name in LIBRARY_VARIABLES}
@@ -246,3 +247,33 @@ def _library_version() -> str:
         return "unknown"
     version.restype = ctypes.c_size_t
     return str(version())
+
+
+@cache
+def _driver_version() -> str:
+    """The CUDA version that the driver's library supports and the driver's release, such as
+    "13000/580.159.04": either may change without the other.
+    """
+    return f"{_supported_version()}/{_driver_release()}"
+
+
+def _supported_version() -> str:
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return "unknown"
+    return "unknown" if failed else str(version.value)
+
+
+def _driver_release() -> str:
+    release = ctypes.create_string_buffer(80)
+    try:
+        management = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return "unknown"
+    if management.nvmlInit_v2():
+        return "unknown"
+    failed = management.nvmlSystemGetDriverVersion(release, len(release))
+    management.nvmlShutdown()
+    return "unknown" if failed else release.value.decode()

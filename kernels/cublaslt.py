@@ -3,8 +3,9 @@
 cuBLASLt without split K walks K upward into one fp32 accumulator, which is the canonical order; but
 its heuristics may hand a shape to a kernel that does not. So a call goes there only with a
 certificate: for its layout, dtypes, bias, N, K and power-of-two range of M the library's bytes were
-equal to the Triton schedule's, on this device, with these versions. Certificates are made on first
-use and kept in a file; every `AUDIT_EVERY`-th library call is checked again on a sample of rows.
+equal to the Triton schedule's, on this device, with this driver and these versions. Certificates
+are made on first use and kept in a file; every `AUDIT_EVERY`-th library call is checked again on a
+sample of rows.
 
 Shapes: as `matmul`; `outer_from_zero`: dy [T, N], x [T, K] -> out [N, K] fp32.
 Dtypes and rounding points: as `matmul`.
@@ -29,7 +30,7 @@ from torch import Tensor
 from rl_consistency.kernels.certificates import Certificates, Key
 from rl_consistency.kernels.matmul_schedules import prefers_library
 from rl_consistency.kernels.matmul_triton import DESCRIPTOR_BYTES, matmul_fwd
-from rl_consistency.kernels.recording import PLAIN
+from rl_consistency.kernels.recording import PLAIN, unrecorded
 
 AUDIT_EVERY = 257
 """Library calls from one audit to the next: a prime, or the same sites of a step would be audited
@@ -44,6 +45,8 @@ AUDIT_ROWS = 64
 
 PROBE_BYTES = 2**32
 """The most memory that the making of a certificate may take; larger products stay with Triton."""
+
+_CUBLASLT = torch._C._BlasBackend.Cublaslt
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def product(
     capturing = torch.cuda.is_current_stream_capturing()
     if not _admitted(a.device, key, m, capturing):
         return None
-    with torch.no_grad():
+    with unrecorded():
         y = library_product(a, b, bias, layout, out_dtype)
         if not capturing and _due(a.device, key):
             rows = _sampled(m, a.device)
@@ -131,7 +134,7 @@ def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
     capturing = torch.cuda.is_current_stream_capturing()
     if not _admitted(dy.device, key, tokens, capturing):
         return False
-    with torch.no_grad():
+    with unrecorded():
         library_outer(dy, x, out)
         if not capturing and _due(dy.device, key):
             rows = _sampled(n, dy.device)
@@ -162,15 +165,16 @@ def settings_in_force() -> bool:
 
     `numerics.settings.numeric_settings` holds them; without them the library is not used.
     """
-    matmul = torch.backends.cuda.matmul
-    return (
-        torch.backends.cuda.preferred_blas_library() == torch._C._BlasBackend.Cublaslt
-        and not matmul.allow_bf16_reduced_precision_reduction
-        and not matmul.allow_bf16_reduced_precision_reduction_split_k
-        and not matmul.allow_fp16_reduced_precision_reduction
-        and not matmul.allow_fp16_reduced_precision_reduction_split_k
-        and not matmul.allow_fp16_accumulation
-        and not matmul.allow_tf32
+    # What `torch.backends.cuda` reads, without its attribute look-ups: this is asked before every
+    # product. The reductions are pairs, the second of which allows split K.
+    c = torch._C
+    return c._get_blas_preferred_backend() == _CUBLASLT and not any(
+        (
+            *c._get_cublas_allow_bf16_reduced_precision_reduction(),
+            *c._get_cublas_allow_fp16_reduced_precision_reduction(),
+            c._get_cublas_allow_fp16_accumulation(),
+            c._get_cublas_allow_tf32(),
+        )
     )
 
 

@@ -17,12 +17,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.embedding_triton import embedding_fwd
 from rl_consistency.kernels.gradient_fold import GradientBuffer, fold_parameter, fold_rows
 from rl_consistency.kernels.operand import require_operands
-from rl_consistency.kernels.recording import apply
+from rl_consistency.kernels.recording import apply, once_differentiable
 from rl_consistency.kernels.reduction_order import ReductionOrder
 
 ORDER = ReductionOrder(

@@ -22,7 +22,6 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.glu_triton import (
     ACTIVATIONS,
@@ -30,7 +29,7 @@ from rl_consistency.kernels.glu_triton import (
     glu_fwd_op,
 )
 from rl_consistency.kernels.operand import require_operands
-from rl_consistency.kernels.recording import apply
+from rl_consistency.kernels.recording import apply, once_differentiable
 from rl_consistency.kernels.reduction_order import ReductionOrder
 
 ORDER = ReductionOrder(
@@ -61,15 +60,25 @@ def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     Returns:
         The shape and dtype of gate.
     """
+    require_gated(gate, up, activation)
+    return apply(GLUFunction, gate, up, activation)
+
+
+def require_gated(gate: Tensor, up: Tensor, activation: str) -> None:
+    """Check the operands of `glu`.
+
+    Raises:
+        TypeError: dtypes.
+        ValueError: shapes, activation, devices or autocast.
+    """
     require_operands("glu", gate=gate, up=up)
     if activation not in ACTIVATIONS:
         raise ValueError(f"glu: activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}.")
     if gate.shape != up.shape:
         raise ValueError(f"glu: gate {tuple(gate.shape)} and up {tuple(up.shape)} must be equal.")
-    return apply(_GLU, gate, up, activation)
 
 
-class _GLU(torch.autograd.Function):
+class GLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, activation):
         ctx.save_for_backward(gate, up)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, contiguous_format, empty_like
 
 from rl_consistency.kernels.library import kernel_op
 
@@ -201,11 +201,12 @@ def glu_bwd(
 
 
 def _forward_fake(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    return gate.new_empty(gate.shape)
+    return empty_like(gate, memory_format=contiguous_format)
 
 
 def _backward_fake(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+    dgate = empty_like(gate, memory_format=contiguous_format)
+    return dgate, empty_like(up, memory_format=contiguous_format)
 
 
 @kernel_op(fake=_forward_fake)

@@ -173,7 +173,7 @@ def launch_steps(buffer: Tensor, sums: Tensor, *, from_zero: bool, batch: int = 
     """Fold step sums [S, C] with so many in flight."""
     steps, columns = sums.shape
     block = 32
-    _fold_steps_kernel[(triton.cdiv(columns, block),)](
+    _fold_steps_kernel[(-(-columns // block),)](
         sums,
         buffer,
         steps,

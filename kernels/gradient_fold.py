@@ -114,6 +114,8 @@ def _whole_steps(rows: Tensor, step: int = STEP) -> Tensor:
 class GradientBuffer:
     """The accumulator of one use of one parameter: fp32 or fp64 (`accumulator_dtype`).
 
+    Whoever asks for a fresh `accumulator` has to `commit` it, whatever becomes of the fold.
+
     A matrix with an fp32 accumulator and one use folds straight into `parameter.grad`. Otherwise
     there is a buffer, and of a parameter used in several places (tied embeddings) one per use, so
     that the fold of one use is never interrupted by the other's tokens; `parameter.grad` is then
@@ -161,26 +163,35 @@ class GradientBuffer:
                 parameter's or a vector's gradient changed between two backward passes).
         """
         parameter = self.parameter
-        fresh = parameter.grad is None
-        if parameter.grad is None:
-            parameter.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
-            make = torch.zeros_like if zeroed or not self._in_place else torch.empty_like
-            parameter.grad = make(parameter, dtype=torch.float32)
-            self._start_afresh()
-            self._stamp(parameter.grad)
-        if parameter.grad.dtype != torch.float32:
+        gradient = parameter.grad
+        if gradient is None:
+            return self._first(zeroed), True
+        if gradient.dtype != torch.float32:
             raise ValueError(
-                f"the gradient present is {parameter.grad.dtype}; the fold continues fp32 only. "
+                f"the gradient present is {gradient.dtype}; the fold continues fp32 only. "
                 "Call optimizer.zero_grad(set_to_none=True) after patch()."
             )
         if self._in_place:
-            return parameter.grad, fresh
-        self._check_published(parameter.grad)
+            return gradient, False
+        self._check_published(gradient)
         fresh = self._own is None
         if self._own is None:
-            make = torch.zeros_like if zeroed else torch.empty_like
-            self._own = make(parameter, dtype=accumulator_dtype(parameter))
+            self._own = _filled(parameter, accumulator_dtype(parameter), zeroed)
         return self._own, fresh
+
+    def _first(self, zeroed: bool) -> Tensor:
+        """The accumulator of a parameter that has no gradient yet."""
+        parameter = self.parameter
+        self._start_afresh()
+        parameter.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+        if self._in_place:
+            parameter.grad = _filled(parameter, torch.float32, zeroed)
+            return parameter.grad
+        own = _filled(parameter, accumulator_dtype(parameter), zeroed)
+        # `commit` writes what is published, all of it.
+        parameter.grad = torch.empty_like(parameter, dtype=torch.float32)
+        self._own = own
+        return own
 
     def commit(self) -> None:
         """Publish the sum of all uses as `parameter.grad`."""
@@ -228,6 +239,10 @@ class GradientBuffer:
             buffer._published = (TensorWeakRef(gradient), gradient._version)
 
 
+def _filled(parameter: Tensor, dtype: torch.dtype, zeroed: bool) -> Tensor:
+    return (torch.zeros_like if zeroed else torch.empty_like)(parameter, dtype=dtype)
+
+
 def accumulator_dtype(parameter: Tensor) -> torch.dtype:
     """fp32, and fp64 where a fold in fp32 would lose digits over thousands of steps: for vectors,
     and on CUDA for the matrices of an fp32 model, whose gradients are not rounded further.
@@ -261,8 +276,9 @@ def fold_parameter(
     try:
         fold(accumulator, fresh)
     except BaseException:
-        if fresh and overwrites:
+        if fresh:
             accumulator.zero_()
+            buffer.commit()
         raise
     buffer.commit()
     return None

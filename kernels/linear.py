@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.glu import ACTIVATIONS, glu
 from rl_consistency.kernels.gradient_fold import (
@@ -35,7 +34,7 @@ from rl_consistency.kernels.linear_triton import (
 from rl_consistency.kernels.matmul import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul_schedules import FUSED_ROWS
 from rl_consistency.kernels.operand import require_operands
-from rl_consistency.kernels.recording import apply
+from rl_consistency.kernels.recording import apply, once_differentiable
 from rl_consistency.kernels.reduction_order import ReductionOrder
 
 ORDER = ReductionOrder(
@@ -69,8 +68,8 @@ def linear(
     Returns:
         [..., N] in the dtype of x.
     """
-    _require_fitting("linear", x, weight, bias)
-    return apply(_Linear, x, weight, bias, weight_grad, bias_grad)
+    require_fitting("linear", x, weight, bias)
+    return apply(LinearFunction, x, weight, bias, weight_grad, bias_grad)
 
 
 def linear_qkv(
@@ -93,7 +92,7 @@ def linear_qkv(
     """
     _require_no_gradient("linear_qkv", x, *weights, *biases)
     for weight, bias in zip(weights, biases, strict=True):
-        _require_fitting("linear_qkv", x, weight, bias)
+        require_fitting("linear_qkv", x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     if _fusable(rows, *weights) and len({bias is None for bias in biases}) == 1:
         q, k, v = qkv_op(rows, *weights, *biases)
@@ -122,8 +121,8 @@ def linear_glu(x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str = "silu"
         ValueError: as `linear` and `glu`; or a gradient is wanted.
     """
     _require_no_gradient("linear_glu", x, w_gate, w_up)
-    _require_fitting("linear_glu", x, w_gate, None)
-    _require_fitting("linear_glu", x, w_up, None)
+    require_fitting("linear_glu", x, w_gate, None)
+    require_fitting("linear_glu", x, w_up, None)
     if w_gate.shape != w_up.shape:
         raise ValueError(
             f"linear_glu: w_gate {tuple(w_gate.shape)} and w_up {tuple(w_up.shape)} must be equal."
@@ -141,12 +140,22 @@ def linear_glu(x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str = "silu"
     return y.view(*x.shape[:-1], w_gate.shape[0])
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
 def _fusable(rows: Tensor, *weights: Tensor) -> bool:
     sizes = (*rows.shape, *(weight.shape[0] for weight in weights))
     return rows.is_cuda and rows.shape[0] <= FUSED_ROWS and min(sizes) > 0
 
 
-def _require_fitting(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def require_fitting(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Check the operands of `linear`.
+
+    Raises:
+        TypeError: dtypes.
+        ValueError: shapes, devices or autocast.
+    """
     require_operands(op, x=x, weight=weight, bias=bias)
     if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -168,13 +177,13 @@ def _require_no_gradient(op: str, *operands: Tensor | None) -> None:
         )
 
 
-class _Linear(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, weight_grad, bias_grad):
         ctx.save_for_backward(x, weight, bias)
         ctx.buffers = (weight_grad, bias_grad)
-        y = matmul_nt(x.reshape(-1, x.shape[-1]), weight, bias=bias, out_dtype=x.dtype)
-        return y.view(*x.shape[:-1], weight.shape[0])
+        y = matmul_nt(_rows(x), weight, bias=bias, out_dtype=x.dtype)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -182,12 +191,13 @@ class _Linear(torch.autograd.Function):
         (dy,) = grad_outputs
         x, weight, bias = ctx.saved_tensors
         weight_grad, bias_grad = ctx.buffers
-        rows = dy.reshape(-1, dy.shape[-1])
+        rows = _rows(dy)
         dx = dweight = dbias = None
         if ctx.needs_input_grad[0]:
-            dx = matmul_nn(rows, weight, out_dtype=x.dtype).view(x.shape)
+            dx = matmul_nn(rows, weight, out_dtype=x.dtype)
+            dx = dx if x.dim() == 2 else dx.view(x.shape)
         if ctx.needs_input_grad[1]:
-            x_rows = x.reshape(-1, x.shape[-1])
+            x_rows = _rows(x)
             dweight = fold_parameter(
                 weight,
                 weight_grad,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -17,14 +19,37 @@ ALIGNMENT_BYTES = 64
 def require_operands(op: str, **operands: Tensor | None) -> None:
     """Check dtype, agreement of dtype and device, a device with a schedule, and no autocast.
 
+    The first operand is a tensor, others may be None.
+
     Raises:
         TypeError: a dtype outside `DTYPES`, or operands of different dtypes.
         ValueError: operands on different devices, on a device without a schedule, or autocast on.
     """
-    present = [(name, tensor) for name, tensor in operands.items() if tensor is not None]
-    first_name, first = present[0]
+    tensors = iter(operands.values())
+    first = next(tensors)
+    assert first is not None
     dtype, device = first.dtype, first.device
-    for name, tensor in present:
+    fits = dtype in DTYPES
+    for tensor in tensors:
+        if tensor is not None and (tensor.dtype != dtype or tensor.device != device):
+            fits = False
+    if not fits:
+        _refuse(op, {name: tensor for name, tensor in operands.items() if tensor is not None})
+    kind = device.type
+    if kind != "cpu":
+        require_device(op, first)
+    if torch.is_autocast_enabled(kind):
+        raise ValueError(
+            f"{op}: autocast is on for {kind}; it would choose rounding points behind "
+            "the canonical order. Turn it off (mixed_precision: no) and load the policy in the "
+            "dtype it should compute in."
+        )
+
+
+def _refuse(op: str, operands: dict[str, Tensor]) -> NoReturn:
+    (first_name, first), *_ = operands.items()
+    dtype, device = first.dtype, first.device
+    for name, tensor in operands.items():
         if tensor.dtype not in DTYPES:
             raise TypeError(
                 f"{op}: {name} is {tensor.dtype}; a canonical order exists for "
@@ -40,13 +65,7 @@ def require_operands(op: str, **operands: Tensor | None) -> None:
                 f"{op}: {name} is on {tensor.device} but {first_name} is on {device}; "
                 "move them to one device."
             )
-    require_device(op, first)
-    if torch.is_autocast_enabled(device.type):
-        raise ValueError(
-            f"{op}: autocast is on for {device.type}; it would choose rounding points behind "
-            "the canonical order. Turn it off (mixed_precision: no) and load the policy in the "
-            "dtype it should compute in."
-        )
+    raise AssertionError(f"{op}: operands refused without a reason")
 
 
 def require_device(op: str, tensor: Tensor) -> None:

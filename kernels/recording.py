@@ -7,12 +7,14 @@ microseconds each, and a rollout's step or a backward pass makes hundreds of suc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, function
 
 PLAIN = frozenset({Tensor, nn.Parameter})
 """Classes of tensors that have no say in what is done with them."""
@@ -35,6 +37,25 @@ def observed() -> bool:
         or torch._C._get_tracing_state() is not None
         or forward_ad._current_level >= 0
     )
+
+
+_NOTHING = nullcontext()
+
+
+def unrecorded() -> AbstractContextManager[Any]:
+    """A block without autograd: inside a function's passes there is none to switch off."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's decorator of the same name, at no cost in a backward pass that is not recorded."""
+    guarded = function.once_differentiable(backward)
+
+    @wraps(backward)
+    def call(ctx: Any, *gradients: Any) -> Any:
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return call
 
 
 def plain(operands: Iterable[Any]) -> bool:
@@ -65,8 +86,55 @@ class _Unrecorded:
         """There are no gradients."""
 
 
-def apply(function: type[torch.autograd.Function], *operands: Any) -> Any:
-    """`function.apply(*operands)`, or its forward pass alone where nobody looks on."""
+def apply(recorded: type[torch.autograd.Function], *operands: Any) -> Any:
+    """`recorded.apply(*operands)`, or its forward pass alone where nobody looks on."""
     if observed():
-        return function.apply(*operands)
-    return function.forward(_Unrecorded(), *operands)
+        return recorded.apply(*operands)
+    return recorded.forward(_Unrecorded(), *operands)
+
+
+class Part(_Unrecorded):
+    """In place of autograd's context for an op that runs inside a function of several.
+
+    Between the passes it holds no tensor: `keep` hands them to autograd, `in_reverse` gives them
+    back.
+    """
+
+    needs_input_grad: tuple[bool, ...] = ()
+    """For the function of several to set before it calls the op's backward pass."""
+    saved_tensors: tuple[Any, ...] = ()
+    count = 0
+    """Tensors that the op saved."""
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        """Hold them until `keep`."""
+        self.saved_tensors = tensors
+
+
+def keep(ctx: Any, parts: list[Part]) -> None:
+    """End of a forward pass: autograd saves what the parts did, in their order."""
+    ctx.save_for_backward(*[tensor for part in parts for tensor in part.saved_tensors])
+    for part in parts:
+        part.count, part.saved_tensors = len(part.saved_tensors), ()
+    ctx.parts = parts
+
+
+def in_reverse(ctx: Any) -> Iterator[Part]:
+    """In a backward pass: the parts, last one first, each with its tensors until the next one is
+    asked for.
+
+    So a tensor that autograd saved as it is lives no longer than it would for a function of the
+    part alone. One that a hook makes on unpacking (`save_on_cpu`, a checkpoint) does: those of all
+    parts are made at the start, one for every part that saved the tensor, and all are looked at for
+    changes in place, those of parts that get no gradient as well.
+    """
+    saved = list(ctx.saved_tensors)
+    ctx.maybe_clear_saved_tensors()
+    for part in reversed(ctx.parts):
+        first = len(saved) - part.count
+        part.saved_tensors = tuple(saved[first:])
+        del saved[first:]
+        try:
+            yield part
+        finally:
+            part.saved_tensors = ()

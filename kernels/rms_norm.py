@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.gradient_columns_triton import fold_step_sums, folded_step_sums
 from rl_consistency.kernels.gradient_fold import GradientBuffer, fold_columns, fold_parameter
 from rl_consistency.kernels.operand import require_operands
-from rl_consistency.kernels.recording import apply
+from rl_consistency.kernels.recording import apply, once_differentiable
 from rl_consistency.kernels.reduction_order import ReductionOrder
 from rl_consistency.kernels.rms_norm_triton import (
     rms_norm_bwd_op,
@@ -69,10 +68,10 @@ def rms_norm(
     Returns:
         The shape and dtype of x.
     """
-    _require("rms_norm", weight, x=x)
+    require_norm("rms_norm", weight, x=x)
     if x.is_cuda:
-        return apply(_RMSNormCUDA, x, None, weight, eps, rows_per_token, weight_grad)
-    return apply(_RMSNorm, x, weight, eps, rows_per_token, weight_grad)
+        return apply(RMSNormCUDAFunction, x, None, weight, eps, rows_per_token, weight_grad)
+    return apply(RMSNormFunction, x, weight, eps, rows_per_token, weight_grad)
 
 
 def add_rms_norm(
@@ -95,18 +94,24 @@ def add_rms_norm(
     Returns:
         (norm of the sum, the sum), each of the shape and dtype of x.
     """
-    _require("add_rms_norm", weight, x=x, residual=residual)
+    require_norm("add_rms_norm", weight, x=x, residual=residual)
     if residual.shape != x.shape:
         raise ValueError(
             f"add_rms_norm: residual {tuple(residual.shape)} and x {tuple(x.shape)} must be equal."
         )
     if x.is_cuda:
-        return apply(_RMSNormCUDA, x, residual, weight, eps, 1, weight_grad)
+        return apply(RMSNormCUDAFunction, x, residual, weight, eps, 1, weight_grad)
     total = residual + x
     return rms_norm(total, weight, eps, weight_grad=weight_grad), total
 
 
-def _require(op: str, weight: Tensor, **operands: Tensor) -> None:
+def require_norm(op: str, weight: Tensor, **operands: Tensor) -> None:
+    """Check the operands of `rms_norm`, x among them.
+
+    Raises:
+        TypeError: dtypes.
+        ValueError: shapes, devices or autocast.
+    """
     require_operands(op, **operands, weight=weight)
     if weight.shape != operands["x"].shape[-1:]:
         raise ValueError(
@@ -115,7 +120,7 @@ def _require(op: str, weight: Tensor, **operands: Tensor) -> None:
         )
 
 
-class _RMSNorm(torch.autograd.Function):
+class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, rows_per_token, weight_grad):
         wide = x.float()
@@ -146,7 +151,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dweight, None, None, None
 
 
-class _RMSNormCUDA(torch.autograd.Function):
+class RMSNormCUDAFunction(torch.autograd.Function):
     """(y, total) with total = x + residual; without a residual y alone."""
 
     @staticmethod

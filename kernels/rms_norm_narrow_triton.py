@@ -206,7 +206,7 @@ def rms_norm_narrow_bwd(
     rows = min(schedule.rows, held)
     split = held // rows
     dy, x, dtotal = (*operands, (None, 0, 0, 1))[:3]
-    _narrow_kernel[(triton.cdiv(num_rows, STEP * rows_per_token),)](
+    _narrow_kernel[(-(-num_rows // (STEP * rows_per_token)),)](
         dy[0],
         x[0],
         weight.contiguous(),

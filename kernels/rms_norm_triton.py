@@ -213,6 +213,8 @@ def _backward_kernel(
 
 def _rows(x: Tensor) -> Rows:
     """x, or a copy, with rows addressable as [outer, INNER, H]."""
+    if x.is_contiguous():
+        return x, x.shape[-1], 0, 1
     stride, count = 0, 1
     for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
         if size == 1:
@@ -252,7 +254,7 @@ def rms_norm_fwd(
         return y, total, rstd
     x, x_outer, x_inner, x_heads = _rows(x)
     added, a_outer, a_inner, a_heads = (x, 0, 0, 1) if residual is None else _rows(residual)
-    _forward_kernel[(triton.cdiv(num_rows, schedule.rows),)](
+    _forward_kernel[(-(-num_rows // schedule.rows),)](
         x,
         added,
         weight.contiguous(),
@@ -318,7 +320,7 @@ def rms_norm_bwd(
     dy, dy_outer, dy_inner, dy_heads = operands[0]
     x, x_outer, x_inner, x_heads = operands[1]
     added, a_outer, a_inner, a_heads = (x, 0, 0, 1) if dtotal is None else operands[2]
-    _backward_kernel[(triton.cdiv(num_rows, STEP * rows_per_token),)](
+    _backward_kernel[(-(-num_rows // (STEP * rows_per_token)),)](
         dy,
         x,
         weight.contiguous(),
@@ -355,9 +357,9 @@ def rms_norm_bwd(
 def _forward_fake(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    total = x.new_empty((0,)) if residual is None else x.new_empty(x.shape)
-    rstd = x.new_empty((x.shape[:-1].numel(),), dtype=torch.float32)
-    return x.new_empty(x.shape), total, rstd
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = x.new_empty((0,)) if residual is None else torch.empty_like(y)
+    return y, total, x.new_empty((x.shape[:-1].numel(),), dtype=torch.float32)
 
 
 def _backward_fake(
@@ -370,7 +372,8 @@ def _backward_fake(
     with_sums: bool,
 ) -> tuple[Tensor, Tensor]:
     steps = -(-rstd.shape[0] // (STEP * rows_per_token)) if with_sums else 0
-    return x.new_empty(x.shape), rstd.new_empty((steps, x.shape[-1]))
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return dx, rstd.new_empty((steps, x.shape[-1]))
 
 
 @kernel_op(fake=_forward_fake)

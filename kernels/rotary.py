@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.operand import require_operands
-from rl_consistency.kernels.recording import apply
+from rl_consistency.kernels.recording import apply, once_differentiable
 from rl_consistency.kernels.reduction_order import ReductionOrder
 from rl_consistency.kernels.rotary_triton import rotary_op
 
@@ -66,6 +65,17 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     Returns:
         (q, k), rotated, in their shapes and dtype.
     """
+    require_rotary(q, k, cos, sin)
+    return apply(RotaryFunction, q, k, cos, sin)
+
+
+def require_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Check the operands of `rotary`.
+
+    Raises:
+        TypeError: dtypes.
+        ValueError: shapes, devices or autocast.
+    """
     require_operands("rotary", q=q, k=k)
     fits = q.dim() == k.dim() == 3 and q.shape[::2] == k.shape[::2] and q.shape[2] % 2 == 0
     if not fits:
@@ -86,10 +96,9 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
             f"rotary: cos is on {cos.device}, sin on {sin.device}, q on {q.device}; move them to "
             "one device."
         )
-    return apply(_Rotary, q, k, cos, sin)
 
 
-class _Rotary(torch.autograd.Function):
+class RotaryFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin):
         ctx.save_for_backward(cos, sin)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, contiguous_format, empty_like
 
 from rl_consistency.kernels.library import kernel_op
 
@@ -158,7 +158,8 @@ def _power_of_two(n: int) -> int:
 def _rotary_fake(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape)
+    rotated = empty_like(q, memory_format=contiguous_format)
+    return rotated, empty_like(k, memory_format=contiguous_format)
 
 
 @kernel_op(fake=_rotary_fake)

@@ -14,10 +14,9 @@ Backward: to hidden in the matmul order over V; to weight by `gradient_fold` ove
 Errors: TypeError on dtypes, ValueError on shapes, targets, devices and autocast.
 Cost: logits of a chunk of tokens at a time, recomputed in backward: memory chunk_tokens x V, never
     T x V. On CUDA no logits are written unless a row truncates (or the operands are fp32): forward
-    is one product, backward three, and one chunk of logit gradients in the model dtype. From
-    H = `KEPT_WIDTH` the first chunk's logits wait for backward, where they save its product, in the
-    room that the weight's fp32 gradient is allocated in afterwards; to keep more would raise the
-    peak.
+    is one product, backward three, and one chunk of logit gradients in the model dtype. Of wide
+    models the first chunk's logits wait for backward (`token_logprobs_kept`), where they save its
+    product.
 
 Rollout reads its logits through `lm_head_logits` and its logprobs through the same `Distribution`,
 so the two sides are one function.
@@ -25,17 +24,15 @@ so the two sides are one function.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rl_consistency.kernels.gradient_fold import STEP, GradientBuffer, fold_outer, fold_parameter
 from rl_consistency.kernels.matmul import matmul_nn, matmul_nt
 from rl_consistency.kernels.operand import require_operands
-from rl_consistency.kernels.recording import apply
+from rl_consistency.kernels.recording import apply, once_differentiable
 from rl_consistency.kernels.reduction_order import ReductionOrder
 from rl_consistency.kernels.row_reduction import tree_sum
 from rl_consistency.kernels.sampling_support import Distribution, SamplingRows, distribution
@@ -45,6 +42,7 @@ from rl_consistency.kernels.token_gradient_triton import (
     token_row_gradient,
     token_target_gradient,
 )
+from rl_consistency.kernels.token_logprobs_kept import Waiting, keeps_logits
 from rl_consistency.kernels.token_logprobs_plan import Plan, choose_plan
 from rl_consistency.kernels.token_logprobs_schedules import UNFUSED
 from rl_consistency.kernels.token_logprobs_triton import token_statistics, token_target_logits
@@ -57,9 +55,6 @@ IGNORED = -100
 """Target of a position that is not scored; its logprob and entropy are 0."""
 
 CPU_CHUNK = 1024
-
-KEPT_WIDTH = 3072
-"""Hidden size from which a logit is written and read back in less time than it is computed in."""
 
 ORDER = ReductionOrder(
     id="token_logprobs",
@@ -249,34 +244,8 @@ def triton_token_logprobs(
     hidden, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (hidden, weight))
     if plan is None:
         plan = choose_plan(hidden, weight, rows, chunk_tokens)
-        plan = replace(plan, keeps_logits=_keeps_logits(weight, rows, plan, weight_grad))
+        plan = replace(plan, keeps_logits=keeps_logits(weight, rows, plan, weight_grad))
     return apply(_TritonTokenLogprobs, hidden, weight, targets, rows, plan, weight_grad)
-
-
-class _Waiting:
-    """The logits that wait for a backward pass: at most one call's in the process."""
-
-    logits: weakref.ref[Tensor] | None = None
-
-    @classmethod
-    def any(cls) -> bool:
-        return cls.logits is not None and cls.logits() is not None
-
-
-def _keeps_logits(
-    weight: Tensor, rows: SamplingRows, plan: Plan, weight_grad: GradientBuffer | None
-) -> bool:
-    """Whether keeping a chunk's logits saves time and leaves the peak of memory where it is: a
-    gradient at least as large has to be allocated after they have been freed."""
-    return (
-        weight.requires_grad
-        and torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and max(KEPT_WIDTH, plan.chunk_tokens) <= weight.shape[1]
-        and (weight_grad is None or weight_grad.parameter.grad is None)
-        and not rows.truncates
-        and not _Waiting.any()
-    )
 
 
 class _TritonTokenLogprobs(torch.autograd.Function):
@@ -290,7 +259,7 @@ class _TritonTokenLogprobs(torch.autograd.Function):
             _scores(hidden[span], weight, targets[span], rows.select(span), plan) for span in spans
         ]
         if logits is not None:
-            _Waiting.logits = weakref.ref(logits)
+            Waiting.hold(logits)
             pieces.insert(
                 0, _scores(hidden[kept], weight, targets[kept], rows.select(kept), plan, logits)
             )

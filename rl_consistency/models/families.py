@@ -13,11 +13,13 @@ from transformers import PreTrainedConfig
 
 from rl_consistency.kernels.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.kernels.operand import DTYPES
-from rl_consistency.models.modules import (
-    CanonicalAttention,
+from rl_consistency.models.decoder import (
     CanonicalBaseModel,
     CanonicalCausalLM,
     CanonicalDecoderLayer,
+)
+from rl_consistency.models.modules import (
+    CanonicalAttention,
     CanonicalEmbedding,
     CanonicalLinear,
     CanonicalMLP,

@@ -9,13 +9,10 @@ from torch import Tensor, nn
 from rl_consistency.kernels.attention_layout import PagedAttention
 from rl_consistency.kernels.gradient_fold import GradientBuffer
 from rl_consistency.kernels.token_logprobs import lm_head_logits
-from rl_consistency.models.modules import (
-    CanonicalBaseModel,
-    CanonicalLinear,
-    CanonicalRotaryEmbedding,
-)
+from rl_consistency.models.decoder import CanonicalBaseModel
+from rl_consistency.models.modules import CanonicalLinear, CanonicalRotaryEmbedding
 from rl_consistency.models.packing import PackedBatch
-from rl_consistency.models.patch import patched_session
+from rl_consistency.models.patch import patched_part, patched_session
 from rl_consistency.numerics.strict import is_canonical
 
 
@@ -97,8 +94,7 @@ def lm_head_gradient(model: nn.Module) -> GradientBuffer | None:
 
 
 def _lm_head(model: nn.Module) -> CanonicalLinear:
-    patched_session(model)
-    head = model.lm_head
+    head = patched_part(model, "lm_head")
     assert isinstance(head, CanonicalLinear)
     return head
 

@@ -12,23 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rl_consistency.kernels.attention import attention_paged, attention_varlen
-from rl_consistency.kernels.attention_layout import (
-    AttentionLayout,
-    CapturedPagedAttention,
-    PackedSequences,
-    PagedAttention,
-)
+from rl_consistency.kernels.attention_captured_layout import CapturedPagedAttention
+from rl_consistency.kernels.attention_layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.embedding import embedding
 from rl_consistency.kernels.glu import glu
 from rl_consistency.kernels.gradient_fold import GradientBuffer
 from rl_consistency.kernels.linear import linear, linear_glu, linear_qkv
+from rl_consistency.kernels.projections import (
+    HeadNorm,
+    Projection,
+    attention_inputs,
+    gated_mlp,
+)
 from rl_consistency.kernels.rms_norm import add_rms_norm, rms_norm
 from rl_consistency.kernels.rotary import rotary, rotary_table
-from rl_consistency.models.packing import PaddedBatch, pack_padded
 from rl_consistency.models.stock_attention import stock_attention, stock_captured_attention
 from rl_consistency.numerics.strict import current, is_canonical
 
@@ -56,15 +57,18 @@ class CanonicalModule(nn.Module):
         Raises:
             ValueError: the parameter was replaced after `patch`.
         """
+        return self._buffer_of(name, getattr(self, name))
+
+    def _buffer_of(self, name: str, parameter: Tensor | None) -> GradientBuffer | None:
         buffer = self._gradient_buffers.get(name)
-        if buffer is not None and buffer.parameter is not getattr(self, name):
+        if buffer is None:
+            return None
+        if buffer.parameter is not parameter:
             raise ValueError(
                 f"{type(self).__name__}.{name} was replaced after patch(); restore and patch again "
                 "after changing a model's parameters."
             )
-        if buffer is not None and current().stock:
-            return GradientBuffer.beside_autograd(buffer.parameter)
-        return buffer
+        return GradientBuffer.beside_autograd(buffer.parameter) if current().stock else buffer
 
 
 class CanonicalLinear(CanonicalModule):
@@ -76,20 +80,30 @@ class CanonicalLinear(CanonicalModule):
     def forward(self, input: Tensor) -> Tensor:
         if not is_canonical("linear"):
             return super().forward(input)
-        return linear(
-            input,
-            self.weight,
-            self.bias,
-            weight_grad=self.gradient_buffer("weight"),
-            bias_grad=self.gradient_buffer("bias"),
-        )
+        weight, bias, weight_grad, bias_grad = self.operands()
+        return linear(input, weight, bias, weight_grad=weight_grad, bias_grad=bias_grad)
+
+    def operands(self) -> Projection:
+        """What `linear` takes beside the input."""
+        weight, bias = self.weight, self.bias
+        weight_grad = self._buffer_of("weight", weight)
+        return Projection(weight, bias, weight_grad, self._buffer_of("bias", bias))
 
 
-def _observed(module: nn.Module) -> bool:
-    """Whether hooks wait for calls of a module, which a fused op would pass by."""
+def _observed(*modules: nn.Module) -> bool:
+    """Whether anything but what a fused op stands for would come of calling the modules: hooks, a
+    forward or call of their own, a compiled one.
+    """
+    return bool(_has_any_global_hook()) or any(map(_watched, modules))
+
+
+def _watched(module: nn.Module) -> bool:
     own = vars(module)
     return bool(
         "forward" in own
+        or type(module).forward not in _FUSED
+        or type(module).__call__ is not nn.Module.__call__
+        or own.get("_compiled_call_impl") is not None
         or own["_forward_hooks"]
         or own["_forward_pre_hooks"]
         or own["_backward_hooks"]
@@ -105,7 +119,23 @@ def _fusable(x: Tensor, projections: tuple[CanonicalLinear, ...]) -> bool:
         x.is_cuda
         and not torch.is_grad_enabled()
         and is_canonical("linear")
-        and all(isinstance(p, CanonicalLinear) and not _observed(p) for p in projections)
+        and not _observed(*projections)
+    )
+
+
+def _joinable(x: Tensor, *modules: nn.Module) -> bool:
+    """Whether ops that follow one another may be one function of autograd: in training, in their
+    canonical orders, none of them watched. The bytes are the same either way.
+
+    One function keeps the tensors of all its ops and computes every gradient between them, some of
+    which frozen weights would do without: x has to want a gradient as well.
+    """
+    return (
+        torch.is_grad_enabled()
+        and x.requires_grad
+        and not current().stock
+        and not torch.compiler.is_compiling()
+        and not _observed(*modules)
     )
 
 
@@ -128,6 +158,12 @@ class CanonicalRMSNorm(CanonicalModule):
             weight_grad=self.gradient_buffer("weight"),
         )
 
+    def operands(self) -> HeadNorm:
+        """What `rms_norm` takes beside the input."""
+        weight = self.weight
+        buffer = self._buffer_of("weight", weight)
+        return HeadNorm(weight, self.variance_epsilon, self.rows_per_token, buffer)
+
     def after_addition(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of residual + x, residual + x), the bytes of the two steps apart."""
         if is_canonical("rms_norm") and not _observed(self):
@@ -140,6 +176,10 @@ class CanonicalRMSNorm(CanonicalModule):
             )
         total = residual + x
         return self(total), total
+
+
+_FUSED = (CanonicalLinear.forward, CanonicalRMSNorm.forward)
+"""What fused ops stand for."""
 
 
 class CanonicalEmbedding(CanonicalModule):
@@ -217,16 +257,17 @@ class CanonicalMLP(CanonicalModule):
     activation: str
     gate_proj: CanonicalLinear
     up_proj: CanonicalLinear
-    down_proj: nn.Module
+    down_proj: CanonicalLinear
 
     def forward(self, x: Tensor) -> Tensor:
         if not is_canonical("glu"):
             return super().forward(x)
-        pair = (self.gate_proj, self.up_proj)
-        if _fusable(x, pair) and self.gate_proj.bias is None and self.up_proj.bias is None:
-            weights = (self.gate_proj.weight, self.up_proj.weight)
-            return self.down_proj(linear_glu(x, *weights, self.activation))
-        return self.down_proj(glu(self.gate_proj(x), self.up_proj(x), self.activation))
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if _joinable(x, gate, up, down):
+            return gated_mlp(x, gate.operands(), up.operands(), down.operands(), self.activation)
+        if _fusable(x, (gate, up)) and gate.bias is None and up.bias is None:
+            return down(linear_glu(x, gate.weight, up.weight, self.activation))
+        return down(glu(gate(x), up(x), self.activation))
 
 
 class CanonicalAttention(CanonicalModule):
@@ -242,8 +283,8 @@ class CanonicalAttention(CanonicalModule):
     k_proj: CanonicalLinear
     v_proj: CanonicalLinear
     o_proj: nn.Module
-    q_norm: nn.Module
-    k_norm: nn.Module
+    q_norm: CanonicalRMSNorm
+    k_norm: CanonicalRMSNorm
 
     def forward(
         self,
@@ -256,20 +297,30 @@ class CanonicalAttention(CanonicalModule):
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         rows = hidden_states.shape[1]
-        q, k, v = (x.view(rows, -1, self.head_dim) for x in self._projections(hidden_states))
-        if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self._rotate(q, k, *position_embeddings)
+        q, k, v = self._inputs(hidden_states, *position_embeddings)
         out = self._attend(q, k, v, attention_layout)
         return self.o_proj(out.reshape(1, rows, -1)), None
 
-    def _projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _inputs(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normed and rotated, and values: [R, heads, D] each."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
+        norms = (self.q_norm, self.k_norm) if hasattr(self, "q_norm") else ()
+        if _joinable(x, *projections, *norms):
+            of_q, of_k, of_v = (projection.operands() for projection in projections)
+            of_norms = tuple(norm.operands() for norm in norms)
+            return attention_inputs(x, (of_q, of_k, of_v), of_norms, cos, sin, self.head_dim)
+        q, k, v = (y.view(x.shape[1], -1, self.head_dim) for y in self._projections(x, projections))
+        if norms:
+            q, k = norms[0](q), norms[1](k)
+        return *self._rotate(q, k, cos, sin), v
+
+    def _projections(
+        self, x: Tensor, projections: tuple[CanonicalLinear, CanonicalLinear, CanonicalLinear]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = projections
         if _fusable(x, projections):
-            q, k, v = projections
             return linear_qkv(x, (q.weight, k.weight, v.weight), (q.bias, k.bias, v.bias))
-        q, k, v = (projection(x) for projection in projections)
-        return q, k, v
+        return q(x), k(x), v(x)
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if is_canonical("rotary"):
@@ -294,102 +345,3 @@ class CanonicalAttention(CanonicalModule):
             assert isinstance(layout, PackedSequences)
             return attention_varlen(q, k, v, layout, scale=self.scaling, window=self.window)[0]
         return stock_attention(q, k, v, layout, scale=self.scaling, window=self.window)
-
-
-class CanonicalDecoderLayer(CanonicalModule):
-    """A decoder layer whose first residual addition and second norm are one op."""
-
-    input_layernorm: nn.Module
-    self_attn: nn.Module
-    post_attention_layernorm: CanonicalRMSNorm
-    mlp: nn.Module
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """Hidden states [1, R, H] after attention and MLP; see `CanonicalAttention` for kwargs."""
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        normed, hidden_states = self.post_attention_layernorm.after_addition(
-            attended, hidden_states
-        )
-        return hidden_states + self.mlp(normed)
-
-
-class CanonicalBaseModel(CanonicalModule):
-    """The decoder without its head: packs whatever form the batch has, and unpacks the result."""
-
-    embed_tokens: nn.Module
-    layers: nn.ModuleList
-    norm: nn.Module
-    rotary_emb: nn.Module
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """Hidden states [B, L, H] after the final norm, zeros at padding."""
-        batch = _packed_inputs(self.config, input_ids, attention_mask, position_ids, kwargs)
-        packed = batch.packed
-        hidden = self.packed_forward(packed.input_ids, packed.position_ids, packed.layout)
-        return BaseModelOutputWithPast(last_hidden_state=batch.unpack(hidden))  # type: ignore[arg-type]
-
-    def packed_forward(
-        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
-    ) -> Tensor:
-        """Hidden states [R, H] of packed rows [R]; rollout and training both come through here."""
-        hidden = self.embed_tokens(input_ids).unsqueeze(0)
-        longest = max(layout.context_lens, default=0)
-        cos_sin = self.rotary_emb(hidden, position_ids.unsqueeze(0), longest)
-        for layer in self.layers[: self.config.num_hidden_layers]:
-            hidden = layer(hidden, position_embeddings=cos_sin, attention_layout=layout)
-        return self.norm(hidden)[0]
-
-
-class CanonicalCausalLM(CanonicalModule):
-    """The decoder with its LM head as a linear map; logits are rounded to the model dtype."""
-
-    model: CanonicalBaseModel
-    lm_head: nn.Module
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        logits_to_keep: int = 0,
-        return_dict: bool | None = None,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits [B, L, V] (or of the last `logits_to_keep` columns), zeros at padding."""
-        if not isinstance(logits_to_keep, int):
-            raise ValueError(
-                "logits_to_keep as a tensor is not covered by the patched forward; give a number "
-                "of last positions, or use rl_consistency.token_logprobs."
-            )
-        batch = _packed_inputs(self.config, input_ids, attention_mask, position_ids, kwargs)
-        packed = batch.packed
-        hidden = self.model.packed_forward(packed.input_ids, packed.position_ids, packed.layout)
-        logits = batch.unpack(self.lm_head(hidden))
-        output = CausalLMOutputWithPast(logits=logits[:, -logits_to_keep:])  # type: ignore[arg-type]
-        return output.to_tuple() if return_dict is False else output
-
-
-def _packed_inputs(
-    config: Any,
-    input_ids: Tensor | None,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    kwargs: dict[str, Any],
-) -> PaddedBatch:
-    unused = {name for name, value in kwargs.items() if value is None or value is False}
-    covered = {"return_dict"} if kwargs.get("return_dict") else set()
-    extra = sorted(kwargs.keys() - unused - covered)
-    if extra or input_ids is None:
-        given = ", ".join(extra) or "no input_ids"
-        raise ValueError(
-            f"the patched forward was given {given}; it takes input_ids, attention_mask and "
-            "position_ids. For decoding with a cache use rl_consistency.RolloutEngine, for "
-            "logprobs rl_consistency.token_logprobs, or restore() the stock model."
-        )
-    return pack_padded(input_ids, attention_mask, position_ids)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -201,3 +202,27 @@ def _lengths_by_position(mask: Tensor, position_ids: Tensor) -> list[int]:
         )
     edges = torch.nonzero(starts).flatten().tolist() + [len(positions)]
     return [end - begin for begin, end in itertools.pairwise(edges)]
+
+
+def packed_inputs(
+    input_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    kwargs: dict[str, Any],
+) -> PaddedBatch:
+    """What a patched forward was given, packed.
+
+    Raises:
+        ValueError: no input_ids, or an argument that only the stock forward takes.
+    """
+    unused = {name for name, value in kwargs.items() if value is None or value is False}
+    covered = {"return_dict"} if kwargs.get("return_dict") else set()
+    extra = sorted(kwargs.keys() - unused - covered)
+    if extra or input_ids is None:
+        given = ", ".join(extra) or "no input_ids"
+        raise ValueError(
+            f"the patched forward was given {given}; it takes input_ids, attention_mask and "
+            "position_ids. For decoding with a cache use rl_consistency.RolloutEngine, for "
+            "logprobs rl_consistency.token_logprobs, or restore() the stock model."
+        )
+    return pack_padded(input_ids, attention_mask, position_ids)

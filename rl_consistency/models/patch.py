@@ -30,6 +30,8 @@ from rl_consistency.numerics.strict import VARIABLE, current
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, PatchSession] = weakref.WeakKeyDictionary()
 
+NOT_PATCHED = "the model is not patched; call rl_consistency.patch(model) first."
+
 _ATTRIBUTES = (
     "_gradient_buffers",
     "rows_per_token",
@@ -86,7 +88,8 @@ class PatchSession:
     Parameters stay where they are and keep their names: optimizers, `state_dict`,
     `save_pretrained` and gradient checkpointing work as before. Gradients of patched parameters are
     fp32 and are folded into `parameter.grad` by the backward pass itself, so
-    `torch.autograd.grad` with respect to them gives None; call `backward()`.
+    `torch.autograd.grad` with respect to them gives None; call `backward()`. Its `inputs=` does not
+    narrow the fold: parameters beside those named may be folded too (see `kernels.projections`).
     """
 
     def __init__(self, model: nn.Module):
@@ -306,8 +309,21 @@ def patched_session(model: nn.Module) -> PatchSession:
     """
     session = _SESSIONS.get(model)
     if session is None or not session.live:
-        raise ValueError("the model is not patched; call rl_consistency.patch(model) first.")
+        raise ValueError(NOT_PATCHED)
     return session
+
+
+def patched_part(model: nn.Module, name: str) -> nn.Module:
+    """A direct submodule of a patched model, canonical itself.
+
+    Looks at no other: for parts of a call of which another, `patched_session`, looks at them all.
+
+    Raises:
+        ValueError: the model is not patched, or the submodule runs stock.
+    """
+    if model not in _SESSIONS or not _is_canonical(getattr(model, name)):
+        raise ValueError(NOT_PATCHED)
+    return getattr(model, name)
 
 
 def _read_settings() -> tuple[Any, ...]:

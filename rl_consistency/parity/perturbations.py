@@ -33,6 +33,7 @@ from rl_consistency.kernels import (
 from rl_consistency.kernels import embedding as embedding_kernel
 from rl_consistency.kernels import linear as linear_kernel
 from rl_consistency.kernels import token_logprobs as token_logprobs_kernel
+from rl_consistency.kernels.attention_captured_layout import CapturedPagedAttention
 from rl_consistency.models import forward
 from rl_consistency.models.stock_attention import stock_attention, stock_captured_attention
 from rl_consistency.numerics import fingerprint as fingerprint_module
@@ -148,7 +149,7 @@ def stock_decode() -> AbstractContextManager[None]:
     def mutant(
         q: Tensor, paged: Any, layer: int, *, scale: float, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        if isinstance(paged, attention_layout.CapturedPagedAttention):
+        if isinstance(paged, CapturedPagedAttention):
             out = stock_captured_attention(q, paged, layer, scale=scale, window=window)
         else:
             caches = (paged.key_cache[layer], paged.value_cache[layer])

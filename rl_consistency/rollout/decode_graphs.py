@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rl_consistency.kernels.attention_layout import CapturedPagedAttention, SequenceTables
+from rl_consistency.kernels.attention_captured_layout import CapturedPagedAttention
+from rl_consistency.kernels.attention_layout import SequenceTables
 from rl_consistency.kernels.cublaslt import certified_to_the_row
 from rl_consistency.numerics.strict import current, is_canonical
 from rl_consistency.rollout.device_state import DeviceState

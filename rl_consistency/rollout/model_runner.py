@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.attention_layout import CapturedPagedAttention, PagedAttention
+from rl_consistency.kernels.attention_captured_layout import CapturedPagedAttention
+from rl_consistency.kernels.attention_layout import PagedAttention
 from rl_consistency.models.forward import next_token_logits, paged_hidden_states, rotary_rows
 from rl_consistency.rollout.decode_graphs import (
     CapturedCall,

@@ -18,8 +18,8 @@ from rl_consistency.kernels.attention import (
     attention_varlen,
 )
 from rl_consistency.kernels.attention_backward_triton import attention_bwd
+from rl_consistency.kernels.attention_captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention_layout import (
-    CapturedPagedAttention,
     PackedSequences,
     PagedAttention,
     SequenceTables,
@@ -371,14 +371,8 @@ def test_every_backward_schedule_gives_the_same_bytes(case):
     assert_same_bytes_where_they_fit(calls + [partial(call, key_schedule=s) for s in by_key])
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("window", [None, 1, 100, 300])
-@pytest.mark.parametrize("dtype, heads, kv_heads", [(BF16, 8, 2), (FP16, 4, 4), (BF16, 3, 1)])
-def test_chains_of_dq_handed_on_give_the_same_bytes(dim, window, dtype, heads, kv_heads):
-    """Keys that wait for one another against two kernels that wait for nothing; every length
-    around the borders of a tile, so short that most programs are the first and the last."""
-    case = Case(dtype, dim, window, heads, kv_heads)
-    lengths = [1, 63, 64, 65, 127, 0, 128, 129, 1000, 16, 2300]
+def assert_five_products_give_the_bytes_of_two_kernels(case, lengths):
+    """Keys that wait for one another against two kernels that wait for nothing."""
     starts = [sum(lengths[:i]) + 16 * i for i in range(len(lengths))]
     q, k, v, do = drawn(case, starts[-1] + lengths[-1] + 16, 0)
     layout = PackedSequences.of(starts, lengths)
@@ -389,6 +383,54 @@ def test_chains_of_dq_handed_on_give_the_same_bytes(dim, window, dtype, heads, k
     two_kernels = call(query_schedule=BACKWARD_QUERIES[0])
     for _ in range(5):
         assert all_same(call(key_schedule=FIVE_PRODUCTS), two_kernels)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+@pytest.mark.parametrize("dtype, heads, kv_heads", [(BF16, 8, 2), (FP16, 4, 4), (BF16, 3, 1)])
+def test_chains_of_dq_handed_on_give_the_same_bytes(dim, window, dtype, heads, kv_heads):
+    """Every length around the borders of a tile, so short that most programs are the first and the
+    last."""
+    assert_five_products_give_the_bytes_of_two_kernels(
+        Case(dtype, dim, window, heads, kv_heads),
+        [1, 63, 64, 65, 127, 0, 128, 129, 191, 192, 193, 1000, 16, 2300],
+    )
+
+
+@pytest.mark.parametrize(
+    "case, lengths",
+    [
+        (Case(BF16, 128), [8192, 8192]),
+        (Case(BF16, 128, heads=16, kv_heads=8), [2048] * 8),
+        (Case(BF16, 128, heads=8, kv_heads=1), [1025, 63, 4100]),
+        (Case(BF16, 128, window=64), [1500, 127, 129, 5000]),
+        (Case(BF16, 128, window=1000, heads=8), [5000, 640, 3000]),
+        (Case(BF16, 64, heads=8), [5000, 1, 777, 130]),
+        (Case(BF16, 64, window=1000, heads=2), [5000, 1, 777, 130]),
+        (Case(FP16, 128, heads=8), [5000, 1, 777, 4097, 130]),
+        (Case(FP16, 64, window=64, heads=2), [5000, 200]),
+    ],
+    ids=str,
+)
+def test_long_chains_of_dq_handed_on_give_the_same_bytes(case, lengths):
+    """More programs of a sequence than run at a time, and groups of one to eight heads."""
+    assert_five_products_give_the_bytes_of_two_kernels(case, lengths)
+
+
+def test_a_captured_backward_pass_gives_the_eager_bytes():
+    """Counters start from zero at every replay."""
+    q, k, v, do, layout = packed(MAIN, [0, 3])
+    o, lse = attention_fwd(q, k, v, layout, *MAIN.options.values())
+    call = partial(attention_bwd, do, q, k, v, o, lse, layout, *MAIN.options.values())
+    expected = call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for _ in range(3):
+        for x in found:
+            x.fill_(torch.nan)
+        graph.replay()
+        assert all_same(found, expected)
 
 
 def test_five_products_are_refused_where_they_cannot_run():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_consistency.kernels import token_logprobs as token_logprobs_module
+from rl_consistency.kernels import token_logprobs_kept
 from rl_consistency.kernels.gradient_fold import GradientBuffer, fold_outer
 from rl_consistency.kernels.matmul import matmul_nn
 from rl_consistency.kernels.sampling_support import SamplingRows, distribution
@@ -367,7 +367,7 @@ def test_kept_logits_change_no_byte_and_no_peak(dtype, monkeypatch):
     found, peaks = [], []
     # The first round certifies products, which takes memory of its own.
     for kept_width in (2 * width, width) * 2:
-        monkeypatch.setattr(token_logprobs_module, "KEPT_WIDTH", kept_width)
+        monkeypatch.setattr(token_logprobs_kept, "KEPT_WIDTH", kept_width)
         gc.collect()  # what the round before left in cycles would be freed in the middle of this
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

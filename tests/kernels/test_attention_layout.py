@@ -5,10 +5,8 @@ from rl_consistency.kernels.attention_layout import (
     KEY_BLOCK,
     ROW_TILE,
     AttentionLayout,
-    CapturedPagedAttention,
     PackedSequences,
     PagedAttention,
-    SequenceTables,
 )
 
 
@@ -116,61 +114,6 @@ def test_bad_layouts_are_refused():
         paged(block_tables=[[2], [3]])
 
 
-def captured(query_len, context_len, tables, queries=2, capacity=12):
-    layout = paged()
-    return CapturedPagedAttention.of(
-        SequenceTables(
-            torch.arange(0, queries * len(query_len), queries, dtype=torch.int32),
-            *(torch.tensor(x, dtype=torch.int32) for x in (query_len, context_len, tables)),
-        ),
-        queries=queries,
-        capacity=capacity,
-        slot_mapping=torch.zeros(queries * len(query_len), dtype=torch.int64),
-        key_cache=layout.key_cache,
-        value_cache=layout.value_cache,
-        block_size=layout.block_size,
-    )
-
-
-def test_a_captured_layout_is_read_when_it_is_used():
-    layout = captured([1, 2], [5, 9], [[2, 0, 3], [3, 1, 2]])
-    assert owners(layout, 2) == [(0, 0, 4), (0, 1, 4), *((1, r, 7 + r // 6) for r in (4, 5, 6, 7))]
-    expected = paged(
-        query_starts=[0, 2],
-        query_lens=[1, 2],
-        context_lens=[5, 9],
-        block_tables=[[2, 0, 3], [3, 1, 2]],
-    ).plan(2, None)
-    assert torch.equal(layout.plan(2, None).key_rows, expected.key_rows)
-    layout.numbers.context_len[0] = 7
-    assert owners(layout, 2)[0] == (0, 0, 6)
-    assert layout.tables(torch.device("cpu")) is layout.numbers
-
-
-def test_a_captured_layout_tells_the_host_upper_bounds():
-    layout = captured([1, 2], [5, 9], [[2, 0, 3], [3, 1, 2]])
-    assert list(layout.query_starts) == [0, 2]
-    assert layout.query_lens == [2, 2] and layout.context_lens == [12, 12]
-    tiles = layout.tiles(torch.device("cpu"), 3, 4)
-    assert sorted(tiles.tolist()) == [[0, 0], [0, 4], [1, 0], [1, 4]]
-    assert layout.tiles(torch.device("cpu"), 3, 4) is tiles
-
-
-def test_rows_behind_a_sequences_queries_are_owned_by_nobody():
-    assert captured([1, 1], [5, 9], [[2, 0, 3]] * 2, queries=1).owns(2)
-    assert not captured([2, 2], [5, 9], [[2, 0, 3]] * 2).owns(4)
-
-
-def test_no_sequence_has_more_queries_than_the_cache_holds():
-    layout = captured([1, 2], [5, 3], [[2, 0, 3]] * 2, queries=8, capacity=6)
-    assert layout.query_lens == [6, 6] and list(layout.query_starts) == [0, 8]
-
-
-def test_a_captured_layout_whose_tables_are_too_narrow_is_refused():
-    with pytest.raises(ValueError, match="contexts of up to 13 tokens but .* hold 12"):
-        captured([1, 1], [5, 9], [[2, 0, 3]] * 2, capacity=13)
-
-
 def test_key_rows_are_copied_to_a_device_once():
     layout = paged()
     rows = layout.key_rows_on(torch.device("cpu"))
@@ -178,12 +121,32 @@ def test_key_rows_are_copied_to_a_device_once():
     assert layout.key_rows_on(torch.device("cpu")) is rows
 
 
-def test_key_tiles_of_a_sequence_come_upward():
-    """The backward pass of sm_90 waits for the earlier ones."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        lens = torch.randint(0, 1000, (7,), generator=generator).tolist()
-        starts = [sum(lens[:i]) for i in range(len(lens))]
-        tiles = PackedSequences.of(starts, lens).key_tiles(torch.device("cpu"), 128).tolist()
+def test_key_tiles_that_most_queries_see_come_first():
+    tiles = PackedSequences.of([0, 300, 300], [300, 0, 129]).key_tiles(torch.device("cpu"), 128)
+    assert tiles.tolist() == [[0, 0], [0, 128], [2, 0], [0, 256], [2, 128]]
+
+
+def test_key_programs_of_a_sequence_and_head_come_upward_however_far_apart():
+    """The backward pass of sm_90 waits for the earlier ones: it waits for lower ids only."""
+    generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
+    for trial in range(50):
+        apart = (0.0, 0.3, 1.25, 20.6)[trial % 4]
+        lens = [*torch.randint(0, 1000, (7,), generator=generator).tolist(), 0, 1, 128, 129]
+        layout = PackedSequences.of([sum(lens[:i]) for i in range(len(lens))], lens)
+        programs = layout.key_programs(cpu, 128, 3, apart).tolist()
         for i, length in enumerate(lens):
-            assert [first for s, first in tiles if s == i] == list(range(0, length, 128))
+            for head in range(3):
+                firsts = [first for s, first, h in programs if (s, h) == (i, head)]
+                assert firsts == list(range(0, length, 128))
+        if not apart:
+            tiles = layout.key_tiles(cpu, 128).tolist()
+            assert programs == [[*tile, head] for tile in tiles for head in range(3)]
+
+
+def test_key_programs_are_kept_by_all_that_they_depend_on():
+    cpu, starts, lens = torch.device("cpu"), [0, 512], [512, 300]
+    layout = PackedSequences.of(starts, lens)
+    for asked in ((64, 2, 1.0), (128, 2, 0.5), (128, 2, 0.501), (128, 1, 0.5)):
+        found = layout.key_programs(cpu, *asked)
+        assert torch.equal(found, PackedSequences.of(starts, lens).key_programs(cpu, *asked))
+        assert layout.key_programs(cpu, *asked) is found

@@ -8,7 +8,6 @@ import torch
 from rl_consistency.kernels import attention as cpu
 from rl_consistency.kernels import attention_schedules, attention_triton
 from rl_consistency.kernels.attention import attention_reference
-from rl_consistency.kernels.attention_backward_hopper import chain_bytes
 from rl_consistency.kernels.attention_backward_triton import attention_bwd
 from rl_consistency.kernels.attention_layout import PackedSequences
 from rl_consistency.kernels.attention_schedules import (
@@ -273,12 +272,6 @@ def test_five_products_are_refused_where_they_cannot_run():
         with pytest.raises(ValueError, match="specialised warps need sm_90"):
             attention_bwd(*given, key_schedule=FIVE_PRODUCTS, **choice)
     assert not in_five_products(layout, do, q, k, v)
-
-
-def test_sums_of_dq_take_no_memory_where_one_tile_of_keys_holds_every_sequence():
-    assert chain_bytes(PackedSequences.of([0, 128], [128, 1]), 4, 64) == 0
-    assert chain_bytes(PackedSequences.of([0, 144], [129, 1]), 4, 64) == 4 * (3 + 1) * 64 * 4 * 64
-    assert chain_bytes(PackedSequences.of([], []), 4, 64) == 0
 
 
 def test_the_default_dtype_of_torch_changes_nothing():

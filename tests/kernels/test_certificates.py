@@ -1,5 +1,6 @@
 """Findings on the library, kept in a file and merged between processes; a bad one stays bad."""
 
+import ctypes
 import json
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -169,6 +170,7 @@ CHANGES = {
     "cublaslt": lambda patch, gpu: patch.setattr(
         certificates_module, "_library_version", lambda: "0"
     ),
+    "driver": lambda patch, gpu: patch.setattr(certificates_module, "_driver_version", lambda: "0"),
     "triton": lambda patch, gpu: patch.setattr(triton, "__version__", "0.0"),
     "kernels": lambda patch, gpu: patch.setattr(certificates_module, "kernels_hash", lambda: "0"),
 } | {name: lambda patch, gpu, name=name: patch.setenv(name, ":16:8") for name in LIBRARY_VARIABLES}
@@ -190,6 +192,56 @@ def test_a_finding_does_not_outlive_any_part_of_its_identity(part, environment, 
 def test_every_part_of_the_identity_has_a_change(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     assert set(certificates_module._identity(torch.device("cpu"))) == set(CHANGES)
+
+
+class Driver:
+    """The driver's libraries by name, as ctypes loads them; a release of None has no management
+    library that answers."""
+
+    def __init__(self, supports, release):
+        self.supports, self.release = supports, release
+
+    def __call__(self, name):
+        if name == "libcuda.so.1":
+            return SimpleNamespace(cuDriverGetVersion=self.tell)
+        assert name == "libnvidia-ml.so.1"
+        return SimpleNamespace(
+            nvmlInit_v2=lambda: 0 if self.release else 999,
+            nvmlSystemGetDriverVersion=self.name,
+            nvmlShutdown=lambda: 0,
+        )
+
+    def tell(self, number):
+        number._obj.value = self.supports
+        return 0
+
+    def name(self, buffer, size):
+        assert len(buffer) == size
+        buffer.value = self.release
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("supports", "release", "version"),
+    [
+        (13000, b"580.159.03", "13000/580.159.03"),
+        (13000, b"580.159.04", "13000/580.159.04"),
+        (12080, None, "12080/unknown"),
+    ],
+)
+def test_a_driver_is_told_by_what_it_supports_and_by_its_release(
+    supports, release, version, monkeypatch
+):
+    monkeypatch.setattr(ctypes, "CDLL", Driver(supports, release))
+    assert certificates_module._driver_version.__wrapped__() == version
+
+
+def test_a_driver_that_is_not_there_is_unknown(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert certificates_module._driver_version.__wrapped__() == "unknown/unknown"
 
 
 @pytest.mark.parametrize("change", [{"device": "two"}, {"torch": "2"}, {"more": "x"}])

@@ -201,6 +201,40 @@ def test_without_the_settings_the_library_is_not_used(audit):
     assert schedule_audit().calls == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("_get_cublas_allow_bf16_reduced_precision_reduction", (bool, bool)),
+        ("_get_cublas_allow_fp16_reduced_precision_reduction", (bool, bool)),
+        ("_get_cublas_allow_fp16_accumulation", bool),
+        ("_get_cublas_allow_tf32", bool),
+    ],
+)
+def test_torch_answers_for_a_setting_in_the_form_that_is_read(name, kind):
+    value = getattr(torch._C, name)()
+    assert type(value) is kind if kind is bool else tuple(map(type, value)) == kind
+
+
+def test_every_setting_is_asked_for(monkeypatch):
+    c = torch._C
+    off = {name: (False, False) for name in ("bf16", "fp16")}
+    reads = {f"_get_cublas_allow_{k}_reduced_precision_reduction": v for k, v in off.items()}
+    reads |= {"_get_cublas_allow_fp16_accumulation": False, "_get_cublas_allow_tf32": False}
+    reads["_get_blas_preferred_backend"] = c._BlasBackend.Cublaslt
+    for name, value in reads.items():
+        monkeypatch.setattr(c, name, lambda value=value: value)
+    assert cublaslt.settings_in_force()
+    for name, value in reads.items():
+        if isinstance(value, tuple):
+            others = [(True, False), (False, True)]
+        else:
+            others = [True if value is False else c._BlasBackend.Cublas]
+        for other in others:
+            with monkeypatch.context() as one:
+                one.setattr(c, name, lambda other=other: other)
+                assert not cublaslt.settings_in_force(), (name, other)
+
+
 def test_one_row_never_goes_to_the_library():
     for layout in ("nt", "nn"):
         assert not cublaslt.prefers_library(1, 4096, 4096, torch.bfloat16, layout)

@@ -290,20 +290,38 @@ def test_a_fold_that_overwrites_gets_memory_that_was_not_zeroed(uses, monkeypatc
     assert same_bytes(param.grad, whole.grad)
 
 
+@pytest.mark.parametrize("vector", [False, True])
+@pytest.mark.parametrize("overwrites", [False, True])
 @pytest.mark.parametrize("uses", [1, 2])
-def test_a_fold_that_fails_leaves_no_undefined_gradient(uses, monkeypatch):
+def test_a_fold_that_fails_leaves_no_undefined_gradient(uses, overwrites, vector, monkeypatch):
+    param = nn.Parameter(parameter().detach()[0]) if vector else parameter()
     filled = torch.zeros_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: filled(*a, **k).fill_(float("nan")))
-    param = parameter()
 
     def refuse(accumulator, fresh):
-        assert fresh and accumulator.isnan().all()
+        assert fresh and accumulator.isnan().all() == overwrites
+        accumulator.add_(1.0)
         raise torch.OutOfMemoryError("no memory")
 
     buffer, *_ = GradientBuffer.for_uses(param, uses)
     with pytest.raises(torch.OutOfMemoryError):
-        fold_parameter(param, buffer, refuse, overwrites=True)
+        fold_parameter(param, buffer, refuse, overwrites=overwrites)
     assert not param.grad.any() and not buffer.accumulator()[0].any()
+
+
+@pytest.mark.parametrize("vector", [False, True])
+def test_a_later_fold_that_fails_publishes_nothing(vector):
+    param = nn.Parameter(parameter().detach()[0]) if vector else parameter()
+    buffer = GradientBuffer(param)
+    fold_parameter(param, buffer, lambda g, fresh: g.fill_(2.0), overwrites=True)
+
+    def refuse(accumulator, fresh):
+        assert not fresh
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fold_parameter(param, buffer, refuse, overwrites=True)
+    assert (param.grad == 2.0).all()
 
 
 @pytest.mark.parametrize("uses", [1, 2])

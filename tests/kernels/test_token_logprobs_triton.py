@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_consistency.kernels import sampling_support, token_logprobs
+from rl_consistency.kernels import sampling_support, token_logprobs, token_logprobs_kept
 from rl_consistency.kernels.gradient_fold import GradientBuffer
 from rl_consistency.kernels.sampling_support import SamplingRows, triton_distribution
 from rl_consistency.kernels.token_gradient_triton import (
@@ -196,7 +196,7 @@ def test_the_chunk_does_not_matter():
 
 
 def test_logits_are_kept_for_one_backward_pass_at_a_time(monkeypatch):
-    monkeypatch.setattr(token_logprobs, "KEPT_WIDTH", 16)
+    monkeypatch.setattr(token_logprobs_kept, "KEPT_WIDTH", 16)
     hidden, weight = exact_operands()
     head, rows = nn.Parameter(weight), SamplingRows.uniform(ROWS)
     buffer = GradientBuffer(head)

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from rl_consistency.models import modules
 from rl_consistency.models.forward import packed_hidden_states
@@ -270,7 +271,7 @@ def test_fused_projections_give_the_same_bytes(preset, dtype, monkeypatch):
 
     def fusable(x, projections):
         asked.append(len(projections))
-        return not any(map(modules._observed, projections))
+        return not modules._observed(*projections)
 
     with patch(model), torch.no_grad():
         apart = packed_hidden_states(model, batch)
@@ -293,6 +294,14 @@ def test_projections_are_apart_on_a_cpu_with_gradients_and_on_the_stock_path(mon
             assert modules._fusable(x, pair)
             with strict(except_={"linear"}):
                 assert not modules._fusable(x, pair)
+            everywhere = register_module_forward_hook(lambda *_: None)
+            assert not modules._fusable(x, pair)
+            everywhere.remove()
+            assert modules._fusable(x, pair)
+            pair[1].compile(backend="eager")
+            assert not modules._fusable(x, pair)
+            pair[1]._compiled_call_impl = None
+            assert modules._fusable(x, pair)
             pair[0].register_forward_hook(lambda *_: None)
             assert not modules._fusable(x, pair)
 

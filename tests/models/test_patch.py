@@ -17,7 +17,7 @@ from transformers import (
 from rl_consistency.models import modules
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalModule
-from rl_consistency.models.patch import patch, patched_session
+from rl_consistency.models.patch import patch, patched_part, patched_session
 from rl_consistency.numerics import settings
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import SETTINGS
@@ -333,6 +333,12 @@ def test_verify_fails_after_restore():
     with pytest.raises(ConsistencyError, match="patch is not live: the whole model"):
         session.verify()
     del model
+
+
+def test_a_part_of_a_module_that_is_not_patched_is_refused():
+    for model in (nn.Linear(2, 2), build_preset("tiny-llama")):
+        with pytest.raises(ValueError, match="not patched"):
+            patched_part(model, "lm_head")
 
 
 def test_verify_names_a_class_that_was_swapped_back():

@@ -1,0 +1,93 @@
+"""Canonical counterparts of a Hugging Face decoder: its layers, the model, and the model with its
+LM head. What the layers are made of is in `modules`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from rl_consistency.kernels.attention_layout import AttentionLayout
+from rl_consistency.models.modules import CanonicalModule, CanonicalRMSNorm
+from rl_consistency.models.packing import packed_inputs
+
+
+class CanonicalDecoderLayer(CanonicalModule):
+    """A decoder layer whose first residual addition and second norm are one op."""
+
+    input_layernorm: nn.Module
+    self_attn: nn.Module
+    post_attention_layernorm: CanonicalRMSNorm
+    mlp: nn.Module
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """Hidden states [1, R, H] after attention and MLP; see `CanonicalAttention` for kwargs."""
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        normed, hidden_states = self.post_attention_layernorm.after_addition(
+            attended, hidden_states
+        )
+        return hidden_states + self.mlp(normed)
+
+
+class CanonicalBaseModel(CanonicalModule):
+    """The decoder without its head: packs whatever form the batch has, and unpacks the result."""
+
+    embed_tokens: nn.Module
+    layers: nn.ModuleList
+    norm: nn.Module
+    rotary_emb: nn.Module
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states [B, L, H] after the final norm, zeros at padding."""
+        batch = packed_inputs(input_ids, attention_mask, position_ids, kwargs)
+        packed = batch.packed
+        hidden = self.packed_forward(packed.input_ids, packed.position_ids, packed.layout)
+        return BaseModelOutputWithPast(last_hidden_state=batch.unpack(hidden))  # type: ignore[arg-type]
+
+    def packed_forward(
+        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
+    ) -> Tensor:
+        """Hidden states [R, H] of packed rows [R]; rollout and training both come through here."""
+        hidden = self.embed_tokens(input_ids).unsqueeze(0)
+        longest = max(layout.context_lens, default=0)
+        cos_sin = self.rotary_emb(hidden, position_ids.unsqueeze(0), longest)
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            hidden = layer(hidden, position_embeddings=cos_sin, attention_layout=layout)
+        return self.norm(hidden)[0]
+
+
+class CanonicalCausalLM(CanonicalModule):
+    """The decoder with its LM head as a linear map; logits are rounded to the model dtype."""
+
+    model: CanonicalBaseModel
+    lm_head: nn.Module
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits [B, L, V] (or of the last `logits_to_keep` columns), zeros at padding."""
+        if not isinstance(logits_to_keep, int):
+            raise ValueError(
+                "logits_to_keep as a tensor is not covered by the patched forward; give a number "
+                "of last positions, or use rl_consistency.token_logprobs."
+            )
+        batch = packed_inputs(input_ids, attention_mask, position_ids, kwargs)
+        packed = batch.packed
+        hidden = self.model.packed_forward(packed.input_ids, packed.position_ids, packed.layout)
+        logits = batch.unpack(self.lm_head(hidden))
+        output = CausalLMOutputWithPast(logits=logits[:, -logits_to_keep:])  # type: ignore[arg-type]
+        return output.to_tuple() if return_dict is False else output
