@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
@@ -17,12 +18,22 @@ from benchmarks.readme import END, README, RESULTS
 from rl_consistency.cli.bench_results import Results, Row, load
 
 HOSTS = RESULTS.with_name("training_step_hosts.json")
+PROFILE = RESULTS.with_name("training_profile.json")
+VERIFY = RESULTS.with_name("h200_verify.json")
+RECIPES = RESULTS.with_name("h200_recipes.json")
 MATMUL_BAR = 0.93
+FOUR_OF_8K = {"batch": 4, "context": 8192}
 
 
 def phrases(results: Results) -> list[str]:
     """What the sentences must say of these results, whatever their line breaks."""
-    return [*_products(results), *_attention(results), *_memory(results), *_whole(results)]
+    of_results = (_products, _folds, _attention, _memory, _whole, _steps)
+    return [
+        *(phrase for make in of_results for phrase in make(results)),
+        *_profile(_read(PROFILE)),
+        *_verified(_read(VERIFY)),
+        *_recipes(_read(RECIPES)),
+    ]
 
 
 def missing(readme: str, results: Results) -> list[str]:
@@ -40,6 +51,10 @@ def span(figures: Iterable[float], digits: int = 2) -> str:
     values = list(figures)
     low, high = (f"{end:.{digits}f}" for end in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _rows(results: Results, suite: str, **shape: Any) -> list[Row]:
@@ -77,6 +92,32 @@ def _products(results: Results) -> list[str]:
         f"{span(r for r in wide if r < MATMUL_BAR)} at 4,096",
         f"{some} other products",
         f"the lowest at {min(others):.2f}",
+        f"{_mean(results, 1, 1)} for one row",
+        f"{_mean(results, 2, 256)} to 256 rows",
+        f"{_mean(results, 512, 16_384)} from 512",
+    ]
+
+
+def _mean(results: Results, least: int, most: int) -> str:
+    """Geometric means of the products of so many rows, forward and dX."""
+    means = (
+        geometric_mean(
+            _ratios([r for r in _rows(results, suite) if least <= int(str(r.shape["m"])) <= most])
+        )
+        for suite in ("matmul_forward", "matmul_dx")
+    )
+    return " and ".join(f"{mean:.2f}" for mean in means)
+
+
+def _folds(results: Results) -> list[str]:
+    folds = _ratios(_rows(results, "gradient_fold"))
+    few, many = (
+        geometric_mean(_ratios(_rows(results, "gradient_fold", tokens=n))) for n in (1024, 16_384)
+    )
+    return [
+        f"{sum(ratio < MATMUL_BAR for ratio in folds)} of {len(folds)} folds are below 0.93",
+        f"the lowest at {min(folds):.2f} (1,024 x 1,024, 16k tokens)",
+        f"from {few:.2f} at 1k tokens to {many:.2f} at 16k",
     ]
 
 
@@ -87,16 +128,15 @@ def _attention(results: Results) -> list[str]:
     }
     decode = _rows(results, "attention_decode")
     few = [r for r in decode if r.shape["context"] == 32_768 and r.shape["batch"] in (1, 4)]
-    some = [
-        r
-        for r in decode
-        if (r.shape["batch"], r.shape["context"]) in ((4, 8192), (16, 2048), (16, 8192))
-    ]
+    some = [r for r in decode if r.shape["batch"] == 16 or r.shape == {**r.shape, **FOUR_OF_8K}]
     full = [r for r in decode if r.shape["batch"] in (64, 256)]
+    ratios = _ratios(decode)
+    mean, below = geometric_mean(ratios), sum(ratio < 1 for ratio in ratios)
     return [
+        f"{below} of {len(ratios)} cases are below 1.00, their mean is {mean:.2f}",
         ", ".join(f"{length} {figures}" for length, figures in backward.items()),
         f"{span(_ratios(few))} for one or four of 32k",
-        f"{span(_ratios(some))} for four of 8k and 16 of 2k and 8k",
+        f"{span(_ratios(some))} for four of 8k and all of 16",
         f"{span(_ratios(full))} for 64 and 256",
         f"{span(r.ceiling_fraction or 0.0 for r in full)} of a copy's bandwidth",
     ]
@@ -114,7 +154,9 @@ def _memory(results: Results) -> list[str]:
         for row in _rows(results, "token_logprobs")
         if "liger fp32" in row.peak_bytes
     ]
+    liger = _peer_times(_rows(results, "token_logprobs"), "liger fp32")
     return [
+        f"takes {span(liger, digits=1)} times as long as ours",
         f"backward of the norms {span(norms)}",
         f"the embedding's gradient {span(shares('embedding gradient'))}",
         f"its gather {span(shares('embedding'))}",
@@ -134,8 +176,7 @@ def _whole(results: Results) -> list[str]:
         if row.work == "generate" and row.ratio is not None
     }
     kernels = results.meta["suites"]["training_step"]["kernels_sha256"]
-    runs = json.loads(HOSTS.read_text(encoding="utf-8"))["runs"]
-    before = [run for run in runs if run["kernels_sha256"] != kernels]
+    before = [run for run in _read(HOSTS)["runs"] if run["kernels_sha256"] != kernels]
 
     def over_hosts(model: str) -> str:
         rows = [row for run in before for row in run["rows"] if row["shape"]["model"] == model]
@@ -152,6 +193,70 @@ def _whole(results: Results) -> list[str]:
         f"in its mode {span(steps)} times",
         f"0.6B: {generate['qwen3-0.6b']}, 1.7B: {generate['qwen3-1.7b']}",
         f"32k against 1k keys** ({float(long.figures['times_short']):.2f})",
+    ]
+
+
+def _steps(results: Results) -> list[str]:
+    def peaks(way: str) -> list[str]:
+        rows = _rows(results, "training_step", sequences=16)
+        return [f"{row.peak_bytes[way] / 2**30:.1f}" for row in rows]
+
+    (ours, ours_large), (liger, liger_large), (stock, stock_large) = map(
+        peaks, ("ours", "liger", "stock")
+    )
+    (grpo,) = _rows(results, "rollout_grpo_step")
+    training = (float(grpo.figures[f"{way}/training_seconds"]) for way in ("stock", "strict"))
+    stock_seconds, seconds = training
+    assert grpo.ratio is not None
+    return [
+        f"is {ours} and {ours_large} GiB, Liger's {liger} and {liger_large}, "
+        f"stock's {stock} and {stock_large}",
+        f"training {stock_seconds / seconds:.2f} times, all of it {grpo.ratio:.2f}",
+    ]
+
+
+def _profile(profile: dict[str, Any]) -> list[str]:
+    def milliseconds(way: str) -> list[tuple[str, str, str]]:
+        steps = [profile["steps"][model][way] for model in ("qwen3-0.6b", "qwen3-1.7b")]
+        spent = [(s["idle_us"], s["step_us"], s["step_us"] - s["idle_us"]) for s in steps]
+        return [(f"{a / 1e3:.0f}", f"{b / 1e3:.0f}", f"{c / 1e3:.0f}") for a, b, c in spent]
+
+    (small, large), (liger, liger_large) = milliseconds("ours"), milliseconds("liger")
+    return [
+        f"waited {small[0]} of {small[1]} ms at 0.6B and {large[0]} of {large[1]} at 1.7B, "
+        f"Liger's {liger[0]} and {liger_large[0]}",
+        f"take {small[2]} and {large[2]} ms, Liger's {liger[2]} and {liger_large[2]}",
+    ]
+
+
+def _verified(runs: dict[str, Any]) -> list[str]:
+    claims, mutants, tests, before = runs["runs"]
+    assert claims["passed"] and mutants["passed"] and not tests["failed"] + tests["skipped"]
+    return [
+        f"green there: {claims['checks']} checks",
+        f"{claims['comparisons']:,} comparisons in {claims['seconds']:.0f} s",
+        f"with the kernels before {before['seconds']:.0f} s",
+        f"All {mutants['caught']} negative controls are caught ({mutants['seconds']:.0f} s",
+        f"all {tests['passed']:,} GPU tests passed in one run of {tests['seconds']:.0f} s",
+    ]
+
+
+def _recipes(record: dict[str, Any]) -> list[str]:
+    tiny, large = record["runs"]
+
+    def rates(run: dict[str, Any], what: str) -> str:
+        ours, stock = (run[f"time/{who}{what}_tokens_per_second"] for who in ("", "stock_"))
+        return f"{ours:,.0f} against {stock:,.0f}"
+
+    rollout = rates(large, "rollout").replace(" against", " tokens a second against")
+    return [
+        f"{large['consistency/mismatched_tokens']} of {large['consistency/tokens']:,} tokens "
+        "differed",
+        f"where stock had {large['stock/mismatched_tokens']:,}",
+        f"{tiny['consistency/mismatched_tokens']} of {tiny['consistency/tokens']:,} in the "
+        f"arithmetic task (stock: {tiny['stock/mismatched_tokens']:,} of {tiny['stock/tokens']:,})",
+        f"made {rollout}, training {rates(large, 'training')}",
+        f"with its tiny model, {rates(tiny, 'rollout')} and {rates(tiny, 'training')}",
     ]
 
 

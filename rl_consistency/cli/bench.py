@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import shlex
 import shutil
@@ -28,6 +29,7 @@ from rich.table import Table
 import rl_consistency
 from rl_consistency.cli.bench_options import add_rollout_arguments, rollout_options
 from rl_consistency.cli.bench_results import BARS, Results, Row, load, save
+from rl_consistency.cli.output_file import require_writable, require_writable_directory
 from rl_consistency.kernels.kernels_hash import kernels_hash
 
 if TYPE_CHECKING:
@@ -68,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
         OSError: a file or directory that cannot be written.
     """
     _check_paths(args)
-    if args.seconds is not None and args.seconds <= 0:
-        raise ValueError(f"--seconds {args.seconds}: must be positive.")
+    if args.seconds is not None and not 0 < args.seconds < math.inf:
+        raise ValueError(
+            f"--seconds {args.seconds}: must be a positive number; leave it out for no limit."
+        )
     import torch
 
     # Reads the library settings of a fresh process, so it is imported before anything sets them.
@@ -243,11 +247,10 @@ def _chosen(args: argparse.Namespace) -> list[Suite]:
 
 
 def _check_paths(args: argparse.Namespace) -> None:
-    file = args.json
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise FileNotFoundError(f"--json {file}: not a file in an existing directory.")
-    if args.plot is not None and not args.plot.is_dir():
-        raise FileNotFoundError(f"--plot {args.plot}: not an existing directory.")
+    if args.json is not None:
+        require_writable("--json", args.json)
+    if args.plot is not None:
+        require_writable_directory("--plot", args.plot)
 
 
 def suite_line(name: str, rows: Sequence[Row], record: dict[str, Any]) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from rl_consistency.cli.json_value import require_type
+from rl_consistency.cli.output_file import write_whole
 
 Shape = Mapping[str, int | str]
 
@@ -215,7 +217,7 @@ BARS: Mapping[str, Bar] = {
         1.00,
     ),
     "accuracy": Bar(
-        "error against fp64 / stock's error, the highest of all ops",
+        "error against fp64 / stock's error over 512 tokens, the highest of all ops",
         ("accuracy",),
         _largest_error,
         1.05,
@@ -348,9 +350,10 @@ def load(path: Path, device: str | None = None) -> Results:
     if not path.exists():
         return Results((), {})
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        results = Results(tuple(Row(**row) for row in content["rows"]), content["meta"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        results = _parsed(json.loads(path.read_text(encoding="utf-8")))
+        # Rows that a bar cannot read would stop every later `save`.
+        judge(results.rows, {})
+    except (ArithmeticError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no results file of `rl-consistency bench`: {error}") from error
     recorded = results.meta.get("device")
     if device is not None and recorded not in (None, device):
@@ -360,6 +363,31 @@ def load(path: Path, device: str | None = None) -> Results:
     return results
 
 
+def _parsed(content: Any) -> Results:
+    """What `save` wrote.
+
+    Raises:
+        TypeError: a part is missing, unknown or of another type.
+    """
+    require_type("the content", content, dict)
+    if unknown := content.keys() - {"rows", "bars", "meta"}:
+        raise TypeError(f"unknown {', '.join(sorted(unknown))}")
+    rows, meta = content.get("rows"), content.get("meta")
+    require_type("rows", rows, list)
+    require_type("meta", meta, dict)
+    require_type("bars", content.get("bars", {}), dict)
+    suites = meta.get("suites", {})
+    require_type("meta.suites", suites, Mapping[str, dict])
+    for name, record in suites.items():
+        require_type(f"meta.suites.{name}.complete", record.get("complete"), bool)
+    kinds = get_type_hints(Row)
+    for i, row in enumerate(rows):
+        require_type(f"row {i}", row, dict)
+        for name in row.keys() & kinds.keys():
+            require_type(f"{name} of row {i}", row[name], kinds[name])
+    return Results(tuple(Row(**row) for row in rows), meta)
+
+
 def save(path: Path, results: Results) -> None:
     """Write a results file in one piece."""
     content = {
@@ -367,6 +395,4 @@ def save(path: Path, results: Results) -> None:
         "bars": results.bars,
         "meta": dict(results.meta),
     }
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")

@@ -17,6 +17,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from rl_consistency.cli.output_file import require_writable, write_whole
+
 if TYPE_CHECKING:
     import torch
 
@@ -86,12 +88,14 @@ def run(args: argparse.Namespace) -> int:
         ValueError: an option that cannot be served, or a model that is not covered.
         OSError: no such model directory, or a JSON file that cannot be written.
     """
-    if args.json is not None and (args.json.is_dir() or not args.json.absolute().parent.is_dir()):
-        raise FileNotFoundError(f"--json {args.json}: not a file in an existing directory.")
+    if args.json is not None:
+        require_writable("--json", args.json)
     device = _device(args.device)
     if args.mutants:
         options = ("model", "preset", "dtype", "quick", "full", "processes")
-        chosen = [name for name in options if getattr(args, name)]
+        # None, or a flag's False, was not given; a 0 was.
+        given = {name: getattr(args, name) for name in options}
+        chosen = [name for name in options if given[name] is not None and given[name] is not False]
         if chosen:
             raise ValueError(
                 f"--mutants runs on a model of its own; leave out --{' --'.join(chosen)}."
@@ -336,7 +340,11 @@ def _device(name: str) -> torch.device:
             "--device cpu or cuda."
         )
     if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
+        # Not the device's own index: torch keeps 8 bits of it, and 256 would be 0.
+        index, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
+        if index >= count:
+            raise ValueError(f"--device {name}: CUDA devices here: {count}; use an index below it.")
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         require_device("verify", torch.empty(0, device=device))
     return device
@@ -388,4 +396,4 @@ def _write(
         "fingerprint": _fingerprint(device),
         **content,
     }
-    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_whole(file, json.dumps(record, indent=1) + "\n")

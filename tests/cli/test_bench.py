@@ -61,9 +61,15 @@ def test_a_missing_gpu_is_named(capsys):
     [
         (["ops", "--only", "matmul_forward,nothing"], "--only nothing: `bench ops` has matmul_"),
         (["model", "--only", "matmul_forward"], "`bench model` has training_step"),
-        (["ops", "--seconds", "0"], "must be positive"),
+        (["ops", "--seconds", "0"], "must be a positive number"),
+        (["ops", "--seconds", "-1"], "must be a positive number"),
+        (["ops", "--seconds", "nan"], "--seconds nan: must be a positive number"),
+        (["ops", "--seconds", "inf"], "leave it out for no limit"),
         (["ops", "--json", "/absent/x.json"], "not a file in an existing directory"),
+        (["ops", "--json", "/"], "not a file in an existing directory"),
+        (["ops", "--json", "/proc/x.json"], "--json /proc/x.json: cannot be written"),
         (["ops", "--plot", "/absent"], "not an existing directory"),
+        (["ops", "--plot", "/proc"], "--plot /proc: cannot be written"),
     ],
 )
 def test_bad_input_is_one_message_and_status_2(capsys, options, message):
@@ -149,6 +155,10 @@ def test_the_command_measures_saves_and_ends_with_a_line_of_json(monkeypatch, tm
     assert (tmp_path / "bench_gradient_fold.png").stat().st_size > 0
     monkeypatch.setattr(bench_ops, "op_suites", lambda quick: [Suite("x", "-", [case(IndexError)])])
     assert main(options) == 1
+    file.write_text('{"rows": [], "meta": []}')
+    assert main(options) == 2
+    assert f"{file} is no results file" in capsys.readouterr().err
+    assert file.read_text() == '{"rows": [], "meta": []}'
 
 
 def test_the_tables_show_missed_bars_and_ratios():

@@ -1,6 +1,7 @@
 """Benchmark results: rows, bars, and the file they are merged into."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -125,16 +126,73 @@ def test_rows_carry_what_the_results_file_promises(tmp_path):
     assert {"figure", "bar", "met"} <= content["bars"]["accuracy"].keys()
 
 
-def test_another_device_and_a_damaged_file_are_refused(tmp_path):
+def test_another_device_is_refused(tmp_path):
     file = tmp_path / "gpu.json"
     assert load(file, "Test GPU") == Results((), {})
     save(file, Results((row(),), META))
     with pytest.raises(ValueError, match="holds results of 'Test GPU' and this is 'Other'"):
         load(file, "Other")
-    for text in ("{", "{}", '{"rows": [{"suite": "x", "speed": 1}], "meta": {}}'):
-        file.write_text(text)
-        with pytest.raises(ValueError, match="is no results file"):
-            load(file)
+
+
+def content(*, rows=(), meta=None, **more):
+    return json.dumps({"rows": list(rows), "meta": meta if meta is not None else {}} | more)
+
+
+def damaged(**fields):
+    return content(rows=[asdict(row("elementwise")) | fields])
+
+
+DAMAGE = {
+    "cut": "{",
+    "empty": "",
+    "not UTF-8": content(meta={"device": "GPU \xe9"}).replace("\\u00e9", "\xe9").encode("latin-1"),
+    "UTF-16": content().encode("utf-16"),
+    "nested without end": "[" * 100_000,
+    "a number": "7",
+    "a list": "[]",
+    "no rows": '{"meta": {}}',
+    "no meta": '{"rows": []}',
+    "an unknown part": content(notes="measured twice"),
+    "meta is a list": '{"rows": [], "meta": []}',
+    "rows are an object": '{"rows": {}, "meta": {}}',
+    "rows are text": '{"rows": "", "meta": {}}',
+    "bars are a list": content(bars=[]),
+    "suites are a list": content(meta={"suites": []}),
+    "a suite is no object": content(meta={"suites": {"x": 1}}),
+    "a suite does not say whether it is complete": content(meta={"suites": {"x": {}}}),
+    "a suite is complete by a word": content(meta={"suites": {"x": {"complete": "no"}}}),
+    "a row is a number": content(rows=[1]),
+    "a row is a list": content(rows=[["suite"]]),
+    "a row is null": content(rows=[None]),
+    "an unknown field": content(rows=[asdict(row()) | {"speed": 1}]),
+    "missing fields": content(rows=[{"suite": "x"}]),
+    "a suite without a name": damaged(suite=None),
+    "a ratio in words": damaged(ratio="fast"),
+    "a ratio of nothing": damaged(suite="gradient_fold", ratio=0.0),
+    "no shape": damaged(shape=None),
+    "a shape without what its bar asks for": damaged(shape={"tokens": 8192}),
+    "a size that is no number": damaged(shape={"tokens": "many", "width": 4096}),
+    "peers are a list": damaged(peers=[]),
+    "a peer without a time": damaged(peers={"liger": None}),
+}
+
+
+@pytest.mark.parametrize("text", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_is_refused_by_name_and_kept(tmp_path, text):
+    file = tmp_path / "gpu.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    before = file.read_bytes()
+    with pytest.raises(ValueError) as refusal:
+        load(file)
+    assert str(refusal.value).startswith(f"{file} is no results file of `rl-consistency bench`: ")
+    assert file.read_bytes() == before
+
+
+def test_the_damage_is_what_is_refused(tmp_path):
+    file = tmp_path / "gpu.json"
+    suites = {"elementwise": {"complete": True}}
+    file.write_text(content(rows=[asdict(row("elementwise"))], meta={"suites": suites}, bars={}))
+    assert load(file).rows == (row("elementwise"),)
 
 
 def test_the_kernel_hash_is_of_the_kernel_files():

@@ -12,6 +12,7 @@ from rich.console import Console
 from rl_consistency.cli import verify as command
 from rl_consistency.cli.main import main
 from rl_consistency.cli.verify import claims_tables, mutants_table
+from rl_consistency.kernels import operand
 from rl_consistency.parity import mutants, perturbations, verify
 from rl_consistency.parity.claims import Result
 from rl_consistency.parity.mutants import Mutant, MutantResult
@@ -127,7 +128,12 @@ def test_options_choose_the_targets(runs, tmp_path):
         (["--device", "tpu"], "no device"),
         (["--device", "meta"], "no schedule for meta"),
         (["--json", "/absent/x.json"], "not a file in an existing directory"),
+        (["--json", "/"], "not a file in an existing directory"),
+        (["--json", "/proc/x.json"], "--json /proc/x.json: cannot be written"),
+        (["--mutants", "--json", "/proc/x.json"], "--json /proc/x.json: cannot be written"),
         (["--mutants", "--preset", "tiny-llama", "--quick"], "leave out --preset --quick"),
+        (["--mutants", "--processes", "0"], "leave out --processes"),
+        (["--mutants", "--processes", "-1"], "leave out --processes"),
     ],
 )
 def test_bad_input_is_one_message_and_status_2(runs, capsys, options, message):
@@ -142,6 +148,44 @@ def test_bad_input_is_one_message_and_status_2(runs, capsys, options, message):
 def test_a_missing_gpu_is_named(runs, capsys):
     assert main(["verify", "--device", "cuda"]) == 2
     assert "no CUDA device is available" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("index", [2, 9, 127, 128, 256, 300])
+def test_a_gpu_beyond_those_there_are_is_named(runs, monkeypatch, capsys, count, index):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: pytest.fail(f"set to {device}"))
+    assert main(["verify", "--device", f"cuda:{index}"]) == 2
+    error = capsys.readouterr().err
+    assert f"--device cuda:{index}: CUDA devices here: {count}; use an index below" in error
+    assert runs.targets is None
+
+
+@pytest.mark.parametrize(("name", "index"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1)])
+def test_a_gpu_that_is_there_becomes_the_current_one(monkeypatch, name, index):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch, "empty", lambda *size, device: device)
+    monkeypatch.setattr(operand, "require_device", lambda op, tensor: None)
+    assert command._device(name) == torch.device("cuda", index)
+    assert chosen == [torch.device("cuda", index)]
+
+
+def test_results_replace_those_of_an_earlier_run_only_when_there_are_some(
+    runs, monkeypatch, tmp_path
+):
+    file = tmp_path / "verify.json"
+    file.write_text("earlier")
+
+    def interrupt(targets, **callbacks):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify, "run_checks", interrupt)
+    assert main(["verify", "--json", str(file)]) == 130
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"verify.json": "earlier"}
 
 
 def test_an_unsupported_architecture_is_named(tmp_path, capsys):

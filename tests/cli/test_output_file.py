@@ -1,0 +1,130 @@
+"""A file for the results of long work: refused before the work, and whole or untouched after it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rl_consistency.cli.output_file import (
+    require_writable,
+    require_writable_directory,
+    write_whole,
+)
+
+READ_ONLY = Path("/proc")
+"""Takes no files, not even from root."""
+
+
+def state(folder):
+    return {
+        p.name: (p.read_bytes(), p.stat().st_mtime_ns, p.stat().st_ino) for p in folder.iterdir()
+    }
+
+
+@pytest.fixture
+def unwritable(tmp_path, request):
+    """Paths at which no file can be written, by what is wrong with them."""
+    (tmp_path / "file").write_text("kept")
+    return {
+        "a directory": tmp_path,
+        "no directory around it": tmp_path / "absent" / "x.json",
+        "under a file": tmp_path / "file" / "x.json",
+        "a place without files": READ_ONLY / "x.json",
+        "a file of such a place": READ_ONLY / "version",
+        "too long a name": tmp_path / f"{'x' * 250}.json",
+    }[request.param]
+
+
+@pytest.mark.parametrize(
+    "unwritable",
+    [
+        "a directory",
+        "no directory around it",
+        "under a file",
+        "a place without files",
+        "a file of such a place",
+        "too long a name",
+    ],
+    indirect=True,
+)
+def test_a_file_that_cannot_be_written_is_refused_by_option_and_path(unwritable, tmp_path):
+    before = state(tmp_path)
+    with pytest.raises(OSError) as refusal:
+        require_writable("--json", unwritable)
+    assert f"--json {unwritable}: " in str(refusal.value)
+    assert state(tmp_path) == before
+    with pytest.raises(OSError):
+        write_whole(unwritable, "new")
+    assert state(tmp_path) == before
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every file of a folder")
+def test_a_read_only_file_is_refused_though_its_folder_could_replace_it(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text("kept")
+    file.chmod(0o444)
+    with pytest.raises(OSError, match="--json"):
+        require_writable("--json", file)
+
+
+def test_asking_leaves_nothing_and_changes_nothing(tmp_path):
+    file = tmp_path / "x.json"
+    require_writable("--json", file)
+    assert state(tmp_path) == {}
+    file.write_text("kept")
+    before = state(tmp_path)
+    require_writable("--json", file)
+    require_writable_directory("--plot", tmp_path)
+    assert state(tmp_path) == before
+
+
+def test_a_file_that_is_accepted_is_written_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for content in ("first", "second"):
+        require_writable("--json", Path("x.json"))
+        write_whole(Path("x.json"), content)
+        assert {name: text for name, (text, *_) in state(tmp_path).items()} == {
+            "x.json": content.encode()
+        }
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text("kept")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(file, "new \ud800")
+    assert file.read_text() == "kept"
+
+
+def test_a_link_is_written_through(tmp_path):
+    folder = tmp_path / "far"
+    folder.mkdir()
+    link = tmp_path / "x.json"
+    link.symlink_to(folder / "real.json")
+    for content in ("first", "second"):
+        require_writable("--json", link)
+        write_whole(link, content)
+        assert link.is_symlink() and (folder / "real.json").read_text() == content
+    link.unlink()
+    link.symlink_to(READ_ONLY / "x.json")
+    with pytest.raises(OSError, match="--json"):
+        require_writable("--json", link)
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    require_writable("--json", pipe)
+    write_whole(pipe, "content")
+    assert os.read(reader, 100) == b"content" and pipe.is_fifo()
+    os.close(reader)
+
+
+@pytest.mark.parametrize("directory", ["absent", "file", "/proc"])
+def test_a_directory_that_takes_no_files_is_refused(tmp_path, directory):
+    (tmp_path / "file").write_text("kept")
+    before = state(tmp_path)
+    with pytest.raises(OSError, match=f"--plot .*{directory}: "):
+        require_writable_directory("--plot", tmp_path / directory)
+    assert state(tmp_path) == before
