@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.completion import Completion
@@ -33,23 +33,14 @@ SMALLEST_LEAK = 64 * 1024
     params=[("cpu", 500), pytest.param(("cuda", 10_000), marks=pytest.mark.gpu)],
     ids=lambda param: param[0],
 )
-def engine_and_count(request: pytest.FixtureRequest) -> Iterator[tuple[RolloutEngine, int]]:
+def engine_and_count(
+    request: pytest.FixtureRequest, tiny_qwen3: Callable[..., Qwen3ForCausalLM]
+) -> Iterator[tuple[RolloutEngine, int]]:
     """An engine whose cache is often full, and how many requests it is to serve."""
     device, count = request.param
-    config = Qwen3Config(
-        vocab_size=61,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=64,
-        initializer_range=0.2,
+    model = tiny_qwen3(
+        vocab_size=61, hidden_size=128, intermediate_size=192, head_dim=64, initializer_range=0.2
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config)
     with patch(model.bfloat16().to(device)):
         engine = RolloutEngine(
             model,

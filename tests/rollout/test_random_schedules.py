@@ -4,7 +4,7 @@ that training recomputes. (The toy model of `test_step_loop.py` sees many more s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
@@ -45,21 +45,12 @@ class Served:
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=128,
-        initializer_range=0.2,
+def served(
+    request: pytest.FixtureRequest, tiny_qwen3: Callable[..., Qwen3ForCausalLM]
+) -> Iterator[Served]:
+    model = tiny_qwen3(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=192, head_dim=64, initializer_range=0.2
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(config)
     model.bfloat16().to(request.param)  # type: ignore[arg-type]
     with patch(model):
         engine = engine_of(model, max_num_seqs=1, enable_prefix_sharing=False, cuda_graphs=False)
