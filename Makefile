@@ -48,7 +48,7 @@ bench: gpu-test
 	$(GPU_PYTHON) -m rl_consistency bench ops --json benchmarks/results/h200.json
 	$(GPU_PYTHON) -m rl_consistency bench model --json benchmarks/results/h200.json
 	$(GPU_PYTHON) -m rl_consistency bench rollout --json benchmarks/results/h200.json
-	$(GPU_PYTHON) -m benchmarks.decode_profile --record
+	$(GPU_PYTHON) -m benchmarks.rollout.profile --record
 	$(GPU_PYTHON) -m benchmarks.readme
 else
 bench: .venv/.ready-dev test

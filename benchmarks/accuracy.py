@@ -23,21 +23,21 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from rl_consistency.kernels.attention import attention_reference, attention_varlen
-from rl_consistency.kernels.attention_layout import PackedSequences
-from rl_consistency.kernels.embedding import embedding, embedding_reference
-from rl_consistency.kernels.glu import ACTIVATIONS, glu, glu_reference
-from rl_consistency.kernels.gradient_norm import gradient_norm
-from rl_consistency.kernels.linear import linear, linear_reference
-from rl_consistency.kernels.masked_reduction import masked_mean
-from rl_consistency.kernels.matmul import row_matmul
-from rl_consistency.kernels.rms_norm import rms_norm, rms_norm_reference
-from rl_consistency.kernels.rotary import rotary, rotary_reference, rotary_table
-from rl_consistency.kernels.row_reduction import tree_sum
-from rl_consistency.kernels.sampling_support import SamplingRows
-from rl_consistency.kernels.token_logprobs import token_logprobs, token_logprobs_reference
-from rl_consistency.parity.probe import probe
+from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.attention.op import attention_reference, attention_varlen
+from rl_consistency.kernels.embedding.op import embedding, embedding_reference
+from rl_consistency.kernels.glu.op import ACTIVATIONS, glu, glu_reference
+from rl_consistency.kernels.linear.op import linear, linear_reference
+from rl_consistency.kernels.matmul.op import row_matmul
+from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
+from rl_consistency.kernels.reduction.masked_reduction import masked_mean
+from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.rms_norm.op import rms_norm, rms_norm_reference
+from rl_consistency.kernels.rotary.op import rotary, rotary_reference, rotary_table
+from rl_consistency.kernels.sampling.op import SamplingRows
+from rl_consistency.kernels.token_logprobs.op import token_logprobs, token_logprobs_reference
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
+from rl_consistency.verify.probe import probe
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = (torch.float32, torch.bfloat16)

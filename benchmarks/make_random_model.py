@@ -2,7 +2,7 @@
 
 `python -m benchmarks.make_random_model --preset qwen3-0.6b DIR` writes config.json,
 model.safetensors and a tokenizer of one token per byte, as `policy.path` of a recipe wants them.
-The weights have outlier channels (see `rl_consistency.parity.presets`).
+The weights have outlier channels (see `rl_consistency.verify.presets`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from rl_consistency.parity.presets import build_preset, known_presets
-from rl_consistency.trainers.tokenizer import byte_tokenizer
+from rl_consistency.trainers.data.tokenizer import byte_tokenizer
+from rl_consistency.verify.presets import build_preset, known_presets
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

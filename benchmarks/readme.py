@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import decode_profile
-from rl_consistency.cli.bench_plot import ROLLOUT, save_plots
-from rl_consistency.cli.bench_results import BARS, Results, Row, load
-from rl_consistency.cli.bench_rollout_table import OWN, rollout_markdown
-from rl_consistency.kernels.kernels_hash import kernels_hash
+from benchmarks.plot import ROLLOUT, save_plots
+from benchmarks.results_file import BARS, Results, Row, load
+from benchmarks.rollout import profile as decode_profile
+from benchmarks.rollout.table import OWN, rollout_markdown
+from rl_consistency.kernels.core.kernels_hash import kernels_hash
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/h200.json"

@@ -15,7 +15,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.readme import END, README, RESULTS
-from rl_consistency.cli.bench_results import Results, Row, load
+from benchmarks.results_file import Results, Row, load
 
 HOSTS = RESULTS.with_name("training_step_hosts.json")
 PROFILE = RESULTS.with_name("training_profile.json")

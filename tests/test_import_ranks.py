@@ -17,6 +17,7 @@ ROOMS = {
     "rollout": ROOT / PACKAGE / "rollout",
     "parity": ROOT / PACKAGE / "parity",
     "trainers": ROOT / "trainers",
+    "verify": ROOT / PACKAGE / "verify",
     "cli": ROOT / PACKAGE / "cli",
 }
 RANK = {room: rank for rank, room in enumerate(ROOMS)}
@@ -90,9 +91,12 @@ def test_an_import_against_the_ranks_is_found(room, source):
 @pytest.mark.parametrize(
     ("room", "source"),
     [
-        ("kernels", "import math\nimport torch\nfrom rl_consistency.kernels.matmul import matmul"),
+        (
+            "kernels",
+            "import math\nimport torch\nfrom rl_consistency.kernels.matmul.op import matmul",
+        ),
         ("rollout", "import numpy\nfrom rl_consistency import kernels, models"),
-        ("trainers", "import wandb\nfrom rl_consistency.trainers.data import Example"),
+        ("trainers", "import wandb\nfrom rl_consistency.trainers.data.examples import Example"),
     ],
 )
 def test_an_import_along_the_ranks_is_not(room, source):

@@ -11,7 +11,7 @@ import pytest
 import rl_consistency
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("kernels", "numerics", "models", "rollout", "parity", "trainers", "cli")
+ROOMS = ("kernels", "numerics", "models", "rollout", "parity", "trainers", "verify", "cli")
 
 
 @pytest.fixture(scope="module")

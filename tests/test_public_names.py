@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import rl_consistency
-from rl_consistency.kernels import cublaslt
+from rl_consistency.kernels.matmul import cublaslt
 from rl_consistency.rollout import library_audit
 
 

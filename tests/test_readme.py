@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import rl_consistency
-from rl_consistency.parity.presets import build_preset
-from rl_consistency.trainers.tokenizer import byte_tokenizer
+from rl_consistency.trainers.data.tokenizer import byte_tokenizer
+from rl_consistency.verify.presets import build_preset
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")

@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks import readme_prose
 from benchmarks.readme import BEGIN, END, README, RESULTS, current, rewritten, section
-from rl_consistency.cli.bench_results import Results, Row, load
-from rl_consistency.kernels.kernels_hash import kernels_hash
+from benchmarks.results_file import Results, Row, load
+from rl_consistency.kernels.core.kernels_hash import kernels_hash
 
 META = {
     "device": "Test GPU",

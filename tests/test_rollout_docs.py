@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 import rl_consistency
-from rl_consistency.cli.bench_rollout import rollout_suites
+from benchmarks.rollout.suites import rollout_suites
 from rl_consistency.cli.main import _parser
-from rl_consistency.parity.presets import build_preset
+from rl_consistency.verify.presets import build_preset
 
 TEXT = (Path(__file__).resolve().parents[1] / "docs/rollout.md").read_text("utf-8")
 

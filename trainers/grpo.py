@@ -32,8 +32,8 @@ from rl_consistency.trainers.advantages import (
     overlong_penalty,
 )
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
-from rl_consistency.trainers.config import RunConfig
-from rl_consistency.trainers.data import DataOrder, Example
+from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.data.examples import DataOrder, Example
 from rl_consistency.trainers.hooks import GradientStep, Metrics, Rollout, TrainerHook
 from rl_consistency.trainers.losses import LossOutput, merge_outputs, policy_loss, token_weights
 from rl_consistency.trainers.optimizer import PolicyOptimizer

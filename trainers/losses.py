@@ -20,7 +20,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.masked_reduction import masked_sum
+from rl_consistency.kernels.reduction.masked_reduction import masked_sum
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 
 WeightKind = Literal["grpo", "dr_grpo", "dapo"]

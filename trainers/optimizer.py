@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from rl_consistency.kernels.gradient_norm import gradient_norm
-from rl_consistency.trainers.config_sections import OptimizerSection
+from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
+from rl_consistency.trainers.config.sections import OptimizerSection
 
 
 class PolicyOptimizer:

@@ -22,8 +22,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rl_consistency.trainers.config_sections import BuildSection, PolicySection, TokenizerSection
-from rl_consistency.trainers.tokenizer import byte_tokenizer, load_tokenizer
+from rl_consistency.trainers.config.sections import BuildSection, PolicySection, TokenizerSection
+from rl_consistency.trainers.data.tokenizer import byte_tokenizer, load_tokenizer
 
 VOCABULARY_MULTIPLE = 16
 """A built policy's vocabulary is padded to a multiple of this."""

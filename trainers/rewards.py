@@ -22,7 +22,7 @@ from numbers import Real
 from types import TracebackType
 from typing import Any
 
-from rl_consistency.trainers.data import Example
+from rl_consistency.trainers.data.examples import Example
 
 RewardCallable = Callable[..., Any]
 

@@ -21,7 +21,6 @@ from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.numerics.strict import Strictness, current, strict
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.trainers.arithmetic import problems
 from rl_consistency.trainers.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -32,8 +31,9 @@ from rl_consistency.trainers.checkpoint import (
     save_checkpoint,
     save_weights,
 )
-from rl_consistency.trainers.config import RunConfig
-from rl_consistency.trainers.data import DataError, Example, encode_prompt, read_jsonl
+from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.data.arithmetic import problems
+from rl_consistency.trainers.data.examples import DataError, Example, encode_prompt, read_jsonl
 from rl_consistency.trainers.grpo import GRPOTrainer, PromptSet
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.optimizer import PolicyOptimizer

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_consistency.trainers.config import RunConfig, dump_config
+from rl_consistency.trainers.config.recipe import RunConfig, dump_config
 
 REFERENCE = "reference.safetensors"
 RUN_FILES = (

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Train; 0 when the run ended and every check passed, 1 when it ended with drift."""
     from rl_consistency.cli.plots import save_picture
     from rl_consistency.cli.report import render
-    from rl_consistency.trainers.config import load_config
+    from rl_consistency.trainers.config.recipe import load_config
     from rl_consistency.trainers.run import train
 
     console = Console()

@@ -22,9 +22,9 @@ from rl_consistency.cli.output_file import require_writable, write_whole
 if TYPE_CHECKING:
     import torch
 
-    from rl_consistency.parity.claims import Result
-    from rl_consistency.parity.mutants import MutantResult
-    from rl_consistency.parity.verify_targets import Target
+    from rl_consistency.verify.claims import Result
+    from rl_consistency.verify.mutants.catalogue import MutantResult
+    from rl_consistency.verify.targets import Target
 
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_PROCESSES = 12
@@ -124,8 +124,8 @@ def _default_processes(device: torch.device) -> int:
 def _run_claims(
     targets: Sequence[Target], device: torch.device, processes: int, json_file: Path | None
 ) -> int:
-    from rl_consistency.parity.claims import Check
-    from rl_consistency.parity.verify import count_checks, run_checks
+    from rl_consistency.verify.claims import Check
+    from rl_consistency.verify.run import count_checks, run_checks
 
     console, start = Console(), time.perf_counter()
     with _progress(console) as progress:
@@ -175,7 +175,7 @@ def _models(targets: Sequence[Target]) -> str:
 
 def claims_tables(results: Sequence[Result]) -> list[Table]:
     """One table per claim, one row per subject over all models and dtypes it was checked in."""
-    from rl_consistency.parity.claims import CLAIMS
+    from rl_consistency.verify.claims import CLAIMS
 
     tables = []
     for claim, text in CLAIMS.items():
@@ -221,7 +221,7 @@ def _scopes(rows: Sequence[Result]) -> str:
 
 
 def _run_mutants(device: torch.device, json_file: Path | None) -> int:
-    from rl_consistency.parity.mutants import mutants_on, run_controls, run_mutant
+    from rl_consistency.verify.mutants.catalogue import mutants_on, run_controls, run_mutant
 
     console, start = Console(), time.perf_counter()
     mutants = mutants_on(device)
@@ -285,7 +285,7 @@ def mutants_table(found: Sequence[MutantResult]) -> Table:
 
 
 def _targets(args: argparse.Namespace, device: torch.device) -> list[Target]:
-    from rl_consistency.parity.verify_targets import (
+    from rl_consistency.verify.targets import (
         default_targets,
         directory_targets,
         preset_targets,
@@ -306,7 +306,7 @@ def _targets(args: argparse.Namespace, device: torch.device) -> list[Target]:
 
 def _preset_names(chosen: Sequence[str], device: torch.device) -> list[str]:
     """The names given, `all` standing for every preset the device can hold."""
-    from rl_consistency.parity.presets import PRESETS, known_presets
+    from rl_consistency.verify.presets import PRESETS, known_presets
 
     everything = known_presets() if device.type == "cuda" else tuple(PRESETS)
     names = [n for name in chosen for n in (everything if name == "all" else (name,))]
@@ -326,7 +326,7 @@ def _dtype(name: str) -> torch.dtype:
 def _device(name: str) -> torch.device:
     import torch
 
-    from rl_consistency.kernels.operand import require_device
+    from rl_consistency.kernels.core.operand import require_device
 
     try:
         device = torch.device(name)

@@ -83,13 +83,16 @@ class AuditTable:
 _CHAIN_TEST = "tests/models/test_chain.py::test_a_token_does_not_depend_on_its_batch"
 
 TESTS = {
-    "linear": "tests/kernels/test_linear.py::test_rows_do_not_depend_on_the_batch",
-    "rms_norm": "tests/kernels/test_rms_norm.py::test_rows_do_not_depend_on_the_batch",
-    "embedding": "tests/kernels/test_embedding.py::test_gradient_does_not_depend_on_the_cut",
-    "rotary": "tests/kernels/test_rotary.py::test_rotation_is_bitwise_per_position",
-    "glu": "tests/kernels/test_glu.py::test_values_do_not_depend_on_where_they_stand",
-    "attention": "tests/kernels/test_attention.py::test_decode_and_chunks_equal_prefill",
-    "token_logprobs": "tests/kernels/test_token_logprobs.py::test_rows_do_not_depend_on_the_batch",
+    op: f"tests/kernels/{op}/test_{op}.py::{test}"
+    for op, test in {
+        "linear": "test_rows_do_not_depend_on_the_batch",
+        "rms_norm": "test_rows_do_not_depend_on_the_batch",
+        "embedding": "test_gradient_does_not_depend_on_the_cut",
+        "rotary": "test_rotation_is_bitwise_per_position",
+        "glu": "test_values_do_not_depend_on_where_they_stand",
+        "attention": "test_decode_and_chunks_equal_prefill",
+        "token_logprobs": "test_rows_do_not_depend_on_the_batch",
+    }.items()
 }
 """Op -> the test that its verdict rests on."""
 

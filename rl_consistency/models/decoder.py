@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from rl_consistency.kernels.attention_layout import AttentionLayout
+from rl_consistency.kernels.attention.layout import AttentionLayout
 from rl_consistency.models.modules import CanonicalModule, CanonicalRMSNorm
 from rl_consistency.models.packing import packed_inputs
 

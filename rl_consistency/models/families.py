@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rl_consistency.kernels.attention import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
-from rl_consistency.kernels.operand import DTYPES
+from rl_consistency.kernels.attention.op import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.models.decoder import (
     CanonicalBaseModel,
     CanonicalCausalLM,

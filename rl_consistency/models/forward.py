@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_consistency.kernels.attention_layout import PagedAttention
-from rl_consistency.kernels.gradient_fold import GradientBuffer
-from rl_consistency.kernels.token_logprobs import lm_head_logits
+from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.token_logprobs.op import lm_head_logits
 from rl_consistency.models.decoder import CanonicalBaseModel
 from rl_consistency.models.modules import CanonicalLinear, CanonicalRotaryEmbedding
 from rl_consistency.models.packing import PackedBatch

@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rl_consistency.kernels.attention import attention_paged, attention_varlen
-from rl_consistency.kernels.attention_captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention_layout import AttentionLayout, PackedSequences, PagedAttention
-from rl_consistency.kernels.embedding import embedding
-from rl_consistency.kernels.glu import glu
-from rl_consistency.kernels.gradient_fold import GradientBuffer
-from rl_consistency.kernels.linear import linear, linear_glu, linear_qkv
-from rl_consistency.kernels.projections import (
+from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
+from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
+from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
+from rl_consistency.kernels.embedding.op import embedding
+from rl_consistency.kernels.glu.op import glu
+from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.linear.joined import (
     HeadNorm,
     Projection,
     attention_inputs,
     gated_mlp,
 )
-from rl_consistency.kernels.rms_norm import add_rms_norm, rms_norm
-from rl_consistency.kernels.rotary import rotary, rotary_table
+from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv
+from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
+from rl_consistency.kernels.rotary.op import rotary, rotary_table
 from rl_consistency.models.stock_attention import stock_attention, stock_captured_attention
 from rl_consistency.numerics.strict import current, is_canonical
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.attention_layout import PackedSequences
-from rl_consistency.kernels.gradient_fold import STEP
+from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.gradient_fold.op import STEP
 
 ALIGNMENT = STEP
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_consistency.kernels.attention_layout import PackedSequences
-from rl_consistency.kernels.gradient_fold import GradientBuffer
+from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.gradient_fold.op import GradientBuffer
 from rl_consistency.models import families
 from rl_consistency.models.audit import AuditTable, audit
 from rl_consistency.models.families import UnsupportedModelError

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rl_consistency.kernels.attention_captured_layout import CapturedPagedAttention
-from rl_consistency.kernels.attention_layout import AttentionLayout
+from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
+from rl_consistency.kernels.attention.layout import AttentionLayout
 
 
 def stock_attention(

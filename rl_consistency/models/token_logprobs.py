@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rl_consistency.kernels.gradient_fold import STEP
-from rl_consistency.kernels.sampling_support import SamplingRows, distribution
-from rl_consistency.kernels.token_logprobs import IGNORED, lm_head_logits
-from rl_consistency.kernels.token_logprobs import token_logprobs as scored_rows
+from rl_consistency.kernels.gradient_fold.op import STEP
+from rl_consistency.kernels.sampling.op import SamplingRows, distribution
+from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits
+from rl_consistency.kernels.token_logprobs.op import token_logprobs as scored_rows
 from rl_consistency.models.forward import lm_head_gradient, lm_head_weight, packed_hidden_states
 from rl_consistency.models.packing import PackedBatch, from_host, pack_padded
 from rl_consistency.numerics.strict import is_canonical

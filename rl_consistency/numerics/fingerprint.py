@@ -15,7 +15,7 @@ import transformers
 import triton
 
 import rl_consistency
-from rl_consistency.kernels.reduction_order import ReductionOrder
+from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.numerics.orders import ORDERS
 from rl_consistency.numerics.settings import SETTINGS
 from rl_consistency.numerics.strict import current
@@ -55,7 +55,7 @@ def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
         process-wide numeric settings.
     """
     device = torch.device(device)
-    entries = {f"order.{order.id}": _order_entry(order) for order in ORDERS.values()}
+    entries = {f"order.{order.id}": _order_entry(order, device) for order in ORDERS.values()}
     entries["stock_ops"] = ",".join(sorted(current().stock)) or "none"
     entries["rl_consistency"] = rl_consistency.__version__
     entries["torch"] = torch.__version__
@@ -78,8 +78,9 @@ def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
     return Fingerprint(entries)
 
 
-def _order_entry(order: ReductionOrder) -> str:
-    return f"v{order.version} {hashlib.sha256(order.text.encode()).hexdigest()[:16]}"
+def _order_entry(order: ReductionOrder, device: torch.device) -> str:
+    text = order.on(device.type)
+    return f"v{order.version} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 @cache

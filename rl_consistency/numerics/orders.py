@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from rl_consistency.kernels import (
-    attention,
-    embedding,
-    glu,
-    gradient_fold,
-    gradient_norm,
-    linear,
-    masked_reduction,
-    matmul,
-    rms_norm,
-    rotary,
-    row_reduction,
-    sampling_support,
-    token_logprobs,
-)
-from rl_consistency.kernels.reduction_order import ReductionOrder
+from rl_consistency.kernels.attention import op as attention
+from rl_consistency.kernels.core.reduction_order import ReductionOrder
+from rl_consistency.kernels.embedding import op as embedding
+from rl_consistency.kernels.glu import op as glu
+from rl_consistency.kernels.gradient_fold import op as gradient_fold
+from rl_consistency.kernels.linear import op as linear
+from rl_consistency.kernels.matmul import op as matmul
+from rl_consistency.kernels.reduction import gradient_norm, masked_reduction
+from rl_consistency.kernels.reduction import tree_sum as row_reduction
+from rl_consistency.kernels.rms_norm import op as rms_norm
+from rl_consistency.kernels.rotary import op as rotary
+from rl_consistency.kernels.sampling import op as sampling_support
+from rl_consistency.kernels.token_logprobs import op as token_logprobs
 
 _MODULES = (
     matmul,

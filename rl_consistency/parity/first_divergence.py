@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_consistency.models.modules import CanonicalModule
-from rl_consistency.parity.claims import same_bytes
+from rl_consistency.verify.claims import same_bytes
 
 _BEFORE = {
     "o_proj": "attention over the keys (or rotary, or the cache)",

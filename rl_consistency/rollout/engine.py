@@ -12,10 +12,10 @@ from rl_consistency.models.patch import patched_session
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.completion import Completion, FailedRequestsError
-from rl_consistency.rollout.device_state import restricts_support
+from rl_consistency.rollout.device.device_state import restricts_support
+from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.drafter import Drafter, PromptLookupDrafter
 from rl_consistency.rollout.library_audit import LibraryAudit
-from rl_consistency.rollout.model_runner import ModelRunner
 from rl_consistency.rollout.progress import ProgressCallback
 from rl_consistency.rollout.requests import RequestLimits, eos_token_ids
 from rl_consistency.rollout.sampling_params import SamplingParams, check_integer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from rl_consistency.kernels.cublaslt import schedule_audit
+from rl_consistency.kernels.matmul.cublaslt import schedule_audit
 
 
 class LibraryAudit:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
-from rl_consistency.kernels.weights_digest import weights_digest
+from rl_consistency.kernels.reduction.weights_digest import weights_digest
 from rl_consistency.models.patch import patched_session
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import Strictness, current

@@ -12,12 +12,14 @@ from rich.console import Console
 from rl_consistency.cli import verify as command
 from rl_consistency.cli.main import main
 from rl_consistency.cli.verify import claims_tables, mutants_table
-from rl_consistency.kernels import operand
-from rl_consistency.parity import mutants, perturbations, verify
-from rl_consistency.parity.claims import Result
-from rl_consistency.parity.mutants import Mutant, MutantResult
-from rl_consistency.parity.presets import build_preset
-from rl_consistency.parity.sweep import QUICK
+from rl_consistency.kernels.core import operand
+from rl_consistency.verify import run as verify
+from rl_consistency.verify.claims import Result
+from rl_consistency.verify.mutants import catalogue as mutants
+from rl_consistency.verify.mutants import perturbations
+from rl_consistency.verify.mutants.catalogue import Mutant, MutantResult
+from rl_consistency.verify.presets import build_preset
+from rl_consistency.verify.sweep import QUICK
 
 
 def result(**changes):

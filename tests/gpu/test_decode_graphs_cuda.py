@@ -6,13 +6,13 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from rl_consistency.kernels.cache_write import cache_write
+from rl_consistency.kernels.attention.cache_write_triton import cache_write
 from rl_consistency.models.forward import rotary_rows
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.rollout.decode_graphs import DecodeCall, buckets_up_to
-from rl_consistency.rollout.model_runner import ModelRunner
+from rl_consistency.rollout.device.decode_graphs import DecodeCall, buckets_up_to
+from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence

@@ -5,16 +5,16 @@ import warnings
 import pytest
 import torch
 
-from rl_consistency.kernels import cublaslt
-from rl_consistency.kernels.certificates import CACHE_VARIABLE
+from rl_consistency.kernels.matmul import cublaslt
+from rl_consistency.kernels.matmul.certificates import CACHE_VARIABLE
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.drift import compare_logprobs
+from rl_consistency.rollout.device.kv_cache import GPU_CACHE_SHARE
+from rl_consistency.rollout.device.sampler import inverse_cdf
 from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.rollout.kv_cache import GPU_CACHE_SHARE
-from rl_consistency.rollout.sampler import inverse_cdf
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_consistency.kernels.cublaslt import AuditReport
+from rl_consistency.kernels.matmul.cublaslt import AuditReport
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.replay import load_replay_bundle
 from rl_consistency.trainers import hooks
 from rl_consistency.trainers.checkpoint import list_checkpoints
-from rl_consistency.trainers.config import RunConfig
-from rl_consistency.trainers.config_sections import PolicySection, TokenizerSection
+from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.config.sections import PolicySection, TokenizerSection
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.run import train
 from rl_consistency.trainers.tracking import read_metrics

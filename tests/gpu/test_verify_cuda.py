@@ -6,18 +6,19 @@ from functools import partial
 import pytest
 import torch
 
-from rl_consistency.kernels import cublaslt, matmul_schedules
-from rl_consistency.kernels.certificates import CACHE_VARIABLE
+from rl_consistency.kernels.matmul import cublaslt
+from rl_consistency.kernels.matmul import schedules as matmul_schedules
+from rl_consistency.kernels.matmul.certificates import CACHE_VARIABLE
 from rl_consistency.numerics.settings import numeric_settings
-from rl_consistency.parity.claims import CLAIMS, Tally
-from rl_consistency.parity.mutants import mutants_on, run_controls, run_mutant
-from rl_consistency.parity.op_setup import TINY_SHAPES, OpSetup
-from rl_consistency.parity.presets import build_preset
-from rl_consistency.parity.probe import probe
-from rl_consistency.parity.schedule_checks import check_matmul_schedules
-from rl_consistency.parity.sweep import QUICK, Sweep
-from rl_consistency.parity.verify import count_checks, run_checks
-from rl_consistency.parity.verify_targets import Target
+from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpSetup
+from rl_consistency.verify.checks.schedule import check_matmul_schedules
+from rl_consistency.verify.claims import CLAIMS, Tally
+from rl_consistency.verify.mutants.catalogue import mutants_on, run_controls, run_mutant
+from rl_consistency.verify.presets import build_preset
+from rl_consistency.verify.probe import probe
+from rl_consistency.verify.run import count_checks, run_checks
+from rl_consistency.verify.sweep import QUICK, Sweep
+from rl_consistency.verify.targets import Target
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.orders import ORDERS
 from rl_consistency.numerics.strict import OPS
-from rl_consistency.parity.presets import PRESETS, build_preset
+from rl_consistency.verify.presets import PRESETS, build_preset
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,15 +1,15 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.attention_layout import PackedSequences
+from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.digest import first_difference
-from rl_consistency.parity.presets import PRESETS, build_preset
-from rl_consistency.parity.probe import probe_tokens
+from rl_consistency.verify.presets import PRESETS, build_preset
+from rl_consistency.verify.probe import probe_tokens
 
 LENGTHS = (1, 7, 31, 33, 130, 64)
 DTYPES = [torch.float32, torch.bfloat16]

@@ -6,8 +6,8 @@ import torch
 from rl_consistency.models.modules import TABLE_POSITIONS
 from rl_consistency.models.patch import patch
 from rl_consistency.parity.digest import first_difference
-from rl_consistency.parity.presets import PRESETS, build_preset
-from rl_consistency.parity.probe import probe
+from rl_consistency.verify.presets import PRESETS, build_preset
+from rl_consistency.verify.probe import probe
 
 FUNCTIONS = {
     "exp": torch.exp,

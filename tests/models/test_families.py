@@ -6,7 +6,7 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qw
 from rl_consistency.models import families
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalLinear, CanonicalModule, CanonicalRMSNorm
-from rl_consistency.parity.presets import PRESETS, build_preset
+from rl_consistency.verify.presets import PRESETS, build_preset
 
 CONFIGS = (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
 

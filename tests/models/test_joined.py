@@ -13,8 +13,8 @@ from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.digest import first_difference
-from rl_consistency.parity.presets import PRESETS, build_preset
-from rl_consistency.parity.probe import probe_tokens
+from rl_consistency.verify.presets import PRESETS, build_preset
+from rl_consistency.verify.probe import probe_tokens
 
 
 def step(model):

@@ -23,8 +23,8 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import SETTINGS
 from rl_consistency.numerics.strict import OPS, strict
 from rl_consistency.parity.digest import first_difference
-from rl_consistency.parity.presets import PRESETS, build_preset
-from rl_consistency.parity.probe import probe_tokens
+from rl_consistency.verify.presets import PRESETS, build_preset
+from rl_consistency.verify.probe import probe_tokens
 
 
 @pytest.fixture

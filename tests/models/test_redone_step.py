@@ -8,10 +8,10 @@ import torch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference
-from rl_consistency.parity.presets import build_preset
-from rl_consistency.parity.probe import probe_tokens
+from rl_consistency.verify.presets import build_preset
+from rl_consistency.verify.probe import probe_tokens
 
-op = importlib.import_module("rl_consistency.kernels.token_logprobs")
+op = importlib.import_module("rl_consistency.kernels.token_logprobs.op")
 
 CHUNK = 16
 """Tokens whose logit gradients exist at one time, so that a micro-batch has several."""

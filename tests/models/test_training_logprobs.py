@@ -11,8 +11,8 @@ from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.gradients import lay_out
-from rl_consistency.parity.presets import PRESETS, build_preset
-from rl_consistency.parity.probe import probe_tokens
+from rl_consistency.verify.presets import PRESETS, build_preset
+from rl_consistency.verify.probe import probe_tokens
 
 LENGTHS = (9, 33, 2, 47)
 PROMPTS = [3, 16, 1, 46]

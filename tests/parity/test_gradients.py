@@ -14,8 +14,8 @@ from rl_consistency.parity.gradients import (
     check_gradients,
     lay_out,
 )
-from rl_consistency.parity.presets import PRESETS, build_preset
-from rl_consistency.parity.probe import probe_tokens
+from rl_consistency.verify.presets import PRESETS, build_preset
+from rl_consistency.verify.probe import probe_tokens
 
 LENGTHS = (20, 9, 33, 16, 41)
 PROMPTS = [5, 3, 16, 1, 7]

@@ -8,9 +8,9 @@ import torch
 from rl_consistency.models.batch_layout import lay_out
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
-from rl_consistency.parity.presets import build_preset
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.verify.presets import build_preset
 
 FAMILIES = ("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
 SHARED = [(7 * i + 3) % 61 for i in range(40)]

@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from rl_consistency.models.patch import patch
-from rl_consistency.rollout.decode_graphs import DecodeGraphs
+from rl_consistency.rollout.device.decode_graphs import DecodeGraphs
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from rl_consistency.kernels import cublaslt
-from rl_consistency.kernels.certificates import Certificates, Key
+from rl_consistency.kernels.matmul import cublaslt
+from rl_consistency.kernels.matmul.certificates import Certificates, Key
 from rl_consistency.models.patch import patch
-from rl_consistency.rollout.decode_graphs import DecodeGraphs
+from rl_consistency.rollout.device.decode_graphs import DecodeGraphs
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.library_audit import LibraryAudit
 from rl_consistency.rollout.sampling_params import SamplingParams

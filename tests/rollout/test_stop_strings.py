@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from rl_consistency.rollout.stop_strings import LONGEST_READ, StopStrings
-from rl_consistency.trainers.tokenizer import byte_tokenizer
+from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 
 
 class Bytes:

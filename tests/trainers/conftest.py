@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from rl_consistency.trainers.config import RunConfig
+from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run import train
 from rl_consistency.trainers.tracking import read_metrics
 

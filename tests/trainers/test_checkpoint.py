@@ -24,9 +24,9 @@ from rl_consistency.trainers.checkpoint import (
     save_checkpoint,
     save_weights,
 )
-from rl_consistency.trainers.config_sections import BuildSection
+from rl_consistency.trainers.config.sections import BuildSection
+from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
-from rl_consistency.trainers.tokenizer import byte_tokenizer
 
 
 def built(architecture="qwen3", *, seed=1, dtype=torch.float32, **changes):

@@ -10,7 +10,7 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers import grpo
 from rl_consistency.trainers import run as run_module
-from rl_consistency.trainers.data import Example
+from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.grpo import GRPOTrainer, PromptSet
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import load_policy

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_consistency.kernels.cublaslt import AuditReport
+from rl_consistency.kernels.matmul.cublaslt import AuditReport
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
@@ -15,10 +15,10 @@ from rl_consistency.parity.replay import load_replay_bundle
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers import hooks
-from rl_consistency.trainers.config_sections import BuildSection
+from rl_consistency.trainers.config.sections import BuildSection
+from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.hooks import ConsistencyHook, GradientStep, Rollout
 from rl_consistency.trainers.policy import build_model
-from rl_consistency.trainers.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SAMPLING = SamplingParams(n=2, temperature=0.8, max_tokens=9, seed=4)

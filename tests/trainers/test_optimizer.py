@@ -7,9 +7,9 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from rl_consistency.kernels.gradient_norm import gradient_norm
+from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
 from rl_consistency.parity.digest import parameter_digest
-from rl_consistency.trainers.config_sections import OptimizerSection
+from rl_consistency.trainers.config.sections import OptimizerSection
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 
 RATE = 1e-2

@@ -4,7 +4,8 @@ import shutil
 import pytest
 import torch
 
-from rl_consistency.trainers.config_sections import BuildSection, PolicySection, TokenizerSection
+from rl_consistency.trainers.config.sections import BuildSection, PolicySection, TokenizerSection
+from rl_consistency.trainers.data.tokenizer import EOS_TOKEN, byte_tokenizer
 from rl_consistency.trainers.policy import (
     PolicyError,
     build_model,
@@ -12,7 +13,6 @@ from rl_consistency.trainers.policy import (
     eos_token_ids,
     load_policy,
 )
-from rl_consistency.trainers.tokenizer import EOS_TOKEN, byte_tokenizer
 
 SIZES = {
     "hidden_size": 32,

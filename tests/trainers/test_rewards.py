@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from rl_consistency.trainers.data import Example
+from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.rewards import (
     RewardError,
     RewardFunction,

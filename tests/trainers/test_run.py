@@ -20,14 +20,14 @@ from rl_consistency.parity.replay import load_replay_bundle
 from rl_consistency.trainers import checkpoint
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.checkpoint import CheckpointError, list_checkpoints
-from rl_consistency.trainers.config import load_config
-from rl_consistency.trainers.config_sections import BuildSection
-from rl_consistency.trainers.data import DataError
+from rl_consistency.trainers.config.recipe import load_config
+from rl_consistency.trainers.config.sections import BuildSection
+from rl_consistency.trainers.data.examples import DataError
+from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.grpo import GRPOTrainer
 from rl_consistency.trainers.policy import PolicyError, build_model
 from rl_consistency.trainers.rewards import RewardError
 from rl_consistency.trainers.run_directory import RunDirectoryError
-from rl_consistency.trainers.tokenizer import byte_tokenizer
 from rl_consistency.trainers.tracking import MetricsFile, read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -392,7 +392,7 @@ def test_resuming_with_another_kl_reference_is_refused(tiny_run, damage):
 SCRIPT = """
 import os, signal, sys
 from rl_consistency.trainers import checkpoint, run
-from rl_consistency.trainers.config import load_config
+from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.tracking import MetricsFile
 
 recipe, mode = sys.argv[1:]

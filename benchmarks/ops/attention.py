@@ -1,0 +1,190 @@
+"""Attention against torch's scaled_dot_product_attention, each backend on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.shapes import CACHE_BLOCK, HEAD_DIM
+from benchmarks.suite import Bench, Case, normal
+from benchmarks.timing import Contestant, Race
+from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
+from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
+
+BACKENDS = {
+    "sdpa flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+"""The efficient backend takes no grouped heads; it then appears under `unavailable`."""
+
+SCALE = HEAD_DIM**-0.5
+MAX_LAYERS = 24
+
+Heads = tuple[int, int]
+
+
+def prefill_cases(
+    work: str, heads: Sequence[Heads], lengths: Sequence[int], tokens: int
+) -> list[Case]:
+    """Causal self-attention over packed sequences of one length.
+
+    Args:
+        work: `attention forward` or `attention backward`.
+        heads: (query heads, key and value heads).
+        lengths: of each sequence.
+        tokens: of all sequences together.
+    """
+    run = {"attention forward": _forward, "attention backward": _backward}[work]
+    return [
+        Case(
+            work=work,
+            shape={"length": n, "batch": tokens // n, "heads": f"{h[0]}/{h[1]}"},
+            run=partial(run, h, n, tokens // n),
+        )
+        for h in heads
+        for n in lengths
+    ]
+
+
+def _forward(heads: Heads, length: int, count: int, bench: Bench) -> dict[str, Any]:
+    q, k, v = _packed(heads, length * count, bench)
+    layout = PackedSequences.of(range(0, length * count, length), [length] * count)
+    batched = [_batched(x, count) for x in (q, k, v)]
+    return bench.measure(
+        Race(
+            ours=Contestant.of(lambda: attention_varlen(q, k, v, layout, scale=SCALE)[0]),
+            stock=_stock(lambda: _sdpa(*batched, causal=True)),
+            moved_bytes=_bytes(q, k, v, q),
+            operations=_operations(heads[0], length, count),
+        )
+    )
+
+
+def _backward(heads: Heads, length: int, count: int, bench: Bench) -> dict[str, Any]:
+    leaves = [x.requires_grad_() for x in _packed(heads, length * count, bench)]
+    q, k, v = leaves
+    layout = PackedSequences.of(range(0, length * count, length), [length] * count)
+    do = normal(bench, length * count, heads[0], HEAD_DIM)
+
+    def gradients(out: Tensor, cotangent: Tensor) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(out, leaves, cotangent, retain_graph=True)
+
+    stock, unavailable = {}, {}
+    for name, backend in BACKENDS.items():
+        try:
+            with sdpa_kernel(backend):
+                out = _sdpa(*(_batched(x, count) for x in leaves), causal=True)
+        except RuntimeError as error:
+            unavailable[name] = str(error).splitlines()[0][:200]
+        else:
+            stock[name] = Contestant.of(gradients(out, _batched(do, count)))
+    return bench.measure(
+        Race(
+            ours=Contestant.of(gradients(attention_varlen(q, k, v, layout, scale=SCALE)[0], do)),
+            stock=stock,
+            moved_bytes=2 * _bytes(*leaves, do),
+            operations=2.5 * _operations(heads[0], length, count),
+            unavailable=unavailable,
+        )
+    )
+
+
+def decode_cases(
+    heads: Sequence[Heads], batches: Sequence[int], contexts: Sequence[int]
+) -> list[Case]:
+    """One new token per sequence: ours from a paged cache, stock from contiguous tensors."""
+    return [
+        Case(
+            work="attention decode",
+            shape={"batch": b, "context": n, "heads": f"{h[0]}/{h[1]}"},
+            run=partial(_decode, h, b, n),
+        )
+        for h in heads
+        for b in batches
+        for n in contexts
+    ]
+
+
+def _decode(heads: Heads, batch: int, context: int, bench: Bench) -> dict[str, Any]:
+    kv_heads, blocks = heads[1], batch * context // CACHE_BLOCK
+    cached_bytes = 2 * 2 * batch * context * kv_heads * HEAD_DIM
+    layers = min(bench.copies(cached_bytes), MAX_LAYERS)
+    caches = [
+        [normal(bench, blocks, CACHE_BLOCK, kv_heads, HEAD_DIM) for _ in range(layers)]
+        for _ in "kv"
+    ]
+    # A cache in use is scattered: consecutive tokens of a sequence lie in unrelated blocks.
+    tables = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).view(batch, -1)
+    last = tables[:, -1] * CACHE_BLOCK + CACHE_BLOCK - 1
+    paged = PagedAttention(
+        query_starts=range(batch),
+        query_lens=[1] * batch,
+        context_lens=[context] * batch,
+        block_tables=tables.tolist(),
+        slot_mapping=last.to(bench.device),
+        key_cache=caches[0],
+        value_cache=caches[1],
+        block_size=CACHE_BLOCK,
+    )
+    q = normal(bench, batch, heads[0], HEAD_DIM)
+    rows = tables.to(bench.device)
+    contiguous = [
+        [cache[rows].flatten(1, 2).transpose(1, 2).contiguous() for cache in side]
+        for side in caches
+    ]
+    stock_q = q.unsqueeze(2)
+    return bench.measure(
+        Race(
+            ours=Contestant(
+                [partial(_paged, q, paged, layer) for layer in range(layers)],
+            ),
+            stock=_stock(
+                *(
+                    partial(_sdpa, stock_q, k, v, causal=False)
+                    for k, v in zip(*contiguous, strict=True)
+                )
+            ),
+            clock="graph",
+            moved_bytes=cached_bytes + 2 * _bytes(q),
+            operations=4.0 * batch * heads[0] * context * HEAD_DIM,
+        )
+    )
+
+
+def _paged(q: Tensor, paged: PagedAttention, layer: int) -> Tensor:
+    return attention_paged(q, paged, layer, scale=SCALE)[0]
+
+
+def _stock(*calls: Callable[[], object]) -> dict[str, Contestant]:
+    return {
+        name: Contestant(calls, partial(sdpa_kernel, backend)) for name, backend in BACKENDS.items()
+    }
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=SCALE, enable_gqa=True)
+
+
+def _packed(heads: Heads, rows: int, bench: Bench) -> list[Tensor]:
+    return [normal(bench, rows, count, HEAD_DIM) for count in (heads[0], heads[1], heads[1])]
+
+
+def _batched(x: Tensor, count: int) -> Tensor:
+    """[T, H, D] -> [count, H, T / count, D], a view."""
+    return x.view(count, -1, *x.shape[1:]).transpose(1, 2)
+
+
+def _bytes(*tensors: Tensor) -> float:
+    return float(sum(x.numel() * x.element_size() for x in tensors))
+
+
+def _operations(query_heads: int, length: int, count: int) -> float:
+    """Of the causal forward: two products over half of the square."""
+    return 2.0 * count * query_heads * length * length * HEAD_DIM

@@ -1,0 +1,123 @@
+"""Matmul and the gradient fold against cuBLAS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import batch_invariant_matmul, not_installed
+from benchmarks.shapes import WeightShape
+from benchmarks.suite import Bench, Case, normal
+from benchmarks.timing import Contestant, Race
+from rl_consistency.kernels.gradient_fold.op import fold_outer
+from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
+from rl_consistency.kernels.matmul.schedules import pick, prefers_library
+
+GRAPH_ROWS = 256
+"""Up to so many rows a product is timed in a CUDA graph, as rollout runs it."""
+
+
+def forward_cases(weights: Sequence[WeightShape], rows: Sequence[int]) -> list[Case]:
+    """y = x weight^T for every weight and number of rows."""
+    return [
+        Case(
+            work="matmul forward",
+            shape={"m": m, "n": w.n, "k": w.k},
+            run=partial(_product, "nt", m, w.n, w.k),
+        )
+        for w in weights
+        for m in rows
+    ]
+
+
+def input_gradient_cases(weights: Sequence[WeightShape], rows: Sequence[int]) -> list[Case]:
+    """dx = dy weight for every weight and number of rows; K is the weight's first dimension."""
+    return [
+        Case(
+            work="matmul dX",
+            shape={"m": m, "n": w.k, "k": w.n},
+            run=partial(_product, "nn", m, w.k, w.n),
+        )
+        for w in weights
+        for m in rows
+    ]
+
+
+def _product(layout: str, m: int, n: int, k: int, bench: Bench) -> dict[str, Any]:
+    """[m, k] times a weight, [n, k] or [k, n], that gives n columns."""
+    graph = m <= GRAPH_ROWS
+    copies = bench.copies(2 * (m * k + n * k)) if graph else 1
+    weight_shape = (n, k) if layout == "nt" else (k, n)
+    operands = [(normal(bench, m, k), normal(bench, *weight_shape)) for _ in range(copies)]
+    product = matmul_nt if layout == "nt" else matmul_nn
+
+    def as_stock(weight: Tensor) -> Tensor:
+        return weight.t() if layout == "nt" else weight
+
+    peers = {}
+    persistent = batch_invariant_matmul()
+    if persistent is not None:
+        peers["batch_invariant_ops"] = Contestant(
+            [partial(persistent, x, as_stock(w)) for x, w in operands]
+        )
+    fields = bench.measure(
+        Race(
+            ours=Contestant(
+                [partial(product, x, w, out_dtype=torch.bfloat16) for x, w in operands]
+            ),
+            stock={"cublas": Contestant([partial(torch.mm, x, as_stock(w)) for x, w in operands])},
+            peers=peers,
+            unavailable=not_installed("batch_invariant_ops"),
+            clock="graph" if graph else "events",
+            moved_bytes=2.0 * (m * k + n * k + m * n),
+            operations=2.0 * m * n * k,
+        )
+    )
+    return fields | {"schedule": _schedule(layout, m, n, k, graph)}
+
+
+def _schedule(layout: str, m: int, n: int, k: int, graph: bool) -> str:
+    """The schedule that the table gives on a device with tile copies, in short."""
+    s = pick(m, n, k, torch.bfloat16, layout, True)
+    text = f"{s.kind} {s.block_m}x{s.block_n}x{s.block_k}, {s.warps} warps, {s.stages} stages"
+    if not graph and prefers_library(m, n, k, torch.bfloat16, layout):
+        return f"library where certified, else {text}"
+    return text
+
+
+def gradient_fold_cases(weights: Sequence[WeightShape], tokens: Sequence[int]) -> list[Case]:
+    """dW continued in an fp32 buffer."""
+    return [
+        Case(
+            work="dW fold",
+            shape={"tokens": t, "n": w.n, "k": w.k},
+            run=partial(_fold, t, w.n, w.k),
+        )
+        for w in weights
+        for t in tokens
+    ]
+
+
+def _fold(tokens: int, n: int, k: int, bench: Bench) -> dict[str, Any]:
+    dy, x = normal(bench, tokens, n), normal(bench, tokens, k)
+    ours, stock = (torch.zeros(n, k, device=bench.device) for _ in range(2))
+
+    def fold() -> Tensor:
+        fold_outer(ours, dy, x)
+        return ours
+
+    def multiply_and_add() -> Tensor:
+        return stock.add_(torch.mm(dy.t(), x, out_dtype=torch.float32))
+
+    return bench.measure(
+        Race(
+            ours=Contestant.of(fold),
+            stock={"cublas fp32 + add": Contestant.of(multiply_and_add)},
+            moved_bytes=2.0 * tokens * (n + k) + 8.0 * n * k,
+            operations=2.0 * tokens * n * k,
+        )
+    )

@@ -1,0 +1,149 @@
+"""Exact speculation on a text that is mostly copied, whose copying a random model really does.
+
+Random weights copy nothing, so some are set by hand: the projections out of attention and MLP are
+zero, which leaves a token's embedding as its hidden state, and the LM head, untied from it, answers
+token i with token sigma(i), sigma being one random cycle through the vocabulary. All kernels run at
+their full size on numbers as wide as any other's; only what comes out of them is ignored.
+
+The prompt holds a stretch of that cycle with one token in twenty replaced, and ends right before
+the stretch: what the model writes then is the prompt's text without the replacements, as an edit of
+a long text would be. Drafts looked up in the prompt are right but for the places that were edited.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.rollout.cases import engine_for
+from benchmarks.rollout.measure import Generation, release_memory, timed_generation
+from benchmarks.rollout.models import DTYPE, ModelShelf
+from benchmarks.rollout.workload import Workload, requests
+from benchmarks.suite import Bench, Case
+from rl_consistency.models.patch import patch
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.verify.presets import preset_config
+
+EDITED = 0.05
+"""Share of the prompt's tokens that the text deviates from."""
+
+SPECULATION = 7
+TASK = (
+    "the text of the prompt with 5 % of its tokens edited; the LM head is set to a cycle through "
+    "the vocabulary and attention and MLP are computed and multiplied by zero"
+)
+
+
+def copying_case(
+    shelf: ModelShelf, name: str, batch: int, *, new_tokens: int, speculation: int = SPECULATION
+) -> Case:
+    """Decode time of a token without drafts over that with them, bytes compared."""
+    workload = Workload(
+        groups=batch,
+        group_size=1,
+        prompt_len=new_tokens + 1,
+        longest=new_tokens,
+        shortest=new_tokens,
+    )
+    return Case(
+        work="edit a text",
+        shape={"model": name, **workload.shape, "speculation": speculation},
+        run=partial(_copying, shelf, name, workload, speculation),
+    )
+
+
+def _copying(
+    shelf: ModelShelf, name: str, workload: Workload, speculation: int, bench: Bench
+) -> dict[str, Any]:
+    shelf.clear(bench.device)
+    model, cycle = copying_model(name, bench.device)
+    prompts = [edited_stretch(cycle, workload.prompt_len, i) for i in range(workload.sequences)]
+    found: dict[int, Generation] = {}
+    try:
+        with patch(model):
+            engine = engine_for(model, workload)
+            for _ in ("capture", "measure"):
+                for width in (0, speculation):
+                    sampling = requests(workload.lengths(), speculation=width)
+                    found[width] = timed_generation(
+                        engine, prompts, sampling, bench.device, bench.deadline
+                    )
+    finally:
+        del model
+        release_memory(bench.device)
+    plain, drafted = found[0], found[speculation]
+    check_equal(plain, drafted)
+    rates = {w: g.after_first_tokens().tokens_per_second for w, g in found.items()}
+    statistics = drafted.statistics
+    return {
+        "ours_us": 1e6 / rates[speculation],
+        "stock_us": 1e6 / rates[0],
+        "stock": "plain decoding",
+        "ratio": rates[speculation] / rates[0],
+        "tokens_per_second": {"ours": rates[speculation], "plain": rates[0]},
+        "figures": {
+            "acceptance_rate": statistics.acceptance_rate,
+            "steps": statistics.steps,
+            "plain/steps": plain.statistics.steps,
+            "copied_share": copied_share(plain, prompts),
+            "task": TASK,
+        },
+    }
+
+
+def copying_model(name: str, device: torch.device) -> tuple[Any, list[int]]:
+    """A preset that answers each token with its successor, and the cycle of all tokens."""
+    config = preset_config(name)
+    config.tie_word_embeddings = False
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), device:
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+        model.get_input_embeddings().weight.data.normal_()
+    cycle = list(range(config.vocab_size))
+    random.Random(0).shuffle(cycle)
+    order = torch.tensor(cycle, device=device)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        # A hidden state has the length sqrt(hidden size) and meets its own direction here: the
+        # successor's logit is far above all others, which are normal with deviation 1 to 2.
+        gain = max(1.0, 24.0 / config.hidden_size**0.5)
+        rows = model.get_input_embeddings().weight.float()
+        rows = gain * rows / rows.norm(dim=1, keepdim=True)
+        model.get_output_embeddings().weight[order.roll(-1)] = rows[order].to(DTYPE)
+    return model, cycle
+
+
+def edited_stretch(cycle: list[int], prompt_len: int, which: int) -> list[int]:
+    """[prompt_len] tokens: a stretch of the cycle with edits, then the token before the stretch."""
+    draw = random.Random(which)
+    start = draw.randrange(len(cycle))
+    stretch = [cycle[(start + i) % len(cycle)] for i in range(prompt_len)]
+    edited = [draw.choice(cycle) if draw.random() < EDITED else t for t in stretch[1:]]
+    return [*edited, stretch[0]]
+
+
+def check_equal(plain: Generation, drafted: Generation) -> None:
+    """Raises: ConsistencyError where a token or a logprob's bytes differ."""
+    for a, b in zip(plain.completions, drafted.completions, strict=True):
+        bits = [c.token_logprobs.view(torch.int32) for c in (a, b)]
+        if a.token_ids != b.token_ids or not torch.equal(*bits):
+            raise ConsistencyError(
+                f"sequence {a.prompt_index} decodes to other bytes with speculation than without"
+            )
+
+
+def copied_share(generation: Generation, prompts: list[list[int]]) -> float:
+    """Share of the generated tokens that stand at the same place in the prompt's text."""
+    same = total = 0
+    for completion in generation.completions:
+        pairs = list(zip(completion.token_ids, prompts[completion.prompt_index], strict=False))
+        same += sum(a == b for a, b in pairs)
+        total += len(pairs)
+    return same / total

@@ -1,0 +1,91 @@
+"""A paged layout whose lengths only the device knows: for work captured in a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.attention.layout import (
+    AttentionLayout,
+    PagedAttention,
+    SequenceTables,
+    TilePlan,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedPagedAttention(PagedAttention):
+    """The same number of queries of each sequence, with lengths that only the device knows.
+
+    For a CUDA graph: it is captured once and replayed with other numbers in `numbers`. What the
+    host lists say are upper bounds, which choose schedules and no bits. A sequence with fewer
+    queries than the others has them first; the rows behind them give 0.
+    """
+
+    numbers: SequenceTables
+    """The lengths and block tables in force when the work runs; no more than the host's."""
+
+    @classmethod
+    def of(
+        cls,
+        numbers: SequenceTables,
+        *,
+        queries: int,
+        capacity: int,
+        slot_mapping: Tensor,
+        key_cache: Sequence[Tensor],
+        value_cache: Sequence[Tensor],
+        block_size: int,
+    ) -> CapturedPagedAttention:
+        """`queries` rows for each sequence of `numbers`, contexts of at most `capacity` keys."""
+        sequences = numbers.query_len.shape[0]
+        return cls(
+            query_starts=range(0, sequences * queries, queries),
+            query_lens=[min(queries, capacity)] * sequences,
+            context_lens=[capacity] * sequences,
+            block_tables=(),
+            slot_mapping=slot_mapping,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            block_size=block_size,
+            numbers=numbers,
+        )
+
+    def __post_init__(self) -> None:
+        AttentionLayout.__post_init__(self)
+        blocks = self.numbers.block_table.shape[1]
+        if max(self.context_lens, default=0) > blocks * self.block_size:
+            raise ValueError(
+                f"paged attention: contexts of up to {max(self.context_lens)} tokens but the "
+                f"tables' {blocks} blocks hold {blocks * self.block_size}."
+            )
+
+    def owns(self, rows: int) -> bool:
+        """As its own, but with several queries each some rows may belong to no sequence."""
+        return max(self.query_lens, default=1) == 1 and super().owns(rows)
+
+    def tables(self, device: torch.device) -> SequenceTables:
+        return self.numbers
+
+    def block_table(self) -> Tensor:
+        return self.numbers.block_table
+
+    def plan(self, group: int, window: int | None) -> TilePlan:
+        """Of the numbers in force now, which it reads: for a CPU, where nothing waits."""
+        return self.in_force().plan(group, window)
+
+    def in_force(self) -> PagedAttention:
+        """The layout that `numbers` describe now, on the host."""
+        return PagedAttention(
+            query_starts=self.numbers.query_start.tolist(),
+            query_lens=self.numbers.query_len.tolist(),
+            context_lens=self.numbers.context_len.tolist(),
+            block_tables=self.numbers.block_table.tolist(),
+            slot_mapping=self.slot_mapping,
+            key_cache=self.key_cache,
+            value_cache=self.value_cache,
+            block_size=self.block_size,
+        )

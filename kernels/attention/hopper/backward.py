@@ -1,0 +1,326 @@
+"""The backward attention order on sm_90 in five products: one schedule, with specialised warps.
+
+A program owns 128 keys of one KV head, as `attention_dkv_kernel` does, and also carries dq on: it
+takes the fp32 sums that the keys before its own have left in memory (`attention_backward_chains`),
+continues them and leaves them to the next, or rounds them if its keys are the last. The bits are
+those of the two kernels of `attention_backward_triton`, with scores computed once.
+
+A step is a tile of queries. The scores of the next one are begun behind this one's products, and dq
+is made before dk and leaves under dk's product, so that the matrix units have work meanwhile.
+
+A program's keys come from a table, `PackedSequences.key_programs`, in which the tiles of a sequence
+and KV head lie upward, and devices start programs in the order of their ids, without promising it:
+whoever waits, waits for a program that runs already.
+"""
+
+# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from rl_consistency.kernels.attention.hopper.backward_chains import (
+    ROW,
+    chain_layout,
+    empty_chains,
+    fetch_chains,
+    leave_chains,
+)
+from rl_consistency.kernels.attention.hopper.backward_producer import (
+    KEYS,
+    QUERIES,
+    STAGES,
+    copy_queries,
+    step_at,
+    tiles_before,
+    walk,
+)
+from rl_consistency.kernels.attention.hopper.forward import boxed_layout
+from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.attention.statistics_triton import statistics_of
+from rl_consistency.kernels.core.device import sm_count
+
+SPREAD = 1.25
+"""How far sequences and KV heads are set apart in the order of programs (`tiles_apart`): by more
+than the programs of one that run at a time, so that those that end together share no chain.
+Neutral to the bits, and measured (ADR 7)."""
+
+
+@gluon.jit
+def _rows(X, first, start_row, head, limit, stride_t, stride_h, DIM: gl.constexpr):
+    """128 rows of one head, zeros past the sequence."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [8, 1], [1, 0])
+    key = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    offset = (start_row + key).to(gl.int64) * stride_t + head * stride_h
+    pointer = X + gl.expand_dims(offset, 1) + gl.expand_dims(dim, 0)
+    mask = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < DIM, 0)
+    return gl.load(pointer, mask=mask, other=0.0)
+
+
+@gluon.jit
+def _write(X, value, first, start_row, head, limit, stride_t, stride_h, DIM: gl.constexpr):
+    """Store rows of one head that the sequence has, from a matrix layout."""
+    layout: gl.constexpr = value.type.layout
+    rows: gl.constexpr = value.shape[0]
+    row = first + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    offset = (start_row + row).to(gl.int64) * stride_t + head * stride_h
+    pointer = X + gl.expand_dims(offset, 1) + gl.expand_dims(dim, 0)
+    mask = gl.expand_dims(row < limit, 1) & gl.expand_dims(dim < DIM, 0)
+    gl.store(pointer, value.to(X.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _product(own, rows, S: gl.constexpr):
+    """Begin own rows^T: [KEYS, QUERIES]."""
+    nothing = gl.zeros([KEYS, QUERIES], gl.float32, S)
+    return warpgroup_mma(own, rows.permute([1, 0]), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _probabilities(scores, lse, ahead, window, factor, WINDOWED: gl.constexpr):
+    """exp2(scores * factor - lse), 0 where a query does not see a key. `ahead`: the tile's first
+    query minus the program's first key."""
+    S: gl.constexpr = scores.type.layout
+    scores, shift = gl.broadcast(scores, -gl.expand_dims(lse, 0))
+    p = gl.exp2(gl.fma(scores, gl.full_like(scores, factor), shift))
+    # Query minus key, taken apart into what a thread has and constants: it costs no registers.
+    key = gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(1, S)), 1)
+    query = gl.expand_dims(gl.arange(0, QUERIES, layout=gl.SliceLayout(0, S)), 0)
+    own = key // 16 * 16 + key % 8 - query % 8 // 2 * 2
+    rest = query // 8 * 8 + query % 2 - key // 8 % 2 * 8
+    seen = rest >= own - ahead
+    if WINDOWED:
+        seen = seen & (rest < own - ahead + window)
+    return gl.where(seen, p, 0.0)
+
+
+@gluon.jit
+def _zero(step):
+    """0, of which the compiler does not know that it is the same at every step: what is derived
+    from it is worked out again instead of being kept in registers that a step does not have."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _next_scores(k_buf, q_bufs, full, step, steps, S: gl.constexpr):
+    """Begin the scores of the step after this one. After the last there is nothing to begin: its
+    own again, for nobody, since a branch would cost every step."""
+    after = gl.minimum(step + 1, steps - 1)
+    mbarrier.wait(full.index(after % STAGES), (after // STAGES) & 1)
+    return _product(k_buf, q_bufs.index(after % STAGES), S)
+
+
+@gluon.jit
+def _send(
+    dQ, out_buf, free, dq, step, ahead, first_key, start_row, head, limit, scale, stride_dqt,
+    stride_dqh, DIM: gl.constexpr,
+):  # fmt: skip
+    """Let dq of a step go: rounded after the last keys, or to memory for the keys that follow."""
+    mbarrier.wait(free, step & 1 ^ 1)
+    if ahead < KEYS:
+        _write(
+            dQ, dq * scale + 0.0, first_key + ahead, start_row, head, limit, stride_dqt,
+            stride_dqh, DIM,
+        )  # fmt: skip
+    else:
+        view = out_buf._reinterpret(gl.float32, [QUERIES, DIM], chain_layout(DIM))
+        view.store(dq)
+        fence_async_shared()
+
+
+@gluon.jit
+def _consume(
+    K, V, dQ, dK, dV, q_bufs, do_bufs, lse_buf, delta_buf, k_bufs, v_bufs, ds_bufs, in_buf,
+    out_buf, full, done, ready, gone, free, programs, first_tiles, query_start, query_len,
+    window, num_tiles, factor, scale, stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt,
+    stride_dqh, stride_dkt, stride_dkh, stride_dvt, stride_dvh, GROUP: gl.constexpr,
+    DIM: gl.constexpr, WINDOWED: gl.constexpr,
+):  # fmt: skip
+    """The five products of each step."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
+    D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, DIM, 16])
+    C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 2, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=D, k_width=2)
+    columns: gl.constexpr = gl.SliceLayout(0, S)
+    dtype: gl.constexpr = ds_bufs.dtype
+    kv_head, first_key, start_row, limit, first_tile, per_head = walk(
+        programs, first_tiles, query_start, query_len, window, num_tiles, GROUP, WINDOWED
+    )
+    k_bufs.index(0).store(_rows(K, first_key, start_row, kv_head, limit, stride_kt, stride_kh, DIM))
+    v_bufs.index(0).store(_rows(V, first_key, start_row, kv_head, limit, stride_vt, stride_vh, DIM))
+    fence_async_shared()
+    gl.thread_barrier()
+    dk = gl.zeros([KEYS, DIM], gl.float32, D)
+    dv = gl.zeros([KEYS, DIM], gl.float32, D)
+    steps = GROUP * per_head
+    mbarrier.wait(full.index(0), 0)
+    scores = warpgroup_mma_wait(0, deps=[_product(k_bufs.index(0), q_bufs.index(0), S)])
+    for step in range(steps):
+        head, ahead, _tile, slot, _turn = step_at(step, first_key, first_tile, per_head, num_tiles)
+        q_buf, do_buf = q_bufs.index(slot), do_bufs.index(slot)
+        zero = _zero(step)
+        k_buf, v_buf, ds_buf = k_bufs.index(zero), v_bufs.index(zero), ds_bufs.index(zero)
+        dp = _product(v_buf, do_buf, S)
+        lse = lse_buf.index(slot).load(columns)
+        p = _probabilities(scores, lse, ahead, window, factor, WINDOWED)
+        dv = warpgroup_mma(gl.convert_layout(p.to(dtype), operand), do_buf, dv, is_async=True)
+        delta = gl.expand_dims(delta_buf.index(slot).load(columns), 0)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        ds = (p * (dp - delta)).to(dtype)
+        # Chains that no earlier key has begun start from zero; the last keys' become dq.
+        begun = tiles_before(first_key, ahead, window, WINDOWED) > 0
+        mbarrier.wait(ready, step & 1)
+        view = in_buf._reinterpret(gl.float32, [QUERIES, DIM], chain_layout(DIM))
+        dq = gl.where(begun, view.load(C), 0.0)
+        ds_buf.store(ds)
+        fence_async_shared()
+        gl.thread_barrier()
+        dq = warpgroup_mma(ds_buf.permute([1, 0]), k_buf, dq, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(ds, operand), q_buf, dk, is_async=True)
+        dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+        _send(
+            dQ, out_buf, free, dq, step, ahead, first_key, start_row, kv_head * GROUP + head,
+            limit, scale, stride_dqt, stride_dqh, DIM,
+        )  # fmt: skip
+        # The compiler puts barriers of the warps around every arrival: the fewer the better, and
+        # where the matrix units have work in the meantime.
+        coming = _next_scores(k_buf, q_bufs, full, step, steps, S)
+        gl.thread_barrier()
+        mbarrier.arrive(gone.index(slot), count=1)
+        dk = warpgroup_mma_wait(1, deps=[dk])
+        gl.thread_barrier()
+        mbarrier.arrive(done.index(slot), count=1)
+        gl.thread_barrier()
+        scores = warpgroup_mma_wait(0, deps=[coming])
+    _write(dK, dk * scale + 0.0, first_key, start_row, kv_head, limit, stride_dkt, stride_dkh, DIM)
+    _write(dV, dv + 0.0, first_key, start_row, kv_head, limit, stride_dvt, stride_dvh, DIM)
+
+
+@gluon.jit(
+    do_not_specialize=["programs", "first_tiles", "query_start", "query_len", "window", "num_tiles"]
+)
+def attention_backward_hopper_kernel(
+    K, V, dQ, dK, dV, CHAINS, STATISTICS, counters, q_desc, do_desc, chain_desc, programs,
+    first_tiles, query_start, query_len, window, num_tiles, factor, scale,
+    stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh,
+    stride_dvt, stride_dvh, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
+):  # fmt: skip
+    """All gradients that one tile of keys of one KV head gives."""
+    dtype: gl.constexpr = q_desc.dtype
+    owned: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], dtype)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    chain: gl.constexpr = [QUERIES * DIM // ROW, ROW]
+    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, DIM], q_desc.layout)
+    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, DIM], do_desc.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [1, KEYS, DIM], owned)
+    v_bufs = gl.allocate_shared_memory(dtype, [1, KEYS, DIM], owned)
+    ds_bufs = gl.allocate_shared_memory(
+        dtype, [1, KEYS, QUERIES], gl.NVMMASharedLayout.get_default_for([KEYS, QUERIES], dtype)
+    )
+    in_buf = gl.allocate_shared_memory(gl.float32, chain, chain_desc.layout)
+    out_buf = gl.allocate_shared_memory(gl.float32, chain, chain_desc.layout)
+    lse_buf = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], flat)
+    delta_buf = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], flat)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # in_buf holds dq so far; out_buf may be written; dq of a step has gone, before all is done.
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    gone = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(done.index(i), count=1)
+        mbarrier.init(gone.index(i), count=1)
+    mbarrier.init(ready, count=1)
+    mbarrier.init(free, count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume, (
+                K, V, dQ, dK, dV, q_bufs, do_bufs, lse_buf, delta_buf, k_bufs, v_bufs, ds_bufs,
+                in_buf, out_buf, full, done, ready, gone, free, programs, first_tiles,
+                query_start, query_len, window, num_tiles, factor, scale, stride_kt, stride_kh,
+                stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh, stride_dvt,
+                stride_dvh, GROUP, DIM, WINDOWED,
+            )),
+            (copy_queries, (
+                q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done,
+                programs, first_tiles, query_start, query_len, window, num_tiles, GROUP, DIM,
+                WINDOWED,
+            )),
+            (fetch_chains, (
+                CHAINS, chain_desc, in_buf, counters, ready, gone, programs, first_tiles,
+                query_start, query_len, window, num_tiles, GROUP, DIM, WINDOWED,
+            )),
+            (leave_chains, (
+                chain_desc, out_buf, counters, gone, free, programs, first_tiles, query_start,
+                query_len, window, num_tiles, GROUP, DIM, WINDOWED,
+            )),
+        ],
+        [1, 1, 1],
+        [24, 24, 24],
+    )  # fmt: skip
+
+
+def tiles_apart(layout: PackedSequences, kv_heads: int, multiprocessors: int) -> float:
+    """`SPREAD` times the programs of one sequence and KV head that run at a time; 0 where fewer
+    than two of them do, which do not wait for one another."""
+    resident = multiprocessors / (len(layout.query_lens) * kv_heads)
+    return SPREAD * resident if resident >= 2 else 0.0
+
+
+def attention_hopper_bwd(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    layout: PackedSequences,
+    scale: float,
+    window: int | None,
+    reach: int,
+    factor: float,
+) -> None:
+    """Fill dq, dk and dv; the chains take `chain_bytes`."""
+    heads, head_dim = q.shape[1:]
+    kv_heads, device = k.shape[1], q.device
+    dq, dk, dv = gradients
+    tables = layout.tables(device)
+    query_tiles, first_tiles = layout.query_tiles(device, QUERIES.value)
+    num_tiles = len(query_tiles)
+    statistics, counters = statistics_of(do, out, lse, layout, QUERIES.value)
+    chains, chain_desc = empty_chains(layout, heads, head_dim, device)
+    box = [QUERIES.value, head_dim]
+    boxed = boxed_layout(box, q.dtype)
+    q_desc, do_desc = (
+        TensorDescriptor(x, [x.shape[0], heads * head_dim], [x.stride(0), 1], box, boxed)
+        for x in (q, do)
+    )
+    apart = tiles_apart(layout, kv_heads, sm_count(device))
+    programs = layout.key_programs(device, KEYS.value, kv_heads, apart)
+    attention_backward_hopper_kernel[(len(programs),)](
+        k, v, dq, dk, dv, chains, statistics, counters, q_desc, do_desc, chain_desc, programs,
+        first_tiles, tables.query_start, tables.query_len, reach, num_tiles, factor, scale,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1), dq.stride(0), dq.stride(1),
+        dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1),
+        GROUP=heads // kv_heads, DIM=head_dim, WINDOWED=window is not None,
+        num_warps=8, maxnreg=168, enable_fp_fusion=False,
+    )  # fmt: skip

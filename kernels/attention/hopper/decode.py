@@ -1,0 +1,293 @@
+"""The attention order for few queries and a paged cache on sm_90: one schedule of decode.
+
+A program copies keys and values through a ring of shared buffers, several copies ahead of its
+matrix steps, so that memory never waits for arithmetic. Same sums as `attention_triton`: per block
+of keys a chain of matrix steps and the halving tree to eight lanes, then the left fold over blocks.
+Where the blocks of a tile are spread over programs, each is written out on its own, and then all
+of them are folded in order: by the program that finishes last, by several of the programs, a slice
+of the columns each (`attention_decode_fold`), or by a kernel of its own.
+"""
+
+# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rl_consistency.kernels.attention.hopper.decode_fold import (
+    all_written,
+    finite,
+    fold_block,
+    fold_written,
+    write_block,
+)
+from rl_consistency.kernels.attention.hopper.rows import NEG_INF, WARPS, halve, write_rows
+
+ROWS = gl.constexpr(16)
+KEYS = gl.constexpr(128)
+REGISTERS = 504
+"""Of a multiprocessor for each thread of one program, shared out among those resident; a thread
+cannot have more than 255."""
+
+
+@gluon.jit
+def _entries(table, start, limit, BLOCK: gl.constexpr):
+    """Physical blocks of the keys from `start`, one a thread."""
+    key = start + gl.arange(0, KEYS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    return gl.load(table + key // BLOCK, mask=key < limit, other=0)
+
+
+@gluon.jit
+def _copy(
+    buffer, base, entries, start, end, limit, stride_row, BLOCK: gl.constexpr, DIM: gl.constexpr
+):
+    """Start copying the keys or values from `start`, zeros past `limit`; one group of copies."""
+    # Eight rows a thread lie in one block of a cache, mostly, and their copies in distinct banks.
+    layout: gl.constexpr = gl.BlockedLayout([8, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    if start < end:
+        key = start + gl.arange(0, KEYS, layout=rows)
+        dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+        row = gl.convert_layout(entries, rows).to(gl.int64) * BLOCK + key % BLOCK
+        pointer = base + gl.expand_dims(row * stride_row, 1) + gl.expand_dims(dim, 0)
+        inside = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < DIM, 0)
+        async_copy.async_copy_global_to_shared(buffer, pointer, mask=inside)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _probabilities(
+    q, k_buffer, position, start, window, factor, S: gl.constexpr, LANES: gl.constexpr
+):
+    """(m in log2 units [ROWS], p [ROWS, KEYS], its eight lanes) of one block."""
+    keys = k_buffer.permute([1, 0]).load(gl.DotOperandLayout(1, S, 2))
+    scores = mma_v2(q, keys, gl.zeros([ROWS, KEYS], gl.float32, S))
+    key = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+    distance = gl.expand_dims(position, 1) - gl.expand_dims(key, 0)
+    scores = gl.where((distance >= 0) & (distance < window), scores, NEG_INF)
+    m = gl.max(scores, axis=1) * factor
+    shift = gl.expand_dims(-finite(m), 1) + gl.zeros_like(scores)
+    p = gl.exp2(gl.fma(scores, factor + gl.zeros_like(scores), shift))
+    # Two levels within a thread's registers; then a layout in which the others are so, too.
+    spread: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, WARPS], [1, 0])
+    part = gl.convert_layout(halve(halve(p, ROWS, 128), ROWS, 64), spread)
+    part = halve(halve(part, ROWS, 32), ROWS, 16)
+    return m, p, gl.convert_layout(part, LANES)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "tickets",
+        "tiles",
+        "query_start",
+        "query_len",
+        "context_len",
+        "tables",
+        "window",
+        "num_blocks",
+        "slots",
+    ]
+)
+def attention_decode_kernel(
+    Q, K, V, OUT, LSE, block_m, block_lanes, block_acc, tickets,
+    tiles, query_start, query_len, context_len, tables, window, factor, num_blocks, slots,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
+    stride_lse,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STORED: gl.constexpr, DIM: gl.constexpr,
+    BLOCK: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr, FUSED: gl.constexpr,
+    RING: gl.constexpr, OVERLAP: gl.constexpr, SLICES: gl.constexpr,
+):  # fmt: skip
+    """The num_programs(1)-th part of the key blocks of one tile of one KV head."""
+    if OVERLAP:
+        # Nothing is read before the kernel ahead is done, and the next one starts no sooner: what
+        # it finds then, all kernels ahead of this one have written.
+        gdc_wait()
+        gdc_launch_dependents()
+    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
+    rows: gl.constexpr = gl.SliceLayout(1, S)
+    lane_layout: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, WARPS], [1, 0])
+    lane_rows: gl.constexpr = gl.SliceLayout(1, lane_layout)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
+    ring = gl.allocate_shared_memory(
+        K.dtype.element_ty, [RING, KEYS, DIM], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    )
+    kv_head = gl.program_id(0) % KV_HEADS
+    tile = tiles + 2 * (gl.program_id(0) // KV_HEADS)
+    sequence = gl.load(tile)
+    first_row = gl.load(tile + 1)
+    q_len = gl.load(query_len + sequence)
+    limit = gl.load(context_len + sequence)
+    start_row = gl.load(query_start + sequence)
+    table = tables + sequence.to(gl.int64) * num_blocks
+    past = limit - q_len
+    low = limit * 0
+    if WINDOWED:
+        low = gl.maximum(past + first_row // GROUP - window + 1, 0) // KEYS * KEYS
+    last_position = gl.minimum(past + (first_row + ROWS - 1) // GROUP, limit - 1)
+    tile_count = gl.maximum(gl.cdiv(last_position + 1 - low, KEYS), 0)
+    # A captured launch has one grid for all lengths: the tile's own blocks are shared out here.
+    share = gl.cdiv(tile_count, gl.num_programs(1)) * KEYS
+    begin = low + gl.program_id(1) * share
+    end = gl.minimum(begin + share, last_position + 1)
+    count = gl.maximum(gl.cdiv(end - begin, KEYS), 0)
+
+    # The ring holds K, V, K, V ...; `fill` is the block that is copied next, RING - 1 buffers
+    # ahead of the one in use, and `entries` where it lies. Those of the next one are under way.
+    k_base = K + kv_head * stride_kh
+    v_base = V + kv_head * stride_vh
+    fill = begin
+    entries = _entries(table, fill, limit, BLOCK)
+    coming = _entries(table, fill + KEYS, limit, BLOCK)
+    for j in gl.static_range(RING - 1):
+        base, stride = (k_base, stride_kt) if j % 2 == 0 else (v_base, stride_vt)
+        _copy(ring.index(j), base, entries, fill, end, limit, stride, BLOCK, DIM)
+        if j % 2 == 1:
+            fill += KEYS
+            entries = coming
+            coming = _entries(table, fill + KEYS, limit, BLOCK)
+
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
+    at = (start_row + row // GROUP).to(gl.int64) * stride_qt
+    at += (kv_head * GROUP + row % GROUP) * stride_qh
+    mask = gl.expand_dims(row < q_len * GROUP, 1) & gl.expand_dims(dim < DIM, 0)
+    q = gl.load(Q + gl.expand_dims(at, 1) + gl.expand_dims(dim, 0), mask=mask, other=0.0)
+    q = gl.convert_layout(q, gl.DotOperandLayout(0, S, 2))
+    position = past + (first_row + gl.arange(0, ROWS, layout=rows)) // GROUP
+    m = gl.full([ROWS], float("-inf"), gl.float32, rows)
+    lane_m = gl.full([ROWS], float("-inf"), gl.float32, lane_rows)
+    lanes = gl.zeros([ROWS, 8], gl.float32, lane_layout)
+    acc = gl.zeros([ROWS, DIM], gl.float32, S)
+    first_slot = gl.program_id(0).to(gl.int64) * slots
+    for i in range(count):
+        start = begin + i * KEYS
+        # The wait is a barrier, too: the buffer behind the one awaited is free.
+        async_copy.wait_group(RING - 2)
+        gl.thread_barrier()
+        if RING % 2 == 1:
+            _copy(ring.index((2 * i + RING - 1) % RING), k_base, entries, fill, end, limit,
+                  stride_kt, BLOCK, DIM)  # fmt: skip
+        else:
+            _copy(ring.index((2 * i + RING - 1) % RING), v_base, entries, fill, end, limit,
+                  stride_vt, BLOCK, DIM)  # fmt: skip
+            fill += KEYS
+            entries = coming
+            coming = _entries(table, fill + KEYS, limit, BLOCK)
+        k_buffer = ring.index(2 * i % RING)
+        block_max, p, part = _probabilities(
+            q, k_buffer, position, start, window, factor, S, lane_layout
+        )
+        rounded = gl.convert_layout(p.to(V.dtype.element_ty), gl.DotOperandLayout(0, S, 2))
+        async_copy.wait_group(RING - 2)
+        gl.thread_barrier()
+        if RING % 2 == 1:
+            _copy(ring.index((2 * i + RING) % RING), v_base, entries, fill, end, limit,
+                  stride_vt, BLOCK, DIM)  # fmt: skip
+            fill += KEYS
+            entries = coming
+            coming = _entries(table, fill + KEYS, limit, BLOCK)
+        else:
+            _copy(ring.index((2 * i + RING) % RING), k_base, entries, fill, end, limit,
+                  stride_kt, BLOCK, DIM)  # fmt: skip
+        values = ring.index((2 * i + 1) % RING).load(gl.DotOperandLayout(1, S, 2))
+        product = mma_v2(rounded, values, gl.zeros([ROWS, DIM], gl.float32, S))
+        if SPLIT:
+            write_block(
+                block_m, block_lanes, block_acc, first_slot + (start - low) // KEYS, block_max,
+                part, product, ROWS, STORED, DIM,
+            )  # fmt: skip
+        else:
+            m, lane_m, lanes, acc = fold_block(m, lane_m, lanes, acc, block_max, part, product)
+    async_copy.wait_group(0)
+    if SPLIT:
+        if FUSED:
+            # All of this program's stores come before its ticket, and the last ticket before the
+            # reads.
+            gl.thread_barrier()
+            ticket = tickets + gl.program_id(0)
+            if all_written(ticket, SLICES):
+                WIDTH: gl.constexpr = DIM // SLICES
+                # Every slice folds the lanes and writes the same lse.
+                column = gl.program_id(1) * WIDTH if SLICES > 1 else 0
+                place = first_slot * STORED
+                all_m, all_lanes, all_acc = fold_written(
+                    ticket, block_m + place, block_lanes + place * 8,
+                    block_acc + place * DIM + column, tile_count, STORED, WIDTH, DIM,
+                )  # fmt: skip
+                write_rows(
+                    OUT + column, LSE, all_m, all_lanes, all_acc, first_row, kv_head, start_row,
+                    q_len, stride_ot, stride_oh, stride_lse, STORED, GROUP, WIDTH,
+                )  # fmt: skip
+    else:
+        write_rows(
+            OUT, LSE, m, lanes, acc, first_row, kv_head, start_row, q_len,
+            stride_ot, stride_oh, stride_lse, ROWS, GROUP, DIM,
+        )  # fmt: skip
+
+
+def takes(q: Tensor, *cached: Tensor) -> bool:
+    """Whether operands [T, heads, D] fit: 16-bit, D 64 or 128, rows and heads 32 bytes apart."""
+    return q.dtype.itemsize == 2 and all(
+        x.shape[2] in (64, 128)
+        and x.stride(2) == 1
+        and x.data_ptr() % 16 == 0
+        and all(x.stride(i) * x.itemsize % 32 == 0 for i in (0, 1))
+        for x in (q, *cached)
+    )
+
+
+def attention_decode_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    written: tuple[Tensor, Tensor, Tensor] | None,
+    tickets: Tensor | None,
+    tiles: Tensor,
+    numbers: tuple[Tensor, Tensor, Tensor],
+    tables: Tensor,
+    *,
+    window: int | None,
+    reach: int,
+    factor: float,
+    block_size: int,
+    programs: int,
+    slots: int,
+    stored: int,
+    ring: int,
+    resident: int,
+    overlap: bool,
+    slices: int,
+) -> None:
+    """Fill `out` and `lse` for the tiles of 16 rows, each over `programs` programs.
+
+    Args:
+        written: block_m [places], block_lanes [places, 8] and block_acc [places, D], fp32, where
+            blocks are spread over programs.
+        tickets: [tiles * KV heads] zeros, and zeros afterwards; None leaves the fold of what is
+            written to another kernel.
+        slices: programs of a tile that fold D / slices of its columns each, a power of two up to
+            `programs` and D / 8. With more than one they wait for all of the tile's programs, so
+            that the whole launch must fit on the device at once; the driver refuses it otherwise.
+    """
+    kv_heads, head_dim = k.shape[1:]
+    # Without a split nothing is written or counted; any pointers do.
+    block_m, block_lanes, block_acc = written or (lse, lse, lse)
+    attention_decode_kernel[(len(tiles) * kv_heads, programs)](
+        q, k, v, out, lse, block_m, block_lanes, block_acc, tiles if tickets is None else tickets,
+        tiles, *numbers, tables, reach, factor, tables.shape[1], slots,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        out.stride(0), out.stride(1), lse.stride(0),
+        KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, STORED=stored, DIM=head_dim,
+        BLOCK=block_size, WINDOWED=window is not None, SPLIT=written is not None,
+        FUSED=tickets is not None, RING=ring, OVERLAP=overlap, SLICES=slices,
+        num_warps=WARPS.value, maxnreg=min(REGISTERS // resident, 255), launch_pdl=overlap,
+        launch_cooperative_grid=slices > 1, enable_fp_fusion=False,
+    )  # fmt: skip

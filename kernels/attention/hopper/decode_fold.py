@@ -1,0 +1,255 @@
+"""How `attention_decode` folds the blocks of a tile that several programs have written.
+
+The left fold over blocks of the attention order, for some columns of a tile: each block's sums are
+scaled to the running maximum and added, first to last. A column's fold knows nothing of the other
+columns, so that a tile's columns may be folded by one program or by as many as there are slices.
+Written blocks are copied through a ring of shared buffers, two ahead of the one that is folded.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from rl_consistency.kernels.attention.hopper.rows import NEG_INF, WARPS
+
+BUFFERS = gl.constexpr(3)
+"""Of the fold's ring; it is written for three."""
+WRITTEN_FLOATS = gl.constexpr(9216)
+"""Of written blocks in one buffer."""
+MOST_BLOCKS = gl.constexpr(128)
+"""In one buffer."""
+NARROWEST = 8
+"""Columns of a slice: two copies of 16 bytes, and as many as a block has lanes."""
+
+
+@gluon.constexpr_function
+def folded_layout(rows, columns, lanes):
+    """Of [rows, columns] sums, each with one thread where there are enough of them; or of the
+    lanes, with their rows in the same threads."""
+    each = min(4, max(1, rows * columns // 128))
+    threads = min(32, columns // each)
+    across = max(1, columns // (threads * each))
+    return gl.BlockedLayout(
+        [1, 1 if lanes else each], [32 // threads, threads], [4 // across, across], [1, 0]
+    )
+
+
+@gluon.constexpr_function
+def blocks_at_once(rows, columns):
+    """Written blocks in one buffer, with their lanes."""
+    n = MOST_BLOCKS.value
+    while n * rows * (columns + 8) > WRITTEN_FLOATS.value:
+        n //= 2
+    return n
+
+
+def shared_bytes(rows: int, columns: int) -> int:
+    """Of shared memory that a program's fold holds at once: its ring, and the factors."""
+    blocks = int(blocks_at_once(rows, columns))
+    return 4 * blocks * rows * (BUFFERS.value * (columns + 8) + 2)
+
+
+@gluon.constexpr_function
+def scanned_layout(n):
+    """Of [n, rows] maxima, the blocks of a row in one warp."""
+    threads = min(32, n)
+    return gl.BlockedLayout([max(1, n // 32), 1], [threads, 32 // threads], [1, 4], [0, 1])
+
+
+@gluon.jit
+def finite(m):
+    """m, or 0 for a row that has seen no key, from which -inf can be subtracted."""
+    return gl.where(m == NEG_INF, 0.0, m)
+
+
+@gluon.jit
+def scaled(block, right, running, left):
+    """block * right + running * left, each [R, C] by [R]."""
+    right = gl.expand_dims(right, 1) + gl.zeros_like(block)
+    return gl.fma(block, right, running * gl.expand_dims(left, 1))
+
+
+@gluon.jit
+def fold_block(m, lane_m, lanes, acc, block_max, block_lanes, block_acc):
+    """The sums after one more block; lane_m is m in the layout of the lanes' rows."""
+    lane_rows: gl.constexpr = lane_m.type.layout
+    new_m = gl.maximum(m, block_max)
+    lane_max = gl.convert_layout(block_max, lane_rows)
+    new_lane_m = gl.maximum(lane_m, lane_max)
+    shift, lane_shift = finite(new_m), finite(new_lane_m)
+    lanes = scaled(block_lanes, gl.exp2(lane_max - lane_shift), lanes, gl.exp2(lane_m - lane_shift))
+    acc = scaled(block_acc, gl.exp2(block_max - shift), acc, gl.exp2(m - shift))
+    return new_m, new_lane_m, lanes, acc
+
+
+@gluon.jit
+def write_block(
+    block_m, block_lanes, block_acc, block, m, lanes, acc,
+    ROWS: gl.constexpr, STORED: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """Write the first STORED rows of one block's m [ROWS], lanes [ROWS, 8] and acc [ROWS, DIM]."""
+    acc_layout: gl.constexpr = acc.type.layout
+    lane_layout: gl.constexpr = lanes.type.layout
+    place = block * STORED
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, acc_layout))
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, acc_layout))
+    lane_row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, lane_layout))
+    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, lane_layout))
+    at = gl.expand_dims((place + lane_row) * 8, 1) + gl.expand_dims(lane, 0)
+    kept = gl.expand_dims(lane_row < STORED, 1) & gl.expand_dims(lane < 8, 0)
+    gl.store(block_lanes + at, lanes, mask=kept)
+    at = gl.expand_dims((place + row) * DIM, 1) + gl.expand_dims(dim, 0)
+    kept = gl.expand_dims(row < STORED, 1) & gl.expand_dims(dim < DIM, 0)
+    gl.store(block_acc + at, acc, mask=kept)
+    gl.store(block_m + place + row, m, mask=row < STORED)
+
+
+@gluon.jit
+def all_written(ticket, SLICES: gl.constexpr):
+    """Count this program, whose blocks are written, in its tile's ticket. Whether it folds: with
+    one slice the last program does, otherwise the first ones, once all have been counted.
+
+    Those that wait never end unless all programs of the tile are on the device together.
+    """
+    if SLICES == 1:
+        folds = gl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == gl.num_programs(1) - 1
+    else:
+        gl.atomic_add(ticket, 1, sem="release", scope="gpu")
+        folds = gl.program_id(1) < SLICES
+        if folds:
+            gl.inline_asm_elementwise(
+                """{
+                .reg .pred missing;
+                again:
+                ld.acquire.gpu.global.s32 $0, [$1];
+                setp.lt.s32 missing, $0, $2;
+                @missing bra again;
+                }""",
+                "=&r,l,r", [ticket, gl.num_programs(1)], dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+    # No thread is still waiting when one of its program leaves.
+    gl.thread_barrier()
+    return folds
+
+
+@gluon.jit
+def _leave(ticket, SLICES: gl.constexpr):
+    """Count this program once more; the last of those that fold leaves the ticket as it was."""
+    if SLICES == 1:
+        gl.store(ticket, 0)
+    else:
+        if gl.atomic_add(ticket, 1, sem="relaxed", scope="gpu") == gl.num_programs(1) + SLICES - 1:
+            gl.store(ticket, 0)
+
+
+@gluon.jit
+def _larger(a, b):
+    return gl.maximum(a, b)
+
+
+@gluon.jit
+def _copy(
+    acc_buffer, lanes_buffer, block_acc, block_lanes, first, count,
+    STORED: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr, N: gl.constexpr,
+):  # fmt: skip
+    """Start copying N written blocks from `first`, zeros from `count` on; one group of copies."""
+    # Of 16 bytes each, and so past the first cache, which does not know what others wrote.
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WIDTH, WIDTH // 4], [WARPS, 1], [1, 0])
+    row = first * STORED + gl.arange(0, N * STORED, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    inside = gl.expand_dims(row < count * STORED, 1) & gl.expand_dims(column < WIDTH, 0)
+    pointer = block_acc + gl.expand_dims(row * DIM, 1) + gl.expand_dims(column, 0)
+    async_copy.async_copy_global_to_shared(acc_buffer, pointer, mask=inside)
+    lane_layout: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [WARPS, 1], [1, 0])
+    lane_row = first * STORED + gl.arange(0, N * STORED, layout=gl.SliceLayout(1, lane_layout))
+    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, lane_layout))
+    inside = gl.expand_dims(lane_row < count * STORED, 1) & gl.expand_dims(lane < 8, 0)
+    pointer = block_lanes + gl.expand_dims(lane_row * 8, 1) + gl.expand_dims(lane, 0)
+    async_copy.async_copy_global_to_shared(lanes_buffer, pointer, mask=inside)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _maxima(block_m, first, count, STORED: gl.constexpr, N: gl.constexpr):
+    """Maxima [N, STORED] of the written blocks from `first`, and of the block before each."""
+    layout: gl.constexpr = scanned_layout(N)
+    block = first + gl.arange(0, N, layout=gl.SliceLayout(1, layout))
+    row = gl.arange(0, STORED, layout=gl.SliceLayout(0, layout))
+    at = gl.expand_dims(block * STORED, 1) + gl.expand_dims(row, 0)
+    every = gl.expand_dims(row < STORED, 0)
+    known = gl.expand_dims(block < count, 1) & every
+    maxima = gl.load(block_m + at, known, NEG_INF, cache_modifier=".cg")
+    # The last block is before the first of those that there are not: what they are folded into has
+    # its maximum, and without it a row that only the last block has seen would be scaled to zero.
+    known = gl.expand_dims((block > 0) & (block <= count), 1) & every
+    before = gl.load(block_m + at - STORED, known, NEG_INF, cache_modifier=".cg")
+    return maxima, before
+
+
+@gluon.jit
+def fold_written(
+    ticket, block_m, block_lanes, block_acc, count,
+    STORED: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr,
+):  # fmt: skip
+    """(m, lanes, acc) of WIDTH columns of a tile's `count` written blocks, folded in order.
+
+    Called by each of the DIM / WIDTH programs that fold the tile, once `all_written`.
+    """
+    N: gl.constexpr = blocks_at_once(STORED, WIDTH)
+    STEP: gl.constexpr = min(N, 16)
+    layout: gl.constexpr = folded_layout(STORED, WIDTH, False)
+    lane_layout: gl.constexpr = folded_layout(STORED, WIDTH, True)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    lane_rows: gl.constexpr = gl.SliceLayout(1, lane_layout)
+    scanned: gl.constexpr = scanned_layout(N)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    acc_ring = gl.allocate_shared_memory(gl.float32, [BUFFERS, N * STORED, WIDTH], flat)
+    lanes_ring = gl.allocate_shared_memory(gl.float32, [BUFFERS, N * STORED, 8], flat)
+    factors = gl.allocate_shared_memory(gl.float32, [2, N, STORED], flat)
+    left_of = factors.index(0)._reinterpret(gl.float32, [N, STORED], line)
+    right_of = factors.index(1)._reinterpret(gl.float32, [N, STORED], line)
+    acc_of = acc_ring._reinterpret(gl.float32, [BUFFERS * N, STORED, WIDTH], flat)
+    lanes_of = lanes_ring._reinterpret(gl.float32, [BUFFERS * N, STORED, 8], flat)
+    for j in gl.static_range(2):
+        _copy(acc_ring.index(j), lanes_ring.index(j), block_acc, block_lanes, j * N, count,
+              STORED, WIDTH, DIM, N)  # fmt: skip
+    maxima, before = _maxima(block_m, 0, count, STORED, N)
+    # While the first reads are under way.
+    _leave(ticket, DIM // WIDTH)
+    m = gl.full([STORED], float("-inf"), gl.float32, gl.SliceLayout(0, scanned))
+    lanes = gl.zeros([STORED, 8], gl.float32, lane_layout)
+    acc = gl.zeros([STORED, WIDTH], gl.float32, layout)
+    slot = count * 0
+    for first in range(0, count, N):
+        # After this barrier the buffer behind the one awaited is free, and so are the factors.
+        async_copy.wait_group(1)
+        gl.thread_barrier()
+        ahead = gl.where(slot == 0, 2, slot - 1)
+        _copy(acc_ring.index(ahead), lanes_ring.index(ahead), block_acc, block_lanes,
+              first + 2 * N, count, STORED, WIDTH, DIM, N)  # fmt: skip
+        # A running maximum is exact in any order: the factors of all N folds are made at once.
+        running = gl.associative_scan(before, 0, _larger)
+        running = gl.maximum(running, gl.expand_dims(m, 0) + gl.zeros_like(running))
+        shift = finite(gl.maximum(running, maxima))
+        factors.index(0).store(gl.exp2(running - shift))
+        factors.index(1).store(gl.exp2(maxima - shift))
+        m = gl.maximum(m, gl.max(maxima, 0))
+        maxima, before = _maxima(block_m, first + N, count, STORED, N)
+        gl.thread_barrier()
+        # Past the last block the left factor is 1 and what is added is 0.
+        for i in range(0, gl.minimum(count - first, N), STEP):
+            for j in gl.static_range(STEP):
+                a, b = left_of.index(i + j).load(rows), right_of.index(i + j).load(rows)
+                acc = scaled(acc_of.index(slot * N + i + j).load(layout), b, acc, a)
+                a = left_of.index(i + j).load(lane_rows)
+                b = right_of.index(i + j).load(lane_rows)
+                lanes = scaled(lanes_of.index(slot * N + i + j).load(lane_layout), b, lanes, a)
+        slot = gl.where(slot == 2, 0, slot + 1)
+    async_copy.wait_group(0)
+    return gl.convert_layout(m, rows), lanes, acc

@@ -1,0 +1,288 @@
+"""o = softmax(scale * q k^T + mask) v, causal, per sequence, as a fold over blocks of keys.
+
+Shapes: q [T, H, D], k and v [T, Hkv, D] (packed) or [num_blocks, block_size, Hkv, D] (paged); H a
+    multiple of Hkv (GQA), D a multiple of 16 up to 256 -> o [T, H, D], lse [T, H] fp32 (natural
+    log).
+Dtypes and rounding points: fp32, bf16, fp16; scores, statistics and accumulators fp32;
+    probabilities rounded to the dtype of v before they are multiplied with v (on a CPU before they
+    are summed, too); o rounded once. Backward: probabilities and score gradients rounded to the
+    dtype before their products.
+Order: `ORDER` below.
+Invariant to: the other sequences, the number of queries in the call (prefill, chunk, decode), the
+    placement of keys, the block size of the cache, tiles of queries, rows no sequence owns (they
+    give 0). Backward on CUDA expects finite neighbours: a NaN in another sequence may spread.
+Varies with: D, the window, and the key's distance from its sequence's start (block borders).
+Backward: dq, dk, dv without atomics; packed layout only. lse has no gradient.
+Errors: TypeError on dtypes, ValueError on shapes, devices, layout and autocast.
+Cost: on the CPU two batched products per block of 64 keys; keys are gathered per tile. On CUDA see
+    benchmarks/results/h200.json.
+
+Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018); Dao et al.,
+    FlashAttention (2022).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.attention.backward_triton import attention_bwd
+from rl_consistency.kernels.attention.cpu import attention_cpu_bwd, attention_cpu_fwd, visible
+from rl_consistency.kernels.attention.forward_triton import attention_fwd
+from rl_consistency.kernels.attention.layout import (
+    AttentionLayout,
+    PackedSequences,
+    PagedAttention,
+)
+from rl_consistency.kernels.attention.schedules import lse_dtype
+from rl_consistency.kernels.core.operand import require_operands
+from rl_consistency.kernels.core.recording import apply, once_differentiable, plain
+from rl_consistency.kernels.core.reduction_order import ReductionOrder
+from rl_consistency.kernels.core.torch_op import kernel_op
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 16
+
+ORDER = ReductionOrder(
+    id="attention",
+    version=3,
+    cpu=(
+        "On a CPU: keys in blocks of 64 counted from the sequence's first token. Per block: s = "
+        "(q.k in the matmul order over D) * scale; m' = max(m, max s); a = exp(m - m'); p = exp(s"
+        " - m') rounded to the dtype of v; l = l*a + tree(p); acc = acc*a + (p.v in the matmul "
+        "order over the block). o = acc/l, lse = m + log(l). Backward in tiles of 64 queries by "
+        "64 keys, both counted from the sequence's start: p = exp(s - lse), ds = p*(dp - "
+        "tree(do*o)), both rounded to the dtype; dq folds over key tiles upward; dk and dv fold "
+        "over query tiles upward, in each first over the group's heads upward. On CUDA: blocks of"
+        " 128 keys (64 where D > 128), s.c with c = scale*log2(e). Each block on its own: m_b = "
+        "max(s)*c, p = exp2(fma(s, c, -m_b)), l_b = p halved to eight lanes, acc_b = p rounded to"
+        " the dtype times v in matrix steps from zero. The left fold over blocks: m' = max(m, "
+        "m_b), a = exp2(m - m'), b = exp2(m_b - m'), l = fma(l_b, b, l*a), acc = fma(acc_b, b, "
+        "acc*a). o = acc*(1/tree(l)), lse = (m + log2 tree(l))*ln 2. Backward: p = exp2(fma(s, c,"
+        " -lse*log2(e))), ds = p*(dp - tree(do*o)), both rounded; dq one chain of matrix steps "
+        "over keys upward, dk and dv one over the group's heads, then queries, upward; times "
+        "scale. fp32: lse is kept in fp64, and a step of dq sums 32 keys, one of dk and dv 32 "
+        "queries, from zero, into fp64. Negative zero becomes positive zero."
+    ),
+)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedSequences,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal self-attention over packed sequences, differentiable in q, k and v.
+
+    Args:
+        q: [T, H, D].
+        k: [T, Hkv, D].
+        v: [T, Hkv, D].
+        layout: where each sequence lies among the T rows.
+        scale: factor on the scores.
+        window: each query sees itself and the `window - 1` tokens before it; None sees all.
+
+    Returns:
+        (o [T, H, D], lse [T, H] fp32).
+    """
+    _check(q, k, v, layout, scale, window)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"attention: q has {q.shape[0]} rows but k has {k.shape[0]}; packed keys stand in the "
+            "rows of their queries."
+        )
+    return apply(_Attention, q, k, v, layout, scale, window)
+
+
+@torch.no_grad()
+def attention_paged(
+    q: Tensor,
+    paged: PagedAttention,
+    layer: int,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same attention with keys and values read from a layer's paged cache.
+
+    Args:
+        q: [T, H, D] queries of the new tokens, whose keys have been written already.
+        paged: the call's layout and caches.
+        layer: which cache to read.
+        scale: factor on the scores.
+        window: as in `attention_varlen`.
+
+    Returns:
+        (o [T, H, D], lse [T, H] fp32), without gradient.
+    """
+    k, v = (
+        cache.view(-1, *cache.shape[2:])
+        for cache in (paged.key_cache[layer], paged.value_cache[layer])
+    )
+    _check(q, k, v, paged, scale, window)
+    out, lse = _forward(q, k, v, paged, scale, window)
+    return out, lse.float()
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: AttentionLayout,
+    scale: float,
+    window: int | None,
+) -> None:
+    require_operands("attention", q=q, k=k, v=v)
+    heads, head_dim = q.shape[-2:]
+    if k.shape != v.shape or k.shape[-1] != head_dim or heads % k.shape[-2]:
+        raise ValueError(
+            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; k and v are "
+            "alike, head_dim is shared, and query heads are a multiple of key heads."
+        )
+    if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"attention: head_dim {head_dim}; allowed: multiples of 16 up to {MAX_HEAD_DIM}."
+        )
+    if scale <= 0:
+        raise ValueError(f"attention: scale {scale}; it must be positive.")
+    if window is not None and window < 1:
+        raise ValueError(
+            f"attention: window {window}; it must be at least 1, or None for no window."
+        )
+    ends = [s + n for s, n in zip(layout.query_starts, layout.query_lens, strict=True)]
+    if max(ends, default=0) > q.shape[0]:
+        raise ValueError(
+            f"attention: the layout reaches row {max(ends)} but q has {q.shape[0]} rows."
+        )
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, layout, scale, window):
+        out, lse = _forward(q, k, v, layout, scale, window)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.layout, ctx.scale, ctx.window = layout, scale, window
+        lse = lse.float()
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs):
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = _backward(
+            grad_outputs[0], q, k, v, out, lse, ctx.layout, ctx.scale, ctx.window
+        )
+        return dq, dk, dv, None, None, None
+
+
+def _fake_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: list[int],
+    lens: list[int],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
+
+
+@kernel_op(fake=_fake_fwd)
+def attention_packed_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: list[int],
+    lens: list[int],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """`attention_varlen` on CUDA for a compiler: the layout as two lists."""
+    return attention_fwd(q, k, v, PackedSequences.of(starts, lens), scale, window)
+
+
+def _fake_bwd(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: list[int],
+    lens: list[int],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+@kernel_op(fake=_fake_bwd)
+def attention_packed_bwd(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: list[int],
+    lens: list[int],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradients."""
+    layout = PackedSequences.of(starts, lens)
+    return attention_bwd(do, q, k, v, out, lse, layout, scale, window)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    if q.is_cuda:
+        seen = torch.compiler.is_compiling() or not plain((q, k, v))
+        if seen and isinstance(layout, PackedSequences):
+            return attention_packed_fwd(
+                q, k, v, list(layout.query_starts), list(layout.query_lens), scale, window
+            )
+        return attention_fwd(q, k, v, layout, scale, window)
+    return attention_cpu_fwd(q, k, v, layout, scale, window)
+
+
+def _backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: PackedSequences,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.is_cuda:
+        if torch.compiler.is_compiling() or not plain((do, q, k, v)):
+            return attention_packed_bwd(
+                do, q, k, v, out, lse, list(layout.query_starts), list(layout.query_lens), scale,
+                window,
+            )  # fmt: skip
+        return attention_bwd(do, q, k, v, out, lse, layout, scale, window)
+    return attention_cpu_bwd(do, q, k, v, out, lse, layout, scale, window)
+
+
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
+) -> Tensor:
+    """One sequence, q [T, H, D], k and v [T, Hkv, D], in fp64; for accuracy tests only."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    positions = torch.arange(q.shape[1], device=q.device)
+    scores = (q @ k.transpose(1, 2)) * scale
+    scores = scores.masked_fill(~visible(positions, positions, window), -math.inf)
+    return (scores.softmax(-1) @ v).transpose(0, 1)

@@ -1,0 +1,58 @@
+"""Triton schedule of the embedding's gather: rows of a table, copied.
+
+Shapes, dtypes, order, invariance: those of `embedding`.
+Errors: none; a token outside the table gives a row of NaN, so that a caller which could not look at
+    the ids (under graph capture a copy to the host is impossible) still cannot go on unnoticed.
+Cost: memory-bound; 16-byte loads and stores.
+"""
+
+# Triton gives the arguments of a kernel their meaning, and its types do not say so.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_consistency.kernels.core.torch_op import kernel_op
+
+
+@triton.jit
+def _gather_kernel(
+    id_ptr, weight_ptr, y_ptr, V, H, stride_v, stride_h, DENSE: tl.constexpr, BLOCK_H: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(id_ptr + token)
+    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = columns < H
+    known = (row >= 0) & (row < V)
+    offsets = columns if DENSE else columns.to(tl.int64) * stride_h
+    value = tl.load(weight_ptr + row * stride_v + offsets, mask=inside & known, other=float("nan"))
+    tl.store(y_ptr + token * H + columns, value, mask=inside)
+
+
+def _fake_embedding_fwd(token_ids: Tensor, weight: Tensor) -> Tensor:
+    return weight.new_empty((token_ids.shape[0], weight.shape[1]))
+
+
+@kernel_op(fake=_fake_embedding_fwd)
+def embedding_fwd(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """token_ids [T] int64, weight [V, H] -> [T, H]."""
+    tokens, hidden = token_ids.shape[0], weight.shape[1]
+    y = weight.new_empty((tokens, hidden))
+    if y.numel() == 0:
+        return y
+    block = min(triton.next_power_of_2(hidden), 2048)
+    _gather_kernel[(tokens, triton.cdiv(hidden, block))](
+        token_ids.contiguous(),
+        weight,
+        y,
+        weight.shape[0],
+        hidden,
+        *weight.stride(),
+        DENSE=weight.stride(1) == 1,
+        BLOCK_H=block,
+        num_warps=4 if block >= 1024 else 1,
+    )
+    return y

@@ -1,0 +1,107 @@
+"""y[t] = weight[token[t]].
+
+Shapes: token_ids [...] int64, weight [V, H] -> [..., H].
+Dtypes and rounding points: a copy; the gradient is accumulated in fp32.
+Order: none forward.
+Invariant to: everything but the token itself.
+Varies with: nothing.
+Backward: repeated tokens are added in token order (`gradient_fold`, embedding rows); `padding_idx`
+    receives none.
+Errors: TypeError on dtypes, ValueError on devices, autocast and ids outside the table. Where nobody
+    looks at the ids (`check_ids=False`, CUDA graph capture, a traced graph) such an id gives a row
+    of NaN on CUDA.
+Cost: memory-bound. On CUDA the check of the ids waits for the device once per call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.core.operand import require_operands
+from rl_consistency.kernels.core.recording import apply, once_differentiable
+from rl_consistency.kernels.core.reduction_order import ReductionOrder
+from rl_consistency.kernels.embedding.gather_triton import embedding_fwd
+from rl_consistency.kernels.gradient_fold.op import GradientBuffer, fold_parameter, fold_rows
+
+ORDER = ReductionOrder(
+    id="embedding",
+    version=1,
+    cpu="Forward a gather. The gradient of a row adds its tokens' gradients in token order, fp32.",
+)
+
+
+def embedding(
+    token_ids: Tensor,
+    weight: Tensor,
+    *,
+    padding_idx: int | None = None,
+    weight_grad: GradientBuffer | None = None,
+    check_ids: bool = True,
+) -> Tensor:
+    """Look up one row per token.
+
+    Args:
+        token_ids: [...] int64.
+        weight: [V, H].
+        padding_idx: a token whose row receives no gradient.
+        weight_grad: buffer that the gradient is folded into.
+        check_ids: look at the ids first; False for a caller that knows them to be in the table.
+
+    Returns:
+        [..., H] in the dtype of weight.
+    """
+    require_operands("embedding", weight=weight)
+    if token_ids.dtype != torch.int64:
+        raise TypeError(f"embedding: token ids are {token_ids.dtype}; they must be int64.")
+    _require_same_device(token_ids, weight)
+    if check_ids and token_ids.numel() and _host_may_look(token_ids):
+        low, high = (int(v) for v in token_ids.aminmax())
+        if low < 0 or high >= weight.shape[0]:
+            raise ValueError(
+                f"embedding: token ids span [{low}, {high}], the table has {weight.shape[0]} rows. "
+                "Use the tokenizer that belongs to the model."
+            )
+    return apply(_Embedding, token_ids, weight, padding_idx, weight_grad)
+
+
+def _require_same_device(token_ids: Tensor, weight: Tensor) -> None:
+    if token_ids.device != weight.device:
+        raise ValueError(
+            f"embedding: token ids are on {token_ids.device} but the table is on {weight.device}; "
+            "move them to one device."
+        )
+
+
+def _host_may_look(token_ids: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    return not (token_ids.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, token_ids, weight, padding_idx, weight_grad):
+        ctx.save_for_backward(token_ids, weight)
+        ctx.padding_idx, ctx.weight_grad = padding_idx, weight_grad
+        flat = token_ids.flatten()
+        rows = embedding_fwd(flat, weight) if weight.is_cuda else weight.index_select(0, flat)
+        return rows.view(*token_ids.shape, weight.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs):
+        token_ids, weight = ctx.saved_tensors
+        rows = grad_outputs[0].reshape(-1, weight.shape[1])
+        index = token_ids.flatten()
+        if ctx.padding_idx is not None:
+            index = index.masked_fill(index == ctx.padding_idx, -1)
+        gradient = fold_parameter(
+            weight, ctx.weight_grad, lambda g, fresh: fold_rows(g, index, rows)
+        )
+        return None, gradient, None, None
+
+
+def embedding_reference(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """The same gather in fp64, for accuracy tests only."""
+    return weight.double()[token_ids]

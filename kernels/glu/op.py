@@ -1,0 +1,129 @@
+"""y = activation(gate) * up: SwiGLU (silu) and GeGLU (gelu, gelu_tanh).
+
+Shapes: gate [..., F], up [..., F] -> [..., F].
+Dtypes and rounding points: fp32, bf16, fp16 in and out; fp32 inside, one rounding at the end (stock
+    rounds the activation as well).
+Order: none; elementwise. The formula is part of the contract and differs between a CPU and a GPU.
+Invariant to: position and size of the tensor. `torch.sigmoid`, `silu`, `gelu(tanh)` and `exp2` are
+    not on a CPU: their vector body and scalar tail differ, so a value changes with where it stands.
+    exp and erf were measured not to.
+Varies with: nothing.
+Backward: elementwise, fp32 inside, one rounding.
+Errors: TypeError on dtypes, ValueError on shapes, activations, devices and autocast.
+Cost: memory-bound; on a GPU one launch each way.
+
+Source: Shazeer, GLU Variants Improve Transformer (2020).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl_consistency.kernels.core.operand import require_operands
+from rl_consistency.kernels.core.recording import apply, once_differentiable
+from rl_consistency.kernels.core.reduction_order import ReductionOrder
+from rl_consistency.kernels.glu.activation_triton import (
+    ACTIVATIONS,
+    glu_bwd_op,
+    glu_fwd_op,
+)
+
+ORDER = ReductionOrder(
+    id="glu",
+    version=2,
+    cpu=(
+        "fp32, composed of exp and erf: silu(x) = x/(1 + exp(-x)); gelu(x) = "
+        "(0.5*x)*(1 + erf(x/sqrt(2))); gelu_tanh(x) = x/(1 + exp(-z)) with z = 2*sqrt(2/pi)*(x + "
+        "0.044715*x^3); y = activation(gate)*up, rounded once. On CUDA: with e = exp(-|z|), z = x "
+        "for silu, activation(x) = (x if z >= 0 else x*e)/(1 + e), the quotient by one fused "
+        "correction of x*rsqrt(1 + e)^2; e by exp2 of a two-part product with log2(e), 0 below "
+        "exp(-88)."
+    ),
+)
+
+_Z_SCALE = 2.0 * math.sqrt(2.0 / math.pi)
+_Z_CUBIC = 0.044715
+
+
+def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """Gated activation, elementwise.
+
+    Args:
+        gate: [..., F], passed through the activation.
+        up: [..., F].
+        activation: one of `ACTIVATIONS`.
+
+    Returns:
+        The shape and dtype of gate.
+    """
+    require_gated(gate, up, activation)
+    return apply(GLUFunction, gate, up, activation)
+
+
+def require_gated(gate: Tensor, up: Tensor, activation: str) -> None:
+    """Check the operands of `glu`.
+
+    Raises:
+        TypeError: dtypes.
+        ValueError: shapes, activation, devices or autocast.
+    """
+    require_operands("glu", gate=gate, up=up)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"glu: activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}.")
+    if gate.shape != up.shape:
+        raise ValueError(f"glu: gate {tuple(gate.shape)} and up {tuple(up.shape)} must be equal.")
+
+
+class GLUFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, activation):
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        if gate.is_cuda:
+            return glu_fwd_op(gate, up, activation)
+        value, _ = _activate(gate.float(), activation)
+        return (value * up.float()).to(gate.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs):
+        gate, up = ctx.saved_tensors
+        if gate.is_cuda:
+            return *glu_bwd_op(grad_outputs[0], gate, up, ctx.activation), None
+        dy = grad_outputs[0].float()
+        value, derivative = _activate(gate.float(), ctx.activation)
+        return (dy * up.float() * derivative).to(gate.dtype), (dy * value).to(up.dtype), None
+
+
+def _activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """The activation and its derivative, fp32."""
+    if activation == "silu":
+        return _sigmoid_gated(x, x, 1.0)
+    if activation == "gelu":
+        cdf = 0.5 * (1.0 + torch.erf(x * math.sqrt(0.5)))
+        density = torch.exp(-0.5 * x * x) * (1.0 / math.sqrt(2.0 * math.pi))
+        return x * cdf, cdf + x * density
+    z = _Z_SCALE * (x + _Z_CUBIC * (x * x * x))
+    slope = _Z_SCALE * (1.0 + 3.0 * _Z_CUBIC * (x * x))
+    return _sigmoid_gated(x, z, slope)
+
+
+def _sigmoid_gated(x: Tensor, z: Tensor, slope: Tensor | float) -> tuple[Tensor, Tensor]:
+    """x * sigmoid(z) and its derivative, `slope` being dz/dx."""
+    denominator = 1.0 + torch.exp(-z)
+    value = x / denominator
+    # 1/(1 + exp(z)) is 1 - sigmoid(z) without the cancellation.
+    return value, 1.0 / denominator + value * (1.0 / (1.0 + torch.exp(z))) * slope
+
+
+def glu_reference(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """The same formula in fp64, for accuracy tests only."""
+    wide = gate.double()
+    if activation == "silu":
+        return F.silu(wide) * up.double()
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    return F.gelu(wide, approximate=approximate) * up.double()

@@ -1,0 +1,195 @@
+"""Triton schedules of the gradient fold of columns: the halving tree of each step, then the steps
+upward.
+
+Shapes, dtypes, order, invariance: those of `gradient_fold`.
+Errors: none.
+Cost: memory-bound.
+
+A column's steps are added by one program, which writes what no other one reads.
+"""
+
+# Triton gives the arguments of a kernel their meaning, and its types do not say so.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_consistency.kernels.core.torch_op import kernel_op
+from rl_consistency.kernels.reduction.tree_fold_triton import halve
+
+STEP = 16
+"""Tokens in one step of the fold."""
+
+BATCH = 64
+"""Step sums that a program of `fold_step_sums` has in flight."""
+
+EXACT = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def _pair(rows_ptr, row, columns, inside, last, stride, FIRST: tl.constexpr, P: tl.constexpr):
+    """Rows FIRST and FIRST + 8 of sixteen, each of P rows of the matrix, added."""
+    low, high = row + FIRST * P, row + (FIRST + 8) * P
+    a = tl.load(
+        rows_ptr + low.to(tl.int64) * stride + columns, mask=inside & (low < last), other=0.0
+    )
+    b = tl.load(
+        rows_ptr + high.to(tl.int64) * stride + columns, mask=inside & (high < last), other=0.0
+    )
+    return a.to(tl.float32) + b.to(tl.float32)
+
+
+@triton.jit
+def _step_sums_kernel(
+    rows_ptr,
+    sums_ptr,
+    R,
+    C,
+    stride,
+    STEP_ROWS: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The halving tree over one step's rows, filled with zeros to 16 * P of them."""
+    step = tl.program_id(0)
+    within = tl.arange(0, P * BLOCK_C)
+    columns = tl.program_id(1) * BLOCK_C + within % BLOCK_C
+    inside = columns < C
+    first = step * STEP_ROWS
+    row = first + within // BLOCK_C
+    last = tl.minimum(first + STEP_ROWS, R)
+    # Four levels of the tree between registers of one thread, the others between the P rows left.
+    even = _pair(rows_ptr, row, columns, inside, last, stride, 0, P) + _pair(
+        rows_ptr, row, columns, inside, last, stride, 4, P
+    )
+    even += _pair(rows_ptr, row, columns, inside, last, stride, 2, P) + _pair(
+        rows_ptr, row, columns, inside, last, stride, 6, P
+    )
+    odd = _pair(rows_ptr, row, columns, inside, last, stride, 1, P) + _pair(
+        rows_ptr, row, columns, inside, last, stride, 5, P
+    )
+    odd += _pair(rows_ptr, row, columns, inside, last, stride, 3, P) + _pair(
+        rows_ptr, row, columns, inside, last, stride, 7, P
+    )
+    total = tl.reshape(even + odd, (1, P * BLOCK_C))
+    for level in tl.static_range(P.bit_length() - 1):
+        total = halve(total, 1, P * BLOCK_C >> level)
+    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    tl.store(
+        sums_ptr + step.to(tl.int64) * C + columns, tl.reshape(total, (BLOCK_C,)), mask=columns < C
+    )
+
+
+@triton.jit
+def _load_steps(row, inside, count, C: tl.constexpr, BATCH: tl.constexpr):
+    """The next BATCH step sums of a program's columns, zeros after the first `count`."""
+    steps = ()
+    for i in tl.static_range(BATCH):
+        steps = steps + (tl.load(row + i * C, mask=inside & (i < count), other=0.0),)
+    return steps
+
+
+@triton.jit
+def _fold_steps_kernel(
+    sums_ptr,
+    buffer_ptr,
+    S,
+    stride,
+    FROM_ZERO: tl.constexpr,
+    C: tl.constexpr,
+    BATCH: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Continue the buffer; FROM_ZERO starts an fp64 sum and rounds it to the buffer's dtype."""
+    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = columns < C
+    pointers = buffer_ptr + columns.to(tl.int64) * stride
+    row = sums_ptr + columns
+    # A batch is loaded a turn ahead: inside a turn the compiler would put loads between additions,
+    # few at a time.
+    ahead = _load_steps(row, inside, S, C, BATCH)
+    if FROM_ZERO:
+        acc = tl.zeros((BLOCK_C,), tl.float64)
+    else:
+        acc = tl.load(pointers, mask=inside, other=0.0)
+    for start in range(0, S, BATCH):
+        steps = ahead
+        row += BATCH * C
+        ahead = _load_steps(row, inside, S - start - BATCH, C, BATCH)
+        for i in tl.static_range(BATCH):
+            acc += steps[i].to(acc.dtype)
+    if FROM_ZERO:
+        acc = acc.to(tl.float32).to(buffer_ptr.dtype.element_ty)
+    tl.store(pointers, acc, mask=inside)
+
+
+def step_sums(rows: Tensor, rows_per_token: int) -> Tensor:
+    """Halving tree over every step's rows: [T * rows_per_token, C] -> [ceil(T / 16), C] fp32."""
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    num_rows, columns = rows.shape
+    step = STEP * rows_per_token
+    sums = rows.new_empty((triton.cdiv(num_rows, step), columns), dtype=torch.float32)
+    padded = triton.next_power_of_2(rows_per_token)
+    block = min(triton.next_power_of_2(columns), max(1024 // padded, 16))
+    _step_sums_kernel[(sums.shape[0], triton.cdiv(columns, block))](
+        rows,
+        sums,
+        num_rows,
+        columns,
+        rows.stride(0),
+        STEP_ROWS=step,
+        P=padded,
+        BLOCK_C=block,
+        num_warps=4,
+        **EXACT,
+    )
+    return sums
+
+
+@kernel_op(mutates=("buffer",), fake=lambda *_: None)
+def fold_step_sums(buffer: Tensor, sums: Tensor) -> None:
+    """Continue `buffer` [C] (fp64 or fp32) over step sums [S, C] (fp32, contiguous), S upward."""
+    if sums.numel():
+        launch_steps(buffer, sums, from_zero=False)
+
+
+@kernel_op(fake=lambda sums, dtype: sums.new_empty((sums.shape[1],), dtype=dtype))
+def folded_step_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """A fold of step sums [S, C] (fp32, contiguous) from zero, in fp64, rounded to fp32 and then
+    to `dtype`: [C].
+    """
+    if not sums.numel():
+        return sums.new_zeros((sums.shape[1],), dtype=dtype)
+    folded = sums.new_empty((sums.shape[1],), dtype=dtype)
+    launch_steps(folded, sums, from_zero=True)
+    return folded
+
+
+def launch_steps(buffer: Tensor, sums: Tensor, *, from_zero: bool, batch: int = BATCH) -> None:
+    """Fold step sums [S, C] with so many in flight."""
+    steps, columns = sums.shape
+    block = 32
+    _fold_steps_kernel[(-(-columns // block),)](
+        sums,
+        buffer,
+        steps,
+        buffer.stride(0),
+        FROM_ZERO=from_zero,
+        C=columns,
+        BATCH=batch,
+        BLOCK_C=block,
+        num_warps=1,
+        **EXACT,
+    )
+
+
+@kernel_op(mutates=("buffer",), fake=lambda *_: None)
+def gradient_fold_columns(buffer: Tensor, rows: Tensor, rows_per_token: int) -> None:
+    """Continue `buffer` [C] (fp64 or fp32) over rows [T * rows_per_token, C]."""
+    if min(rows.shape) == 0:
+        return
+    fold_step_sums(buffer, step_sums(rows, rows_per_token))

@@ -1,0 +1,285 @@
+"""g <- g + sum_t outer(dy_t, x_t): parameter gradients as a left fold over tokens.
+
+Shapes: `fold_outer`: g [N, K], dy [T, N], x [T, K]. `fold_columns`: g [C], rows [R, C].
+    `fold_rows`: g [V, C], index [T], rows [T, C].
+Dtypes and rounding points: operands fp32, bf16 or fp16, products exact; the accumulator g is
+    fp32, for columns, and on CUDA for every fp32 parameter, fp64; what is published in
+    `parameter.grad` is rounded once to fp32.
+Order: `ORDER` below.
+Invariant to: where a sequence of tokens is cut into calls, as long as every cut falls on a multiple
+    of 16.
+Varies with: the order of the tokens.
+Backward: none.
+Errors: `GradientBuffer` refuses a gradient it did not fold (ValueError); on CUDA the operands of
+    one fold share a dtype (TypeError).
+Cost: one rank-16 update of g per 16 tokens; on a GPU g is read and written once per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from rl_consistency.kernels.core.operand import aligned, require_operands
+from rl_consistency.kernels.core.reduction_order import ReductionOrder
+from rl_consistency.kernels.gradient_fold import columns_triton as gradient_columns_triton
+from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
+from rl_consistency.kernels.gradient_fold.rows_triton import gradient_fold_rows
+from rl_consistency.kernels.matmul.cublaslt import outer_from_zero
+from rl_consistency.kernels.reduction.tree_sum import tree_sum
+
+STEP = 16
+"""Tokens in one step of the fold. Sequences start on a multiple of it in the packed layout."""
+
+ORDER = ReductionOrder(
+    id="gradient_fold",
+    version=3,
+    cpu=(
+        "Left fold over tokens in steps of 16, continued from the fp32 buffer: matrices add the "
+        "step's outer products by one multiply-accumulate call, columns add the halving tree over "
+        "the step's rows to an fp64 buffer, embedding rows add token after token. A short last "
+        "step is filled with zeros. Negative zero is stored as positive zero at the end of a "
+        "call. A parameter used in several places has one buffer per place; the buffers are added "
+        "in the order of the places. On CUDA the multiply-accumulate call of a matrix is the "
+        "matrix unit's for 16 tokens (m16n8k16, or wgmma with k16), the accumulator being the "
+        "buffer's element; of fp32 operands the 16 tokens are summed from zero by fused "
+        "multiply-adds and then added to a buffer in fp64, as are rows of embeddings."
+    ),
+)
+
+
+def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) -> None:
+    """Continue `buffer` [N, K] (fp32, in place) over the tokens of dy [T, N] and x [T, K].
+
+    A `fresh` buffer counts as all zero, whatever it holds. On CUDA fp32 operands take an fp64
+    buffer (`accumulator_dtype`); an fp32 one is rounded at the end of every call.
+    """
+    if buffer.is_cuda:
+        require_operands("gradient_fold", dy=dy, x=x)
+        if not (fresh and outer_from_zero(dy, x, buffer)):
+            gradient_fold_triton.gradient_fold_outer(buffer, dy, x, fresh)
+        return
+    if fresh:
+        buffer.zero_()
+    dy, x = _whole_steps(dy), _whole_steps(x)
+    for dy_step, x_step in zip(dy.split(STEP), x.split(STEP), strict=True):
+        buffer.addmm_(dy_step.t(), x_step)
+    # A step of zero gradient turns -0 (an underflowed product) into +0; a packed layout with one
+    # more step of filler must not differ by that.
+    buffer.add_(0.0)
+
+
+def fold_columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1) -> None:
+    """Continue `buffer` [C] (fp64 or fp32, in place) over rows [T * rows_per_token, C]."""
+    if buffer.is_cuda:
+        gradient_columns_triton.gradient_fold_columns(buffer, rows, rows_per_token)
+        return
+    step = STEP * rows_per_token
+    rows = _whole_steps(rows, step)
+    fold_step_sums(buffer, tree_sum(rows.view(-1, step, rows.shape[1]), dim=1))
+
+
+def fold_step_sums(buffer: Tensor, sums: Tensor) -> None:
+    """Continue `buffer` [C] (fp64 or fp32, in place) over the fp32 sums [S, C] of its steps.
+
+    For an op whose backward pass adds up the rows of a step itself, by the halving tree.
+    """
+    if buffer.is_cuda:
+        gradient_columns_triton.fold_step_sums(buffer, sums)
+        return
+    for partial in sums.unbind(0):
+        buffer.add_(partial)
+
+
+def fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
+    """Continue `buffer` [V, C] (fp32 or fp64, in place): row index[t] += rows[t], t upward.
+
+    A row whose index is -1 is left out.
+    """
+    if buffer.is_cuda:
+        gradient_fold_rows(buffer, index, rows)
+        return
+    kept = index >= 0
+    buffer.index_add_(0, index[kept], rows[kept].float())
+
+
+def _whole_steps(rows: Tensor, step: int = STEP) -> Tensor:
+    return aligned(F.pad(rows.float(), (0, 0, 0, -rows.shape[0] % step)).contiguous())
+
+
+class GradientBuffer:
+    """The accumulator of one use of one parameter: fp32 or fp64 (`accumulator_dtype`).
+
+    Whoever asks for a fresh `accumulator` has to `commit` it, whatever becomes of the fold.
+
+    A matrix with an fp32 accumulator and one use folds straight into `parameter.grad`. Otherwise
+    there is a buffer, and of a parameter used in several places (tied embeddings) one per use, so
+    that the fold of one use is never interrupted by the other's tokens; `parameter.grad` is then
+    the sum of the buffers in the order of the uses, written anew after every backward pass.
+    `optimizer.zero_grad()` starts all of them afresh. A gradient that is there before the first
+    fold is continued by the first use.
+    """
+
+    def __init__(self, parameter: nn.Parameter, siblings: list[GradientBuffer] | None = None):
+        self.parameter = parameter
+        self._siblings = [] if siblings is None else siblings
+        self._siblings.append(self)
+        self._in_place = siblings is None and accumulator_dtype(parameter) == torch.float32
+        self._own: Tensor | None = None
+        # Weak: a gradient that the optimizer has dropped is not kept in memory.
+        self._published: tuple[TensorWeakRef, int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes along: not the fold, whose gradient a copied parameter lacks."""
+        return self.__dict__ | {"_own": None, "_published": None}
+
+    @classmethod
+    def beside_autograd(cls, parameter: nn.Parameter) -> GradientBuffer:
+        """A buffer that folds straight into `parameter.grad`, to which autograd adds as well."""
+        buffer = cls(parameter)
+        buffer._in_place = True
+        return buffer
+
+    @classmethod
+    def for_uses(cls, parameter: nn.Parameter, count: int) -> list[GradientBuffer]:
+        """One buffer per use, in the order in which the uses are added."""
+        if count == 1:
+            return [cls(parameter)]
+        siblings: list[GradientBuffer] = []
+        return [cls(parameter, siblings) for _ in range(count)]
+
+    def accumulator(self, *, zeroed: bool = True) -> tuple[Tensor, bool]:
+        """The tensor to continue, of the parameter's shape, and whether it was made just now.
+
+        Args:
+            zeroed: whether one that is made just now is all zeros, or holds anything.
+
+        Raises:
+            ValueError: the gradient present was not folded here (another dtype, or a tied
+                parameter's or a vector's gradient changed between two backward passes).
+        """
+        parameter = self.parameter
+        gradient = parameter.grad
+        if gradient is None:
+            return self._first(zeroed), True
+        if gradient.dtype != torch.float32:
+            raise ValueError(
+                f"the gradient present is {gradient.dtype}; the fold continues fp32 only. "
+                "Call optimizer.zero_grad(set_to_none=True) after patch()."
+            )
+        if self._in_place:
+            return gradient, False
+        self._check_published(gradient)
+        fresh = self._own is None
+        if self._own is None:
+            self._own = _filled(parameter, accumulator_dtype(parameter), zeroed)
+        return self._own, fresh
+
+    def _first(self, zeroed: bool) -> Tensor:
+        """The accumulator of a parameter that has no gradient yet."""
+        parameter = self.parameter
+        self._start_afresh()
+        parameter.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+        if self._in_place:
+            parameter.grad = _filled(parameter, torch.float32, zeroed)
+            return parameter.grad
+        own = _filled(parameter, accumulator_dtype(parameter), zeroed)
+        # `commit` writes what is published, all of it.
+        parameter.grad = torch.empty_like(parameter, dtype=torch.float32)
+        self._own = own
+        return own
+
+    def commit(self) -> None:
+        """Publish the sum of all uses as `parameter.grad`."""
+        if self._in_place:
+            return
+        gradient = self.parameter.grad
+        assert gradient is not None
+        first, *others = [b._own for b in self._siblings if b._own is not None]
+        if first.dtype == gradient.dtype:
+            # A table of embeddings is large: no temporary, and as few passes over it as there are.
+            torch.add(first, others.pop(0) if others else 0.0, out=gradient)
+            for other in others:
+                gradient.add_(other)
+        else:
+            for other in others:
+                first = first + other
+            gradient.copy_(first)
+        self._stamp(gradient)
+
+    def _start_afresh(self) -> None:
+        for buffer in self._siblings:
+            buffer._own = None
+            buffer._published = None
+
+    def _check_published(self, gradient: Tensor) -> None:
+        published = self._published
+        if published is None:
+            self._start_afresh()
+            if gradient.any():
+                self._siblings[0]._own = gradient.to(accumulator_dtype(self.parameter), copy=True)
+            self._stamp(gradient)
+        elif published[0]() is not gradient or published[1] != gradient._version:
+            if gradient.any():
+                raise ValueError(
+                    f"the gradient of a parameter of shape {tuple(gradient.shape)} was changed "
+                    "between two backward passes, so the fold cannot be continued. Scale or clip "
+                    "only after the last backward pass, call optimizer.zero_grad() before the "
+                    "next, and keep one strict(...) choice for all micro-batches of a step."
+                )
+            self._start_afresh()
+            self._stamp(gradient)
+
+    def _stamp(self, gradient: Tensor) -> None:
+        for buffer in self._siblings:
+            buffer._published = (TensorWeakRef(gradient), gradient._version)
+
+
+def _filled(parameter: Tensor, dtype: torch.dtype, zeroed: bool) -> Tensor:
+    return (torch.zeros_like if zeroed else torch.empty_like)(parameter, dtype=dtype)
+
+
+def accumulator_dtype(parameter: Tensor) -> torch.dtype:
+    """fp32, and fp64 where a fold in fp32 would lose digits over thousands of steps: for vectors,
+    and on CUDA for the matrices of an fp32 model, whose gradients are not rounded further.
+    """
+    wide = parameter.dim() == 1 or (parameter.is_cuda and parameter.dtype == torch.float32)
+    return torch.float64 if wide else torch.float32
+
+
+def fold_parameter(
+    parameter: Tensor,
+    buffer: GradientBuffer | None,
+    fold: Callable[[Tensor, bool], None],
+    *,
+    overwrites: bool = False,
+) -> Tensor | None:
+    """Fold one call's tokens and say what autograd is to be handed for the parameter.
+
+    With a buffer the fold continues it and autograd gets None; without one it starts from zero and
+    autograd gets the result in the parameter's dtype.
+
+    Args:
+        fold: called with the accumulator and whether it is fresh.
+        overwrites: whether `fold` writes all of a fresh accumulator, which then need not be zero.
+    """
+    if buffer is None:
+        make = torch.empty_like if overwrites else torch.zeros_like
+        gradient = make(parameter, dtype=accumulator_dtype(parameter))
+        fold(gradient, True)
+        return gradient.to(parameter.dtype)
+    accumulator, fresh = buffer.accumulator(zeroed=not overwrites)
+    try:
+        fold(accumulator, fresh)
+    except BaseException:
+        if fresh:
+            accumulator.zero_()
+            buffer.commit()
+        raise
+    buffer.commit()
+    return None

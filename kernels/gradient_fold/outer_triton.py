@@ -1,0 +1,284 @@
+"""Triton schedules of the gradient fold of outer products.
+
+Shapes, dtypes, order, invariance: those of `gradient_fold`.
+Errors: `fold_outer` refuses a schedule that the operands or the device cannot run (ValueError).
+Cost: the rate of a matrix product plus one read and one write of the gradient.
+
+An accumulator tile is loaded from the gradient, continued and stored by one program. No program
+writes what another one reads, and nothing is added atomically.
+"""
+
+# Triton gives the arguments of a kernel their meaning, and its types do not say so.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rl_consistency.kernels.core.device import has_tma, sm_count
+from rl_consistency.kernels.core.matrix_step import matrix_step
+from rl_consistency.kernels.core.torch_op import kernel_op
+from rl_consistency.kernels.gradient_fold.schedules import Schedule, pick
+
+GROUP = 8
+"""Rows of tiles walked together, so that neighbouring programs share operands in the L2 cache."""
+
+EXACT = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def tile_of(index, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+    """Row and column of a tile, GROUP rows of tiles at a time."""
+    rows, columns = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
+    first = index // (GROUP * columns) * GROUP
+    height = tl.minimum(rows - first, GROUP)
+    within = index % (GROUP * columns)
+    return first + within % height, within // height
+
+
+@triton.jit
+def gradient_part(g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS: tl.constexpr,
+                  COLUMNS: tl.constexpr):  # fmt: skip
+    """Pointers [ROWS, COLUMNS] into the gradient from (n, k), and which of them are inside."""
+    row = n + tl.arange(0, ROWS)
+    column = k + tl.arange(0, COLUMNS)
+    offsets = row.to(tl.int64)[:, None] * stride_gn + column.to(tl.int64)[None, :] * stride_gk
+    return g_ptr + offsets, (row < N)[:, None] & (column < K)[None, :]
+
+
+@triton.jit
+def load_part(g_ptr, n, k, N, K, stride_gn, stride_gk, FRESH: tl.constexpr, ROWS: tl.constexpr,
+              COLUMNS: tl.constexpr):  # fmt: skip
+    if FRESH:
+        return tl.zeros((ROWS, COLUMNS), g_ptr.dtype.element_ty)
+    pointers, inside = gradient_part(g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS, COLUMNS)
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_part(acc, g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS: tl.constexpr,
+               COLUMNS: tl.constexpr, HALVINGS: tl.constexpr):  # fmt: skip
+    """Store `acc`; piece by piece, its columns halved, where registers for pointers are short."""
+    if HALVINGS:
+        FURTHER: tl.constexpr = HALVINGS - 1
+        left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+        store_part(left, g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS, COLUMNS // 2, FURTHER)
+        middle = k + COLUMNS // 2
+        store_part(right, g_ptr, n, middle, N, K, stride_gn, stride_gk, ROWS, COLUMNS // 2, FURTHER)
+    else:
+        pointers, inside = gradient_part(g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS, COLUMNS)
+        tl.store(pointers, acc + 0.0, mask=inside)
+
+
+@triton.jit
+def _outer_pointer_kernel(
+    dy_ptr,
+    x_ptr,
+    g_ptr,
+    T,
+    N,
+    K,
+    stride_dy,
+    stride_x,
+    stride_gn,
+    stride_gk,
+    FRESH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    tile_n, tile_k = tile_of(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
+    first_n, first_k = tile_n * BLOCK_N, tile_k * BLOCK_K
+    acc = load_part(g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, FRESH, BLOCK_N, BLOCK_K)
+    if dy_ptr.dtype.element_ty == tl.float32:
+        acc = acc.to(tl.float64)
+    n = first_n + tl.arange(0, BLOCK_N)
+    k = first_k + tl.arange(0, BLOCK_K)
+    for start in range(0, T, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        row = t.to(tl.int64)[:, None]
+        present = (t < T)[:, None]
+        dy = tl.load(  # [BLOCK_T, BLOCK_N]
+            dy_ptr + row * stride_dy + n[None, :], mask=present & (n < N)[None, :], other=0.0
+        )
+        x = tl.load(  # [BLOCK_T, BLOCK_K]
+            x_ptr + row * stride_x + k[None, :], mask=present & (k < K)[None, :], other=0.0
+        )
+        acc = matrix_step(dy.T, x, acc)
+    store_part(acc, g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K, 0)
+
+
+@triton.jit
+def _outer_descriptor_tile(
+    index,
+    dy_desc,
+    x_desc,
+    extra_desc,
+    g_ptr,
+    T,
+    N,
+    K,
+    stride_gn,
+    stride_gk,
+    FRESH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EXTRA_N: tl.constexpr,
+    EXTRA_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    EXTRA: tl.constexpr = EXTRA_N + EXTRA_K > 0
+    HEIGHT: tl.constexpr = EXTRA_N if EXTRA_N else BLOCK_N
+    WIDTH: tl.constexpr = EXTRA_K if EXTRA_K else BLOCK_K
+    tile_n, tile_k = tile_of(index, N, K, BLOCK_N + EXTRA_N, BLOCK_K + EXTRA_K, GROUP)
+    n, k = tile_n * (BLOCK_N + EXTRA_N), tile_k * (BLOCK_K + EXTRA_K)
+    extra_n = n + BLOCK_N if EXTRA_N else n
+    extra_k = k + BLOCK_K if EXTRA_K else k
+    acc = load_part(g_ptr, n, k, N, K, stride_gn, stride_gk, FRESH, BLOCK_N, BLOCK_K)
+    if EXTRA:
+        extra = load_part(g_ptr, extra_n, extra_k, N, K, stride_gn, stride_gk, FRESH, HEIGHT, WIDTH)
+    # A descriptor reads zeros beyond the last token and column.
+    remaining = T
+    for t in range(0, T, BLOCK_T):
+        dy = dy_desc.load([t, n])  # [BLOCK_T, BLOCK_N]
+        x = x_desc.load([t, k])  # [BLOCK_T, BLOCK_K]
+        acc = tl.dot(dy.T, x, acc)
+        if EXTRA_N:
+            extra = tl.dot(extra_desc.load([t, extra_n]).T, x, extra)
+        if EXTRA_K:
+            extra = tl.dot(dy.T, extra_desc.load([t, extra_k]), extra)
+        remaining -= BLOCK_T
+    # Zero, which the compiler cannot see: pointers are made anew instead of kept during the loop.
+    none = tl.maximum(remaining, 0)
+    store_part(
+        acc, g_ptr, n + none, k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K, 2 if EXTRA else 0
+    )
+    if EXTRA:
+        store_part(
+            extra, g_ptr, extra_n + none, extra_k, N, K, stride_gn, stride_gk, HEIGHT, WIDTH, 1
+        )
+
+
+# One token as a constant would unroll the loop and keep operands beside the stored tile.
+@triton.jit(do_not_specialize=["T"])
+def _outer_tma_kernel(
+    dy_desc,
+    x_desc,
+    extra_desc,
+    g_ptr,
+    T,
+    N,
+    K,
+    stride_gn,
+    stride_gk,
+    FRESH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EXTRA_N: tl.constexpr,
+    EXTRA_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+):
+    first = tl.program_id(0)
+    if PERSISTENT:
+        tiles = tl.cdiv(N, BLOCK_N + EXTRA_N) * tl.cdiv(K, BLOCK_K + EXTRA_K)
+        for index in range(first, tiles, tl.num_programs(0)):
+            _outer_descriptor_tile(
+                index, dy_desc, x_desc, extra_desc, g_ptr, T, N, K, stride_gn, stride_gk,
+                FRESH, BLOCK_N, BLOCK_K, EXTRA_N, EXTRA_K, BLOCK_T, GROUP,
+            )  # fmt: skip
+    else:
+        _outer_descriptor_tile(
+            first, dy_desc, x_desc, extra_desc, g_ptr, T, N, K, stride_gn, stride_gk,
+            FRESH, BLOCK_N, BLOCK_K, EXTRA_N, EXTRA_K, BLOCK_T, GROUP,
+        )  # fmt: skip
+
+
+def takes_descriptors(*operands: Tensor) -> bool:
+    """Whether rows of the operands [T, C] can be copied by descriptor: 16-byte starts, C dense."""
+    return all(
+        operand.stride(1) == 1
+        and operand.stride(0) >= operand.shape[1]
+        and operand.data_ptr() % 16 == 0
+        and operand.stride(0) * operand.element_size() % 16 == 0
+        for operand in operands
+    )
+
+
+def launch_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: Schedule) -> None:
+    """Run one schedule; operands [T, N] and [T, K] with dense rows, T > 0."""
+    if schedule.kind != "pointer" and not takes_descriptors(dy, x):
+        raise ValueError(
+            f"gradient_fold: schedule {schedule.kind!r} copies by descriptor, which needs 16-byte "
+            f"aligned rows; strides are {dy.stride()} and {x.stride()}. Use a 'pointer' schedule."
+        )
+    tokens, n, k = dy.shape[0], dy.shape[1], x.shape[1]
+    programs = schedule.tiles(n, k)
+    if schedule.persistent:
+        programs = min(programs, sm_count(buffer.device) * schedule.resident)
+    sizes = (buffer, tokens, n, k)
+    blocks = {
+        "FRESH": fresh,
+        "BLOCK_N": schedule.block_n,
+        "BLOCK_K": schedule.block_k,
+        "BLOCK_T": schedule.block_t,
+        "GROUP": GROUP,
+        "num_warps": schedule.warps,
+        "num_stages": schedule.stages,
+        "maxnreg": schedule.registers,
+        **EXACT,
+    }
+    if schedule.kind == "tma":
+        _outer_tma_kernel[(programs,)](
+            TensorDescriptor.from_tensor(dy, [schedule.block_t, schedule.block_n]),
+            TensorDescriptor.from_tensor(x, [schedule.block_t, schedule.block_k]),
+            _extra_descriptor(dy, x, schedule),
+            *sizes,
+            *buffer.stride(),
+            EXTRA_N=schedule.extra_n,
+            EXTRA_K=schedule.extra_k,
+            PERSISTENT=schedule.persistent,
+            **blocks,
+        )
+    else:
+        _outer_pointer_kernel[(programs,)](
+            dy, x, *sizes, dy.stride(0), x.stride(0), *buffer.stride(), **blocks
+        )
+
+
+def _extra_descriptor(dy: Tensor, x: Tensor, schedule: Schedule) -> TensorDescriptor:
+    """Of the operand tile that only the second accumulator needs; unused where there is none."""
+    if schedule.extra_n:
+        return TensorDescriptor.from_tensor(dy, [schedule.block_t, schedule.extra_n])
+    columns = schedule.extra_k or schedule.block_k
+    return TensorDescriptor.from_tensor(x, [schedule.block_t, columns])
+
+
+@kernel_op(mutates=("buffer",), fake=lambda *_: None)
+def gradient_fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
+    """Continue `buffer` [N, K] (fp32, or fp64 for fp32 operands) over the tokens of dy [T, N] and
+    x [T, K]; a fresh one counts as all zero, whatever it holds.
+    """
+    if min(*buffer.shape, dy.shape[0]) == 0:
+        if fresh:
+            buffer.zero_()
+        return
+    dy, x = _dense_rows(dy), _dense_rows(x)
+    schedule = pick(
+        dy.shape[0],
+        *buffer.shape,
+        dy.dtype,
+        tma=has_tma(buffer.device) and takes_descriptors(dy, x),
+        processors=sm_count(buffer.device),
+    )
+    launch_outer(buffer, dy, x, fresh, schedule)
+
+
+def _dense_rows(operand: Tensor) -> Tensor:
+    return operand if operand.stride(1) == 1 else operand.contiguous()

@@ -1,0 +1,135 @@
+"""Tiles that `fold_outer` runs in on a GPU: every entry gives the same bits, the shape picks one.
+
+A schedule may walk the tokens in steps of any multiple of 16, since the multiply-accumulate
+instruction itself takes 16, and may hold any part of the matrix, since no element depends on
+another. What it may not do is split the tokens: so a matrix of few tiles leaves processors idle,
+and the choice below is first of all one of how the tiles fill the GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+
+from rl_consistency.kernels.core.matrix_step import FP32_STEP
+
+REGISTERS = 65536
+"""Of one multiprocessor, from sm_80 on."""
+
+MAX_REGISTERS = 255
+"""Of one thread."""
+
+Kind = Literal["tma", "pointer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One way to run `fold_outer`: a tile of the gradient, continued over all tokens."""
+
+    kind: Kind
+    """`tma` copies operands by descriptor (sm_90), `pointer` takes any operand on any GPU."""
+    block_n: int
+    """Output features (columns of dy) in a tile: the rows of the multiply-accumulate."""
+    block_k: int
+    """Input features (columns of x) in a tile."""
+    block_t: int
+    """Tokens per trip of the loop; a multiple of 16."""
+    warps: int
+    stages: int
+    """Operand tiles in flight."""
+    extra_n: int = 0
+    """Output features of a second accumulator below the first: 128 + 64 makes the tile of 192 that
+    a power of two cannot. `tma` only."""
+    extra_k: int = 0
+    """Input features of a second accumulator beside the first; not together with `extra_n`."""
+    persistent: bool = False
+    """One program per resident slot walks over tiles, instead of one program per tile."""
+    resident: int = 1
+    """Programs that fit one multiprocessor at once."""
+    rate: float = 1.0
+    """Speed of the loop relative to the fastest entry; measured, used by `pick` only."""
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Output features and input features of a tile."""
+        return self.block_n + self.extra_n, self.block_k + self.extra_k
+
+    @property
+    def registers(self) -> int | None:
+        """Registers a thread may use for `resident` programs to fit; None where any number fits."""
+        share = REGISTERS // (self.resident * self.warps * 32) // 8 * 8
+        return share if self.resident > 1 and share < MAX_REGISTERS else None
+
+    def tiles(self, n: int, k: int) -> int:
+        """Tiles of an [n, k] gradient."""
+        tile_n, tile_k = self.tile
+        return -(-n // tile_n) * -(-k // tile_k)
+
+
+def _tma(n: int, k: int, t: int, warps: int, stages: int, **options) -> Schedule:
+    return Schedule(
+        kind="tma", block_n=n, block_k=k, block_t=t, warps=warps, stages=stages, **options
+    )
+
+
+def _pointer(n: int, k: int, t: int, warps: int, stages: int, **options) -> Schedule:
+    return Schedule(
+        kind="pointer", block_n=n, block_k=k, block_t=t, warps=warps, stages=stages, **options
+    )
+
+
+TMA = (
+    _tma(128, 256, 64, 8, 3, rate=0.98),
+    _tma(128, 256, 64, 8, 4, rate=0.98),
+    _tma(256, 128, 64, 8, 3, rate=0.9),
+    _tma(128, 256, 64, 8, 3, persistent=True),
+    _tma(128, 128, 64, 4, 3, resident=2, rate=0.9),
+    _tma(128, 128, 64, 8, 3, resident=2, rate=0.87),
+    _tma(64, 128, 64, 4, 4, resident=2, rate=0.65),
+    # A taller tile asks less of the L2 cache per product; it has no registers left.
+    _tma(128, 256, 64, 8, 3, extra_n=64, persistent=True, rate=1.02),
+    # Tiles that divide 3072 by 1024 and its transpose into 128, one per processor.
+    _tma(128, 128, 64, 8, 4, extra_n=64, persistent=True, rate=0.88),
+    _tma(128, 128, 64, 8, 4, extra_k=64, persistent=True, rate=0.88),
+)
+
+POINTER = (
+    _pointer(128, 128, 32, 8, 3, rate=0.6),
+    _pointer(128, 128, 64, 8, 3, rate=0.6),
+    _pointer(64, 64, 32, 4, 4, resident=2, rate=0.4),
+    _pointer(32, 32, 16, 4, 2, resident=4, rate=0.2),
+)
+
+WIDE = (
+    _pointer(64, 64, FP32_STEP, 4, 2, resident=2, rate=0.2),
+    _pointer(128, 64, FP32_STEP, 8, 2, rate=0.2),
+    _pointer(32, 32, FP32_STEP, 4, 2, resident=4, rate=0.1),
+)
+"""fp32 operands: no matrix units in IEEE arithmetic, so small tiles of fused multiply-adds."""
+
+OVERHEAD_TOKENS = 512
+"""What loading, storing and launching a tile costs, in tokens of its loop."""
+
+
+def candidates(dtype: torch.dtype, *, tma: bool) -> tuple[Schedule, ...]:
+    """Every schedule for operands of a dtype; `tma`: device and operands admit descriptors."""
+    if dtype == torch.float32:
+        return WIDE
+    return TMA + POINTER if tma else POINTER
+
+
+@lru_cache(maxsize=4096)
+def pick(
+    tokens: int, n: int, k: int, dtype: torch.dtype, *, tma: bool, processors: int
+) -> Schedule:
+    """The schedule expected to be the fastest for an [n, k] gradient over `tokens`."""
+
+    def cost(schedule: Schedule) -> float:
+        tile_n, tile_k = schedule.tile
+        tiles_of_the_busiest = -(-schedule.tiles(n, k) // processors)
+        return tiles_of_the_busiest * tile_n * tile_k * (tokens / schedule.rate + OVERHEAD_TOKENS)
+
+    return min(candidates(dtype, tma=tma), key=cost)

@@ -1,0 +1,297 @@
+"""Fused products for few rows: query, key and value in one launch, gate, up and GLU in another.
+
+Shapes: `qkv_fwd`: x [M, K], three weights [N_i, K], three biases [N_i] or None -> three [M, N_i].
+    `gate_up_glu_fwd`: x [M, K], two weights [N, K] -> [M, N].
+Dtypes and rounding points: those of the unfused ops: each product is rounded to the dtype of x,
+    then the gated activation is computed in fp32 and rounded once.
+Order: `matmul.ORDER` for each product, `glu.ORDER` for the activation.
+Invariant to: as `matmul`; fused or not.
+Varies with: as `matmul`.
+Backward: none; `linear` refuses these calls where a gradient is wanted.
+Errors: none here; `linear` checks.
+Cost: one launch instead of three; each weight is read once.
+"""
+
+# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
+from rl_consistency.kernels.core.torch_op import kernel_op
+from rl_consistency.kernels.glu.activation_triton import ACTIVATIONS, glu_value
+from rl_consistency.kernels.matmul.product_triton import (
+    SHARED_BYTES,
+    describable,
+    multiply,
+    pointer_tile,
+    tile_position,
+)
+from rl_consistency.kernels.matmul.schedules import Schedule, pick_gate_up, pick_qkv
+
+
+@triton.jit(do_not_specialize=["M"])
+def qkv_kernel(
+    x_ptr,
+    wq_ptr,
+    wk_ptr,
+    wv_ptr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    bq_ptr,
+    bk_ptr,
+    bv_ptr,
+    M,
+    NQ,
+    NK,
+    NV,
+    K,
+    stride_x,
+    stride_w,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Column tiles of the three results, one after the other in the grid, by pointers.
+
+    The weight is chosen before the loop over K: one loop, one set of buffers, which descriptors
+    would not allow.
+    """
+    tile = tl.program_id(0)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_q = tiles_m * tl.cdiv(NQ, BLOCK_N)
+    tiles_k = tiles_m * tl.cdiv(NK, BLOCK_N)
+    w_ptr, y_ptr, bias_ptr, N = wq_ptr, q_ptr, bq_ptr, NQ
+    if tile >= tiles_q + tiles_k:
+        w_ptr, y_ptr, N = wv_ptr, v_ptr, NV
+        tile -= tiles_q + tiles_k
+        if HAS_BIAS:
+            bias_ptr = bv_ptr
+    elif tile >= tiles_q:
+        w_ptr, y_ptr, N = wk_ptr, k_ptr, NK
+        tile -= tiles_q
+        if HAS_BIAS:
+            bias_ptr = bk_ptr
+    pointer_tile(
+        tile, x_ptr, w_ptr, y_ptr, bias_ptr, M, N, K, stride_x, 1, 1, stride_w, N,
+        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, HAS_BIAS,
+    )  # fmt: skip
+
+
+@triton.jit
+def glu_tile(gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Both products rounded to DTYPE, as if stored, then the gated activation in fp32."""
+    gate = gate.to(DTYPE).to(tl.float32)
+    up = up.to(DTYPE).to(tl.float32)
+    return glu_value(gate, up, ACTIVATION).to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["M"])
+def gate_up_glu_tma_kernel(
+    x_desc,
+    gate_desc,
+    up_desc,
+    y_desc,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    SWAP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """One tile of both products and of their gated activation, copied by descriptors."""
+    tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+    if SWAP:
+        gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = gate
+    for k in range(tl.cdiv(K, BLOCK_K)):
+        x = x_desc.load([row, k * BLOCK_K])  # [BLOCK_M, BLOCK_K]
+        gate = multiply(x, gate_desc.load([column, k * BLOCK_K]).T, gate, SWAP)
+        up = multiply(x, up_desc.load([column, k * BLOCK_K]).T, up, SWAP)
+    y = glu_tile(gate, up, y_desc.dtype, ACTIVATION)
+    if SWAP:
+        y_desc.store([row, column], y.T)
+    else:
+        y_desc.store([row, column], y)
+
+
+@triton.jit(do_not_specialize=["M"])
+def gate_up_glu_pointer_kernel(
+    x_ptr,
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    M,
+    N,
+    K,
+    stride_x,
+    stride_gate,
+    stride_up,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """The same by pointers; rows of x and of the weights are contiguous."""
+    tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    steps = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + rows[:, None] * stride_x + steps[None, :]
+    gate_ptrs = gate_ptr + steps[:, None] + columns[None, :] * stride_gate
+    up_ptrs = up_ptr + steps[:, None] + columns[None, :] * stride_up
+    gate = no_steps(BLOCK_M, BLOCK_N, x_ptr.dtype.element_ty)
+    up = gate
+    for k in range(0, K, BLOCK_K):
+        left = K - k
+        mask = (steps < left)[:, None] & (columns < N)[None, :]
+        x = tl.load(x_ptrs + k, mask=(rows < M)[:, None] & (steps < left)[None, :], other=0.0)
+        gate_weight = tl.load(gate_ptrs + k, mask=mask, other=0.0)  # [BLOCK_K, BLOCK_N]
+        up_weight = tl.load(up_ptrs + k, mask=mask, other=0.0)
+        gate = matrix_step(x, gate_weight, gate)
+        up = matrix_step(x, up_weight, up)
+    y = glu_tile(gate.to(tl.float32), up.to(tl.float32), y_ptr.dtype.element_ty, ACTIVATION)
+    mask = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(y_ptr + rows[:, None] * N + columns[None, :], y, mask=mask)
+
+
+def _blocks(schedule: Schedule) -> dict[str, Any]:
+    return {
+        "BLOCK_M": schedule.block_m,
+        "BLOCK_N": schedule.block_n,
+        "BLOCK_K": schedule.block_k,
+        "GROUP_M": schedule.group_m,
+        "num_warps": schedule.warps,
+        "num_stages": schedule.stages,
+        "enable_fp_fusion": False,
+    }
+
+
+def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
+def _rows_contiguous(matrix: Tensor) -> Tensor:
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def qkv_fwd(
+    x: Tensor,
+    wq: Tensor,
+    wk: Tensor,
+    wv: Tensor,
+    bq: Tensor | None,
+    bk: Tensor | None,
+    bv: Tensor | None,
+    schedule: Schedule | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x times three weights in one launch -> three results in the dtype of x.
+
+    All sizes are positive; the biases are all there or all None. `schedule`, a pointer one,
+    changes no bit.
+    """
+    x = _rows_contiguous(x)
+    wq, wk, wv = (weight.contiguous() for weight in (wq, wk, wv))
+    bq, bk, bv = (None if bias is None else bias.contiguous() for bias in (bq, bk, bv))
+    outputs = _qkv_fake(x, wq, wk, wv, bq, bk, bv)
+    m, inner = x.shape
+    sizes = [weight.shape[0] for weight in (wq, wk, wv)]
+    if schedule is None:
+        schedule = pick_qkv(m, sum(sizes), inner, x.dtype)
+    tiles = triton.cdiv(m, schedule.block_m) * sum(triton.cdiv(n, schedule.block_n) for n in sizes)
+    qkv_kernel[(tiles,)](
+        x, wq, wk, wv, *outputs, bq, bk, bv, m, *sizes, inner, x.stride(0), inner,
+        HAS_BIAS=bq is not None, **_blocks(schedule),
+    )  # fmt: skip
+    return outputs
+
+
+def _qkv_fake(
+    x: Tensor,
+    wq: Tensor,
+    wk: Tensor,
+    wv: Tensor,
+    bq: Tensor | None,
+    bk: Tensor | None,
+    bv: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.new_empty((x.shape[0], weight.shape[0])) for weight in (wq, wk, wv))
+    return q, k, v
+
+
+def gate_up_glu_fwd(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    activation: str,
+    schedule: Schedule | None = None,
+) -> Tensor:
+    """activation(x w_gate^T) * (x w_up^T) in one launch -> [M, N] in the dtype of x.
+
+    All sizes are positive. `schedule` changes no bit.
+    """
+    x, w_gate, w_up = (_rows_contiguous(matrix) for matrix in (x, w_gate, w_up))
+    y = _gate_up_glu_fake(x, w_gate, w_up, activation)
+    (m, n), inner = y.shape, x.shape[1]
+    if schedule is None:
+        fits = all(describable(matrix) for matrix in (x, w_gate, w_up, y))
+        schedule = pick_gate_up(m, n, inner, x.dtype, fits and has_tma(x.device))
+        # Two weight tiles a stage.
+        schedule = schedule.within(SHARED_BYTES // 2, x.element_size(), x.element_size())
+    bm, bn, bk = schedule.block_m, schedule.block_n, schedule.block_k
+    tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
+    blocks = _blocks(schedule) | {"ACTIVATION": ACTIVATIONS.index(activation)}
+    if schedule.kind == "tma":
+        gate_up_glu_tma_kernel[(tiles,)](
+            _described(x, bm, bk),
+            _described(w_gate, bn, bk),
+            _described(w_up, bn, bk),
+            _described(y, bm, bn),
+            m, n, inner, SWAP=schedule.swap, **blocks,
+        )  # fmt: skip
+    else:
+        strides = (matrix.stride(0) for matrix in (x, w_gate, w_up))
+        gate_up_glu_pointer_kernel[(tiles,)](x, w_gate, w_up, y, m, n, inner, *strides, **blocks)
+    return y
+
+
+def _gate_up_glu_fake(x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str) -> Tensor:
+    return x.new_empty((x.shape[0], w_gate.shape[0]))
+
+
+@kernel_op(fake=_qkv_fake)
+def qkv_op(
+    x: Tensor,
+    wq: Tensor,
+    wk: Tensor,
+    wv: Tensor,
+    bq: Tensor | None,
+    bk: Tensor | None,
+    bv: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`qkv_fwd` as a compiler sees it."""
+    return qkv_fwd(x, wq, wk, wv, bq, bk, bv)
+
+
+@kernel_op(fake=_gate_up_glu_fake)
+def gate_up_glu_op(x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str) -> Tensor:
+    """`gate_up_glu_fwd` as a compiler sees it."""
+    return gate_up_glu_fwd(x, w_gate, w_up, activation)

@@ -1,0 +1,215 @@
+"""y = x @ weight^T + bias.
+
+Shapes: `linear`: x [..., K], weight [N, K], bias [N] -> [..., N]. `linear_qkv`: three weights and
+    results. `linear_glu`: activation(x w_gate^T) * (x w_up^T).
+Dtypes and rounding points: fp32, bf16, fp16; fp32 accumulation, bias added in fp32, one rounding to
+    the dtype of x.
+Order: `matmul` for each output element.
+Invariant to: the number of rows, their positions and neighbours; the fused forms give the bytes of
+    the ops that they stand for.
+Varies with: K, N.
+Backward: dX = dY @ weight in the `matmul` order (N walked upward), rounded once; dW and dbias by
+    `gradient_fold`.
+Errors: TypeError on dtypes, ValueError on shapes, devices and autocast, and on a gradient asked of
+    a fused form.
+Cost: see `matmul` and `gradient_fold`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.core.operand import require_operands
+from rl_consistency.kernels.core.recording import apply, once_differentiable
+from rl_consistency.kernels.core.reduction_order import ReductionOrder
+from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
+from rl_consistency.kernels.gradient_fold.op import (
+    GradientBuffer,
+    fold_columns,
+    fold_outer,
+    fold_parameter,
+)
+from rl_consistency.kernels.linear.few_rows_triton import (
+    gate_up_glu_op,
+    qkv_op,
+)
+from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
+from rl_consistency.kernels.matmul.schedules import FUSED_ROWS
+
+ORDER = ReductionOrder(
+    id="linear",
+    version=1,
+    cpu=(
+        "Each output in the matmul order from zero, then + bias in fp32, then one rounding. "
+        "dX in the matmul order over output features. dW and dbias by the gradient fold."
+    ),
+)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    weight_grad: GradientBuffer | None = None,
+    bias_grad: GradientBuffer | None = None,
+) -> Tensor:
+    """Affine map of the last dimension, each row on its own.
+
+    Args:
+        x: [..., K].
+        weight: [N, K].
+        bias: [N] or None.
+        weight_grad: buffer that dW is folded into; without one autograd receives dW, folded from
+            zero.
+        bias_grad: the same for dbias.
+
+    Returns:
+        [..., N] in the dtype of x.
+    """
+    require_fitting("linear", x, weight, bias)
+    return apply(LinearFunction, x, weight, bias, weight_grad, bias_grad)
+
+
+def linear_qkv(
+    x: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`linear` of one x with three weights, without gradients; few rows on CUDA in one launch.
+
+    Args:
+        x: [..., K].
+        weights: three [N_i, K].
+        biases: three [N_i], or three None.
+
+    Returns:
+        Three [..., N_i], the bytes of three calls of `linear`.
+
+    Raises:
+        ValueError: as `linear`; or a gradient is wanted.
+    """
+    _require_no_gradient("linear_qkv", x, *weights, *biases)
+    for weight, bias in zip(weights, biases, strict=True):
+        require_fitting("linear_qkv", x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    if _fusable(rows, *weights) and len({bias is None for bias in biases}) == 1:
+        q, k, v = qkv_op(rows, *weights, *biases)
+    else:
+        q, k, v = (
+            matmul_nt(rows, weight, bias=bias, out_dtype=x.dtype)
+            for weight, bias in zip(weights, biases, strict=True)
+        )
+    q, k, v = (y.view(*x.shape[:-1], y.shape[1]) for y in (q, k, v))
+    return q, k, v
+
+
+def linear_glu(x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str = "silu") -> Tensor:
+    """`glu(linear(x, w_gate), linear(x, w_up))` without gradients; few rows on CUDA in one launch.
+
+    Args:
+        x: [..., K].
+        w_gate: [N, K].
+        w_up: [N, K].
+        activation: one of `glu.ACTIVATIONS`.
+
+    Returns:
+        [..., N], the bytes of the three ops.
+
+    Raises:
+        ValueError: as `linear` and `glu`; or a gradient is wanted.
+    """
+    _require_no_gradient("linear_glu", x, w_gate, w_up)
+    require_fitting("linear_glu", x, w_gate, None)
+    require_fitting("linear_glu", x, w_up, None)
+    if w_gate.shape != w_up.shape:
+        raise ValueError(
+            f"linear_glu: w_gate {tuple(w_gate.shape)} and w_up {tuple(w_up.shape)} must be equal."
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"linear_glu: activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}."
+        )
+    rows = x.reshape(-1, x.shape[-1])
+    if _fusable(rows, w_gate):
+        y = gate_up_glu_op(rows, w_gate, w_up, activation)
+    else:
+        gate = matmul_nt(rows, w_gate, out_dtype=x.dtype)
+        y = glu(gate, matmul_nt(rows, w_up, out_dtype=x.dtype), activation)
+    return y.view(*x.shape[:-1], w_gate.shape[0])
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _fusable(rows: Tensor, *weights: Tensor) -> bool:
+    sizes = (*rows.shape, *(weight.shape[0] for weight in weights))
+    return rows.is_cuda and rows.shape[0] <= FUSED_ROWS and min(sizes) > 0
+
+
+def require_fitting(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Check the operands of `linear`.
+
+    Raises:
+        TypeError: dtypes.
+        ValueError: shapes, devices or autocast.
+    """
+    require_operands(op, x=x, weight=weight, bias=bias)
+    if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{op}: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; "
+            "weight is [out_features, in_features] and x ends in in_features."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{op}: bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}; "
+            "bias is [out_features]."
+        )
+
+
+def _require_no_gradient(op: str, *operands: Tensor | None) -> None:
+    wanted = any(operand is not None and operand.requires_grad for operand in operands)
+    if wanted and torch.is_grad_enabled():
+        raise ValueError(
+            f"{op}: computes no gradients. Call it under torch.no_grad(), or use linear()."
+        )
+
+
+class LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, weight_grad, bias_grad):
+        ctx.save_for_backward(x, weight, bias)
+        ctx.buffers = (weight_grad, bias_grad)
+        y = matmul_nt(_rows(x), weight, bias=bias, out_dtype=x.dtype)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs):
+        (dy,) = grad_outputs
+        x, weight, bias = ctx.saved_tensors
+        weight_grad, bias_grad = ctx.buffers
+        rows = _rows(dy)
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = matmul_nn(rows, weight, out_dtype=x.dtype)
+            dx = dx if x.dim() == 2 else dx.view(x.shape)
+        if ctx.needs_input_grad[1]:
+            x_rows = _rows(x)
+            dweight = fold_parameter(
+                weight,
+                weight_grad,
+                lambda g, fresh: fold_outer(g, rows, x_rows, fresh=fresh),
+                overwrites=True,
+            )
+        if ctx.needs_input_grad[2]:
+            dbias = fold_parameter(bias, bias_grad, lambda g, fresh: fold_columns(g, rows))
+        return dx, dweight, dbias, None, None
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same map in fp64, for accuracy tests only."""
+    y = x.double() @ weight.double().t()
+    return y if bias is None else y + bias.double()

@@ -1,0 +1,279 @@
+"""Certificates that the vendor library's products have the canonical bytes, kept in a file.
+
+A certificate is the finding of one comparison: for a layout, dtypes, bias, N, K and power-of-two
+range of M, how many elements of the library's products differed from the Triton schedule's. It
+holds for one identity of device, driver and versions, which has a file of its own; processes that
+share the file merge their findings, and whatever is bad or struck in any of them stays so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from rl_consistency.kernels.core.kernels_hash import kernels_hash
+
+CACHE_VARIABLE = "RL_CONSISTENCY_CACHE"
+"""Directory of the certificate files; `~/.cache/rl_consistency` without it."""
+
+LIBRARY_VARIABLES = (
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+)
+"""What the library reads from the environment; part of what a certificate holds for."""
+
+_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """What one certificate covers."""
+
+    layout: str
+    """"nt", "nn", or "tn" for dW, whose rows are the tokens summed over."""
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    bias: bool
+    n: int
+    k: int
+    rows: int
+    """The largest row count of the range; the smallest is half of it plus one."""
+
+    @classmethod
+    def of(
+        cls, layout: str, dtype: torch.dtype, out_dtype: torch.dtype, bias: bool, *mnk: int
+    ) -> Key:
+        """The key of one product, given M, N and K."""
+        m, n, k = mnk
+        return _key(layout, dtype, out_dtype, bias, n, k, 1 << (m - 1).bit_length())
+
+    @cached_property
+    def name(self) -> str:
+        """The key in the file."""
+        dtypes = f"{_DTYPE_NAMES[self.dtype]}/{_DTYPE_NAMES[self.out_dtype]}"
+        bias = "bias" if self.bias else "plain"
+        return f"{self.layout}/{dtypes}/{bias}/n{self.n}/k{self.k}/m{self.rows}"
+
+    def sample(self, m: int) -> list[int]:
+        """Row counts to compare: the range's edges, its middle, and `m`."""
+        low = max(self.rows // 2 + 1, 2)
+        counts = {low, (low + self.rows) // 2, self.rows, m}
+        # dW is certified for whole steps of the fold only.
+        return sorted(c for c in counts if self.layout != "tn" or c % 16 == 0)
+
+    def probe_bytes(self) -> int:
+        """Memory for operands and both results at the largest row count."""
+        shapes = (self.rows, self.k), (self.n, self.k), (self.rows, self.n)
+        if self.layout == "tn":
+            shapes = (self.rows, self.n), (self.rows, self.k), (self.n, self.k)
+        a, b, y = (rows * columns for rows, columns in shapes)
+        return (a + b) * self.dtype.itemsize * 2 + y * self.out_dtype.itemsize * 4
+
+
+_key = cache(Key)
+"""One object per key, so that its name is spelled once."""
+
+
+@dataclass
+class Certificate:
+    """The finding for one key."""
+
+    differing: int
+    """Elements that differed when it was made; 0 admits."""
+    rows: list[int]
+    """Row counts that were compared."""
+    struck: str = ""
+    """Why it was withdrawn later; empty while it holds."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether the library may be used."""
+        return self.differing == 0 and not self.struck
+
+
+class Certificates:
+    """Findings by key, kept in one file for one identity of device and versions.
+
+    Args:
+        path: the file; read now, rewritten when a finding is added.
+        identity: what the findings hold for; a file that says anything else is made anew.
+        compare: (key, number of rows) -> elements that differ between library and Triton.
+    """
+
+    def __init__(
+        self, path: Path, identity: Mapping[str, str], compare: Callable[[Key, int], int]
+    ) -> None:
+        self._path = path
+        self._identity = dict(identity)
+        self._compare = compare
+        self._findings = self._read()
+
+    @classmethod
+    def of_device(cls, device: torch.device, compare: Callable[[Key, int], int]) -> Certificates:
+        """Those of a device and of the versions that are installed."""
+        identity = _identity(device)
+        name = "".join(c if c.isalnum() else "_" for c in identity["device"])
+        # One file per identity, so that another environment neither sees nor wipes what was struck.
+        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+        path = cache_directory() / f"matmul_certificates_{name}_{digest}.json"
+        return cls(path, identity, compare)
+
+    def knows(self, key: Key) -> bool:
+        """Whether there is a finding, good or bad."""
+        return key.name in self._findings
+
+    def admitted(self, key: Key, m: int, *, make: bool = True, to_the_row: bool = False) -> bool:
+        """Whether the library may compute a product of `m` rows.
+
+        Args:
+            key: the product's key.
+            m: its number of rows.
+            make: compare now where there is no certificate. Without it only row counts that were
+                compared themselves are admitted: nothing audits what a CUDA graph replays.
+            to_the_row: compare `m` rows, too, where a certificate was made for others.
+        """
+        finding = self._findings.get(key.name)
+        if finding is None and make:
+            rows = key.sample(m)
+            finding = Certificate(sum(self._compare(key, count) for count in rows), rows)
+            self._findings[key.name] = finding
+            self._write()
+        if make and to_the_row and finding is not None and finding.holds and m not in finding.rows:
+            finding.differing += self._compare(key, m)
+            finding.rows = sorted({*finding.rows, m})
+            self._write()
+        if finding is None or not finding.holds:
+            return False
+        return make or m in finding.rows
+
+    def strike(self, key: Key, reason: str) -> None:
+        """Withdraw a certificate, in the file too."""
+        finding = self._findings.setdefault(key.name, Certificate(0, []))
+        finding.struck = reason
+        self._write()
+
+    def _read(self) -> dict[str, Certificate]:
+        try:
+            content = json.loads(self._path.read_text("utf-8"))
+            if content["identity"] != self._identity:
+                return {}
+            return {name: Certificate(**value) for name, value in content["findings"].items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            warnings.warn(
+                f"certificate file {self._path} is damaged or unreadable ({error!r}); certificates "
+                "are made anew. Nothing else is affected.",
+                stacklevel=2,
+            )
+            return {}
+
+    def _write(self) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Two processes that read and replace at once would lose what one of them struck.
+            with self._path.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._merge()
+                self._replace()
+        except OSError as error:
+            warnings.warn(
+                f"certificate file {self._path} cannot be written ({error}); certificates last "
+                f"for this process only. Set {CACHE_VARIABLE} to a writable directory.",
+                stacklevel=2,
+            )
+
+    def _merge(self) -> None:
+        """Take in what another process has found; whatever is bad or struck in either stays so."""
+        for name, other in self._read().items():
+            mine = self._findings.setdefault(name, other)
+            mine.struck = mine.struck or other.struck
+            mine.differing = max(mine.differing, other.differing)
+            mine.rows = sorted({*mine.rows, *other.rows})
+
+    def _replace(self) -> None:
+        content = {
+            "identity": self._identity,
+            "findings": {name: vars(self._findings[name]) for name in sorted(self._findings)},
+        }
+        descriptor, name = tempfile.mkstemp(dir=self._path.parent, prefix=self._path.name)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1)
+        Path(name).replace(self._path)
+
+
+def cache_directory() -> Path:
+    """Where certificate files are kept; the only place that reads `CACHE_VARIABLE`."""
+    named = os.environ.get(CACHE_VARIABLE)
+    return Path(named) if named else Path.home() / ".cache" / "rl_consistency"
+
+
+def _identity(device: torch.device) -> dict[str, str]:
+    properties: Any = torch.cuda.get_device_properties(device)
+    return {
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": str(properties.multi_processor_count),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "cublaslt": _library_version(),
+        "driver": _driver_version(),
+        "triton": triton.__version__,
+        "kernels": kernels_hash(),
+    } | {name: os.environ.get(name, "") for name in LIBRARY_VARIABLES}
+
+
+@cache
+def _library_version() -> str:
+    major = str(torch.version.cuda).partition(".")[0]
+    try:
+        # Loaded by torch already, so that its bare name finds it.
+        version = ctypes.CDLL(f"libcublasLt.so.{major}").cublasLtGetVersion
+    except OSError:
+        return "unknown"
+    version.restype = ctypes.c_size_t
+    return str(version())
+
+
+@cache
+def _driver_version() -> str:
+    """The CUDA version that the driver's library supports and the driver's release, such as
+    "13000/580.159.04": either may change without the other.
+    """
+    return f"{_supported_version()}/{_driver_release()}"
+
+
+def _supported_version() -> str:
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return "unknown"
+    return "unknown" if failed else str(version.value)
+
+
+def _driver_release() -> str:
+    release = ctypes.create_string_buffer(80)
+    try:
+        management = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return "unknown"
+    if management.nvmlInit_v2():
+        return "unknown"
+    failed = management.nvmlSystemGetDriverVersion(release, len(release))
+    management.nvmlShutdown()
+    return "unknown" if failed else release.value.decode()

@@ -1,0 +1,148 @@
+"""y = a @ b for a batch of independent rows: the order every other matrix product builds on.
+
+Shapes: `matmul_nt`: a [M, K], b [N, K], bias [N] -> [M, N]. `matmul_nn`: a [M, K], b [K, N] ->
+    [M, N]. On a CPU only: `row_matmul`: a [M, K], b [K, N] -> [M, N] fp32; `tile_matmul`:
+    a [B, m, K], b [B, K, N] -> [B, m, N] fp32.
+Dtypes and rounding points: fp32, bf16, fp16; fp32 accumulation (of fp32 on CUDA: fp64); bias added
+    in fp32; one rounding to `out_dtype`. `row_matmul` and `tile_matmul` leave it to the caller.
+Order: `ORDER` below.
+Invariant to: M, the position of a row, the other rows, the number of products in the batch.
+Varies with: K; the device. On a CPU also N (the two fix the library's walk over K), the library
+    version, the thread count.
+Backward: none here; `linear`, `attention` and `token_logprobs` differentiate.
+Errors: none here; callers check their operands.
+Cost: 1 to 2 times a plain `torch.mm` on the CPU (measured on 2 cores, M = 300); on CUDA see
+    benchmarks/results/h200.json.
+
+On a CPU the product runs as equal tiles of 16 rows. A matrix library picks its code path by the
+shape of one product, so equal shapes give equal bits wherever the row stands; measured: with N a
+multiple of 16 and at least two tiles no row changed for any M, position or thread count tried.
+A lone product may be split over threads, and a ragged N takes an edge path, hence both paddings.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl_consistency.kernels.core.operand import aligned
+from rl_consistency.kernels.core.reduction_order import ReductionOrder
+from rl_consistency.kernels.matmul import cublaslt
+from rl_consistency.kernels.matmul.product_triton import matmul_op
+
+TILE_ROWS = 16
+MIN_TILES = 2
+COLUMN_MULTIPLE = 16
+
+ORDER = ReductionOrder(
+    id="matmul",
+    version=3,
+    cpu=(
+        "One fp32 accumulator per output element, from zero, K walked upward in "
+        "multiply-accumulate steps. On a CPU the steps are those of the matrix library for a tile "
+        "of 16 rows by all columns, columns padded with zeros to a multiple of 16, at least two "
+        "tiles a call. "
+        "On CUDA: bf16 and fp16 in steps of the tensor core, 16 elements of K each, zeros after a "
+        "ragged end; fp32 in steps of 16 elements of K, each summed from zero by fused "
+        "multiply-adds and then added to an fp64 accumulator, which is rounded to fp32 at the end. "
+        "The bias is added to the finished accumulator in fp32, then one rounding to the dtype of "
+        "the result."
+    ),
+)
+
+
+def matmul_nt(
+    a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """a @ b^T + bias, rounded once; each row's bits depend on that row, `b` and `bias` alone.
+
+    Args:
+        a: [M, K].
+        b: [N, K], the dtype of `a`.
+        bias: [N] or None.
+        out_dtype: fp32, bf16 or fp16.
+
+    Returns:
+        [M, N] in `out_dtype`.
+    """
+    if a.is_cuda:
+        return _cuda_product(a, b, bias, "nt", out_dtype)
+    product = row_matmul(a, b.t())
+    return (product if bias is None else product + bias.float()).to(out_dtype)
+
+
+def matmul_nn(a: Tensor, b: Tensor, *, out_dtype: torch.dtype = torch.float32) -> Tensor:
+    """a @ b, rounded once; each row's bits depend on that row and `b` alone.
+
+    Args:
+        a: [M, K].
+        b: [K, N], the dtype of `a`.
+        out_dtype: fp32, bf16 or fp16.
+
+    Returns:
+        [M, N] in `out_dtype`.
+    """
+    if a.is_cuda:
+        return _cuda_product(a, b, None, "nn", out_dtype)
+    return row_matmul(a, b).to(out_dtype)
+
+
+def _cuda_product(
+    a: Tensor, b: Tensor, bias: Tensor | None, layout: str, out_dtype: torch.dtype
+) -> Tensor:
+    columns = b.shape[0 if layout == "nt" else 1]
+    if a.shape[0] == 0 or columns == 0:
+        return a.new_empty((a.shape[0], columns), dtype=out_dtype)
+    if a.shape[1] == 0:
+        empty = a.new_zeros((a.shape[0], columns), dtype=torch.float32)
+        return (empty if bias is None else empty + bias.float()).to(out_dtype)
+    if torch.compiler.is_compiling():
+        return matmul_op(a, b, bias, layout, out_dtype)
+    product = cublaslt.product(a, b, bias, layout, out_dtype)
+    return matmul_op(a, b, bias, layout, out_dtype) if product is None else product
+
+
+def row_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Product of rows with one shared matrix; each row's bits depend on that row and `b` alone.
+
+    Args:
+        a: [M, K], any supported dtype.
+        b: [K, N], may be a transposed view.
+
+    Returns:
+        [M, N] fp32.
+    """
+    num_rows, inner = a.shape
+    num_columns = b.shape[1]
+    if num_rows == 0 or num_columns == 0:
+        return a.new_zeros((num_rows, num_columns), dtype=torch.float32)
+    tiles = max(-(-num_rows // TILE_ROWS), MIN_TILES)
+    a = F.pad(a.float(), (0, 0, 0, tiles * TILE_ROWS - num_rows)).contiguous()
+    b = _padded_columns(b.float())
+    product = torch.bmm(
+        aligned(a).view(tiles, TILE_ROWS, inner), aligned(b).expand(tiles, inner, b.shape[1])
+    )
+    return product.view(tiles * TILE_ROWS, -1)[:num_rows, :num_columns]
+
+
+def tile_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product of equal tiles; each product's bits depend on its own operands alone.
+
+    Args:
+        a: [B, m, K] fp32.
+        b: [B, K, N] fp32; N a multiple of 16.
+
+    Returns:
+        [B, m, N] fp32.
+    """
+    count = a.shape[0]
+    if count < MIN_TILES:
+        a = F.pad(a, (0, 0, 0, 0, 0, MIN_TILES - count))
+        b = F.pad(b, (0, 0, 0, 0, 0, MIN_TILES - count))
+    return torch.bmm(a, b)[:count]
+
+
+def _padded_columns(b: Tensor) -> Tensor:
+    ragged = -b.shape[1] % COLUMN_MULTIPLE
+    return F.pad(b, (0, ragged)) if ragged else b

@@ -1,0 +1,340 @@
+"""Triton schedules of the matmul order: y = a b^T + bias or a b, one fp32 accumulator per output.
+
+Shapes: a [M, K]; b [N, K] (layout "nt") or [K, N] ("nn"); bias [N] or None -> [M, N].
+Dtypes and rounding points: fp32, bf16, fp16 in; fp32 accumulation (fp32: fp64) and bias; one
+    rounding to the output's dtype.
+Order: `matmul.ORDER`: K walked upward in MMA steps, zeros after a ragged end.
+Invariant to: M, the position of a row, tiles, warps, stages, which operand feeds the rows of the
+    MMA, copies by pointer or by descriptor.
+Varies with: K; operand dtype; fp32 by fused multiply-adds, 16 elements of K from zero at a time.
+Backward: none here.
+Errors: ValueError where an explicit schedule asks for descriptors that the operands do not allow.
+Cost: see benchmarks/results/h200.json.
+
+Every launch turns off floating-point contraction, so that the epilogue's addition of the bias is
+the same instruction whatever the compiler could fuse around it.
+"""
+
+# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from rl_consistency.kernels.core.device import INTERPRETED, has_tma, sm_count
+from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
+from rl_consistency.kernels.core.torch_op import kernel_op
+from rl_consistency.kernels.matmul.schedules import Schedule, pick
+
+DESCRIPTOR_BYTES = 16
+"""What a tile descriptor asks of an operand's start and row pitch."""
+
+SHARED_BYTES = 227 * 1024
+"""Shared memory of one program on sm_90. Pointer schedules that `pick` gives fit in 99 KB."""
+
+
+@triton.jit
+def tile_position(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Row and column tile of a tile's number: GROUP_M row tiles share their column tiles."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    group = tile // (GROUP_M * tiles_n)
+    rows_in_group = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    within = tile % (GROUP_M * tiles_n)
+    return group * GROUP_M + within % rows_in_group, within // rows_in_group
+
+
+@triton.jit
+def multiply(a, b, acc, SWAP: tl.constexpr):
+    """acc + a @ b; with SWAP everything is transposed: acc [N, M] + b^T @ a^T."""
+    if SWAP:
+        acc = tl.dot(b.T, a.T, acc)
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
+
+
+@triton.jit
+def add_bias(acc, bias_ptr, columns, N, HAS_BIAS: tl.constexpr):
+    """acc [M, N] + bias in fp32."""
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0)
+        acc = acc + bias.to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def tma_tile(
+    tile,
+    a_desc,
+    b_desc,
+    c_desc,
+    bias_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NT: tl.constexpr,
+    SWAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """One [BLOCK_M, BLOCK_N] tile of the result, copied by descriptors."""
+    tile_m, tile_n = tile_position(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+    if SWAP:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(tl.cdiv(K, BLOCK_K)):
+        a = a_desc.load([row, k * BLOCK_K])  # [BLOCK_M, BLOCK_K]
+        if NT:
+            b = b_desc.load([column, k * BLOCK_K]).T  # [BLOCK_K, BLOCK_N]
+        else:
+            b = b_desc.load([k * BLOCK_K, column])
+        acc = multiply(a, b, acc, SWAP)
+    if SWAP:
+        acc = acc.T
+    if SPLIT:
+        halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+        left, right = tl.split(halves)
+        columns = column + tl.arange(0, BLOCK_N // 2)
+        left = add_bias(left, bias_ptr, columns, N, HAS_BIAS)
+        c_desc.store([row, column], left.to(c_desc.dtype))
+        right = add_bias(right, bias_ptr, columns + BLOCK_N // 2, N, HAS_BIAS)
+        c_desc.store([row, column + BLOCK_N // 2], right.to(c_desc.dtype))
+    else:
+        acc = add_bias(acc, bias_ptr, column + tl.arange(0, BLOCK_N), N, HAS_BIAS)
+        c_desc.store([row, column], acc.to(c_desc.dtype))
+
+
+@triton.jit(do_not_specialize=["M"])
+def tma_kernel(
+    a_desc,
+    b_desc,
+    c_desc,
+    bias_ptr,
+    M,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NT: tl.constexpr,
+    SWAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PERSISTENT: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Tiles by descriptor: one per program, or every num_programs-th one."""
+    first = tl.program_id(0)
+    if OVERLAP:
+        # Nothing is read or written before the kernel ahead is done, not even a weight: it may
+        # be an optimizer's step.
+        gdc_launch_dependents()
+        gdc_wait()
+    if PERSISTENT:
+        tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+        for tile in tl.range(first, tiles, tl.num_programs(0), flatten=True):
+            tma_tile(
+                tile, a_desc, b_desc, c_desc, bias_ptr, M, N, K,
+                BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NT, SWAP, SPLIT, HAS_BIAS,
+            )  # fmt: skip
+    else:
+        tma_tile(
+            first, a_desc, b_desc, c_desc, bias_ptr, M, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, NT, SWAP, SPLIT, HAS_BIAS,
+        )  # fmt: skip
+
+
+@triton.jit
+def pointer_tile(
+    tile,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    bias_ptr,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_cm,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """One [BLOCK_M, BLOCK_N] tile of the result, any strides."""
+    tile_m, tile_n = tile_position(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    steps = tl.arange(0, BLOCK_K).to(tl.int64)
+    a_ptrs = a_ptr + rows[:, None] * stride_am + steps[None, :] * stride_ak
+    b_ptrs = b_ptr + steps[:, None] * stride_bk + columns[None, :] * stride_bn
+    acc = no_steps(BLOCK_M, BLOCK_N, a_ptr.dtype.element_ty)
+    for k in range(0, K, BLOCK_K):
+        left = K - k
+        a = tl.load(a_ptrs, mask=(rows < M)[:, None] & (steps < left)[None, :], other=0.0)
+        b = tl.load(b_ptrs, mask=(steps < left)[:, None] & (columns < N)[None, :], other=0.0)
+        acc = matrix_step(a, b, acc)
+        # In 64 bits: a pitch of 2**25 elements times BLOCK_K passes 2**31.
+        a_ptrs += tl.full((), BLOCK_K, tl.int64) * stride_ak
+        b_ptrs += tl.full((), BLOCK_K, tl.int64) * stride_bk
+    acc = add_bias(acc.to(tl.float32), bias_ptr, columns, N, HAS_BIAS)
+    c_ptrs = c_ptr + rows[:, None] * stride_cm + columns[None, :]
+    mask = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def pointer_kernel(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    bias_ptr,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_cm,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Tiles by pointers, one per program."""
+    pointer_tile(
+        tl.program_id(0), a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K,
+        stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
+        BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, HAS_BIAS,
+    )  # fmt: skip
+
+
+def describable(matrix: Tensor) -> bool:
+    """Whether tile descriptors can describe a matrix: its start and its rows on 16-byte lines."""
+    pitch = matrix.stride(0) * matrix.element_size()
+    return (
+        matrix.stride(1) == 1
+        and matrix.stride(0) >= matrix.shape[1]
+        and pitch % DESCRIPTOR_BYTES == 0
+        and matrix.data_ptr() % DESCRIPTOR_BYTES == 0
+    )
+
+
+def _matmul_fake(
+    a: Tensor, b: Tensor, bias: Tensor | None, layout: str, out_dtype: torch.dtype
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0 if layout == "nt" else 1]), dtype=out_dtype)
+
+
+def matmul_fwd(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    layout: str,
+    out_dtype: torch.dtype,
+    schedule: Schedule | None = None,
+) -> Tensor:
+    """a [M, K] times b [N, K] ("nt") or [K, N] ("nn"), plus bias -> [M, N] in `out_dtype`.
+
+    M, N and K are positive. `schedule` changes no bit; None picks one.
+
+    Raises:
+        ValueError: a descriptor schedule for operands that only pointers can reach.
+    """
+    bias = None if bias is None else bias.contiguous()
+    c = _matmul_fake(a, b, bias, layout, out_dtype)
+    m, k = a.shape
+    n = c.shape[1]
+    if b.stride(1) != 1 and b.stride(0) == 1:
+        b, layout = b.t(), "nn" if layout == "nt" else "nt"
+    fits = all(describable(matrix) for matrix in (a, b, c))
+    if schedule is None:
+        schedule = pick(m, n, k, a.dtype, layout, fits and has_tma(a.device))
+        schedule = schedule.within(SHARED_BYTES, a.element_size(), c.element_size())
+    elif schedule.kind == "tma" and not fits:
+        raise ValueError(
+            f"matmul: schedule {schedule} copies by descriptor, which needs unit stride and "
+            f"16-byte rows; got strides {a.stride()}, {b.stride()}, {c.stride()}. Use a pointer "
+            "schedule."
+        )
+    blocks = {
+        "BLOCK_M": schedule.block_m,
+        "BLOCK_N": schedule.block_n,
+        "BLOCK_K": schedule.block_k,
+        "GROUP_M": schedule.group_m,
+        "HAS_BIAS": bias is not None,
+        "num_warps": schedule.warps,
+        "num_stages": schedule.stages,
+        "enable_fp_fusion": False,
+    }
+    tiles = triton.cdiv(m, schedule.block_m) * triton.cdiv(n, schedule.block_n)
+    if schedule.kind == "tma":
+        _launch_tma(a, b, c, bias, layout, schedule, tiles, blocks)
+    else:
+        bk, bn = b.stride() if layout == "nn" else b.t().stride()
+        pointer_kernel[(tiles,)](
+            a, b, c, bias, m, n, k, *a.stride(), bk, bn, c.stride(0), **blocks
+        )  # fmt: skip
+    return c
+
+
+def _launch_tma(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    bias: Tensor | None,
+    layout: str,
+    schedule: Schedule,
+    tiles: int,
+    blocks: dict[str, Any],
+) -> None:
+    block_m, block_n, block_k = schedule.block_m, schedule.block_n, schedule.block_k
+    b_block = [block_n, block_k] if layout == "nt" else [block_k, block_n]
+    stored = block_n // 2 if schedule.split_epilogue else block_n
+    programs = min(tiles, sm_count(a.device)) if schedule.persistent else tiles
+    tma_kernel[(programs,)](
+        TensorDescriptor.from_tensor(a, [block_m, block_k]),
+        TensorDescriptor.from_tensor(b, b_block),
+        TensorDescriptor.from_tensor(c, [block_m, stored]),
+        bias,
+        a.shape[0],
+        c.shape[1],
+        a.shape[1],
+        NT=layout == "nt",
+        SWAP=schedule.swap,
+        SPLIT=schedule.split_epilogue,
+        PERSISTENT=schedule.persistent,
+        OVERLAP=schedule.overlap and not INTERPRETED,
+        launch_pdl=schedule.overlap,
+        **blocks,
+    )
+
+
+@kernel_op(fake=_matmul_fake)
+def matmul_op(
+    a: Tensor, b: Tensor, bias: Tensor | None, layout: str, out_dtype: torch.dtype
+) -> Tensor:
+    """`matmul_fwd` as a compiler sees it: one opaque call."""
+    return matmul_fwd(a, b, bias, layout, out_dtype)

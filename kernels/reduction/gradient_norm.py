@@ -1,0 +1,40 @@
+"""sqrt(sum over tensors of sum(g^2)): the global gradient norm in a fixed order.
+
+Shapes: any number of tensors of any shape -> scalar.
+Dtypes and rounding points: widened to fp32; squares and sums in fp32; one square root.
+Order: the `row_reduction` tree over each flattened tensor, then a left fold over the tensors in the
+    order given.
+Invariant to: how the gradients were accumulated (they are bytes by then), threads.
+Varies with: the order of the tensors; pass them in `named_parameters()` order.
+Backward: none.
+Errors: none; non-finite gradients give a non-finite norm, for the caller to report.
+Cost: 3 n elementwise operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.core.reduction_order import ReductionOrder
+from rl_consistency.kernels.reduction.tree_sum import tree_sum
+
+ORDER = ReductionOrder(
+    id="gradient_norm",
+    version=1,
+    cpu=(
+        "Per tensor the halving tree over its squared elements in storage order, then a left fold "
+        "over tensors in the order given, fp32; the square root last."
+    ),
+)
+
+
+def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Global L2 norm, fp32 scalar; 0 for no tensors."""
+    total = torch.zeros(())
+    for gradient in gradients:
+        wide = gradient.detach().float().flatten()
+        total = total.to(wide.device) + tree_sum(wide * wide)
+    return total.sqrt()

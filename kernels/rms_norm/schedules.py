@@ -1,0 +1,157 @@
+"""Schedules of the RMSNorm order on CUDA, and which one a row width gets.
+
+Every entry gives the same bytes, so tables are filled by measurement alone
+(`python -m benchmarks.tune.elementwise`). A test compares the bytes of all `candidates`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+MAX_WIDTH = 16384
+"""Widest row of one program. Backward spills some registers above 8192 (fp32: from 8192 on)."""
+
+CHUNK_TOKENS = 2
+"""Tokens whose rows are added by a tree before the step's sum continues; part of the order."""
+
+MIN_BLOCK = 8
+"""Elements in a group of `row_tree`."""
+
+SCRATCH_BYTES = 32 * 1024
+"""Shared memory that sums between warps take, from above."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How rows are dealt to programs; bit-neutral."""
+
+    warps: int
+    rows: int = 1
+    """Rows that a forward program holds at once."""
+    split: int = 1
+    """Parts in which a backward program goes through the rows of a chunk, a power of two."""
+    stages: int = 1
+    """Chunks that a backward program has in flight in shared memory; 1 loads into registers."""
+    registers: int | None = None
+    """Limit a thread's registers, for more programs on a multiprocessor."""
+
+
+FORWARD: dict[int, Schedule] = {
+    64: Schedule(4, rows=32),
+    128: Schedule(4, rows=32),
+    256: Schedule(4, rows=16),
+    512: Schedule(4, rows=8),
+    1024: Schedule(1),
+    2048: Schedule(2),
+    4096: Schedule(4),
+    8192: Schedule(8),
+    16384: Schedule(16),
+}
+"""Row width, rounded up to a power of two -> schedule of the forward pass."""
+
+BACKWARD: dict[int, Schedule] = {
+    64: Schedule(4),
+    128: Schedule(4),
+    256: Schedule(8),
+    512: Schedule(2),
+    1024: Schedule(4, stages=3),
+    2048: Schedule(4, stages=3),
+    4096: Schedule(4, split=2, stages=3),
+    8192: Schedule(16, split=2),
+    16384: Schedule(16, split=2),
+}
+"""The same for the backward pass."""
+
+
+NARROW_WIDTH = 256
+"""Widest row that `NARROW` takes."""
+
+
+@dataclass(frozen=True)
+class NarrowSchedule:
+    """How a program of `rms_norm_narrow_triton` goes through its step; bit-neutral."""
+
+    rows: int
+    """Rows of each pair of tokens that are held at once, a power of two."""
+    loops: int
+    """Turns, a power of two, in which the rest follows; turns of several parts are unrolled."""
+    registers: int
+    """Limit of a thread's registers."""
+
+
+NARROW = NarrowSchedule(rows=4, loops=4, registers=128)
+"""The backward pass of q/k-norm; measured on an H200 with 8 and 16 heads of 128 elements."""
+
+
+def block_width(width: int) -> int:
+    """Columns a program holds for rows of `width` elements.
+
+    Raises:
+        ValueError: rows wider than `MAX_WIDTH`.
+    """
+    if width > MAX_WIDTH:
+        raise ValueError(
+            f"rms_norm: rows of {width} elements on a GPU; at most {MAX_WIDTH} fit one program. "
+            "Run this model on the CPU."
+        )
+    return max(_power_of_two(width), MIN_BLOCK)
+
+
+def chunk_rows(rows_per_token: int) -> int:
+    """Rows of a backward chunk, filled up to a power of two."""
+    return _power_of_two(CHUNK_TOKENS * rows_per_token)
+
+
+def is_narrow(width: int, rows_per_token: int) -> bool:
+    """Whether a backward pass has rows for `NARROW`."""
+    return rows_per_token > 1 and block_width(width) <= NARROW_WIDTH
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def candidates(width: int, rows_per_token: int | None = None) -> list[Schedule]:
+    """Schedules worth timing for a row width: forward, or backward of so many rows a token."""
+    block = block_width(width)
+    if rows_per_token is None:
+        tiles = (1, 2) if block >= 1024 else (2048 // block, 4096 // block)
+        return [
+            Schedule(warps, rows=rows)
+            for rows in tiles
+            for warps in (1, 2, 4, 8, 16)
+            if 8 <= rows * block // (32 * warps) <= 128
+        ]
+    held = chunk_rows(rows_per_token) * block
+    return [
+        Schedule(warps, split=split, stages=stages, registers=registers)
+        for split in (1, 2)
+        for warps in (1, 2, 4, 8, 16)
+        for stages, registers in ((1, None), (1, 128), (2, None), (3, None))
+        if 16 <= held // (32 * warps * split) <= 64 or (warps == 1 and held < 512 * split)
+    ]
+
+
+def pick_forward(width: int) -> Schedule:
+    """The forward schedule of a row width."""
+    return FORWARD[max(block_width(width), min(FORWARD))]
+
+
+@cache
+def pick_backward(width: int, rows_per_token: int) -> Schedule:
+    """The backward schedule of a row width; more heads take more warps."""
+    block = block_width(width)
+    schedule = BACKWARD[max(block, min(BACKWARD))]
+    held = chunk_rows(rows_per_token) * block // schedule.split
+    warps = schedule.warps
+    while held > 32 * 32 * warps and warps < 16:
+        warps *= 2
+    return replace(schedule, warps=warps)
+
+
+@cache
+def within_shared(schedule: Schedule, chunk_bytes: int, limit: int) -> Schedule:
+    """The schedule, with fewer chunks of `chunk_bytes` in flight where shared memory is short."""
+    stages = min(schedule.stages, 1 + (limit - SCRATCH_BYTES) // chunk_bytes)
+    return replace(schedule, stages=max(stages, 1))

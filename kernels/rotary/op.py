@@ -1,0 +1,137 @@
+"""Rotary position embedding of queries and keys: (a, b) -> (a cos - b sin, b cos + a sin).
+
+Shapes: q [T, H, D], k [T, Hkv, D], cos and sin [T, D/2] -> rotated q and k. Element i of the first
+    half pairs with i + D/2.
+Dtypes and rounding points: q and k in fp32, bf16, fp16; cos and sin fp32; two products and one sum,
+    each rounded to fp32 (no fused multiply-add), then one rounding to the dtype.
+Order: a sum of two terms; `ORDER` fixes which. The same bytes on a CPU and on a GPU.
+Invariant to: everything but a token's own values and position.
+Varies with: nothing.
+Backward: the inverse rotation, same rounding points.
+Errors: TypeError on dtypes, ValueError on shapes, devices and autocast.
+Cost: memory-bound; on a GPU q and k in one launch.
+
+Angles come from one table per model, made in fp64 on the CPU and rounded once, so a position's
+cosine is a gather and cannot depend on what else is in the call.
+Source: Su et al., RoFormer (2021); the half-split pairing is that of the Hugging Face models.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.core.operand import require_operands
+from rl_consistency.kernels.core.recording import apply, once_differentiable
+from rl_consistency.kernels.core.reduction_order import ReductionOrder
+from rl_consistency.kernels.rotary.rotation_triton import rotary_op
+
+ORDER = ReductionOrder(
+    id="rotary",
+    version=1,
+    cpu=(
+        "cos, sin = fp32(fp64(scaling * cos(position * inv_freq))); out1 = x1*cos - x2*sin, "
+        "out2 = x2*cos + x1*sin, every product and sum rounded to fp32, then once to the dtype."
+    ),
+)
+
+
+def rotary_table(inv_freq: Tensor, num_positions: int, scaling: float = 1.0) -> Tensor:
+    """Cosines and sines of positions 0 .. num_positions - 1.
+
+    Args:
+        inv_freq: [D/2] fp32 inverse frequencies, on any device.
+        num_positions: rows of the table.
+        scaling: factor on both (YaRN's attention factor).
+
+    Returns:
+        [2, num_positions, D/2] fp32 on the device of inv_freq; index 0 holds cosines, 1 sines.
+    """
+    # One device's cosines for all: a GPU's fp64 cosine may round otherwise.
+    positions = torch.arange(num_positions, dtype=torch.float64)
+    angles = positions[:, None] * inv_freq.cpu().double()[None, :]
+    return (torch.stack([angles.cos(), angles.sin()]) * scaling).float().to(inv_freq.device)
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by their positions.
+
+    Args:
+        q: [T, H, D].
+        k: [T, Hkv, D].
+        cos: [T, D/2] fp32.
+        sin: [T, D/2] fp32.
+
+    Returns:
+        (q, k), rotated, in their shapes and dtype.
+    """
+    require_rotary(q, k, cos, sin)
+    return apply(RotaryFunction, q, k, cos, sin)
+
+
+def require_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Check the operands of `rotary`.
+
+    Raises:
+        TypeError: dtypes.
+        ValueError: shapes, devices or autocast.
+    """
+    require_operands("rotary", q=q, k=k)
+    fits = q.dim() == k.dim() == 3 and q.shape[::2] == k.shape[::2] and q.shape[2] % 2 == 0
+    if not fits:
+        raise ValueError(
+            f"rotary: q {tuple(q.shape)} and k {tuple(k.shape)}; both are [tokens, heads, "
+            "head_dim] with the same tokens and the same even head_dim."
+        )
+    expected = (q.shape[0], q.shape[-1] // 2)
+    if tuple(cos.shape) != expected or tuple(sin.shape) != expected:
+        raise ValueError(
+            f"rotary: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must be {expected}: "
+            "one row per token, head_dim / 2 columns."
+        )
+    if cos.dtype != torch.float32 or sin.dtype != torch.float32:
+        raise TypeError(f"rotary: cos is {cos.dtype}, sin is {sin.dtype}; both must be float32.")
+    if not cos.device == sin.device == q.device:
+        raise ValueError(
+            f"rotary: cos is on {cos.device}, sin on {sin.device}, q on {q.device}; move them to "
+            "one device."
+        )
+
+
+class RotaryFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rotate_both(q, k, cos, sin, inverse=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs):
+        dq, dk = grad_outputs
+        cos, sin = ctx.saved_tensors
+        return *_rotate_both(dq, dk, cos, sin, inverse=True), None, None
+
+
+def _rotate_both(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    if q.is_cuda:
+        return rotary_op(q, k, cos, sin, inverse)
+    if inverse:
+        sin = -sin
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rotated.to(x.dtype)
+
+
+def rotary_reference(x: Tensor, inv_freq: Tensor, positions: Tensor) -> Tensor:
+    """One of q or k, [T, H, D], rotated in fp64; for accuracy tests only."""
+    angles = positions.double()[:, None, None] * inv_freq.double()
+    first, second = x.double().chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -1,0 +1,170 @@
+"""Triton schedule of the rotary order: queries and keys in one launch.
+
+Shapes, dtypes, order, invariance: those of `rotary`; its bytes are the CPU schedule's too.
+Errors: none of its own.
+Cost: memory-bound; one read and one write of q and k, cosines and sines once a token.
+"""
+
+# Pyright does not know what a kernel's constexpr arguments and loops are.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor, contiguous_format, empty_like
+
+from rl_consistency.kernels.core.torch_op import kernel_op
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How tokens are dealt to programs; bit-neutral."""
+
+    tokens: int
+    """Tokens of one program."""
+    warps: int
+    heads: int = 16
+    """Heads a program holds at once."""
+
+
+CANDIDATES = tuple(
+    Schedule(tokens, warps, heads) for tokens in (1, 2, 4) for warps in (4, 8) for heads in (8, 16)
+)
+
+
+def pick() -> Schedule:
+    """The schedule of every shape."""
+    return Schedule(1, 4)
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr,
+    out_ptr,
+    token,
+    num_tokens,
+    cos,
+    sin,
+    stride_token,
+    stride_head,
+    NUM_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """All heads of a program's tokens, HEADS at a time."""
+    column = tl.arange(0, BLOCK_HALF)[None, None, :]
+    for first in tl.static_range(0, NUM_HEADS, HEADS):
+        head = first + tl.arange(0, HEADS)[None, :, None]
+        inside = (token < num_tokens) & (head < NUM_HEADS) & (column < HALF)
+        read = x_ptr + token * stride_token + head * stride_head + column
+        x1 = tl.load(read, mask=inside, other=0.0).to(tl.float32)  # [TOKENS, HEADS, BLOCK_HALF]
+        x2 = tl.load(read + HALF, mask=inside, other=0.0).to(tl.float32)
+        written = out_ptr + (token * NUM_HEADS + head) * (2 * HALF) + column
+        dtype = out_ptr.dtype.element_ty
+        tl.store(written, (x1 * cos - x2 * sin).to(dtype), mask=inside)
+        tl.store(written + HALF, (x2 * cos + x1 * sin).to(dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _rotary_kernel(
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    num_tokens,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    cos_token,
+    sin_token,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    INVERSE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS_OF_Q: tl.constexpr,
+    HEADS_OF_K: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    token = (tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS))[:, None, None]
+    column = tl.arange(0, BLOCK_HALF)[None, None, :]
+    inside = (token < num_tokens) & (column < HALF)  # [TOKENS, 1, BLOCK_HALF]
+    cos = tl.load(cos_ptr + token * cos_token + column, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + token * sin_token + column, mask=inside, other=0.0)
+    if INVERSE:
+        sin = -sin
+    _rotate_heads(q_ptr, q_out_ptr, token, num_tokens, cos, sin, q_token, q_head, Q_HEADS, HALF,
+                  TOKENS, HEADS_OF_Q, BLOCK_HALF)  # fmt: skip
+    _rotate_heads(k_ptr, k_out_ptr, token, num_tokens, cos, sin, k_token, k_head, K_HEADS, HALF,
+                  TOKENS, HEADS_OF_K, BLOCK_HALF)  # fmt: skip
+
+
+def rotary_fwd(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    inverse: bool,
+    schedule: Schedule | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotate q [T, H, D] and k [T, Hkv, D] by cos, sin [T, D/2]; backwards for `inverse`."""
+    schedule = schedule or pick()
+    q_out, k_out = _rotary_fake(q, k, cos, sin, inverse)
+    if cos.numel() == 0 or q.numel() + k.numel() == 0:
+        return q_out, k_out
+    q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
+    num_tokens, half = cos.shape
+    heads_of_q, heads_of_k = (min(schedule.heads, _power_of_two(x.shape[1])) for x in (q, k))
+    _rotary_kernel[(-(-num_tokens // schedule.tokens),)](
+        q,
+        k,
+        cos,
+        sin,
+        q_out,
+        k_out,
+        num_tokens,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        cos.stride(0),
+        sin.stride(0),
+        Q_HEADS=q.shape[1],
+        K_HEADS=k.shape[1],
+        HALF=half,
+        INVERSE=inverse,
+        TOKENS=schedule.tokens,
+        HEADS_OF_Q=heads_of_q,
+        HEADS_OF_K=heads_of_k,
+        BLOCK_HALF=_power_of_two(half),
+        num_warps=schedule.warps,
+        enable_fp_fusion=False,
+    )
+    return q_out, k_out
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _rotary_fake(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    rotated = empty_like(q, memory_format=contiguous_format)
+    return rotated, empty_like(k, memory_format=contiguous_format)
+
+
+@kernel_op(fake=_rotary_fake)
+def rotary_op(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    """`rotary_fwd` as a compiler sees it: one opaque call."""
+    return rotary_fwd(q, k, cos, sin, inverse)

@@ -1,0 +1,310 @@
+"""A token from a distribution over the vocabulary, and its logprob: Triton kernels and launchers.
+
+Shapes: logits [T, V] fp32, per-row numbers [T] -> token ids [T] int64; with ids, logprobs [T] fp32.
+Dtypes and rounding points: s = logits / temperature - maximum and s - log_normalizer in fp32, as
+    in `token_logprobs`; probabilities exp_fp32 of it, then integers.
+Order: a probability counts floor(p * 2**52); these integers are added exactly, so in any order.
+Invariant to: the other rows, tiles, warps.
+Varies with: nothing else.
+Backward: none.
+Errors: none; the caller checks.
+Cost: one read of the logits, and one block of 128 ids a row.
+"""
+
+# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_consistency.kernels.core.torch_op import kernel_op
+from rl_consistency.kernels.reduction.tree_fold_triton import exp_fp32
+from rl_consistency.kernels.sampling.statistics_triton import (
+    BLOCK,
+    VOCABULARY_BLOCK,
+    launch_options,
+    row_operands,
+    scaled_logits,
+    supported,
+)
+
+WEIGHT_BLOCKS = 16
+"""Vocabulary blocks of one program that adds up weights."""
+
+PICK_BLOCKS = 2048
+"""Blocks whose weights are searched together."""
+
+LOGPROB_ROWS = 128
+
+WEIGHT_UNIT = tl.constexpr(2.0**52)
+
+
+@triton.jit
+def shifted_logits(
+    z,
+    row,
+    column,
+    inside,
+    temperature,
+    support,
+    top,
+    log_normalizer,
+    num_rows,
+    UNIT: tl.constexpr,
+    TRUNCATES: tl.constexpr,
+):
+    """Logprobs of entries z [R, C] of rows [R], -inf outside the support; columns [R or 1, C]."""
+    s = scaled_logits(z, tl.load(temperature + row, mask=inside, other=1.0), UNIT)
+    if TRUNCATES:
+        s = supported(s, column, support, row, num_rows, inside)
+    s -= tl.load(top + row, mask=inside, other=0.0)[:, None]
+    return s - tl.load(log_normalizer + row, mask=inside, other=0.0)[:, None]
+
+
+@triton.jit
+def integer_weights(logprobs):
+    """floor(exp(logprobs) * 2**52), int64; 0 for NaN."""
+    p = exp_fp32(logprobs)
+    return (tl.where(p == p, p, 0.0).to(tl.float64) * WEIGHT_UNIT).to(tl.int64)
+
+
+@triton.jit
+def block_weights(
+    block,
+    row,
+    logits,
+    temperature,
+    support,
+    top,
+    log_normalizer,
+    num_rows,
+    vocabulary,
+    row_stride,
+    UNIT: tl.constexpr,
+    TRUNCATES: tl.constexpr,
+):
+    """Integer weights of the ids of blocks [B] of one row: [B, 128] int64."""
+    column = block[:, None] * VOCABULARY_BLOCK + tl.arange(0, VOCABULARY_BLOCK)[None, :]
+    at = logits + row * row_stride + column
+    z = tl.load(at, mask=column < vocabulary, other=-float("inf"))
+    rows = row + tl.arange(0, 1)
+    logprobs = shifted_logits(
+        z,
+        rows,
+        column,
+        rows < num_rows,
+        temperature,
+        support,
+        top,
+        log_normalizer,
+        num_rows,
+        UNIT,
+        TRUNCATES,
+    )
+    return integer_weights(logprobs)
+
+
+@triton.jit
+def weights_kernel(
+    logits,
+    temperature,
+    support,
+    top,
+    log_normalizer,
+    weights,
+    num_rows,
+    vocabulary,
+    num_blocks,
+    row_stride,
+    UNIT: tl.constexpr,
+    TRUNCATES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Weight of each block: weights [T, num_blocks] int64."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    found = block_weights(
+        block, row, logits, temperature, support, top, log_normalizer, num_rows, vocabulary,
+        row_stride, UNIT, TRUNCATES,
+    )  # fmt: skip
+    tl.store(weights + row * num_blocks + block, tl.sum(found, axis=1), mask=block < num_blocks)
+
+
+@triton.jit
+def pick_kernel(
+    logits,
+    temperature,
+    support,
+    top,
+    log_normalizer,
+    weights,
+    uniforms,
+    token_ids,
+    num_rows,
+    vocabulary,
+    num_blocks,
+    row_stride,
+    UNIT: tl.constexpr,
+    TRUNCATES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The first id with a cumulative weight above min(floor(u * total), total - 1)."""
+    row = tl.program_id(0).to(tl.int64)
+    weights += row * num_blocks
+    total = tl.full((), 0, tl.int64)
+    for first in range(0, num_blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        total += tl.sum(tl.load(weights + block, mask=block < num_blocks, other=0))
+    threshold = (tl.load(uniforms + row) * total.to(tl.float64)).to(tl.int64)
+    # u * total may round up to the total: the last id with any weight is the guard.
+    threshold = tl.minimum(threshold, total - 1)
+    passed = 0
+    before = tl.full((), 0, tl.int64)
+    seen = tl.full((), 0, tl.int64)
+    for first in range(0, num_blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        weight = tl.load(weights + block, mask=block < num_blocks, other=0)
+        cumulative = seen + tl.cumsum(weight)
+        below = (cumulative <= threshold) & (block < num_blocks)
+        passed += tl.sum(below.to(tl.int32))
+        before += tl.sum(tl.where(below, weight, 0))
+        seen += tl.sum(weight)
+    found = block_weights(
+        passed + tl.arange(0, 1), row, logits, temperature, support, top, log_normalizer, num_rows,
+        vocabulary, row_stride, UNIT, TRUNCATES,
+    )  # fmt: skip
+    cumulative = before + tl.cumsum(tl.reshape(found, (VOCABULARY_BLOCK,)))
+    within = tl.sum((cumulative <= threshold).to(tl.int32))
+    tl.store(token_ids + row, (passed * VOCABULARY_BLOCK + within).to(tl.int64))
+
+
+@triton.jit
+def logprobs_kernel(
+    logits,
+    temperature,
+    support,
+    top,
+    log_normalizer,
+    token_ids,
+    logprobs,
+    num_rows,
+    vocabulary,
+    row_stride,
+    UNIT: tl.constexpr,
+    TRUNCATES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Logprob of one id of each row; NaN for an id outside the vocabulary."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    column = tl.load(token_ids + row, mask=inside, other=-1)
+    known = (column >= 0) & (column < vocabulary)
+    at = logits + row.to(tl.int64) * row_stride + column
+    z = tl.load(at, mask=known, other=float("nan"))
+    found = shifted_logits(
+        z[:, None],
+        row,
+        column[:, None],
+        inside,
+        temperature,
+        support,
+        top,
+        log_normalizer,
+        num_rows,
+        UNIT,
+        TRUNCATES,
+    )
+    found = tl.where(known, tl.reshape(found, (ROWS,)), float("nan"))
+    tl.store(logprobs + row, found, mask=inside)
+
+
+def _draw_fake(
+    logits: Tensor,
+    temperature: Tensor,
+    support: Tensor | None,
+    top: Tensor,
+    log_normalizer: Tensor,
+    uniforms: Tensor,
+    unit_temperature: bool,
+) -> Tensor:
+    return torch.empty(uniforms.shape, dtype=torch.int64, device=logits.device)
+
+
+@kernel_op(fake=_draw_fake)
+def vocabulary_draw(
+    logits: Tensor,
+    temperature: Tensor,
+    support: Tensor | None,
+    top: Tensor,
+    log_normalizer: Tensor,
+    uniforms: Tensor,
+    unit_temperature: bool,
+) -> Tensor:
+    """Token ids [T] int64 at uniforms [T] fp64 in [0, 1); 0 where a row's weights are all 0 or NaN.
+
+    logits [T, V] fp32 with unit column stride; temperature, top and log_normalizer [T];
+    support [2, T] or None for every id; `unit_temperature` says that every temperature is 1.
+    """
+    num_rows, vocabulary = logits.shape
+    token_ids = torch.empty((num_rows,), dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return token_ids
+    num_blocks = triton.cdiv(vocabulary, BLOCK)
+    weights = torch.empty((num_rows, num_blocks), dtype=torch.int64, device=logits.device)
+    rows = (*row_operands(logits, temperature, support), top, log_normalizer, weights)
+    sizes = (num_rows, vocabulary, num_blocks, logits.stride(0))
+    options = launch_options(UNIT=unit_temperature, TRUNCATES=support is not None)
+    weights_kernel[(num_rows, triton.cdiv(num_blocks, WEIGHT_BLOCKS))](
+        *rows, *sizes, BLOCKS=WEIGHT_BLOCKS, **options
+    )
+    blocks = min(PICK_BLOCKS, triton.next_power_of_2(num_blocks))
+    pick_kernel[(num_rows,)](
+        *rows, uniforms.contiguous(), token_ids, *sizes, BLOCKS=blocks, **options
+    )
+    return token_ids
+
+
+def _logprobs_fake(
+    logits: Tensor,
+    temperature: Tensor,
+    support: Tensor | None,
+    top: Tensor,
+    log_normalizer: Tensor,
+    token_ids: Tensor,
+    unit_temperature: bool,
+) -> Tensor:
+    return torch.empty_like(log_normalizer)
+
+
+@kernel_op(fake=_logprobs_fake)
+def vocabulary_logprobs(
+    logits: Tensor,
+    temperature: Tensor,
+    support: Tensor | None,
+    top: Tensor,
+    log_normalizer: Tensor,
+    token_ids: Tensor,
+    unit_temperature: bool,
+) -> Tensor:
+    """Logprobs [T] fp32 of token ids [T] int64; the other arguments as in `vocabulary_draw`."""
+    num_rows, vocabulary = logits.shape
+    logprobs = torch.empty_like(log_normalizer)
+    if num_rows:
+        logprobs_kernel[(triton.cdiv(num_rows, LOGPROB_ROWS),)](
+            *row_operands(logits, temperature, support),
+            top,
+            log_normalizer,
+            token_ids.contiguous(),
+            logprobs,
+            num_rows,
+            vocabulary,
+            logits.stride(0),
+            **launch_options(
+                UNIT=unit_temperature, TRUNCATES=support is not None, ROWS=LOGPROB_ROWS
+            ),
+        )
+    return logprobs

@@ -1,0 +1,342 @@
+"""Maximum, normalizer and entropy of rows over the vocabulary: Triton kernels and launchers.
+
+The vocabulary is cut into blocks of 128 ids. `block_statistics` reduces a tile of blocks and is the
+one function behind both schedules: the epilogue of the LM head's matrix product in
+`token_logprobs_triton`, and the kernel here that reads logits from memory. `combine` then folds a
+row's blocks. The order is that of `token_logprobs`; nothing in it depends on tiles or warps.
+
+Where rows truncate, a support [2, T] int32 says which ids stay: those whose logit ranks above the
+key `support[0]`, and of those at the key the ids up to `support[1]`. Scaled logits outside it count
+as -inf. `sampling_support_triton` finds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_consistency.kernels.core.torch_op import kernel_op
+from rl_consistency.kernels.reduction.tree_fold_triton import (
+    LOG2E,
+    exp_fp32,
+    halve_across,
+    tree_fold,
+)
+
+BLOCK = 128
+"""Vocabulary ids in one block of the order."""
+
+VOCABULARY_BLOCK = tl.constexpr(BLOCK)
+MOST_NEGATIVE = tl.constexpr(-3.0e38)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSchedule:
+    """One way to walk rows of logits that lie in memory; neutral to the bits."""
+
+    rows: int
+    """Rows of one program."""
+    blocks: int
+    """Vocabulary blocks of one program."""
+    warps: int
+
+
+ROW_SCHEDULES = (
+    RowSchedule(rows=1, blocks=16, warps=4),
+    RowSchedule(rows=1, blocks=32, warps=4),
+    RowSchedule(rows=1, blocks=8, warps=2),
+    RowSchedule(rows=4, blocks=4, warps=4),
+    RowSchedule(rows=2, blocks=16, warps=8),
+)
+"""The first is the one in use."""
+
+COMBINE_ROWS = 4
+SHIFT_COLUMNS = 2048
+
+
+@triton.jit
+def scaled_logits(z, temperature, UNIT: tl.constexpr):
+    """z [R, C] / temperature [R], correctly rounded; UNIT says that every temperature is 1.
+
+    A reciprocal and two fused steps round as a division does (Markstein 1990) at a third of its
+    cost. An infinite quotient has no remainder to correct by.
+    """
+    if UNIT:
+        return z
+    divisor = temperature[:, None]
+    reciprocal = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+    quotient = z * reciprocal
+    refined = tl.fma(tl.fma(-quotient, divisor, z), reciprocal, quotient)
+    return tl.where(tl.abs(quotient) == float("inf"), quotient, refined)
+
+
+@triton.jit
+def order_key(z):
+    """int32 that ranks as fp32 z does in a sort: -0 with 0, NaN above all, -inf above -2**31."""
+    bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(z != z, 0x7FFFFFFF, key)
+
+
+@triton.jit
+def supported(s, column, support, row, plane, inside):
+    """s [R, C] with -inf outside the supports [2, plane] of rows [R]; columns [R or 1, C]."""
+    bound = tl.load(support + row, mask=inside, other=0)[:, None]
+    last = tl.load(support + plane + row, mask=inside, other=0)[:, None]
+    key = order_key(s)
+    return tl.where((key > bound) | ((key == bound) & (column <= last)), s, -float("inf"))
+
+
+@triton.jit
+def block_statistics(low, high, R: tl.constexpr, GUARD: tl.constexpr):
+    """A block s in its two halves [R, 64] -> maximum, sum of exp(s - maximum), sum of
+    exp(s - maximum)*(s - maximum): [R].
+
+    GUARD admits entries of -inf, whole blocks of them too; it changes no other bit.
+    """
+    top = tl.max(tl.maximum(low, high), axis=1)
+    base = tl.where(top == -float("inf"), 0.0, top) if GUARD else top
+    low -= base[:, None]
+    high -= base[:, None]
+    e_low, e_high = tl.exp2(low * LOG2E), tl.exp2(high * LOG2E)
+    if GUARD:
+        low, high = tl.maximum(low, MOST_NEGATIVE), tl.maximum(high, MOST_NEGATIVE)
+    sums = e_low + e_high
+    weighted = tl.fma(e_high, high, e_low * low)
+    for level in tl.static_range(6):
+        sums = halve_across(sums, R, 64 >> level)
+        weighted = halve_across(weighted, R, 64 >> level)
+    return top, tl.reshape(sums, (R,)), tl.reshape(weighted, (R,))
+
+
+@triton.jit
+def store_statistics(partials, plane, top, sums, weighted, row, block, num_rows, num_blocks):
+    """Write a block's three numbers of some rows to partials [3, num_blocks, num_rows]; a plane
+    is num_blocks * num_rows."""
+    at = partials + block.to(tl.int64) * num_rows + row
+    mask = (row < num_rows) & (block < num_blocks)
+    tl.store(at, top, mask=mask)
+    tl.store(at + plane, sums, mask=mask)
+    # Twice, since twice the plane may pass 2**31.
+    tl.store(at + plane + plane, weighted, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "plane"])
+def row_statistics_kernel(
+    logits,
+    temperature,
+    support,
+    partials,
+    num_rows,
+    vocabulary,
+    num_blocks,
+    row_stride,
+    plane,
+    UNIT: tl.constexpr,
+    TRUNCATES: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS * BLOCKS) // BLOCKS  # [ROWS * BLOCKS]
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, ROWS * BLOCKS) % BLOCKS
+    inside = row < num_rows
+    column = block[:, None] * VOCABULARY_BLOCK + tl.arange(0, VOCABULARY_BLOCK // 2)[None, :]
+    at = logits + row.to(tl.int64)[:, None] * row_stride + column  # [ROWS * BLOCKS, 64]
+    # Two loads put an id and its partner in the first sum of the tree into one thread.
+    low = tl.load(at, mask=inside[:, None] & (column < vocabulary), other=-float("inf"))
+    column += VOCABULARY_BLOCK // 2
+    at += VOCABULARY_BLOCK // 2
+    high = tl.load(at, mask=inside[:, None] & (column < vocabulary), other=-float("inf"))
+    t = tl.load(temperature + row, mask=inside, other=1.0)
+    low, high = scaled_logits(low, t, UNIT), scaled_logits(high, t, UNIT)
+    if TRUNCATES:
+        high = supported(high, column, support, row, num_rows, inside)
+        low = supported(low, column - VOCABULARY_BLOCK // 2, support, row, num_rows, inside)
+    top, sums, weighted = block_statistics(low, high, ROWS * BLOCKS, True)
+    store_statistics(partials, plane, top, sums, weighted, row, block, num_rows, num_blocks)
+
+
+@triton.jit(do_not_specialize=["num_rows", "plane"])
+def combine_kernel(
+    partials, folded, num_rows, num_blocks, plane, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """partials [3, num_blocks, num_rows] -> folded [3, num_rows]: maximum, normalizer, weighted
+    sum."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    block = tl.arange(0, BLOCKS)[None, :]
+    inside = (row < num_rows) & (block < num_blocks)
+    at = partials + block.to(tl.int64) * num_rows + row  # [ROWS, BLOCKS]
+    tops = tl.load(at, mask=inside, other=-float("inf"))
+    sums = tl.load(at + plane, mask=inside, other=0.0)
+    weighted = tl.load(at + plane + plane, mask=inside, other=0.0)
+    top = tl.max(tops, axis=1)
+    # A block without support has the maximum -inf and the weight 0: their product is to be 0.
+    shift = tl.where(tops == -float("inf"), 0.0, tops - top[:, None])
+    factor = tl.where(tops == -float("inf"), 0.0, exp_fp32(shift))
+    weighted = tl.fma(sums, shift, weighted) * factor
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = row < num_rows
+    tl.store(folded + row, top, mask=mask)
+    tl.store(folded + num_rows + row, tree_fold(sums * factor, ROWS, BLOCKS), mask=mask)
+    tl.store(folded + 2 * num_rows + row, tree_fold(weighted, ROWS, BLOCKS), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def shift_kernel(
+    logits,
+    temperature,
+    support,
+    shift,
+    shifted,
+    num_rows,
+    vocabulary,
+    row_stride,
+    UNIT: tl.constexpr,
+    TRUNCATES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = column < vocabulary
+    z = tl.load(logits + row * row_stride + column, mask=inside, other=0.0)  # [1, COLUMNS]
+    one = tl.arange(0, 1)
+    s = scaled_logits(z, tl.load(temperature + row + one), UNIT)
+    if TRUNCATES:
+        s = supported(s, column, support, row + one, num_rows, row + one < num_rows)
+    tl.store(shifted + row * vocabulary + column, s - tl.load(shift + row), mask=inside)
+
+
+def empty_partials(num_rows: int, vocabulary: int, device: torch.device) -> Tensor:
+    """Room for the statistics of every block: [3, blocks, num_rows] fp32."""
+    shape = (3, -(-vocabulary // BLOCK), num_rows)
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def row_operands(
+    logits: Tensor, temperature: Tensor, support: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What every kernel over rows of logits reads first; nothing is read of a missing support."""
+    return logits, temperature, temperature if support is None else support
+
+
+def launch_options(warps: int = 4, **constants: bool | int) -> dict[str, Any]:
+    """How every kernel here and in the files on sampling is launched."""
+    return {"num_warps": warps, "enable_fp_fusion": False, **constants}
+
+
+def _row_statistics_fake(
+    logits: Tensor,
+    temperature: Tensor,
+    unit_temperature: bool,
+    schedule: int = 0,
+    support: Tensor | None = None,
+) -> Tensor:
+    return empty_partials(logits.shape[0], logits.shape[1], logits.device)
+
+
+@kernel_op(fake=_row_statistics_fake)
+def vocabulary_row_statistics(
+    logits: Tensor,
+    temperature: Tensor,
+    unit_temperature: bool,
+    schedule: int = 0,
+    support: Tensor | None = None,
+) -> Tensor:
+    """Block statistics of logits [T, V] fp32 / temperature [T]: [3, blocks, T] fp32.
+
+    `unit_temperature` says that every temperature is 1; `schedule` is an index of `ROW_SCHEDULES`;
+    without a `support` every id is in.
+    """
+    num_rows, vocabulary = logits.shape
+    partials = empty_partials(num_rows, vocabulary, logits.device)
+    num_blocks = partials.shape[1]
+    if num_rows == 0:
+        return partials
+    plan = ROW_SCHEDULES[schedule]
+    grid = (triton.cdiv(num_rows, plan.rows), triton.cdiv(num_blocks, plan.blocks))
+    row_statistics_kernel[grid](
+        *row_operands(logits, temperature, support),
+        partials,
+        num_rows,
+        vocabulary,
+        num_blocks,
+        logits.stride(0),
+        partials.stride(0),
+        **launch_options(
+            plan.warps,
+            UNIT=unit_temperature,
+            TRUNCATES=support is not None,
+            ROWS=plan.rows,
+            BLOCKS=plan.blocks,
+        ),
+    )
+    return partials
+
+
+def _combine_fake(partials: Tensor) -> list[Tensor]:
+    return [partials.new_empty(partials.shape[2]) for _ in range(3)]
+
+
+@kernel_op(fake=_combine_fake)
+def vocabulary_combine(partials: Tensor) -> list[Tensor]:
+    """Block statistics [3, blocks, T] -> [maximum, log-normalizer, entropy], each [T] fp32.
+
+    The logarithm and the entropy are taken here, not by the caller, so that no compiler rewrites
+    them.
+    """
+    _, num_blocks, num_rows = partials.shape
+    folded = partials.new_empty(3, num_rows)
+    if num_rows:
+        combine_kernel[(triton.cdiv(num_rows, COMBINE_ROWS),)](
+            partials,
+            folded,
+            num_rows,
+            num_blocks,
+            partials.stride(0),
+            **launch_options(8, ROWS=COMBINE_ROWS, BLOCKS=1 << (num_blocks - 1).bit_length()),
+        )
+    top, normalizer, weighted = folded.unbind(0)
+    log_normalizer = normalizer.log()
+    return [top.clone(), log_normalizer, log_normalizer - weighted / normalizer]
+
+
+def _shifted_fake(
+    logits: Tensor,
+    temperature: Tensor,
+    shift: Tensor,
+    unit_temperature: bool,
+    support: Tensor | None = None,
+) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@kernel_op(fake=_shifted_fake)
+def vocabulary_shifted(
+    logits: Tensor,
+    temperature: Tensor,
+    shift: Tensor,
+    unit_temperature: bool,
+    support: Tensor | None = None,
+) -> Tensor:
+    """logits [T, V] / temperature [T] - shift [T]: [T, V] fp32, -inf outside the support."""
+    num_rows, vocabulary = logits.shape
+    shifted = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if shifted.numel() == 0:
+        return shifted
+    shift_kernel[(num_rows, triton.cdiv(vocabulary, SHIFT_COLUMNS))](
+        *row_operands(logits, temperature, support),
+        shift,
+        shifted,
+        num_rows,
+        vocabulary,
+        logits.stride(0),
+        **launch_options(
+            UNIT=unit_temperature, TRUNCATES=support is not None, COLUMNS=SHIFT_COLUMNS
+        ),
+    )
+    return shifted

@@ -1,0 +1,356 @@
+"""The support of truncated rows, found without a sort: Triton kernels and their launcher.
+
+Shapes: logits [T, V] fp32, sampling parameters [T] -> support [2, T] int32.
+Dtypes and rounding points: the quotient by the temperature and the difference from the maximum in
+    fp32; ranks are integer keys, masses and their sums int64.
+Order: `sampling_support.ORDER`. Counts and masses are integers: any order of adding them is exact.
+Invariant to: the other rows, tiles, warps, how the vocabulary is split.
+Varies with: nothing else.
+Backward: the support is a constant.
+Errors: none; `sampling_support` checks.
+Cost: one read of the logits where a row truncates, one more where top_p does without a top_k; then
+    the blocks that reach the boundary, read some ten times by one program a row.
+
+A support is a prefix of the ranks, so a row needs two numbers: the key of its lowest logit, and the
+last id that is in among those at this key. `key_search_triton` finds both by counting and weighing.
+"""
+
+# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_consistency.kernels.core.torch_op import kernel_op
+from rl_consistency.kernels.sampling.key_search_triton import (
+    ENTRIES,
+    MASSES,
+    MAXIMA,
+    NAN_KEY,
+    OUTSIDE,
+    integer_mass,
+    key_value,
+    list_blocks,
+    row_maximum,
+    search,
+    tied_id,
+    weigh,
+)
+from rl_consistency.kernels.sampling.statistics_triton import (
+    BLOCK,
+    VOCABULARY_BLOCK,
+    launch_options,
+    order_key,
+    scaled_logits,
+)
+
+TOP_BLOCKS = 16
+"""Blocks of one program that takes maxima."""
+
+SPLIT_BLOCKS = 32
+"""Blocks of one program that adds up masses."""
+
+SPLIT_TILE = 512
+"""Ids it looks at together."""
+
+TILE = 2048
+"""Ids looked at together by the one program of a row."""
+
+SPLITS = tl.constexpr(64)
+"""Sums of such programs read together."""
+
+PIVOTS = 8
+"""Keys that one look compares with: it divides an interval by one more."""
+
+EVERY_ID = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def truncation(temperature, top_k, top_p, min_p, row, vocabulary):
+    """top_k, top_p and min_p of a row: 0, 1 and 0 where they keep all."""
+    greedy = tl.load(temperature + row) == 0.0
+    k = tl.where(greedy, 1, tl.load(top_k + row))
+    p = tl.where(greedy, 1.0, tl.load(top_p + row))
+    m = tl.where(greedy, 0.0, tl.load(min_p + row))
+    return tl.where(k >= vocabulary, 0, k), p, m
+
+
+@triton.jit
+def row_divisor(temperature, row):
+    """[1] temperature to divide by."""
+    t = tl.load(temperature + row + tl.arange(0, 1))
+    return tl.where(t == 0.0, 1.0, t)
+
+
+@triton.jit
+def first_pivots(top, PIVOTS: tl.constexpr):
+    """[PIVOTS] int64 keys, downward: i**2/2 below the maximum for i from 1, the last below all."""
+    i = tl.arange(1, PIVOTS + 1).to(tl.float32)
+    return tl.where(i == PIVOTS, OUTSIDE, order_key(top - i * i * 0.5).to(tl.int64))
+
+
+@triton.jit
+def lowest_within(log_min_p, highest, top):
+    """The least int64 key whose value less the maximum is at least log(min_p)."""
+    low = tl.full((), OUTSIDE, tl.int64)
+    high = highest.to(tl.int64)
+    while high - low > 1:
+        middle = (low + high) >> 1
+        within = key_value(middle.to(tl.int32)) - top >= log_min_p
+        high = tl.where(within, middle, high)
+        low = tl.where(within, low, middle)
+    return high
+
+
+@triton.jit
+def share(p, total):
+    """ceil(p * total), at least 1: int64."""
+    return tl.maximum(tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+def maxima_kernel(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    tops,
+    vocabulary,
+    num_blocks,
+    row_stride,
+    UNIT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Largest key of each block: tops [T, num_blocks] int32; rows that keep all are left out."""
+    row = tl.program_id(0).to(tl.int64)
+    k, p, m = truncation(temperature, top_k, top_p, min_p, row, vocabulary)
+    if (k > 0) | (p < 1.0) | (m > 0.0):
+        block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+        column = block[:, None] * VOCABULARY_BLOCK + tl.arange(0, VOCABULARY_BLOCK)[None, :]
+        inside = column < vocabulary
+        z = tl.load(logits + row * row_stride + column, mask=inside, other=-float("inf"))
+        key = order_key(scaled_logits(z, row_divisor(temperature, row), UNIT))
+        key = tl.max(tl.where(inside, key, OUTSIDE), axis=1)
+        tl.store(tops + row * num_blocks + block, key, mask=block < num_blocks)
+
+
+@triton.jit
+def masses_kernel(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    tops,
+    masses,
+    vocabulary,
+    num_blocks,
+    row_stride,
+    UNIT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
+    PIVOTS: tl.constexpr,
+):
+    """Masses from each of the first pivots on, by split: [T, splits, PIVOTS] int64, of rows with
+    top_p and no top_k."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    k, p, _ = truncation(temperature, top_k, top_p, min_p, row, vocabulary)
+    if (k == 0) & (p < 1.0):
+        highest = row_maximum(tops + row * num_blocks, num_blocks, TILE)
+        top = key_value(highest)
+        row_entries = (
+            logits + row * row_stride,
+            row_divisor(temperature, row),
+            top,
+            tops,
+            tops,
+            vocabulary,
+        )
+        begin = split * BLOCKS
+        stop = tl.minimum(begin + BLOCKS, num_blocks)
+        pivots = first_pivots(top, PIVOTS)
+        found = weigh(pivots, row_entries, begin, stop, MASSES, UNIT, False, TILE, PIVOTS)
+        at = masses + (row * tl.num_programs(1) + split) * PIVOTS
+        tl.store(at + tl.arange(0, PIVOTS), found)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def support_kernel(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    tops,
+    masses,
+    listed,
+    support,
+    num_rows,
+    vocabulary,
+    num_blocks,
+    splits,
+    row_stride,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    PIVOTS: tl.constexpr,
+):
+    """support [2, num_rows] int32: the lowest key of each row, and the last id at this key."""
+    row = tl.program_id(0).to(tl.int64)
+    k, p, m = truncation(temperature, top_k, top_p, min_p, row, vocabulary)
+    bound = tl.full((), OUTSIDE, tl.int64)
+    last = tl.full((), EVERY_ID, tl.int32)
+    if (k > 0) | (p < 1.0) | (m > 0.0):
+        tops += row * num_blocks
+        listed += row * num_blocks
+        divisor = row_divisor(temperature, row)
+        highest = row_maximum(tops, num_blocks, TILE)
+        top = key_value(highest)
+        row_entries = (logits + row * row_stride, divisor, top, tops, listed, vocabulary)
+        # What has been found so far lies in [low, high), as `search` has it.
+        low = bound
+        high = highest.to(tl.int64) + 1
+        reached = tl.full((), 2**62, tl.int64)
+        over = tl.full((), 0, tl.int64)
+        total = reached
+        target = over
+        tie = over
+        if highest == NAN_KEY:
+            # NaN is to stay: it makes the row's normalizer NaN.
+            bound = tl.full((), NAN_KEY, tl.int64)
+        else:
+            if k == 1:
+                low = high - 1
+            elif (k > 0) & (k <= num_blocks):
+                # As many entries as blocks have such a maximum.
+                low, _, _ = search(
+                    k, low, high, reached, over, row_entries, num_blocks, MAXIMA, UNIT, TILE, PIVOTS
+                )
+            elif (k == 0) & (p < 1.0):
+                weights = tl.zeros((PIVOTS,), tl.int64)
+                for first in range(0, splits, SPLITS):
+                    split = first + tl.arange(0, SPLITS)[:, None]
+                    at = masses + (row * splits + split) * PIVOTS + tl.arange(0, PIVOTS)[None, :]
+                    weights += tl.sum(tl.load(at, mask=split < splits, other=0), axis=0)
+                total = tl.max(weights)
+                target = share(p, total)
+                enough = weights >= target
+                pivots = first_pivots(top, PIVOTS)
+                low = tl.max(tl.where(enough, pivots, low))
+                high = tl.min(tl.where(enough, high, pivots))
+                reached = tl.min(tl.where(enough, weights, total))
+                over = tl.max(tl.where(enough, over, weights))
+            if (k > 0) | (p < 1.0):
+                stop = list_blocks(tops, listed, low, num_blocks, TILE)
+                if k > 0:
+                    low, reached, over = search(
+                        k, low, high, reached, over, row_entries, stop, ENTRIES, UNIT, TILE, PIVOTS
+                    )
+                    tie = tl.where(reached > k, k - over, 0)
+                    if p < 1.0:
+                        pivots = low + (tl.arange(0, PIVOTS) > 0)
+                        weights = weigh(
+                            pivots, row_entries, 0, stop, MASSES, UNIT, True, TILE, PIVOTS
+                        )
+                        mass = integer_mass(key_value(low.to(tl.int32)) - top)
+                        total = tl.where(tie > 0, tl.min(weights) + tie * mass, tl.max(weights))
+                        target = share(p, total)
+                        reached = total
+                        over = tl.full((), 0, tl.int64)
+                if p < 1.0:
+                    cut = low
+                    low, reached, over = search(
+                        target,
+                        low,
+                        high,
+                        reached,
+                        over,
+                        row_entries,
+                        stop,
+                        MASSES,
+                        UNIT,
+                        TILE,
+                        PIVOTS,
+                    )
+                    mass = tl.maximum(integer_mass(key_value(low.to(tl.int32)) - top), 1)
+                    needed = (target - over + mass - 1) // mass
+                    spare = needed * mass < reached - over
+                    tie = tl.where(spare | ((tie > 0) & (low == cut)), needed, 0)
+                bound = low
+                if tie > 0:
+                    last = tied_id(tie, low.to(tl.int32), row_entries, stop, UNIT, TILE)
+            if m > 0.0:
+                least = lowest_within(tl.log(m.to(tl.float64)).to(tl.float32), highest, top)
+                last = tl.where(least > bound, EVERY_ID, last)
+                bound = tl.maximum(bound, least)
+    tl.store(support + row, bound.to(tl.int32))
+    tl.store(support + num_rows + row, last)
+
+
+def _support_fake(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    unit_temperature: bool,
+) -> Tensor:
+    return torch.empty((2, logits.shape[0]), dtype=torch.int32, device=logits.device)
+
+
+@kernel_op(fake=_support_fake)
+def vocabulary_support(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    unit_temperature: bool,
+) -> Tensor:
+    """Supports of logits [T, V] fp32 with unit column stride: [2, T] int32, as
+    `vocabulary_statistics_triton` reads them.
+
+    The parameters are those of `SamplingRows`, contiguous; `unit_temperature` says that every
+    temperature is 1.
+    """
+    num_rows, vocabulary = logits.shape
+    device = logits.device
+    support = torch.empty((2, num_rows), dtype=torch.int32, device=device)
+    if num_rows == 0:
+        return support
+    num_blocks = triton.cdiv(vocabulary, BLOCK)
+    splits = triton.cdiv(num_blocks, SPLIT_BLOCKS)
+    tops, listed = torch.empty((2, num_rows, num_blocks), dtype=torch.int32, device=device)
+    masses = torch.empty((num_rows, splits, PIVOTS), dtype=torch.int64, device=device)
+    rows = (logits, temperature, top_k, top_p, min_p, tops)
+    sizes = (vocabulary, num_blocks)
+    stride = logits.stride(0)
+    maxima_kernel[(num_rows, triton.cdiv(num_blocks, TOP_BLOCKS))](
+        *rows, *sizes, stride, **launch_options(UNIT=unit_temperature, BLOCKS=TOP_BLOCKS)
+    )
+    masses_kernel[(num_rows, splits)](
+        *rows,
+        masses,
+        *sizes,
+        stride,
+        **launch_options(
+            UNIT=unit_temperature, BLOCKS=SPLIT_BLOCKS, TILE=SPLIT_TILE, PIVOTS=PIVOTS
+        ),
+    )
+    support_kernel[(num_rows,)](
+        *rows,
+        masses,
+        listed,
+        support,
+        num_rows,
+        *sizes,
+        splits,
+        stride,
+        **launch_options(16, UNIT=unit_temperature, TILE=TILE, PIVOTS=PIVOTS),
+    )
+    return support

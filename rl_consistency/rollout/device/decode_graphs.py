@@ -1,0 +1,332 @@
+"""Decoding through CUDA graphs: one for each number of rows, replayed with other numbers.
+
+A graph has all of a decode step in it: table updates, the model, sampling, and the token kept for
+the next step. What it is told from step to step comes in one buffer that the host fills. Rows are
+padded to a bucket with sequences of one token in the dummy slot; in whichever bucket a row runs,
+its bits are the same (claim C1), so buckets are chosen for speed alone.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
+from rl_consistency.kernels.attention.layout import SequenceTables
+from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
+from rl_consistency.numerics.strict import current, is_canonical
+from rl_consistency.rollout.device.device_state import DeviceState
+from rl_consistency.rollout.device.kv_cache import KVCache
+from rl_consistency.rollout.device.staging import StagedFields
+from rl_consistency.rollout.drafter import MAX_DRAFT
+from rl_consistency.rollout.scheduler import ScheduledChunk
+
+WIDTHS = (1, 4, 1 + MAX_DRAFT)
+"""Tokens of a sequence in one call: the last known one and a draft, padded to one of these."""
+
+_WIDTH_FOR = [WIDTHS[bisect_left(WIDTHS, 1 + draft)] for draft in range(WIDTHS[-1])]
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+"""Numbers of rows up to which graphs are captured; above the last in steps of `BUCKET_STEP`."""
+
+BUCKET_STEP = 64
+
+SHORTEST_STOCK_CONTEXT = 256
+"""Keys that stock attention gathers at least; beyond it the longest context's power of two."""
+
+
+def buckets_up_to(most: int) -> tuple[int, ...]:
+    """The numbers of rows that graphs are captured for, when at most `most` sequences run."""
+    above = range(BUCKETS[-1] + BUCKET_STEP, most, BUCKET_STEP)
+    return (*(rows for rows in (*BUCKETS, *above) if rows < most), most)
+
+
+def width_for(draft: int) -> int:
+    """The smallest width that holds a draft of so many tokens and the token before it."""
+    return _WIDTH_FOR[draft]
+
+
+class Compute(Protocol):
+    """The model and the sampler: token ids and logprobs of all rows of a call."""
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layout: CapturedPagedAttention,
+        slots: Tensor,
+        *,
+        truncates: bool,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What one graph is captured for."""
+
+    rows: int
+    """Sequences, padding included."""
+    width: int
+    """Tokens of each."""
+    truncates: bool
+    """Whether the sampler restricts the support; neutral to rows that do not."""
+    context: int
+    """Most keys of a sequence: the cache's, or for stock attention a bucket."""
+    stock: frozenset[str]
+    """Ops on their stock path."""
+
+
+class DecodeCall:
+    """One shape's decode step over buffers that never move.
+
+    `run` is what a graph captures. It is plain PyTorch, and runs on a CPU as it is.
+    """
+
+    def __init__(self, shape: Shape, state: DeviceState, cache: KVCache, compute: Compute) -> None:
+        self.shape = shape
+        self._state = state
+        self._compute = compute
+        rows, tokens = shape.rows, shape.rows * shape.width
+        self.most_new_blocks = -(-shape.width // cache.block_size)
+        updates = rows * self.most_new_blocks
+        self._dummy_place = state.dummy_block * cache.block_size
+        self._fields = StagedFields(
+            {
+                "slots": (np.int64, (rows,)),
+                "token_slots": (np.int64, (tokens,)),
+                "token_ids": (np.int64, (tokens,)),
+                "positions": (np.int64, (tokens,)),
+                "places": (np.int64, (tokens,)),
+                "cells": (np.int64, (updates,)),
+                "blocks": (np.int32, (updates,)),
+                "last_rows": (np.int64, (rows,)),
+                "query_len": (np.int32, (rows,)),
+                "context_len": (np.int32, (rows,)),
+            }
+        )
+        device = state.device
+        self._buffer = torch.zeros(self._fields.nbytes, dtype=torch.uint8, device=device)
+        self._inputs = self._fields.tensors(self._buffer)
+        self.values = torch.zeros(2, tokens, dtype=torch.int32, device=device)
+        width = state.block_tables.shape[1]
+        self._layout = CapturedPagedAttention.of(
+            SequenceTables(
+                torch.arange(rows, dtype=torch.int32, device=device) * shape.width,
+                self._inputs["query_len"],
+                self._inputs["context_len"],
+                torch.zeros(rows, width, dtype=torch.int32, device=device),
+            ),
+            queries=shape.width,
+            capacity=shape.context,
+            slot_mapping=self._inputs["places"],
+            key_cache=cache.keys,
+            value_cache=cache.values,
+            block_size=cache.block_size,
+        )
+
+    def stage(self, chunks: Sequence[ScheduledChunk], slots: NDArray[np.int64]) -> Tensor:
+        """A host buffer with the numbers of one step; `load` takes it to the device.
+
+        The chunks' slots [n] are given apart; rows behind them are padding.
+        """
+        state, count, width = self._state, len(chunks), self.shape.width
+        starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+        lens = np.array([chunk.length for chunk in chunks], dtype=np.int64)
+        sequences = [chunk.sequence for chunk in chunks]
+        ends = starts + lens
+        cells, blocks = state.cover(sequences, slots, ends, most=self.most_new_blocks)
+        buffer, arrays = self._fields.on_host(state.device)
+        by_row = {
+            name: array.reshape(self.shape.rows, -1)
+            for name, array in arrays.items()
+            if name not in ("cells", "blocks")
+        }
+        offsets = np.arange(width)
+        # Positions behind a draft repeat its last: no table and no cosine lies beyond.
+        positions = np.minimum(starts[:, None] + offsets, ends[:, None] - 1)
+        places = state.places(slots[:, None], positions)
+        places[offsets >= lens[:, None]] = self._dummy_place
+        for name, real, padding in (
+            ("slots", slots[:, None], state.dummy_slot),
+            ("token_slots", slots[:, None], state.dummy_slot),
+            ("token_ids", self._token_ids(chunks), 0),
+            ("positions", positions, 0),
+            ("places", places, self._dummy_place),
+            ("last_rows", (np.arange(count) * width + lens - 1)[:, None], 0),
+            ("query_len", lens[:, None], 1),
+            ("context_len", ends[:, None], 1),
+        ):
+            by_row[name][:count] = real
+            by_row[name][count:] = padding
+        for name, real, padding in (
+            ("cells", cells, state.dummy_slot * state.block_tables.shape[1]),
+            ("blocks", blocks, state.dummy_block),
+        ):
+            arrays[name][: len(cells)] = real
+            arrays[name][len(cells) :] = padding
+        return buffer
+
+    def _token_ids(self, chunks: Sequence[ScheduledChunk]) -> NDArray[np.int64]:
+        """[n, width]: the tokens the host knows, -1 for the one that only the device does."""
+        known = [
+            ids[chunk.start] if chunk.start < len(ids := chunk.sequence.token_ids) else -1
+            for chunk in chunks
+        ]
+        token_ids = np.zeros((len(chunks), self.shape.width), dtype=np.int64)
+        token_ids[:, 0] = known
+        if self.shape.width > 1:
+            for row, chunk in zip(token_ids, chunks, strict=True):
+                row[1 : 1 + len(chunk.draft)] = chunk.draft
+        return token_ids
+
+    def load(self, staged: Tensor) -> None:
+        """Queue the copy of a staged step into the buffer that `run` reads."""
+        self._buffer.copy_(staged, non_blocking=True)
+
+    def run(self) -> None:
+        """Compute the step that was loaded; leaves tokens and logprobs in `values`."""
+        state, inputs, numbers = self._state, self._inputs, self._layout.numbers
+        state.block_tables.view(-1).index_copy_(0, inputs["cells"], inputs["blocks"])
+        torch.index_select(state.block_tables, 0, inputs["slots"], out=numbers.block_table)
+        token_ids = state.resolve(inputs["token_ids"], inputs["token_slots"])
+        tokens, logprobs = self._compute(
+            token_ids,
+            inputs["positions"],
+            self._layout,
+            inputs["token_slots"],
+            truncates=self.shape.truncates,
+        )
+        # Behind a draft it may not be the last; but there the host knows which one is.
+        last = tokens.index_select(0, inputs["last_rows"])
+        state.last_tokens.index_copy_(0, inputs["slots"], last)
+        self.values[0].copy_(tokens)
+        self.values[1].copy_(logprobs.view(torch.int32))
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedCall:
+    """A call, and how to run it again as it was captured."""
+
+    call: DecodeCall
+    replay: Callable[[], None]
+    kept: object
+    """What the graph reads by address and nobody else may hold."""
+
+
+class DecodeGraphs:
+    """Captured decode calls by shape, made on first use, in one pool of memory.
+
+    Graphs run one after another and leave what outlives them in buffers of their own, so they may
+    share the memory of everything in between.
+
+    Args:
+        state: the sequences by slot.
+        cache: the KV cache.
+        compute: the model and the sampler.
+        capacity: most tokens of a sequence.
+        prepare: makes whatever must not be made during a capture, and returns what the graphs read
+            and the model may replace.
+    """
+
+    def __init__(
+        self,
+        state: DeviceState,
+        cache: KVCache,
+        compute: Compute,
+        *,
+        capacity: int,
+        prepare: Callable[[], object],
+    ) -> None:
+        self._state = state
+        self._cache = cache
+        self._compute = compute
+        self._capacity = capacity
+        self._prepare = prepare
+        self._buckets = buckets_up_to(state.dummy_slot)
+        self._captured: dict[Shape, CapturedCall] = {}
+        # One stream for all captures: the pool gives memory back to the stream that freed it only.
+        self._place: tuple[Any, torch.cuda.Stream] | None = None
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def drop(self) -> None:
+        """Forget all graphs: what they read by address has moved."""
+        if self._place is not None:
+            torch.cuda.synchronize(self._state.device)
+        self._captured.clear()
+        self._place = None
+
+    def captured(self, rows: int, width: int, *, truncates: bool, longest: int) -> CapturedCall:
+        """The smallest call for `rows` sequences, none with more than `longest` keys.
+
+        The first time it is captured, for which the host waits.
+        """
+        shape = Shape(
+            rows=self._buckets[bisect_left(self._buckets, rows)],
+            width=width,
+            truncates=truncates,
+            context=context_bound(longest, self._capacity),
+            stock=current().stock,
+        )
+        found = self._captured.get(shape)
+        if found is None:
+            found = self._captured[shape] = self._capture(shape)
+        return found
+
+    def _call(self, shape: Shape) -> DecodeCall:
+        """The call, loaded with nothing but padding: running it touches no sequence."""
+        call = DecodeCall(shape, self._state, self._cache, self._compute)
+        call.load(call.stage((), np.zeros(0, dtype=np.int64)))
+        return call
+
+    def _capture(self, shape: Shape) -> CapturedCall:
+        kept = self._prepare()
+        call = self._call(shape)
+        if self._place is None:
+            self._place = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._state.device))
+        pool, stream = self._place
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), certified_to_the_row():
+            # Compiles kernels and certifies products, which a capture must not; the second time
+            # nothing of that is left to do.
+            call.run()
+            call.run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the trainer may allocate meanwhile.
+        with (
+            _no_garbage_collection(),
+            torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
+        ):
+            call.run()
+        return CapturedCall(call, graph.replay, kept)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection may free another engine's memory, which invalidates a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def context_bound(longest: int, capacity: int) -> int:
+    """Most keys that a captured call is made for when its longest sequence has `longest`."""
+    if is_canonical("attention"):
+        return capacity
+    bucket = max(SHORTEST_STOCK_CONTEXT, 1 << (longest - 1).bit_length())
+    return min(bucket, capacity)

@@ -1,0 +1,159 @@
+"""What the device remembers of the running sequences from one step to the next, by slot.
+
+A sequence holds a slot while it runs. The host keeps a copy of all but the sampled tokens, so that
+it never has to ask the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rl_consistency.kernels.sampling.op import SamplingRows
+from rl_consistency.rollout.device.random_stream import KEY_WORDS, stream_keys
+from rl_consistency.rollout.device.staging import to_device
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.sequence import RolloutSequence
+
+
+class DeviceState:
+    """Rows for `num_slots` sequences and one more, the dummy slot of padding rows.
+
+    Args:
+        num_slots: sequences that run at a time.
+        width: most blocks of a sequence.
+        block_size: tokens of a block.
+        dummy_block: the block of whatever belongs to no sequence.
+        device: where the tensors are.
+
+    Attributes:
+        dummy_slot: number of the dummy slot, `num_slots`.
+        last_tokens: [S] int64, the token that was sampled last; S = num_slots + 1.
+        block_tables: [S, width] int32, each sequence's blocks in logical order, then `dummy_block`.
+    """
+
+    def __init__(
+        self, num_slots: int, *, width: int, block_size: int, dummy_block: int, device: torch.device
+    ) -> None:
+        rows = num_slots + 1
+        self.dummy_slot = num_slots
+        self.dummy_block = dummy_block
+        self._block_size = block_size
+        # On the host: words are the stream key and top_k, shares temperature, top_p and min_p.
+        self._words = np.zeros((KEY_WORDS + 1, rows), dtype=np.int64)
+        self._shares = np.zeros((3, rows), dtype=np.float32)
+        self._shares[:2] = 1.0
+        self._tables = np.full((rows, width), dummy_block, dtype=np.int32)
+        self._num_blocks = np.zeros(rows, dtype=np.int64)
+        self._truncates = np.zeros(rows, dtype=np.bool_)
+        self._stale: dict[int, None] = {}  # slots to copy, in order
+        self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.block_tables = torch.from_numpy(self._tables).to(device, copy=True)
+        self._device_words = torch.from_numpy(self._words).to(device, copy=True)
+        self._device_shares = torch.from_numpy(self._shares).to(device, copy=True)
+
+    @property
+    def device(self) -> torch.device:
+        return self.last_tokens.device
+
+    def admit(self, sequence: RolloutSequence) -> None:
+        """Write a sequence's sampling params and stream key to its slot, with an empty table."""
+        slot, params = sequence.slot, sequence.params
+        if slot is None or not 0 <= slot < self.dummy_slot:
+            raise ValueError(f"a running sequence needs a slot in [0, {self.dummy_slot}): {slot}")
+        keys = stream_keys([params.seed], [sequence.prompt_id], [sequence.sample_index])
+        self._words[:KEY_WORDS, slot] = keys[0]
+        self._words[KEY_WORDS, slot] = params.top_k
+        self._shares[:, slot] = (params.temperature, params.top_p, params.min_p)
+        self._truncates[slot] = restricts_support(params)
+        self._tables[slot] = self.dummy_block
+        self._num_blocks[slot] = 0
+        self._stale[slot] = None
+
+    def truncates(self, slots: NDArray[np.int64]) -> bool:
+        """Whether any of the slots restricts its support."""
+        return bool(self._truncates[slots].any())
+
+    def cover(
+        self,
+        sequences: Sequence[RolloutSequence],
+        slots: NDArray[np.int64],
+        ends: NDArray[np.int64],
+        *,
+        most: int = 0,
+    ) -> tuple[list[int], list[int]]:
+        """Take over the blocks that hold positions below `ends` [n] and are not known yet.
+
+        Returns (cells, blocks): the entries of the flattened table that the caller has to write on
+        the device, at most `most` of each sequence. Where more are new the next `flush` copies the
+        sequence's whole row instead.
+        """
+        cells: list[int] = []
+        blocks: list[int] = []
+        needed = -(-ends // self._block_size)
+        width = self._tables.shape[1]
+        for i in np.flatnonzero(needed > self._num_blocks[slots]).tolist():
+            slot, count = int(slots[i]), int(needed[i])
+            known = int(self._num_blocks[slot])
+            new = sequences[i].block_table[known:count]
+            self._tables[slot, known:count] = new
+            self._num_blocks[slot] = count
+            if slot in self._stale or len(new) > most:
+                self._stale[slot] = None
+            else:
+                cells.extend(range(slot * width + known, slot * width + count))
+                blocks.extend(new)
+        return cells, blocks
+
+    def places(self, slots: NDArray[Any], positions: NDArray[Any]) -> NDArray[np.int64]:
+        """Where in the cache the token at each position of each slot's sequence lies, int64."""
+        size = self._block_size
+        blocks = self._tables[slots, positions // size].astype(np.int64)
+        return blocks * size + positions % size
+
+    def flush(self) -> None:
+        """Queue one copy of the rows that changed on the host."""
+        if not self._stale:
+            return
+        slots = np.fromiter(self._stale, dtype=np.int64, count=len(self._stale))
+        self._stale.clear()
+        new = to_device(
+            {
+                "slots": slots,
+                "words": self._words[:, slots],
+                "shares": self._shares[:, slots],
+                "tables": self._tables[slots],
+            },
+            self.device,
+        )
+        self._device_words.index_copy_(1, new["slots"], new["words"])
+        self._device_shares.index_copy_(1, new["slots"], new["shares"])
+        self.block_tables.index_copy_(0, new["slots"], new["tables"])
+
+    def resolve(self, token_ids: Tensor, slots: Tensor) -> Tensor:
+        """Token ids [n] int64 with -1 replaced by the token sampled last in the row's slot."""
+        return torch.where(token_ids < 0, self.last_tokens.index_select(0, slots), token_ids)
+
+    def sampling(self, slots: Tensor, *, truncates: bool) -> tuple[SamplingRows, Tensor]:
+        """Sampling parameters of rows [n] by slot, and their stream keys [n, 5] int64.
+
+        `truncates` is the host's answer to whether any of them restricts its support.
+        """
+        words = self._device_words.index_select(1, slots)
+        temperature, top_p, min_p = self._device_shares.index_select(1, slots).unbind(0)
+        rows = SamplingRows(
+            temperature=temperature, top_k=words[KEY_WORDS], top_p=top_p, min_p=min_p
+        )
+        # Neutral to the bits, and one graph then serves all temperatures.
+        rows = rows.knowing(truncates=truncates, unit_temperature=False)
+        return rows, words[:KEY_WORDS].t()
+
+
+def restricts_support(params: SamplingParams) -> bool:
+    """Whether some tokens may be ruled out by `params`."""
+    return params.temperature == 0 or params.top_k > 0 or params.top_p < 1 or params.min_p > 0

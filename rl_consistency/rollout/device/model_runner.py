@@ -1,0 +1,374 @@
+"""Owns the KV cache and the device state, and turns a step's chunks into tokens and logprobs.
+
+A step is launched and its results are read later: nothing in a launch waits for the device, so the
+next step can be queued behind it. What the host does not know at a launch, the token sampled by the
+step before, is taken from the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
+from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.models.forward import next_token_logits, paged_hidden_states, rotary_rows
+from rl_consistency.rollout.device.decode_graphs import (
+    CapturedCall,
+    DecodeGraphs,
+    buckets_up_to,
+    width_for,
+)
+from rl_consistency.rollout.device.device_state import DeviceState
+from rl_consistency.rollout.device.kv_cache import KVCache
+from rl_consistency.rollout.device.ragged_call import RaggedCall
+from rl_consistency.rollout.device.random_stream import device_uniforms
+from rl_consistency.rollout.device.sampler import sample
+from rl_consistency.rollout.device.staging import to_device, to_host
+from rl_consistency.rollout.drafter import MAX_DRAFT
+from rl_consistency.rollout.scheduler import ScheduledChunk
+from rl_consistency.rollout.sequence import RolloutSequence
+from rl_consistency.rollout.weights import forward_path
+
+MEMORY_BOUND_TOKENS = 256
+"""Tokens of a call up to which reading the weights takes longer than multiplying by them."""
+
+RAGGED = 0
+"""In place of a width: chunks that run without a graph."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Chunks of one call."""
+
+    chunks: list[ScheduledChunk]
+    indices: list[int]
+    """Of each chunk in the step."""
+
+
+@dataclass(frozen=True, eq=False)
+class CallResult:
+    """What one call of the model sampled, on its way to the host."""
+
+    values: Tensor
+    """[2, rows] int32 on the host: token ids, and the bits of their fp32 logprobs."""
+    spans: list[tuple[int, int, int]]
+    """(index of the chunk in the step, first row, number of rows)."""
+
+
+class PendingStep:
+    """A step that has been queued.
+
+    Attributes:
+        chunks: its chunks that sample, in the order they were launched in.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        results: list[CallResult],
+        done: torch.cuda.Event | None,
+    ) -> None:
+        self.chunks = [chunk for chunk in chunks if chunk.samples]
+        self._sampling = [chunk.samples for chunk in chunks]
+        self._results = results
+        self._done = done
+
+    def wait(self) -> list[list[tuple[int, float]]]:
+        """Wait for this step and no later one.
+
+        Returns for each of `chunks` the (token id, logprob) sampled at each of its
+        1 + len(draft) positions; a logprob is NaN where the row's logits were.
+        """
+        if self._done is not None:
+            self._done.synchronize()
+        sampled: list[list[tuple[int, float]]] = [[] for _ in self._sampling]
+        for result in self._results:
+            token_ids = result.values[0].tolist()
+            logprobs = result.values[1].view(torch.float32).tolist()
+            rows = list(zip(token_ids, logprobs, strict=True))
+            for index, first, count in result.spans:
+                sampled[index] = rows[first : first + count]
+        return list(itertools.compress(sampled, self._sampling))
+
+
+class ModelRunner:
+    """Runs the model over a paged KV cache; reads its weights in place, call by call.
+
+    On a GPU decode chunks run through CUDA graphs, unless `cuda_graphs` is False; that moves no
+    bit, and neither does the size of the cache (see `KVCache.allocate`).
+
+    Attributes:
+        num_blocks: blocks that sequences may hold, numbered from 0.
+        max_draft: most guessed tokens of a chunk.
+
+    Raises:
+        ValueError: the device has no room for the cache.
+    """
+
+    max_draft = MAX_DRAFT
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        block_size: int,
+        num_blocks: int | None,
+        max_num_seqs: int,
+        tokens_per_sequence: int | None = None,
+        cuda_graphs: bool = True,
+    ) -> None:
+        self._model = model
+        self._cache = KVCache.allocate(
+            model,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            tokens_per_sequence=tokens_per_sequence,
+        )
+        self.num_blocks = self._cache.num_blocks
+        self._capacity = min(model.config.max_position_embeddings, self._cache.num_tokens)
+        self._state = DeviceState(
+            max_num_seqs,
+            width=-(-self._capacity // block_size),
+            block_size=block_size,
+            dummy_block=self.num_blocks,
+            device=self.device,
+        )
+        self._captured_from = self._read_by_graphs(())
+        self._stream = self._current_stream()
+        self._graphs: DecodeGraphs | None = None
+        if cuda_graphs and self.device.type == "cuda":
+            self._graphs = DecodeGraphs(
+                self._state,
+                self._cache,
+                self._decode,
+                capacity=self._capacity,
+                prepare=lambda: rotary_rows(model, self._capacity),
+            )
+
+    @property
+    def device(self) -> torch.device:
+        return self._cache.device
+
+    def begin(self, struck: tuple[str, ...] = ()) -> None:
+        """Look at the model before a rollout, whose steps belong to the current CUDA stream.
+
+        Graphs are dropped if parameters moved, if hooks or the patch were changed, or if a library
+        product was struck.
+
+        Args:
+            struck: the products struck so far: `LibraryAudit.look`.
+
+        Raises:
+            ValueError: the model was moved or cast since the cache was allocated, or is not
+                patched.
+        """
+        cache = self._cache
+        if (self._model.dtype, self._model.device) != (cache.dtype, cache.device):
+            raise ValueError(
+                f"the KV cache was made for a model in {cache.dtype} on {cache.device} and the "
+                f"model is now in {self._model.dtype} on {self._model.device}; build the "
+                "RolloutEngine after moving or casting the model"
+            )
+        captured_from, self._captured_from = self._captured_from, self._read_by_graphs(struck)
+        if self._graphs is not None and captured_from != self._captured_from:
+            self._graphs.drop()
+        self._stream = self._current_stream()
+
+    def _read_by_graphs(self, struck: tuple[str, ...]) -> tuple[object, ...]:
+        """Where the tensors lie that graphs read, what else was captured, and what was not."""
+        tensors = itertools.chain(self._model.parameters(), self._model.buffers())
+        return [tensor.data_ptr() for tensor in tensors], forward_path(self._model), struck
+
+    def _current_stream(self) -> int | None:
+        """The current CUDA stream's handle; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    @torch.no_grad()
+    def warm_up(
+        self,
+        batch_sizes: Sequence[int] | None = None,
+        *,
+        drafts: Sequence[int] = (0,),
+        truncates: bool = False,
+        longest: int | None = None,
+    ) -> None:
+        """Capture the graphs of decode steps ahead of time; nothing to do without graphs.
+
+        Args:
+            batch_sizes: numbers of sequences decoding together, at most `max_num_seqs`; None is
+                every one that graphs are captured for.
+            drafts: lengths of the drafts to verify.
+            truncates: whether any sequence restricts its support.
+            longest: tokens of the longest sequence, for stock attention; None is the most possible.
+
+        Raises:
+            ValueError: a batch size out of range.
+        """
+        most = self._state.dummy_slot
+        wrong = [rows for rows in batch_sizes or () if not 1 <= rows <= most]
+        if wrong:
+            raise ValueError(f"batch sizes must be 1 to max_num_seqs={most}, got {wrong}")
+        if self._graphs is None:
+            return
+        if batch_sizes is None:
+            batch_sizes = buckets_up_to(most)
+        # The largest first: the others fit in the memory it leaves.
+        for rows in sorted(set(batch_sizes), reverse=True):
+            for width in sorted({width_for(draft) for draft in drafts}, reverse=True):
+                self._graphs.captured(
+                    rows, width, truncates=truncates, longest=longest or self._capacity
+                )
+
+    def admit(self, sequence: RolloutSequence) -> None:
+        """Take over a sequence that has been given a slot; the slot's former holder is forgotten.
+
+        Raises:
+            ValueError: it has no slot, or one out of range.
+        """
+        self._state.admit(sequence)
+
+    @torch.no_grad()
+    def launch(self, chunks: Sequence[ScheduledChunk]) -> PendingStep:
+        """Queue the chunks' computation: keys and values written, tokens sampled.
+
+        Every chunk's sequence has been admitted and holds blocks up to the chunk's end. A chunk may
+        end in one token that the step before samples (`num_pending`).
+
+        Raises:
+            ValueError: a draft longer than `max_draft`, or another CUDA stream than at `begin`.
+        """
+        if self._stream != (now := self._current_stream()):
+            raise ValueError(
+                f"the rollout began on CUDA stream {self._stream} and a step was asked for on "
+                f"{now}, where it would not wait for the steps before; give all steps of a rollout "
+                "the same stream"
+            )
+        groups = self._grouped(chunks)
+        ragged_group = groups.pop(RAGGED, None)
+        # Everything is staged before anything runs: one copy brings the device's tables up to date.
+        staged = [self._stage(width, group) for width, group in groups.items()]
+        ragged = None
+        if ragged_group is not None:
+            ragged = RaggedCall.of(ragged_group.chunks, self._state, self._cache.block_size)
+        self._state.flush()
+        results = [self._replay(*call) for call in staged]
+        if ragged is not None and ragged_group is not None:
+            results.append(self._run(ragged, ragged_group))
+        return PendingStep(chunks, results, self._mark())
+
+    def _grouped(self, chunks: Sequence[ScheduledChunk]) -> dict[int, _Group]:
+        """The chunks by the width of their graph; `RAGGED` for those that run without one."""
+        drafts = [len(chunk.draft) for chunk in chunks]
+        if max(drafts, default=0) > self.max_draft:
+            raise ValueError(
+                f"a draft of {max(drafts)} tokens; at most {self.max_draft} are verified in a step"
+            )
+        widths = [RAGGED] * len(chunks)
+        if self._graphs is not None:
+            decodes = [chunk.is_decode for chunk in chunks]
+            widths = [
+                width_for(draft) if decode else RAGGED
+                for draft, decode in zip(drafts, decodes, strict=True)
+            ]
+            widest = max(widths)
+            if sum(decodes) * widest <= MEMORY_BOUND_TOKENS:
+                # Each graph reads all weights; rows behind a short draft cost less than that.
+                widths = [widest if decode else RAGGED for decode in decodes]
+        groups: dict[int, _Group] = {}
+        for width in sorted(set(widths)):
+            indices = [index for index, other in enumerate(widths) if other == width]
+            groups[width] = _Group([chunks[index] for index in indices], indices)
+        return groups
+
+    def _stage(self, width: int, group: _Group) -> tuple[CapturedCall, Tensor, _Group]:
+        """A decode group's captured call and the host buffer with its numbers."""
+        assert self._graphs is not None
+        slots = np.array([chunk.sequence.slot for chunk in group.chunks], dtype=np.int64)
+        captured = self._graphs.captured(
+            len(slots),
+            width,
+            truncates=self._state.truncates(slots),
+            longest=max([chunk.start + chunk.length for chunk in group.chunks]),
+        )
+        return captured, captured.call.stage(group.chunks, slots), group
+
+    def _replay(self, captured: CapturedCall, staged: Tensor, group: _Group) -> CallResult:
+        captured.call.load(staged)
+        captured.replay()
+        width = captured.call.shape.width
+        firsts = range(0, len(group.chunks) * width, width)
+        counts = [1 + len(chunk.draft) for chunk in group.chunks]
+        spans = list(zip(group.indices, firsts, counts, strict=True))
+        return CallResult(to_host(captured.call.values), spans)
+
+    def _run(self, call: RaggedCall, group: _Group) -> CallResult:
+        """A call of chunks of any lengths, op by op."""
+        inputs = to_device(call.arrays, self.device)
+        paged = PagedAttention(
+            query_starts=call.starts,
+            query_lens=call.lens,
+            context_lens=call.context_lens,
+            block_tables=call.block_tables,
+            slot_mapping=inputs["places"],
+            key_cache=self._cache.keys,
+            value_cache=self._cache.values,
+            block_size=self._cache.block_size,
+        )
+        token_ids = self._state.resolve(inputs["token_ids"], inputs["token_slots"])
+        hidden = paged_hidden_states(self._model, token_ids, inputs["positions"], paged)
+        indices = [i for i, c in zip(group.indices, group.chunks, strict=True) if c.samples]
+        if not indices:
+            return CallResult(torch.empty(2, 0, dtype=torch.int32), [])
+        tokens, logprobs = self._sampled(
+            hidden.index_select(0, inputs["rows"]),
+            inputs["positions"].index_select(0, inputs["rows"]),
+            inputs["row_slots"],
+            truncates=self._state.truncates(call.arrays["row_slots"]),
+        )
+        self._state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
+        values = torch.stack([tokens.to(torch.int32), logprobs.view(torch.int32)])
+        firsts = (np.cumsum(call.counts) - call.counts).tolist()
+        spans = list(zip(indices, firsts, call.counts.tolist(), strict=True))
+        return CallResult(to_host(values), spans)
+
+    def _decode(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layout: CapturedPagedAttention,
+        slots: Tensor,
+        *,
+        truncates: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The model and the sampler over all rows of a captured call."""
+        hidden = paged_hidden_states(self._model, token_ids, positions, layout)
+        return self._sampled(hidden, positions, slots, truncates=truncates)
+
+    def _sampled(
+        self, hidden: Tensor, positions: Tensor, slots: Tensor, *, truncates: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids [n] int64 and logprobs [n] fp32, drawn for the positions after the rows'.
+
+        hidden [n, H], positions and slots [n] int64.
+        """
+        logits = next_token_logits(self._model, hidden)
+        params, keys = self._state.sampling(slots, truncates=truncates)
+        return sample(logits, params, device_uniforms(keys, positions + 1))
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event behind everything queued so far; None on a CPU, where all is done."""
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event

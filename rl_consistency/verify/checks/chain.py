@@ -1,0 +1,306 @@
+"""C1, C2 and C3 on a whole model: embedding, layers, norm, LM head, logprob, loss, backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_consistency.kernels.token_logprobs.op import lm_head_logits
+from rl_consistency.models.forward import lm_head_weight, packed_hidden_states, paged_hidden_states
+from rl_consistency.models.packing import PackedBatch
+from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
+from rl_consistency.parity.first_divergence import first_divergence, recorded
+from rl_consistency.parity.gradients import Regrouping, check_gradients, lay_out
+from rl_consistency.verify.checks.paged_calls import chunked, decoded, paged_calls
+from rl_consistency.verify.claims import Tally
+from rl_consistency.verify.probe import probe_tokens
+from rl_consistency.verify.sweep import Sweep, split
+
+GRADIENT_REGROUPINGS = (
+    Regrouping("run again", (1 << 30,)),
+    Regrouping("micro-batch 1", (1,)),
+    Regrouping("micro-batch 2", (2,)),
+    Regrouping("micro-batch 8", (8,)),
+    Regrouping("uneven", (1, 3, 2)),
+    Regrouping("4 accumulation steps", (3,)),
+    Regrouping("left-padded by 2", (2,), "left_padded"),
+    Regrouping("right-padded", (1 << 30,), "right_padded"),
+    Regrouping("packed with gaps", (3,), "packed_with_gaps"),
+)
+
+GRADIENT_LENGTHS = (33, 7, 48, 2, 129, 16, 31, 64, 5, 40, 17, 90)
+"""Sequences of one step, long and short in turn."""
+
+
+class Chain:
+    """A patched model, the samples it is swept over, and each sample's outputs when alone."""
+
+    def __init__(self, model: nn.Module, sweep: Sweep) -> None:
+        config: Any = model.config
+        self.model: Any = model
+        self.config = config
+        self.device: torch.device = self.model.device
+        self.sweep = sweep.within(config.max_position_embeddings)
+        self.samples = probe_tokens(self.sweep.sample_lengths(), config.vocab_size, seed=1)
+
+    @cached_property
+    def alone(self) -> list[Tensor]:
+        """Hidden states [n, H] of each sample in a call of its own."""
+        return [self.hidden([i])[0] for i in range(len(self.samples))]
+
+    @cached_property
+    def alone_logprobs(self) -> list[Tensor]:
+        """[n - 1, 2] logprob and entropy of each sample's tokens in a call of its own."""
+        return [self.logprobs([i])[0] for i in range(len(self.samples))]
+
+    @torch.no_grad()
+    def hidden(self, members: Sequence[int], gap: int = 0) -> list[Tensor]:
+        """Hidden states of some samples packed in one call."""
+        sequences = [self.samples[i] for i in members]
+        batch = PackedBatch.from_sequences(sequences, self.device, gap=gap)
+        rows = packed_hidden_states(self.model, batch)[batch.token_rows]
+        return list(rows.split([len(s) for s in sequences]))
+
+    @torch.no_grad()
+    def logprobs(self, members: Sequence[int], layout: Any = "packed") -> list[Tensor]:
+        """Logprobs and entropies of some samples; empty for a sample of one token."""
+        sequences = [self.samples[i] for i in members if len(self.samples[i]) > 1]
+        if not sequences:
+            return [torch.empty(0, 2, device=self.device) for _ in members]
+        inputs, mask = lay_out(sequences, layout, self.device)
+        scored = token_logprobs(
+            self.model, inputs, attention_mask=mask, prompt_lengths=[1] * len(sequences)
+        )
+        both = torch.stack([scored.logprobs, scored.entropy], dim=1)
+        return list(both.split([len(self.samples[i]) - 1 for i in members]))
+
+    def divergence(self, sample: int, members: Sequence[int]) -> str | None:
+        """The first part that differs between a sample alone and packed among `members`."""
+        traces = []
+        for group in ([sample], members):
+            batch = PackedBatch.from_sequences([self.samples[i] for i in group], self.device)
+            first = sum(len(self.samples[i]) for i in group[: list(group).index(sample)])
+            own = batch.token_rows[first : first + len(self.samples[sample])]
+            with recorded(self.model) as activations, torch.no_grad():
+                activations.rows = len(batch.input_ids)
+                packed_hidden_states(self.model, batch)
+            traces.append(activations.take(own))
+        return first_divergence(*traces)
+
+
+def check_packed_chain(tally: Tally, chain: Chain) -> None:
+    """Hidden states of packed calls of every size, order and neighbourhood."""
+    for name, calls in chain.sweep.arrangements():
+        for members in calls:
+            _compare_samples(tally, chain, name, members, chain.hidden(members))
+    members = list(range(len(chain.samples)))
+    for gap in (1, 3):
+        _compare_samples(
+            tally, chain, f"packed with gap {gap}", members, chain.hidden(members, gap)
+        )
+
+
+@torch.no_grad()
+def check_padded_chain(tally: Tally, chain: Chain) -> None:
+    """Hidden states and logits of padded batches and of one row with position resets."""
+    # Without the long samples: logits of a padded batch are [16, longest, vocabulary].
+    members = list(range(min(len(chain.samples) - len(chain.sweep.long), 16)))
+    logits = [chain.model.lm_head(chain.alone[i]) for i in members]
+    for pad in chain.sweep.pads:
+        for side in ("left", "right"):
+            ids, mask = _padded([chain.samples[i] for i in members], pad, side, chain.device)
+            name = f"{side} padding {pad}"
+            hidden = chain.model.model(input_ids=ids, attention_mask=mask).last_hidden_state
+            found = [row[kept] for row, kept in zip(hidden, mask.bool(), strict=True)]
+            _compare_samples(tally, chain, name, members, found)
+            if pad == chain.sweep.pads[-1]:
+                out = chain.model(input_ids=ids, attention_mask=mask).logits
+                for i in members:
+                    tally.equal(f"{name}, logits", logits[i], out[i][mask[i].bool()], _token(i))
+    ids = torch.tensor([[t for i in members for t in chain.samples[i]]], device=chain.device)
+    positions = torch.cat([torch.arange(len(chain.samples[i])) for i in members])[None]
+    positions = positions.to(chain.device)
+    hidden = chain.model.model(input_ids=ids, position_ids=positions).last_hidden_state[0]
+    found = list(hidden.split([len(chain.samples[i]) for i in members]))
+    _compare_samples(tally, chain, "position resets in one row", members, found)
+
+
+def check_paged_chain(tally: Tally, chain: Chain) -> None:
+    """Hidden states through the paged cache: chunk sizes, decode, cache block sizes."""
+    sizes, longest = chain.sweep.cache_blocks, max(map(len, chain.samples))
+    plans: list[tuple[str, int, Callable[[int], list[int]]]] = [
+        (f"chunk {c}", c, lambda n, c=c: chunked(n, c)) for c in chain.sweep.chunks
+    ]
+    plans += [("decode", longest, decoded)]
+    plans += [("prefill", longest, lambda n: [n]) for _ in sizes]
+    for turn, (name, chunk, cut) in enumerate(plans):
+        size = sizes[turn % len(sizes)]
+        members = chain.sweep.paged_samples(chunk)
+        schedules = [cut(len(chain.samples[i])) for i in members]
+        found = _paged_hidden(chain, members, schedules, size)
+        _compare_samples(tally, chain, f"{name}, cache blocks of {size}", members, found)
+
+
+def check_logprob_chain(tally: Tally, chain: Chain) -> None:
+    """Logprobs and entropies of `token_logprobs` in every batch size and layout."""
+    members = list(range(len(chain.samples)))
+    calls = [(f"batch {b}", group) for b in chain.sweep.batches[1:] for group in split(members, b)]
+    for name, group in calls:
+        for i, rows in zip(group, chain.logprobs(group), strict=True):
+            tally.equal(name, chain.alone_logprobs[i], rows, _token(i, 1))
+    group = members[1:16]
+    for layout in ("packed_with_gaps", "left_padded", "right_padded"):
+        for i, rows in zip(group, chain.logprobs(group, layout), strict=True):
+            tally.equal(layout, chain.alone_logprobs[i], rows, _token(i, 1))
+    hidden = torch.cat(chain.alone)[:512]
+    weight = lm_head_weight(chain.model).detach()
+    logits = lm_head_logits(hidden, weight)
+    for count in (1, 3, 17):
+        parts = torch.cat([lm_head_logits(h, weight) for h in hidden[: 8 * count].split(count)])
+        tally.equal(f"LM head, {count} rows a call", logits[: len(parts)], parts)
+
+
+def check_gradient_chain(tally: Tally, chain: Chain) -> None:
+    """Gradients of a clipped-objective-like loss with an entropy term, regrouped."""
+    sequences, prompts = _step(chain)
+    report = check_gradients(
+        chain.model,
+        sequences,
+        prompt_lengths=prompts,
+        loss=_loss(sum(map(len, sequences)) - sum(prompts)),
+        regroupings=GRADIENT_REGROUPINGS,
+    )
+    for found in report.results:
+        tally.expect(
+            found.name,
+            found.mismatched_elements == 0,
+            f"{found.mismatched_elements} of {report.elements} elements, first in "
+            f"{found.first_parameter}",
+        )
+
+
+def check_gradient_checkpointing(tally: Tally, chain: Chain) -> None:
+    """Gradients with the activations of each layer recomputed in backward."""
+    stored = _gradients(chain)
+    training = chain.model.training
+    runs: list[None] = []
+    handle = chain.model.model.layers[0].input_layernorm.register_forward_hook(
+        lambda *_: runs.append(None)
+    )
+    chain.model.train()
+    _switch_checkpointing(chain.model, "enable")
+    try:
+        recomputed = _gradients(chain)
+    finally:
+        _switch_checkpointing(chain.model, "disable")
+        chain.model.train(training)
+        handle.remove()
+    tally.expect("layers were recomputed", len(runs) == 2, f"a layer ran {len(runs)} times")
+    tally.expect("same parameters", stored.keys() == recomputed.keys())
+    for name in stored:
+        tally.equal(name, stored[name], recomputed[name])
+
+
+def _switch_checkpointing(model: Any, what: str) -> None:
+    """`enable` or `disable`; newer transformers renamed the method."""
+    method = getattr(model, f"activation_checkpointing_{what}", None)
+    (method or getattr(model, f"gradient_checkpointing_{what}"))()
+
+
+def _compare_samples(
+    tally: Tally, chain: Chain, case: str, members: Sequence[int], found: Sequence[Tensor]
+) -> None:
+    """Compare hidden states with each sample alone; the first difference names its module."""
+    for i, rows in zip(members, found, strict=True):
+        unseen = tally.mismatches == 0
+        if not tally.equal(case, chain.alone[i], rows, _token(i)) and unseen:
+            where = chain.divergence(i, members)
+            tally.detail += f"; first to differ: {where}" if where else "; not in a packed batch"
+
+
+def _paged_hidden(
+    chain: Chain, members: Sequence[int], schedules: list[list[int]], block_size: int
+) -> list[Tensor]:
+    parts: list[list[Tensor]] = [[] for _ in members]
+    config = chain.config
+    for call in paged_calls(
+        schedules,
+        block_size=block_size,
+        num_layers=config.num_hidden_layers,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
+        dtype=chain.model.dtype,
+        device=chain.device,
+    ):
+        ids = [t for i, a, b in call.spans for t in chain.samples[members[i]][a:b]]
+        positions = [p for _, a, b in call.spans for p in range(a, b)]
+        hidden = paged_hidden_states(
+            chain.model,
+            torch.tensor(ids, device=chain.device),
+            torch.tensor(positions, device=chain.device),
+            call.paged,
+        )
+        lens = [b - a for _, a, b in call.spans]
+        for (i, _, _), rows in zip(call.spans, hidden.split(lens), strict=True):
+            parts[i].append(rows)
+    return [torch.cat(p) for p in parts]
+
+
+def _padded(
+    sequences: Sequence[Sequence[int]], pad: int, side: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    width = max(map(len, sequences)) + pad
+    ids = torch.zeros(len(sequences), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        start = width - len(sequence) if side == "left" else 0
+        ids[row, start : start + len(sequence)] = torch.tensor(sequence)
+        mask[row, start : start + len(sequence)] = 1
+    return ids.to(device), mask.to(device)
+
+
+def _step(chain: Chain) -> tuple[list[list[int]], list[int]]:
+    """Sequences and prompt lengths of one training step."""
+    lengths = [min(n, chain.config.max_position_embeddings) for n in GRADIENT_LENGTHS]
+    return probe_tokens(lengths, chain.config.vocab_size, seed=2), [1 + n // 3 for n in lengths]
+
+
+def _loss(tokens: int) -> Any:
+    """A policy-gradient loss whose weights come from the whole step's token count."""
+
+    def share(scored: TokenLogprobs, group: Sequence[int]) -> Tensor:
+        total = scored.logprobs.new_zeros(())
+        for i, part in zip(group, zip(scored.split(), _split_entropy(scored)), strict=True):
+            logprobs, entropy = part
+            advantage = (-1.0) ** i * (0.5 + 0.1 * i)
+            total = total - (advantage * logprobs + 0.01 * entropy).sum() / tokens
+        return total
+
+    return share
+
+
+def _split_entropy(scored: TokenLogprobs) -> list[Tensor]:
+    return list(scored.entropy.split(scored.lengths))
+
+
+def _gradients(chain: Chain) -> dict[str, Tensor]:
+    sequences, prompts = _step(chain)
+    kept = [(p, p.grad) for p in chain.model.parameters()]
+    try:
+        chain.model.zero_grad(set_to_none=True)
+        scored = token_logprobs(chain.model, sequences, prompt_lengths=prompts)
+        loss = _loss(sum(map(len, sequences)) - sum(prompts))
+        loss(scored, range(len(sequences))).backward()
+        return {name: p.grad for name, p in chain.model.named_parameters() if p.grad is not None}
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+def _token(sample: int, first: int = 0) -> Any:
+    return lambda row: f"sample {sample} position {row + first}"

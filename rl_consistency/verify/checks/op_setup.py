@@ -1,0 +1,92 @@
+"""Where and at which sizes one op is checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_consistency.verify.sweep import QUICK, Sweep
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One shape of attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def __str__(self) -> str:
+        window = "" if self.window is None else f" window {self.window}"
+        return f"{self.heads}/{self.kv_heads} heads of {self.head_dim}{window}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpShapes:
+    """Sizes of the operands of every op."""
+
+    name: str
+    """Of the model they belong to; empty for the tiny ones."""
+    linear: tuple[tuple[int, int], ...]
+    """(in_features, out_features)."""
+    norm_widths: tuple[int, ...]
+    attention: tuple[Heads, ...]
+    glu_width: int
+    hidden_size: int
+    vocab_size: int
+    rope_theta: float = 10_000.0
+
+
+TINY_SHAPES = OpShapes(
+    name="",
+    linear=((96, 208), (256, 1003), (1000, 64)),
+    norm_widths=(96, 32, 1000),
+    attention=(Heads(4, 2, 32), Heads(3, 3, 16), Heads(6, 1, 64, window=100)),
+    glu_width=209,
+    hidden_size=96,
+    vocab_size=331,
+)
+"""MLP, a ragged LM head and a long ragged K; heads with GQA, without, and with a window."""
+
+
+def shapes_of(name: str, config: Any) -> OpShapes:
+    """The sizes of a model's own layers, each once."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    queries, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
+    attention = ((hidden, queries), (hidden, keys), (queries, hidden))
+    linear = (*attention, (hidden, inner), (inner, hidden))
+    return OpShapes(
+        name=name,
+        linear=tuple(dict.fromkeys(linear)),
+        norm_widths=(hidden, heads.head_dim),
+        attention=(heads,),
+        glu_width=inner,
+        hidden_size=hidden,
+        vocab_size=config.vocab_size,
+        rope_theta=config.rope_parameters["rope_theta"],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSetup:
+    """One run over the ops: dtype, device, sizes, and how many arrangements."""
+
+    dtype: torch.dtype
+    device: torch.device = CPU
+    sweep: Sweep = QUICK
+    shapes: OpShapes = TINY_SHAPES
+
+    @property
+    def rows(self) -> int:
+        """Rows of the largest call to an op that treats rows one by one."""
+        return max(self.sweep.lengths)

@@ -1,0 +1,99 @@
+"""Sequences fed to a paged KV cache call by call, without a scheduler: chunks and decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.attention.layout import PagedAttention
+
+DECODED = 12
+"""Tokens at the end of each sequence that the decode schedule feeds one at a time."""
+
+
+@dataclass(frozen=True)
+class PagedCall:
+    """One call: which tokens of which sequences, and the cache they see."""
+
+    spans: list[tuple[int, int, int]]
+    """(sequence, first token, end) of each part, in row order."""
+    paged: PagedAttention
+
+
+def chunked(length: int, chunk: int) -> list[int]:
+    """Sizes of the parts of a sequence cut into chunks."""
+    whole, rest = divmod(length, chunk)
+    return [chunk] * whole + ([rest] if rest else [])
+
+
+def decoded(length: int) -> list[int]:
+    """One part for the prompt, then one token at a time."""
+    tail = min(length, DECODED)
+    return ([length - tail] if length > tail else []) + [1] * tail
+
+
+def paged_calls(
+    schedules: Sequence[Sequence[int]],
+    *,
+    block_size: int,
+    num_layers: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Iterator[PagedCall]:
+    """The calls that feed some sequences part by part, their blocks scattered over the cache.
+
+    Args:
+        schedules: sizes of each sequence's parts; call i holds every sequence's part i.
+        block_size: tokens of one cache block.
+        num_layers: layers that have a cache.
+        kv_heads: key heads.
+        head_dim: elements of a head.
+        dtype: of the cache.
+        device: of the cache.
+        seed: of the placement of the blocks.
+    """
+    needed = [-(-sum(parts) // block_size) for parts in schedules]
+    placement = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed))
+    tables = [part.tolist() for part in placement.split(needed)]
+    shape = (sum(needed), block_size, kv_heads, head_dim)
+    zeros = torch.zeros(2, num_layers, *shape, dtype=dtype, device=device)
+    key_cache, value_cache = (list(part.unbind(0)) for part in zeros)
+    done = [0] * len(schedules)
+    for turn in range(max(map(len, schedules))):
+        spans = []
+        for i, parts in enumerate(schedules):
+            if turn < len(parts):
+                spans.append((i, done[i], done[i] + parts[turn]))
+                done[i] += parts[turn]
+        yield PagedCall(spans, _layout(spans, tables, block_size, key_cache, value_cache))
+
+
+def _layout(
+    spans: list[tuple[int, int, int]],
+    tables: list[list[int]],
+    block_size: int,
+    key_cache: list[Tensor],
+    value_cache: list[Tensor],
+) -> PagedAttention:
+    lens = [end - start for _, start, end in spans]
+    slots = [
+        tables[i][position // block_size] * block_size + position % block_size
+        for i, start, end in spans
+        for position in range(start, end)
+    ]
+    return PagedAttention(
+        query_starts=[sum(lens[:i]) for i in range(len(lens))],
+        query_lens=lens,
+        context_lens=[end for _, _, end in spans],
+        block_tables=[tables[i] for i, _, _ in spans],
+        slot_mapping=torch.tensor(slots, dtype=torch.int64).to(key_cache[0].device),
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_size=block_size,
+    )

@@ -1,0 +1,200 @@
+"""C1 for a GPU's schedules of ops that treat rows one by one: every entry of a table gives the
+bytes of every other."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.glu import activation_triton as glu_triton
+from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
+from rl_consistency.kernels.gradient_fold.op import accumulator_dtype
+from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
+from rl_consistency.kernels.rms_norm import wide_triton as rms_norm_triton
+from rl_consistency.kernels.rotary import rotation_triton as rotary_triton
+from rl_consistency.kernels.rotary.op import rotary_table
+from rl_consistency.kernels.sampling import draw_triton as sampling_triton
+from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
+from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
+from rl_consistency.verify.checks.op_setup import OpSetup
+from rl_consistency.verify.checks.schedule_comparison import (
+    MAX_ROWS,
+    compare_schedules,
+    drawn,
+    rows_of,
+)
+from rl_consistency.verify.claims import Tally
+from rl_consistency.verify.probe import probe, probe_tokens
+from rl_consistency.verify.substitution import attribute
+
+ROWS = MAX_ROWS + 3
+"""At most: an odd number, ragged for programs of two rows, too."""
+
+LONG_RUN = 128
+"""Tokens, at least, whose gradient rows are folded; every third is the same one."""
+
+TABLE_ROWS = 1000
+"""Of the gradient that is folded; what lies between the rows used does not matter."""
+
+SAMPLING_SIZES = (
+    (sampling_support_triton, "TILE", (512, 1024)),
+    (sampling_support_triton, "SPLIT_TILE", (128, 256)),
+    (sampling_support_triton, "SPLIT_BLOCKS", (8, 64)),
+    (sampling_support_triton, "TOP_BLOCKS", (4, 32)),
+    (sampling_support_triton, "PIVOTS", (4, 8)),
+    (sampling_triton, "WEIGHT_BLOCKS", (4, 32)),
+    (sampling_triton, "PICK_BLOCKS", (256, 512)),
+    (sampling_triton, "LOGPROB_ROWS", (32, 64)),
+)
+"""Tiles and splits of sampling: the module and name of each, and other values to compare with."""
+
+
+def check_glu_schedules(tally: Tally, setup: OpSetup) -> None:
+    """The gated activation and its gradients."""
+    size = (min(setup.rows, ROWS), setup.shapes.glu_width)
+    gate = drawn(setup, size, 1, 0.25)
+    # Where outliers meet, their product must fit fp16.
+    up, dy = (drawn(setup, size, seed, 1 / 64) for seed in (2, 3))
+
+    def value(schedule: glu_triton.Schedule) -> Tensor:
+        return glu_triton.glu_fwd(gate, up, "silu", schedule)
+
+    def gradients(schedule: glu_triton.Schedule) -> Tensor:
+        return rows_of(*glu_triton.glu_bwd(dy, gate, up, "silu", schedule))
+
+    compare_schedules(tally, "silu", glu_triton.CANDIDATES, value)
+    compare_schedules(tally, "silu gradient", glu_triton.CANDIDATES, gradients)
+
+
+def check_rotary_schedules(tally: Tally, setup: OpSetup) -> None:
+    """Rotated queries and keys."""
+    shape, rows = setup.shapes.attention[0], min(setup.rows, ROWS)
+    inv_freq = setup.shapes.rope_theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+    table = rotary_table(inv_freq, 2 * rows).to(setup.device)
+    cos, sin = table[:, torch.arange(rows) * 37 % (2 * rows)]
+    q = drawn(setup, (rows, shape.heads, shape.head_dim), 1)
+    k = drawn(setup, (rows, shape.kv_heads, shape.head_dim), 2)
+
+    def rotated(schedule: rotary_triton.Schedule) -> Tensor:
+        return rows_of(*rotary_triton.rotary_fwd(q, k, cos, sin, False, schedule))
+
+    compare_schedules(tally, "q and k", rotary_triton.CANDIDATES, rotated)
+
+
+def check_rms_norm_schedules(tally: Tally, setup: OpSetup) -> None:
+    """y, dx and the step sums of dweight, with the residual addition; and of several heads a
+    token, whose gradients have a kernel of their own."""
+    rows, width = min(setup.rows, ROWS), setup.shapes.norm_widths[0]
+    x, residual, dtotal = (drawn(setup, (rows, width), seed) for seed in (1, 2, 3))
+    _compare_norm(tally, setup, x, residual, dtotal, 1)
+    shape = setup.shapes.attention[0]
+    x = drawn(setup, (rows, shape.heads, shape.head_dim), 4)
+    _compare_norm(tally, setup, x, None, None, shape.heads)
+
+
+def norm_backward_entries(width: int, heads: int) -> list[rms_norm_schedules.Schedule | None]:
+    """What is compared of the norm's backward pass: None, the kernel for narrow rows, where there
+    are several heads; and the chosen schedule and one for each way to go through the rows. There
+    are two dozen candidates, which take long to compile."""
+    entries = {
+        (schedule.split, schedule.stages): schedule
+        for schedule in (
+            *rms_norm_schedules.candidates(width, heads),
+            rms_norm_schedules.pick_backward(width, heads),
+        )
+    }
+    return [None, *entries.values()] if heads > 1 else [*entries.values()]
+
+
+def check_gradient_row_schedules(tally: Tally, setup: OpSetup) -> None:
+    """A buffer of embedding rows continued over tokens that repeat, ranked and sorted."""
+    height, width = min(setup.shapes.vocab_size, TABLE_ROWS), setup.shapes.hidden_size
+    count = max(setup.rows, LONG_RUN)
+    index = torch.tensor(probe_tokens([count], height, seed=2)[0], device=setup.device)
+    # One run longer than any that shares a program, and tokens that are left out.
+    index[::3], index[::50] = 5, -1
+    rows = drawn(setup, (count, width), 3)
+    start = probe((height, width), torch.float32, seed=4, device=setup.device)
+    start = start.to(accumulator_dtype(rows))
+
+    def continued(choice: tuple[gradient_rows_triton.Schedule, bool]) -> Tensor:
+        schedule, ranked = choice
+        buffer = start.clone()
+        gradient_rows_triton.launch_rows(buffer, index, rows, schedule, ranked=ranked)
+        return buffer
+
+    choices = [(s, ranked) for s in gradient_rows_triton.CANDIDATES for ranked in (True, False)]
+    compare_schedules(tally, "rows", choices, continued)
+
+
+def check_sampling_schedules(tally: Tally, setup: OpSetup) -> None:
+    """Supports, drawn tokens and their logprobs for other tiles and splits of the vocabulary."""
+    count, vocab_size = min(setup.rows, MAX_ROWS), setup.shapes.vocab_size
+    logits = probe((count, vocab_size), torch.float32, seed=1, scale=0.1, device=setup.device)
+    logits[::2] = (logits[::2] * 8).round() / 8  # many are equal
+    kinds = (
+        SamplingRows.uniform(1, temperature=0.7, top_k=20, device=setup.device),
+        SamplingRows.uniform(1, temperature=1.3, top_p=0.9, device=setup.device),
+        SamplingRows.uniform(1, top_k=50, top_p=0.8, min_p=0.01, device=setup.device),
+        SamplingRows.uniform(1, temperature=0.0, device=setup.device),
+        SamplingRows.uniform(1, device=setup.device),
+    )
+    turns = torch.arange(count, device=setup.device)
+    rows = SamplingRows.concatenate(list(kinds)).select(turns % len(kinds))
+    uniforms = turns.double() / count
+
+    def sampled() -> Tensor:
+        found = triton_distribution(logits, rows)
+        token_ids = found.draw(uniforms)
+        logprobs = found.logprobs_of(token_ids).view(torch.int32)
+        # Of a support what is in it: a search may end at any key between two logits.
+        inside = (found.scaled > -torch.inf).int()
+        return torch.cat([token_ids.int()[:, None], logprobs[:, None], inside], dim=1)
+
+    whole = sampled()
+    # A size is a constant of its module, so threads cannot compile for several side by side.
+    for i in range(len(SAMPLING_SIZES[0][2])):
+        with ExitStack() as stack:
+            for module, name, sizes in SAMPLING_SIZES:
+                stack.enter_context(attribute(module, name, sizes[i]))
+            found = sampled()
+        case = ", ".join(f"{name} {sizes[i]}" for _, name, sizes in SAMPLING_SIZES)
+        tally.equal(case, whole, found)
+
+
+def _compare_norm(
+    tally: Tally,
+    setup: OpSetup,
+    x: Tensor,
+    residual: Tensor | None,
+    dtotal: Tensor | None,
+    heads: int,
+) -> None:
+    """Forward by every schedule and backward by `norm_backward_entries`, of x [T, H] or
+    [T, heads, H]."""
+    width, eps = x.shape[-1], 1e-6
+    # Small: where outliers meet, gradients must fit fp16.
+    weight, dy = drawn(setup, (width,), 5, 0.1), drawn(setup, tuple(x.shape), 6, 0.01)
+
+    def normed(schedule: rms_norm_schedules.Schedule | None) -> tuple[Tensor, Tensor, Tensor]:
+        return rms_norm_triton.rms_norm_fwd(x.view(-1, width), residual, weight, eps, schedule)
+
+    def forward(schedule: rms_norm_schedules.Schedule) -> Tensor:
+        y, total, rstd = normed(schedule)
+        return rows_of(y, rstd) if residual is None else rows_of(y, total, rstd)
+
+    name = f"width {width}" if heads == 1 else f"{heads} heads of {width}"
+    compare_schedules(tally, name, rms_norm_schedules.candidates(width), forward)
+    _, total, rstd = normed(None)
+    normalized = x if residual is None else total
+
+    def gradients(schedule: rms_norm_schedules.Schedule | None) -> Tensor:
+        dx, sums = rms_norm_triton.rms_norm_bwd(
+            dy, dtotal, normalized, weight, rstd, heads, True, schedule
+        )
+        return torch.cat([dx.float().view(-1, width), sums])
+
+    entries = norm_backward_entries(width, heads)
+    compare_schedules(tally, f"{name}, backward", entries, gradients)

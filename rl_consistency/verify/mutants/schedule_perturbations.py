@@ -1,0 +1,198 @@
+"""Ways to make one schedule differ from the others, each put back on exit; see `perturbations`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rl_consistency.kernels.attention import forward_triton as attention_triton
+from rl_consistency.kernels.attention import schedules as attention_schedules
+from rl_consistency.kernels.attention.hopper import backward as attention_backward_hopper
+from rl_consistency.kernels.glu import activation_triton as glu_triton
+from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
+from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
+from rl_consistency.kernels.gradient_fold import schedules as gradient_fold_schedules
+from rl_consistency.kernels.linear import few_rows_triton as linear_triton
+from rl_consistency.kernels.matmul import product_triton as matmul_triton
+from rl_consistency.kernels.matmul import schedules as matmul_schedules
+from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
+from rl_consistency.kernels.rms_norm import wide_triton as rms_norm_triton
+from rl_consistency.kernels.rotary import rotation_triton as rotary_triton
+from rl_consistency.kernels.sampling import statistics_triton as vocabulary_statistics_triton
+from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
+from rl_consistency.verify.checks.row_schedule import norm_backward_entries
+from rl_consistency.verify.mutants.blockwise_attention import blockwise_attention
+from rl_consistency.verify.substitution import substituted
+
+Pair = tuple[Callable[..., Any], Callable[..., Any]]
+"""A launcher, and what takes its place."""
+
+
+@contextmanager
+def one_schedule_of_another_order() -> Iterator[None]:
+    """On a GPU: one entry of every schedule table sums in another order or rounds once more."""
+    with ExitStack() as stack:
+        for original, mutant in (*_large_launchers(), *_fused_launchers(), *_row_launchers()):
+            stack.enter_context(substituted(original, mutant))
+        yield
+
+
+def _large_launchers() -> list[Pair]:
+    """Products, the fold of their gradients, attention, statistics of the vocabulary."""
+    product, outer = matmul_triton.matmul_fwd, gradient_fold_triton.launch_outer
+    attend = attention_triton.attention_fwd
+    statistics = vocabulary_statistics_triton.vocabulary_row_statistics
+
+    def mutant_product(
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        layout: str,
+        out_dtype: torch.dtype,
+        schedule: Any = None,
+    ) -> Tensor:
+        if schedule is None or schedule.kind != "pointer" or schedule.block_m != 64:
+            return product(a, b, bias, layout, out_dtype, schedule)
+        half = a.shape[1] // 2
+        parts = [slice(0, half), slice(half, None)]
+        wide = [
+            product(a[:, s], b[:, s] if layout == "nt" else b[s], None, layout, torch.float32)
+            for s in parts
+        ]
+        total = wide[0] + wide[1]
+        return (total if bias is None else total + bias.float()).to(out_dtype)
+
+    def mutant_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: Any) -> None:
+        if schedule not in (gradient_fold_schedules.POINTER[0], gradient_fold_schedules.WIDE[0]):
+            return outer(buffer, dy, x, fresh, schedule)
+        own = torch.zeros_like(buffer)
+        outer(own, dy, x, True, schedule)
+        buffer.add_(own)
+
+    def mutant_attend(
+        q: Tensor, k: Tensor, v: Tensor, layout: Any, scale: float, window: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        schedule = options.get("schedule")
+        # The first for operands of 16 bits; fp32 has only low tiles.
+        if schedule is None or (
+            schedule.rows != 64 and schedule != attention_schedules.PREFILL[-1]
+        ):
+            return attend(q, k, v, layout, scale, window, **options)
+        return blockwise_attention(q, k, v, layout, scale, window)
+
+    def mutant_statistics(*args: Any) -> Tensor:
+        found = statistics(*args)
+        return found.bfloat16().float() if args[3:] == (1,) else found
+
+    return [
+        (product, mutant_product),
+        (outer, mutant_outer),
+        (attend, mutant_attend),
+        (statistics, mutant_statistics),
+    ]
+
+
+def _fused_launchers() -> list[Pair]:
+    """Several products in one launch."""
+    project: Callable[..., Any] = linear_triton.qkv_fwd
+
+    def split_k(x: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+        *weights, bq, bk, bv, schedule = operands
+        half = x.shape[1] // 2
+        low = project(x[:, :half], *(w[:, :half] for w in weights), None, None, None, schedule)
+        high = project(x[:, half:], *(w[:, half:] for w in weights), bq, bk, bv, schedule)
+        return tuple(a + b for a, b in zip(low, high, strict=True))
+
+    def unrounded(x: Tensor, w_gate: Tensor, w_up: Tensor, *rest: Any) -> Tensor:
+        gate, up = (x.float() @ weight.float().t() for weight in (w_gate, w_up))
+        return (F.silu(gate) * up).to(x.dtype)
+
+    return [
+        _one_entry(project, lambda *_: matmul_schedules.QKV[1], split_k),
+        _one_entry(
+            linear_triton.gate_up_glu_fwd, lambda *_: matmul_schedules.GATE_UP[-1], unrounded
+        ),
+    ]
+
+
+def _row_launchers() -> list[Pair]:
+    """Ops that treat rows one by one."""
+    rotate, fold = rotary_triton.rotary_fwd, gradient_rows_triton.launch_rows
+    norm = rms_norm_triton.rms_norm_fwd
+    norm_backward: Callable[..., Any] = rms_norm_triton.rms_norm_bwd
+    find, tile = sampling_support_triton.vocabulary_support, sampling_support_triton.TILE
+    candidates = rms_norm_schedules.candidates
+
+    def silu_rounded(gate: Tensor, up: Tensor, *rest: Any) -> Tensor:
+        return F.silu(gate) * up
+
+    def gradients_rounded(dy: Tensor, gate: Tensor, up: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        sigmoid = torch.sigmoid(gate)
+        return dy * up * sigmoid * (1 + gate * (1 - sigmoid)), dy * (gate * sigmoid)
+
+    def cosine_rounded(q: Tensor, k: Tensor, cos: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return rotate(q, k, cos.bfloat16().float(), *rest)
+
+    def root_rounded(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+        y, total, rstd = norm(*operands)
+        return y, total, rstd.bfloat16().float()
+
+    def from_a_rounded_root(*operands: Any) -> tuple[Tensor, Tensor]:
+        *rows, rstd, heads, with_sums, schedule = operands
+        return norm_backward(*rows, rstd.bfloat16().float(), heads, with_sums, schedule)
+
+    def added_up(buffer: Tensor, *operands: Any, ranked: bool) -> None:
+        own = torch.zeros_like(buffer)
+        fold(own, *operands, ranked=ranked)
+        buffer.add_(own)
+
+    def support_by_tile(logits: Tensor, *rows: Any) -> Tensor:
+        changed = tile != sampling_support_triton.TILE
+        return find(logits.bfloat16().float() if changed else logits, *rows)
+
+    return [
+        _one_entry(glu_triton.glu_fwd, lambda *_: glu_triton.CANDIDATES[1], silu_rounded),
+        _one_entry(glu_triton.glu_bwd, lambda *_: glu_triton.CANDIDATES[1], gradients_rounded),
+        _one_entry(rotate, lambda *_: rotary_triton.CANDIDATES[1], cosine_rounded),
+        _one_entry(norm, lambda x, *_: candidates(x.shape[-1])[1], root_rounded),
+        _one_entry(
+            norm_backward,
+            lambda dy, dtotal, x, weight, rstd, heads, *_: norm_backward_entries(
+                x.shape[-1], heads
+            )[1],
+            from_a_rounded_root,
+        ),
+        _one_entry(fold, lambda *_: gradient_rows_triton.CANDIDATES[1], added_up),
+        (find, support_by_tile),
+    ]
+
+
+def _one_entry(
+    launcher: Callable[..., Any], entry: Callable[..., Any], wrong: Callable[..., Any]
+) -> Pair:
+    """`wrong` in place of a launcher where its last argument is one entry of its table."""
+
+    def mutant(*operands: Any, **options: Any) -> Any:
+        run = wrong if operands[-1] == entry(*operands) else launcher
+        return run(*operands, **options)
+
+    return launcher, mutant
+
+
+@contextmanager
+def one_kernel_backward_rounds_once_more() -> Iterator[None]:
+    """On a GPU: attention's backward pass in one kernel reads a rounded log-sum-exp."""
+    original = attention_backward_hopper.attention_hopper_bwd
+
+    def mutant(
+        do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+    ) -> None:
+        original(do, q, k, v, out, lse.bfloat16().to(lse.dtype), *rest)
+
+    with substituted(original, mutant):
+        yield

@@ -1,0 +1,194 @@
+"""Sharing the checks of `verify` among processes: most of a first run on a GPU is compilation."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import math
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from multiprocessing import active_children, get_context, parent_process
+from threading import Thread
+
+import torch
+
+from rl_consistency.verify.claims import Check, Result
+from rl_consistency.verify.compile_ahead import use_threads
+
+LONGEST = ("schedules: attention", "C1 token_logprobs", "8b fp32", "paged attention")
+"""Scopes that are begun first, so that none of them is the last to end; then the largest."""
+CONTEXT_BYTES = 2**30
+"""Of device memory that a process takes whatever it runs: context, kernels, stacks."""
+BLOCKING_SYNC = 4
+"""CU_CTX_SCHED_BLOCKING_SYNC of the CUDA driver."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Checks that one process makes in a row. It can be sent to another process."""
+
+    scope: str
+    count: int
+    memory: int = 0
+    """Bytes of the device that the checks may hold, estimated from above."""
+    open: Callable[[], AbstractContextManager[list[Check]]]
+    """Makes the checks and holds what they need, for the length of a block."""
+
+    def run(self, on_start: Callable[[Check], None], on_result: Callable[[Result], None]) -> None:
+        with self.open() as checks:
+            for check in checks:
+                on_start(check)
+                on_result(check.run())
+
+
+def run_in_processes(
+    jobs: Sequence[Job], processes: int, device: torch.device, on_result: Callable[[Result], None]
+) -> list[Result]:
+    """Run jobs side by side, as many at a time as the device's free memory holds. One that finds no
+    memory left all the same runs again, alone.
+
+    Args:
+        on_result: called with a job's results as soon as they are there.
+
+    Returns:
+        The results in the order of the jobs.
+
+    Raises:
+        RuntimeError: an error of another process that cannot be sent here, as its traceback's text;
+            all others are raised as they are. The jobs that still run are ended.
+    """
+    found: dict[int, list[Result]] = {}
+    # As many threads compile as there are cores, twice over: they wait for the assembler.
+    compiling = max(1, 2 * len(os.sched_getaffinity(0)) // processes)
+    given = (device, torch.get_num_threads(), compiling)
+    room = _room(device, processes)
+    waiting = sorted(range(len(jobs)), key=lambda i: (_rank(jobs[i]), -jobs[i].memory))
+    running: dict[Future[list[Result]], int] = {}
+    alone: set[int] = set()
+    children = {child.pid for child in active_children()}
+    with ProcessPoolExecutor(processes, get_context("spawn"), _begin_process, given) as pool:
+        try:
+            while waiting or running:
+                held = [math.inf if i in alone else job.memory for i, job in enumerate(jobs)]
+                for i in _next(held, waiting, running.values(), room, processes):
+                    waiting.remove(i)
+                    running[pool.submit(_run_job, jobs[i])] = i
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    i = running.pop(future)
+                    error = future.exception()
+                    if isinstance(error, torch.OutOfMemoryError) and i not in alone:
+                        alone.add(i)
+                        waiting.append(i)
+                        continue
+                    found[i] = future.result()
+                    for result in found[i]:
+                        on_result(result)
+        except BaseException:
+            # They may have minutes to go, and nobody waits for what they find.
+            for child in active_children():
+                if child.pid not in children:
+                    child.terminate()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [result for i in range(len(jobs)) for result in found[i]]
+
+
+def _rank(job: Job) -> int:
+    return next((i for i, op in enumerate(LONGEST) if job.scope.endswith(op)), len(LONGEST))
+
+
+def _room(device: torch.device, processes: int) -> float:
+    """Bytes that all jobs at a time may hold."""
+    if device.type != "cuda":
+        return math.inf
+    free, _ = torch.cuda.mem_get_info(device)
+    return free - processes * CONTEXT_BYTES
+
+
+def _next(
+    held: Sequence[float],
+    waiting: Sequence[int],
+    running: Iterable[int],
+    room: float,
+    processes: int,
+) -> list[int]:
+    """The jobs to begin now, by the memory each holds. One that is alone may take what there is."""
+    begun = list(running)
+    chosen: list[int] = []
+    for i in waiting:
+        taken = sum(held[j] for j in begun)
+        if len(begun) < processes and (not begun or taken + held[i] <= room):
+            begun.append(i)
+            chosen.append(i)
+    return chosen
+
+
+def _begin_process(device: torch.device, threads: int, compiling: int) -> None:
+    # An interrupt from the terminal reaches every process; the first one reports it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    use_threads(compiling)
+    if device.type == "cuda" and device.index is not None:
+        _wait_without_spinning(device.index)
+        torch.cuda.set_device(device)
+
+
+def _wait_without_spinning(index: int) -> None:
+    """A process that waits for the GPU leaves its core to those that compile.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    refused = driver.cuInit(0) or driver.cuDevicePrimaryCtxSetFlags_v2(index, BLOCKING_SYNC)
+    if refused:
+        raise RuntimeError(f"the CUDA driver does not take blocking waits: error {refused}.")
+
+
+def _end_with_parent() -> None:
+    """A pool's processes wait for work for ever where the first one was killed."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _run_job(job: Job) -> list[Result]:
+    results: list[Result] = []
+
+    def found(result: Result) -> None:
+        results.append(result)
+        _give_memory_back()
+
+    try:
+        job.run(lambda check: None, found)
+    except BaseException as error:
+        if not _can_be_sent(error):
+            raise RuntimeError("".join(traceback.format_exception(error))) from None
+        raise
+    finally:
+        # A patched model is a cycle of references.
+        gc.collect()
+        _give_memory_back()
+    return results
+
+
+def _give_memory_back() -> None:
+    """The processes share the device's memory, and blocks of one size do not serve the next."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _can_be_sent(error: BaseException) -> bool:
+    """Whether an error arrives in another process; one that does not breaks the pool."""
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)
+    except (pickle.PickleError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        return False

@@ -1,0 +1,318 @@
+"""What `rl-consistency verify` runs: every check of every claim, op by op and on whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import torch
+
+from rl_consistency.models.patch import patch
+from rl_consistency.numerics.settings import numeric_settings
+from rl_consistency.verify.checks import accuracy as accuracy_checks
+from rl_consistency.verify.checks import attention as attention_checks
+from rl_consistency.verify.checks import chain as chain_checks
+from rl_consistency.verify.checks import fold as fold_checks
+from rl_consistency.verify.checks import identity as identity_checks
+from rl_consistency.verify.checks import rollout as rollout_checks
+from rl_consistency.verify.checks import row_schedule as row_schedule_checks
+from rl_consistency.verify.checks import rows as op_checks
+from rl_consistency.verify.checks import schedule as schedule_checks
+from rl_consistency.verify.checks.chain import Chain
+from rl_consistency.verify.checks.op_setup import CPU, TINY_SHAPES, OpSetup
+from rl_consistency.verify.claims import Check, Result, Tally
+from rl_consistency.verify.processes import Job, run_in_processes
+from rl_consistency.verify.targets import DTYPE_NAMES, Target
+
+MAX_TOKENS = 17
+"""Tokens generated per completion; more than one cache block of 16."""
+
+OpCheck = Callable[[Tally, OpSetup], None]
+ChainCheck = Callable[[Tally, Chain], None]
+
+OP_CHECKS: tuple[tuple[str, str, str, OpCheck], ...] = (
+    ("C1", "linear", "rows: y, dX", op_checks.check_linear),
+    ("C1", "rms_norm", "rows: y, dx", op_checks.check_rms_norm),
+    ("C1", "rotary", "rows: q, k, dq, dk; table", op_checks.check_rotary),
+    ("C1", "glu", "rows: y and gradients", op_checks.check_glu),
+    ("C1", "embedding", "rows", op_checks.check_embedding),
+    ("C1", "attention", "packed: o, lse", attention_checks.check_attention),
+    ("C1", "attention backward", "packed: dq, dk, dv", attention_checks.check_attention_backward),
+    (
+        "C1",
+        "paged attention",
+        "chunks, decode, cache blocks",
+        attention_checks.check_paged_attention,
+    ),
+    ("C1", "token_logprobs", "rows, truncated too; dhidden", op_checks.check_token_logprobs),
+    ("C1", "masked_reduction", "padding", op_checks.check_masked_reduction),
+    ("C1", "gradient_norm", "storage, threads", op_checks.check_gradient_norm),
+    ("C3", "linear", "dW, dbias: cuts, filler", fold_checks.check_linear_fold),
+    ("C3", "rms_norm", "dweight: cuts, filler", fold_checks.check_rms_norm_fold),
+    ("C3", "embedding", "dweight: cuts, filler", fold_checks.check_embedding_fold),
+    ("C3", "token_logprobs", "dW of the LM head: cuts, filler", fold_checks.check_lm_head_fold),
+)
+"""(claim, subject, what is varied, check) for every op and dtype."""
+
+_ACCURACY: tuple[tuple[str, OpCheck], ...] = (
+    ("linear", accuracy_checks.check_linear_accuracy),
+    ("rms_norm", accuracy_checks.check_rms_norm_accuracy),
+    ("rotary", accuracy_checks.check_rotary_accuracy),
+    ("glu", accuracy_checks.check_glu_accuracy),
+    ("embedding", accuracy_checks.check_embedding_accuracy),
+    ("attention", accuracy_checks.check_attention_accuracy),
+    ("token_logprobs", accuracy_checks.check_token_logprobs_accuracy),
+    ("masked_reduction", accuracy_checks.check_masked_reduction_accuracy),
+    ("gradient_norm", accuracy_checks.check_gradient_norm_accuracy),
+)
+
+SCHEDULE_CHECKS: tuple[tuple[str, OpCheck], ...] = (
+    ("matmul", schedule_checks.check_matmul_schedules),
+    ("fused products", schedule_checks.check_fused_product_schedules),
+    ("gradient fold", schedule_checks.check_gradient_fold_schedules),
+    ("attention", schedule_checks.check_attention_schedules),
+    ("token_logprobs", schedule_checks.check_token_logprobs_schedules),
+    ("glu", row_schedule_checks.check_glu_schedules),
+    ("rotary", row_schedule_checks.check_rotary_schedules),
+    ("rms_norm", row_schedule_checks.check_rms_norm_schedules),
+    ("gradient rows", row_schedule_checks.check_gradient_row_schedules),
+    ("sampling", row_schedule_checks.check_sampling_schedules),
+)
+"""(op, check) for every table of schedules; on a GPU only, the CPU having one schedule per op."""
+
+CHAIN_CHECKS: tuple[tuple[str, str, str, ChainCheck], ...] = (
+    ("C1", "chain, packed", "batch, order, neighbours, gaps", chain_checks.check_packed_chain),
+    ("C1", "chain, padded", "left, right, position resets", chain_checks.check_padded_chain),
+    ("C1", "chain, paged", "chunks, decode, cache blocks", chain_checks.check_paged_chain),
+    ("C1", "chain, logprobs", "batch, padding, LM head rows", chain_checks.check_logprob_chain),
+    (
+        "C1",
+        "rollout engine",
+        "batch, chunks, sharing, preemption",
+        partial(rollout_checks.check_engine, max_tokens=MAX_TOKENS),
+    ),
+    (
+        "C2",
+        "rollout and training",
+        "packed, padded; truncated sampling",
+        partial(rollout_checks.check_rollout_against_training, max_tokens=MAX_TOKENS),
+    ),
+    ("C3", "chain, regrouped", "micro-batches, padding, gaps", chain_checks.check_gradient_chain),
+    (
+        "C3",
+        "chain, recomputed",
+        "gradient checkpointing",
+        chain_checks.check_gradient_checkpointing,
+    ),
+)
+"""(claim, subject, what is varied, check) for every model and dtype."""
+
+PROCESS_CHECKS = (
+    ("C7", "fingerprint", "orders, strictness, settings", identity_checks.check_fingerprint),
+    ("C7", "one function", "rollout and training", identity_checks.check_one_function),
+)
+"""(claim, subject, what is varied, check), once per process."""
+
+
+CHAIN_BYTES = 15 * 2**30
+"""Device memory of the checks of a model of real shape beside its parameters: activations, logits
+and caches, as seen on an H200 from above; so are the following."""
+GRADIENTS_BYTES = 16
+"""Per parameter of such a model: four sets of gradients in fp32."""
+OP_BYTES = 5 * 2**30
+"""Of an op's checks at real sizes."""
+TABLE_OPS = {
+    "C6 token_logprobs": 100,
+    "C3 token_logprobs": 60,
+    "token_logprobs": 12,
+    "C3 embedding": 50,
+    "embedding": 12,
+}
+"""Ops whose checks hold tables of vocabulary size by hidden size, and their bytes per element:
+weights and gradients, ours, stock's and in fp64."""
+TINY_BYTES = 2**30
+"""Of any checks at tiny sizes, and of a small model's beside its parameters."""
+LARGE_PARAMETERS = 50_000_000
+"""Of a model whose checks take `CHAIN_BYTES`."""
+
+
+def process_checks(device: torch.device = CPU) -> list[Check]:
+    """Checks that no model or dtype takes part in."""
+    return [
+        _check(claim, subject, what, partial(_with_device, body, device), scope="process")
+        for claim, subject, what, body in PROCESS_CHECKS
+    ]
+
+
+def _with_device(body: Callable[..., None], device: torch.device, tally: Tally) -> None:
+    body(tally, device)
+
+
+def op_checks_in(setup: OpSetup) -> list[Check]:
+    """Checks of every op in one dtype, at one set of sizes."""
+    rows = OP_CHECKS + tuple(("C6", op, "values, gradients", body) for op, body in _ACCURACY)
+    return [_op_check(*row, setup) for row in rows]
+
+
+def schedule_checks_in(setup: OpSetup) -> list[Check]:
+    """Checks of every table of schedules, on a GPU; else none."""
+    if setup.device.type != "cuda":
+        return []
+    rows = [("C1", f"schedules: {op}", "every entry of the table") for op, _ in SCHEDULE_CHECKS]
+    bodies = [body for _, body in SCHEDULE_CHECKS]
+    return [_op_check(*row, body, setup) for row, body in zip(rows, bodies, strict=True)]
+
+
+def _op_check(claim: str, subject: str, what: str, body: OpCheck, setup: OpSetup) -> Check:
+    def held(tally: Tally) -> None:
+        # As inside a patched model; without them no library product is a schedule.
+        with numeric_settings():
+            body(tally, setup)
+
+    scope = f"{setup.shapes.name} {DTYPE_NAMES[setup.dtype]}".lstrip()
+    return _check(claim, subject, what, held, scope=scope)
+
+
+@contextmanager
+def chain_checks_of(target: Target) -> Iterator[list[Check]]:
+    """Checks of one whole model, which is built and patched for the length of the block."""
+    model = target.build()
+    with patch(model):
+        chain = Chain(model, target.sweep)
+        yield [
+            _check(
+                claim,
+                subject,
+                what,
+                lambda tally, body=body: body(tally, chain),
+                scope=target.scope,
+            )
+            for claim, subject, what, body in CHAIN_CHECKS
+        ]
+
+
+def op_setups(targets: Sequence[Target]) -> list[OpSetup]:
+    """Every dtype at the tiny sizes, over its first target's sweep, and at each model's own."""
+    found: dict[tuple[torch.dtype, str], OpSetup] = {}
+    for target in targets:
+        for shapes in (TINY_SHAPES, target.shapes):
+            setup = OpSetup(
+                dtype=target.dtype, device=target.device, sweep=target.sweep, shapes=shapes
+            )
+            found.setdefault((target.dtype, shapes.name), setup)
+    return list(found.values())
+
+
+def jobs_of(targets: Sequence[Target]) -> list[Job]:
+    """All checks: the process, then dtype by dtype the ops and each target's chain."""
+    on_device = partial(_process_checks_on, _device_of(targets))
+    jobs = [Job(scope="process", count=len(PROCESS_CHECKS), open=on_device)]
+    for own in _by_dtype(targets):
+        jobs += _jobs_of_ops(own)
+        jobs += [
+            Job(
+                scope=t.scope,
+                count=len(CHAIN_CHECKS),
+                memory=_chain_memory(t),
+                open=partial(chain_checks_of, t),
+            )
+            for t in own
+        ]
+    return jobs
+
+
+def _device_of(targets: Sequence[Target]) -> torch.device:
+    return targets[0].device if targets else CPU
+
+
+def _jobs_of_ops(targets: Sequence[Target]) -> list[Job]:
+    """One job for each op's check, at all sizes of a dtype: they share what has to be compiled."""
+    setups = op_setups(targets)
+    # Ragged sizes have fewer schedules; the tables are for the real ones, if there are any.
+    real = [s for s in setups if s.shapes.name] or setups
+    return [
+        Job(
+            scope=check.key,
+            count=len(sizes),
+            memory=_op_memory(check.key, sizes),
+            open=partial(_row_at, make, sizes, i),
+        )
+        for make, sizes in ((op_checks_in, setups), (schedule_checks_in, real))
+        for i, check in enumerate(make(sizes[0]) if sizes else [])
+    ]
+
+
+def _chain_memory(target: Target) -> int:
+    beside = CHAIN_BYTES if target.parameters >= LARGE_PARAMETERS else TINY_BYTES
+    return beside + target.parameters * (target.dtype.itemsize + GRADIENTS_BYTES)
+
+
+def _op_memory(key: str, sizes: Sequence[OpSetup]) -> int:
+    if not any(s.shapes.name for s in sizes):
+        return TINY_BYTES
+    table = max(s.shapes.vocab_size * s.shapes.hidden_size for s in sizes)
+    return OP_BYTES + table * next((b for op, b in TABLE_OPS.items() if key.endswith(op)), 0)
+
+
+# A check cannot be sent to another process; these, which make it there, can.
+
+
+def _process_checks_on(device: torch.device) -> AbstractContextManager[list[Check]]:
+    return nullcontext(process_checks(device))
+
+
+def _row_at(
+    make: Callable[[OpSetup], list[Check]], sizes: Sequence[OpSetup], index: int
+) -> AbstractContextManager[list[Check]]:
+    return nullcontext([make(setup)[index] for setup in sizes])
+
+
+def count_checks(targets: Sequence[Target]) -> int:
+    """Checks that `run_checks` will make."""
+    return sum(job.count for job in jobs_of(targets))
+
+
+def _by_dtype(targets: Sequence[Target]) -> list[list[Target]]:
+    dtypes = dict.fromkeys(target.dtype for target in targets)
+    return [[target for target in targets if target.dtype == dtype] for dtype in dtypes]
+
+
+def run_checks(
+    targets: Sequence[Target],
+    *,
+    processes: int = 1,
+    on_start: Callable[[Check], None] = lambda check: None,
+    on_result: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """Run every check: the process, then dtype by dtype the ops and each target's chain.
+
+    Args:
+        targets: models to verify.
+        processes: how many share the checks; most of a first run on a GPU is compilation.
+        on_start: called with each check before it runs, if it runs in this process.
+        on_result: called with each result, in the order in which they are found.
+
+    Returns:
+        The results in the order of the checks.
+
+    Raises:
+        RuntimeError: an error of another process that cannot be sent here, as its traceback's text;
+            all others are raised as they are.
+    """
+    jobs = jobs_of(targets)
+    if processes > 1:
+        return run_in_processes(jobs, processes, _device_of(targets), on_result)
+    results: list[Result] = []
+
+    def found(result: Result) -> None:
+        results.append(result)
+        on_result(result)
+
+    for job in jobs:
+        job.run(on_start, found)
+    return results
+
+
+def _check(claim: str, subject: str, what: str, body: Callable[..., None], *, scope: str) -> Check:
+    return Check(claim=claim, subject=subject, what=what, scope=scope, body=body)

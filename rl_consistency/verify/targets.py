@@ -1,0 +1,174 @@
+"""The models that `rl-consistency verify` looks at, and in which dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from rl_consistency.kernels.core.operand import DTYPES
+from rl_consistency.models.families import check_config
+from rl_consistency.verify.checks.op_setup import CPU, TINY_SHAPES, OpShapes, shapes_of
+from rl_consistency.verify.presets import (
+    PRESETS,
+    REAL_PRESETS,
+    build_preset,
+    known_presets,
+    preset_config,
+)
+from rl_consistency.verify.sweep import Sweep, sweep_for
+
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+QUICK_LAYERS = 2
+"""Layers of a model of real shape, unless all are asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One model to verify."""
+
+    name: str
+    dtype: torch.dtype
+    device: torch.device = CPU
+    sweep: Sweep
+    build: Callable[[], nn.Module]
+    parameters: int = 0
+    """Of the model, each counted once: how much memory its checks may take."""
+    shapes: OpShapes = TINY_SHAPES
+    """Sizes at which the ops are checked, beside the tiny ones."""
+
+    @property
+    def scope(self) -> str:
+        return f"{self.name} {DTYPE_NAMES[self.dtype]}"
+
+
+def default_targets(
+    dtypes: Sequence[torch.dtype] = (), *, device: torch.device = CPU, quick: bool = False
+) -> list[Target]:
+    """On a CPU the first preset over the full sweep and the other families over a smaller one; on
+    a GPU all of these and the smallest model of real shape over one sweep."""
+    if device.type == "cuda":
+        names = (*PRESETS, next(iter(REAL_PRESETS)))
+        return [
+            target
+            for name in names
+            for target in preset_targets(name, dtypes, device=device, quick=quick)
+        ]
+    targets = []
+    for i, name in enumerate(PRESETS):
+        targets += preset_targets(name, dtypes, device=device, quick=quick or i > 0)
+    return targets
+
+
+def preset_targets(
+    name: str,
+    dtypes: Sequence[torch.dtype],
+    *,
+    device: torch.device = CPU,
+    quick: bool | None = None,
+) -> list[Target]:
+    """One preset in some dtypes.
+
+    Args:
+        name: tiny, or on a GPU of real shape.
+        dtypes: none given: fp32 and bf16 on a CPU, fp16 too on a GPU.
+        device: where to build and run it.
+        quick: the smaller sweep, and two layers of a model of real shape; None is True on a GPU,
+            False on a CPU.
+
+    Raises:
+        ValueError: an unknown preset, or one too large for a CPU.
+    """
+    if name not in known_presets():
+        raise ValueError(f"unknown preset {name!r}; known: {', '.join(known_presets())}.")
+    real = name in REAL_PRESETS
+    if real and device.type == "cpu":
+        raise ValueError(
+            f"preset {name!r} has its real shapes, which take hours on a CPU; run it with --device "
+            f"cuda, or choose one of {', '.join(PRESETS)}."
+        )
+    quick = device.type == "cuda" if quick is None else quick
+    layers = QUICK_LAYERS if real and quick else None
+    parameters = count_parameters(preset_config(name, num_layers=layers))
+    return [
+        Target(
+            name=name,
+            dtype=dtype,
+            device=device,
+            sweep=sweep_for(device, quick=quick),
+            build=partial(build_preset, name, dtype, device=device, num_layers=layers),
+            parameters=parameters,
+            shapes=shapes_of(name, preset_config(name)) if real else TINY_SHAPES,
+        )
+        for dtype in dtypes or default_dtypes(device)
+    ]
+
+
+def count_parameters(config: PreTrainedConfig) -> int:
+    """Parameters of a causal LM, each counted once; no weight is made."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def default_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """fp32 and bf16; on a GPU fp16 as well."""
+    return DTYPES if device.type == "cuda" else DTYPES[:2]
+
+
+def directory_targets(
+    directory: Path,
+    dtypes: Sequence[torch.dtype],
+    *,
+    device: torch.device = CPU,
+    quick: bool = False,
+) -> list[Target]:
+    """A model directory in some dtypes, or in the one it was saved in.
+
+    Raises:
+        FileNotFoundError: no such directory, or no config.json in it.
+        ValueError: an architecture or dtype without canonical orders.
+    """
+    if not (directory / "config.json").is_file():
+        what = "has no config.json" if directory.is_dir() else "is not a directory"
+        raise FileNotFoundError(
+            f"{directory} {what}; --model takes a directory written by save_pretrained."
+        )
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    check_config(config)
+    saved = getattr(config, "dtype", None) or torch.float32
+    chosen = list(dtypes) or [saved]
+    for dtype in chosen:
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"{directory} is in {dtype}; canonical orders exist for "
+                f"{', '.join(map(str, DTYPES))}. Choose one with --dtype."
+            )
+    return [
+        Target(
+            name=directory.name,
+            dtype=d,
+            device=device,
+            sweep=sweep_for(device, quick=quick),
+            build=partial(_load, directory, d, device),
+            parameters=count_parameters(config),
+        )
+        for d in chosen
+    ]
+
+
+def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    except SafetensorError as error:
+        raise ValueError(
+            f"the weights in {directory} are damaged ({error}); save them again."
+        ) from error
+    return model.to(device).eval()  # type: ignore[return-value]

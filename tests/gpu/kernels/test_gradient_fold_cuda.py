@@ -1,0 +1,483 @@
+"""The gradient fold on a GPU: one result, whatever the schedule and wherever the cut."""
+
+import itertools
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from rl_consistency.kernels.gradient_fold import columns_triton as gradient_columns_triton
+from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
+from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
+from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums, launch_steps
+from rl_consistency.kernels.gradient_fold.op import (
+    accumulator_dtype,
+    fold_columns,
+    fold_outer,
+    fold_rows,
+    fold_step_sums,
+)
+from rl_consistency.kernels.gradient_fold.outer_triton import launch_outer, takes_descriptors
+from rl_consistency.kernels.gradient_fold.schedules import POINTER, TMA, candidates
+from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT, assert_within
+from rl_consistency.verify.probe import probe
+
+pytestmark = pytest.mark.gpu
+
+TOKENS, N, K, VOCABULARY = 1024, 384, 512, 37
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CUTS = ([16], [512], [32, 48, 560], [1008], list(range(16, TOKENS, 16)))
+
+
+def same_bytes(a, b):
+    return first_difference({"": a}, {"": b}) is None
+
+
+def data(shape, dtype=torch.bfloat16, seed=0):
+    return probe(shape, dtype, seed).cuda()
+
+
+def operands(dtype=torch.bfloat16, tokens=TOKENS, n=N, k=K):
+    return data((tokens, n), dtype), data((tokens, k), dtype, seed=1)
+
+
+def index():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    ids[::3] = 5
+    ids[::50] = -1
+    return ids.cuda()
+
+
+def folds(dtype):
+    """Name -> (a new buffer, fold of one span of tokens)."""
+    dy, x = operands(dtype)
+    heads, ids = data((TOKENS * 3, N), dtype, seed=2), index()
+    return {
+        "outer": (
+            lambda: data((N, K), torch.float32, seed=3).to(accumulator_dtype(dy)),
+            lambda g, s: fold_outer(g, dy[s], x[s]),
+        ),
+        "columns": (
+            lambda: torch.zeros(N, dtype=torch.float64, device="cuda"),
+            lambda g, s: fold_columns(g, dy[s]),
+        ),
+        "heads": (
+            lambda: torch.zeros(N, device="cuda"),
+            lambda g, s: fold_columns(g, heads[s.start * 3 : s.stop * 3], rows_per_token=3),
+        ),
+        "rows": (
+            lambda: torch.zeros(VOCABULARY, K, device="cuda"),
+            lambda g, s: fold_rows(g, ids[s], x[s]),
+        ),
+    }
+
+
+def folded(new, fold, cuts=()):
+    buffer = new()
+    for start, stop in itertools.pairwise([0, *cuts, TOKENS]):
+        fold(buffer, slice(start, stop))
+    return buffer
+
+
+def outer(dy, x, schedule=None, start=None, fresh=False):
+    holds = float("nan") if fresh else 0.0
+    buffer = torch.full((dy.shape[1], x.shape[1]), holds, device="cuda")
+    buffer = buffer if start is None else start.clone()
+    if schedule is None:
+        fold_outer(buffer, dy, x, fresh=fresh)
+    else:
+        launch_outer(buffer, dy, x, fresh, schedule)
+    return buffer
+
+
+def relative_error(got, exact):
+    return float((got.double() - exact).norm() / exact.norm())
+
+
+def stock_gradient(dy, x):
+    """What torch's backward pass of a linear layer gives, in the dtype of its operands."""
+    weight = torch.zeros(dy.shape[1], x.shape[1], dtype=x.dtype, device="cuda", requires_grad=True)
+    (gradient,) = torch.autograd.grad(torch.nn.functional.linear(x, weight), weight, dy)
+    return gradient
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1024, 512, 768), (1000, 200, 136), (1, 7, 9)])
+def test_outer_errs_no_more_than_the_library(shape, dtype, record_property):
+    """Rounded as the library's gradient is; the fold itself keeps fp32, that of fp32 fp64."""
+    dy, x = operands(dtype, *shape)
+    dy = dy * 2.0**-6  # fp16 must hold the gradient
+    exact = dy.double().t() @ x.double()
+    start = torch.zeros(dy.shape[1], x.shape[1], dtype=accumulator_dtype(dy), device="cuda")
+    folded_dw = outer(dy, x, start=start)
+    error = relative_error(folded_dw.to(dtype), exact)
+    assert error <= ERROR_GROWTH_LIMIT * relative_error(stock_gradient(dy, x), exact)
+    if dtype == torch.float32:
+        return
+    # A number to know, not a bound of this order: where the library splits tokens it errs less.
+    library = relative_error(torch.mm(dy.t(), x, out_dtype=torch.float32), exact)
+    record_property("fp32 error", relative_error(folded_dw, exact))
+    record_property("library's fp32 error", library)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_columns_and_rows_match_fp64(dtype):
+    rows = data((TOKENS, N), dtype)
+    columns = torch.zeros(N, dtype=torch.float64, device="cuda")
+    fold_columns(columns, rows)
+    assert_within(columns, rows.double().sum(0), "reduction", torch.float32)
+    table = torch.zeros(VOCABULARY, N, device="cuda")
+    fold_rows(table, index().clamp(min=0), rows)
+    exact = torch.zeros_like(table, dtype=torch.float64)
+    exact.index_add_(0, index().clamp(min=0), rows.double())
+    assert_within(table, exact, "reduction", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["outer", "columns", "heads", "rows"])
+def test_cuts_at_multiples_of_16_change_nothing(name, dtype):
+    new, fold = folds(dtype)[name]
+    whole = folded(new, fold)
+    assert same_bytes(folded(new, fold), whole)
+    for cuts in CUTS:
+        assert same_bytes(folded(new, fold, cuts), whole), cuts
+
+
+@pytest.mark.parametrize("name", ["outer", "columns", "heads"])
+def test_a_cut_elsewhere_fails_the_same_check(name):
+    new, fold = folds(torch.bfloat16)[name]
+    assert not same_bytes(folded(new, fold, [50]), folded(new, fold))
+
+
+def test_adding_micro_batch_products_fails_the_same_check():
+    dy, x = operands()
+
+    def added(buffer, span):
+        buffer += torch.mm(dy[span].t(), x[span], out_dtype=torch.float32)
+
+    def new():
+        return torch.zeros(N, K, device="cuda")
+
+    assert not same_bytes(folded(new, added, [512]), folded(new, added))
+
+
+@pytest.mark.parametrize("name", ["columns", "heads", "rows"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_additions_have_the_bytes_of_the_cpu(name, dtype):
+    """Where an order consists of additions alone, the device makes no difference."""
+    rows = data((1000 * (3 if name == "heads" else 1), N), dtype)
+    if name == "rows":
+        ids = index()[:1000]
+        got, expected = data((VOCABULARY, N), torch.float32), probe((VOCABULARY, N))
+        fold_rows(got, ids, rows)
+        fold_rows(expected, ids.cpu(), rows.cpu())
+    else:
+        heads = 3 if name == "heads" else 1
+        got = torch.zeros(N, dtype=torch.float64, device="cuda")
+        expected = torch.zeros(N, dtype=torch.float64)
+        fold_columns(got, rows, rows_per_token=heads)
+        fold_columns(expected, rows.cpu(), rows_per_token=heads)
+    assert same_bytes(got, expected)
+
+
+@pytest.mark.parametrize("rows_per_token", [1, 2, 5, 8, 32, 64])
+def test_any_number_of_heads_gives_the_halving_tree(rows_per_token):
+    rows = data((100 * rows_per_token, 128))
+    got = torch.zeros(128, dtype=torch.float64, device="cuda")
+    expected = torch.zeros(128, dtype=torch.float64)
+    fold_columns(got, rows, rows_per_token=rows_per_token)
+    fold_columns(expected, rows.cpu(), rows_per_token=rows_per_token)
+    assert same_bytes(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("steps", [1, 63, 64, 1025])
+def test_step_sums_are_folded_upward(steps, dtype):
+    sums = data((steps, 100), torch.float32)
+    got = torch.zeros(100, dtype=dtype, device="cuda")
+    expected = torch.zeros(100, dtype=dtype)
+    fold_step_sums(got, sums)
+    for row in sums.cpu():
+        expected += row
+    assert same_bytes(got, expected)
+
+
+@pytest.mark.parametrize("shape", [(1024, 384, 512), (1000, 200, 136), (80, 1024, 3072)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_schedule_gives_the_same_bytes(shape, dtype):
+    dy, x = operands(dtype, *shape)
+    start = data(shape[1:], torch.float32, seed=3)
+    tma = gradient_fold_triton.has_tma(dy.device) and takes_descriptors(dy, x)
+    whole = outer(dy, x, start=start)
+    from_zero = outer(dy, x)
+    assert same_bytes(outer(dy, x, fresh=True), from_zero)
+    for schedule in candidates(dtype, tma=tma):
+        assert same_bytes(outer(dy, x, schedule, start), whole), schedule
+        assert same_bytes(outer(dy, x, schedule, fresh=True), from_zero), schedule
+
+
+def test_a_product_from_zero_of_a_long_batch_equals_the_fold():
+    """Where the certified library may serve: large and from zero."""
+    dy, x = operands(tokens=8192, n=1024, k=1024)
+    assert same_bytes(outer(dy, x, fresh=True), outer(dy, x, fresh=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("offset", [(0, 1), (1, 0), (3, 5)])
+def test_unaligned_operands_take_pointers_and_give_the_same_bytes(offset, dtype):
+    dy, x = operands(dtype)
+    shifted = [
+        torch.nn.functional.pad(m, (o, 1))[:, o : o + m.shape[1]]
+        for m, o in zip((dy, x), offset, strict=True)
+    ]
+    assert not takes_descriptors(*shifted)
+    assert same_bytes(outer(*shifted), outer(dy, x))
+
+
+def test_odd_sizes_are_columns_of_even_ones():
+    dy, x = operands()
+    part = outer(dy[:, :301].contiguous(), x[:, :77].contiguous())
+    assert same_bytes(part, outer(dy, x)[:301, :77].contiguous())
+
+
+def test_any_strides_give_the_same_bytes():
+    dy, x = operands()
+    buffer = torch.zeros(K, N, device="cuda").t()
+    fold_outer(buffer, dy.t().contiguous().t(), torch.cat([x, x], 1)[:, :K])
+    assert same_bytes(buffer.contiguous(), outer(dy, x))
+    columns = [torch.zeros(N, dtype=torch.float64, device="cuda") for _ in range(2)]
+    fold_columns(columns[0], dy)
+    fold_columns(columns[1], dy.t().contiguous().t())
+    assert same_bytes(*columns)
+    tables = [
+        torch.zeros(VOCABULARY, K, device="cuda"),
+        torch.zeros(K, VOCABULARY, device="cuda").t(),
+    ]
+    fold_rows(tables[0], index(), x)
+    fold_rows(tables[1], index(), x.t().contiguous().t())
+    assert same_bytes(tables[0], tables[1].contiguous())
+
+
+@pytest.mark.parametrize("filler", [16, 48, 1024])
+@pytest.mark.parametrize("magnitude", [1.0, 1e-22])
+def test_steps_of_zero_gradient_change_nothing(filler, magnitude):
+    """Products of the second magnitude underflow, some of them to negative zero."""
+    dy, x = operands()
+    dy, x = dy * magnitude, x * magnitude
+    filled = (
+        torch.cat([dy, -torch.zeros(filler, N, device="cuda", dtype=dy.dtype)]),
+        torch.cat([x, data((filler, K), seed=5)]),
+    )
+    start = torch.full((N, K), -0.0, device="cuda")
+    for schedule in (None, TMA[0], TMA[7], POINTER[0]):
+        if (
+            schedule is None
+            or schedule.kind == "pointer"
+            or gradient_fold_triton.has_tma(dy.device)
+        ):
+            plain = outer(dy, x, schedule, start)
+            assert same_bytes(outer(*filled, schedule, start), plain)
+            assert not (torch.signbit(plain) & (plain == 0)).any()
+
+
+def test_repeated_ids_are_added_in_token_order():
+    ids, rows = index(), data((TOKENS, K))
+    got = torch.zeros(VOCABULARY, K, device="cuda")
+    fold_rows(got, ids, rows)
+    expected = torch.zeros(VOCABULARY, K)
+    for token, row in zip(ids.tolist(), rows.cpu().float(), strict=True):
+        if token >= 0:
+            expected[token] += row
+    assert same_bytes(got, expected)
+    reversed_ = torch.zeros_like(got)
+    fold_rows(reversed_, ids.flip(0), rows.flip(0))
+    assert not same_bytes(got, reversed_)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_schedule_of_rows_gives_the_bytes_of_the_cpu(dtype):
+    """Ids as text has them, one run longer than a program has tokens in flight."""
+    generator = torch.Generator().manual_seed(0)
+    ids = (300 ** torch.rand(4096, generator=generator, dtype=torch.float64)).long() - 1
+    rows = probe((4096, 320), dtype)
+    expected = probe((256, 320), torch.float32, seed=1)
+    start = expected.cuda()
+    known = ids < 256
+    expected.index_add_(0, ids[known], rows[known].float())
+    row_schedule = gradient_rows_triton.Schedule
+    for schedule in (
+        row_schedule(),
+        row_schedule(gap=16, runs=2, batch=16, narrow=512),
+        row_schedule(gap=64, runs=8, block=256, batch=8, narrow=128),
+    ):
+        for ranked in (False, True):
+            got = start.clone()
+            gradient_rows_triton.launch_rows(got, ids.cuda(), rows.cuda(), schedule, ranked=ranked)
+            assert same_bytes(got, expected), (schedule, ranked)
+
+
+@pytest.mark.parametrize("columns", [128, 1000])
+def test_a_fold_of_step_sums_does_not_depend_on_its_batches(columns):
+    sums = data((300, columns), torch.float32)
+    expected = torch.zeros(columns, dtype=torch.float64)
+    for step_sum in sums.cpu():
+        expected += step_sum
+    for batch in (16, 64, 128):
+        got = torch.zeros(columns, dtype=torch.float64, device="cuda")
+        launch_steps(got, sums, from_zero=False, batch=batch)
+        assert same_bytes(got, expected)
+    for dtype in DTYPES:
+        assert same_bytes(folded_step_sums(sums, dtype), expected.float().to(dtype))
+
+
+def test_atomic_additions_fail_the_same_check():
+    ids, rows = index().clamp(min=0), data((TOKENS, K), torch.float32)
+    got, atomic = (torch.zeros(VOCABULARY, K, device="cuda") for _ in range(2))
+    fold_rows(got, ids, rows)
+    atomic.index_add_(0, ids, rows)
+    assert not same_bytes(got, atomic)
+
+
+@contextmanager
+def no_waiting():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["outer", "columns", "heads", "rows"])
+def test_nothing_waits_for_the_device(name):
+    new, fold = folds(torch.bfloat16)[name]
+    buffer = new()
+    with no_waiting():
+        fold(buffer, slice(0, TOKENS))
+
+
+@pytest.mark.parametrize("name", ["outer", "columns", "heads", "rows"])
+def test_a_captured_graph_gives_the_eager_bytes(name):
+    new, fold = folds(torch.bfloat16)[name]
+    eager = folded(new, fold, [512])
+    captured = new()
+    fold(new(), slice(0, 512))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fold(captured, slice(0, 512))
+        fold(captured, slice(512, TOKENS))
+    captured.copy_(new())
+    graph.replay()
+    assert same_bytes(captured, eager)
+
+
+def test_compiled_launchers_give_the_eager_bytes():
+    dy, x = operands()
+    ids = index()
+
+    def run(matrix, columns, table):
+        gradient_fold_triton.gradient_fold_outer(matrix, dy, x * 2.0, False)
+        gradient_columns_triton.gradient_fold_columns(columns, dy, 1)
+        gradient_rows_triton.gradient_fold_rows(table, ids, x)
+
+    def buffers():
+        return (
+            torch.zeros(N, K, device="cuda"),
+            torch.zeros(N, dtype=torch.float64, device="cuda"),
+            torch.zeros(VOCABULARY, K, device="cuda"),
+        )
+
+    eager, compiled = buffers(), buffers()
+    run(*eager)
+    torch.compile(run, fullgraph=True)(*compiled)
+    assert all(same_bytes(a, b) for a, b in zip(eager, compiled, strict=True))
+
+
+def test_empty_calls_change_nothing():
+    buffer = data((N, K), torch.float32)
+    before = buffer.clone()
+    fold_outer(buffer, buffer.new_zeros(0, N), buffer.new_zeros(0, K))
+    fold_columns(buffer[0], buffer.new_zeros(0, K))
+    fold_rows(buffer, torch.zeros(0, dtype=torch.int64, device="cuda"), buffer.new_zeros(0, K))
+    fold_outer(buffer[:0], buffer.new_zeros(16, 0), buffer.new_zeros(16, K))
+    assert same_bytes(buffer, before)
+    fold_outer(buffer, buffer.new_zeros(0, N), buffer.new_zeros(0, K), fresh=True)
+    assert same_bytes(buffer, torch.zeros_like(buffer))
+
+
+@pytest.mark.parametrize("kind", ["tma", "pointer"])
+def test_offsets_beyond_31_bits(kind):
+    """A gradient of more than 2**31 elements, and its last rows alone."""
+    if kind != "pointer" and not gradient_fold_triton.has_tma(torch.device("cuda", 0)):
+        pytest.skip("needs an NVIDIA GPU with tile descriptors (sm_90)")
+    schedule = next(s for s in (*TMA, *POINTER) if s.kind == kind)
+    n, k = 2**19 + 256, 4096 + 8
+    dy = torch.randn(32, n, device="cuda").bfloat16()
+    x = torch.randn(32, k, device="cuda").bfloat16()
+    buffer = torch.zeros(n, k, device="cuda")
+    launch_outer(buffer, dy, x, False, schedule)
+    tail = outer(dy[:, -256:].contiguous(), x, schedule)
+    assert same_bytes(buffer[-256:], tail)
+
+
+def test_operand_offsets_beyond_31_bits():
+    tokens, n = 16384, 2**17 + 256
+    dy = torch.zeros(tokens, n, device="cuda", dtype=torch.bfloat16)
+    dy[:, -256:] = torch.randn(tokens, 256, device="cuda").bfloat16()
+    x = torch.randn(tokens, 64, device="cuda").bfloat16()
+    for schedule in (None, POINTER[0]):
+        assert same_bytes(
+            outer(dy, x, schedule)[-256:], outer(dy[:, -256:].contiguous(), x, schedule)
+        )
+    columns = torch.zeros(n, dtype=torch.float64, device="cuda")
+    last = torch.zeros(256, dtype=torch.float64, device="cuda")
+    fold_columns(columns, dy)
+    fold_columns(last, dy[:, -256:])
+    assert same_bytes(columns[-256:], last)
+
+
+def test_running_out_of_memory_leaves_the_gradient_as_it_was():
+    dy, x = operands(tokens=65536)
+    scattered = dy.t().contiguous().t()
+    outer_buffer = data((N, K), torch.float32)
+    table = data((VOCABULARY, N), torch.float32)
+    columns = torch.zeros(N, dtype=torch.float64, device="cuda")
+    before = [b.clone() for b in (outer_buffer, table, columns)]
+    ids = index().repeat(64)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    filler = []
+    try:
+        # What the allocator holds in part would serve a small temporary.
+        for size in (1 << 22, 1 << 18, 1 << 12):
+            with pytest.raises(torch.cuda.OutOfMemoryError):
+                while True:
+                    filler.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        for run in (
+            lambda: fold_outer(outer_buffer, scattered, x),
+            lambda: fold_rows(table, ids, scattered),
+            lambda: fold_columns(columns, scattered),
+        ):
+            with pytest.raises(torch.cuda.OutOfMemoryError):
+                run()
+    finally:
+        filler.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    for buffer, was in zip((outer_buffer, table, columns), before, strict=True):
+        assert same_bytes(buffer, was)
+
+
+def test_bad_operands_are_refused():
+    dy, x = operands()
+    with pytest.raises(
+        TypeError, match=r"gradient_fold: x is torch.float16 but dy is torch.bfloat16"
+    ):
+        fold_outer(torch.zeros(N, K, device="cuda"), dy, x.half())
+    with pytest.raises(ValueError, match=r"gradient_fold: x is on cpu but dy is on cuda"):
+        fold_outer(torch.zeros(N, K, device="cuda"), dy, x.cpu())
+    if gradient_fold_triton.has_tma(dy.device):
+        with pytest.raises(ValueError, match=r"16-byte aligned rows.*'pointer' schedule"):
+            launch_outer(torch.zeros(N, K - 1, device="cuda"), dy, x[:, 1:], False, TMA[0])

@@ -1,0 +1,132 @@
+import pytest
+import torch
+
+from rl_consistency.kernels.rotary.op import rotary, rotary_reference, rotary_table
+from rl_consistency.kernels.rotary.rotation_triton import CANDIDATES, rotary_fwd
+from rl_consistency.parity.tolerances import assert_within
+from rl_consistency.verify.probe import probe
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SHAPES = ((70, 16, 8, 128), (70, 4, 2, 80), (70, 5, 1, 64))
+
+
+def same_bytes(a, b):
+    assert a.dtype == b.dtype and a.shape == b.shape
+    bits = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+
+
+def inverse_frequencies(head_dim):
+    return 1e4 ** (-torch.arange(0, head_dim, 2).float() / head_dim)
+
+
+def operands(shape, dtype, device="cuda"):
+    """q, k, cos, sin, positions."""
+    tokens, heads, kv_heads, head_dim = shape
+    q, k = (probe((tokens, h, head_dim), dtype, seed=h).to(device) for h in (heads, kv_heads))
+    positions = torch.arange(tokens, device=device) * 37 % 2000
+    table = rotary_table(inverse_frequencies(head_dim).to(device), 2048)
+    return q, k, table[0, positions], table[1, positions], positions
+
+
+def both_ways(q, k, cos, sin):
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k)]
+    rotated = rotary(*leaves, cos, sin)
+    torch.autograd.backward(rotated, [q * 0.5, k * 0.5])
+    return [*(x.detach() for x in rotated), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_both_directions_give_the_bytes_of_the_cpu(shape, dtype):
+    ours, cpu = (both_ways(*operands(shape, dtype, device)[:4]) for device in ("cuda", "cpu"))
+    assert all(same_bytes(a.cpu(), b) for a, b in zip(ours, cpu, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matches_fp64(dtype):
+    q, k, cos, sin, positions = operands(SHAPES[0], dtype)
+    inv_freq = inverse_frequencies(128).cuda()
+    for ours, x in zip(rotary(q, k, cos, sin), (q, k), strict=True):
+        assert_within(ours, rotary_reference(x, inv_freq, positions), "elementwise", dtype)
+
+
+def test_the_table_is_that_of_the_cpu():
+    inv_freq = inverse_frequencies(128)
+    assert same_bytes(rotary_table(inv_freq.cuda(), 5000).cpu(), rotary_table(inv_freq, 5000))
+
+
+def differing_calls(op, q, k, cos, sin):
+    whole = torch.cat(op(q, k, cos, sin), dim=1)
+    indices = [[0], [17], [69], range(7), range(33), range(5, 40), [3] * 20]
+    indices += [torch.randperm(70, generator=torch.Generator().manual_seed(0))]
+    calls = ((list(i), op(*(x[list(i)] for x in (q, k, cos, sin)))) for i in indices)
+    return sum(not same_bytes(torch.cat(found, dim=1), whole[i]) for i, found in calls)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation_is_bitwise_per_position(dtype):
+    assert differing_calls(rotary, *operands(SHAPES[0], dtype)[:4]) == 0
+    assert differing_calls(lambda *x: both_ways(*x)[2:], *operands(SHAPES[0], dtype)[:4]) == 0
+
+
+@pytest.mark.parametrize("shape, dtype", zip(SHAPES, DTYPES, strict=True))
+def test_every_schedule_gives_the_same_bytes(shape, dtype):
+    rows = operands(shape, dtype)[:4]
+    expected = rotary_fwd(*rows, False)
+    for schedule in CANDIDATES:
+        assert all(map(same_bytes, rotary_fwd(*rows, False, schedule), expected)), schedule
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strides_do_not_matter(dtype):
+    q, k, cos, sin, _ = operands(SHAPES[0], dtype)
+    expected = rotary(q, k, cos, sin)
+    together = torch.cat([q, k], dim=1)
+    views = together[:, :16], together[:, 16:]
+    assert all(map(same_bytes, rotary(*views, cos, sin), expected))
+    views = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in (q, k, cos[:, None])]
+    assert all(map(same_bytes, rotary(*views[:2], views[2][:, 0], sin), expected))
+
+
+def test_compiled_and_captured_equal_eager():
+    rows = operands(SHAPES[0], torch.bfloat16)[:4]
+    expected = rotary(*rows)
+    assert all(map(same_bytes, torch.compile(rotary, fullgraph=True)(*rows), expected))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = rotary(*rows)
+    graph.replay()
+    assert all(map(same_bytes, captured, expected))
+
+
+def test_offsets_past_two_to_the_31():
+    q, k, cos, sin, _ = operands((16, 16, 1, 128), torch.bfloat16)
+    tokens = 2**31 // (16 * 128) + 16
+    many = torch.zeros(tokens, 16, 128, dtype=torch.bfloat16, device="cuda")
+    angles = torch.zeros(2, tokens, 64, device="cuda")
+    many[-16:], angles[0, -16:], angles[1, -16:] = q, cos, sin
+    few = torch.zeros(tokens, 1, 128, dtype=torch.bfloat16, device="cuda")
+    assert same_bytes(rotary(many, few, *angles)[0][-16:], rotary(q, k, cos, sin)[0])
+
+
+def test_no_tokens_give_no_tokens():
+    rows = [x[:0] for x in operands(SHAPES[0], torch.bfloat16)[:4]]
+    assert [x.shape[0] for x in rotary(*rows)] == [0, 0]
+
+
+def test_bad_operands_are_refused():
+    q, k, cos, sin, _ = operands(SHAPES[0], torch.bfloat16)
+    with pytest.raises(ValueError, match="rotary: cos is on cpu"):
+        rotary(q, k, cos.cpu(), sin)
+    with pytest.raises(ValueError, match="with the same tokens"):
+        rotary(q, k[1:], cos, sin)
+
+
+def test_a_position_rounded_with_its_batch_fails_the_same_check():
+    def mutant(q, k, cos, sin):
+        return rotary(q, k, cos / cos.abs().amax(), sin)
+
+    assert differing_calls(mutant, *operands(SHAPES[0], torch.bfloat16)[:4]) > 0

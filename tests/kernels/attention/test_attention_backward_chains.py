@@ -1,0 +1,187 @@
+"""How chains of dq go from tile of keys to tile of keys: the programs of a launch, walked as on the
+device, a bounded number at a time and started in the order of their ids."""
+
+import random
+from collections import defaultdict
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_consistency.kernels.attention.hopper import backward_producer as producer
+from rl_consistency.kernels.attention.hopper.backward import tiles_apart
+from rl_consistency.kernels.attention.layout import PackedSequences
+
+KEYS, QUERIES = producer.KEYS.value, producer.QUERIES.value
+CPU = torch.device("cpu")
+MULTIPROCESSORS = 132
+"""Of the device whose order of programs is walked; fewer may be free."""
+
+
+class Pointer:
+    """A place in a list, as kernels reach it."""
+
+    def __init__(self, values, at=0):
+        self.values, self.at = values, at
+
+    def __add__(self, more):
+        return Pointer(self.values, self.at + more)
+
+    def load(self):
+        return self.values[self.at]
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch):
+    """The device functions that say what a program does, as functions of plain numbers."""
+    language = SimpleNamespace(
+        program_id=lambda axis: 0,
+        load=Pointer.load,
+        minimum=min,
+        maximum=max,
+        cdiv=lambda a, b: -(-a // b),
+    )
+    monkeypatch.setattr(producer, "gl", language)
+    for name in ("KEYS", "QUERIES", "STAGES"):
+        monkeypatch.setattr(producer, name, getattr(producer, name).value)
+
+
+def steps_of(program, layout, group, window, before=producer.tiles_before.fn):
+    """(tile of queries and head, tiles of keys before, whether these are the last) of each step, as
+    `fetch_chains` and `leave_chains` find them."""
+    query_tiles, first_tiles = layout.query_tiles(CPU, QUERIES)
+    sizes = (Pointer(list(layout.query_starts)), Pointer(list(layout.query_lens)))
+    _head, first_key, _row, _limit, first_tile, per_head = producer.walk.fn(
+        Pointer(program), Pointer(first_tiles.tolist()), *sizes, window or 0, len(query_tiles),
+        group, window is not None,
+    )  # fmt: skip
+    for step in range(group * per_head):
+        _head, ahead, tile, _slot, _turn = producer.step_at.fn(
+            step, first_key, first_tile, per_head, len(query_tiles)
+        )
+        yield tile, before(first_key, ahead, window or 0, window is not None), ahead < KEYS
+
+
+def hand_over(programs, steps, resident, choice):
+    """Run the programs, at most `resident` at a time.
+
+    Args:
+        programs: in the order of their ids, which is the order they start in.
+        steps: of a program, see `steps_of`.
+        resident: the most that have started and not ended.
+        choice: picks which of the waiting or running ones is looked at next.
+
+    Returns:
+        tile of queries and head -> [(first key, tiles left before it, whether it rounds)].
+
+    Raises:
+        RuntimeError: all that run wait.
+    """
+    counters, chains = defaultdict(int), defaultdict(list)
+    waiting, running = list(programs), []
+    while waiting or running:
+        while waiting and len(running) < resident:
+            program = waiting.pop(0)
+            running.append([program, list(steps(program))])
+        for one in choice.sample(running, len(running)):
+            program, left = one
+            if left and counters[left[0][0]] < left[0][1]:
+                continue
+            if left:
+                tile, _before, last = left.pop(0)
+                chains[tile].append((program[1], counters[tile], last))
+                counters[tile] += not last
+            if not left:
+                running.remove(one)
+            break
+        else:
+            raise RuntimeError(f"{len(running)} programs wait for ever")
+    return chains
+
+
+def seen(layout, heads, window):
+    """tile of queries and head -> first keys of the tiles of keys that its queries see, upward."""
+    found, tile = {}, 0
+    for length in layout.query_lens:
+        position = torch.arange(length)
+        visible = position[None, :] <= position[:, None]
+        if window is not None:
+            visible &= position[None, :] > position[:, None] - window
+        for queries in visible.split(QUERIES) if length else ():
+            keys = queries.any(dim=0).split(KEYS)
+            found[tile] = [i * KEYS for i, some in enumerate(keys) if some.any()]
+            tile += 1
+    return {head * tile + t: keys for head in range(heads) for t, keys in found.items()}
+
+
+def cases(count):
+    """(layout, KV heads, group, window, programs, resident, choice), all random."""
+    for seed in range(count):
+        choice = random.Random(seed)
+        lens = [choice.choice((0, 1, 64, 128, 129, choice.randrange(1, 900))) for _ in range(4)]
+        lens.append(choice.randrange(300, 900))
+        gaps = [choice.choice((0, 16)) for _ in lens]
+        layout = PackedSequences.of([sum(lens[:i]) + sum(gaps[:i]) for i in range(5)], lens)
+        kv_heads, group = choice.choice((1, 2, 3)), choice.choice((1, 2, 4))
+        window = choice.choice((None, 1, 63, 64, 65, 128, choice.randrange(1, 900)))
+        apart = tiles_apart(layout, kv_heads, choice.choice((1, 30, MULTIPROCESSORS)))
+        programs = layout.key_programs(CPU, KEYS, kv_heads, apart).tolist()
+        resident = choice.choice((1, 2, 5, MULTIPROCESSORS))
+        yield layout, kv_heads, group, window, programs, resident, choice
+
+
+def continued_upward(chains, expected):
+    """Whether every chain takes every tile of keys that its queries see once, upward, finds all
+    that came before in memory, and is rounded by the last alone."""
+    return chains == {
+        tile: [(key, i, key == keys[-1]) for i, key in enumerate(keys)]
+        for tile, keys in expected.items()
+    }
+
+
+def test_every_chain_is_continued_upward_and_nobody_waits_for_a_program_that_has_not_started():
+    longest = 0
+    for layout, kv_heads, group, window, programs, resident, choice in cases(60):
+        expected = seen(layout, kv_heads * group, window)
+        steps = partial(steps_of, layout=layout, group=group, window=window)
+        # One alone: whatever it waited for that has not ended would be waited for in vain.
+        for most in (1, resident):
+            chains = hand_over(programs, steps, most, choice)
+            assert continued_upward(chains, expected)
+        longest = max(longest, *map(len, expected.values()))
+    assert longest > 4
+
+
+def test_two_tiles_of_a_sequence_and_head_in_each_others_place_wait_for_ever():
+    for layout, _heads, group, _window, programs, _resident, choice in cases(20):
+        steps = partial(steps_of, layout=layout, group=group, window=None)
+        own = [i for i, (sequence, _key, head) in enumerate(programs) if (sequence, head) == (4, 0)]
+        first, second = sorted(choice.sample(own, 2))
+        programs[first], programs[second] = programs[second], programs[first]
+        with pytest.raises(RuntimeError, match="wait for ever"):
+            hand_over(programs, steps, 1, choice)
+
+
+def test_counts_that_forget_the_window_wait_for_ever():
+    layout = PackedSequences.of([0], [600])
+    programs = layout.key_programs(CPU, KEYS, 1, 0.0).tolist()
+
+    def steps(program):
+        return steps_of(program, layout, 1, 64, before=lambda first, ahead, w, on: first // KEYS)
+
+    with pytest.raises(RuntimeError, match="wait for ever"):
+        hand_over(programs, steps, MULTIPROCESSORS, random.Random(0))
+
+
+def test_programs_that_do_not_wait_break_the_order():
+    layout = PackedSequences.of([0], [900])
+    programs = layout.key_programs(CPU, KEYS, 1, 0.0).tolist()
+
+    def steps(program):
+        return steps_of(program, layout, 1, None, before=lambda *place: 0)
+
+    chains = hand_over(programs, steps, MULTIPROCESSORS, random.Random(0))
+    assert not continued_upward(chains, seen(layout, 1, None))
+    alone = hand_over(programs, steps, 1, random.Random(0))
+    assert continued_upward(alone, seen(layout, 1, None))

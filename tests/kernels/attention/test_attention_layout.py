@@ -1,0 +1,152 @@
+import pytest
+import torch
+
+from rl_consistency.kernels.attention.layout import (
+    KEY_BLOCK,
+    ROW_TILE,
+    AttentionLayout,
+    PackedSequences,
+    PagedAttention,
+)
+
+
+def paged(**changes):
+    given = {
+        "query_starts": [0, 3],
+        "query_lens": [3, 1],
+        "context_lens": [5, 4],
+        "block_tables": [[2, 0], [3]],
+        "slot_mapping": torch.tensor([10, 11, 0, 15]),
+        "key_cache": [torch.zeros(4, 4, 1, 16)],
+        "value_cache": [torch.zeros(4, 4, 1, 16)],
+        "block_size": 4,
+    }
+    return PagedAttention(**(given | changes))
+
+
+def owners(layout, group, window=None):
+    """(sequence, query row, position) of every row of the plan's tiles that is not filler."""
+    plan = layout.plan(group, window)
+    return [
+        (int(s), int(r), int(p))
+        for s, rows, positions in zip(
+            plan.sequence, plan.query_rows, plan.query_positions, strict=True
+        )
+        for r, p in zip(rows, positions, strict=True)
+        if p >= 0
+    ]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 16, 20])
+def test_every_query_and_head_stands_in_exactly_one_tile_row(group):
+    layout = PackedSequences.of([0, 32, 48], [20, 1, 70])
+    expected = [
+        (i, (start + t) * group + head, t)
+        for i, (start, n) in enumerate([(0, 20), (32, 1), (48, 70)])
+        for t in range(n)
+        for head in range(group)
+    ]
+    assert owners(layout, group) == expected
+    assert layout.plan(group, None).query_rows.shape[1] == ROW_TILE
+
+
+def test_a_plan_is_made_once_per_group_and_window():
+    layout = PackedSequences.of([0], [20])
+    assert layout.plan(2, None) is layout.plan(2, None)
+    assert layout.plan(2, None) is not layout.plan(2, 7)
+
+
+def test_positions_of_new_queries_count_from_the_sequence_start():
+    assert owners(paged(), 1) == [(0, 0, 2), (0, 1, 3), (0, 2, 4), (1, 3, 3)]
+
+
+def test_blocks_outside_the_window_are_left_out():
+    layout = PackedSequences.of([0], [300])
+    full, windowed = layout.plan(1, None), layout.plan(1, 10)
+    tile = 200 // ROW_TILE
+    assert full.first_block[tile] == 0
+    assert windowed.first_block[tile] == (tile * ROW_TILE - 9) // KEY_BLOCK
+    assert (windowed.last_block == full.last_block).all()
+    assert full.last_block[tile] == (tile * ROW_TILE + ROW_TILE - 1) // KEY_BLOCK
+
+
+def test_packed_keys_stand_in_the_rows_of_their_queries():
+    rows = PackedSequences.of([0, 16], [2, 3]).key_rows(5)
+    assert rows.tolist() == [[0, 1, 1, 1, 1], [16, 17, 18, 18, 18]]
+
+
+def test_paged_keys_stand_where_the_block_table_says():
+    rows = paged().key_rows(6)
+    assert rows.tolist() == [[8, 9, 10, 11, 0, 0], [12, 13, 14, 15, 15, 15]]
+
+
+def test_new_keys_are_written_to_their_slots():
+    call = paged()
+    k = torch.arange(1.0, 5.0)[:, None, None].expand(4, 1, 16)
+    call.write(0, k, -k)
+    keys = call.key_cache[0].view(16, 16)[:, 0]
+    assert keys[[10, 11, 0, 15]].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert int((keys != 0).sum()) == 4
+    assert torch.equal(call.value_cache[0], -call.key_cache[0])
+
+
+def test_an_empty_layout_has_no_tiles():
+    assert len(PackedSequences.of([], []).plan(2, None).sequence) == 0
+    assert len(PackedSequences.of([0], [0]).plan(2, None).sequence) == 0
+
+
+def test_a_layout_must_say_where_its_keys_are():
+    with pytest.raises(NotImplementedError):
+        AttentionLayout(query_starts=[0], query_lens=[1], context_lens=[1]).key_rows(1)
+
+
+def test_bad_layouts_are_refused():
+    with pytest.raises(ValueError, match="1 starts, 2 query lengths and 2 context lengths"):
+        PackedSequences.of([0], [1, 2])
+    with pytest.raises(ValueError, match="sequence 0 has -1 queries"):
+        PackedSequences.of([0], [-1])
+    for contexts in ([5, 3], [3, 2]):
+        with pytest.raises(ValueError, match=r"one key per query; .* PagedAttention layout"):
+            PackedSequences(query_starts=[0, 16], query_lens=[2, 2], context_lens=contexts)
+    with pytest.raises(ValueError, match="sequence 1 has 5 queries and 4 keys"):
+        paged(query_lens=[3, 5])
+    with pytest.raises(ValueError, match="sequence 0 has 5 tokens but its 1 blocks hold 4"):
+        paged(block_tables=[[2], [3]])
+
+
+def test_key_rows_are_copied_to_a_device_once():
+    layout = paged()
+    rows = layout.key_rows_on(torch.device("cpu"))
+    assert rows.tolist() == [[8, 9, 10, 11, 0], [12, 13, 14, 15, 15]]
+    assert layout.key_rows_on(torch.device("cpu")) is rows
+
+
+def test_key_tiles_that_most_queries_see_come_first():
+    tiles = PackedSequences.of([0, 300, 300], [300, 0, 129]).key_tiles(torch.device("cpu"), 128)
+    assert tiles.tolist() == [[0, 0], [0, 128], [2, 0], [0, 256], [2, 128]]
+
+
+def test_key_programs_of_a_sequence_and_head_come_upward_however_far_apart():
+    """The backward pass of sm_90 waits for the earlier ones: it waits for lower ids only."""
+    generator, cpu = torch.Generator().manual_seed(0), torch.device("cpu")
+    for trial in range(50):
+        apart = (0.0, 0.3, 1.25, 20.6)[trial % 4]
+        lens = [*torch.randint(0, 1000, (7,), generator=generator).tolist(), 0, 1, 128, 129]
+        layout = PackedSequences.of([sum(lens[:i]) for i in range(len(lens))], lens)
+        programs = layout.key_programs(cpu, 128, 3, apart).tolist()
+        for i, length in enumerate(lens):
+            for head in range(3):
+                firsts = [first for s, first, h in programs if (s, h) == (i, head)]
+                assert firsts == list(range(0, length, 128))
+        if not apart:
+            tiles = layout.key_tiles(cpu, 128).tolist()
+            assert programs == [[*tile, head] for tile in tiles for head in range(3)]
+
+
+def test_key_programs_are_kept_by_all_that_they_depend_on():
+    cpu, starts, lens = torch.device("cpu"), [0, 512], [512, 300]
+    layout = PackedSequences.of(starts, lens)
+    for asked in ((64, 2, 1.0), (128, 2, 0.5), (128, 2, 0.501), (128, 1, 0.5)):
+        found = layout.key_programs(cpu, *asked)
+        assert torch.equal(found, PackedSequences.of(starts, lens).key_programs(cpu, *asked))
+        assert layout.key_programs(cpu, *asked) is found

@@ -1,0 +1,97 @@
+"""Which schedule of attention a call gets, and what the schedules of decode may count on."""
+
+import pytest
+import torch
+
+from rl_consistency.kernels.attention import schedules as attention_schedules
+from rl_consistency.kernels.attention.hopper.decode import KEYS, REGISTERS
+from rl_consistency.kernels.attention.hopper.decode_fold import NARROWEST, shared_bytes
+from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.kernels.attention.schedules import (
+    DECODE,
+    DEEP,
+    LAST,
+    SPREAD,
+    pick_forward,
+    programs_for,
+    slices_for,
+)
+
+MULTIPROCESSORS = 132
+SHARED, RESERVED = 228 << 10, 1 << 10
+"""Bytes of shared memory of an sm_90 multiprocessor, and what it keeps for each program."""
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch):
+    """An H200, by what it says of itself."""
+    monkeypatch.setattr(attention_schedules, "sm_count", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(attention_schedules, "has_wgmma", lambda device: True)
+
+
+def picked(contexts, queries=1, heads=32, kv_heads=8, dim=128):
+    cache = torch.empty(16, kv_heads, dim, dtype=torch.bfloat16)
+    layout = PagedAttention(
+        query_starts=range(0, len(contexts) * queries, queries),
+        query_lens=[queries] * len(contexts),
+        context_lens=contexts,
+        block_tables=[[0] * -(-n // 16) for n in contexts],
+        slot_mapping=torch.zeros(len(contexts) * queries, dtype=torch.int64),
+        key_cache=[cache[None]],
+        value_cache=[cache[None]],
+        block_size=16,
+    )
+    q = torch.empty(len(contexts) * queries, heads, dim, dtype=torch.bfloat16)
+    return pick_forward(q, cache, cache, layout, queries * heads // kv_heads)
+
+
+def test_long_tiles_shared_by_programs_are_folded_in_slices():
+    for contexts in ([32768], [8192] * 4, [8192, 1, 1, 1], [8192] * 8):
+        assert picked(contexts) == SPREAD
+
+
+def test_short_tiles_shared_by_programs_are_folded_by_the_last():
+    assert picked([2048]) == picked([8191 - 127] * 4) == picked([8192], heads=16) == LAST
+
+
+def test_at_most_a_tile_for_each_multiprocessor_takes_a_deep_ring():
+    assert picked([8192] * 9) == picked([32768] * 16) == picked([8192] * 4, queries=5) == DEEP
+
+
+def test_more_tiles_than_multiprocessors_and_contexts_that_a_ring_holds_do_not():
+    assert picked([8192] * 17) == picked([384] * 16) == picked([384]) == LAST
+
+
+def test_blocks_that_would_take_too_much_memory_are_not_shared(monkeypatch):
+    assert programs_for(8, 256, 4, 128, 132) == 16
+    monkeypatch.setattr(attention_schedules, "SPLIT_BYTES", 8 * 256 * 4 * 139 * 4 - 1)
+    assert programs_for(8, 256, 4, 128, 132) == 1
+    assert picked([32768]) == DEEP
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_slices_are_folded_only_where_the_whole_launch_fits_the_device(dim):
+    for grid in range(1, 140):
+        for programs in range(1, 140):
+            slices = slices_for(grid, programs, dim, MULTIPROCESSORS)
+            assert slices == 1 or grid * programs <= MULTIPROCESSORS
+            assert 1 <= slices <= programs and dim % slices == 0 and dim // slices >= NARROWEST
+    assert [slices_for(8, n, dim, MULTIPROCESSORS) for n in (1, 2, 3, 8, 17)] == [1, 2, 2, 8, 1]
+    assert slices_for(8, 16, dim, MULTIPROCESSORS) == min(16, dim // NARROWEST)
+
+
+@pytest.mark.parametrize("schedule", [s for s in DECODE if s.spread])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_programs_that_wait_for_one_another_fit_a_multiprocessor_together(schedule, dim):
+    """The launch counts on `resident` of them; ring and fold do not live at the same time."""
+    assert schedule.ring and schedule.fused
+    threads = 32 * schedule.warps
+    assert schedule.resident * threads * min(REGISTERS // schedule.resident, 255) <= 1 << 16
+    for slices in (1, 2, 4, 8, 16):
+        for stored in (1, 2, 4, 8, 16):
+            if dim // slices < NARROWEST:
+                continue
+            # A block's probabilities change hands beside the ring, at most two bytes each.
+            ring = schedule.ring * KEYS.value * dim * 2 + 16 * KEYS.value * 2
+            held = max(ring, shared_bytes(stored, dim // slices)) + 16
+            assert schedule.resident * (held + RESERVED) <= SHARED

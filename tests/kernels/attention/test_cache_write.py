@@ -1,0 +1,94 @@
+"""Keys and values land in their slots, bit for bit: by torch on a CPU, and by the kernel."""
+
+import pytest
+import torch
+
+from rl_consistency.kernels.attention.cache_write_triton import (
+    MAX_COLUMNS,
+    cache_write,
+    cache_write_fwd,
+)
+from rl_consistency.parity.digest import first_difference
+from rl_consistency.verify.probe import probe
+
+HAS_GPU = torch.cuda.is_available()
+WRITERS = [cache_write] if HAS_GPU else [cache_write, cache_write_fwd]
+
+
+def same_bytes(a, b):
+    return first_difference({"": a}, {"": b}) is None
+
+
+def call(dtype=torch.float32, tokens=5, heads=2, head_dim=24, blocks=4, block_size=3):
+    k, v = probe((2 * tokens, heads, head_dim), dtype).split(tokens)
+    caches = [probe((blocks, block_size, heads, head_dim), dtype, seed=i) for i in (1, 2)]
+    return k, v, *caches, torch.tensor([7, 0, 11, 3, 5])[:tokens]
+
+
+def written(k, v, key_cache, value_cache, slots):
+    expected = key_cache.clone(), value_cache.clone()
+    for cache, new in zip(expected, (k, v)):
+        for token, slot in enumerate(slots.tolist()):
+            cache[slot // cache.shape[1], slot % cache.shape[1]] = new[token]
+    return expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("write", WRITERS)
+def test_every_token_is_copied_to_its_slot_and_nothing_else_changes(write, dtype):
+    k, v, key_cache, value_cache, slots = call(dtype)
+    k[0, 0, :3] = torch.tensor([torch.nan, -0.0, torch.inf])
+    expected = written(k, v, key_cache, value_cache, slots)
+    write(k, v, key_cache, value_cache, slots)
+    assert same_bytes(key_cache, expected[0]) and same_bytes(value_cache, expected[1])
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_new_tokens_may_have_any_strides(write):
+    k, v, key_cache, value_cache, slots = call(head_dim=16)
+    expected = written(k, v, key_cache, value_cache, slots)
+    k = torch.stack([k, k + 1], dim=2)[:, :, 0]
+    v = v.transpose(1, 2).contiguous().transpose(1, 2)
+    write(k, v, key_cache, value_cache, slots.repeat_interleave(2)[::2])
+    assert same_bytes(key_cache, expected[0]) and same_bytes(value_cache, expected[1])
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_token_wider_than_a_program_is_copied_in_parts(write):
+    heads = MAX_COLUMNS // 128 + 3
+    k, v, key_cache, value_cache, slots = call(tokens=2, heads=heads, head_dim=128)
+    expected = written(k, v, key_cache, value_cache, slots)
+    write(k, v, key_cache, value_cache, slots)
+    assert same_bytes(key_cache, expected[0]) and same_bytes(value_cache, expected[1])
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_no_tokens_change_nothing(write):
+    k, v, key_cache, value_cache, slots = call()
+    before = key_cache.clone()
+    write(k[:0], v[:0], key_cache, value_cache, slots[:0])
+    assert same_bytes(key_cache, before)
+
+
+def test_the_comparison_notices_a_wrong_slot():
+    """Negative control."""
+    k, v, key_cache, value_cache, slots = call()
+    expected = written(k, v, key_cache, value_cache, slots)
+    cache_write(k, v, key_cache, value_cache, slots.roll(1))
+    assert not same_bytes(key_cache, expected[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.zeros(5, 2, 8)}, r"k \(5, 2, 8\), v \(5, 2, 24\).* k and v are \[T, Hkv, D\]"),
+        ({"slots": torch.zeros(4, dtype=torch.int64)}, r"slots \(4,\)"),
+        ({"value_cache": torch.zeros(4, 3, 2, 8)}, "the caches"),
+        ({"value_cache": torch.zeros(4, 3, 2, 24).bfloat16()}, "one dtype and one device"),
+        ({"key_cache": torch.zeros(4, 3, 24, 2).transpose(2, 3)}, "must be contiguous"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(change, message):
+    names = ("k", "v", "key_cache", "value_cache", "slots")
+    with pytest.raises(ValueError, match=message):
+        cache_write(**(dict(zip(names, call())) | change))

@@ -1,0 +1,82 @@
+import pytest
+import torch
+
+from rl_consistency.kernels.glu.op import ACTIVATIONS, glu_reference
+from rl_consistency.kernels.linear.few_rows_triton import (
+    gate_up_glu_fwd,
+    gate_up_glu_op,
+    qkv_fwd,
+    qkv_op,
+)
+from rl_consistency.kernels.linear.op import linear_reference
+from rl_consistency.kernels.matmul.schedules import GATE_UP, QKV
+from rl_consistency.parity.tolerances import assert_within
+from rl_consistency.verify.probe import probe
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
+
+M, K = 19, 104
+COLUMNS = (72, 40, 24)
+
+
+def operands(dtype=torch.bfloat16):
+    x = probe((M, K), dtype, scale=0.25)
+    weights = [probe((n, K), dtype, seed=n, scale=K**-0.5) for n in COLUMNS]
+    return x, weights, [probe((n,), dtype, seed=n + 1) for n in COLUMNS]
+
+
+def glu_of(x, w_gate, w_up, activation):
+    gate, up = (linear_reference(x, w).to(x.dtype) for w in (w_gate, w_up))
+    return glu_reference(gate, up, activation)
+
+
+@pytest.mark.parametrize("schedule", QKV, ids=lambda s: s.name)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_every_qkv_schedule_matches_fp64(schedule, with_bias):
+    x, weights, biases = operands()
+    biases = biases if with_bias else [None] * 3
+    results = qkv_fwd(x, *weights, *biases, schedule)
+    for y, weight, bias in zip(results, weights, biases, strict=True):
+        assert_within(y, linear_reference(x, weight, bias), "reduction", torch.bfloat16)
+
+
+@pytest.mark.parametrize("schedule", GATE_UP, ids=lambda s: s.name)
+def test_every_gate_up_schedule_matches_fp64(schedule):
+    x, (w_gate, *_), _ = operands()
+    w_up = w_gate.flip(0).contiguous()
+    y = gate_up_glu_fwd(x, w_gate, w_up, "silu", schedule)
+    assert_within(y, glu_of(x, w_gate, w_up, "silu"), "reduction", torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("m", [1, M])
+def test_the_picked_schedules_match_fp64(dtype, m):
+    x, weights, biases = operands(dtype)
+    x = x[:m]
+    for y, weight, bias in zip(qkv_op(x, *weights, *biases), weights, biases, strict=True):
+        assert y.dtype == dtype
+        assert_within(y, linear_reference(x, weight, bias), "reduction", dtype)
+    w_gate = weights[0]
+    w_up = w_gate.flip(0)
+    for activation in ACTIVATIONS:
+        y = gate_up_glu_op(x, w_gate, w_up, activation)
+        assert_within(y, glu_of(x, w_gate, w_up, activation), "reduction", dtype)
+
+
+def test_any_strides():
+    x, weights, _ = operands()
+    turned = [w.t().contiguous().t() for w in weights]
+    for y, weight in zip(
+        qkv_fwd(x.t().contiguous().t(), *turned, None, None, None), weights, strict=True
+    ):
+        assert_within(y, linear_reference(x, weight), "reduction", torch.bfloat16)
+
+
+def test_biases_of_any_stride_are_added():
+    x, weights, biases = operands()
+    strided = [torch.stack([b, b + 1], dim=1)[:, 0] for b in biases[:2]]
+    one = biases[2][:1].expand(COLUMNS[2])
+    for y, weight, bias in zip(
+        qkv_fwd(x, *weights, *strided, one), weights, [*biases[:2], one], strict=True
+    ):
+        assert_within(y, linear_reference(x, weight, bias), "reduction", torch.bfloat16)

@@ -1,0 +1,295 @@
+"""Findings on the library, kept in a file and merged between processes; a bad one stays bad."""
+
+import ctypes
+import json
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+
+from rl_consistency.kernels.matmul import certificates as certificates_module
+from rl_consistency.kernels.matmul.certificates import (
+    CACHE_VARIABLE,
+    LIBRARY_VARIABLES,
+    Certificates,
+    Key,
+    cache_directory,
+)
+
+IDENTITY = {"device": "one", "torch": "1"}
+KEY = Key.of("nt", torch.bfloat16, torch.bfloat16, False, 100, 64, 96)
+
+
+class Comparison:
+    """Counts its calls and answers what it is told."""
+
+    def __init__(self, differing=0):
+        self.differing = differing
+        self.calls = []
+
+    def __call__(self, key, m):
+        self.calls.append((key, m))
+        return self.differing
+
+
+def certificates(tmp_path, comparison, identity=IDENTITY):
+    return Certificates(tmp_path / "deep" / "file.json", identity, comparison)
+
+
+def test_a_key_covers_a_range_of_rows_to_a_power_of_two():
+    def key(m):
+        return Key.of("nn", torch.bfloat16, torch.float32, True, m, 8, 16)
+
+    assert key(65) == key(100) == key(128) != key(129)
+    assert key(100).name == "nn/bf16/fp32/bias/n8/k16/m128"
+    assert key(100).sample(100) == [65, 96, 100, 128]
+    assert key(2).sample(2) == [2]
+    outer = Key.of("tn", torch.bfloat16, torch.float32, False, 100, 8, 16)
+    assert outer.sample(112) == [96, 112, 128]
+
+
+def test_equal_products_are_certified_once_and_kept(tmp_path):
+    comparison = Comparison()
+    first = certificates(tmp_path, comparison)
+    assert first.admitted(KEY, 100)
+    assert [m for _, m in comparison.calls] == [65, 96, 100, 128]
+    assert first.admitted(KEY, 77)
+    assert certificates(tmp_path, Comparison(5)).admitted(KEY, 100)
+    assert len(comparison.calls) == 4
+
+
+def test_a_differing_product_gets_no_certificate(tmp_path):
+    assert not certificates(tmp_path, Comparison(1)).admitted(KEY, 100)
+    assert not certificates(tmp_path, Comparison(0)).admitted(KEY, 100)
+
+
+def test_nothing_is_compared_during_capture_and_only_compared_counts_are_admitted(tmp_path):
+    comparison = Comparison()
+    held = certificates(tmp_path, comparison)
+    assert not held.admitted(KEY, 100, make=False)
+    assert comparison.calls == []
+    held.admitted(KEY, 100)
+    assert held.admitted(KEY, 100, make=False)
+    assert not held.admitted(KEY, 99, make=False)
+
+
+def test_what_will_be_captured_can_be_certified_to_the_row(tmp_path):
+    comparison = Comparison()
+    held = certificates(tmp_path, comparison)
+    held.admitted(KEY, 100)
+    assert held.admitted(KEY, 99, to_the_row=True)
+    assert [m for _, m in comparison.calls] == [65, 96, 100, 128, 99]
+    assert held.admitted(KEY, 99, make=False) and not held.admitted(KEY, 98, make=False)
+    assert not held.admitted(KEY, 98, make=False, to_the_row=True)
+    assert certificates(tmp_path, comparison).admitted(KEY, 99, to_the_row=True)
+    assert len(comparison.calls) == 5
+    bad = certificates(tmp_path, Comparison(1))
+    assert bad.admitted(KEY, 98) and not bad.admitted(KEY, 98, to_the_row=True)
+    assert not bad.admitted(KEY, 100)
+
+
+def test_a_struck_certificate_stays_struck_in_the_file(tmp_path):
+    other = certificates(tmp_path, Comparison())
+    held = certificates(tmp_path, Comparison())
+    assert held.admitted(KEY, 100) and other.admitted(KEY, 100)
+    held.strike(KEY, "an audit")
+    assert not held.admitted(KEY, 100)
+    other.admitted(Key.of("nn", torch.float16, torch.float16, False, 4, 8, 8), 4)
+    fresh = certificates(tmp_path, Comparison())
+    assert not fresh.admitted(KEY, 100)
+    content = json.loads((tmp_path / "deep" / "file.json").read_text())
+    assert content["findings"][KEY.name]["struck"] == "an audit"
+    assert len(content["findings"]) == 2
+
+
+def test_findings_of_two_processes_are_merged_and_a_bad_one_stays(tmp_path):
+    good, bad = certificates(tmp_path, Comparison()), certificates(tmp_path, Comparison(4))
+    assert good.admitted(KEY, 100)
+    assert not bad.admitted(KEY, 77)
+
+    def found():
+        content = json.loads((tmp_path / "deep" / "file.json").read_text())
+        return content["findings"][KEY.name]
+
+    merged = {"differing": 4 * 4, "rows": [65, 77, 96, 100, 128], "struck": ""}
+    assert found() == merged
+    # The good finding is written last, and gives way as well.
+    good.admitted(Key.of("nn", torch.float16, torch.float16, False, 4, 8, 8), 4)
+    assert found() == merged
+    assert not good.admitted(KEY, 100)
+    assert not certificates(tmp_path, Comparison()).admitted(KEY, 100)
+
+
+@pytest.fixture
+def gpu():
+    """What the driver says of a device."""
+    return SimpleNamespace(name="A GPU", major=9, minor=0, multi_processor_count=132)
+
+
+@pytest.fixture
+def environment(monkeypatch, tmp_path, gpu):
+    """Opens the certificates of a device as a new process would, where variables are set."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    for name in LIBRARY_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def opened(**variables):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            return Certificates.of_device(torch.device("cpu"), lambda key, m: 0)
+
+    return opened
+
+
+def test_another_identity_neither_wipes_nor_sees_what_was_struck(environment, tmp_path):
+    held = environment()
+    assert held.admitted(KEY, 100)
+    held.strike(KEY, "an audit")
+    other = environment(CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    assert not other.knows(KEY)
+    assert other.admitted(KEY, 100)
+    assert environment().knows(KEY) and not environment().admitted(KEY, 100)
+    assert environment(CUBLAS_WORKSPACE_CONFIG=":4096:8").admitted(KEY, 100)
+    names = sorted(path.name for path in tmp_path.glob("*.json"))
+    assert len(names) == 2
+    assert all(name.startswith("matmul_certificates_A_GPU_") for name in names)
+
+
+CHANGES = {
+    "device": lambda patch, gpu: patch.setattr(gpu, "name", "Another GPU"),
+    "capability": lambda patch, gpu: patch.setattr(gpu, "minor", 1),
+    "multiprocessors": lambda patch, gpu: patch.setattr(gpu, "multi_processor_count", 114),
+    "torch": lambda patch, gpu: patch.setattr(torch, "__version__", "0.0"),
+    "cuda": lambda patch, gpu: patch.setattr(torch.version, "cuda", "0.0"),
+    "cublaslt": lambda patch, gpu: patch.setattr(
+        certificates_module, "_library_version", lambda: "0"
+    ),
+    "driver": lambda patch, gpu: patch.setattr(certificates_module, "_driver_version", lambda: "0"),
+    "triton": lambda patch, gpu: patch.setattr(triton, "__version__", "0.0"),
+    "kernels": lambda patch, gpu: patch.setattr(certificates_module, "kernels_hash", lambda: "0"),
+} | {name: lambda patch, gpu, name=name: patch.setenv(name, ":16:8") for name in LIBRARY_VARIABLES}
+"""Part of the identity -> what makes it another."""
+
+
+@pytest.mark.parametrize("part", CHANGES)
+def test_a_finding_does_not_outlive_any_part_of_its_identity(part, environment, gpu, monkeypatch):
+    held = environment()
+    assert held.admitted(KEY, 100) and environment().knows(KEY)
+    with monkeypatch.context() as patch:
+        CHANGES[part](patch, gpu)
+        other = environment()
+        assert other._path != held._path and not other.knows(KEY)
+        other.strike(KEY, "an audit")
+    assert environment().admitted(KEY, 100)
+
+
+def test_every_part_of_the_identity_has_a_change(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert set(certificates_module._identity(torch.device("cpu"))) == set(CHANGES)
+
+
+class Driver:
+    """The driver's libraries by name, as ctypes loads them; a release of None has no management
+    library that answers."""
+
+    def __init__(self, supports, release):
+        self.supports, self.release = supports, release
+
+    def __call__(self, name):
+        if name == "libcuda.so.1":
+            return SimpleNamespace(cuDriverGetVersion=self.tell)
+        assert name == "libnvidia-ml.so.1"
+        return SimpleNamespace(
+            nvmlInit_v2=lambda: 0 if self.release else 999,
+            nvmlSystemGetDriverVersion=self.name,
+            nvmlShutdown=lambda: 0,
+        )
+
+    def tell(self, number):
+        number._obj.value = self.supports
+        return 0
+
+    def name(self, buffer, size):
+        assert len(buffer) == size
+        buffer.value = self.release
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("supports", "release", "version"),
+    [
+        (13000, b"580.159.03", "13000/580.159.03"),
+        (13000, b"580.159.04", "13000/580.159.04"),
+        (12080, None, "12080/unknown"),
+    ],
+)
+def test_a_driver_is_told_by_what_it_supports_and_by_its_release(
+    supports, release, version, monkeypatch
+):
+    monkeypatch.setattr(ctypes, "CDLL", Driver(supports, release))
+    assert certificates_module._driver_version.__wrapped__() == version
+
+
+def test_a_driver_that_is_not_there_is_unknown(monkeypatch):
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert certificates_module._driver_version.__wrapped__() == "unknown/unknown"
+
+
+@pytest.mark.parametrize("change", [{"device": "two"}, {"torch": "2"}, {"more": "x"}])
+def test_a_file_from_another_device_or_version_is_made_anew(tmp_path, change):
+    certificates(tmp_path, Comparison()).admitted(KEY, 100)
+    comparison = Comparison(3)
+    assert not certificates(tmp_path, comparison, IDENTITY | change).admitted(KEY, 100)
+    assert comparison.calls
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"findings": {}}', '{"identity": %s, "findings": {"a": {"x": 1}}}']
+)
+def test_a_damaged_file_is_made_anew_with_a_warning(tmp_path, text):
+    path = tmp_path / "deep" / "file.json"
+    path.parent.mkdir()
+    path.write_text(text.replace("%s", json.dumps(IDENTITY)))
+    comparison = Comparison()
+    with pytest.warns(UserWarning, match=r"file\.json is damaged or unreadable .* made anew"):
+        held = certificates(tmp_path, comparison)
+        assert held.admitted(KEY, 100)
+    assert comparison.calls
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert certificates(tmp_path, Comparison(5)).admitted(KEY, 100)
+
+
+def test_an_unwritable_directory_warns_and_lasts_for_the_process(tmp_path):
+    (tmp_path / "deep").write_text("a file where the directory should be")
+    with pytest.warns(UserWarning, match="RL_CONSISTENCY_CACHE"):
+        held = Certificates(tmp_path / "deep" / "file.json", IDENTITY, Comparison())
+        assert held.admitted(KEY, 100)
+
+
+def test_the_cache_directory_is_named_by_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("RL_CONSISTENCY_CACHE", str(tmp_path))
+    assert cache_directory() == tmp_path
+    monkeypatch.delenv("RL_CONSISTENCY_CACHE")
+    assert cache_directory().parts[-2:] == (".cache", "rl_consistency")
+
+
+def test_strikes_of_many_writers_at_once_are_all_kept(tmp_path):
+    keys = [replace(KEY, n=8 * (i + 1)) for i in range(24)]
+
+    def strike(key):
+        certificates(tmp_path, lambda key, m: 0).strike(key, "differed")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(strike, keys))
+    kept = certificates(tmp_path, lambda key, m: 0)
+    assert not any(kept.admitted(key, 100) for key in keys)

@@ -1,0 +1,167 @@
+"""Draws and logprobs of the CUDA path in Triton's interpreter, against the same by torch."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from rl_consistency.kernels.reduction.tree_fold_triton import exp_fp32
+from rl_consistency.kernels.sampling import draw_triton as sampling_triton
+from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
+from rl_consistency.rollout.device import sampler
+from rl_consistency.rollout.device.sampler import inverse_cdf, sample
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+LAST = 1.0 - 2.0**-53
+SETTINGS = [{}, {"temperature": 0.7}, {"temperature": 1.4, "top_k": 9}, {"temperature": 0.0}]
+
+
+@triton.jit
+def exp_kernel(x, y, count, N: tl.constexpr):
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(y + i, exp_fp32(tl.load(x + i, mask=i < count)), mask=i < count)
+
+
+def pinned_exp(x):
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    exp_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), N=1024, enable_fp_fusion=False)
+    return y
+
+
+def probe_logits(rows, vocabulary, seed=0):
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
+    logits[:, ::7] *= 6.0
+    return logits
+
+
+def rows_of(count, settings=SETTINGS):
+    return SamplingRows.concatenate(
+        [SamplingRows.uniform(1, **settings[i % len(settings)]) for i in range(count)]
+    )
+
+
+def uniforms_of(count):
+    u = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    u[:2] = torch.tensor([0.0, LAST], dtype=torch.float64)[: len(u)]
+    return u
+
+
+def by_torch(one, uniforms):
+    """What `sample` does on a CPU, with the exp of CUDA."""
+    log_normalizer = one.log_normalizer.unsqueeze(1)
+    token_ids = inverse_cdf(pinned_exp(one.scaled - log_normalizer), uniforms)
+    return token_ids, (one.scaled.gather(1, token_ids.unsqueeze(1)) - log_normalizer).squeeze(1)
+
+
+def agrees(values, rows, uniforms):
+    one = triton_distribution(values, rows)
+    token_ids = one.draw(uniforms)
+    expected_ids, expected_logprobs = by_torch(one, uniforms)
+    logprobs = one.logprobs_of(token_ids)
+    return token_ids.equal(expected_ids) and (
+        logprobs.view(torch.int32).equal(expected_logprobs.view(torch.int32))
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [1, 127, 128, 129, 1000])
+@pytest.mark.parametrize("settings", [SETTINGS, [{}], [{"temperature": 0.3}]])
+def test_tokens_and_logprobs_are_those_of_the_torch_definition(vocabulary, settings):
+    assert agrees(probe_logits(8, vocabulary), rows_of(8, settings), uniforms_of(8))
+
+
+def test_draws_over_the_whole_range_of_uniforms():
+    values = probe_logits(1, 140).expand(90, -1)
+    uniforms = (torch.arange(90, dtype=torch.float64) + 0.5) / 90
+    assert agrees(values.contiguous(), SamplingRows.uniform(90, temperature=3.0), uniforms)
+
+
+def test_more_blocks_than_are_searched_together(monkeypatch):
+    monkeypatch.setattr(sampling_triton, "PICK_BLOCKS", 4)
+    monkeypatch.setattr(sampling_triton, "WEIGHT_BLOCKS", 2)
+    values = probe_logits(6, 3000) * 0.2
+    assert agrees(values, SamplingRows.uniform(6), uniforms_of(6))
+
+
+def test_minus_infinity_is_never_drawn():
+    values = torch.full((3, 300), -torch.inf)
+    values[:, 200] = torch.tensor([5.0, -3.0, 0.0])
+    one = triton_distribution(values, SamplingRows.uniform(3))
+    uniforms = torch.tensor([0.0, 0.5, LAST], dtype=torch.float64)
+    assert one.draw(uniforms).tolist() == [200] * 3
+    assert one.logprobs_of(torch.full((3,), 200)).tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_logits_give_token_0_with_a_nan_logprob_and_leave_other_rows_alone(bad):
+    values, rows, uniforms = probe_logits(8, 300), rows_of(8), uniforms_of(8)
+    clean = triton_distribution(values, rows)
+    values = values.clone()
+    values[::2, 250] = bad
+    values[4] = -torch.inf
+    one = triton_distribution(values, rows)
+    token_ids = one.draw(uniforms)
+    logprobs = one.logprobs_of(token_ids)
+    assert token_ids[::2].eq(0).all() and logprobs[::2].isnan().all()
+    assert token_ids[1::2].equal(clean.draw(uniforms)[1::2])
+    assert logprobs[1::2].equal(clean.logprobs_of(token_ids)[1::2])
+
+
+def test_an_id_outside_the_vocabulary_has_the_logprob_nan():
+    one = triton_distribution(probe_logits(3, 50), SamplingRows.uniform(3))
+    assert one.logprobs_of(torch.tensor([50, -1, 49])).isnan().tolist() == [True, True, False]
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    values, rows, uniforms = probe_logits(8, 300), rows_of(8), uniforms_of(8)
+    together = triton_distribution(values, rows).draw(uniforms)
+    for i in range(0, 8, 3):
+        alone = triton_distribution(values[i : i + 1], rows.select(slice(i, i + 1)))
+        assert alone.draw(uniforms[i : i + 1]).equal(together[i : i + 1])
+
+
+def test_sample_draws_from_what_cuda_reduced(monkeypatch):
+    monkeypatch.setattr(sampler, "distribution", triton_distribution)
+    values, rows, uniforms = probe_logits(8, 300), rows_of(8), uniforms_of(8)
+    token_ids, logprobs = sample(values, rows, uniforms)
+    one = triton_distribution(values, rows)
+    assert token_ids.equal(one.draw(uniforms)) and logprobs.equal(one.logprobs_of(token_ids))
+    assert "scaled" not in one.__dict__  # nothing of the logits' size was written
+
+
+def test_no_rows_draw_no_tokens():
+    one = triton_distribution(torch.zeros(0, 9), SamplingRows.uniform(0))
+    assert one.draw(torch.zeros(0, dtype=torch.float64)).shape == (0,)
+    assert one.logprobs_of(torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+def test_uniforms_of_another_form_are_refused():
+    one = triton_distribution(probe_logits(3, 9), SamplingRows.uniform(3))
+    for bad in (torch.zeros(3), torch.zeros(2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="need fp64, one per row"):
+            one.draw(bad)
+
+
+@triton.jit
+def coarse_weights(logprobs):
+    return (exp_fp32(logprobs) * 1024.0).to(tl.int64)
+
+
+@triton.jit
+def unguarded_weights(logprobs):
+    return (exp_fp32(logprobs).to(tl.float64) * (2.0**52) + 0.5).to(tl.int64) + 1
+
+
+@pytest.mark.parametrize("mutant", [coarse_weights, unguarded_weights])
+def test_other_weights_fail_the_same_check(monkeypatch, mutant):
+    values = probe_logits(1, 140).expand(24, -1).contiguous()
+    values[:, 0] = -torch.inf
+    uniforms = torch.arange(24, dtype=torch.float64) / 24
+    rows = SamplingRows.uniform(24, temperature=3.0)
+    assert agrees(values, rows, uniforms)
+    monkeypatch.setattr(sampling_triton, "integer_weights", mutant)
+    assert not agrees(values, rows, uniforms)

@@ -1,0 +1,322 @@
+"""The CUDA schedules of token_logprobs in Triton's interpreter: their logic, not their bits."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.sampling import op as sampling_support
+from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
+from rl_consistency.kernels.sampling.statistics_triton import (
+    ROW_SCHEDULES,
+    vocabulary_combine,
+    vocabulary_row_statistics,
+    vocabulary_shifted,
+)
+from rl_consistency.kernels.token_logprobs import kept as token_logprobs_kept
+from rl_consistency.kernels.token_logprobs import op as token_logprobs
+from rl_consistency.kernels.token_logprobs.backward_triton import (
+    token_gradient,
+    token_gradient_table,
+    token_row_gradient,
+    token_target_gradient,
+)
+from rl_consistency.kernels.token_logprobs.forward_triton import (
+    token_statistics,
+    token_target_logits,
+)
+from rl_consistency.kernels.token_logprobs.op import (
+    IGNORED,
+    lm_head_logits,
+    token_logprobs_reference,
+    triton_token_logprobs,
+)
+from rl_consistency.kernels.token_logprobs.plan import choose_plan
+from rl_consistency.kernels.token_logprobs.schedules import (
+    GRADIENT_SCHEDULES,
+    STATISTICS_SCHEDULES,
+    UNFUSED,
+    Schedule,
+)
+from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.tolerances import assert_within
+from rl_consistency.verify.probe import probe
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
+
+ROWS, H, V = 24, 72, 300
+
+
+def pointers(table):
+    return [i for i, schedule in enumerate(table) if schedule.kind == "pointer"]
+
+
+def same_bytes(a, b):
+    return first_difference({"": a}, {"": b}) is None
+
+
+def targets():
+    return torch.randint(0, V, (ROWS,), generator=torch.Generator().manual_seed(2))
+
+
+def operands(dtype=torch.float32):
+    return probe((ROWS, H), dtype, scale=0.5), probe((V, H), dtype, seed=1, scale=0.5 * H**-0.5)
+
+
+def exact_operands():
+    """Small multiples of 1/8, whose products add up without rounding in any order: the logits have
+    one set of bits, so whatever follows has to give one as well."""
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randint(-8, 9, shape, generator=generator) / 8).bfloat16()
+        for shape in ((ROWS, H), (V, H))
+    ]
+
+
+def plans(rows, *, chunk_tokens=16):
+    """The fused plan and the unfused one."""
+    hidden, weight = operands(torch.bfloat16)
+    fused = choose_plan(hidden, weight, rows, chunk_tokens)
+    assert UNFUSED not in (fused.statistics, fused.gradient)
+    return [fused, dataclasses.replace(fused, statistics=UNFUSED, gradient=UNFUSED)]
+
+
+@pytest.mark.parametrize("dtype, temperature", [(torch.bfloat16, 0.7), (torch.float32, 1.0)])
+def test_matches_fp64(dtype, temperature):
+    hidden, weight = operands(dtype)
+    rows = SamplingRows.uniform(ROWS, temperature=temperature)
+    exact = token_logprobs_reference(hidden, weight, targets(), torch.tensor(temperature).item())
+    for plan in plans(rows):
+        ours = triton_token_logprobs(hidden, weight, targets(), rows, plan=plan)
+        for got, expected in zip(ours, exact, strict=True):
+            assert_within(got, expected, "reduction", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_match_fp64(dtype):
+    cotangents = [probe((ROWS,), seed=4), probe((ROWS,), seed=5)]
+    rows = SamplingRows.uniform(ROWS, temperature=0.9)
+    exact = [t.double().requires_grad_() for t in operands(dtype)]
+    reference = token_logprobs_reference(*exact, targets(), torch.tensor(0.9).item())
+    torch.autograd.backward(reference, [c.double() for c in cotangents])
+    for plan in plans(rows):
+        leaves = [t.requires_grad_() for t in operands(dtype)]
+        scores = triton_token_logprobs(*leaves, targets(), rows, plan=plan)
+        torch.autograd.backward(scores, cotangents)
+        for ours, wide in zip(leaves, exact, strict=True):
+            assert_within(ours.grad, wide.grad, "reduction", dtype, gradient=True)
+
+
+@pytest.mark.parametrize("kind", ["strided", "expanded"])
+def test_gradients_read_a_temperature_of_any_stride(kind):
+    whole = SamplingRows.uniform(ROWS)
+    every_second = torch.linspace(0.5, 2.0, 2 * ROWS)[::2]
+    given = every_second if kind == "strided" else torch.tensor([0.7]).expand(ROWS)
+    cotangents = [probe((ROWS,), seed=4), probe((ROWS,), seed=5)]
+    results = []
+    for temperature in (given, given.clone(memory_format=torch.contiguous_format)):
+        leaves = [t.requires_grad_() for t in operands(torch.bfloat16)]
+        rows = SamplingRows(
+            temperature=temperature, top_k=whole.top_k, top_p=whole.top_p, min_p=whole.min_p
+        )
+        scores = triton_token_logprobs(*leaves, targets(), rows, plan=plans(rows)[0])
+        torch.autograd.backward(scores, cotangents)
+        results.append([*scores, *(leaf.grad for leaf in leaves)])
+    assert not given.is_contiguous()
+    assert all(map(same_bytes, *results))
+
+
+def test_every_way_to_reduce_the_vocabulary_gives_the_same_bytes():
+    hidden, weight = exact_operands()
+    temperature = torch.linspace(0.5, 2.0, ROWS)
+    logits = hidden.float() @ weight.float().t()
+    expected = vocabulary_row_statistics(logits, temperature, False)
+    for i, schedule in enumerate(ROW_SCHEDULES):
+        partials = vocabulary_row_statistics(logits, temperature, False, i)
+        assert same_bytes(partials, expected), schedule
+    for i in pointers(STATISTICS_SCHEDULES):
+        partials = token_statistics(hidden, weight, temperature, False, i)
+        assert same_bytes(partials, expected), STATISTICS_SCHEDULES[i]
+    scaled = vocabulary_shifted(logits, temperature, torch.zeros(ROWS), False)
+    assert_within(scaled, logits / temperature[:, None], "elementwise", torch.float32)
+    picked = scaled.gather(1, targets()[:, None])[:, 0]
+    assert same_bytes(token_target_logits(hidden, weight, targets(), temperature, False), picked)
+
+
+def test_knowing_that_the_temperature_is_one_changes_no_byte():
+    hidden, weight = exact_operands()
+    ones = torch.ones(ROWS)
+    index = pointers(STATISTICS_SCHEDULES)[0]
+    known, asked = (token_statistics(hidden, weight, ones, unit, index) for unit in (True, False))
+    assert same_bytes(known, asked)
+
+
+def test_every_way_to_a_logit_gradient_gives_the_same_bytes():
+    hidden, weight = exact_operands()
+    temperature = torch.linspace(0.5, 2.0, ROWS)
+    logits = hidden.float() @ weight.float().t()
+    top, normalizer, entropy = vocabulary_combine(
+        vocabulary_row_statistics(logits, temperature, False)
+    )
+    cotangents = probe((2, ROWS), seed=6).unbind(0)
+    table = token_gradient_table(
+        temperature, top, normalizer, entropy, *cotangents, targets(), IGNORED
+    )
+    for dtype in (torch.bfloat16, torch.float32):
+        expected = torch.empty(ROWS, V, dtype=dtype)
+        token_row_gradient(logits, table, expected, False)
+        for i in pointers(GRADIENT_SCHEDULES):
+            got = torch.full((ROWS, V + 5), torch.nan, dtype=dtype)[:, :V]
+            token_gradient(hidden, weight, table, got, False, i)
+            assert same_bytes(got, expected), GRADIENT_SCHEDULES[i]
+
+
+def test_the_targets_entry_alone_is_rewritten():
+    dlogits = torch.full((3, 9), 7.0)
+    table = torch.zeros(6, 3)
+    table[3], table[5] = -1.0, 1.0
+    token_target_gradient(table, torch.full((3,), 0.5).log(), torch.tensor([4, -100, 8]), dlogits)
+    expected = torch.full((3, 9), 7.0)
+    expected[0, 4] = expected[2, 8] = 0.5
+    assert torch.allclose(dlogits, expected)
+
+
+def test_the_chunk_does_not_matter():
+    hidden, weight = exact_operands()
+    rows = SamplingRows.uniform(ROWS, temperature=0.7)
+    gradients = []
+    for chunk_tokens, keeps_logits in ((16, False), (64, False), (16, True), (64, True)):
+        plan = plans(rows, chunk_tokens=chunk_tokens)[0]
+        plan = dataclasses.replace(plan, keeps_logits=keeps_logits)
+        leaf, head = hidden.clone().requires_grad_(), nn.Parameter(weight.clone())
+        scores = triton_token_logprobs(
+            leaf, head, targets(), rows, weight_grad=GradientBuffer(head), plan=plan
+        )
+        torch.autograd.backward(scores, list(probe((2, ROWS), seed=6).unbind(0)))
+        gradients.append({"hidden": leaf.grad, "weight": head.grad, "scores": torch.stack(scores)})
+    for other in gradients[1:]:
+        assert first_difference(other, gradients[0]) is None
+
+
+def test_logits_are_kept_for_one_backward_pass_at_a_time(monkeypatch):
+    monkeypatch.setattr(token_logprobs_kept, "KEPT_WIDTH", 16)
+    hidden, weight = exact_operands()
+    head, rows = nn.Parameter(weight), SamplingRows.uniform(ROWS)
+    buffer = GradientBuffer(head)
+
+    def score():
+        return triton_token_logprobs(hidden, head, targets(), rows, 16, buffer)[0]
+
+    with torch.no_grad():
+        assert score().grad_fn is None
+    first, second = score(), score()
+    kept = [score.grad_fn.logits is not None for score in (first, second)]
+    assert kept == [True, False]
+    first.sum().backward(retain_graph=True)
+    assert first.grad_fn.logits is None
+    once = head.grad.clone()
+    head.grad = None
+    # Recomputed now, with the same bits.
+    first.sum().backward()
+    assert same_bytes(head.grad, once)
+    # A gradient is there: its memory is not to come on top of the logits'.
+    assert score().grad_fn.logits is None
+    head.grad = None
+    assert score().grad_fn.logits is not None
+
+
+def test_unscored_rows_are_zero_and_have_no_gradient():
+    hidden, weight = operands(torch.bfloat16)
+    hidden.requires_grad_()
+    some = targets().masked_fill(torch.arange(ROWS) % 3 > 0, IGNORED)
+    rows = SamplingRows.uniform(ROWS)
+    for plan in plans(rows):
+        hidden.grad = None
+        scores = torch.stack(triton_token_logprobs(hidden, weight, some, rows, plan=plan))
+        scores.sum().backward()
+        assert scores[:, some == IGNORED].eq(0).all() and scores[:, some != IGNORED].ne(0).all()
+        assert not hidden.grad[some == IGNORED].any() and hidden.grad[some != IGNORED].any()
+
+
+def mixed_rows():
+    settings = [{"temperature": 0.0}, {"top_k": 5, "temperature": 0.7}, {"top_p": 0.9}, {}]
+    return SamplingRows.concatenate(
+        [SamplingRows.uniform(1, **settings[i % len(settings)]) for i in range(ROWS)]
+    )
+
+
+def test_truncated_distributions_match_the_cpu_order():
+    logits = probe((ROWS, V), scale=0.5)
+    ours = triton_distribution(logits, mixed_rows())
+    cpu = sampling_support.distribution(logits, mixed_rows())
+    assert torch.equal(ours.scaled == -torch.inf, cpu.scaled == -torch.inf)
+    assert_within(ours.log_normalizer, cpu.log_normalizer, "reduction", torch.float32)
+    assert_within(ours.entropy(), cpu.entropy(), "reduction", torch.float32)
+    assert_within(ours.probabilities(), cpu.probabilities(), "reduction", torch.float32)
+
+
+def test_truncated_gradients_match_the_cpu_order(monkeypatch):
+    hidden, weight = operands()
+    best = lm_head_logits(hidden, weight).argmax(1)
+    results = []
+    for scorer in (token_logprobs.token_logprobs, triton_token_logprobs):
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
+        scores = scorer(*leaves, best, mixed_rows())
+        torch.autograd.backward(scores, list(probe((2, ROWS), seed=6).unbind(0)))
+        results.append([*scores, *(leaf.grad for leaf in leaves)])
+        monkeypatch.setattr(token_logprobs, "distribution", triton_distribution)
+    for expected, got in zip(*results, strict=True):
+        assert_within(got, expected, "reduction", torch.float32)
+
+
+def test_a_target_that_is_no_token_has_the_logprob_nan():
+    hidden, weight = operands(torch.bfloat16)
+    bad = torch.tensor([V, -1, 3])
+    rows = SamplingRows.uniform(3)
+    logprobs, _ = triton_token_logprobs(hidden[:3], weight, bad, rows)
+    assert logprobs.isnan().tolist() == [True, True, False]
+
+
+def test_one_row_of_a_vocabulary_below_one_block():
+    hidden, weight = (t[:k] for t, k in zip(operands(), (1, 9), strict=True))
+    rows = SamplingRows.uniform(1)
+    exact = token_logprobs_reference(hidden, weight, torch.tensor([5]))
+    for plan in plans(rows):
+        ours = triton_token_logprobs(hidden, weight, torch.tensor([5]), rows, plan=plan)
+        for got, expected in zip(ours, exact, strict=True):
+            assert_within(got, expected, "reduction", torch.float32)
+
+
+def test_nan_logits_stay_nan():
+    logits = probe((3, V))
+    logits[1, 7] = torch.nan
+    one = triton_distribution(logits, SamplingRows.uniform(3))
+    assert one.logprobs_of(torch.zeros(3, dtype=torch.int64)).isnan().tolist() == [0, 1, 0]
+
+
+def test_no_rows_give_nothing():
+    weight = operands(torch.bfloat16)[1].requires_grad_()
+    hidden = torch.zeros(0, H, dtype=torch.bfloat16, requires_grad=True)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    for rows in (SamplingRows.uniform(0), SamplingRows.uniform(0, top_k=3)):
+        logprobs, entropy = triton_token_logprobs(hidden, weight, nothing, rows)
+        assert logprobs.shape == entropy.shape == (0,)
+        (logprobs.sum() + entropy.sum()).backward()
+        assert not weight.grad.any()
+        assert triton_distribution(torch.zeros(0, V), rows).entropy().shape == (0,)
+
+
+def test_a_schedule_off_the_vocabulary_blocks_is_refused():
+    for kind, block_n in (("tma", 64), ("cute", 128)):
+        with pytest.raises(ValueError, match="kind is tma or pointer, block_n 128 or 256"):
+            Schedule(kind=kind, block_m=64, block_n=block_n, block_k=64, warps=4, stages=3)
+
+
+def test_a_block_left_out_fails_the_same_check():
+    hidden, weight = exact_operands()
+    index = pointers(STATISTICS_SCHEDULES)[0]
+    partials = token_statistics(hidden, weight, torch.ones(ROWS), True, index)
+    whole, short = vocabulary_combine(partials), vocabulary_combine(partials[:, :-1].contiguous())
+    assert not same_bytes(whole[1], short[1])

@@ -1,0 +1,334 @@
+"""What a CUDA graph captures, run on the CPU as it is: no bucket and no padding moves a bit.
+
+The captured call runs here over the same buffers, with padding rows, guesses and the dummy block;
+only capture and replay are left to the tests in tests/gpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rl_consistency.models.forward import rotary_rows
+from rl_consistency.models.patch import patch
+from rl_consistency.numerics.strict import strict
+from rl_consistency.parity.tolerances import assert_within
+from rl_consistency.rollout.device import model_runner
+from rl_consistency.rollout.device.decode_graphs import (
+    BUCKETS,
+    CapturedCall,
+    DecodeCall,
+    DecodeGraphs,
+    Shape,
+    buckets_up_to,
+    context_bound,
+    width_for,
+)
+from rl_consistency.rollout.device.model_runner import ModelRunner
+from rl_consistency.rollout.device.staging import StagedFields, to_device, to_host
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.scheduler import ScheduledChunk
+from rl_consistency.rollout.sequence import RolloutSequence
+
+PLAIN = SamplingParams(seed=3)
+TRUNCATED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)
+MOST = 6
+"""Sequences at a time: buckets of 1, 2, 4 and 6 rows."""
+
+
+@pytest.fixture
+def model() -> Iterator[Qwen3ForCausalLM]:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=300,
+        initializer_range=0.3,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    with patch(model):
+        yield model
+
+
+class Uncaptured(DecodeGraphs):
+    """Calls that are run again instead of replayed."""
+
+    shapes: list[Shape]
+
+    def _capture(self, shape: Shape) -> CapturedCall:
+        kept = self._prepare()
+        call = self._call(shape)
+        self.shapes = [*getattr(self, "shapes", []), shape]
+        return CapturedCall(call, call.run, kept)
+
+
+def runner_of(model: Any, *, graphs: bool = True, block_size: int = 4) -> ModelRunner:
+    runner = ModelRunner(model, block_size=block_size, num_blocks=120, max_num_seqs=MOST)
+    if graphs:
+        runner._graphs = Uncaptured(
+            runner._state,
+            runner._cache,
+            runner._decode,
+            capacity=runner._capacity,
+            prepare=lambda: rotary_rows(model, runner._capacity),
+        )
+    for cache in [*runner._cache.keys, *runner._cache.values]:
+        cache[-1].fill_(torch.nan)  # the dummy block: nobody but padding may read it
+    return runner
+
+
+def prompts(
+    runner: ModelRunner, count: int, params: SamplingParams = PLAIN, length: int = 3
+) -> list[RolloutSequence]:
+    """Admitted sequences of different lengths, their slots in another order than their rows."""
+    sequences = []
+    for i in range(count):
+        sequence = RolloutSequence(
+            prompt_index=i,
+            sample_index=0,
+            prompt_id=i,
+            params=params,
+            stop_token_ids=frozenset(),
+            token_ids=[(7 * i + 3 * n + 1) % 40 for n in range(length + 2 * i)],
+        )
+        size = 120 // MOST
+        sequence.block_table = list(range((i + 1) * size - 1, i * size - 1, -1))
+        sequence.slot = MOST - 1 - i
+        runner.admit(sequence)
+        sequences.append(sequence)
+    return sequences
+
+
+def whole(sequences: list[RolloutSequence]) -> list[ScheduledChunk]:
+    return [ScheduledChunk(s, 0, s.num_tokens, True) for s in sequences]
+
+
+def decoded(runner: ModelRunner, sequences: list[RolloutSequence], steps: int) -> list[Any]:
+    """Prefill and `steps` decode steps, each launched before the one before is reported."""
+    launched = [runner.launch(whole(sequences))]
+    for ahead in range(steps):
+        chunks = [ScheduledChunk(s, s.num_tokens + ahead, 1, True) for s in sequences]
+        launched.append(runner.launch(chunks))
+    found = [step.wait() for step in launched]
+    return [[rows[i][0] for rows in found] for i in range(len(sequences))]
+
+
+def verified(
+    runner: ModelRunner, sequences: list[RolloutSequence], texts: list[Any], lengths: list[int]
+) -> list[Any]:
+    """One step that verifies the first tokens of known texts."""
+    runner.launch(whole(sequences)).wait()
+    chunks = []
+    for sequence, text, length in zip(sequences, texts, lengths):
+        tokens = [token for token, _ in text]
+        sequence.token_ids.append(tokens[0])
+        draft = tuple(tokens[1 : 1 + length])
+        start = sequence.num_tokens - 1
+        chunks.append(ScheduledChunk(sequence, start, 1 + length, True, draft))
+    return runner.launch(chunks).wait()
+
+
+@pytest.mark.parametrize("params", [PLAIN, TRUNCATED])
+@pytest.mark.parametrize("count", range(1, MOST + 1))
+def test_a_bucket_moves_no_bit(model: Qwen3ForCausalLM, count: int, params: SamplingParams) -> None:
+    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    expected = decoded(eager, prompts(eager, count, params), 6)
+    assert decoded(captured, prompts(captured, count, params), 6) == expected
+    assert captured._graphs is not None and len(captured._graphs) == 1
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("lengths", [[1, 2, 3], [7, 4, 1, 5, 6], [0, 3, 7, 0, 1, 2]])
+@pytest.mark.parametrize("memory_bound", [0, 256])
+def test_a_width_moves_no_bit(
+    model: Qwen3ForCausalLM,
+    lengths: list[int],
+    block_size: int,
+    memory_bound: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_runner, "MEMORY_BOUND_TOKENS", memory_bound)
+    eager, captured = runner_of(model, graphs=False), runner_of(model, block_size=block_size)
+    count = len(lengths)
+    if block_size == 1:
+        lengths = [min(length, 4) for length in lengths]  # tables hold 20 tokens
+    texts = decoded(eager, prompts(eager, count), 8)
+    found = verified(captured, prompts(captured, count), texts, lengths)
+    assert found == [text[1 : 2 + n] for text, n in zip(texts, lengths, strict=True)]
+    assert captured._graphs is not None
+    widths = {shape.width for shape in captured._graphs.shapes}  # type: ignore[attr-defined]
+    asked = {width_for(length) for length in lengths}
+    assert widths == ({max(asked)} if memory_bound else asked)
+
+
+def test_a_token_without_a_draft_is_kept_on_the_device_in_a_wide_call(
+    model: Qwen3ForCausalLM,
+) -> None:
+    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    first, second = decoded(eager, prompts(eager, 2), 5)
+    sequences = prompts(captured, 2)
+    captured.launch(whole(sequences)).wait()
+    for sequence, text in zip(sequences, (first, second)):
+        sequence.token_ids.append(text[0][0])
+    draft = tuple(token for token, _ in first[1:4])
+    lengths = [sequence.num_tokens - 1 for sequence in sequences]
+    chunks = [
+        ScheduledChunk(sequences[0], lengths[0], 4, True, draft),
+        ScheduledChunk(sequences[1], lengths[1], 1, True),
+    ]
+    assert captured.launch(chunks).wait()[1] == [second[1]]
+    pending = ScheduledChunk(sequences[1], lengths[1] + 1, 1, True)
+    assert captured.launch([pending]).wait() == [[second[2]]]
+
+
+def test_decode_and_prefill_in_one_step_are_what_they_are_alone(model: Qwen3ForCausalLM) -> None:
+    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    expected = decoded(eager, prompts(eager, 3), 1)
+    first, second, third = prompts(captured, 3)
+    captured.launch([*whole([second]), ScheduledChunk(first, 0, 1, False)]).wait()
+    mixed = [
+        *whole([third]),
+        ScheduledChunk(second, second.num_tokens, 1, True),
+        ScheduledChunk(first, 1, first.num_tokens - 1, True),
+    ]
+    step = captured.launch(mixed)
+    assert [chunk.sequence for chunk in step.chunks] == [third, second, first]
+    [[third_row], [second_row], [first_row]] = step.wait()
+    assert [first_row, second_row, third_row] == [
+        expected[0][0],
+        expected[1][1],
+        expected[2][0],
+    ]
+    after = captured.launch([ScheduledChunk(s, s.num_tokens, 1, True) for s in (first, third)])
+    assert [row for [row] in after.wait()] == [expected[0][1], expected[2][1]]
+
+
+def padding_in_a_real_slot(call: DecodeCall) -> None:
+    call._dummy_place = 0
+
+
+def positions_of_the_row_before(call: DecodeCall) -> None:
+    inputs = call._inputs
+    inputs["positions"].copy_(inputs["positions"].roll(1))
+
+
+@pytest.mark.parametrize("spoil", [padding_in_a_real_slot, positions_of_the_row_before])
+def test_the_comparison_notices(
+    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[DecodeCall], None]
+) -> None:
+    """Negative control."""
+    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    expected = decoded(eager, prompts(eager, 5), 6)
+    sequences = prompts(captured, 5)
+    sequences[2].block_table[0], sequences[0].block_table[0] = 0, sequences[2].block_table[0]
+    stage, load = DecodeCall.stage, DecodeCall.load
+
+    def staged(call: DecodeCall, *args: Any) -> torch.Tensor:
+        if spoil is padding_in_a_real_slot:
+            spoil(call)
+        return stage(call, *args)
+
+    def loaded(call: DecodeCall, buffer: torch.Tensor) -> None:
+        load(call, buffer)
+        if spoil is positions_of_the_row_before:
+            spoil(call)
+
+    monkeypatch.setattr(DecodeCall, "stage", staged)
+    monkeypatch.setattr(DecodeCall, "load", loaded)
+    assert decoded(captured, sequences, 6) != expected
+
+
+def test_stock_attention_gathers_what_the_tables_say(model: Qwen3ForCausalLM) -> None:
+    with strict(except_={"attention"}):
+        eager, captured = runner_of(model, graphs=False), runner_of(model)
+        expected = decoded(eager, prompts(eager, 5), 6)
+        found = decoded(captured, prompts(captured, 5), 6)
+        texts = verified(captured, prompts(captured, 3), expected, [3, 1, 6])
+    assert [[t for t, _ in text] for text in found] == [[t for t, _ in text] for text in expected]
+    for text, others in zip([*found, *texts], [*expected, *(e[1:] for e in expected)]):
+        logprobs = torch.tensor([[p, q] for (_, p), (_, q) in zip(text, others)])
+        assert_within(logprobs[:, 0], logprobs[:, 1], "logprob", torch.float32)
+
+
+def test_graphs_are_made_once_and_ahead_of_time_where_asked(model: Qwen3ForCausalLM) -> None:
+    runner = runner_of(model)
+    runner.warm_up([5, 2], drafts=[0, 2])
+    graphs = runner._graphs
+    assert isinstance(graphs, Uncaptured)
+    assert [(s.rows, s.width) for s in graphs.shapes] == [(6, 4), (6, 1), (2, 4), (2, 1)]
+    decoded(runner, prompts(runner, 5), 3)
+    assert len(graphs.shapes) == 4
+    with strict(except_={"linear"}):
+        decoded(runner, prompts(runner, 5), 3)
+    assert len(graphs.shapes) == 5
+
+
+def test_graphs_live_as_long_as_the_parameters_stay_where_they_are(
+    model: Qwen3ForCausalLM,
+) -> None:
+    runner = runner_of(model)
+    before = decoded(runner, prompts(runner, 2), 3)
+    assert runner._graphs is not None
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    runner.begin()
+    assert len(runner._graphs) == 1
+    after = decoded(runner, prompts(runner, 2), 3)
+    fresh = runner_of(model)
+    assert after == decoded(fresh, prompts(fresh, 2), 3) != before
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    runner.begin()
+    assert len(runner._graphs) == 0
+
+
+def test_a_rotary_table_outlives_the_one_that_replaces_it(model: Qwen3ForCausalLM) -> None:
+    first = rotary_rows(model, 300)
+    larger = rotary_rows(model, 1025)
+    assert larger is not first and rotary_rows(model, 300) is larger
+    assert larger[:, : first.shape[1]].equal(first)
+
+
+def test_buckets_reach_the_most_sequences() -> None:
+    assert buckets_up_to(1) == (1,)
+    assert buckets_up_to(5) == (1, 2, 4, 5)
+    assert buckets_up_to(256) == BUCKETS
+    assert buckets_up_to(400) == (*BUCKETS, 320, 384, 400)
+    assert buckets_up_to(320) == (*BUCKETS, 320)
+    assert [width_for(draft) for draft in range(8)] == [1, 4, 4, 4, 8, 8, 8, 8]
+
+
+def test_only_stock_attention_needs_to_know_the_longest_context() -> None:
+    assert context_bound(5, 1000) == context_bound(999, 1000) == 1000
+    with strict(except_={"attention"}):
+        bounds = [context_bound(n, 1000) for n in (1, 256, 257, 512, 513)]
+    assert bounds == [256, 256, 512, 512, 1000]
+
+
+def test_staged_arrays_arrive_together_and_apart() -> None:
+    arrays = {
+        "a": np.arange(3, dtype=np.int64),
+        "b": np.array([[1.5, -2.0]], dtype=np.float32),
+        "none": np.zeros((0, 4), dtype=np.int32),
+        "c": np.array([7], dtype=np.int32),
+    }
+    tensors = to_device(arrays, torch.device("cpu"))
+    for name, array in arrays.items():
+        assert tensors[name].shape == array.shape and tensors[name].data_ptr() % 4 == 0
+        assert np.array_equal(tensors[name].numpy(), array)
+    fields = StagedFields({"x": (np.int64, (3,)), "y": (np.int32, (2, 2))})
+    buffer, places = fields.on_host(torch.device("cpu"))
+    places["y"][...] = 5
+    assert fields.nbytes == 128 and (fields.tensors(buffer)["y"] == 5).all()
+    kept = to_host(fields.tensors(buffer)["y"])
+    buffer.zero_()
+    assert (kept == 5).all()

@@ -1,0 +1,304 @@
+"""A step's tokens and logprobs depend on the tokens before them, wherever these come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rl_consistency.kernels.sampling.op import SamplingRows
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.rollout.device.kv_cache import (
+    DEFAULT_TOKENS_PER_SEQUENCE,
+    GPU_CACHE_SHARE,
+    cache_bytes,
+)
+from rl_consistency.rollout.device.model_runner import ModelRunner
+from rl_consistency.rollout.device.ragged_call import RaggedCall
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.scheduler import ScheduledChunk
+from rl_consistency.rollout.sequence import RolloutSequence
+
+PLAIN = SamplingParams(seed=3)
+TRUNCATED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)
+
+
+def tiny_config(**changes: Any) -> Qwen3Config:
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+    }
+    return Qwen3Config(**{**sizes, **changes})
+
+
+@pytest.fixture
+def model() -> Iterator[Qwen3ForCausalLM]:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(tiny_config(initializer_range=0.3)).eval()
+    with patch(model):
+        yield model
+
+
+def make(
+    tokens: list[int],
+    block_table: list[int],
+    slot: int | None = 0,
+    params: SamplingParams = PLAIN,
+    prompt_id: int = 0,
+) -> RolloutSequence:
+    sequence = RolloutSequence(
+        prompt_index=0,
+        sample_index=0,
+        prompt_id=prompt_id,
+        params=params,
+        stop_token_ids=frozenset(),
+        token_ids=tokens,
+    )
+    sequence.block_table, sequence.slot = block_table, slot
+    return sequence
+
+
+def runner_of(model: Any, num_blocks: int | None = 8, max_num_seqs: int = 4) -> ModelRunner:
+    return ModelRunner(model, block_size=4, num_blocks=num_blocks, max_num_seqs=max_num_seqs)
+
+
+def admitted(runner: ModelRunner, *sequences: RolloutSequence) -> ModelRunner:
+    for sequence in sequences:
+        runner.admit(sequence)
+    return runner
+
+
+def prefill(sequence: RolloutSequence, start: int = 0) -> ScheduledChunk:
+    return ScheduledChunk(sequence, start, sequence.num_tokens - start, True)
+
+
+def decoded(runner: ModelRunner, sequence: RolloutSequence, count: int) -> list[tuple[int, float]]:
+    """Tokens after a prompt, each reported before the next is computed."""
+    [[sampled]] = runner.launch([prefill(sequence)]).wait()
+    found = [sampled]
+    while len(found) < count:
+        sequence.token_ids.append(found[-1][0])
+        [[sampled]] = runner.launch([prefill(sequence, sequence.num_tokens - 1)]).wait()
+        found.append(sampled)
+    return found
+
+
+def test_a_call_names_every_token_position_and_place(model: Qwen3ForCausalLM) -> None:
+    runner = runner_of(model)
+    chunked = make([10, 11, 12, 13, 14, 15, 16], [5, 2], slot=2)
+    pending = make([20, 21, 22, 23, 24], [7, 1], slot=0)
+    guessed = make([30, 31, 32], [3, 0], slot=1)
+    admitted(runner, chunked, pending, guessed)
+    chunks = [
+        ScheduledChunk(chunked, 2, 4, False),
+        ScheduledChunk(pending, 5, 1, True),
+        ScheduledChunk(guessed, 2, 3, True, (8, 9)),
+    ]
+    call = RaggedCall.of(chunks, runner._state, 4)
+    assert {name: array.tolist() for name, array in call.arrays.items()} == {
+        "token_ids": [12, 13, 14, 15, -1, 32, 8, 9],
+        "token_slots": [2, 2, 2, 2, 0, 1, 1, 1],
+        "positions": [2, 3, 4, 5, 5, 2, 3, 4],
+        "places": [22, 23, 8, 9, 5, 14, 15, 0],
+        "rows": [4, 5, 6, 7],
+        "row_slots": [0, 1, 1, 1],
+        "kept_in": [0, 4, 4, 4],
+    }
+    assert (call.starts, call.lens, call.context_lens) == ([0, 4, 5], [4, 1, 3], [6, 6, 5])
+    assert call.block_tables == [[5, 2], [7, 1], [3, 0]]
+
+
+def test_only_chunks_that_sample_are_answered(model: Qwen3ForCausalLM) -> None:
+    part, whole = make([1, 2, 3, 4, 5], [0, 1]), make([6, 7], [2], slot=1)
+    runner = admitted(runner_of(model), part, whole)
+    chunks = [ScheduledChunk(part, 0, 3, False), prefill(whole)]
+    step = runner.launch(chunks)
+    assert step.chunks == chunks[1:]
+    alone = admitted(runner_of(model), whole).launch(chunks[1:])
+    assert step.wait() == alone.wait() == step.wait()
+    assert runner.launch(chunks[:1]).wait() == runner.launch([]).wait() == []
+
+
+@pytest.mark.parametrize("params", [PLAIN, TRUNCATED])
+def test_logprobs_are_those_of_training(model: Qwen3ForCausalLM, params: SamplingParams) -> None:
+    sequence = make([5, 6, 7], [4, 1, 6], params=params)
+    sampled = decoded(admitted(runner_of(model), sequence), sequence, 6)
+    tokens = [5, 6, 7, *(token for token, _ in sampled)]
+    with torch.no_grad():
+        expected = token_logprobs(model, [tokens], prompt_lengths=[3], sampling=params).logprobs
+    assert torch.tensor([p for _, p in sampled]).equal(expected)
+
+
+@pytest.mark.parametrize("params", [PLAIN, TRUNCATED])
+def test_a_token_nobody_has_reported_comes_from_the_device(
+    model: Qwen3ForCausalLM, params: SamplingParams
+) -> None:
+    known, ahead = make([1, 2, 3], [0, 1, 2], params=params), make([1, 2, 3], [7, 5, 3], 3, params)
+    expected = decoded(admitted(runner_of(model), known), known, 7)
+    runner = admitted(runner_of(model), ahead)
+    steps = [runner.launch([prefill(ahead)])]
+    steps += [runner.launch([ScheduledChunk(ahead, start, 1, True)]) for start in range(3, 9)]
+    assert [row for step in steps for [row] in step.wait()] == expected
+
+
+def test_a_draft_is_judged_by_plain_decoding(model: Qwen3ForCausalLM) -> None:
+    plain, guessing = make([1, 2, 3], [0, 1, 2]), make([1, 2, 3], [4, 5, 6], slot=1)
+    expected = decoded(admitted(runner_of(model), plain), plain, 6)
+    right = tuple(token for token, _ in expected)
+    runner = admitted(runner_of(model), guessing)
+    [[first]] = runner.launch([prefill(guessing)]).wait()
+    guessing.token_ids.append(first[0])
+    wrong = (right[1], right[2], (right[3] + 1) % 40, right[4])
+    [rejected] = runner.launch([ScheduledChunk(guessing, 3, 5, True, wrong)]).wait()
+    assert [first, *rejected[:3]] == expected[:4]
+    assert rejected[3:] != expected[4:]  # what follows a wrong guess is another text
+    # Its keys are overwritten by those of the tokens that were sampled instead.
+    [accepted] = runner.launch([ScheduledChunk(guessing, 3, 5, True, right[1:5])]).wait()
+    assert [first, *accepted] == expected
+
+
+def test_after_a_draft_the_last_token_is_the_one_the_host_knows(model: Qwen3ForCausalLM) -> None:
+    sequence = make([1, 2, 3], [0, 1])
+    runner = admitted(runner_of(model), sequence)
+    runner.launch([prefill(sequence)]).wait()
+    kept = runner._state.last_tokens.clone()
+    runner.launch([ScheduledChunk(sequence, 3, 2, True, (9,))]).wait()
+    assert runner._state.last_tokens[:4].equal(kept[:4])
+
+
+def test_places_a_sequence_does_not_own_are_never_read(model: Qwen3ForCausalLM) -> None:
+    clean, dirty = runner_of(model), runner_of(model)
+    for cache in [*dirty._cache.keys, *dirty._cache.values]:
+        cache.fill_(torch.nan)
+    chunks = [prefill(make([1, 2, 3, 4, 5], [6, 3]))]
+    results = [admitted(r, chunks[0].sequence).launch(chunks).wait() for r in (clean, dirty)]
+    assert results[0] == results[1]
+
+
+def test_nan_logits_give_a_nan_logprob_and_spare_the_others(model: Qwen3ForCausalLM) -> None:
+    good, bad = make([1, 2, 3], [0]), make([1, 39, 3], [1], slot=1)
+    expected = admitted(runner_of(model), good).launch([prefill(good)]).wait()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[39] = torch.nan
+    runner = admitted(runner_of(model), good, bad)
+    [[fine], [broken]] = runner.launch([prefill(good), prefill(bad)]).wait()
+    assert [[fine]] == expected
+    assert np.isnan(broken[1]) and 0 <= broken[0] < 40
+
+
+def test_a_slot_forgets_its_former_holder(model: Qwen3ForCausalLM) -> None:
+    runner = runner_of(model)
+    former = make([9] * 14, [1, 2, 3, 4], slot=2, params=TRUNCATED, prompt_id=8)
+    decoded(admitted(runner, former), former, 2)
+    newcomer, alone = (make([1, 2, 3], [5, 6], slot=slot) for slot in (2, 0))
+    expected = decoded(admitted(runner_of(model), alone), alone, 5)
+    assert decoded(admitted(runner, newcomer), newcomer, 5) == expected
+    assert runner._state.block_tables[2].tolist()[:3] == [5, 6, 8]
+
+
+@pytest.mark.parametrize("slot", [None, 4, -1])
+def test_a_sequence_without_a_seat_is_refused(model: Qwen3ForCausalLM, slot: int | None) -> None:
+    with pytest.raises(ValueError, match=r"needs a slot in \[0, 4\)"):
+        runner_of(model).admit(make([1], [0], slot=slot))
+
+
+def test_a_draft_longer_than_a_graph_is_wide_is_refused(model: Qwen3ForCausalLM) -> None:
+    sequence = make([1], [0, 1, 2])
+    runner = admitted(runner_of(model), sequence)
+    assert runner.max_draft == 7
+    with pytest.raises(ValueError, match="a draft of 8 tokens; at most 7"):
+        runner.launch([ScheduledChunk(sequence, 0, 9, True, (1,) * 8)])
+
+
+def test_the_state_of_a_slot_is_what_its_sequence_asked_for(model: Qwen3ForCausalLM) -> None:
+    params = SamplingParams(temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=2**40 + 7)
+    sequence = make([1], [0], slot=3, params=params, prompt_id=2**63 + 5)
+    sequence.sample_index = 6
+    runner = admitted(runner_of(model), make([1], [0]), sequence)
+    runner._state.flush()
+    rows, keys = runner._state.sampling(torch.tensor([3, 0, 4]), truncates=True)
+    assert isinstance(rows, SamplingRows) and rows.truncates
+    assert keys.tolist() == [[7, 256, 6, 5, 2**31], [3, 0, 0, 0, 0], [0] * 5]
+    assert rows.temperature.tolist() == [0.5, 1, 1] and rows.top_k.tolist() == [3, 0, 0]
+    assert rows.top_p.tolist() == [0.75, 1, 1] and rows.min_p.tolist() == [0.25, 0, 0]
+    assert runner._state.truncates(np.array([0, 3]))
+    assert not runner._state.truncates(np.array([0, 1, 4]))
+
+
+def test_the_cache_has_the_dtype_and_shape_of_the_model_and_a_dummy_block() -> None:
+    model = Qwen3ForCausalLM(tiny_config()).to(torch.bfloat16).eval()
+    with patch(model):
+        runner = runner_of(model)
+    caches = [*runner._cache.keys, *runner._cache.values]
+    assert len(caches) == 4 and runner.num_blocks == 8
+    assert all(c.shape == (9, 4, 2, 16) and c.dtype == torch.bfloat16 for c in caches)
+
+
+def test_the_default_cache_holds_all_running_sequences(model: Qwen3ForCausalLM) -> None:
+    assert runner_of(model, None, max_num_seqs=3).num_blocks == 3 * 16  # context of 64 tokens
+    model.config.max_position_embeddings = 10 * DEFAULT_TOKENS_PER_SEQUENCE
+    assert runner_of(model, None, max_num_seqs=3).num_blocks == 3 * 256
+
+
+def test_the_default_cache_is_bounded_but_holds_one_sequence(
+    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block_bytes = 2 * 2 * 4 * 2 * 16 * 4
+    limit = "rl_consistency.rollout.device.kv_cache.CPU_CACHE_BYTES"
+    monkeypatch.setattr(limit, 20 * block_bytes)
+    assert runner_of(model, None, max_num_seqs=3).num_blocks == 20
+    monkeypatch.setattr(limit, 2 * block_bytes)
+    assert runner_of(model, None, max_num_seqs=3).num_blocks == 16
+
+
+def test_the_default_cache_follows_the_longest_sequence_to_expect(
+    model: Qwen3ForCausalLM,
+) -> None:
+    def blocks(tokens: int) -> int:
+        return ModelRunner(
+            model, block_size=4, num_blocks=None, max_num_seqs=3, tokens_per_sequence=tokens
+        ).num_blocks
+
+    assert blocks(9) == 3 * 3
+    assert blocks(1000) == 3 * 16  # no longer than the context of 64 tokens
+
+
+def test_on_a_gpu_the_default_cache_takes_its_share_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = {"mem_get_info": (600, 1000), "memory_reserved": 500, "memory_allocated": 100}
+    for name, value in memory.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert cache_bytes(torch.device("cuda")) == int(1000 * GPU_CACHE_SHARE)
+
+
+def test_a_cache_that_does_not_fit_says_how_large_it_is(
+    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(
+        ValueError, match=r"no room on cpu .* 1048576 blocks of 4 tokens \(2\.0 GiB"
+    ):
+        runner_of(model, 1 << 20)
+
+
+def test_a_model_cast_after_the_cache_was_made_is_refused(model: Qwen3ForCausalLM) -> None:
+    runner = runner_of(model)
+    runner.begin()
+    model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match="build the RolloutEngine after"):
+        runner.begin()

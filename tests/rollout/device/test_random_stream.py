@@ -1,0 +1,141 @@
+"""The random stream is a pure function of (seed, prompt id, sample index, position)."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.sampling.philox_triton import philox_uniforms
+from rl_consistency.rollout.device.random_stream import (
+    device_uniforms,
+    philox,
+    stream_keys,
+    uniforms,
+)
+
+# Known answers published with the generator: counter, key, output.
+KNOWN_ANSWERS = [
+    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    (
+        [0xFFFFFFFF] * 4,
+        [0xFFFFFFFF] * 2,
+        [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD],
+    ),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+
+
+def test_philox_gives_the_published_known_answers() -> None:
+    counters, keys, outputs = (
+        np.array(column, dtype=np.uint64).T for column in zip(*KNOWN_ANSWERS, strict=True)
+    )
+    np.testing.assert_array_equal(philox(counters, keys), outputs)
+
+
+def test_a_uniform_is_53_bits_of_the_first_two_words() -> None:
+    expected = ((0x6627E8D5 >> 5) * 2**26 + (0xE169C58D >> 6)) / 2**53
+    assert uniforms([0], [0], [0], [0])[0] == expected
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    rng = np.random.default_rng(0)
+    columns = [rng.integers(0, 2**32, size=64).tolist() for _ in range(4)]
+    together = uniforms(*columns)
+    order = rng.permutation(64)
+    permuted = uniforms(*([column[i] for i in order] for column in columns))
+    alone = [uniforms(*([column[i]] for column in columns))[0] for i in range(64)]
+    assert together.tobytes() == np.array(alone).tobytes()
+    assert together[order].tobytes() == permuted.tobytes()
+
+
+def test_each_part_of_the_key_moves_the_number() -> None:
+    big = 2**63 + 5
+    keys = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]
+    keys += [(2**32, 0, 0, 0), (0, 2**32, 0, 0), (big, 0, 0, 0), (0, big, 0, 0)]
+    values = uniforms(*(list(column) for column in zip(*keys, strict=True)))
+    assert len(set(values.tolist())) == len(keys)
+
+
+def test_uniforms_lie_in_the_half_open_interval_and_are_even() -> None:
+    count = 20_000
+    values = uniforms([7] * count, [3] * count, [1] * count, range(count))
+    assert values.min() >= 0.0 and values.max() < 1.0
+    shares = np.histogram(values, bins=20, range=(0.0, 1.0))[0] / count
+    assert np.abs(shares - 0.05).max() < 0.01
+    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.03
+
+
+def test_no_rows_give_no_numbers() -> None:
+    assert uniforms([], [], [], []).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        (([-1], [0], [0], [0]), "seeds"),
+        (([0], [2**64], [0], [0]), "prompt_ids"),
+        (([0], [0], [2**32], [0]), "sample_indices"),
+        (([0], [0], [0], [-3]), "positions"),
+    ],
+)
+def test_a_key_that_does_not_fit_is_refused(arguments: tuple[list[int], ...], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        uniforms(*arguments)
+
+
+def random_columns(count: int = 300) -> list[list[int]]:
+    """Seeds, prompt ids, sample indices and positions over their whole ranges, ends included."""
+    rng = random.Random(5)
+    return [
+        [0, 2**bits - 1, *(rng.getrandbits(bits) for _ in range(count))]
+        for bits in (64, 64, 32, 32)
+    ]
+
+
+def keys_and_positions() -> tuple[Tensor, Tensor]:
+    seeds, prompt_ids, sample_indices, positions = random_columns()
+    keys = torch.from_numpy(stream_keys(seeds, prompt_ids, sample_indices))
+    return keys, torch.tensor(positions, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("look_up", [device_uniforms, philox_uniforms])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_numbers_looked_up_on_a_device_have_the_bits_of_the_host(look_up, transposed) -> None:
+    if look_up is philox_uniforms and torch.cuda.is_available():
+        pytest.skip("tests/gpu has this on a GPU")
+    keys, positions = keys_and_positions()
+    if transposed:
+        keys = keys.t().contiguous().t()
+    found = look_up(keys, positions)
+    assert found.dtype == torch.float64
+    assert found.numpy().tobytes() == uniforms(*random_columns()).tobytes()
+
+
+def test_a_swapped_key_word_fails_the_same_check() -> None:
+    keys, positions = keys_and_positions()
+    found = device_uniforms(keys[:, [1, 0, 2, 3, 4]], positions)
+    assert found.numpy().tobytes() != uniforms(*random_columns()).tobytes()
+
+
+def test_no_keys_give_no_numbers() -> None:
+    keys = torch.from_numpy(stream_keys([], [], []))
+    assert keys.shape == (0, 5)
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert device_uniforms(keys, nothing).shape == philox_uniforms(keys, nothing).shape == (0,)
+
+
+def test_keys_of_another_form_are_refused() -> None:
+    keys, positions = keys_and_positions()
+    for bad in ((keys[:, :4], positions), (keys, positions[:-1]), (keys.int(), positions)):
+        with pytest.raises(ValueError, match=r"need int64 \[n, 5\] and \[n\]"):
+            device_uniforms(*bad)
+    with pytest.raises(ValueError, match="sample_indices"):
+        stream_keys([0], [0], [2**32])

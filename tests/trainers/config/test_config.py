@@ -1,0 +1,263 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from rl_consistency.numerics.strict import OPS
+from rl_consistency.trainers.config.recipe import ConfigError, RunConfig, dump_config, load_config
+
+ROOT = Path(__file__).resolve().parents[3]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+DEMO = ROOT / "recipes" / "grpo_arithmetic_tiny_cpu.yaml"
+GSM8K = ROOT / "recipes" / "ci" / "grpo_gsm8k_tiny_cpu.yaml"
+
+
+def refusal(*overrides, recipe=DEMO):
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe, overrides)
+    return str(caught.value)
+
+
+def refusal_of(tmp_path, text):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    return refusal(recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads_and_its_resolved_config_loads_back_equal(recipe, tmp_path):
+    config = load_config(recipe)
+    resolved = tmp_path / "config.yaml"
+    resolved.write_text(dump_config(config))
+    assert load_config(resolved) == config
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_starts_with_its_claim_command_and_expectation(recipe):
+    comment = recipe.read_text().split("\nrun:")[0]
+    places = [comment.find(word) for word in ("# Claim:", "# Command:", "# Expect:")]
+    assert places[0] == 0 and places == sorted(places)
+    assert load_config(recipe).run.name.endswith(recipe.stem)
+
+
+def test_every_field_is_documented():
+    def undocumented(model, path=""):
+        for name, field in model.model_fields.items():
+            if not field.description:
+                yield path + name
+            section = field.annotation
+            if isinstance(section, type) and hasattr(section, "model_fields"):
+                yield from undocumented(section, f"{path}{name}.")
+
+    assert list(undocumented(RunConfig)) == []
+
+
+def test_a_config_cannot_be_changed():
+    config = load_config(DEMO)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.run.seed = 3  # type: ignore[misc]
+
+
+def test_the_output_directory_follows_the_name():
+    assert load_config(DEMO, ["run.name=x"]).run.output_dir == Path("runs/x")
+    assert load_config(DEMO, ["run.output_dir=/tmp/y"]).run.output_dir == Path("/tmp/y")
+    assert load_config(DEMO, ["run.output_dir=~/y"]).run.output_dir == Path.home() / "y"
+
+
+def test_overrides_are_yaml_and_the_last_one_wins():
+    config = load_config(
+        DEMO,
+        [
+            "optimizer.learning_rate=1e-4",
+            "optimizer.betas=[0.5, 0.6]",
+            "optimizer.max_grad_norm=null",
+            "tracking.wandb={project: p}",
+            "tracking.wandb.mode=online",
+            "reward.functions.0.weight=2",
+            "training.steps=3",
+            "training.steps=4",
+        ],
+    )
+    assert config.optimizer.learning_rate == 1e-4
+    assert config.optimizer.betas == (0.5, 0.6)
+    assert config.optimizer.max_grad_norm is None
+    assert config.tracking.wandb is not None and config.tracking.wandb.mode == "online"
+    assert config.reward.functions[0].weight == 2.0
+    assert config.training.steps == 4
+
+
+@pytest.mark.parametrize("value", ["1e-3", "'1e-3'", "1E-3", "0.001", ".001"])
+def test_a_float_may_be_written_in_any_way(value):
+    assert load_config(DEMO, [f"optimizer.learning_rate={value}"]).optimizer.learning_rate == 1e-3
+
+
+def test_yaml_1_1_does_not_reinterpret_values():
+    assert load_config(DEMO, ["run.name=on"]).run.name == "on"
+    assert load_config(DEMO, ["run.name=2026-11-20"]).run.name == "2026-11-20"
+    assert load_config(DEMO, ["run.seed=010"]).run.seed == 10
+    assert "run.seed" in refusal("run.seed=12:30")
+
+
+def test_all_problems_are_reported_at_once_by_dotted_path():
+    message = refusal(
+        "optimizer.learning_rte=1",
+        "clip_low=0.1",
+        "policy.dtype=fp8",
+        "training.steps=0",
+        "reward.functions.0.weight=x",
+        "tracking.wandb.mode=sometimes",
+        "run.name=a b",
+        "consistency.frobnicate=1",
+    )
+    for part in (
+        "9 problems",
+        "optimizer.learning_rte: unknown key; did you mean learning_rate?",
+        "clip_low: unknown key; did you mean algorithm.clip_low?",
+        "policy.dtype: Input should be 'float32' or 'bfloat16', got 'fp8'",
+        "training.steps: Input should be greater than or equal to 1, got 0",
+        "reward.functions.0.weight: ",
+        "tracking.wandb.project: missing",
+        "tracking.wandb.mode: ",
+        "run.name: ",
+        "consistency.frobnicate: unknown key; the keys here are strict, ",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.steps=true", "a number is needed, not true or false"),
+        ("training.steps=1.5", "training.steps: "),
+        ("optimizer.learning_rate=.nan", "finite"),
+        ("optimizer.learning_rate=0", "greater than 0"),
+        ("rollout.temperature=0", "rollout.temperature: "),
+        ("rollout.top_p=0", "rollout.top_p: "),
+        ("rollout.speculation=8", "rollout.speculation: "),
+        ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: "),
+        ("run.device=tpu", "run.device: Input should be 'cpu'"),
+        ("run.seed=-1", "run.seed: "),
+        ("policy.path=somewhere", "policy: exactly one of path, hub, build is needed, got path, "),
+        ("policy.build=null", "policy: exactly one of path, hub, build is needed, got none"),
+        ("policy.build.num_key_value_heads=3", "no multiple of num_key_value_heads 3"),
+        ("policy.build.head_dim=15", "policy.build.head_dim: "),
+        ("data.path=x.jsonl", "data: exactly one of task, path is needed, got task, path"),
+        ("data.eval_path=x.jsonl", "eval_path goes with path"),
+        ("data.prompt_template=hello", "must contain {prompt}"),
+        ("data.task.name=geometry", "data.task.name: "),
+        ("data.task.max_value=1", "too few for two disjoint splits"),
+        ("reward.functions=[]", "at least one reward function"),
+        ("reward.functions=[{name: a}, {name: a}]", "a stands more than once"),
+        ("consistency.strict_except=[softmax]", "unknown op softmax; the ops are "),
+    ],
+)
+def test_a_section_refuses_a_wrong_value(override, message):
+    text = refusal(override)
+    assert message in text and "1 problem\n" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["tokenizer.kind=auto"], "tokenizer.kind: a built policy has no tokenizer"),
+        (["rollout.max_new_tokens=60"], "policy.build.max_position_embeddings: 64 positions"),
+        (["rollout.num_kv_blocks=1"], "rollout.num_kv_blocks: 1 blocks of 16 cannot hold"),
+        (["rollout.prefill_chunk_size=4096"], "rollout.prefill_chunk_size: 4096 exceeds"),
+        (["algorithm.updates_per_rollout=3"], "algorithm.updates_per_rollout: 3 does not divide"),
+        (["data.limit=5"], "rollout.prompts_per_step: "),
+        (["algorithm.overlong=penalty"], "algorithm.overlong_buffer: must be positive"),
+        (["algorithm.overlong_buffer=2"], "algorithm.overlong_buffer: must be positive"),
+        (
+            ["algorithm.overlong=penalty", "algorithm.overlong_buffer=99"],
+            "algorithm.overlong_buffer: 99 exceeds",
+        ),
+        (["optimizer.warmup_steps=100000"], "optimizer.warmup_steps: 100000 exceeds"),
+        (["data.task.eval_size=0"], "training.eval_every: there is no evaluation set"),
+        (
+            ["consistency.strict=false", "consistency.strict_except=[linear]"],
+            "consistency.strict_except: has no meaning",
+        ),
+    ],
+)
+def test_sections_that_disagree_are_refused(overrides, message):
+    text = refusal(*overrides)
+    assert message in text and "1 problem\n" in text
+
+
+def test_all_disagreements_are_reported_at_once():
+    assert "3 problems" in refusal(
+        "algorithm.updates_per_rollout=3", "rollout.num_kv_blocks=1", "algorithm.overlong_buffer=2"
+    )
+
+
+def test_every_op_can_be_excepted_from_strictness():
+    config = load_config(DEMO, [f"consistency.strict_except=[{', '.join(OPS)}]"])
+    assert config.consistency.strict_except == tuple(OPS)
+
+
+def test_a_missing_section_is_named(tmp_path):
+    message = refusal_of(tmp_path, "run: {name: x}\n")
+    for section in ("policy", "tokenizer", "data", "reward", "rollout", "optimizer", "training"):
+        assert f"  {section}: missing, has to be given" in message
+
+
+def test_a_duplicate_key_is_refused_with_both_lines(tmp_path):
+    message = refusal_of(tmp_path, "run:\n  name: x\n  seed: 1\n  name: y\n")
+    assert "'name' stands twice, on lines 2 and 4" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must be a mapping of sections, got None"),
+        ("- 1\n", "must be a mapping of sections"),
+        ("run: [\n", "is not valid YAML"),
+        ("1: 2\n", "the key 1 is not a string"),
+        ("run: !!python/name:os.system\n", "is not valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path, text, message):
+    assert message in refusal_of(tmp_path, text)
+
+
+def test_a_missing_recipe_is_named(tmp_path):
+    assert "cannot read the recipe" in refusal(recipe=tmp_path / "absent.yaml")
+    assert "cannot read the recipe" in refusal(recipe=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.name", "expected section.key=value"),
+        ("=3", "expected section.key=value"),
+        ("run..name=3", "expected section.key=value"),
+        ("run.name.x=3", "run.name is the value 'grpo_arithmetic_tiny_cpu', not a section"),
+        ("reward.functions.7.name=x", "reward.functions is a list of 1"),
+        ("run.name=[", "is not valid YAML"),
+    ],
+)
+def test_a_malformed_override_is_refused(override, message):
+    assert message in refusal(override)
+
+
+def test_the_gsm8k_recipe_accepts_a_directory_from_the_command_line(tmp_path):
+    config = load_config(GSM8K, [f"policy.path={tmp_path}"])
+    assert config.policy.path == tmp_path
+    assert config.data.path == Path("../shared/data/gsm8k/train.jsonl")
+
+
+def test_the_resolved_config_holds_every_field():
+    tree = yaml.safe_load(dump_config(load_config(DEMO)))
+    assert list(tree) == list(RunConfig.model_fields)
+    assert tree["rollout"]["kv_block_size"] == 16
+    assert tree["tracking"] == {"console": True, "wandb": None}
+
+
+def test_a_kl_term_with_truncated_sampling_is_refused():
+    message = refusal("algorithm.kl_coefficient=0.1", "rollout.top_k=5", "rollout.min_p=0.1")
+    assert "rollout.top_k, rollout.min_p is set" in message
+
+
+def test_float16_cannot_be_trained():
+    assert "Input should be 'float32' or 'bfloat16'" in refusal("policy.dtype=float16")

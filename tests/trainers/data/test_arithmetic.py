@@ -1,0 +1,53 @@
+import re
+
+import pytest
+
+from rl_consistency.trainers.data.arithmetic import problem, problems, split_of
+from rl_consistency.trainers.rewards import arithmetic
+
+SIZES = {"num_terms": 4, "max_value": 9}
+
+
+def test_a_problem_is_a_function_of_seed_split_and_index():
+    assert problem(5, "train", 3, **SIZES) == problems(5, "train", 8, **SIZES)[3]
+    assert problem(5, "train", 3, **SIZES) != problem(6, "train", 3, **SIZES)
+    assert problem(0, "train", 0, **SIZES).prompt == "2+4+6+5="
+
+
+@pytest.mark.parametrize(("num_terms", "max_value"), [(2, 8), (4, 9), (6, 99)])
+def test_the_target_is_the_running_totals_and_the_answer_the_last(num_terms, max_value):
+    for example in problems(1, "train", 50, num_terms=num_terms, max_value=max_value):
+        assert re.fullmatch(r"\d+(\+\d+)+=", example.prompt)
+        terms = list(map(int, example.prompt[:-1].split("+")))
+        assert len(terms) == num_terms and min(terms) >= 1 and max(terms) <= max_value
+        totals = [str(sum(terms[:n])) for n in range(2, num_terms + 1)]
+        assert example.target == ",".join(totals)
+        assert example.answer == totals[-1] == str(sum(terms))
+
+
+def test_every_value_of_a_term_occurs():
+    prompts = "".join(example.prompt for example in problems(1, "train", 50, **SIZES))
+    assert set(prompts) == set("123456789+=")
+
+
+def test_training_and_evaluation_share_no_sum():
+    train = {example.prompt for seed in (0, 1) for example in problems(seed, "train", 500, **SIZES)}
+    held_out = {
+        example.prompt for seed in (0, 1) for example in problems(seed, "eval", 100, **SIZES)
+    }
+    assert not train & held_out
+    assert {split_of(prompt) for prompt in train} == {"train"}
+    assert {split_of(prompt) for prompt in held_out} == {"eval"}
+
+
+def test_the_target_earns_the_reward_and_another_total_does_not():
+    example = problem(0, "train", 0, **SIZES)
+    completions = [example.target, example.answer, example.target + "0", ""]
+    scores = arithmetic([example.prompt] * 4, completions, [example.answer] * 4)
+    assert scores == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("num_terms", "max_value"), [(1, 9), (4, 0), (2, 7), (8, 1)])
+def test_sizes_without_enough_sums_are_refused(num_terms, max_value):
+    with pytest.raises(ValueError, match="at least 2|too few"):
+        problem(0, "train", 0, num_terms=num_terms, max_value=max_value)

@@ -1,0 +1,173 @@
+import dataclasses
+import json
+from collections import Counter
+
+import pytest
+
+from rl_consistency.trainers.data.examples import (
+    DataError,
+    DataOrder,
+    Example,
+    encode_prompt,
+    epoch_order,
+    keyed_integer,
+    read_jsonl,
+)
+
+EXAMPLE = Example(id=7, prompt="abcdefgh", answer="x", target="x")
+
+
+def write(tmp_path, *lines, end="\n"):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(
+        "\n".join(
+            line if isinstance(line, str) else json.dumps(line, ensure_ascii=False)
+            for line in lines
+        ).encode()
+        + end.encode()
+    )
+    return file
+
+
+def encode(text):
+    return list(text.encode())
+
+
+@pytest.mark.parametrize("end", ["\n", "", "\r\n"])
+def test_lines_become_examples_in_order(tmp_path, end):
+    file = write(tmp_path, {"q": "a\u2028b", "a": "1", "level": 3}, {"q": "c", "a": 22}, end=end)
+    first, second = read_jsonl(
+        file, prompt_field="q", answer_field="a", prompt_template="<{prompt}>"
+    )
+    assert (first.id, first.prompt, first.answer, first.target) == (0, "<a\u2028b>", "1", "1")
+    assert dict(first.extra) == {"level": 3}
+    assert (second.id, second.prompt, second.answer) == (1, "<c>", "22")
+
+
+def test_a_template_may_hold_braces_and_a_prompt_the_placeholder(tmp_path):
+    file = write(tmp_path, {"question": "{prompt} {x}", "answer": "1"})
+    (example,) = read_jsonl(file, prompt_template="{y} {prompt}")
+    assert example.prompt == "{y} {prompt} {x}"
+
+
+def test_equal_lines_are_distinct_examples(tmp_path):
+    line = {"question": "a", "answer": "b"}
+    assert [example.id for example in read_jsonl(write(tmp_path, line, line))] == [0, 1]
+
+
+def test_a_limit_takes_the_first_lines(tmp_path):
+    file = write(tmp_path, *({"question": str(i), "answer": "b"} for i in range(5)))
+    assert [example.prompt for example in read_jsonl(file, limit=2)] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON"),
+        ("", "blank"),
+        ("[1]", "a JSON object is needed, got list"),
+        ({"question": "a"}, "no field 'answer'; the line has 'question'"),
+        ({"answer": "a"}, "no field 'question'"),
+        ({"question": " ", "answer": "a"}, "'question' is blank"),
+        ({"question": "a", "answer": ""}, "'answer' is blank"),
+        ({"question": "a", "answer": None}, "'answer' must be text, got NoneType"),
+        ({"question": "a", "answer": True}, "'answer' must be text, got bool"),
+        ('{"question": "a", "answer": "b", "answer": "c"}', "answer stands more than once"),
+    ],
+)
+def test_an_unusable_line_is_named_and_nothing_is_dropped(tmp_path, line, message):
+    good = {"question": "a", "answer": "b"}
+    with pytest.raises(DataError) as caught:
+        read_jsonl(write(tmp_path, good, line, good))
+    assert "data.jsonl, line 2: " in str(caught.value) and message in str(caught.value)
+
+
+def test_a_line_that_is_not_utf_8_is_named(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(b'{"question": "a", "answer": "b"}\n{"question": "\xff", "answer": "b"}\n')
+    with pytest.raises(DataError, match="line 2: not JSON in UTF-8"):
+        read_jsonl(file)
+
+
+@pytest.mark.parametrize("content", ["", "\n", " \n\n"])
+def test_an_empty_file_is_refused(tmp_path, content):
+    file = tmp_path / "data.jsonl"
+    file.write_text(content)
+    with pytest.raises(DataError, match="is empty"):
+        read_jsonl(file)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"cannot read the data file .*absent.jsonl: No such file"):
+        read_jsonl(tmp_path / "absent.jsonl")
+
+
+def test_an_example_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EXAMPLE.prompt = "y"  # type: ignore[misc]
+
+
+def test_a_prompt_that_fits_exactly_is_encoded():
+    limits = {"max_prompt_tokens": 8, "max_new_tokens": 4, "context_length": 12}
+    assert encode_prompt(EXAMPLE, encode, **limits) == list(b"abcdefgh")
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ((7, 4, 64), "example 7: its prompt has 8 tokens, data.max_prompt_tokens is 7"),
+        ((64, 4, 11), "with 4 of the completion 12; the model's context is 11"),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_named_with_its_lengths(limits, message):
+    names = ("max_prompt_tokens", "max_new_tokens", "context_length")
+    with pytest.raises(DataError) as caught:
+        encode_prompt(EXAMPLE, encode, **dict(zip(names, limits, strict=True)))
+    assert message in str(caught.value)
+
+
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(DataError, match="example 7: its prompt has no token"):
+        encode_prompt(
+            EXAMPLE, lambda text: [], max_prompt_tokens=8, max_new_tokens=4, context_length=64
+        )
+
+
+def test_keyed_integers_are_pinned():
+    # A change here changes the data order of every run and the problems of every generated task.
+    assert keyed_integer(0, "order", 1, 2) == 7487992184390575085
+    assert keyed_integer(1, 23) != keyed_integer(12, 3)
+    assert keyed_integer(1, "2") != keyed_integer(1, 2)
+
+
+def test_an_epoch_is_a_permutation_that_depends_on_seed_and_epoch():
+    orders = [epoch_order(seed, epoch, 50) for seed in (0, 1) for epoch in (0, 1)]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 4
+    assert epoch_order(0, 0, 50) == orders[0]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_epoch_visits_every_example_once(shuffle):
+    order = DataOrder(size=10, batch_size=4, seed=3, shuffle=shuffle)
+    visited = [index for step in range(5) for index in order.batch(step)]
+    assert Counter(visited[:10]) == Counter(visited[10:]) == Counter(range(10))
+    assert (visited[:10] == list(range(10))) is not shuffle
+
+
+def test_a_batch_depends_on_its_step_alone():
+    order = DataOrder(size=10, batch_size=4, seed=3)
+    forward = [order.batch(step) for step in range(40)]
+    assert [DataOrder(10, 4, 3).batch(step) for step in reversed(range(40))] == forward[::-1]
+    assert len(order._orders) <= 2
+
+
+def test_draw_numbers_never_repeat():
+    order = DataOrder(size=3, batch_size=2)
+    assert [n for step in range(6) for n in order.draws(step)] == list(range(12))
+
+
+@pytest.mark.parametrize(("size", "batch"), [(0, 1), (1, 0), (3, 4)])
+def test_an_impossible_order_is_refused(size, batch):
+    with pytest.raises(ValueError, match="must be positive|needs as many examples"):
+        DataOrder(size, batch)

@@ -1,0 +1,72 @@
+import random
+
+import pytest
+
+from rl_consistency.trainers.data.tokenizer import byte_tokenizer, load_tokenizer
+
+
+def any_text(length, seed):
+    draw = random.Random(seed)
+    points = (draw.randrange(0x110000) for _ in range(length))
+    return "".join(chr(point) for point in points if not 0xD800 <= point < 0xE000)
+
+
+TEXTS = [
+    "",
+    "3+5+2=8,10",
+    "  two  spaces , n't . ",
+    "\x00\r\n\t\x7f",
+    "naïve 漢字 🎉 e\u0301 \u200d",
+    "<|eos|> and <0x41> are text",
+    any_text(2000, 0),
+]
+
+
+@pytest.fixture(scope="module", params=["built", "saved and loaded"])
+def tokenizer(request, tmp_path_factory):
+    if request.param == "built":
+        return byte_tokenizer()
+    directory = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer().save_pretrained(directory)
+    return load_tokenizer(directory)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_are_the_bytes_and_decode_to_the_text(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert ids == list(text.encode())
+    assert tokenizer(text)["input_ids"] == ids
+    assert tokenizer.decode(ids) == text
+
+
+def test_special_tokens_follow_the_bytes(tokenizer):
+    special = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    assert special == (256, 257, 258)
+    assert len(tokenizer) == 259
+    assert tokenizer.decode([65, 258, 256, 66], skip_special_tokens=True) == "AB"
+
+
+def test_only_the_invalid_byte_is_replaced(tokenizer):
+    assert tokenizer.decode([49, 0xFF, 50]) == "1\ufffd2"
+
+
+def test_ids_beyond_the_vocabulary_decode_to_nothing(tokenizer):
+    assert tokenizer.decode([65, 260, 66]) == "AB"
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_missing_directory_is_named(tmp_path):
+    with pytest.raises(ValueError, match="no model directory .*absent"):
+        load_tokenizer(tmp_path / "absent")
+
+
+def test_a_tokenizer_without_end_token_is_refused(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no eos_token"):
+        load_tokenizer(tmp_path)

@@ -1,0 +1,62 @@
+"""Compiling ahead: what threads do, and what they are kept from. On a GPU see tests/gpu."""
+
+from threading import get_ident
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+from rl_consistency.verify import compile_ahead as module
+from rl_consistency.verify.compile_ahead import compile_ahead, use_threads
+
+
+def nothing():
+    pass
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """A kernel of a stubbed device, and how it was run: (warm-up only, thread)."""
+    runs = []
+
+    def run(self, *args, grid, warmup, **options):
+        runs.append((warmup, get_ident()))
+
+    monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(module, "_threads", 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(JITFunction, "run", run)
+    return JITFunction(nothing)[(1,)], runs
+
+
+def test_nothing_is_launched_while_it_compiles_and_everything_afterwards(kernel):
+    launch, runs = kernel
+    compile_ahead([launch] * 3)
+    assert [warmup for warmup, _ in runs] == [True] * 3
+    assert get_ident() not in {thread for _, thread in runs}
+    launch()
+    assert runs[-1] == (False, get_ident())
+
+
+def test_an_error_passes_through_and_launching_is_put_back(kernel):
+    launch, runs = kernel
+
+    def refuse():
+        raise ValueError("no such shape")
+
+    with pytest.raises(ValueError, match="no such shape"):
+        compile_ahead([refuse])
+    launch()
+    assert runs == [(False, get_ident())]
+
+
+def test_a_process_that_shares_its_cores_compiles_in_fewer_threads(kernel):
+    launch, runs = kernel
+    use_threads(1)
+    compile_ahead([launch] * 8)
+    assert len({thread for _, thread in runs}) == 1
+
+
+def test_the_interpreter_has_nothing_to_compile():
+    compile_ahead([lambda: pytest.fail("called")])

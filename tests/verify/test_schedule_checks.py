@@ -1,0 +1,247 @@
+"""The comparison of schedules, its pointer kernels in Triton's interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from rl_consistency.kernels.matmul import cublaslt
+from rl_consistency.kernels.matmul import schedules as matmul_schedules
+from rl_consistency.kernels.matmul.certificates import Certificates
+from rl_consistency.kernels.matmul.product_triton import matmul_fwd
+from rl_consistency.verify.checks import row_schedule as row_schedule_checks
+from rl_consistency.verify.checks import schedule as schedule_checks
+from rl_consistency.verify.checks import schedule_comparison
+from rl_consistency.verify.checks.op_setup import TINY_SHAPES, Heads, OpSetup
+from rl_consistency.verify.claims import Tally
+from rl_consistency.verify.mutants import schedule_perturbations
+from rl_consistency.verify.substitution import substituted
+from rl_consistency.verify.sweep import QUICK
+
+# The interpreter subtracts infinities in numpy, which warns.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+SETUP = OpSetup(
+    dtype=torch.float32,
+    sweep=replace(QUICK, lengths=(1, 5)),
+    shapes=replace(TINY_SHAPES, linear=((40, 24),), attention=(Heads(2, 1, 16),), vocab_size=131),
+)
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """Small enough for the interpreter."""
+    monkeypatch.setattr(schedule_checks, "LENGTHS", (1, 18))
+    # On CPU tensors the public functions are the CPU's own schedules.
+    monkeypatch.setattr(
+        schedule_checks,
+        "matmul_nt",
+        lambda a, b, *, bias, out_dtype: matmul_fwd(a, b, bias, "nt", out_dtype),
+    )
+    monkeypatch.setattr(
+        schedule_checks,
+        "matmul_nn",
+        lambda a, b, *, out_dtype: matmul_fwd(a, b, None, "nn", out_dtype),
+    )
+    tables = {
+        schedule_checks.matmul_schedules: {"POINTER_FP32": 4, "QKV": 3, "GATE_UP": -3},
+        schedule_checks.attention_schedules: {
+            "PREFILL": -2,
+            "DECODE": -2,
+            "BACKWARD_QUERIES": -2,
+            "BACKWARD_KEYS": -2,
+        },
+    }
+    for module, names in tables.items():
+        for name, count in names.items():
+            table = getattr(module, name)
+            monkeypatch.setattr(module, name, table[:count] if count > 0 else table[count:])
+
+
+PRODUCTS = (
+    schedule_checks.check_matmul_schedules,
+    schedule_checks.check_fused_product_schedules,
+    schedule_checks.check_gradient_fold_schedules,
+)
+OTHERS = (
+    schedule_checks.check_attention_schedules,
+    schedule_checks.check_token_logprobs_schedules,
+)
+ROWS = (
+    row_schedule_checks.check_glu_schedules,
+    row_schedule_checks.check_rotary_schedules,
+    row_schedule_checks.check_rms_norm_schedules,
+    row_schedule_checks.check_gradient_row_schedules,
+    row_schedule_checks.check_sampling_schedules,
+)
+FOLDS = (
+    schedule_checks.check_gradient_fold_schedules,
+    row_schedule_checks.check_gradient_row_schedules,
+)
+"""They need several steps, or tokens that repeat; the others are slower."""
+
+
+def judged(check, **changes):
+    tally = Tally()
+    # Tables of schedules for 16 bits, but for these.
+    half = check not in PRODUCTS[::2] + OTHERS
+    setup = replace(SETUP, dtype=torch.bfloat16 if half else torch.float32)
+    if check in FOLDS:
+        setup = replace(setup, sweep=replace(QUICK, lengths=(1, 40)))
+    check(tally, replace(setup, **changes))
+    return tally
+
+
+def integers(shape, dtype=torch.float32, seed=0, *, scale=1.0, device="cpu"):
+    """The interpreter multiplies tiles by numpy, in no order of ours; these sum exactly in all."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("check", PRODUCTS, ids=lambda c: c.__name__)
+def test_pointer_schedules_agree_in_the_interpreter(check, monkeypatch):
+    for module in (schedule_checks, schedule_comparison):
+        monkeypatch.setattr(module, "probe", integers)
+    tally = judged(check)
+    assert tally.cases > 2
+    assert tally.detail == ""
+
+
+@pytest.mark.parametrize("check", ROWS, ids=lambda c: c.__name__)
+def test_schedules_without_a_product_agree_in_the_interpreter(check):
+    tally = judged(check)
+    assert tally.cases >= 2
+    assert tally.detail == ""
+
+
+@pytest.mark.parametrize("check", OTHERS, ids=lambda c: c.__name__)
+def test_pointer_schedules_run_in_the_interpreter(check):
+    assert judged(check).cases > 2
+
+
+@pytest.mark.parametrize("check", PRODUCTS + OTHERS + ROWS, ids=lambda c: c.__name__)
+def test_one_entry_of_another_order_turns_the_check_red(check):
+    with schedule_perturbations.one_schedule_of_another_order():
+        assert judged(check).mismatches > 0
+
+
+ALONE = {
+    "qkv_fwd": schedule_checks.check_fused_product_schedules,
+    "gate_up_glu_fwd": schedule_checks.check_fused_product_schedules,
+    "glu_fwd": row_schedule_checks.check_glu_schedules,
+    "glu_bwd": row_schedule_checks.check_glu_schedules,
+    "rotary_fwd": row_schedule_checks.check_rotary_schedules,
+    "rms_norm_fwd": row_schedule_checks.check_rms_norm_schedules,
+    "rms_norm_bwd": row_schedule_checks.check_rms_norm_schedules,
+    "launch_rows": row_schedule_checks.check_gradient_row_schedules,
+    "vocabulary_support": row_schedule_checks.check_sampling_schedules,
+}
+PAIRS = [*schedule_perturbations._fused_launchers(), *schedule_perturbations._row_launchers()]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0].__name__)
+def test_each_wrong_launcher_is_noticed_by_itself(pair):
+    with substituted(*pair):
+        assert judged(ALONE[pair[0].__name__]).mismatches > 0
+
+
+def test_a_wrong_backward_of_the_norm_is_noticed_with_heads_and_without():
+    (pair,) = (pair for pair in PAIRS if pair[0].__name__ == "rms_norm_bwd")
+    with substituted(*pair):
+        assert judged(row_schedule_checks.check_rms_norm_schedules).mismatches == 2
+
+
+@pytest.fixture
+def library(monkeypatch, tmp_path):
+    """The library path on CPU tensors, in front of it the interpreter as the canonical order."""
+    monkeypatch.setattr(matmul_schedules, "CANDIDATES", matmul_schedules.POINTER[:2])
+    for module in (schedule_checks, schedule_comparison):
+        monkeypatch.setattr(module, "probe", integers)
+    # The CPU's memory starts on 64 bytes, a GPU's on 256.
+    monkeypatch.setattr(cublaslt, "ALIGNMENT", 64)
+    monkeypatch.setattr(cublaslt, "settings_in_force", lambda: True)
+    monkeypatch.setattr(cublaslt, "_has_room", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cublaslt, "library_product", matmul_fwd)
+    monkeypatch.setattr(cublaslt, "_audit", cublaslt._Audit())
+
+    def certified(differing):
+        held = Certificates(tmp_path / f"{differing}.json", {}, lambda key, m: differing)
+        monkeypatch.setattr(cublaslt, "_by_device", {SETUP.device: held})
+
+    return certified
+
+
+def products_judged():
+    return judged(schedule_checks.check_matmul_schedules, dtype=torch.bfloat16)
+
+
+def test_every_product_of_the_library_is_audited(library):
+    library(differing=0)
+    tally = products_judged()
+    assert tally.detail == ""
+    report = cublaslt.schedule_audit()
+    assert report.audited == report.calls == 2
+    assert cublaslt.AUDIT_EVERY > 1
+
+
+def test_a_library_of_another_order_turns_the_check_red(library, monkeypatch):
+    library(differing=0)
+    monkeypatch.setattr(
+        cublaslt, "library_product", lambda *operands: matmul_fwd(*operands) * (1 + 2**-7)
+    )
+    tally = products_judged()
+    assert "by the library: row 0" in tally.detail
+    assert tally.mismatches == 3  # both layouts, and the audit
+
+
+def test_a_library_that_nothing_audits_turns_the_check_red(library, monkeypatch):
+    library(differing=0)
+    monkeypatch.setattr(cublaslt, "_due", lambda *given: False)
+    assert "0 elements of 0 audited calls, 2 products by the library" in products_judged().detail
+
+
+def test_a_library_without_a_certificate_is_no_red_row(library):
+    library(differing=1)
+    assert products_judged().detail == ""
+
+
+def test_only_the_product_that_differs_is_struck(library, monkeypatch):
+    library(differing=0)
+
+    def wrong_in_one_layout(a, b, bias, layout, out_dtype):
+        return matmul_fwd(a, b, bias, layout, out_dtype) * (1 + 2**-7 * (layout == "nn"))
+
+    monkeypatch.setattr(cublaslt, "library_product", wrong_in_one_layout)
+    products_judged()
+    struck = cublaslt.schedule_audit().struck
+    assert struck and all(name.startswith("nn/") for name in struck)
+
+
+def test_an_entry_of_another_order_is_named():
+    values = [torch.ones(3, 4), torch.ones(3, 4), torch.ones(3, 4) + 2**-20]
+    tally = Tally()
+    schedule_comparison.compare_schedules(tally, "rows", range(3), values.__getitem__)
+    assert tally.mismatches == 1
+    assert tally.detail.startswith("rows, 2: row 0")
+
+
+def test_an_entry_too_large_for_the_device_is_left_out_but_not_all_of_them():
+    def run(limit, entry):
+        if entry >= limit:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        return torch.ones(1)
+
+    tally = Tally()
+    schedule_comparison.compare_schedules(tally, "x", range(3), lambda entry: run(2, entry))
+    assert tally.mismatches == 0
+    schedule_comparison.compare_schedules(tally, "x", range(3), lambda entry: run(1, entry))
+    assert tally.detail == "x, entries that fit: 1 of 3"
+    with pytest.raises(ValueError, match="no schedule of 3 fits"):
+        schedule_comparison.compare_schedules(tally, "x", range(3), lambda entry: run(0, entry))
+
+
+def test_every_table_has_entries_for_every_dtype():
+    assert len(matmul_schedules.CANDIDATES) > 30
+    assert len({*matmul_schedules.CANDIDATES}) == len(matmul_schedules.CANDIDATES)

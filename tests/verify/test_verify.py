@@ -1,0 +1,319 @@
+"""The verification itself: what its parts count, and that a small run of all of it is green."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from rl_consistency.models import modules
+from rl_consistency.models.patch import patch
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.verify.checks import rows as op_checks
+from rl_consistency.verify.checks.chain import Chain, check_packed_chain
+from rl_consistency.verify.checks.op_setup import CPU, TINY_SHAPES, shapes_of
+from rl_consistency.verify.checks.paged_calls import chunked, decoded, paged_calls
+from rl_consistency.verify.claims import CLAIMS, Check, Tally
+from rl_consistency.verify.presets import PRESETS, REAL_PRESETS, build_preset, preset_config
+from rl_consistency.verify.run import (
+    count_checks,
+    jobs_of,
+    op_setups,
+    run_checks,
+)
+from rl_consistency.verify.substitution import attribute, substituted
+from rl_consistency.verify.sweep import CUDA_FULL, CUDA_QUICK, FULL, QUICK, Sweep, sweep_for
+from rl_consistency.verify.targets import (
+    Target,
+    count_parameters,
+    default_targets,
+    directory_targets,
+    preset_targets,
+)
+
+TINY = Sweep(batches=(1, 4), lengths=(1, 17, 33), chunks=(7,), pads=(0, 3), cache_blocks=(7, 16))
+
+
+def check(body):
+    return Check(claim="C1", subject="x", scope="fp32", what="y", body=body).run()
+
+
+def test_every_claim_holds_for_a_tiny_model():
+    target = Target(
+        name="tiny-qwen2",
+        dtype=torch.bfloat16,
+        sweep=TINY,
+        build=partial(build_preset, "tiny-qwen2", torch.bfloat16),
+    )
+    started = []
+    results = run_checks([target], on_start=started.append)
+    assert [r for r in results if not r.passed] == []
+    assert len(results) == len(started) == count_checks([target])
+    assert {r.claim for r in results} == set(CLAIMS)
+    shared = run_checks([target], processes=2)
+    assert [(r.key, r.scope, r.cases, r.mismatches) for r in shared] == [
+        (r.key, r.scope, r.cases, r.mismatches) for r in results
+    ]
+
+
+def test_bytes_are_compared_and_zeros_of_both_signs_differ():
+    tally = Tally()
+    assert tally.equal("same", torch.tensor([1.0, -0.0]), torch.tensor([1.0, -0.0]))
+    assert not tally.equal("zero", torch.tensor([1.0, 0.0]), torch.tensor([1.0, -0.0]))
+    assert (tally.cases, tally.mismatches) == (2, 1)
+    assert tally.detail == "zero: row 1: 0.0 against -0.0 (1 of 2 values)"
+
+
+def test_the_first_difference_is_kept_with_its_place_and_values():
+    tally = Tally()
+    a = torch.zeros(3, 4, dtype=torch.bfloat16)
+    b = a.clone()
+    b[2, 1] = 0.5
+    tally.equal("batch 8", a, b, "sample 7 position {}".format)
+    tally.equal("batch 16", a, a + 1)
+    text = "batch 8: sample 7 position 2 element [1]: 0.0 against 0.5 (1 of 12 values)"
+    assert tally.detail == text
+    assert tally.mismatches == 2
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_fail_even_when_equal(bad):
+    values = torch.tensor([1.0, bad])
+    assert not Tally().equal("x", values, values.clone())
+
+
+def test_other_shapes_and_dtypes_fail():
+    tally = Tally()
+    assert not tally.equal("shape", torch.zeros(2), torch.zeros(3))
+    assert not tally.equal("dtype", torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16))
+    assert "torch.float32 [2] against torch.float32 [3]" in tally.detail
+
+
+def test_a_check_that_compares_nothing_is_red():
+    result = check(lambda tally: None)
+    assert not result.passed
+    assert result.detail == "nothing was compared"
+
+
+def test_a_refusal_by_the_program_is_red_and_other_errors_pass_through():
+    def refuse(tally):
+        tally.expect("fine", True)
+        raise ConsistencyError("bytes differ")
+
+    result = check(refuse)
+    assert (result.passed, result.mismatches, result.detail) == (False, 1, "refused: bytes differ")
+    with pytest.raises(KeyError):
+        check(lambda tally: {}["bug"])
+
+
+def test_a_sweep_runs_every_sample_in_every_batch_size():
+    names = dict(TINY.arrangements())
+    everything = list(range(len(TINY.sample_lengths())))
+    for size in TINY.batches:
+        calls = names[f"batch {size}"]
+        assert [i for call in calls for i in call] == everything
+        assert max(map(len, calls)) == min(size, len(everything))
+    assert sorted(names["permuted batch"][0]) == everything
+    places = [call.index(0) for call in names["every place in a batch"]]
+    assert places == list(range(len(places)))
+
+
+def test_the_full_sweep_is_the_one_promised():
+    assert FULL.batches == (1, 8, 16, 32, 64)
+    assert FULL.lengths == (1, 31, 32, 33, 127, 129, 255, 256, 257, 512)
+    assert FULL.chunks == (7, 64, 512)
+    assert len(FULL.sample_lengths()) == 64
+    assert set(QUICK.lengths) <= set(FULL.lengths)
+    assert max(FULL.within(100).sample_lengths()) <= 100
+    assert FULL.within(0 + 1).lengths == (1,)
+
+
+def test_schedules_cover_a_sequence_once():
+    assert chunked(10, 4) == [4, 4, 2]
+    assert decoded(14) == [2] + [1] * 12
+    assert decoded(3) == [1, 1, 1]
+    calls = list(
+        paged_calls(
+            [chunked(10, 4), decoded(3)],
+            block_size=4,
+            num_layers=1,
+            kv_heads=1,
+            head_dim=16,
+            dtype=torch.float32,
+        )
+    )
+    fed = [(i, p) for call in calls for i, a, b in call.spans for p in range(a, b)]
+    assert sorted(fed) == [(0, p) for p in range(10)] + [(1, p) for p in range(3)]
+    slots = torch.cat([call.paged.slot_mapping for call in calls])
+    assert len(slots.unique()) == len(fed)
+
+
+def test_a_chain_that_differs_names_the_op():
+    def mutant(gate, up, activation):
+        value = modules_glu(gate, up, activation)
+        return value * (1 + 2**-20) if gate.shape[-2] > 64 else value
+
+    modules_glu = modules.glu
+    model = build_preset("tiny-llama")
+    with patch(model), attribute(modules, "glu", mutant):
+        result = check(partial(check_packed_chain, chain=Chain(model, TINY)))
+    assert not result.passed
+    assert "first to differ: model.layers.0.mlp.down_proj input: glu" in result.detail
+
+
+def test_a_substitution_reaches_every_binding_and_is_undone_on_an_error():
+    from rl_consistency.kernels.embedding import op as embedding
+    from rl_consistency.kernels.gradient_fold import op as gradient_fold
+    from rl_consistency.kernels.linear import op as linear
+
+    original = gradient_fold.fold_parameter
+    with pytest.raises(RuntimeError), substituted(original, print):
+        bound = {gradient_fold.fold_parameter, linear.fold_parameter, embedding.fold_parameter}
+        assert bound == {print}
+        raise RuntimeError
+    bound = {gradient_fold.fold_parameter, linear.fold_parameter, embedding.fold_parameter}
+    assert bound == {original}
+    with pytest.raises(ValueError, match="nothing to substitute"), substituted(object(), print):
+        pass
+
+
+def test_a_head_norms_gradient_that_knows_its_neighbours_is_red(monkeypatch):
+    original = op_checks.rms_norm
+
+    def mutant(x, weight, eps, *, rows_per_token=1):
+        y = original(x, weight, eps, rows_per_token=rows_per_token)
+        if rows_per_token > 1 and len(x) > 1:
+            x.register_hook(lambda gradient: gradient * 1.5)
+        return y
+
+    (setup,) = op_setups(preset_targets("tiny-llama", [torch.float32]))
+    setup = replace(setup, sweep=TINY)
+    right, wrong = Tally(), Tally()
+    op_checks.check_rms_norm(right, setup)
+    monkeypatch.setattr(op_checks, "rms_norm", mutant)
+    op_checks.check_rms_norm(wrong, setup)
+    assert right.mismatches == 0 and right.cases == wrong.cases
+    assert wrong.mismatches > 0 and wrong.detail.startswith("4 heads of 32 dx")
+
+
+def test_the_default_covers_all_families_in_fp32_and_bf16():
+    targets = default_targets()
+    assert [t.name for t in targets[:2]] == [next(iter(PRESETS))] * 2
+    assert {t.name for t in targets} == set(PRESETS)
+    assert {t.dtype for t in targets} == {torch.float32, torch.bfloat16}
+    assert {t.sweep for t in targets if t.name == targets[0].name} == {FULL}
+    assert {t.sweep for t in default_targets(quick=True)} == {QUICK}
+    assert {t.dtype for t in default_targets([torch.float16])} == {torch.float16}
+
+
+CUDA = torch.device("cuda")
+
+
+def test_the_default_on_a_gpu_adds_a_model_of_real_shape_and_fp16():
+    targets = default_targets(device=CUDA, quick=True)
+    assert {t.name for t in targets} == {*PRESETS, "qwen3-0.6b"}
+    assert {t.dtype for t in targets} == {torch.float32, torch.bfloat16, torch.float16}
+    assert {t.sweep for t in targets} == {CUDA_QUICK}
+    assert {t.sweep for t in default_targets(device=CUDA)} == {CUDA_FULL}
+
+
+def test_ops_are_checked_at_the_tiny_sizes_and_at_those_of_each_model():
+    targets = [*preset_targets("tiny-llama", [], device=CUDA)]
+    targets += preset_targets("qwen3-8b", [torch.bfloat16], device=CUDA)
+    found = [(s.shapes.name, s.dtype) for s in op_setups(targets)]
+    assert ("qwen3-8b", torch.bfloat16) in found
+    assert [dtype for name, dtype in found if not name] == [t.dtype for t in targets[:3]]
+    assert len(found) == 4
+    assert {s.device for s in op_setups(targets)} == {CUDA}
+    assert op_setups(default_targets())[0].device == CPU
+
+
+def test_a_models_own_sizes_are_those_of_its_layers():
+    shapes = shapes_of("qwen3-0.6b", preset_config("qwen3-0.6b"))
+    assert set(shapes.linear) == {
+        (1024, 2048),
+        (1024, 1024),
+        (2048, 1024),
+        (1024, 3072),
+        (3072, 1024),
+    }
+    assert shapes.vocab_size == 151_936
+    assert shapes.attention[0].heads == 16
+    assert TINY_SHAPES.name == ""
+
+
+def test_jobs_know_how_much_memory_they_may_hold():
+    targets = [*preset_targets("tiny-llama", [torch.bfloat16], device=CUDA)]
+    targets += preset_targets("qwen3-8b", [torch.bfloat16, torch.float32], device=CUDA)
+    memory: dict[str, float] = {}
+    for job in jobs_of(targets):
+        memory[job.scope] = max(memory.get(job.scope, 0.0), job.memory / 2**30)
+    # Of the fp32 model: 37.9 GiB were seen; of the ops: 1 to 5, 63, 38, 9.9, 27.3 and 10.2.
+    assert 1 <= memory["tiny-llama bf16"] < 1.1
+    assert 38 < memory["qwen3-8b bf16"] < memory["qwen3-8b fp32"] < 48
+    assert memory["C1 rotary"] == 5
+    assert memory["C6 token_logprobs"] > 60 > memory["C3 token_logprobs"] > 38
+    assert 10 < memory["C1 token_logprobs"] < 13
+    assert memory["C3 embedding"] > 28 > 13 > memory["C1 embedding"] > 10.2
+    tiny = jobs_of(preset_targets("tiny-llama", [torch.bfloat16], device=CUDA))
+    assert all(2**30 <= job.memory < 1.1 * 2**30 for job in tiny[1:])
+
+
+def test_a_directorys_model_takes_the_memory_of_its_parameters(tmp_path):
+    preset_config("qwen3-8b").save_pretrained(tmp_path)
+    (target,) = directory_targets(tmp_path, [torch.bfloat16], device=CUDA)
+    chain = next(job for job in jobs_of([target]) if job.scope == target.scope)
+    assert chain.memory > 18 * 8e9
+
+
+def test_parameters_are_counted_without_making_them():
+    model = build_preset("tiny-qwen3")
+    assert count_parameters(preset_config("tiny-qwen3")) == sum(
+        p.numel() for p in model.parameters()
+    )
+    assert 8.0e9 < count_parameters(preset_config("qwen3-8b")) < 8.3e9
+
+
+def test_a_model_of_real_shape_is_refused_on_a_cpu():
+    for name in REAL_PRESETS:
+        with pytest.raises(ValueError, match="--device cuda"):
+            preset_targets(name, [])
+
+
+def test_long_sequences_are_fed_in_a_bounded_number_of_calls():
+    assert sweep_for(CPU, quick=True) == QUICK
+    sweep = CUDA_FULL.within(40_960)
+    lengths = sweep.sample_lengths()
+    assert lengths[-4:] == [1024, 2048, 4096, 8192]
+    assert len(lengths) == 68
+    reached = {c: max(lengths[i] for i in sweep.paged_samples(c)) for c in sweep.chunks}
+    assert reached == {7: 512, 64: 8192, 512: 8192}
+    assert CUDA_FULL.within(3000).sample_lengths()[-2:] == [1024, 2048]
+    assert FULL.paged_samples(7) == list(range(10))
+
+
+def test_a_model_directory_runs_in_the_dtype_it_was_saved_in(tmp_path):
+    build_preset("tiny-mistral", torch.bfloat16).save_pretrained(tmp_path / "policy")
+    (target,) = directory_targets(tmp_path / "policy", [])
+    assert (target.name, target.dtype) == ("policy", torch.bfloat16)
+    assert target.build().dtype == torch.bfloat16
+    (cast,) = directory_targets(tmp_path / "policy", [torch.float32])
+    assert cast.build().dtype == torch.float32
+
+
+def test_damaged_weights_are_named(tmp_path):
+    build_preset("tiny-mistral").save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    (target,) = directory_targets(tmp_path, [])
+    with pytest.raises(ValueError, match="damaged"):
+        target.build()
+
+
+def test_unknown_targets_are_named(tmp_path):
+    with pytest.raises(ValueError, match="unknown preset"):
+        preset_targets("tiny-gpt", [])
+    with pytest.raises(FileNotFoundError, match="is not a directory"):
+        directory_targets(tmp_path / "absent", [])
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        directory_targets(tmp_path, [])

@@ -1,0 +1,246 @@
+"""Jobs of `verify` in several processes: errors, ends, and the memory they share."""
+
+import ctypes
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.verify import compile_ahead
+from rl_consistency.verify import processes as verify_processes
+from rl_consistency.verify.claims import Check
+from rl_consistency.verify.presets import build_preset
+from rl_consistency.verify.processes import (
+    Job,
+    _begin_process,
+    _next,
+    _run_job,
+    _wait_without_spinning,
+    run_in_processes,
+)
+from rl_consistency.verify.run import jobs_of, run_checks
+from rl_consistency.verify.sweep import Sweep
+from rl_consistency.verify.targets import Target, preset_targets
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = Sweep(batches=(1, 4), lengths=(1, 17, 33), chunks=(7,), pads=(0, 3), cache_blocks=(7, 16))
+
+
+def test_a_job_survives_the_way_to_another_process():
+    targets = preset_targets("tiny-qwen3", [torch.bfloat16])
+    for job in jobs_of(targets):
+        assert pickle.loads(pickle.dumps(job)).scope == job.scope
+
+
+def test_processes_end_with_the_one_that_began_them(tmp_path):
+    """A pool's workers would wait for work for ever if theirs were killed."""
+    program = (
+        "import os, signal, torch\n"
+        "from rl_consistency.parity import verify, verify_targets\n"
+        "if __name__ == '__main__':\n"
+        "    def found(result):\n"
+        "        import multiprocessing\n"
+        "        print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    verify.run_checks(verify_targets.preset_targets('tiny-qwen2', [torch.float32]),\n"
+        "                      processes=2, on_result=found)\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    # To a file: a pipe would stay open for as long as a process that was left behind.
+    with (tmp_path / "pids").open("w") as file:
+        killed = subprocess.run(
+            [sys.executable, "program.py"], cwd=tmp_path, stdout=file, env=environment, timeout=120
+        )
+    assert killed.returncode == -signal.SIGKILL
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2
+    deadline = time.monotonic() + 20
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail("still there")
+        time.sleep(0.1)
+
+
+def test_an_error_in_another_process_is_raised_here():
+    target = Target(
+        name="none",
+        dtype=torch.float32,
+        sweep=TINY,
+        build=partial(build_preset, "unknown", torch.float32),
+    )
+    with pytest.raises(ValueError, match="unknown"):
+        run_checks([target], processes=2)
+
+
+def test_an_error_ends_what_still_runs():
+    endless = Job(scope="x", count=1, memory=1, open=partial(time.sleep, 600))
+    failing = Job(scope="y", count=1, open=partial(int, "no number"))
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="no number"):
+        run_in_processes([failing, endless], 2, torch.device("cpu"), lambda result: None)
+    assert time.monotonic() - began < 300
+
+
+def test_checks_of_no_model_can_be_shared_too():
+    results = run_checks([], processes=2)
+    assert [(r.scope, r.passed) for r in results] == [("process", True)] * 2
+
+
+class NoReturn(Exception):
+    """Is sent, and cannot be made again from what arrives."""
+
+    def __init__(self, what, where):
+        super().__init__(f"{what} at {where}")
+
+
+class NoSending(Exception):
+    """Holds what no other process can have."""
+
+
+@pytest.mark.parametrize(
+    "error", [NoReturn("broken", "here"), NoSending("broken at here", lambda: None)]
+)
+def test_an_error_that_cannot_be_sent_arrives_as_text(error):
+    def refuse():
+        raise error
+
+    with pytest.raises(RuntimeError, match=r"(?s)Traceback.*in refuse.*broken at here"):
+        _run_job(Job(scope="x", count=1, open=refuse))
+
+
+def test_an_error_that_can_be_sent_arrives_as_it_is():
+    def refuse():
+        raise ConsistencyError("bytes differ")
+
+    with pytest.raises(ConsistencyError, match="bytes differ"):
+        _run_job(Job(scope="x", count=1, open=refuse))
+
+
+def test_a_process_takes_the_current_device_and_dies_of_an_interrupt(monkeypatch):
+    found = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(verify_processes, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(compile_ahead, "_threads", 1)
+    try:
+        _begin_process(torch.device("cuda"), torch.get_num_threads(), 5)
+        assert compile_ahead._threads == 5
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, found)
+
+
+def test_a_job_leaves_nothing_in_memory_for_the_next_one():
+    kept = []
+
+    class Held:
+        def __init__(self):
+            self.itself = self
+            kept.append(weakref.ref(self))
+
+    @contextmanager
+    def checks():
+        held = Held()
+        yield []
+        assert held.itself is held
+
+    gc.disable()
+    try:
+        _run_job(Job(scope="x", count=0, open=checks))
+    finally:
+        gc.enable()
+    assert len(kept) == 1 and kept[0]() is None
+
+
+@pytest.mark.parametrize("refuses", ["cuInit", "cuDevicePrimaryCtxSetFlags_v2"])
+def test_a_driver_that_refuses_blocking_waits_is_named(refuses, monkeypatch):
+    calls = {"cuInit": lambda *given: 0, "cuDevicePrimaryCtxSetFlags_v2": lambda *given: 0}
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(**calls))
+    _wait_without_spinning(0)
+    calls[refuses] = lambda *given: 801
+    with pytest.raises(RuntimeError, match=r"does not take blocking waits: error 801"):
+        _wait_without_spinning(0)
+
+
+class AtOnce:
+    """In place of the pool: a job is run when it is submitted."""
+
+    def __init__(self, *given):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return False
+
+    def shutdown(self, cancel_futures):
+        pass
+
+    def submit(self, run, job):
+        future = Future()
+        try:
+            future.set_result(run(job))
+        except torch.OutOfMemoryError as error:
+            future.set_exception(error)
+        return future
+
+
+def short_of_memory(times):
+    """A job whose check finds no memory so many times."""
+    tries = []
+
+    def body(tally):
+        tries.append(len(tries))
+        if len(tries) <= times:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        tally.expect("fine", True)
+
+    def opened():
+        return nullcontext([Check(claim="C1", subject="x", what="y", scope="fp32", body=body)])
+
+    return Job(scope="x", count=1, memory=1, open=opened), tries
+
+
+def test_a_job_that_found_no_memory_runs_again_alone(monkeypatch):
+    monkeypatch.setattr(verify_processes, "ProcessPoolExecutor", AtOnce)
+    short, tries = short_of_memory(1)
+    other, _ = short_of_memory(0)
+    results = run_in_processes([short, other], 2, torch.device("cpu"), lambda result: None)
+    assert [r.passed for r in results] == [True, True] and len(tries) == 2
+    never, tries = short_of_memory(9)
+    with pytest.raises(torch.OutOfMemoryError):
+        run_in_processes([never, other], 2, torch.device("cpu"), lambda result: None)
+    assert len(tries) == 2
+
+
+def begun(sizes, running=(), room=10, processes=4):
+    waiting = [i for i in range(len(sizes)) if i not in running]
+    return _next(sizes, waiting, running, room, processes)
+
+
+def test_jobs_begin_as_long_as_the_memory_holds_them():
+    assert begun([4, 4, 4, 1]) == [0, 1, 3]
+    assert begun([4, 4, 4, 1], running=(0, 1)) == [3]
+    assert begun([1] * 9) == [0, 1, 2, 3]
+    assert begun([1] * 9, running=(0, 1, 2, 3)) == []
+
+
+def test_a_job_larger_than_the_memory_runs_alone():
+    assert begun([50, 1, 1]) == [0]
+    assert begun([50, 1, 1], running=(1,)) == [2]
+    assert begun([50, 1, 1], running=(0,)) == []

@@ -1,0 +1,95 @@
+"""A generated, verifiable task: chained sums answered with their running totals.
+
+    prompt "3+5+2+8="   completion "8,10,18"   answer "18"
+
+Every step of a completion is a small addition, so a tiny model learns the form in a few supervised
+steps. Some of the worked examples may stop early (`incomplete_targets`), and a policy that imitates
+them
+does too; reinforcement, which only sees whether the final sum is right, mends that. A problem is a
+pure function
+of (seed, split, index). Training and evaluation never share a sum: the text of a sum, and nothing
+else, decides which of the two it belongs to.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import accumulate, count
+from typing import Literal
+
+from rl_consistency.trainers.data.examples import Example, keyed_integer
+
+Split = Literal["train", "eval"]
+EVAL_SHARE = 8
+"""One sum in this many belongs to evaluation."""
+
+
+def problem(
+    seed: int,
+    split: Split,
+    index: int,
+    *,
+    num_terms: int,
+    max_value: int,
+    incomplete_targets: float = 0.0,
+) -> Example:
+    """Problem `index` of `split`: `num_terms` (at least 2) terms from 1 to `max_value`.
+
+    With probability `incomplete_targets` the target stops before its last running total; the answer
+    is always whole.
+    """
+    check_parameters(num_terms, max_value)
+    for attempt in count():
+        terms = [
+            1 + keyed_integer(seed, "arithmetic", split, index, attempt, place) % max_value
+            for place in range(num_terms)
+        ]
+        prompt = "+".join(map(str, terms)) + "="
+        if split_of(prompt) == split:
+            break
+    totals = list(accumulate(terms))[1:]
+    drawn = keyed_integer(seed, "arithmetic target", split, index)
+    incomplete = (drawn >> 11) < incomplete_targets * 2.0**53
+    shown = totals[: 1 + drawn % (len(totals) - 1)] if incomplete and len(totals) > 1 else totals
+    return Example(
+        id=index, prompt=prompt, answer=str(totals[-1]), target=",".join(map(str, shown))
+    )
+
+
+def problems(
+    seed: int,
+    split: Split,
+    size: int,
+    *,
+    num_terms: int,
+    max_value: int,
+    incomplete_targets: float = 0.0,
+) -> list[Example]:
+    """The first `size` problems of `split`."""
+    make = partial(
+        problem,
+        seed,
+        split,
+        num_terms=num_terms,
+        max_value=max_value,
+        incomplete_targets=incomplete_targets,
+    )
+    return [make(index) for index in range(size)]
+
+
+def split_of(prompt: str) -> Split:
+    """The split that the sum with this text belongs to, whatever the seed."""
+    return "eval" if keyed_integer("arithmetic split", prompt) % EVAL_SHARE == 0 else "train"
+
+
+def check_parameters(num_terms: int, max_value: int) -> None:
+    """ValueError unless sums of these sizes are many enough for two disjoint splits."""
+    if num_terms < 2 or max_value < 1:
+        raise ValueError(
+            f"num_terms must be at least 2 and max_value at least 1, got {num_terms}, {max_value}"
+        )
+    if max_value**num_terms < 64:
+        raise ValueError(
+            f"{num_terms} terms up to {max_value} make only {max_value**num_terms} sums, too few "
+            "for two disjoint splits: raise num_terms or max_value"
+        )
