@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
 
+from rl_consistency.kernels.matmul import audit
 from rl_consistency.models.patch import patched_session
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
@@ -15,7 +17,6 @@ from rl_consistency.rollout.completion import Completion, FailedRequestsError
 from rl_consistency.rollout.device.device_state import restricts_support
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.drafter import Drafter, PromptLookupDrafter
-from rl_consistency.rollout.library_audit import LibraryAudit
 from rl_consistency.rollout.progress import ProgressCallback
 from rl_consistency.rollout.requests import RequestLimits, eos_token_ids
 from rl_consistency.rollout.sampling_params import SamplingParams, check_integer
@@ -110,7 +111,7 @@ class RolloutEngine:
             tokenizer=tokenizer,
         )
         self._weights = WeightsWatch(model)
-        self._library = LibraryAudit()
+        self._generation = audit.generation()
         self._new_loop = lambda: StepLoop(
             self._runner,
             Scheduler(
@@ -153,7 +154,7 @@ class RolloutEngine:
             ValueError: a batch size out of range, or requests that are not finished.
         """
         self._require_idle("warm_up")
-        self._runner.begin(self._library.look())
+        self._runner.begin(self._library_generation())
         self._runner.warm_up(
             batch_sizes,
             drafts=range(sampling.speculation + 1),
@@ -320,7 +321,7 @@ class RolloutEngine:
             self._weights.after_step(ends_samples=bool(delivered))
         else:
             self._weights.after_rollout()
-            self._library.look()
+            self._library_generation()
         return delivered
 
     def _run(self, progress: ProgressCallback | None) -> Generator[Any]:
@@ -339,12 +340,30 @@ class RolloutEngine:
 
     def _begin(self, weights_digest: str | None) -> None:
         """From idle to work: new counters, and no cached key of other weights."""
-        struck = self._library.look()
-        self._runner.begin(struck)
-        if self._weights.take_over(weights_digest, struck):
+        generation = self._library_generation()
+        self._runner.begin(generation)
+        if self._weights.take_over(weights_digest, generation):
             self._blocks.reset()
         self._loop = self._new_loop()
         self._num_samples = self._num_finished = 0
+
+    def _library_generation(self) -> int:
+        """The generation of library products in use; the host waits for the devices.
+
+        Warns of products withdrawn since the last call. It is no error: the trainer decides whether
+        a run goes on (`consistency.on_drift`).
+        """
+        before, self._generation = self._generation, audit.generation()
+        if self._generation > before:
+            warnings.warn(
+                "sampled library matrix products differ from the canonical order; withdrawn: "
+                f"{', '.join(audit.withdrawn_since(before))}. They are not used again, and the "
+                "engine drops its graphs and cached keys, but tokens drawn and logprobs computed "
+                "since the last rollout began may have other bits: draw them anew, and continue "
+                "training from a checkpoint made before.",
+                stacklevel=2,
+            )
+        return self._generation
 
     def _abandon(self) -> None:
         """Leave all that is unfinished, in whatever state it is, and hand nothing of it out."""

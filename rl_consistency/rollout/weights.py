@@ -50,8 +50,8 @@ class _Origin:
     digest: str
     strictness: Strictness
     path: tuple[object, ...]
-    struck: tuple[str, ...]
-    """Library products that were not used any more."""
+    generation: int
+    """Of the library products in use: `audit.generation`."""
 
 
 class WeightsWatch:
@@ -76,12 +76,12 @@ class WeightsWatch:
         self._versions: list[int] = []
         self._num_steps = 0
 
-    def take_over(self, given: str | None, struck: tuple[str, ...] = ()) -> bool:
+    def take_over(self, given: str | None, generation: int) -> bool:
         """Look at the model before a rollout; True if nothing cached before may be used.
 
         Args:
             given: the digest whoever last wrote them says they have; None compares nothing.
-            struck: library products that are not used any more: `LibraryAudit.look`.
+            generation: of the library products in use.
 
         Raises:
             ConsistencyError: they have another.
@@ -94,7 +94,7 @@ class WeightsWatch:
         self._num_steps = 0
         digest = model_digest(self._model)
         self.compare(given, digest)
-        self._held = _Origin(digest, current(), path, struck)
+        self._held = _Origin(digest, current(), path, generation)
         return self._held != before
 
     def compare(self, given: str | None, held: str | None = None) -> None:

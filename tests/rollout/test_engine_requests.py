@@ -428,7 +428,7 @@ def test_a_cache_kept_over_new_weights_is_caught(
 ) -> None:
     """Negative control."""
     engine = engine_of(model)
-    monkeypatch.setattr(engine._weights, "take_over", lambda given, struck: False)
+    monkeypatch.setattr(engine._weights, "take_over", lambda given, generation: False)
     monkeypatch.setattr(engine._weights, "after_step", lambda ends_samples: None)
     monkeypatch.setattr(engine._weights, "after_rollout", lambda: None)
     (prompt, second), _ = turns(engine, between=changed)

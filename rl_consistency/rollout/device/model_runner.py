@@ -141,7 +141,7 @@ class ModelRunner:
             dummy_block=self.num_blocks,
             device=self.device,
         )
-        self._captured_from = self._read_by_graphs(())
+        self._captured_from = self._read_by_graphs(0)
         self._stream = self._current_stream()
         self._graphs: DecodeGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
@@ -157,14 +157,14 @@ class ModelRunner:
     def device(self) -> torch.device:
         return self._cache.device
 
-    def begin(self, struck: tuple[str, ...] = ()) -> None:
+    def begin(self, generation: int = 0) -> None:
         """Look at the model before a rollout, whose steps belong to the current CUDA stream.
 
         Graphs are dropped if parameters moved, if hooks or the patch were changed, or if a library
-        product was struck.
+        product was withdrawn.
 
         Args:
-            struck: the products struck so far: `LibraryAudit.look`.
+            generation: of the library products in use.
 
         Raises:
             ValueError: the model was moved or cast since the cache was allocated, or is not
@@ -177,15 +177,15 @@ class ModelRunner:
                 f"model is now in {self._model.dtype} on {self._model.device}; build the "
                 "RolloutEngine after moving or casting the model"
             )
-        captured_from, self._captured_from = self._captured_from, self._read_by_graphs(struck)
+        captured_from, self._captured_from = self._captured_from, self._read_by_graphs(generation)
         if self._graphs is not None and captured_from != self._captured_from:
             self._graphs.drop()
         self._stream = self._current_stream()
 
-    def _read_by_graphs(self, struck: tuple[str, ...]) -> tuple[object, ...]:
+    def _read_by_graphs(self, generation: int) -> tuple[object, ...]:
         """Where the tensors lie that graphs read, what else was captured, and what was not."""
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        return [tensor.data_ptr() for tensor in tensors], forward_path(self._model), struck
+        return [tensor.data_ptr() for tensor in tensors], forward_path(self._model), generation
 
     def _current_stream(self) -> int | None:
         """The current CUDA stream's handle; None on a CPU."""
