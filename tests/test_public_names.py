@@ -7,7 +7,7 @@ import pytest
 
 import rl_consistency
 from rl_consistency.kernels.matmul import audit
-from rl_consistency.rollout import engine
+from rl_consistency.rollout import weights
 
 
 @pytest.mark.parametrize("name", rl_consistency.__all__)
@@ -22,7 +22,7 @@ def test_every_export_is_public():
 
 def test_the_audit_that_is_exported_is_the_one_the_engine_reads():
     assert rl_consistency.schedule_audit is audit.schedule_audit
-    assert engine.audit is audit
+    assert weights.audit is audit
 
 
 def test_an_import_loads_nothing_else():

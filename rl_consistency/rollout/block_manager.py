@@ -118,7 +118,6 @@ class BlockManager:
             self._acquire(block_id)
         sequence.block_table = match.block_ids + [self._take() for _ in range(num_new)]
         sequence.num_published_blocks = num_matched
-        sequence.num_computed_tokens = num_matched * self.block_size
         for index in range(num_matched, sequence.num_tokens // self.block_size):
             self._announce(sequence, index)
         return True
@@ -145,7 +144,7 @@ class BlockManager:
         sequence.num_published_blocks = num_full
 
     def release(self, sequence: RolloutSequence) -> None:
-        """Take the sequence's blocks back. Its tokens stay; none of them counts as computed."""
+        """Take the sequence's blocks back; its tokens stay."""
         # Tail first: a cached block is then evicted before the prefix it needs to be found.
         for block_id in reversed(sequence.block_table):
             block = self._blocks[block_id]
@@ -158,7 +157,6 @@ class BlockManager:
                     self._blank.append(block_id)
         sequence.block_table = []
         sequence.num_published_blocks = 0
-        sequence.num_computed_tokens = 0
 
     def _announce(self, sequence: RolloutSequence, index: int) -> None:
         """Name the content of the sequence's full block `index`, if it has no name yet."""

@@ -1,7 +1,12 @@
-"""From what a caller asks for to the sequences that are served, with every check on the way."""
+"""Requests: every check on the way in, and which of them are unfinished.
+
+`RequestLimits` makes sequences of what a caller asks for; `OpenRequests` keeps them until their
+completions are handed out.
+"""
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_consistency.rollout.block_manager import BlockManager
+from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.drafter import Drafter, Speculator
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.sequence import RolloutSequence
@@ -55,12 +61,17 @@ class RequestLimits:
         _check_streams(ids, params)
         return [
             sequence
-            for index, prompt in enumerate(prompts)
-            for sequence in self._samples(index, prompt, params[index], ids[index])
+            for index, (prompt, request_id) in enumerate(zip(prompts, request_ids, strict=True))
+            for sequence in self._samples(index, prompt, params[index], ids[index], request_id)
         ]
 
     def _samples(
-        self, index: int, prompt: Sequence[int], params: SamplingParams, prompt_id: int
+        self,
+        index: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        prompt_id: int,
+        request_id: str,
     ) -> Iterator[RolloutSequence]:
         tokens = self._checked_prompt(index, prompt, params)
         self._check_stop_tokens(index, params)
@@ -75,6 +86,7 @@ class RequestLimits:
                 params=params,
                 stop_token_ids=stop,
                 token_ids=tokens,
+                request_id=request_id,
                 stop_strings=self._stop_strings(index, params, tokens[-1:]),
                 speculator=self._speculator(params),
             )
@@ -190,3 +202,82 @@ def _check_streams(prompt_ids: Sequence[int], params: Sequence[SamplingParams]) 
                 "so their samples would use the same random numbers; give each its own id or seed, "
                 "or ask for n samples of one prompt"
             )
+
+
+class OpenRequests:
+    """The unfinished requests, and the completions that nobody has taken yet.
+
+    Attributes:
+        live: the unfinished samples of each request.
+        num_samples: samples asked for since the last `restart`.
+        num_finished: of these, those that ended.
+    """
+
+    def __init__(self) -> None:
+        self.live: dict[str, list[RolloutSequence]] = {}
+        self._ended: list[Completion] = []
+        self._numbers = itertools.count()  # of the ids made up
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from 0; nothing may be unfinished."""
+        self.num_samples = self.num_finished = 0
+
+    @property
+    def has_completions(self) -> bool:
+        return bool(self._ended)
+
+    def unfinished(self) -> set[str]:
+        """Ids of requests with samples that are not handed out."""
+        return {*self.live, *(completion.request_id for completion in self._ended)}
+
+    def made_up_ids(self, count: int) -> list[str]:
+        """Ids that no unfinished request has."""
+        taken = self.unfinished()
+        names = (f"request-{number}" for number in self._numbers)
+        return list(itertools.islice((name for name in names if name not in taken), count))
+
+    def check(self, request_ids: Sequence[str], sequences: Sequence[RolloutSequence]) -> None:
+        """ValueError for an id that is taken or no string, and for random numbers in use."""
+        seen = self.unfinished()
+        for request_id in request_ids:
+            if not isinstance(request_id, str):
+                raise ValueError(f"request ids must be strings, got {request_id!r}")
+            if request_id in seen:
+                raise ValueError(
+                    f"request id {request_id!r} is given twice, or belongs to a request that is "
+                    "not finished; give each its own"
+                )
+            seen.add(request_id)
+        used = {(live[0].params.seed, live[0].prompt_id) for live in self.live.values()}
+        for sequence in sequences if used else ():
+            if (sequence.params.seed, sequence.prompt_id) in used:
+                raise ValueError(
+                    f"prompt {sequence.prompt_index} has the prompt id {sequence.prompt_id} and "
+                    f"seed {sequence.params.seed} of a request that is not finished, so both would "
+                    "use the same random numbers; give each its own prompt id or seed"
+                )
+
+    def add(self, sequence: RolloutSequence) -> None:
+        """Count a sample in."""
+        self.live.setdefault(sequence.request_id, []).append(sequence)
+        self.num_samples += 1
+
+    def end(self, sequence: RolloutSequence) -> None:
+        """Make the completion of a sample that ended."""
+        live = self.live[sequence.request_id]
+        live.remove(sequence)
+        if not live:
+            del self.live[sequence.request_id]
+        self._ended.append(Completion.of(sequence))
+        self.num_finished += 1
+
+    def take_completions(self) -> list[Completion]:
+        """Hand out what has ended."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def clear(self) -> None:
+        """Forget all requests and completions."""
+        self.live.clear()
+        self._ended.clear()

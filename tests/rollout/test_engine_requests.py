@@ -79,7 +79,7 @@ def test_a_stream_yields_each_completion_as_it_ends(model: Any, expected: Any) -
     completions, unfinished = [], []
     for completion in engine.stream(PROMPTS, SAMPLING):
         completions.append(completion)
-        unfinished.append(sum(len(live) for live in engine._live.values()))
+        unfinished.append(sum(len(live) for live in engine._requests.live.values()))
     assert content(completions) == expected
     assert [len(c.token_ids) for c in completions] == sorted(len(c.token_ids) for c in completions)
     assert unfinished[0] >= 6 and unfinished[-1] == 0  # the others were decoding meanwhile

@@ -63,7 +63,7 @@ def told(act: Callable[[], Any]) -> list[str]:
 def test_a_struck_product_is_told_of_once_and_stays_struck(
     engine: RolloutEngine, differs: Differs, reads_before: bool
 ) -> None:
-    look = engine._library_generation
+    look = engine._weights.library_generation
     assert told(look) == [] and look() == 0
     for count, key in enumerate(KEYS, start=1):
         differs(key)
@@ -77,7 +77,8 @@ def test_a_struck_product_is_told_of_once_and_stays_struck(
 def test_nobody_is_told_of_what_was_struck_before_it_came(model: Any, differs: Differs) -> None:
     differs(KEYS[0])
     engine = RolloutEngine(model, eos_token_id=None, kv_block_size=4)
-    assert told(engine._library_generation) == [] and engine._library_generation() == 1
+    look = engine._weights.library_generation
+    assert told(look) == [] and look() == 1
 
 
 def test_both_of_two_engines_are_told(model: Any, differs: Differs) -> None:

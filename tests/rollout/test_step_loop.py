@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_consistency.rollout import step_loop
+from rl_consistency.rollout import scheduler
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.scheduler import ScheduledChunk, Scheduler
-from rl_consistency.rollout.sequence import RolloutSequence, SequenceStatus
-from rl_consistency.rollout.step_loop import Sampled, StepLoop
+from rl_consistency.rollout.sequence import RolloutSequence
+from rl_consistency.rollout.step_loop import Sampled
 
 Make = Callable[..., Any]
 STOP = 12
@@ -77,7 +77,7 @@ def test_a_sequence_is_never_launched_beyond_max_tokens(toy: Make, sequence_of: 
     served.run(sequences)
     rows = sum(chunk.samples for chunks in served.runner.history for chunk in chunks)
     assert rows == sum(sequence.num_generated_tokens for sequence in sequences) == 36
-    assert served.loop.statistics().discarded_rows == 0
+    assert served.loop.statistics.discarded_rows == 0
 
 
 def test_a_stop_token_is_seen_one_step_late_and_the_extra_row_is_thrown_away(
@@ -87,7 +87,7 @@ def test_a_stop_token_is_seen_one_step_late_and_the_extra_row_is_thrown_away(
     served = toy()
     served.run(sequences)
     stopped = [s for s in sequences if s.finish_reason == "stop"]
-    assert stopped and served.loop.statistics().discarded_rows == len(stopped)
+    assert stopped and served.loop.statistics.discarded_rows == len(stopped)
     check(sequences, expected)
     check_empty(served)
 
@@ -195,7 +195,7 @@ def test_no_schedule_moves_a_token_or_a_logprob(
                 assert len(token_ids) == num_tokens
             seen[str(sequence.finish_reason)] += 1
         check_empty(served)
-        statistics = served.loop.statistics()
+        statistics = served.loop.statistics
         seen.update({event: getattr(statistics, event) for event in EVENTS})
 
     any_schedule()
@@ -232,7 +232,7 @@ def test_no_block_is_lost_over_ten_thousand_requests(
     served.finish()
     check_empty(served)
     assert reasons["stop"] > 1000 and reasons["length"] > 1000
-    statistics = served.loop.statistics()
+    statistics = served.loop.statistics
     assert statistics.preemptions > 50 and statistics.accepted_tokens > 1000
     # Ended sequences leave no trace: neither in the queue nor in the names of contents.
     assert peak < 150 and len(served.blocks._by_key) <= 15
@@ -358,7 +358,7 @@ def test_right_guesses_save_steps_and_are_counted(
         served = toy()
         served.run([sequence])
         check([sequence], expected)
-        statistics = served.loop.statistics()
+        statistics = served.loop.statistics
         steps[speculation] = statistics.steps
         assert (statistics.drafted_tokens > 0) == (speculation > 0)
         assert 0 <= statistics.accepted_tokens <= statistics.drafted_tokens
@@ -399,7 +399,7 @@ def test_drafting_sequences_share_steps_instead_of_taking_turns(
                 for i in prompt_ids
             ]
         )
-        return served.loop.statistics().steps
+        return served.loop.statistics.steps
 
     assert steps([*range(8)]) <= 1.1 * max(steps([i]) for i in range(8))
 
@@ -419,9 +419,9 @@ def test_a_preempted_sequence_keeps_a_token_that_is_reported_after_it_lost_its_b
     while served.loop.has_unfinished:
         before, pending = new.num_tokens, new.num_pending
         served.loop.step()
-        if new.status is SequenceStatus.WAITING and pending:
+        if new.preempted and new.slot is None and pending:
             kept.append(new.num_tokens - before)
-    assert served.loop.statistics().preemptions > 0 and kept[0] == 1
+    assert served.loop.statistics.preemptions > 0 and kept[0] == 1
     check([old, new], expected)
 
 
@@ -432,7 +432,7 @@ def test_statistics_count_what_was_done(toy: Make, sequence_of: Make) -> None:
     served = toy(share_prefixes=False)
     sequences = load(sequence_of)
     served.run(sequences)
-    statistics = served.loop.statistics()
+    statistics = served.loop.statistics
     assert statistics.steps == len(served.runner.history)
     assert statistics.prefill_tokens == sum(s.num_prompt_tokens for s in sequences)
     assert statistics.decode_tokens == sum(s.num_generated_tokens for s in sequences)
@@ -471,14 +471,13 @@ def test_the_traffic_of_the_mutants_is_served_well(
     assert served_well(toy, sequence_of, expected)
 
 
-class KeepsExtraRow(StepLoop):
+class KeepsExtraRow(Scheduler):
     """Does not notice that a sequence had ended when its last row was launched."""
 
-    def _take_in(self) -> list[RolloutSequence]:
-        for chunk in self._in_flight.chunks if self._in_flight is not None else ():
-            if chunk.sequence.is_finished:
-                chunk.sequence.status = SequenceStatus.RUNNING
-        return super()._take_in()
+    def take_in(self, chunks: Any, sampled_rows: Any) -> list[RolloutSequence]:
+        for chunk in chunks:
+            chunk.sequence.finish_reason = None
+        return super().take_in(chunks, sampled_rows)
 
 
 class SharesTooEarly(BlockManager):
@@ -535,7 +534,7 @@ class GoesOnBehindADraft(Scheduler):
 @pytest.mark.parametrize(
     "mutant",
     [
-        {"loop": KeepsExtraRow},
+        {"scheduler": KeepsExtraRow},
         {"blocks": SharesTooEarly},
         {"scheduler": CountsGuessesAsComputed},
         {"scheduler": CountsTokensTwice},
@@ -592,12 +591,12 @@ def test_an_acceptance_rule_off_by_one_is_caught(
     monkeypatch: pytest.MonkeyPatch,
     off: int,
 ) -> None:
-    right = step_loop.num_accepted
+    right = scheduler.num_accepted
 
     def wrong(draft: Any, sampled: Any) -> int:
         return max(min(right(draft, sampled) + off, len(draft)), 0)
 
-    monkeypatch.setattr(step_loop, "num_accepted", wrong)
+    monkeypatch.setattr(scheduler, "num_accepted", wrong)
     sequences = load(sequence_of, speculation=7, max_tokens=40)
     served = toy()
     served.run(sequences)
@@ -632,7 +631,7 @@ def test_the_step_launched_beyond_the_last_end_is_taken_in_at_once(
     while not served.loop.step():
         pass
     assert sequence.finish_reason == "stop" and not served.loop.has_unfinished
-    assert not served.runner.in_flight and served.loop.statistics().discarded_rows == 1
+    assert not served.runner.in_flight and served.loop.statistics.discarded_rows == 1
 
 
 def test_an_abandoned_loop_has_waited_and_holds_nothing(toy: Make, sequence_of: Make) -> None:

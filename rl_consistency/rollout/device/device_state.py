@@ -1,7 +1,7 @@
-"""What the device remembers of the running sequences from one step to the next, by slot.
+"""What the device keeps of the running sequences from one step to the next, by slot.
 
-A sequence holds a slot while it runs. The host keeps a copy of all but the sampled tokens, so that
-it never has to ask the device.
+A sequence holds a slot while it runs. The host has a copy of all but the sampled tokens, so it
+never waits for the device to read them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DeviceState:
         num_slots: sequences that run at a time.
         width: most blocks of a sequence.
         block_size: tokens of a block.
-        dummy_block: the block of whatever belongs to no sequence.
+        dummy_block: the block that padding rows write to.
         device: where the tensors are.
 
     Attributes:
@@ -87,7 +87,7 @@ class DeviceState:
         *,
         most: int = 0,
     ) -> tuple[list[int], list[int]]:
-        """Take over the blocks that hold positions below `ends` [n] and are not known yet.
+        """Enter the blocks that hold positions below `ends` [n] and are new to the tables.
 
         Returns (cells, blocks): the entries of the flattened table that the caller has to write on
         the device, at most `most` of each sequence. Where more are new the next `flush` copies the
@@ -149,7 +149,7 @@ class DeviceState:
         rows = SamplingRows(
             temperature=temperature, top_k=words[KEY_WORDS], top_p=top_p, min_p=min_p
         )
-        # Neutral to the bits, and one graph then serves all temperatures.
+        # Moves no bit, and one graph then serves all temperatures.
         rows = rows.knowing(truncates=truncates, unit_temperature=False)
         return rows, words[:KEY_WORDS].t()
 

@@ -24,8 +24,7 @@ a trainer in the same process needs the rest for gradients, moments and activati
 class KVCache:
     """Two tensors per layer, [num_blocks + 1, block_size, num_key_value_heads, head_dim] each.
 
-    The block behind the last, number `num_blocks`, takes what padding rows write. No sequence holds
-    it, and nothing that is in it reaches one.
+    Padding rows write to block number `num_blocks`, behind the last. No sequence holds or reads it.
     """
 
     keys: Sequence[Tensor]
@@ -67,7 +66,7 @@ class KVCache:
         assert num_blocks is not None
         shape = (num_blocks + 1, *row)
         try:
-            # Zeros: a slot never written must hold no NaN, which no mask of weight 0 would remove.
+            # Zeros: a NaN in a slot that was never written would pass a mask of weight 0.
             keys, values = (
                 [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
                 for _ in range(2)
@@ -89,7 +88,6 @@ class KVCache:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all blocks that sequences may hold."""
         return self.num_blocks * self.block_size
 
 

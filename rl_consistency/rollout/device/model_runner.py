@@ -1,8 +1,8 @@
 """Owns the KV cache and the device state, and turns a step's chunks into tokens and logprobs.
 
-A step is launched and its results are read later: nothing in a launch waits for the device, so the
-next step can be queued behind it. What the host does not know at a launch, the token sampled by the
-step before, is taken from the device.
+A step is launched and its results are read later: a launch never waits for the device, so the next
+step can be queued behind it. The token that the step before samples is not known to the host at a
+launch; it is read on the device.
 """
 
 from __future__ import annotations
@@ -42,14 +42,8 @@ MEMORY_BOUND_TOKENS = 256
 RAGGED = 0
 """In place of a width: chunks that run without a graph."""
 
-
-@dataclass(frozen=True, eq=False)
-class _Group:
-    """Chunks of one call."""
-
-    chunks: list[ScheduledChunk]
-    indices: list[int]
-    """Of each chunk in the step."""
+_Group = dict[int, ScheduledChunk]
+"""The chunks of one call, by their index in the step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +60,7 @@ class PendingStep:
     """A step that has been queued.
 
     Attributes:
-        chunks: its chunks that sample, in the order they were launched in.
+        chunks: its chunks that sample, in the order of the launch.
     """
 
     def __init__(
@@ -84,7 +78,7 @@ class PendingStep:
         """Wait for this step and no later one.
 
         Returns for each of `chunks` the (token id, logprob) sampled at each of its
-        1 + len(draft) positions; a logprob is NaN where the row's logits were.
+        1 + len(draft) positions; a logprob is NaN where the row's logits are.
         """
         if self._done is not None:
             self._done.synchronize()
@@ -158,9 +152,9 @@ class ModelRunner:
         return self._cache.device
 
     def begin(self, generation: int = 0) -> None:
-        """Look at the model before a rollout, whose steps belong to the current CUDA stream.
+        """Look at the model before a rollout; all steps of it belong to the current CUDA stream.
 
-        Graphs are dropped if parameters moved, if hooks or the patch were changed, or if a library
+        Drops the graphs if parameters moved, if hooks or the patch were changed, or if a library
         product was withdrawn.
 
         Args:
@@ -183,7 +177,7 @@ class ModelRunner:
         self._stream = self._current_stream()
 
     def _read_by_graphs(self, generation: int) -> tuple[object, ...]:
-        """Where the tensors lie that graphs read, what else was captured, and what was not."""
+        """What graphs depend on: where the tensors lie that they read, and what was captured."""
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
         return [tensor.data_ptr() for tensor in tensors], forward_path(self._model), generation
 
@@ -230,7 +224,7 @@ class ModelRunner:
                 )
 
     def admit(self, sequence: RolloutSequence) -> None:
-        """Take over a sequence that has been given a slot; the slot's former holder is forgotten.
+        """Enter a sequence in the device state of its slot, in place of the slot's last holder.
 
         Raises:
             ValueError: it has no slot, or one out of range.
@@ -239,7 +233,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def launch(self, chunks: Sequence[ScheduledChunk]) -> PendingStep:
-        """Queue the chunks' computation: keys and values written, tokens sampled.
+        """Queue the chunks' computation: write keys and values, sample tokens.
 
         Every chunk's sequence has been admitted and holds blocks up to the chunk's end. A chunk may
         end in one token that the step before samples (`num_pending`).
@@ -254,16 +248,16 @@ class ModelRunner:
                 "the same stream"
             )
         groups = self._grouped(chunks)
-        ragged_group = groups.pop(RAGGED, None)
-        # Everything is staged before anything runs: one copy brings the device's tables up to date.
+        others = groups.pop(RAGGED, {})
+        # All calls are staged before any runs: one copy brings the device's tables up to date.
         staged = [self._stage(width, group) for width, group in groups.items()]
         ragged = None
-        if ragged_group is not None:
-            ragged = RaggedCall.of(ragged_group.chunks, self._state, self._cache.block_size)
+        if others:
+            ragged = RaggedCall.of(list(others.values()), self._state, self._cache.block_size)
         self._state.flush()
         results = [self._replay(*call) for call in staged]
-        if ragged is not None and ragged_group is not None:
-            results.append(self._run(ragged, ragged_group))
+        if ragged is not None:
+            results.append(self._run(ragged, others))
         return PendingStep(chunks, results, self._mark())
 
     def _grouped(self, chunks: Sequence[ScheduledChunk]) -> dict[int, _Group]:
@@ -282,33 +276,33 @@ class ModelRunner:
             ]
             widest = max(widths)
             if sum(decodes) * widest <= MEMORY_BOUND_TOKENS:
-                # Each graph reads all weights; rows behind a short draft cost less than that.
+                # Each graph reads all weights; padding short drafts costs less than that.
                 widths = [widest if decode else RAGGED for decode in decodes]
-        groups: dict[int, _Group] = {}
-        for width in sorted(set(widths)):
-            indices = [index for index, other in enumerate(widths) if other == width]
-            groups[width] = _Group([chunks[index] for index in indices], indices)
+        groups: dict[int, _Group] = {width: {} for width in sorted(set(widths))}
+        for index, width in enumerate(widths):
+            groups[width][index] = chunks[index]
         return groups
 
     def _stage(self, width: int, group: _Group) -> tuple[CapturedCall, Tensor, _Group]:
         """A decode group's captured call and the host buffer with its numbers."""
         assert self._graphs is not None
-        slots = np.array([chunk.sequence.slot for chunk in group.chunks], dtype=np.int64)
+        chunks = list(group.values())
+        slots = np.array([chunk.sequence.slot for chunk in chunks], dtype=np.int64)
         captured = self._graphs.captured(
             len(slots),
             width,
             truncates=self._state.truncates(slots),
-            longest=max([chunk.start + chunk.length for chunk in group.chunks]),
+            longest=max([chunk.start + chunk.length for chunk in chunks]),
         )
-        return captured, captured.call.stage(group.chunks, slots), group
+        return captured, captured.call.stage(chunks, slots), group
 
     def _replay(self, captured: CapturedCall, staged: Tensor, group: _Group) -> CallResult:
         captured.call.load(staged)
         captured.replay()
         width = captured.call.shape.width
-        firsts = range(0, len(group.chunks) * width, width)
-        counts = [1 + len(chunk.draft) for chunk in group.chunks]
-        spans = list(zip(group.indices, firsts, counts, strict=True))
+        firsts = range(0, len(group) * width, width)
+        counts = [1 + len(chunk.draft) for chunk in group.values()]
+        spans = list(zip(group, firsts, counts, strict=True))
         return CallResult(to_host(captured.call.values), spans)
 
     def _run(self, call: RaggedCall, group: _Group) -> CallResult:
@@ -326,7 +320,7 @@ class ModelRunner:
         )
         token_ids = self._state.resolve(inputs["token_ids"], inputs["token_slots"])
         hidden = paged_hidden_states(self._model, token_ids, inputs["positions"], paged)
-        indices = [i for i, c in zip(group.indices, group.chunks, strict=True) if c.samples]
+        indices = [index for index, chunk in group.items() if chunk.samples]
         if not indices:
             return CallResult(torch.empty(2, 0, dtype=torch.int32), [])
         tokens, logprobs = self._sampled(
