@@ -58,7 +58,9 @@ class RequestLimits:
         for name, values in given.items():
             if len(values) != len(prompts):
                 raise ValueError(f"{len(prompts)} prompts but {len(values)} {name}; one for each")
-        _check_streams(ids, params)
+        for index, asked in enumerate(params):
+            if not isinstance(asked, SamplingParams):
+                raise ValueError(f"sampling[{index}] must be a SamplingParams, got {asked!r}")
         return [
             sequence
             for index, (prompt, request_id) in enumerate(zip(prompts, request_ids, strict=True))
@@ -74,27 +76,29 @@ class RequestLimits:
         request_id: str,
     ) -> Iterator[RolloutSequence]:
         tokens = self._checked_prompt(index, prompt, params)
-        self._check_stop_tokens(index, params)
-        stop = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop |= self.eos_token_ids
+        for token_id in params.stop_token_ids:
+            if token_id >= self.vocab_size:
+                raise ValueError(
+                    f"prompt {index} has the stop token id {token_id}, outside the model's "
+                    f"vocabulary of {self.vocab_size}"
+                )
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
         for sample_index in range(params.n):
             yield RolloutSequence(
                 prompt_index=index,
                 sample_index=sample_index,
                 prompt_id=prompt_id,
                 params=params,
-                stop_token_ids=stop,
+                stop_token_ids=eos | frozenset(params.stop_token_ids),
                 token_ids=tokens,
                 request_id=request_id,
                 stop_strings=self._stop_strings(index, params, tokens[-1:]),
-                speculator=self._speculator(params),
+                speculator=(
+                    Speculator(self.drafter, params.speculation, self.vocab_size)
+                    if params.speculation
+                    else None
+                ),
             )
-
-    def _speculator(self, params: SamplingParams) -> Speculator | None:
-        if not params.speculation:
-            return None
-        return Speculator(self.drafter, params.speculation, self.vocab_size)
 
     def _stop_strings(
         self, index: int, params: SamplingParams, context: Sequence[int]
@@ -128,14 +132,6 @@ class RequestLimits:
             )
         self._check_length(index, len(tokens), params.max_tokens)
         return tokens.tolist()
-
-    def _check_stop_tokens(self, index: int, params: SamplingParams) -> None:
-        for token_id in params.stop_token_ids:
-            if token_id >= self.vocab_size:
-                raise ValueError(
-                    f"prompt {index} has the stop token id {token_id}, outside the model's "
-                    f"vocabulary of {self.vocab_size}"
-                )
 
     def _check_length(self, index: int, num_prompt_tokens: int, max_tokens: int) -> None:
         asked = f"prompt {index}: {num_prompt_tokens} prompt tokens and max_tokens={max_tokens}"
@@ -189,21 +185,6 @@ def _prompt_ids(values: Sequence[int]) -> list[int]:
     return ids
 
 
-def _check_streams(prompt_ids: Sequence[int], params: Sequence[SamplingParams]) -> None:
-    """Each prompt needs a random stream of its own."""
-    seen: dict[tuple[int, int], int] = {}
-    for index, (prompt_id, asked) in enumerate(zip(prompt_ids, params)):
-        if not isinstance(asked, SamplingParams):
-            raise ValueError(f"sampling[{index}] must be a SamplingParams, got {asked!r}")
-        first = seen.setdefault((asked.seed, prompt_id), index)
-        if first != index:
-            raise ValueError(
-                f"prompts {first} and {index} share prompt id {prompt_id} and seed {asked.seed}, "
-                "so their samples would use the same random numbers; give each its own id or seed, "
-                "or ask for n samples of one prompt"
-            )
-
-
 class OpenRequests:
     """The unfinished requests, and the completions that nobody has taken yet.
 
@@ -249,13 +230,19 @@ class OpenRequests:
                     "not finished; give each its own"
                 )
             seen.add(request_id)
-        used = {(live[0].params.seed, live[0].prompt_id) for live in self.live.values()}
-        for sequence in sequences if used else ():
-            if (sequence.params.seed, sequence.prompt_id) in used:
+        used = {
+            (live[0].params.seed, live[0].prompt_id): "a request that is not finished"
+            for live in self.live.values()
+        }
+        for sequence in sequences:
+            seed, prompt_id = sequence.params.seed, sequence.prompt_id
+            name = f"prompt {sequence.prompt_index}"
+            other = used.setdefault((seed, prompt_id), name)
+            if other != name:
                 raise ValueError(
-                    f"prompt {sequence.prompt_index} has the prompt id {sequence.prompt_id} and "
-                    f"seed {sequence.params.seed} of a request that is not finished, so both would "
-                    "use the same random numbers; give each its own prompt id or seed"
+                    f"{name} has the prompt id {prompt_id} and seed {seed} of {other}, so both "
+                    "would use the same random numbers; give each its own prompt id or seed, or "
+                    "ask for n samples of one prompt"
                 )
 
     def add(self, sequence: RolloutSequence) -> None:

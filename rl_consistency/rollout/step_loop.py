@@ -9,48 +9,22 @@ of another row (claim C1). On a CPU a launch computes at once, and everything el
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from time import perf_counter
-from typing import Protocol
 
 from rl_consistency.rollout.block_manager import BlockManager
-from rl_consistency.rollout.scheduler import Sampled, ScheduledChunk, Scheduler
+from rl_consistency.rollout.device.model_runner import ModelRunner, PendingStep
+from rl_consistency.rollout.scheduler import Scheduler
 from rl_consistency.rollout.sequence import RolloutSequence
-
-
-class LaunchedStep(Protocol):
-    """A step queued on the device."""
-
-    @property
-    def chunks(self) -> Sequence[ScheduledChunk]:
-        """Those that sample, in order."""
-        ...
-
-    def wait(self) -> list[Sampled]:
-        """What was sampled for each of them; waits for the device."""
-        ...
-
-
-class StepRunner(Protocol):
-    """Runs the model: `ModelRunner`."""
-
-    def admit(self, sequence: RolloutSequence) -> None:
-        """Write the sequence's sampling parameters to the device state of its slot."""
-        ...
-
-    def launch(self, chunks: Sequence[ScheduledChunk]) -> LaunchedStep:
-        """Queue a step; never waits for the device."""
-        ...
 
 
 class StepLoop:
     """Serves the sequences of one rollout, step by step."""
 
-    def __init__(self, runner: StepRunner, scheduler: Scheduler, blocks: BlockManager) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, blocks: BlockManager) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._blocks = blocks
-        self._in_flight: LaunchedStep | None = None
+        self._in_flight: PendingStep | None = None
         self._has_begun = self._is_abandoned = False
         self._started = perf_counter()
         self._waited = 0.0
@@ -96,7 +70,7 @@ class StepLoop:
         self.statistics.host_seconds += now - began - (self._waited - waited)
         return ended
 
-    def _launch(self) -> LaunchedStep | None:
+    def _launch(self) -> PendingStep | None:
         chunks = self._scheduler.schedule()
         if not chunks:
             assert self._in_flight is not None or not self._scheduler.has_unfinished

@@ -353,7 +353,7 @@ def test_the_largest_sequence_the_cache_can_hold_is_served(fp32_session: PatchSe
 
 def test_two_prompts_may_not_share_a_random_stream(fp32_session: PatchSession) -> None:
     engine = engine_of(fp32_session.model)
-    with pytest.raises(ValueError, match="prompts 0 and 1 share prompt id 4"):
+    with pytest.raises(ValueError, match="prompt 1 has the prompt id 4 and seed 0 of prompt 0,"):
         engine.generate([[1], [2]], SamplingParams(), prompt_ids=[4, 4])
 
 
