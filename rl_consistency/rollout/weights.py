@@ -33,9 +33,7 @@ def model_digest(model: Any) -> str:
 
 def forward_path(model: Any) -> tuple[object, ...]:
     """What a patched model's forward pass runs, without its weights: the patch session, the
-    modules' classes, and the forward hooks on them and on all modules.
-
-    Hooks are named by the numbers PyTorch gives them, which are never used again.
+    modules' classes, and the forward hooks, named by numbers that PyTorch never gives twice.
 
     Raises:
         ValueError: the model is not patched.
@@ -85,8 +83,8 @@ class WeightsWatch:
     def library_generation(self) -> int:
         """The generation of library products in use; the host waits for the devices.
 
-        Warns of products withdrawn since the last call. It is no error: the trainer decides whether
-        a run goes on (`consistency.on_drift`).
+        Warns of products withdrawn since the last call. The trainer decides whether that is an
+        error (`consistency.on_drift`).
         """
         before, self._generation = self._generation, audit.generation()
         if self._generation > before:
@@ -109,7 +107,6 @@ class WeightsWatch:
 
         Raises:
             ConsistencyError: the weights have another digest.
-            ValueError: the model is not patched.
         """
         before, self._held = self._held, None
         path = forward_path(self._model)
@@ -130,11 +127,8 @@ class WeightsWatch:
         """A cheap look after a step at the ops; and at the parameters every few steps, and whenever
         a sample is given away.
 
-        It sees writes in place and parameters moved to other memory. It does not see a write
-        through `.data`; `after_rollout` does.
-
-        Raises:
-            ConsistencyError: the ops or the weights were changed while samples were under way.
+        It sees writes in place and parameters that moved; only `after_rollout` sees a write through
+        `.data`. Either raises a ConsistencyError for a change while samples are under way.
         """
         assert self._held is not None
         if (now := current()) != self._held.strictness:
@@ -153,9 +147,6 @@ class WeightsWatch:
         """The cheap look, then compare digest and forward pass with those before the rollout.
 
         A change that was undone is seen if it left a version.
-
-        Raises:
-            ConsistencyError: the model was changed while samples were under way.
         """
         self.after_step(ends_samples=True)
         assert self._held is not None

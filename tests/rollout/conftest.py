@@ -20,9 +20,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.drafter import PromptLookupDrafter, Speculator
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.scheduler import ScheduledChunk, Scheduler
+from rl_consistency.rollout.scheduler import Sampled, ScheduledChunk, Scheduler
 from rl_consistency.rollout.sequence import RolloutSequence
-from rl_consistency.rollout.step_loop import Sampled, StepLoop
+from rl_consistency.rollout.step_loop import StepLoop
 
 VOCAB = 13
 STOP = 12
@@ -228,7 +228,6 @@ def make_toy(
     fails_at: frozenset[tuple[int, int]] = frozenset(),
     scheduler: Callable[..., Scheduler] = Scheduler,
     blocks: Callable[..., BlockManager] = BlockManager,
-    loop: Callable[..., StepLoop] = StepLoop,
 ) -> Toy:
     manager = blocks(num_blocks, block_size, share_prefixes=share_prefixes)
     runner = ToyRunner(num_blocks, block_size, max_num_seqs, fails_at)
@@ -238,7 +237,8 @@ def make_toy(
         max_num_seqs=max_num_seqs,
         prefill_chunk_size=prefill_chunk_size,
     )
-    return Toy(runner, manager, planner, loop(runner, planner, manager))
+    model_runner: Any = runner
+    return Toy(runner, manager, planner, StepLoop(model_runner, planner, manager))
 
 
 def make_sequence(

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from rl_consistency.rollout import scheduler
 from rl_consistency.rollout.block_manager import BlockManager
-from rl_consistency.rollout.scheduler import ScheduledChunk, Scheduler
+from rl_consistency.rollout.scheduler import Sampled, ScheduledChunk, Scheduler
 from rl_consistency.rollout.sequence import RolloutSequence
-from rl_consistency.rollout.step_loop import Sampled
 
 Make = Callable[..., Any]
 STOP = 12

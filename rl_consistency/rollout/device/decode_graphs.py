@@ -33,7 +33,7 @@ from rl_consistency.rollout.scheduler import ScheduledChunk
 WIDTHS = (1, 4, 1 + MAX_DRAFT)
 """Tokens of a sequence in one call: the last known one and a draft, padded to one of these."""
 
-_WIDTH_FOR = [WIDTHS[bisect_left(WIDTHS, 1 + draft)] for draft in range(WIDTHS[-1])]
+_WIDTH_FOR_DRAFT = [WIDTHS[bisect_left(WIDTHS, 1 + draft)] for draft in range(WIDTHS[-1])]
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Numbers of rows up to which graphs are captured; above the last in steps of `BUCKET_STEP`."""
@@ -52,7 +52,7 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
 
 def width_for(draft: int) -> int:
     """The smallest width that holds a draft of so many tokens and the token before it."""
-    return _WIDTH_FOR[draft]
+    return _WIDTH_FOR_DRAFT[draft]
 
 
 Compute = Callable[..., tuple[Tensor, Tensor]]
@@ -90,13 +90,11 @@ class DecodeCall:
         self.most_new_blocks = -(-shape.width // cache.block_size)
         updates = rows * self.most_new_blocks
         self._dummy_place = state.dummy_block * cache.block_size
+        of_tokens = ("token_slots", "token_ids", "positions", "places")
         self._fields = StagedFields(
             {
                 "slots": (np.int64, (rows,)),
-                "token_slots": (np.int64, (tokens,)),
-                "token_ids": (np.int64, (tokens,)),
-                "positions": (np.int64, (tokens,)),
-                "places": (np.int64, (tokens,)),
+                **dict.fromkeys(of_tokens, (np.int64, (tokens,))),
                 "cells": (np.int64, (updates,)),
                 "blocks": (np.int32, (updates,)),
                 "last_rows": (np.int64, (rows,)),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from rl_consistency.rollout.device.random_stream import device_uniforms
 from rl_consistency.rollout.device.sampler import sample
 from rl_consistency.rollout.device.staging import to_device, to_host
 from rl_consistency.rollout.drafter import MAX_DRAFT
-from rl_consistency.rollout.scheduler import ScheduledChunk
+from rl_consistency.rollout.scheduler import Sampled, ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.weights import forward_path
 
@@ -45,15 +44,9 @@ RAGGED = 0
 _Group = dict[int, ScheduledChunk]
 """The chunks of one call, by their index in the step."""
 
-
-@dataclass(frozen=True, eq=False)
-class CallResult:
-    """What one call of the model sampled, on its way to the host."""
-
-    values: Tensor
-    """[2, rows] int32 on the host: token ids, and the bits of their fp32 logprobs."""
-    spans: list[tuple[int, int, int]]
-    """(index of the chunk in the step, first row, number of rows)."""
+_Rows = tuple[Tensor, list[tuple[int, int, int]]]
+"""What one call sampled: [2, rows] int32 on the host, token ids and the bits of their fp32
+logprobs; and where each chunk's rows are: (index in the step, first row, number of rows)."""
 
 
 class PendingStep:
@@ -64,17 +57,14 @@ class PendingStep:
     """
 
     def __init__(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        results: list[CallResult],
-        done: torch.cuda.Event | None,
+        self, chunks: Sequence[ScheduledChunk], calls: list[_Rows], done: torch.cuda.Event | None
     ) -> None:
         self.chunks = [chunk for chunk in chunks if chunk.samples]
         self._sampling = [chunk.samples for chunk in chunks]
-        self._results = results
+        self._calls = calls
         self._done = done
 
-    def wait(self) -> list[list[tuple[int, float]]]:
+    def wait(self) -> list[Sampled]:
         """Wait for this step and no later one.
 
         Returns for each of `chunks` the (token id, logprob) sampled at each of its
@@ -82,12 +72,11 @@ class PendingStep:
         """
         if self._done is not None:
             self._done.synchronize()
-        sampled: list[list[tuple[int, float]]] = [[] for _ in self._sampling]
-        for result in self._results:
-            token_ids = result.values[0].tolist()
-            logprobs = result.values[1].view(torch.float32).tolist()
-            rows = list(zip(token_ids, logprobs, strict=True))
-            for index, first, count in result.spans:
+        sampled: list[Sampled] = [[] for _ in self._sampling]
+        for values, spans in self._calls:
+            logprobs = values[1].view(torch.float32).tolist()
+            rows = list(zip(values[0].tolist(), logprobs, strict=True))
+            for index, first, count in spans:
                 sampled[index] = rows[first : first + count]
         return list(itertools.compress(sampled, self._sampling))
 
@@ -95,8 +84,8 @@ class PendingStep:
 class ModelRunner:
     """Runs the model over a paged KV cache; reads its weights in place, call by call.
 
-    On a GPU decode chunks run through CUDA graphs, unless `cuda_graphs` is False; that moves no
-    bit, and neither does the size of the cache (see `KVCache.allocate`).
+    On a GPU decode chunks run through CUDA graphs, unless `cuda_graphs` is False. Neither that nor
+    the size of the cache (see `KVCache.allocate`) moves a bit.
 
     Attributes:
         num_blocks: blocks that sequences may hold, numbered from 0.
@@ -196,11 +185,10 @@ class ModelRunner:
         truncates: bool = False,
         longest: int | None = None,
     ) -> None:
-        """Capture the graphs of decode steps ahead of time; nothing to do without graphs.
+        """Capture the graphs of decode steps ahead of time; see `RolloutEngine.warm_up`.
 
         Args:
-            batch_sizes: numbers of sequences decoding together, at most `max_num_seqs`; None is
-                every one that graphs are captured for.
+            batch_sizes: numbers of sequences decoding together; None is all up to the most.
             drafts: lengths of the drafts to verify.
             truncates: whether any sequence restricts its support.
             longest: tokens of the longest sequence, for stock attention; None is the most possible.
@@ -214,14 +202,12 @@ class ModelRunner:
             raise ValueError(f"batch sizes must be 1 to max_num_seqs={most}, got {wrong}")
         if self._graphs is None:
             return
-        if batch_sizes is None:
-            batch_sizes = buckets_up_to(most)
+        sizes = set(buckets_up_to(most) if batch_sizes is None else batch_sizes)
+        widths = {width_for(draft) for draft in drafts}
+        most_keys = longest or self._capacity
         # The largest first: the others fit in the memory it leaves.
-        for rows in sorted(set(batch_sizes), reverse=True):
-            for width in sorted({width_for(draft) for draft in drafts}, reverse=True):
-                self._graphs.captured(
-                    rows, width, truncates=truncates, longest=longest or self._capacity
-                )
+        for rows, width in sorted(itertools.product(sizes, widths), reverse=True):
+            self._graphs.captured(rows, width, truncates=truncates, longest=most_keys)
 
     def admit(self, sequence: RolloutSequence) -> None:
         """Enter a sequence in the device state of its slot, in place of the slot's last holder.
@@ -255,10 +241,10 @@ class ModelRunner:
         if others:
             ragged = RaggedCall.of(list(others.values()), self._state, self._cache.block_size)
         self._state.flush()
-        results = [self._replay(*call) for call in staged]
+        calls = [self._replay(*call) for call in staged]
         if ragged is not None:
-            results.append(self._run(ragged, others))
-        return PendingStep(chunks, results, self._mark())
+            calls.append(self._run(ragged, others))
+        return PendingStep(chunks, calls, self._mark())
 
     def _grouped(self, chunks: Sequence[ScheduledChunk]) -> dict[int, _Group]:
         """The chunks by the width of their graph; `RAGGED` for those that run without one."""
@@ -296,16 +282,15 @@ class ModelRunner:
         )
         return captured, captured.call.stage(chunks, slots), group
 
-    def _replay(self, captured: CapturedCall, staged: Tensor, group: _Group) -> CallResult:
+    def _replay(self, captured: CapturedCall, staged: Tensor, group: _Group) -> _Rows:
         captured.call.load(staged)
         captured.replay()
         width = captured.call.shape.width
         firsts = range(0, len(group) * width, width)
         counts = [1 + len(chunk.draft) for chunk in group.values()]
-        spans = list(zip(group, firsts, counts, strict=True))
-        return CallResult(to_host(captured.call.values), spans)
+        return to_host(captured.call.values), list(zip(group, firsts, counts, strict=True))
 
-    def _run(self, call: RaggedCall, group: _Group) -> CallResult:
+    def _run(self, call: RaggedCall, group: _Group) -> _Rows:
         """A call of chunks of any lengths, op by op."""
         inputs = to_device(call.arrays, self.device)
         paged = PagedAttention(
@@ -322,7 +307,7 @@ class ModelRunner:
         hidden = paged_hidden_states(self._model, token_ids, inputs["positions"], paged)
         indices = [index for index, chunk in group.items() if chunk.samples]
         if not indices:
-            return CallResult(torch.empty(2, 0, dtype=torch.int32), [])
+            return torch.empty(2, 0, dtype=torch.int32), []
         tokens, logprobs = self._sampled(
             hidden.index_select(0, inputs["rows"]),
             inputs["positions"].index_select(0, inputs["rows"]),
@@ -332,8 +317,7 @@ class ModelRunner:
         self._state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
         values = torch.stack([tokens.to(torch.int32), logprobs.view(torch.int32)])
         firsts = (np.cumsum(call.counts) - call.counts).tolist()
-        spans = list(zip(indices, firsts, call.counts.tolist(), strict=True))
-        return CallResult(to_host(values), spans)
+        return to_host(values), list(zip(indices, firsts, call.counts.tolist(), strict=True))
 
     def _decode(
         self,
