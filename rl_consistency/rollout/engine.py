@@ -53,7 +53,7 @@ class RolloutEngine:
         fingerprint: orders, versions and device of the rollout side, for training to compare.
 
     Raises:
-        ValueError: a setting out of range, or a model that is not patched.
+        ValueError: a setting is out of range, or the model is not patched.
     """
 
     def __init__(
@@ -193,8 +193,8 @@ class RolloutEngine:
         Arguments and errors are those of `generate`, but a request that fails is yielded like the
         others, with `finish_reason` "error". While the caller works on one completion, the step in
         flight goes on. Prompts submitted meanwhile are finished and yielded too. Closing the
-        iterator, or leaving a `for` over it, cancels what is unfinished and drops the prefix cache.
-        Once all is finished the iterator yields nothing more, whatever the engine serves next.
+        iterator cancels what is unfinished and drops the prefix cache. Once all is finished the
+        iterator yields nothing more, even if the engine serves others next.
         """
         self._require_idle("generate or stream")
         self.submit(
@@ -239,8 +239,8 @@ class RolloutEngine:
     def cancel(self, request_id: str) -> bool:
         """Cancel what is unfinished of a request; its KV blocks are free at once.
 
-        The completions, with the tokens known by now, come from the next `step`. If no request is
-        left the prefix cache is dropped. Returns whether there was anything to cancel.
+        The next `step` returns the completions, with the tokens known by now. If no request is left
+        the prefix cache is dropped. Returns whether there was anything to cancel.
         """
         sequences = list(self._requests.live.get(request_id, ()))
         for sequence in sequences:
@@ -284,10 +284,10 @@ class RolloutEngine:
         batch_sizes: Sequence[int] | None = None,
         longest: int | None = None,
     ) -> None:
-        """Capture the CUDA graphs that decoding with `sampling` replays.
+        """Capture the CUDA graphs that decoding with `sampling` replays, if graphs are used.
 
-        Without it each is captured in the first step that needs it, while all samples wait. A hook,
-        a patch or a parameter that changes place drops them. Does nothing without graphs.
+        Without it the first step that needs a graph captures it, while all samples wait. A new hook
+        or patch, or a parameter that changes place, drops them.
 
         Args:
             sampling: whether it restricts the support, and its speculation, decide which graphs.

@@ -186,22 +186,17 @@ def _prompt_ids(values: Sequence[int]) -> list[int]:
 
 
 class OpenRequests:
-    """The unfinished requests, and the completions that nobody has taken yet.
-
-    Attributes:
-        live: the unfinished samples of each request.
-        num_samples: samples asked for since the last `restart`.
-        num_finished: of these, those that ended.
-    """
+    """The unfinished requests, and the completions that are not handed out yet."""
 
     def __init__(self) -> None:
         self.live: dict[str, list[RolloutSequence]] = {}
+        """The unfinished samples of each request."""
         self._ended: list[Completion] = []
         self._numbers = itertools.count()  # of the ids made up
         self.restart()
 
     def restart(self) -> None:
-        """Count from 0; nothing may be unfinished."""
+        """Count samples from 0."""
         self.num_samples = self.num_finished = 0
 
     @property

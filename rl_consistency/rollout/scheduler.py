@@ -106,8 +106,7 @@ class Scheduler:
     def prefers_report(self) -> bool:
         """Whether too many running sequences would sit out the next step to draft after the report.
 
-        To wait for the report costs the host's time of one step, a small part of a step; to sit it
-        out costs a whole one, for those that do.
+        Waiting for the report costs all a small part of a step; sitting out costs a whole step.
         """
         num_running = len(self._running) - self._num_left
         sitting_out = sum(
@@ -130,8 +129,7 @@ class Scheduler:
     def schedule(self) -> list[ScheduledChunk]:
         """The next step's chunks, at most `max_batch_tokens` tokens.
 
-        Empty when all is finished, or when nothing can be done before the tokens under way are
-        reported.
+        Empty when all is finished, or when all wait for the report of the step in flight.
         """
         if self._num_left:
             self._running = [s for s in self._running if s.slot is not None]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.sequence import RolloutSequence
@@ -230,12 +228,6 @@ def test_without_sharing_nothing_is_found_or_awaited() -> None:
     admit(blocks, [1] * 9)
     match = blocks.match_prefix(make([1] * 9))
     assert match.block_ids == [] and match.awaited_block is None
-
-
-@pytest.mark.parametrize("arguments", [(0, 4), (4, 0)])
-def test_an_empty_cache_is_refused(arguments: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="at least one block"):
-        BlockManager(*arguments)
 
 
 def test_no_block_ever_holds_two_contents_under_a_random_load() -> None:

@@ -69,9 +69,9 @@ class Shape:
     width: int
     """Tokens of each."""
     truncates: bool
-    """Whether the sampler restricts the support; neutral to rows that do not."""
+    """Whether the sampler restricts any row's support; it moves no bit of the others."""
     context: int
-    """Most keys of a sequence: the cache's, or for stock attention a bucket."""
+    """Most keys of a sequence: `context_bound`."""
     stock: frozenset[str]
     """Ops on their stock path."""
 
@@ -79,7 +79,7 @@ class Shape:
 class DecodeCall:
     """One shape's decode step over buffers that never move.
 
-    `run` is what a graph captures. It is plain PyTorch, and runs on a CPU as it is.
+    A graph captures `run`, which is plain PyTorch and runs on a CPU too.
     """
 
     def __init__(self, shape: Shape, state: DeviceState, cache: KVCache, compute: Compute) -> None:
@@ -209,9 +209,6 @@ class DecodeGraphs:
     memory of everything in between.
 
     Args:
-        state: the sequences by slot.
-        cache: the KV cache.
-        compute: the model and the sampler.
         capacity: most tokens of a sequence.
         prepare: makes what must not be made during a capture, and returns what the graphs read
             and the model may replace.

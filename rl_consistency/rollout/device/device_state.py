@@ -22,17 +22,11 @@ from rl_consistency.rollout.sequence import RolloutSequence
 
 
 class DeviceState:
-    """Rows for `num_slots` sequences and one more, the dummy slot of padding rows.
-
-    Args:
-        num_slots: sequences that run at a time.
-        width: most blocks of a sequence.
-        block_size: tokens of a block.
-        dummy_block: the block that padding rows write to.
-        device: where the tensors are.
+    """Rows for `num_slots` sequences of at most `width` blocks, and one more for padding.
 
     Attributes:
-        dummy_slot: number of the dummy slot, `num_slots`.
+        dummy_slot: the slot of padding rows, number `num_slots`.
+        dummy_block: the block that they write to.
         last_tokens: [S] int64, the token that was sampled last; S = num_slots + 1.
         block_tables: [S, width] int32, each sequence's blocks in logical order, then `dummy_block`.
     """
@@ -142,7 +136,7 @@ class DeviceState:
     def sampling(self, slots: Tensor, *, truncates: bool) -> tuple[SamplingRows, Tensor]:
         """Sampling parameters of rows [n] by slot, and their stream keys [n, 5] int64.
 
-        `truncates` is the host's answer to whether any of them restricts its support.
+        `truncates`: whether any of them restricts its support.
         """
         words = self._device_words.index_select(1, slots)
         temperature, top_p, min_p = self._device_shares.index_select(1, slots).unbind(0)

@@ -13,11 +13,9 @@ DEFAULT_TOKENS_PER_SEQUENCE = 1024
 """Tokens of each running sequence the default cache has room for."""
 
 CPU_CACHE_BYTES = 4 << 30
-"""Upper bound of the default cache on a CPU."""
-
 GPU_CACHE_SHARE = 0.4
-"""Upper bound of the default cache on a GPU, as a share of the memory free when the cache is made;
-a trainer in the same process needs the rest for gradients, moments and activations."""
+"""Upper bounds of the default cache; on a GPU a share of the memory that is free when it is made. A
+trainer in the same process needs the rest."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,8 +44,8 @@ class KVCache:
         """A cache in the model's dtype, on its device.
 
         Without `num_blocks` it has room for `max_num_seqs` sequences of `tokens_per_sequence`
-        tokens (1024 where that is None, and never more than the model's context), at most 4 GiB on
-        a CPU and 40 % of the free memory on a GPU, and always for one such sequence.
+        tokens (None is 1024; the model's context at most), within 4 GiB on a CPU and 40 % of the
+        free memory on a GPU, but always for one such sequence.
 
         Raises:
             ValueError: the device has no room for it.

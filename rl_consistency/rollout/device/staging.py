@@ -21,12 +21,9 @@ _TENSOR_DTYPES = {
 
 
 class StagedFields:
-    """Names, dtypes and shapes of arrays, and where each lies in a buffer of bytes.
+    """Where arrays lie in a buffer of bytes; fields: name -> (int64, int32 or float32; shape).
 
-        StagedFields({"slots": (np.int64, (3,)), "lens": (np.int32, (3,))}).nbytes == 128
-
-    Args:
-        fields: name -> (int64, int32 or float32; shape).
+    StagedFields({"slots": (np.int64, (3,)), "lens": (np.int32, (3,))}).nbytes == 128
     """
 
     def __init__(self, fields: Mapping[str, tuple[DTypeLike, tuple[int, ...]]]) -> None:
