@@ -332,7 +332,7 @@ class RolloutEngine:
 
     def _abandon(self) -> None:
         """Drop all that is unfinished, in whatever state it is; nothing of it is handed out."""
-        self._requests.clear()
+        self._requests.restart()
         self._loop.abandon()
 
     def _require_idle(self, purpose: str) -> None:

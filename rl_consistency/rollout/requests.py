@@ -189,14 +189,14 @@ class OpenRequests:
     """The unfinished requests, and the completions that are not handed out yet."""
 
     def __init__(self) -> None:
-        self.live: dict[str, list[RolloutSequence]] = {}
-        """The unfinished samples of each request."""
-        self._ended: list[Completion] = []
         self._numbers = itertools.count()  # of the ids made up
         self.restart()
 
     def restart(self) -> None:
-        """Count samples from 0."""
+        """Forget all requests and completions, and count samples from 0."""
+        self.live: dict[str, list[RolloutSequence]] = {}
+        """The unfinished samples of each request."""
+        self._ended: list[Completion] = []
         self.num_samples = self.num_finished = 0
 
     @property
@@ -258,8 +258,3 @@ class OpenRequests:
         """Hand out what has ended."""
         ended, self._ended = self._ended, []
         return ended
-
-    def clear(self) -> None:
-        """Forget all requests and completions."""
-        self.live.clear()
-        self._ended.clear()

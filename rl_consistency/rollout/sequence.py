@@ -91,10 +91,6 @@ class RolloutSequence:
         return len(self.token_ids) + self.num_pending - self.num_computed_tokens
 
     @property
-    def num_generated_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 

@@ -155,7 +155,7 @@ class WeightsWatch:
             _fail(f"their digest was {before} and is {after}")
         if forward_path(self._model) != self._held.path:
             raise ConsistencyError(
-                "the model was patched anew, or forward hooks or modules were changed, during "
+                "the model was patched again, or forward hooks or modules were changed, during "
                 "generation; do so only when generate has returned, or the stream is closed"
             )
 

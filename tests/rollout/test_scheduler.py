@@ -75,7 +75,7 @@ def test_only_the_last_known_token_is_sampled_from(toy: Make, sequence_of: Make)
     counts = []
     while served.scheduler.has_unfinished:
         step(served)
-        counts.append(sequence.num_generated_tokens)
+        counts.append(len(sequence.token_logprobs))
     assert counts == [0, 0, 1, 2]
 
 

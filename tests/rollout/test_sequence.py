@@ -30,7 +30,7 @@ def test_a_sequence_copies_its_prompt() -> None:
     sequence = make(prompt)
     sequence.append(9, -0.5)
     assert prompt == [1, 2, 3]
-    assert (sequence.num_prompt_tokens, sequence.num_generated_tokens) == (3, 1)
+    assert (sequence.num_prompt_tokens, len(sequence.token_logprobs)) == (3, 1)
 
 
 def test_all_known_tokens_but_the_computed_ones_are_to_do() -> None:
@@ -66,7 +66,7 @@ def test_a_pending_token_is_scheduled_but_not_known() -> None:
     sequence = make([1, 2, 3])
     sequence.num_computed_tokens, sequence.num_pending = 3, 1
     assert (sequence.num_tokens, sequence.num_scheduled_tokens) == (3, 4)
-    assert (sequence.num_uncomputed_tokens, sequence.num_generated_tokens) == (1, 0)
+    assert (sequence.num_uncomputed_tokens, len(sequence.token_logprobs)) == (1, 0)
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])

@@ -80,14 +80,6 @@ class KVCache:
     def device(self) -> torch.device:
         return self.keys[0].device
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.keys[0].dtype
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_blocks * self.block_size
-
 
 def cache_bytes(device: torch.device) -> int:
     """Most bytes the default cache may take."""

@@ -89,13 +89,10 @@ class ModelRunner:
 
     Attributes:
         num_blocks: blocks that sequences may hold, numbered from 0.
-        max_draft: most guessed tokens of a chunk.
 
     Raises:
         ValueError: the device has no room for the cache.
     """
-
-    max_draft = MAX_DRAFT
 
     def __init__(
         self,
@@ -116,7 +113,7 @@ class ModelRunner:
             tokens_per_sequence=tokens_per_sequence,
         )
         self.num_blocks = self._cache.num_blocks
-        self._capacity = min(model.config.max_position_embeddings, self._cache.num_tokens)
+        self._capacity = min(model.config.max_position_embeddings, self.num_blocks * block_size)
         self._state = DeviceState(
             max_num_seqs,
             width=-(-self._capacity // block_size),
@@ -153,12 +150,12 @@ class ModelRunner:
             ValueError: the model was moved or cast since the cache was allocated, or is not
                 patched.
         """
-        cache = self._cache
-        if (self._model.dtype, self._model.device) != (cache.dtype, cache.device):
+        model, cache = self._model, self._cache.keys[0]
+        if (model.dtype, model.device) != (cache.dtype, cache.device):
             raise ValueError(
                 f"the KV cache was made for a model in {cache.dtype} on {cache.device} and the "
-                f"model is now in {self._model.dtype} on {self._model.device}; build the "
-                "RolloutEngine after moving or casting the model"
+                f"model is now in {model.dtype} on {model.device}; build the RolloutEngine after "
+                "moving or casting the model"
             )
         captured_from, self._captured_from = self._captured_from, self._read_by_graphs(generation)
         if self._graphs is not None and captured_from != self._captured_from:
@@ -225,7 +222,7 @@ class ModelRunner:
         end in one token that the step before samples (`num_pending`).
 
         Raises:
-            ValueError: a draft longer than `max_draft`, or another CUDA stream than at `begin`.
+            ValueError: a draft longer than `MAX_DRAFT`, or another CUDA stream than at `begin`.
         """
         if self._stream != (now := self._current_stream()):
             raise ValueError(
@@ -249,9 +246,9 @@ class ModelRunner:
     def _grouped(self, chunks: Sequence[ScheduledChunk]) -> dict[int, _Group]:
         """The chunks by the width of their graph; `RAGGED` for those that run without one."""
         drafts = [len(chunk.draft) for chunk in chunks]
-        if max(drafts, default=0) > self.max_draft:
+        if max(drafts, default=0) > MAX_DRAFT:
             raise ValueError(
-                f"a draft of {max(drafts)} tokens; at most {self.max_draft} are verified in a step"
+                f"a draft of {max(drafts)} tokens; at most {MAX_DRAFT} are verified in a step"
             )
         widths = [RAGGED] * len(chunks)
         if self._graphs is not None:

@@ -39,7 +39,7 @@ def test_a_sequence_is_never_launched_beyond_max_tokens(toy: Make, sequence_of: 
     sequences = [sequence_of([i], max_tokens=i, prompt_id=i, stop=frozenset()) for i in range(1, 9)]
     served.run(sequences)
     rows = sum(chunk.samples for chunks in served.runner.history for chunk in chunks)
-    assert rows == sum(sequence.num_generated_tokens for sequence in sequences) == 36
+    assert rows == sum(len(sequence.token_logprobs) for sequence in sequences) == 36
     assert served.loop.statistics.discarded_rows == 0
 
 

@@ -44,7 +44,7 @@ def test_a_waiting_sequence_can_be_cancelled(toy: Make, sequence_of: Make) -> No
     served.loop.step()
     served.loop.cancel(second)
     served.finish()
-    assert second.finish_reason == "cancelled" and second.num_generated_tokens == 0
+    assert second.finish_reason == "cancelled" and len(second.token_logprobs) == 0
     served.check_empty()
 
 
@@ -182,7 +182,7 @@ def test_statistics_count_what_was_done(toy: Make, sequence_of: Make, load: Make
     statistics = served.loop.statistics
     assert statistics.steps == len(served.runner.history)
     assert statistics.prefill_tokens == sum(s.num_prompt_tokens for s in sequences)
-    assert statistics.decode_tokens == sum(s.num_generated_tokens for s in sequences)
+    assert statistics.decode_tokens == sum(len(s.token_logprobs) for s in sequences)
     assert 0 < statistics.peak_kv_blocks <= statistics.num_kv_blocks == 64
     assert statistics.peak_kv_share == statistics.peak_kv_blocks / 64
     assert 0 < statistics.host_seconds <= statistics.seconds
