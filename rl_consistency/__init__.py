@@ -21,7 +21,7 @@ _EXPORTS = {
     "progress_bar": "rl_consistency.rollout.progress",
     "SamplingParams": "rl_consistency.rollout.sampling_params",
     "compare_logprobs": "rl_consistency.parity.drift",
-    "schedule_audit": "rl_consistency.kernels.matmul.cublaslt",
+    "schedule_audit": "rl_consistency.kernels.matmul.audit",
     "check_gradients": "rl_consistency.parity.gradients",
 }
 
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from rl_consistency.kernels.matmul.cublaslt import schedule_audit
+    from rl_consistency.kernels.matmul.audit import schedule_audit
     from rl_consistency.models.patch import patch
     from rl_consistency.models.token_logprobs import token_logprobs
     from rl_consistency.numerics.errors import ConsistencyError

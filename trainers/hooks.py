@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-from rl_consistency.kernels.matmul.cublaslt import AuditReport, schedule_audit
+from rl_consistency.kernels.matmul.audit import AuditReport, schedule_audit
 from rl_consistency.models.patch import patched_session
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint

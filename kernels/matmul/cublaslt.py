@@ -4,8 +4,8 @@ cuBLASLt without split K walks K upward into one fp32 accumulator, which is the 
 its heuristics may hand a shape to a kernel that does not. So a call goes there only with a
 certificate: for its layout, dtypes, bias, N, K and power-of-two range of M the library's bytes were
 equal to the Triton schedule's, on this device, with this driver and these versions. Certificates
-are made on first use and kept in a file; every `AUDIT_EVERY`-th library call is checked again on a
-sample of rows.
+are made on first use and kept in a file; `audit` checks some library calls again on a sample of
+rows.
 
 Shapes: as `matmul`; `outer_from_zero`: dy [T, N], x [T, K] -> out [N, K] fp32.
 Dtypes and rounding points: as `matmul`.
@@ -13,7 +13,7 @@ Order: `matmul.ORDER`; `outer_from_zero` that of `gradient_fold` from an accumul
 Invariant to: as `matmul`.
 Varies with: nothing else; a difference found strikes the certificate.
 Backward: none.
-Errors: none here; `schedule_audit` reports, callers judge. A damaged certificate file warns.
+Errors: none here; `audit.schedule_audit` reports, callers judge. A damaged certificate file warns.
 Cost: a certificate takes eight products once per key; an audit one gather of 64 rows.
 """
 
@@ -22,26 +22,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.recording import PLAIN, unrecorded
+from rl_consistency.kernels.matmul import audit
+from rl_consistency.kernels.matmul.audit import differing_elements
 from rl_consistency.kernels.matmul.certificates import Certificates, Key
 from rl_consistency.kernels.matmul.product_triton import DESCRIPTOR_BYTES, matmul_fwd
 from rl_consistency.kernels.matmul.schedules import prefers_library
 
-AUDIT_EVERY = 257
-"""Library calls from one audit to the next: a prime, or the same sites of a step would be audited
-again and again."""
-
 ALIGNMENT = 256
 """Bytes an operand starts on: the library chooses by alignment, and certificates are made with
 fresh tensors."""
-
-AUDIT_ROWS = 64
-"""Rows of a result that an audit computes again."""
 
 PROBE_BYTES = 2**32
 """The most memory that the making of a certificate may take; larger products stay with Triton."""
@@ -49,33 +43,6 @@ PROBE_BYTES = 2**32
 _CUBLASLT = torch._C._BlasBackend.Cublaslt
 
 
-@dataclass(frozen=True)
-class AuditReport:
-    """What sampling found since the process began."""
-
-    calls: int
-    """Library calls."""
-    audited: int
-    """Of these, calls of which a sample of rows was computed again."""
-    differing: int
-    """Elements of the samples that differed. Anything but 0 breaks the promise."""
-    found: int
-    """Of these, those found since the report before."""
-    struck: list[str]
-    """Keys that lost their certificate through it."""
-
-
-@dataclass
-class _Audit:
-    calls: int = 0
-    audited: int = 0
-    differing: int = 0
-    struck: list[str] = field(default_factory=list)
-    counters: dict[torch.device, Tensor] = field(default_factory=dict)
-    pending: set[tuple[torch.device, Key]] = field(default_factory=set)
-
-
-_audit = _Audit()
 _by_device: dict[torch.device, Certificates] = {}
 _to_the_row: ContextVar[bool] = ContextVar("certified_to_the_row", default=False)
 
@@ -112,10 +79,10 @@ def product(
         return None
     with unrecorded():
         y = library_product(a, b, bias, layout, out_dtype)
-        if not capturing and _due(a.device, key):
-            rows = _sampled(m, a.device)
+        if not capturing and audit.due():
+            rows = audit.sampled_rows(m, a.device)
             expected = matmul_fwd(a[rows], b, bias, layout, out_dtype)
-            _count(a.device, y[rows], expected)
+            audit.record(certificates(a.device), key, y[rows], expected)
     return y
 
 
@@ -136,28 +103,11 @@ def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
         return False
     with unrecorded():
         library_outer(dy, x, out)
-        if not capturing and _due(dy.device, key):
-            rows = _sampled(n, dy.device)
-            _count(dy.device, out[rows], canonical_outer(dy[:, rows], x))
+        if not capturing and audit.due():
+            rows = audit.sampled_rows(n, dy.device)
+            expected = canonical_outer(dy[:, rows], x)
+            audit.record(certificates(dy.device), key, out[rows], expected)
     return True
-
-
-def schedule_audit() -> AuditReport:
-    """Read the counters (waits for the devices) and strike every key audited since, if any differ.
-
-    Raises nothing: the caller decides what a difference means.
-    """
-    found = 0
-    for counter in _audit.counters.values():
-        found += int(counter)
-        counter.zero_()
-    if found:
-        for device, key in sorted(_audit.pending, key=lambda pair: pair[1].name):
-            _by_device[device].strike(key, "an audited sample of rows differed")
-            _audit.struck.append(key.name)
-    _audit.pending.clear()
-    _audit.differing += found
-    return AuditReport(_audit.calls, _audit.audited, _audit.differing, found, list(_audit.struck))
 
 
 def settings_in_force() -> bool:
@@ -230,12 +180,6 @@ def compare(
     return int(differing_elements(library(a, b, bias, key.layout, key.out_dtype), expected))
 
 
-def differing_elements(a: Tensor, b: Tensor) -> Tensor:
-    """Number of elements whose bytes differ, two NaN being equal; the host does not wait."""
-    bits = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return ((a.view(bits) != b.view(bits)) & ~(a.isnan() & b.isnan())).sum()
-
-
 def _as_certified(matrix: Tensor) -> bool:
     """Whether a matrix lies in memory as those that certificates are made with: rows one after
     another, each on a 16-byte line."""
@@ -269,28 +213,3 @@ def certificates(device: torch.device) -> Certificates:
     if device not in _by_device:
         _by_device[device] = Certificates.of_device(device, lambda key, m: compare(device, key, m))
     return _by_device[device]
-
-
-def _due(device: torch.device, key: Key) -> bool:
-    """Count one library call; whether it is to be audited."""
-    _audit.calls += 1
-    if _audit.calls % AUDIT_EVERY:
-        return False
-    _audit.audited += 1
-    _audit.pending.add((device, key))
-    return True
-
-
-def _sampled(count: int, device: torch.device) -> Tensor:
-    """At most `AUDIT_ROWS` indices spread over `count` rows; they move from audit to audit."""
-    number = min(AUDIT_ROWS, count)
-    first = _audit.audited * 31 % count
-    return (torch.arange(number, device=device) * count // number + first) % count
-
-
-def _count(device: torch.device, found: Tensor, expected: Tensor) -> None:
-    # The first call may be an evaluation's; an inference tensor could not be added to later.
-    with torch.inference_mode(False):
-        if device not in _audit.counters:
-            _audit.counters[device] = torch.zeros((), dtype=torch.int64, device=device)
-        _audit.counters[device].add_(differing_elements(found, expected))

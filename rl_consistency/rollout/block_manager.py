@@ -1,18 +1,17 @@
-"""Paged KV cache blocks: who holds which, and which may be shared.
+"""Paged KV cache blocks: which sequence holds which, and which may be shared.
 
-A full block is known by its content: the key (prefix id of the block before it, its token ids). The
-prefix id is a number given once to a content in its context and never used again, so equal keys
-mean equal tokens from the sequence's first token on; the dictionary compares the tokens themselves,
-and a hash collision cannot join two contents. Keys and values of a token depend on nothing but the
-tokens up to it (claim C1), so a shared block holds the very bytes its new holder would compute.
+A full block is found by its content: the key (prefix id of the block before it, its token ids). A
+prefix id is given once to a content in its context and never again, so equal keys mean equal tokens
+from the sequence's first token on. The dictionary compares the tokens themselves, so a hash
+collision joins nothing. A token's keys and values depend on the tokens up to it and on nothing else
+(claim C1), so a shared block holds the very bytes its new holder would compute.
 
 Only full blocks are shared, and a full block is never written again: there is no copy-on-write.
-A block is announced when it is allocated, so that a sibling can wait for it instead of computing it
-too, and becomes shareable when the step that fills it has been launched and all its tokens are
-known. All steps run in order on one stream, so whoever shares it later reads it filled, and a block
-may be handed on while a step that still writes it for its former holder is under way. Released
-blocks keep their content until space is needed, least recently released first. `reset` forgets all
-of it, as new weights require.
+A block is announced when it is allocated, so that a sibling can wait for it. It becomes shareable
+when the step that fills it has been launched and all its tokens are known. All steps run in order
+on one stream, so a later holder reads it filled, even if it was handed on before the step ended.
+Released blocks keep their content until space is needed, least recently released first. `reset`
+forgets all contents, as new weights require.
 """
 
 from __future__ import annotations
@@ -41,29 +40,25 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The longest announced prefix of a sequence: leading blocks already held by the cache."""
+    """The longest announced prefix of a sequence."""
 
     block_ids: list[int]
+    """Its leading blocks that are computed."""
     awaited_block: int | None
-    """The first block of the prefix that is announced and not computed yet, if any."""
+    """The next one, if it is announced but not computed yet."""
 
 
 class BlockManager:
     """Hands out the blocks of a KV cache of `num_blocks` x `block_size` token slots."""
 
     def __init__(self, num_blocks: int, block_size: int, *, share_prefixes: bool = True) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(
-                f"a KV cache needs at least one block of at least one token, got num_blocks="
-                f"{num_blocks}, block_size={block_size}"
-            )
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.share_prefixes = share_prefixes
         self.reset()
 
     def reset(self) -> None:
-        """Take every block back and forget all contents: no cached key outlives its weights."""
+        """Take every block back and forget all contents."""
         self._blocks = [_Block() for _ in range(self.num_blocks)]
         self._blank = list(range(self.num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # content kept, least recent first
@@ -118,7 +113,6 @@ class BlockManager:
             self._acquire(block_id)
         sequence.block_table = match.block_ids + [self._take() for _ in range(num_new)]
         sequence.num_published_blocks = num_matched
-        sequence.num_computed_tokens = num_matched * self.block_size
         for index in range(num_matched, sequence.num_tokens // self.block_size):
             self._announce(sequence, index)
         return True
@@ -137,7 +131,7 @@ class BlockManager:
 
     def publish(self, sequence: RolloutSequence) -> None:
         """Make the blocks shareable that hold computed tokens only, all of them known."""
-        # A pending token is computed by the step in flight, but nobody can name its block yet.
+        # The step in flight computes a pending token, but its block has no name yet.
         num_full = min(sequence.num_computed_tokens, sequence.num_tokens) // self.block_size
         for index in range(sequence.num_published_blocks, num_full):
             self._announce(sequence, index)
@@ -145,7 +139,7 @@ class BlockManager:
         sequence.num_published_blocks = num_full
 
     def release(self, sequence: RolloutSequence) -> None:
-        """Take the sequence's blocks back. Its tokens stay; none of them counts as computed."""
+        """Take the sequence's blocks back; its tokens stay."""
         # Tail first: a cached block is then evicted before the prefix it needs to be found.
         for block_id in reversed(sequence.block_table):
             block = self._blocks[block_id]
@@ -158,7 +152,6 @@ class BlockManager:
                     self._blank.append(block_id)
         sequence.block_table = []
         sequence.num_published_blocks = 0
-        sequence.num_computed_tokens = 0
 
     def _announce(self, sequence: RolloutSequence, index: int) -> None:
         """Name the content of the sequence's full block `index`, if it has no name yet."""

@@ -1,4 +1,4 @@
-"""What comes of a request."""
+"""The result of a request."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ class Completion:
     token_logprobs: Tensor
     """[len(token_ids)] fp32 on the CPU, under the distribution the tokens were drawn from."""
     finish_reason: FinishReason
-    """"stop": an eos, a stop token or a stop string came up; "length": `max_tokens` was reached;
-    "cancelled": by the caller; "error": see there. The last two keep the tokens drawn before."""
+    """"stop": an eos, a stop token or a stop string was drawn; "length": `max_tokens` was reached;
+    "cancelled": the caller cancelled it; "error": see `error`. The last two keep the tokens drawn
+    before."""
     request_id: str = ""
-    """The prompt's, given by the caller or made up."""
+    """Given by the caller or made up."""
     error: str | None = None
-    """Prompt, sample and position at which the model gave no finite logprob, if it did so."""
+    """Prompt, sample and position at which the model gave a logprob that is not finite."""
 
     @classmethod
     def of(cls, sequence: RolloutSequence) -> Completion:
@@ -63,6 +64,6 @@ class FailedRequestsError(ConsistencyError):
         self.completions = [c for c in completions if c.error is None]
         """Those that did not fail, in order of (prompt index, sample index)."""
         self.failed = [c for c in completions if c.error is not None]
-        """Those that did, with the tokens drawn before."""
+        """Those that failed, with the tokens drawn before."""
         lines = [f"request {c.request_id!r}, {c.error}" for c in self.failed]
         super().__init__("\n".join(lines))

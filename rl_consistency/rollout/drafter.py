@@ -1,10 +1,10 @@
 """Guesses of the next tokens, for a step to verify: exact speculative decoding.
 
 A draft d_0..d_{k-1} is computed behind the last token in one step, which samples k + 1 tokens
-t_0..t_k as plain decoding would after each prefix. t_0 holds in any case, and t_{j+1} as long as
-d_j = t_j, because its prefix is then the one plain decoding has. Every token is the one that the
-keyed random stream gives at its position (claim C1), so the kept ones are those of plain decoding
-at any temperature: a drafter moves no distribution, only the number of steps.
+t_0..t_k as plain decoding would after each prefix. t_0 always holds; t_{j+1} holds as long as
+d_j = t_j, because its prefix is then that of plain decoding. The keyed random stream gives each
+token at its position (claim C1), so the tokens kept are those of plain decoding at any temperature:
+a drafter changes the number of steps and nothing else.
 Source: Leviathan et al., speculative decoding (2023); Saxena, prompt lookup decoding (2023).
 """
 
@@ -18,21 +18,21 @@ MAX_DRAFT = 7
 """Longest draft: a step of 8 tokens per sequence."""
 
 DRAFT_LENGTHS = (1, 3, MAX_DRAFT)
-"""Lengths asked for: with the last token they fill the widths steps are captured for, 4 and 8."""
+"""Lengths asked for. With the last token, 3 and 7 fill the captured widths 4 and 8."""
 
 SHORTEST_REST = 2
-"""Tokens decoded plainly after an attempt in vain, doubled with each further one."""
+"""Tokens decoded plainly after a failed attempt; each further failure doubles them."""
 
 LONGEST_REST, LONGEST_WAIT = 64, 8
-"""At most so many after a draft that was wrong, and where there was nothing to propose: looking
-for a draft costs only that the step waits for the report."""
+"""At most so many after a wrong draft, and after an attempt that had nothing to propose. The latter
+costs less: the step only waits for the report."""
 
 
 class DraftState(Protocol):
     """What a drafter keeps of one sequence."""
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Take in tokens that now follow the sequence; never called with guesses."""
+        """Take in tokens that now follow the sequence; never guesses."""
         ...
 
     def propose(self, most: int) -> Sequence[int]:
@@ -41,7 +41,7 @@ class DraftState(Protocol):
 
 
 class Drafter(Protocol):
-    """Makes the states. One drafter serves all sequences of an engine."""
+    """Makes the states of all sequences of an engine."""
 
     def start(self, token_ids: Sequence[int]) -> DraftState:
         """A state that has taken in `token_ids`."""
@@ -51,8 +51,8 @@ class Drafter(Protocol):
 class PromptLookupDrafter:
     """Proposes what followed the latest earlier occurrence of the last n tokens, longest n first.
 
-    Right where text is copied: edits, quotes, code, repetition. [5, 6, 7, 8, 5, 6] proposes 7, 8,
-    and then, reading on in its own proposal, 5, 6, 7, 8, ...
+    It is often right where text is copied: edits, quotes, code, repetition. [5, 6, 7, 8, 5, 6]
+    proposes 7, 8, and then goes on in its own proposal with 5, 6, 7, 8, ...
 
     Args:
         max_ngram: longest run of tokens looked up.
@@ -105,14 +105,14 @@ class _NgramIndex:
 
 
 class Speculator:
-    """One sequence's drafts, as long as they have lately been worth it.
+    """One sequence's drafts, as long as they have lately been right.
 
-    A draft accepted in full makes the next one longer, one of which less than half was accepted
-    makes it shorter. In vain at the shortest length, or with nothing to propose, the sequence
-    decodes plainly for a while: that while doubles each time until a draft is accepted again.
+    A draft accepted in full makes the next one longer; one of which less than half was accepted
+    makes it shorter. After a failure at the shortest length, or with nothing to propose, the
+    sequence decodes plainly for a while. Each failure doubles the while, until a draft is accepted.
 
     Args:
-        drafter: whom to ask.
+        drafter: makes the drafts.
         most: longest draft, 1 to 7.
         vocab_size: of the model.
     """
@@ -135,7 +135,7 @@ class Speculator:
         """A draft behind all known tokens of the sequence.
 
         Raises:
-            ValueError: the drafter proposes more than was asked for, or what is no token id.
+            ValueError: the drafter proposes too many tokens, or something that is no token id.
         """
         if self._state is None:
             self._state = self._drafter.start(token_ids)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Generator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,10 @@ from rl_consistency.rollout.completion import Completion, FailedRequestsError
 from rl_consistency.rollout.device.device_state import restricts_support
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.drafter import Drafter, PromptLookupDrafter
-from rl_consistency.rollout.library_audit import LibraryAudit
 from rl_consistency.rollout.progress import ProgressCallback
-from rl_consistency.rollout.requests import RequestLimits, eos_token_ids
+from rl_consistency.rollout.requests import OpenRequests, RequestLimits, eos_token_ids
 from rl_consistency.rollout.sampling_params import SamplingParams, check_integer
 from rl_consistency.rollout.scheduler import Scheduler
-from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.statistics import RolloutStatistics
 from rl_consistency.rollout.step_loop import StepLoop
 from rl_consistency.rollout.stop_strings import Detokenizer
@@ -31,22 +30,21 @@ class RolloutEngine:
     """Generates with a patched model whose weights it shares with the trainer, in place.
 
     A completion depends on the weights, its prompt, its sampling params, and (seed, prompt id,
-    sample index); on nothing else: neither on the other prompts nor on any argument of this class.
+    sample index), and on nothing else: not on other prompts, not on any argument of this class.
 
-    Keys and values of finished samples stay in the cache while the weights are the same, so that a
-    later prompt which continues one computes only what is new.
+    Keys and values of finished samples stay in the cache while the weights are the same: a later
+    prompt that continues one computes only what is new.
 
     Args:
         model: a causal language model under a live `rl_consistency.patch`.
         eos_token_id: token or tokens that end a sample, or None.
         kv_block_size: tokens per KV cache block.
-        num_kv_blocks: blocks in the cache; None is explained at `ModelRunner`.
+        num_kv_blocks: blocks in the cache; None: see `KVCache.allocate`.
         max_batch_tokens: most tokens computed in one step.
         max_num_seqs: most sequences running at a time; more wait.
-        prefill_chunk_size: most prompt tokens of one sequence in one step; None is no own limit.
+        prefill_chunk_size: most prompt tokens of one sequence in one step; None: no such limit.
         enable_prefix_sharing: share the blocks of equal prefixes.
-        tokens_per_sequence: longest sequence to expect, prompt and completion; sizes the default
-            cache and limits nothing.
+        tokens_per_sequence: longest sequence to expect; sizes the default cache, limits nothing.
         cuda_graphs: decode through CUDA graphs on a GPU.
         drafter: proposes tokens to samples with `speculation`; None looks them up in the sample.
         tokenizer: the model's; needed for stop strings only.
@@ -55,7 +53,7 @@ class RolloutEngine:
         fingerprint: orders, versions and device of the rollout side, for training to compare.
 
     Raises:
-        ValueError: a setting out of range, or a model that is not patched.
+        ValueError: a setting is out of range, or the model is not patched.
     """
 
     def __init__(
@@ -110,61 +108,25 @@ class RolloutEngine:
             tokenizer=tokenizer,
         )
         self._weights = WeightsWatch(model)
-        self._library = LibraryAudit()
-        self._new_loop = lambda: StepLoop(
-            self._runner,
-            Scheduler(
-                self._blocks,
-                max_batch_tokens=max_batch_tokens,
-                max_num_seqs=max_num_seqs,
-                prefill_chunk_size=prefill_chunk_size,
-            ),
+        self._new_scheduler = partial(
+            Scheduler,
             self._blocks,
+            max_batch_tokens=max_batch_tokens,
+            max_num_seqs=max_num_seqs,
+            prefill_chunk_size=prefill_chunk_size,
         )
-        self._loop = self._new_loop()
-        self._live: dict[str, list[RolloutSequence]] = {}  # unfinished samples by request
-        self._undelivered: list[Completion] = []
-        self._numbers = itertools.count()  # of the request ids made up
-        self._num_samples = self._num_finished = 0
+        self._loop = StepLoop(self._runner, self._new_scheduler(), self._blocks)
+        self._requests = OpenRequests()
 
     @property
     def stats(self) -> RolloutStatistics:
         """Since the engine last began to work: of one `generate` or `stream`."""
-        return self._loop.statistics()
-
-    def warm_up(
-        self,
-        sampling: SamplingParams,
-        *,
-        batch_sizes: Sequence[int] | None = None,
-        longest: int | None = None,
-    ) -> None:
-        """Capture the CUDA graphs that decoding with `sampling` replays.
-
-        Without it each is captured in the first step that needs it, while all samples wait. A hook,
-        a patch or a parameter that changes place drops them. Does nothing without graphs.
-
-        Args:
-            sampling: whether it restricts the support, and its speculation, decide which graphs.
-            batch_sizes: numbers of samples decoding together; None is all up to `max_num_seqs`.
-            longest: tokens of the longest sample, for stock attention; None is the most possible.
-
-        Raises:
-            ValueError: a batch size out of range, or requests that are not finished.
-        """
-        self._require_idle("warm_up")
-        self._runner.begin(self._library.look())
-        self._runner.warm_up(
-            batch_sizes,
-            drafts=range(sampling.speculation + 1),
-            truncates=restricts_support(sampling),
-            longest=longest,
-        )
+        return replace(self._loop.statistics)
 
     @property
     def has_unfinished(self) -> bool:
         """Whether `step` has anything left to do or to hand out."""
-        return bool(self._undelivered) or self._loop.has_unfinished
+        return self._requests.has_completions or self._loop.has_unfinished
 
     def generate(
         self,
@@ -183,23 +145,23 @@ class RolloutEngine:
             sampling: one for all prompts, or one for each.
             prompt_ids: stable ids, in [0, 2**64), that key the random stream; a prompt keeps its
                 samples when it keeps its id. Default: the index in `prompts`.
-            request_ids: names of the prompts, for `cancel` and for error messages, unlike those of
-                all unfinished requests; default: made up.
-            progress: called after each step, such as `progress_bar()` gives it.
-            weights_digest: `model_digest` by whoever last wrote the weights, to be compared.
+            request_ids: names of the prompts, for `cancel` and for error messages; no unfinished
+                request may have the same. Default: made up.
+            progress: called after each step; `progress_bar()` gives one.
+            weights_digest: `model_digest` of the weights as the trainer left them, to compare.
 
         Returns the completions in order of (prompt index, sample index).
 
         Raises:
             ValueError: before any work, a prompt or setting that cannot be served, or requests of
                 another call that are not finished.
-            FailedRequestsError: the model gave a logprob that is not a finite number. The other
-                requests were finished and hang on the error.
-            ConsistencyError: the weights have another digest than given, or were changed meanwhile,
-                or the ops on their stock path or the forward hooks were.
+            FailedRequestsError: the model gave a logprob that is not a finite number. The error
+                holds the completions of all requests.
+            ConsistencyError: the weights have another digest than given; or the weights, the ops
+                on their stock path or the forward hooks were changed meanwhile.
 
-        Warns when a rollout begins or ends if sampled library products were struck since the last
-        look, `schedule_audit` says by what: what was drawn meanwhile may have other bits.
+        Warns when a rollout begins or ends if sampled library products were withdrawn since the
+        last look (`schedule_audit` has their names): what was drawn meanwhile may have other bits.
         """
         completions = sorted(
             self.stream(
@@ -231,8 +193,8 @@ class RolloutEngine:
         Arguments and errors are those of `generate`, but a request that fails is yielded like the
         others, with `finish_reason` "error". While the caller works on one completion, the step in
         flight goes on. Prompts submitted meanwhile are finished and yielded too. Closing the
-        iterator, or leaving a `for` over it, cancels what is unfinished and drops the prefix cache.
-        Once all is finished the iterator yields nothing more, whatever the engine serves next.
+        iterator cancels what is unfinished and drops the prefix cache. Once all is finished the
+        iterator yields nothing more, even if the engine serves others next.
         """
         self._require_idle("generate or stream")
         self.submit(
@@ -243,7 +205,7 @@ class RolloutEngine:
             weights_digest=weights_digest,
         )
         completions = self._run(progress)
-        next(completions)  # it stands in its `try` now, so that closing it cancels
+        next(completions)  # enters its `try`, so that closing it cancels
         return completions
 
     def submit(
@@ -262,33 +224,29 @@ class RolloutEngine:
         weights, the `strict` choice, the forward hooks and the CUDA stream must not change until
         `has_unfinished` is False.
         """
-        ids = self._made_up_ids(len(prompts)) if request_ids is None else request_ids
+        ids = self._requests.made_up_ids(len(prompts)) if request_ids is None else request_ids
         sequences = self._limits.sequences(prompts, sampling, prompt_ids, ids)
-        ids = list(ids)
-        self._check_ids(ids)
-        self._check_streams(sequences)
+        self._requests.check(ids, sequences)
         if self.has_unfinished:
             self._weights.compare(weights_digest)
         else:
             self._begin(weights_digest)
         for sequence in sequences:
-            sequence.request_id = ids[sequence.prompt_index]
-            self._live.setdefault(sequence.request_id, []).append(sequence)
+            self._requests.add(sequence)
             self._loop.add(sequence)
-        self._num_samples += len(sequences)
-        return ids
+        return list(ids)
 
     def cancel(self, request_id: str) -> bool:
         """Cancel what is unfinished of a request; its KV blocks are free at once.
 
-        The completions, with the tokens known by now, come from the next `step`. If no request is
-        left the prefix cache is dropped. Returns whether there was anything to cancel.
+        The next `step` returns the completions, with the tokens known by now. If no request is left
+        the prefix cache is dropped. Returns whether there was anything to cancel.
         """
-        sequences = self._live.pop(request_id, [])
+        sequences = list(self._requests.live.get(request_id, ()))
         for sequence in sequences:
             self._loop.cancel(sequence)
-            self._deliver(sequence)
-        if sequences and not self._live:
+            self._requests.end(sequence)
+        if sequences and not self._requests.live:
             self._loop.forget()
         return bool(sequences)
 
@@ -306,99 +264,80 @@ class RolloutEngine:
         if not self.has_unfinished:
             return []
         try:
-            return self._advance()
+            for sequence in self._loop.step():  # schedule, launch, take in the step before
+                self._requests.end(sequence)
+            completions = self._requests.take_completions()
+            if self._loop.has_unfinished:
+                self._weights.after_step(ends_samples=bool(completions))
+            else:
+                self._weights.after_rollout()
+                self._weights.library_generation()
         except BaseException:
             self._abandon()
             raise
+        return completions
 
-    def _advance(self) -> list[Completion]:
-        for sequence in self._loop.step():
-            self._forget(sequence)
-            self._deliver(sequence)
-        delivered, self._undelivered = self._undelivered, []
-        if self._loop.has_unfinished:
-            self._weights.after_step(ends_samples=bool(delivered))
-        else:
-            self._weights.after_rollout()
-            self._library.look()
-        return delivered
+    def warm_up(
+        self,
+        sampling: SamplingParams,
+        *,
+        batch_sizes: Sequence[int] | None = None,
+        longest: int | None = None,
+    ) -> None:
+        """Capture the CUDA graphs that decoding with `sampling` replays, if graphs are used.
+
+        Without it the first step that needs a graph captures it, while all samples wait. A new hook
+        or patch, or a parameter that changes place, drops them.
+
+        Args:
+            sampling: whether it restricts the support, and its speculation, decide which graphs.
+            batch_sizes: numbers of samples decoding together; None is all up to `max_num_seqs`.
+            longest: tokens of the longest sample, for stock attention; None is the most possible.
+
+        Raises:
+            ValueError: a batch size out of range, or requests that are not finished.
+        """
+        self._require_idle("warm_up")
+        self._runner.begin(self._weights.library_generation())
+        self._runner.warm_up(
+            batch_sizes,
+            drafts=range(sampling.speculation + 1),
+            truncates=restricts_support(sampling),
+            longest=longest,
+        )
 
     def _run(self, progress: ProgressCallback | None) -> Generator[Any]:
         """First None, then the completions of all that is unfinished in this rollout."""
-        loop = self._loop  # each rollout has its own
+        loop, requests = self._loop, self._requests  # each rollout has its own loop
         try:
             yield None
             while self._loop is loop and self.has_unfinished:
-                delivered = self.step()
+                completions = self.step()
                 if progress is not None:
-                    progress(self._loop.num_tokens, self._num_finished, self._num_samples)
-                yield from delivered
+                    tokens = loop.statistics.decode_tokens
+                    progress(tokens, requests.num_finished, requests.num_samples)
+                yield from completions
         finally:
             if self._loop is loop and self.has_unfinished:
                 self._abandon()
 
     def _begin(self, weights_digest: str | None) -> None:
         """From idle to work: new counters, and no cached key of other weights."""
-        struck = self._library.look()
-        self._runner.begin(struck)
-        if self._weights.take_over(weights_digest, struck):
+        generation = self._weights.library_generation()
+        self._runner.begin(generation)
+        if self._weights.take_over(weights_digest, generation):
             self._blocks.reset()
-        self._loop = self._new_loop()
-        self._num_samples = self._num_finished = 0
+        self._loop = StepLoop(self._runner, self._new_scheduler(), self._blocks)
+        self._requests.restart()
 
     def _abandon(self) -> None:
-        """Leave all that is unfinished, in whatever state it is, and hand nothing of it out."""
-        self._live.clear()
-        self._undelivered.clear()
+        """Drop all that is unfinished, in whatever state it is; nothing of it is handed out."""
+        self._requests.restart()
         self._loop.abandon()
-
-    def _deliver(self, sequence: RolloutSequence) -> None:
-        self._num_finished += 1
-        self._undelivered.append(Completion.of(sequence))
-
-    def _forget(self, sequence: RolloutSequence) -> None:
-        live = self._live[sequence.request_id]
-        live.remove(sequence)
-        if not live:
-            del self._live[sequence.request_id]
-
-    def _unfinished(self) -> set[str]:
-        """Requests with samples that are not handed out."""
-        return {*self._live, *(completion.request_id for completion in self._undelivered)}
 
     def _require_idle(self, purpose: str) -> None:
         if self.has_unfinished:
             raise ValueError(
-                f"the engine has {len(self._unfinished())} unfinished requests; take in their "
-                f"stream or close it, or cancel them and step, before the next {purpose}"
+                f"the engine has {len(self._requests.unfinished())} unfinished requests; take in "
+                f"their stream or close it, or cancel them and step, before the next {purpose}"
             )
-
-    def _made_up_ids(self, count: int) -> list[str]:
-        taken = self._unfinished()
-        names = (f"request-{number}" for number in self._numbers)
-        return list(itertools.islice((name for name in names if name not in taken), count))
-
-    def _check_ids(self, request_ids: Sequence[str]) -> None:
-        seen = self._unfinished()
-        for request_id in request_ids:
-            if not isinstance(request_id, str):
-                raise ValueError(f"request ids must be strings, got {request_id!r}")
-            if request_id in seen:
-                raise ValueError(
-                    f"request id {request_id!r} is given twice, or belongs to a request that is "
-                    "not finished; give each its own"
-                )
-            seen.add(request_id)
-
-    def _check_streams(self, sequences: Sequence[RolloutSequence]) -> None:
-        """No unfinished request may use the same random numbers."""
-        if not self._live:
-            return
-        used = {(live[0].params.seed, live[0].prompt_id) for live in self._live.values()}
-        for sequence in sequences:
-            if (sequence.params.seed, sequence.prompt_id) in used:
-                raise ValueError(
-                    f"prompt {sequence.prompt_index} has the prompt id {sequence.prompt_id} and "
-                    f"seed {sequence.params.seed} of a request that is not finished, so both would "
-                    "use the same random numbers; give each its own prompt id or seed"
-                )

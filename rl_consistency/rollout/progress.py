@@ -24,7 +24,7 @@ def progress_bar(
     Nothing is drawn where the output is not a terminal.
 
     Args:
-        title: what stands before the bar.
+        title: text before the bar.
         console: where to draw; standard error by default.
     """
     console = console or Console(stderr=True)

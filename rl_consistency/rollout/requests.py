@@ -1,7 +1,12 @@
-"""From what a caller asks for to the sequences that are served, with every check on the way."""
+"""Requests: every check on the way in, and which of them are unfinished.
+
+`RequestLimits` makes sequences of what a caller asks for; `OpenRequests` keeps them until their
+completions are handed out.
+"""
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rl_consistency.rollout.block_manager import BlockManager
+from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.drafter import Drafter, Speculator
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.sequence import RolloutSequence
@@ -52,37 +58,47 @@ class RequestLimits:
         for name, values in given.items():
             if len(values) != len(prompts):
                 raise ValueError(f"{len(prompts)} prompts but {len(values)} {name}; one for each")
-        _check_streams(ids, params)
+        for index, asked in enumerate(params):
+            if not isinstance(asked, SamplingParams):
+                raise ValueError(f"sampling[{index}] must be a SamplingParams, got {asked!r}")
         return [
             sequence
-            for index, prompt in enumerate(prompts)
-            for sequence in self._samples(index, prompt, params[index], ids[index])
+            for index, (prompt, request_id) in enumerate(zip(prompts, request_ids, strict=True))
+            for sequence in self._samples(index, prompt, params[index], ids[index], request_id)
         ]
 
     def _samples(
-        self, index: int, prompt: Sequence[int], params: SamplingParams, prompt_id: int
+        self,
+        index: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        prompt_id: int,
+        request_id: str,
     ) -> Iterator[RolloutSequence]:
         tokens = self._checked_prompt(index, prompt, params)
-        self._check_stop_tokens(index, params)
-        stop = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop |= self.eos_token_ids
+        for token_id in params.stop_token_ids:
+            if token_id >= self.vocab_size:
+                raise ValueError(
+                    f"prompt {index} has the stop token id {token_id}, outside the model's "
+                    f"vocabulary of {self.vocab_size}"
+                )
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
         for sample_index in range(params.n):
             yield RolloutSequence(
                 prompt_index=index,
                 sample_index=sample_index,
                 prompt_id=prompt_id,
                 params=params,
-                stop_token_ids=stop,
+                stop_token_ids=eos | frozenset(params.stop_token_ids),
                 token_ids=tokens,
+                request_id=request_id,
                 stop_strings=self._stop_strings(index, params, tokens[-1:]),
-                speculator=self._speculator(params),
+                speculator=(
+                    Speculator(self.drafter, params.speculation, self.vocab_size)
+                    if params.speculation
+                    else None
+                ),
             )
-
-    def _speculator(self, params: SamplingParams) -> Speculator | None:
-        if not params.speculation:
-            return None
-        return Speculator(self.drafter, params.speculation, self.vocab_size)
 
     def _stop_strings(
         self, index: int, params: SamplingParams, context: Sequence[int]
@@ -116,14 +132,6 @@ class RequestLimits:
             )
         self._check_length(index, len(tokens), params.max_tokens)
         return tokens.tolist()
-
-    def _check_stop_tokens(self, index: int, params: SamplingParams) -> None:
-        for token_id in params.stop_token_ids:
-            if token_id >= self.vocab_size:
-                raise ValueError(
-                    f"prompt {index} has the stop token id {token_id}, outside the model's "
-                    f"vocabulary of {self.vocab_size}"
-                )
 
     def _check_length(self, index: int, num_prompt_tokens: int, max_tokens: int) -> None:
         asked = f"prompt {index}: {num_prompt_tokens} prompt tokens and max_tokens={max_tokens}"
@@ -177,16 +185,76 @@ def _prompt_ids(values: Sequence[int]) -> list[int]:
     return ids
 
 
-def _check_streams(prompt_ids: Sequence[int], params: Sequence[SamplingParams]) -> None:
-    """Each prompt needs a random stream of its own."""
-    seen: dict[tuple[int, int], int] = {}
-    for index, (prompt_id, asked) in enumerate(zip(prompt_ids, params)):
-        if not isinstance(asked, SamplingParams):
-            raise ValueError(f"sampling[{index}] must be a SamplingParams, got {asked!r}")
-        first = seen.setdefault((asked.seed, prompt_id), index)
-        if first != index:
-            raise ValueError(
-                f"prompts {first} and {index} share prompt id {prompt_id} and seed {asked.seed}, "
-                "so their samples would use the same random numbers; give each its own id or seed, "
-                "or ask for n samples of one prompt"
-            )
+class OpenRequests:
+    """The unfinished requests, and the completions that are not handed out yet."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()  # of the ids made up
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all requests and completions, and count samples from 0."""
+        self.live: dict[str, list[RolloutSequence]] = {}
+        """The unfinished samples of each request."""
+        self._ended: list[Completion] = []
+        self.num_samples = self.num_finished = 0
+
+    @property
+    def has_completions(self) -> bool:
+        return bool(self._ended)
+
+    def unfinished(self) -> set[str]:
+        """Ids of requests with samples that are not handed out."""
+        return {*self.live, *(completion.request_id for completion in self._ended)}
+
+    def made_up_ids(self, count: int) -> list[str]:
+        """Ids that no unfinished request has."""
+        taken = self.unfinished()
+        names = (f"request-{number}" for number in self._numbers)
+        return list(itertools.islice((name for name in names if name not in taken), count))
+
+    def check(self, request_ids: Sequence[str], sequences: Sequence[RolloutSequence]) -> None:
+        """ValueError for an id that is taken or no string, and for random numbers in use."""
+        seen = self.unfinished()
+        for request_id in request_ids:
+            if not isinstance(request_id, str):
+                raise ValueError(f"request ids must be strings, got {request_id!r}")
+            if request_id in seen:
+                raise ValueError(
+                    f"request id {request_id!r} is given twice, or belongs to a request that is "
+                    "not finished; give each its own"
+                )
+            seen.add(request_id)
+        used = {
+            (live[0].params.seed, live[0].prompt_id): "a request that is not finished"
+            for live in self.live.values()
+        }
+        for sequence in sequences:
+            seed, prompt_id = sequence.params.seed, sequence.prompt_id
+            name = f"prompt {sequence.prompt_index}"
+            other = used.setdefault((seed, prompt_id), name)
+            if other != name:
+                raise ValueError(
+                    f"{name} has the prompt id {prompt_id} and seed {seed} of {other}, so both "
+                    "would use the same random numbers; give each its own prompt id or seed, or "
+                    "ask for n samples of one prompt"
+                )
+
+    def add(self, sequence: RolloutSequence) -> None:
+        """Count a sample in."""
+        self.live.setdefault(sequence.request_id, []).append(sequence)
+        self.num_samples += 1
+
+    def end(self, sequence: RolloutSequence) -> None:
+        """Make the completion of a sample that ended."""
+        live = self.live[sequence.request_id]
+        live.remove(sequence)
+        if not live:
+            del self.live[sequence.request_id]
+        self._ended.append(Completion.of(sequence))
+        self.num_finished += 1
+
+    def take_completions(self) -> list[Completion]:
+        """Hand out what has ended."""
+        ended, self._ended = self._ended, []
+        return ended

@@ -1,4 +1,4 @@
-"""What a caller asks of the sampler for one prompt."""
+"""How the completions of one prompt are drawn."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class SamplingParams:
     """How the completions of one prompt are drawn.
 
-    The same object describes the behaviour distribution to the training side, which recomputes the
-    truncated support from it: `rl_consistency.token_logprobs(model, ..., sampling=params)`.
-
         SamplingParams(n=8, temperature=1.0, top_p=0.95, max_tokens=256, seed=17)
 
-    draws eight samples of at most 256 tokens. Any wrong value is a ValueError.
+    draws eight samples of at most 256 tokens. Training recomputes the truncated support from the
+    same object: `rl_consistency.token_logprobs(model, ..., sampling=params)`. Any wrong value is a
+    ValueError.
     """
 
     n: int = 1
@@ -52,7 +51,7 @@ class SamplingParams:
     """Most tokens generated per sample, at least 1."""
 
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a sample besides the engine's eos; the stop token belongs to the sample."""
+    """Tokens that end a sample, as the engine's eos does; the stop token belongs to the sample."""
 
     seed: int = 0
     """Seed of the random stream, in [0, 2**64)."""
@@ -62,12 +61,12 @@ class SamplingParams:
 
     stop: tuple[str, ...] = ()
     """Strings that end a sample once its text holds one; the token that completes it is the
-    sample's last. They need an engine with a tokenizer. None may hold U+FFFD, which decoders also
-    write for bytes that are not, or not yet, a character."""
+    sample's last. They need an engine with a tokenizer. None may hold U+FFFD: decoders write it for
+    bytes that are no character."""
 
     speculation: int = 0
-    """Longest draft verified in one step, 0 to 7; 0 decodes plainly. Moves no token and no logprob:
-    it pays where text is copied and few sequences run."""
+    """Longest draft verified in one step, 0 to 7; 0 decodes plainly. It changes no token and no
+    logprob, and saves time where text is copied and few sequences run."""
 
     def __post_init__(self) -> None:
         check_integer("n", self.n, 1)

@@ -1,20 +1,23 @@
 """Which tokens of which sequences go into the next step: continuous batching.
 
-A step serves the running sequences that decode, oldest first; then continues prefills, oldest
-first; then admits waiting ones, while tokens, seats and blocks last. Those with the most tokens
-still to generate are admitted first, so that no long one is left to decode alone at the end; then
-the order of arrival counts. A sequence gets blocks for all its known tokens when it is admitted,
-so only decoding can run out of them. Then the sequence admitted last gives its blocks back and
-waits before all others. It keeps its tokens and logprobs; once admitted again it computes the keys
-and values of all of them before it samples on.
+**A step** serves the running sequences that decode, oldest first; then continues prefills, oldest
+first; then admits waiting sequences, while tokens, seats and blocks last.
 
-Steps are scheduled before the tokens of the step before are reported: positions and blocks follow
-from counts alone. Only a draft needs to know the last token, so its sequence sits out until the
-report; and the sequence whose last token is pending is not scheduled any more.
+**Admission**: preempted sequences come first; then those with the most tokens still to generate, so
+that no long one is left to decode alone at the end; then the order of arrival counts. A sequence
+gets blocks for all its known tokens when it is admitted. One whose prefix is being computed by
+another is set aside until that step is launched: so the siblings of a GRPO group find the prompt in
+the cache.
 
-A waiting sequence whose prefix is being computed by another is set aside until that is under way:
-thus the siblings of a GRPO group find the prompt in the cache. Nothing here looks at a clock or a
-random number; and whatever it decides, no token's bytes depend on it (claim C1).
+**Preemption**: only decoding can run out of blocks. Then the sequence admitted last gives its
+blocks back and waits before all others. It keeps its tokens and logprobs; once admitted again it
+computes the keys and values of all of them before it samples on.
+
+**One step ahead**: steps are scheduled before the tokens of the step before are reported. Positions
+and blocks follow from counts alone. Only a draft needs to know the last token, so its sequence sits
+out until the report. A sequence whose last token is pending is not scheduled any more.
+
+Nothing here looks at a clock or a random number; and no schedule moves a token's bytes (claim C1).
 """
 
 from __future__ import annotations
@@ -23,14 +26,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from rl_consistency.rollout.block_manager import BlockManager
-from rl_consistency.rollout.sequence import RolloutSequence, SequenceStatus
+from rl_consistency.rollout.block_manager import BlockManager, PrefixMatch
+from rl_consistency.rollout.drafter import num_accepted
+from rl_consistency.rollout.sequence import RolloutSequence
+from rl_consistency.rollout.statistics import RolloutStatistics
 
 _SIT_OUT_SHARE = 8
-"""One in so many running sequences may not sit out a step, fewer may."""
+"""The loop waits for the report once one in so many running sequences would sit out a step."""
 
 _UNTIDY = 64
 """Ended sequences tolerated in the queue."""
+
+Sampled = list[tuple[int, float]]
+"""Token id and logprob at each position a chunk samples at: 1 + len(draft) of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +55,6 @@ class ScheduledChunk:
     draft: tuple[int, ...] = ()
     """Guesses behind the last known token; 1 + len(draft) tokens are sampled."""
 
-    @classmethod
-    def next_of(cls, sequence: RolloutSequence, length: int) -> ScheduledChunk:
-        """The first `length` tokens that are not computed yet."""
-        samples = length == sequence.num_uncomputed_tokens
-        return cls(sequence, sequence.num_computed_tokens, length, samples)
-
     @property
     def end(self) -> int:
         return self.start + self.length
@@ -66,8 +68,7 @@ class ScheduledChunk:
 class Scheduler:
     """Keeps the waiting and the running sequences and cuts steps from them.
 
-    Call `schedule`, launch the chunks, then `mark_launched`. Whoever reports the sampled tokens
-    appends them to the sequences and calls `finish` for those that ended.
+    For each step: `schedule`, launch its chunks, `mark_launched`; later `take_in` what it sampled.
     """
 
     def __init__(
@@ -93,9 +94,9 @@ class Scheduler:
         self._num_arrived = 0
         self.admitted: list[RolloutSequence] = []
         """Sequences that the last `schedule` gave a slot."""
-        self.num_preemptions = 0
-        self.num_prefix_hit_tokens = 0
-        self.num_prefill_tokens = 0
+        self.started: list[RolloutSequence] = []
+        """Sequences whose first token was in the last `take_in`."""
+        self.statistics = RolloutStatistics(num_kv_blocks=blocks.num_blocks)
 
     @property
     def has_unfinished(self) -> bool:
@@ -105,8 +106,7 @@ class Scheduler:
     def prefers_report(self) -> bool:
         """Whether too many running sequences would sit out the next step to draft after the report.
 
-        To wait for the report costs the host's time of one step, a small part of a step; to sit it
-        out costs a whole one, for those that do.
+        Waiting for the report costs all a small part of a step; sitting out costs a whole step.
         """
         num_running = len(self._running) - self._num_left
         sitting_out = sum(
@@ -115,12 +115,12 @@ class Scheduler:
                 sequence.num_pending > 0 and sequence.speculator.length(sequence.num_tokens + 1) > 0
             )
             for sequence in self._running
-            if sequence.speculator is not None
+            if sequence.speculator is not None and sequence.slot is not None
         )
         return sitting_out > 0 and sitting_out * _SIT_OUT_SHARE >= num_running
 
     def add(self, sequence: RolloutSequence) -> None:
-        """Queue a sequence that the whole cache can hold: `RequestLimits` has seen to that."""
+        """Queue a sequence that the whole cache can hold (`RequestLimits` checks that)."""
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
         self._num_waiting += 1
@@ -129,23 +129,23 @@ class Scheduler:
     def schedule(self) -> list[ScheduledChunk]:
         """The next step's chunks, at most `max_batch_tokens` tokens.
 
-        Empty when all is finished, or when nothing can be done before the tokens under way are
-        reported.
+        Empty when all is finished, or when all wait for the report of the step in flight.
         """
         if self._num_left:
             self._running = [s for s in self._running if s.slot is not None]
             self._num_left = 0
         self.admitted = []
-        num_preemptions = self.num_preemptions
+        num_preemptions = self.statistics.preemptions
         chunks, prefills, room = self._decode_chunks()
         num_decodes = len(chunks)
         for sequence in prefills:
             if room > 0 and sequence.slot is not None:
                 chunks.append(self._prefill_chunk(sequence, room))
                 room -= chunks[-1].length
-        if self.num_preemptions == num_preemptions:  # else the blocks just freed are spoken for
+        # Blocks that a preemption just freed are needed by those that run.
+        if self.statistics.preemptions == num_preemptions:
             chunks += self._admitted_chunks(room)
-        self.num_prefill_tokens += sum(chunk.length for chunk in chunks[num_decodes:])
+        self.statistics.prefill_tokens += sum(chunk.length for chunk in chunks[num_decodes:])
         return chunks
 
     def mark_launched(self, chunks: Sequence[ScheduledChunk]) -> None:
@@ -162,6 +162,54 @@ class Scheduler:
                 self._blocks.publish(sequence)
                 self._refused = None  # it may find more of itself in the cache
 
+    def take_in(
+        self, chunks: Sequence[ScheduledChunk], sampled_rows: Sequence[Sampled]
+    ) -> list[RolloutSequence]:
+        """Append what a launched step sampled for its chunks; returns the sequences that ended."""
+        ended: list[RolloutSequence] = []
+        self.started = []
+        num_generated = num_discarded = 0
+        for chunk, sampled in zip(chunks, sampled_rows, strict=True):
+            sequence = chunk.sequence
+            sequence.num_pending -= 1
+            if sequence.is_finished:  # before this step's tokens: it ran once too often
+                num_discarded += len(sampled)
+                continue
+            known = len(sequence.token_ids)
+            if known == sequence.num_prompt_tokens:
+                self.started.append(sequence)
+            if chunk.draft:
+                self._take_in_draft(chunk, sampled)
+            else:
+                sequence.append(*sampled[0])
+            num_tokens = len(sequence.token_ids)
+            num_generated += num_tokens - known
+            if sequence.is_finished:
+                self.finish(sequence)
+                ended.append(sequence)
+            elif num_tokens // self._blocks.block_size > sequence.num_published_blocks:
+                self._blocks.publish(sequence)
+        self.statistics.decode_tokens += num_generated
+        self.statistics.discarded_rows += num_discarded
+        return ended
+
+    def _take_in_draft(self, chunk: ScheduledChunk, sampled: Sampled) -> None:
+        """Keep the first sampled token, and each further one whose guess before it was right."""
+        sequence, known = chunk.sequence, chunk.sequence.num_tokens
+        accepted = num_accepted(chunk.draft, [token_id for token_id, _ in sampled])
+        for token_id, logprob in sampled[: 1 + accepted]:
+            sequence.append(token_id, logprob)
+            if sequence.is_finished:
+                break
+        sequence.num_drafted = 0
+        if sequence.slot is not None:  # else it was preempted meanwhile: nothing is computed
+            # The keys of the guesses kept, behind the last token known before, are computed too.
+            sequence.num_computed_tokens += max(sequence.num_tokens - known - 1, 0)
+        if sequence.speculator is not None:
+            sequence.speculator.observe(sequence.num_tokens, len(chunk.draft), accepted)
+        self.statistics.drafted_tokens += len(chunk.draft)
+        self.statistics.accepted_tokens += accepted
+
     def finish(self, sequence: RolloutSequence) -> None:
         """Retire a sequence that ended, wherever it is, and take its blocks back at once."""
         if sequence.slot is None:
@@ -169,11 +217,16 @@ class Scheduler:
             self._tidy()
             return
         self._blocks.publish(sequence)
+        self._unseat(sequence)
+        self._num_left += 1
+
+    def _unseat(self, sequence: RolloutSequence) -> None:
+        """Take a running sequence's blocks and slot; none of its tokens counts as computed."""
+        assert sequence.slot is not None
         self._blocks.release(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = None
-        sequence.speculator = None
-        self._num_left += 1
+        sequence.num_computed_tokens = 0
 
     def _decode_chunks(self) -> tuple[list[ScheduledChunk], list[RolloutSequence], int]:
         """The decode chunks, the sequences in prefill, and the tokens left."""
@@ -188,7 +241,7 @@ class Scheduler:
                 prefills.append(sequence)
                 continue
             if end == sequence.max_num_tokens or sequence.num_drafted:
-                continue  # ends, or is known again, when reported
+                continue  # the report ends it, or tells how much of the draft holds
             if room <= 0:
                 break
             draft: tuple[int, ...] | None = ()
@@ -216,7 +269,8 @@ class Scheduler:
         return None if sequence.num_pending else speculator.propose(sequence.token_ids, most)
 
     def _make_room(self, sequence: RolloutSequence) -> bool:
-        """Get a slot for the sequence's last token; False if it had to give way itself."""
+        """Get a place for the sequence's last token: while blocks are missing, the sequence
+        admitted last is preempted. False if that was the sequence itself."""
         while not self._blocks.grow(sequence):
             youngest = self._running.pop()
             self._preempt(youngest)
@@ -225,19 +279,16 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: RolloutSequence) -> None:
-        assert sequence.slot is not None
-        self._blocks.release(sequence)
-        self._free_slots.append(sequence.slot)
-        sequence.slot = None
-        sequence.status = SequenceStatus.WAITING
+        self._unseat(sequence)
         sequence.preempted = True
         self._num_waiting += 1
         self._queue(sequence)
-        self.num_preemptions += 1
+        self.statistics.preemptions += 1
 
     def _prefill_chunk(self, sequence: RolloutSequence, room: int) -> ScheduledChunk:
-        length = min(sequence.num_uncomputed_tokens, self._prefill_chunk_size, room)
-        return ScheduledChunk.next_of(sequence, length)
+        uncomputed = sequence.num_uncomputed_tokens
+        length = min(uncomputed, self._prefill_chunk_size, room)
+        return ScheduledChunk(sequence, sequence.num_computed_tokens, length, length == uncomputed)
 
     def _queue(self, sequence: RolloutSequence) -> None:
         remaining = sequence.max_num_tokens - sequence.num_tokens
@@ -273,7 +324,7 @@ class Scheduler:
                 self._refused, self._refused_with = sequence, available
                 break
             heappop(self._waiting)
-            self._admit(sequence)
+            self._admit(sequence, match)
             chunks.append(self._prefill_chunk(sequence, room))
             room -= chunks[-1].length
         return chunks
@@ -284,10 +335,10 @@ class Scheduler:
             for sequence in self._set_aside.pop(block_id):
                 self._queue(sequence)
 
-    def _admit(self, sequence: RolloutSequence) -> None:
+    def _admit(self, sequence: RolloutSequence, match: PrefixMatch) -> None:
         self._num_waiting -= 1
-        self.num_prefix_hit_tokens += sequence.num_computed_tokens
-        sequence.status = SequenceStatus.RUNNING
+        sequence.num_computed_tokens = len(match.block_ids) * self._blocks.block_size
+        self.statistics.prefix_hit_tokens += sequence.num_computed_tokens
         sequence.slot = self._free_slots.pop()
         self._running.append(sequence)
         self.admitted.append(sequence)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Literal
 
 from rl_consistency.rollout.drafter import Speculator
@@ -14,21 +13,22 @@ from rl_consistency.rollout.stop_strings import StopStrings
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
-class SequenceStatus(Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
-
-
 @dataclass(slots=True, eq=False)
 class RolloutSequence:
     """A sample under way.
 
     The engine runs one step ahead of what it knows: of the `num_scheduled_tokens` tokens, the last
-    `num_pending` are sampled but not reported, so `token_ids` (prompt, then generated) does not
-    hold them yet. The steps launched so far write the keys and values of the first
-    `num_computed_tokens`; in decoding exactly one token is left, the last. Losing the cache blocks
-    sets that count back to 0 and touches neither tokens nor logprobs.
+    `num_pending` are sampled but not reported, so `token_ids` does not hold them yet. The steps
+    launched so far write the keys and values of the first `num_computed_tokens`; in decoding
+    exactly one token is left, the last.
+
+    Each field has one writer:
+
+        RequestLimits   the fields up to `speculator`, when it makes the sequence
+        append, finish  token_ids, token_logprobs, finish_reason, error
+        StepLoop        submitted_at
+        Scheduler       arrival, slot, preempted, num_computed_tokens, num_pending, num_drafted
+        BlockManager    block_table, num_published_blocks
     """
 
     prompt_index: int
@@ -39,37 +39,37 @@ class RolloutSequence:
     stop_token_ids: frozenset[int]
     """All tokens that end this sample: its own stop tokens and, unless ignored, eos."""
     token_ids: list[int]
-    """Constructed with the prompt; reported tokens are appended."""
+    """The prompt, then the reported tokens."""
     request_id: str = ""
     stop_strings: StopStrings | None = None
     speculator: Speculator | None = None
     """Drafts for this sample; None decodes plainly."""
-    submitted_at: float = 0.0
-    """`perf_counter` seconds; for the time to the first token."""
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
-    """Length at which the sample ends by length."""
+    """Length at which the sample ends by length; `RequestLimits` keeps it within the context."""
     token_logprobs: list[float] = field(default_factory=list)
     """One fp32 value for each generated token."""
-    status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
+    """None while the sample goes on."""
     error: str | None = None
     """What went wrong, where `finish_reason` is "error"."""
+    submitted_at: float = 0.0
+    """`perf_counter` seconds; for the time to the first token."""
     arrival: int = 0
     """Place in the order in which the scheduler met the sequences."""
     slot: int | None = None
-    """Row of the runner's device state while running, no other running sequence's."""
+    """Row of the runner's device state; None unless the sequence runs."""
     preempted: bool = False
     """Whether it ever had to give its blocks back; it then waits before all others."""
-    block_table: list[int] = field(default_factory=list)
-    """Physical block ids in logical order."""
     num_computed_tokens: int = 0
-    num_published_blocks: int = 0
-    """Leading full blocks the block manager may share."""
     num_pending: int = 0
-    """0 or 1 when a step is scheduled; behind a draft that is under way, not the real number."""
+    """0 or 1 when a step is scheduled. A draft under way counts as 1, however much of it holds."""
     num_drafted: int = 0
     """Length of the draft under way; its sequence is not scheduled again before the report."""
+    block_table: list[int] = field(default_factory=list)
+    """Physical block ids in logical order."""
+    num_published_blocks: int = 0
+    """Leading full blocks the block manager may share."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.token_ids)
@@ -83,7 +83,7 @@ class RolloutSequence:
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Tokens that exist, the pending one included: what steps and blocks are planned with."""
+        """Tokens that exist, the pending one included: steps and blocks are planned with these."""
         return len(self.token_ids) + self.num_pending
 
     @property
@@ -91,18 +91,15 @@ class RolloutSequence:
         return len(self.token_ids) + self.num_pending - self.num_computed_tokens
 
     @property
-    def num_generated_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
     def is_finished(self) -> bool:
-        return self.status is SequenceStatus.FINISHED
+        return self.finish_reason is not None
 
     def append(self, token_id: int, logprob: float) -> None:
-        """Add a sampled token, which may end the sample.
+        """Add a sampled token and end the sample if the token ends it: the truncation rule.
 
-        A stop token, and a token that completes a stop string, belong to the sample. A logprob that
-        is not finite ends it with an error and the token is dropped.
+        A stop token, or a token that completes a stop string, ends it with "stop" and belongs to
+        it; else the token in the last place ends it with "length". A logprob that is not finite
+        ends it with "error", and the token is dropped.
         """
         if not math.isfinite(logprob):
             self.finish(
@@ -123,6 +120,5 @@ class RolloutSequence:
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """End the sample; what is still under way for it will be discarded."""
-        self.status = SequenceStatus.FINISHED
         self.finish_reason = reason
         self.error = error

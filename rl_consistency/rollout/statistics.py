@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RolloutStatistics:
-    """Counters since the engine last began to work, that is of one `generate` or `stream`."""
+    """Counters since the engine last began to work, that is of one `generate` or `stream`.
+
+    The scheduler counts tokens and preemptions, the step loop the rest; `RolloutEngine.stats` is a
+    copy.
+    """
 
     steps: int = 0
     """Steps launched."""
@@ -31,20 +35,27 @@ class RolloutStatistics:
     """From the first request to the last step."""
     host_seconds: float = 0.0
     """Of these, spent otherwise than waiting for the device; on a CPU the model is part of it."""
-    mean_seconds_to_first_token: float = 0.0
-    """Mean over the samples, from their submission."""
+    first_tokens: int = 0
+    """Samples whose first token was reported."""
+    first_token_seconds: float = 0.0
+    """Sum over these samples, each from its submission to its first token."""
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """`prefill_tokens` over all of `seconds`: a share of the whole's rate, for decoding goes on
-        in the same steps. Not the speed of prefill alone."""
+        """`prefill_tokens` over all of `seconds`, in which decoding goes on too: not the speed of
+        prefill alone."""
         return _ratio(self.prefill_tokens, self.seconds)
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """`decode_tokens` over all of `seconds`, those spent on prefill included: what the rollout
-        delivered per second. Not the speed of decoding alone."""
+        """`decode_tokens` over all of `seconds`, prefill included: not the speed of decoding
+        alone."""
         return _ratio(self.decode_tokens, self.seconds)
+
+    @property
+    def mean_seconds_to_first_token(self) -> float:
+        """Mean over the samples, from their submission."""
+        return _ratio(self.first_token_seconds, self.first_tokens)
 
     @property
     def acceptance_rate(self) -> float:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 LONGEST_READ = 16
-"""Tokens decoded again with a new one, at most about so many: decoding costs by the call."""
+"""About the most tokens decoded again with a new one."""
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder writes for the first bytes of a character whose others are still to come."""
+"""A decoder writes it for each byte of a character whose last bytes are still to come."""
 
 _LONGEST_INCOMPLETE = 3
-"""Bytes of a character that is not whole, each of which may be written so."""
+"""Most bytes of such a character."""
 
 
 class Detokenizer(Protocol):
@@ -24,9 +24,9 @@ class Detokenizer(Protocol):
 class StopStrings:
     """Tells at which token the text of a sample first holds one of the strings.
 
-    The text is that of the generated tokens, special tokens included. It is decoded a few tokens at
-    a time: some that were read stand before the new ones, because a decoder may write a token in
-    another way at the beginning of a text.
+    The text is that of the generated tokens, special tokens included. Each new token is decoded
+    behind a few that were read before, because a decoder may write a token in another way at the
+    beginning of a text.
 
     Args:
         tokenizer: decodes token ids.
@@ -56,13 +56,13 @@ class StopStrings:
             return True
         self._tail = window[len(window) - min(self._overlap, len(window)) :]
         self._num_read = max(self._num_read, num_known)
-        # Of more tokens than a character has bytes, the older ones are no text and stay so.
+        # Bytes that more than three tokens have not completed will never be a character.
         if num_open == 0 or len(self._token_ids) - self._num_closed > _LONGEST_INCOMPLETE:
             self._close(num_open)
         return False
 
     def _close(self, num_open: int) -> None:
-        """Begin again behind the tokens read last, once there are many."""
+        """Forget the tokens before those read last, once there are many."""
         if len(self._token_ids) >= LONGEST_READ:
             self._token_ids = self._token_ids[self._num_closed :]
             self._num_read = max(len(self._text()) - num_open, 0)

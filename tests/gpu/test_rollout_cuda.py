@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from rl_consistency.kernels.matmul import cublaslt
+from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.certificates import CACHE_VARIABLE
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
@@ -181,16 +181,16 @@ def test_a_model_moved_to_the_gpu_after_its_engine_is_refused(small_model):
 
 def test_nothing_computed_with_a_struck_product_is_used_again(small_model, monkeypatch, tmp_path):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(cublaslt, "_audit", cublaslt._Audit())
+    monkeypatch.setattr(audit, "_counts", audit._Counts())
     monkeypatch.setattr(cublaslt, "_by_device", {})
-    monkeypatch.setattr(cublaslt, "AUDIT_EVERY", 1)
+    monkeypatch.setattr(audit, "AUDIT_EVERY", 1)
     monkeypatch.setattr(cublaslt, "prefers_library", lambda m, *rest: m > 1)
     library_product = cublaslt.library_product
     sampling, prompts = SAMPLINGS["plain"], PROMPTS[:4]
     with patch(model := small_model()):
         engine = engine_of(model)
         expected = as_bytes(engine.generate(prompts, sampling))
-        hits, calls = engine.stats.prefix_hit_tokens, cublaslt.schedule_audit().calls
+        hits, calls = engine.stats.prefix_hit_tokens, audit.schedule_audit().calls
         with monkeypatch.context() as broken:
             broken.setattr(
                 cublaslt, "library_product", lambda *given: 1.01 * library_product(*given)
@@ -198,7 +198,7 @@ def test_nothing_computed_with_a_struck_product_is_used_again(small_model, monke
             with pytest.warns(UserWarning, match="withdrawn: nt/bf16/"):
                 assert as_bytes(engine.generate(prompts, sampling)) != expected
         assert engine.stats.prefix_hit_tokens > hits
-        assert cublaslt.schedule_audit().calls > calls > 0
+        assert audit.schedule_audit().calls > calls > 0
         assert len(engine._runner._graphs) > 0
         engine.warm_up(sampling, batch_sizes=[])
         assert len(engine._runner._graphs) == 0

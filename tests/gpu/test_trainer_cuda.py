@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_consistency.kernels.matmul.cublaslt import AuditReport
+from rl_consistency.kernels.matmul.audit import AuditReport
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.replay import load_replay_bundle

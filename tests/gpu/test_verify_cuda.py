@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from rl_consistency.kernels.matmul import cublaslt
+from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.certificates import CACHE_VARIABLE
 from rl_consistency.numerics.settings import numeric_settings
@@ -61,7 +61,7 @@ def test_products_of_the_library_are_audited_and_another_order_is_found(
     # No certificate of this machine is read, none is struck on it.
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(cublaslt, "_by_device", {})
-    monkeypatch.setattr(cublaslt, "_audit", cublaslt._Audit())
+    monkeypatch.setattr(audit, "_counts", audit._Counts())
     monkeypatch.setattr(matmul_schedules, "CANDIDATES", matmul_schedules.POINTER[:2])
     shapes = replace(TINY_SHAPES, linear=((1024, 1024),))
     setup = OpSetup(dtype=dtype, device=CUDA, sweep=QUICK, shapes=shapes)
@@ -69,14 +69,14 @@ def test_products_of_the_library_are_audited_and_another_order_is_found(
     with numeric_settings():
         check_matmul_schedules(right, setup)
         assert right.detail == ""
-        report = cublaslt.schedule_audit()
+        report = audit.schedule_audit()
         assert report.audited == report.calls > 0
         monkeypatch.setattr(
             cublaslt, "library_product", lambda *operands: library(*operands) * (1 + 2**-7)
         )
         check_matmul_schedules(wrong, setup)
     assert wrong.mismatches > 0
-    assert cublaslt.schedule_audit().differing > 0
+    assert audit.schedule_audit().differing > 0
 
 
 def test_a_probe_is_drawn_on_the_device_and_is_the_same_bytes_again():

@@ -20,9 +20,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.drafter import PromptLookupDrafter, Speculator
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.scheduler import ScheduledChunk, Scheduler
+from rl_consistency.rollout.scheduler import Sampled, ScheduledChunk, Scheduler
 from rl_consistency.rollout.sequence import RolloutSequence
-from rl_consistency.rollout.step_loop import Sampled, StepLoop
+from rl_consistency.rollout.step_loop import StepLoop
 
 VOCAB = 13
 STOP = 12
@@ -191,6 +191,14 @@ class Toy:
             self.loop.step()
         raise AssertionError("the loop makes no progress")
 
+    def check_empty(self) -> None:
+        """Nothing is held any more: neither a block, nor a slot, nor a step."""
+        assert self.blocks.num_free_blocks == self.blocks.num_blocks
+        assert not any(block.ref_count for block in self.blocks._blocks)
+        assert len(self.scheduler._free_slots) == self.runner.max_num_seqs
+        assert not self.scheduler.has_unfinished and not self.runner.in_flight
+        assert not self.scheduler._set_aside
+
 
 class PreemptingScheduler(Scheduler):
     """Makes the youngest running sequence give way in given steps, as if blocks were missing.
@@ -228,7 +236,6 @@ def make_toy(
     fails_at: frozenset[tuple[int, int]] = frozenset(),
     scheduler: Callable[..., Scheduler] = Scheduler,
     blocks: Callable[..., BlockManager] = BlockManager,
-    loop: Callable[..., StepLoop] = StepLoop,
 ) -> Toy:
     manager = blocks(num_blocks, block_size, share_prefixes=share_prefixes)
     runner = ToyRunner(num_blocks, block_size, max_num_seqs, fails_at)
@@ -238,7 +245,8 @@ def make_toy(
         max_num_seqs=max_num_seqs,
         prefill_chunk_size=prefill_chunk_size,
     )
-    return Toy(runner, manager, planner, loop(runner, planner, manager))
+    model_runner: Any = runner
+    return Toy(runner, manager, planner, StepLoop(model_runner, planner, manager))
 
 
 def make_sequence(
@@ -277,3 +285,38 @@ def sequence_of() -> Callable[..., RolloutSequence]:
 def expected() -> Callable[[RolloutSequence], Any]:
     """(tokens, logprobs) of a sequence, from the toy model alone."""
     return toy_tokens
+
+
+@pytest.fixture(scope="session")
+def load() -> Callable[..., list[RolloutSequence]]:
+    """Makes groups of sequences, their prompts with common prefixes, their lengths different."""
+
+    def make(*, speculation: int = 0, max_tokens: int = 14) -> list[RolloutSequence]:
+        prefix = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2, 3]
+        prompts = [prefix, prefix[:9] + [7, 7], [5], [2, 9] * 10]
+        return [
+            make_sequence(
+                prompt,
+                max_tokens=max_tokens + 5 * sample - prompt_id,
+                prompt_id=prompt_id,
+                sample_index=sample,
+                speculation=speculation,
+                stop=frozenset({STOP} if sample else ()),
+            )
+            for prompt_id, prompt in enumerate(prompts)
+            for sample in range(3)
+        ]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def check() -> Callable[[list[RolloutSequence]], None]:
+    """Asserts that sequences ended with the toy model's tokens."""
+
+    def assert_as_expected(sequences: list[RolloutSequence]) -> None:
+        for sequence in sequences:
+            assert (sequence.token_ids, sequence.token_logprobs) == toy_tokens(sequence)
+            assert sequence.finish_reason in ("stop", "length") and sequence.num_pending == 0
+
+    return assert_as_expected

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rl_consistency.rollout.scheduler import ScheduledChunk
-from rl_consistency.rollout.sequence import RolloutSequence, SequenceStatus
+from rl_consistency.rollout.sequence import RolloutSequence
 
 Make = Callable[..., Any]
 NEVER: frozenset[int] = frozenset()
@@ -30,12 +30,7 @@ def launch(served: Any) -> Any:
 
 def step(served: Any) -> list[ScheduledChunk]:
     launched = launch(served)
-    for chunk, sampled in zip(launched.chunks, launched.wait(), strict=True):
-        sequence = chunk.sequence
-        sequence.num_pending -= 1
-        sequence.append(*sampled[0])
-        if sequence.is_finished:
-            served.scheduler.finish(sequence)
+    served.scheduler.take_in(launched.chunks, launched.wait())
     return served.runner.history[-1]
 
 
@@ -80,7 +75,7 @@ def test_only_the_last_known_token_is_sampled_from(toy: Make, sequence_of: Make)
     counts = []
     while served.scheduler.has_unfinished:
         step(served)
-        counts.append(sequence.num_generated_tokens)
+        counts.append(len(sequence.token_logprobs))
     assert counts == [0, 0, 1, 2]
 
 
@@ -91,7 +86,7 @@ def test_one_token_left_of_a_prompt_runs_like_a_decode_and_counts_as_prefill(
     add(served, sequence_of([1] * 9, stop=NEVER))
     chunks = [step(served)[0] for _ in range(4)]
     assert [chunk.is_decode for chunk in chunks] == [False, False, True, True]
-    assert served.scheduler.num_prefill_tokens == 9
+    assert served.scheduler.statistics.prefill_tokens == 9
 
 
 def test_siblings_of_a_group_find_the_prompt_in_the_cache(toy: Make, sequence_of: Make) -> None:
@@ -100,7 +95,7 @@ def test_siblings_of_a_group_find_the_prompt_in_the_cache(toy: Make, sequence_of
     steps = [[chunk.length for chunk in step(served)] for _ in range(3)]
     # The first sample computes the three full blocks alone; then each computes its last token.
     assert steps == [[6], [6], [1, 1, 1, 1]]
-    assert served.scheduler.num_prefix_hit_tokens == 3 * 12
+    assert served.scheduler.statistics.prefix_hit_tokens == 3 * 12
 
 
 def test_siblings_follow_as_soon_as_the_prompt_is_under_way(toy: Make, sequence_of: Make) -> None:
@@ -175,7 +170,7 @@ def test_a_sequence_is_admitted_only_if_those_running_can_still_grow(
     assert [s.slot is not None for s in sequences] == [True, True, False]
     while served.scheduler.has_unfinished:
         step(served)
-    assert served.scheduler.num_preemptions == 0
+    assert served.scheduler.statistics.preemptions == 0
 
 
 def test_no_more_sequences_run_than_a_step_has_tokens(toy: Make, sequence_of: Make) -> None:
@@ -199,10 +194,10 @@ def test_drafts_leave_a_token_for_everybody_who_runs(toy: Make, sequence_of: Mak
         for p in range(4)
     ]
     add(served, *sequences)
-    launch(served).wait()
+    launched = launch(served)
+    launched.wait()
+    served.scheduler.take_in(launched.chunks, [[(1, -1.0)]] * len(sequences))
     for sequence in sequences:
-        sequence.num_pending -= 1
-        sequence.append(1, -1.0)
         sequence.speculator.observe(7, 3, 3)  # drafts of 7 from now on
     assert [chunk.length for chunk in launch(served).chunks] == [8, 8, 7, 1]
 
@@ -251,11 +246,11 @@ def test_the_most_recently_admitted_sequence_is_preempted_and_keeps_its_tokens(
     toy: Make, sequence_of: Make
 ) -> None:
     served, (first, second, last) = crowded(toy, sequence_of)
-    while not served.scheduler.num_preemptions:
+    while not served.scheduler.statistics.preemptions:
         generated, logprobs = list(last.token_ids), list(last.token_logprobs)
         step(served)
-    assert (last.status, last.slot) == (SequenceStatus.WAITING, None)
-    assert first.status is second.status is SequenceStatus.RUNNING
+    assert last.slot is None and last.preempted
+    assert first.slot is not None and second.slot is not None
     assert (last.token_ids, last.token_logprobs) == (generated, logprobs)
     assert (last.block_table, last.num_computed_tokens) == ([], 0)
     assert last.preempted and not first.preempted
@@ -263,7 +258,7 @@ def test_the_most_recently_admitted_sequence_is_preempted_and_keeps_its_tokens(
 
 def test_preempted_sequences_come_back_before_others(toy: Make, sequence_of: Make) -> None:
     served, (*_, last) = crowded(toy, sequence_of)
-    while not served.scheduler.num_preemptions:
+    while not served.scheduler.statistics.preemptions:
         step(served)
     add(served, longer := sequence_of([5] * 7, max_tokens=30, prompt_id=5, stop=NEVER))
     while last.slot is None:
@@ -305,15 +300,10 @@ def test_slots_are_unique_among_those_running_and_given_again(toy: Make, sequenc
     add(served, *group_load(sequence_of))
     used = set()
     while served.scheduler.has_unfinished:
-        slots = [chunk.sequence.slot for chunk in launch(served).chunks]
-        used.update(slots)
+        launched = launch(served)
+        used.update(chunk.sequence.slot for chunk in launched.chunks)
         served.runner.in_flight.clear()
-        for chunk in served.runner.history[-1]:
-            if chunk.samples:
-                chunk.sequence.num_pending -= 1
-                chunk.sequence.append(5, -1.0)
-                if chunk.sequence.is_finished:
-                    served.scheduler.finish(chunk.sequence)
+        served.scheduler.take_in(launched.chunks, [[(5, -1.0)]] * len(launched.chunks))
     assert used <= {0, 1, 2}
 
 
@@ -323,12 +313,10 @@ def test_a_sequence_whose_last_token_is_pending_is_not_scheduled(
     served = toy()
     sequence = sequence_of([1, 2], max_tokens=2, stop=NEVER)
     add(served, sequence)
-    launch(served)
+    first = launch(served)
     (chunk,) = launch(served).chunks
     assert (chunk.start, chunk.length, sequence.num_tokens) == (2, 1, 2)  # one pending token
-    served.runner.in_flight[0].wait()
-    sequence.num_pending -= 1
-    sequence.append(4, -1.0)
+    served.scheduler.take_in(first.chunks, first.wait())
     assert served.scheduler.schedule() == [] and served.scheduler.has_unfinished
 
 
@@ -340,8 +328,7 @@ def test_a_draft_waits_for_the_report_and_then_stands_behind_the_known_tokens(
     add(served, sequence)
     launched = launch(served)
     assert served.scheduler.prefers_report and served.scheduler.schedule() == []
-    sequence.num_pending -= 1
-    sequence.append(*launched.wait()[0][0])
+    served.scheduler.take_in(launched.chunks, launched.wait())
     assert sequence.token_ids[-1] == 1 and not served.scheduler.prefers_report
     (chunk,) = launch(served).chunks
     assert chunk == ScheduledChunk(sequence, 9, 4, True, (4, 0, 1)) and chunk.is_decode

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import math
+from pathlib import Path
 
 import pytest
 
+import rl_consistency.rollout
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.sequence import RolloutSequence, SequenceStatus
+from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.stop_strings import StopStrings
 
 
@@ -27,7 +30,7 @@ def test_a_sequence_copies_its_prompt() -> None:
     sequence = make(prompt)
     sequence.append(9, -0.5)
     assert prompt == [1, 2, 3]
-    assert (sequence.num_prompt_tokens, sequence.num_generated_tokens) == (3, 1)
+    assert (sequence.num_prompt_tokens, len(sequence.token_logprobs)) == (3, 1)
 
 
 def test_all_known_tokens_but_the_computed_ones_are_to_do() -> None:
@@ -43,7 +46,6 @@ def test_a_stop_token_is_kept_and_ends_the_sample() -> None:
     sequence.append(5, -1.0)
     assert not sequence.is_finished
     sequence.append(7, -0.25)
-    assert sequence.status is SequenceStatus.FINISHED
     assert sequence.finish_reason == "stop"
     assert (sequence.token_ids, sequence.token_logprobs) == ([1, 5, 7], [-1.0, -0.25])
 
@@ -64,7 +66,7 @@ def test_a_pending_token_is_scheduled_but_not_known() -> None:
     sequence = make([1, 2, 3])
     sequence.num_computed_tokens, sequence.num_pending = 3, 1
     assert (sequence.num_tokens, sequence.num_scheduled_tokens) == (3, 4)
-    assert (sequence.num_uncomputed_tokens, sequence.num_generated_tokens) == (1, 0)
+    assert (sequence.num_uncomputed_tokens, len(sequence.token_logprobs)) == (1, 0)
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
@@ -72,7 +74,7 @@ def test_a_logprob_that_is_not_finite_ends_the_sample_with_an_error(logprob: flo
     sequence = make([1, 2])
     sequence.append(5, -1.0)
     sequence.append(6, logprob)
-    assert (sequence.status, sequence.finish_reason) == (SequenceStatus.FINISHED, "error")
+    assert sequence.is_finished and sequence.finish_reason == "error"
     assert sequence.error is not None
     assert sequence.error.startswith("prompt 0, sample 0, position 3: the model gave a logprob")
     assert (sequence.token_ids, sequence.token_logprobs) == ([1, 2, 5], [-1.0])
@@ -93,3 +95,25 @@ def test_a_stop_string_ends_the_sample_with_the_token_that_completes_it() -> Non
 
 def test_sequences_are_told_apart_by_identity() -> None:
     assert make([1]) != make([1])
+
+
+WRITERS = {
+    **dict.fromkeys(("token_ids", "token_logprobs", "finish_reason", "error"), "sequence"),
+    **dict.fromkeys(("slot", "arrival", "preempted"), "scheduler"),
+    **dict.fromkeys(("num_computed_tokens", "num_pending", "num_drafted"), "scheduler"),
+    **dict.fromkeys(("block_table", "num_published_blocks"), "block_manager"),
+    "submitted_at": "step_loop",
+}
+
+
+def test_each_field_has_one_writer() -> None:
+    found = set()
+    for path in Path(rl_consistency.rollout.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                of_sequence = path.stem == "sequence" or ast.unparse(node.value) == "sequence"
+                if of_sequence and not node.attr.startswith("_"):
+                    found.add((node.attr, path.stem))
+    made_by_itself = {("num_prompt_tokens", "sequence"), ("max_num_tokens", "sequence")}
+    changed_in_place = {("token_logprobs", "sequence")}
+    assert found == (set(WRITERS.items()) - changed_in_place) | made_by_itself

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_consistency.kernels.matmul.cublaslt import AuditReport
+from rl_consistency.kernels.matmul.audit import AuditReport
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError

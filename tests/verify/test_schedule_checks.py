@@ -6,7 +6,7 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from rl_consistency.kernels.matmul import cublaslt
+from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.certificates import Certificates
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
@@ -164,7 +164,7 @@ def library(monkeypatch, tmp_path):
     monkeypatch.setattr(cublaslt, "_has_room", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cublaslt, "library_product", matmul_fwd)
-    monkeypatch.setattr(cublaslt, "_audit", cublaslt._Audit())
+    monkeypatch.setattr(audit, "_counts", audit._Counts())
 
     def certified(differing):
         held = Certificates(tmp_path / f"{differing}.json", {}, lambda key, m: differing)
@@ -181,9 +181,9 @@ def test_every_product_of_the_library_is_audited(library):
     library(differing=0)
     tally = products_judged()
     assert tally.detail == ""
-    report = cublaslt.schedule_audit()
+    report = audit.schedule_audit()
     assert report.audited == report.calls == 2
-    assert cublaslt.AUDIT_EVERY > 1
+    assert audit.AUDIT_EVERY > 1
 
 
 def test_a_library_of_another_order_turns_the_check_red(library, monkeypatch):
@@ -198,7 +198,7 @@ def test_a_library_of_another_order_turns_the_check_red(library, monkeypatch):
 
 def test_a_library_that_nothing_audits_turns_the_check_red(library, monkeypatch):
     library(differing=0)
-    monkeypatch.setattr(cublaslt, "_due", lambda *given: False)
+    monkeypatch.setattr(audit, "due", lambda: False)
     assert "0 elements of 0 audited calls, 2 products by the library" in products_judged().detail
 
 
@@ -215,7 +215,7 @@ def test_only_the_product_that_differs_is_struck(library, monkeypatch):
 
     monkeypatch.setattr(cublaslt, "library_product", wrong_in_one_layout)
     products_judged()
-    struck = cublaslt.schedule_audit().struck
+    struck = audit.schedule_audit().struck
     assert struck and all(name.startswith("nn/") for name in struck)
 
 

@@ -1,9 +1,9 @@
-"""Decoding through CUDA graphs: one for each number of rows, replayed with other numbers.
+"""Decoding through CUDA graphs: one graph for each number of rows.
 
-A graph has all of a decode step in it: table updates, the model, sampling, and the token kept for
-the next step. What it is told from step to step comes in one buffer that the host fills. Rows are
-padded to a bucket with sequences of one token in the dummy slot; in whichever bucket a row runs,
-its bits are the same (claim C1), so buckets are chosen for speed alone.
+A graph holds a whole decode step: table updates, the model, sampling, and the token kept for the
+next step. The host fills one buffer with the numbers of a step, and the graph reads it. Rows are
+padded to a bucket with sequences of one token in the dummy slot. The bucket moves no bit of a row
+(claim C1), so buckets are chosen for speed alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from rl_consistency.rollout.scheduler import ScheduledChunk
 WIDTHS = (1, 4, 1 + MAX_DRAFT)
 """Tokens of a sequence in one call: the last known one and a draft, padded to one of these."""
 
-_WIDTH_FOR = [WIDTHS[bisect_left(WIDTHS, 1 + draft)] for draft in range(WIDTHS[-1])]
+_WIDTH_FOR_DRAFT = [WIDTHS[bisect_left(WIDTHS, 1 + draft)] for draft in range(WIDTHS[-1])]
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Numbers of rows up to which graphs are captured; above the last in steps of `BUCKET_STEP`."""
@@ -52,21 +52,12 @@ def buckets_up_to(most: int) -> tuple[int, ...]:
 
 def width_for(draft: int) -> int:
     """The smallest width that holds a draft of so many tokens and the token before it."""
-    return _WIDTH_FOR[draft]
+    return _WIDTH_FOR_DRAFT[draft]
 
 
-class Compute(Protocol):
-    """The model and the sampler: token ids and logprobs of all rows of a call."""
-
-    def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        layout: CapturedPagedAttention,
-        slots: Tensor,
-        *,
-        truncates: bool,
-    ) -> tuple[Tensor, Tensor]: ...
+Compute = Callable[..., tuple[Tensor, Tensor]]
+"""The model and the sampler: (token_ids, positions, layout, slots, *, truncates) -> token ids and
+logprobs of all rows of a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +69,9 @@ class Shape:
     width: int
     """Tokens of each."""
     truncates: bool
-    """Whether the sampler restricts the support; neutral to rows that do not."""
+    """Whether the sampler restricts any row's support; it moves no bit of the others."""
     context: int
-    """Most keys of a sequence: the cache's, or for stock attention a bucket."""
+    """Most keys of a sequence: `context_bound`."""
     stock: frozenset[str]
     """Ops on their stock path."""
 
@@ -88,7 +79,7 @@ class Shape:
 class DecodeCall:
     """One shape's decode step over buffers that never move.
 
-    `run` is what a graph captures. It is plain PyTorch, and runs on a CPU as it is.
+    A graph captures `run`, which is plain PyTorch and runs on a CPU too.
     """
 
     def __init__(self, shape: Shape, state: DeviceState, cache: KVCache, compute: Compute) -> None:
@@ -99,13 +90,11 @@ class DecodeCall:
         self.most_new_blocks = -(-shape.width // cache.block_size)
         updates = rows * self.most_new_blocks
         self._dummy_place = state.dummy_block * cache.block_size
+        of_tokens = ("token_slots", "token_ids", "positions", "places")
         self._fields = StagedFields(
             {
                 "slots": (np.int64, (rows,)),
-                "token_slots": (np.int64, (tokens,)),
-                "token_ids": (np.int64, (tokens,)),
-                "positions": (np.int64, (tokens,)),
-                "places": (np.int64, (tokens,)),
+                **dict.fromkeys(of_tokens, (np.int64, (tokens,))),
                 "cells": (np.int64, (updates,)),
                 "blocks": (np.int32, (updates,)),
                 "last_rows": (np.int64, (rows,)),
@@ -134,9 +123,9 @@ class DecodeCall:
         )
 
     def stage(self, chunks: Sequence[ScheduledChunk], slots: NDArray[np.int64]) -> Tensor:
-        """A host buffer with the numbers of one step; `load` takes it to the device.
+        """A host buffer with the numbers of one step; `load` copies it to the device.
 
-        The chunks' slots [n] are given apart; rows behind them are padding.
+        slots [n]: those of the chunks. Rows behind the n-th are padding.
         """
         state, count, width = self._state, len(chunks), self.shape.width
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
@@ -145,34 +134,25 @@ class DecodeCall:
         ends = starts + lens
         cells, blocks = state.cover(sequences, slots, ends, most=self.most_new_blocks)
         buffer, arrays = self._fields.on_host(state.device)
-        by_row = {
-            name: array.reshape(self.shape.rows, -1)
-            for name, array in arrays.items()
-            if name not in ("cells", "blocks")
-        }
         offsets = np.arange(width)
         # Positions behind a draft repeat its last: no table and no cosine lies beyond.
         positions = np.minimum(starts[:, None] + offsets, ends[:, None] - 1)
         places = state.places(slots[:, None], positions)
         places[offsets >= lens[:, None]] = self._dummy_place
         for name, real, padding in (
-            ("slots", slots[:, None], state.dummy_slot),
-            ("token_slots", slots[:, None], state.dummy_slot),
-            ("token_ids", self._token_ids(chunks), 0),
-            ("positions", positions, 0),
-            ("places", places, self._dummy_place),
-            ("last_rows", (np.arange(count) * width + lens - 1)[:, None], 0),
-            ("query_len", lens[:, None], 1),
-            ("context_len", ends[:, None], 1),
-        ):
-            by_row[name][:count] = real
-            by_row[name][count:] = padding
-        for name, real, padding in (
+            ("slots", slots, state.dummy_slot),
+            ("token_slots", slots.repeat(width), state.dummy_slot),
+            ("token_ids", self._token_ids(chunks).ravel(), 0),
+            ("positions", positions.ravel(), 0),
+            ("places", places.ravel(), self._dummy_place),
             ("cells", cells, state.dummy_slot * state.block_tables.shape[1]),
             ("blocks", blocks, state.dummy_block),
+            ("last_rows", np.arange(count) * width + lens - 1, 0),
+            ("query_len", lens, 1),
+            ("context_len", ends, 1),
         ):
-            arrays[name][: len(cells)] = real
-            arrays[name][len(cells) :] = padding
+            arrays[name][: len(real)] = real
+            arrays[name][len(real) :] = padding
         return buffer
 
     def _token_ids(self, chunks: Sequence[ScheduledChunk]) -> NDArray[np.int64]:
@@ -205,7 +185,7 @@ class DecodeCall:
             inputs["token_slots"],
             truncates=self.shape.truncates,
         )
-        # Behind a draft it may not be the last; but there the host knows which one is.
+        # Behind a draft this may not be the last token; but there the host knows which one is.
         last = tokens.index_select(0, inputs["last_rows"])
         state.last_tokens.index_copy_(0, inputs["slots"], last)
         self.values[0].copy_(tokens)
@@ -219,21 +199,18 @@ class CapturedCall:
     call: DecodeCall
     replay: Callable[[], None]
     kept: object
-    """What the graph reads by address and nobody else may hold."""
+    """Keeps alive what the graph reads by address."""
 
 
 class DecodeGraphs:
     """Captured decode calls by shape, made on first use, in one pool of memory.
 
-    Graphs run one after another and leave what outlives them in buffers of their own, so they may
-    share the memory of everything in between.
+    Graphs run one after another, and each has its own buffer for its results. So they share the
+    memory of everything in between.
 
     Args:
-        state: the sequences by slot.
-        cache: the KV cache.
-        compute: the model and the sampler.
         capacity: most tokens of a sequence.
-        prepare: makes whatever must not be made during a capture, and returns what the graphs read
+        prepare: makes what must not be made during a capture, and returns what the graphs read
             and the model may replace.
     """
 
@@ -269,7 +246,7 @@ class DecodeGraphs:
     def captured(self, rows: int, width: int, *, truncates: bool, longest: int) -> CapturedCall:
         """The smallest call for `rows` sequences, none with more than `longest` keys.
 
-        The first time it is captured, for which the host waits.
+        It is captured the first time; the host waits for that.
         """
         shape = Shape(
             rows=self._buckets[bisect_left(self._buckets, rows)],
@@ -284,7 +261,7 @@ class DecodeGraphs:
         return found
 
     def _call(self, shape: Shape) -> DecodeCall:
-        """The call, loaded with nothing but padding: running it touches no sequence."""
+        """The call, loaded with padding alone: running it touches no sequence."""
         call = DecodeCall(shape, self._state, self._cache, self._compute)
         call.load(call.stage((), np.zeros(0, dtype=np.int64)))
         return call
@@ -297,8 +274,8 @@ class DecodeGraphs:
         pool, stream = self._place
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), certified_to_the_row():
-            # Compiles kernels and certifies products, which a capture must not; the second time
-            # nothing of that is left to do.
+            # The first run compiles kernels and certifies products, which a capture must not do.
+            # In the second nothing of that is left to do.
             call.run()
             call.run()
         torch.cuda.current_stream().wait_stream(stream)

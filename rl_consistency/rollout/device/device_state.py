@@ -1,7 +1,7 @@
-"""What the device remembers of the running sequences from one step to the next, by slot.
+"""What the device keeps of the running sequences from one step to the next, by slot.
 
-A sequence holds a slot while it runs. The host keeps a copy of all but the sampled tokens, so that
-it never has to ask the device.
+A sequence holds a slot while it runs. The host has a copy of all but the sampled tokens, so it
+never waits for the device to read them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,11 @@ from rl_consistency.rollout.sequence import RolloutSequence
 
 
 class DeviceState:
-    """Rows for `num_slots` sequences and one more, the dummy slot of padding rows.
-
-    Args:
-        num_slots: sequences that run at a time.
-        width: most blocks of a sequence.
-        block_size: tokens of a block.
-        dummy_block: the block of whatever belongs to no sequence.
-        device: where the tensors are.
+    """Rows for `num_slots` sequences of at most `width` blocks, and one more for padding.
 
     Attributes:
-        dummy_slot: number of the dummy slot, `num_slots`.
+        dummy_slot: the slot of padding rows, number `num_slots`.
+        dummy_block: the block that they write to.
         last_tokens: [S] int64, the token that was sampled last; S = num_slots + 1.
         block_tables: [S, width] int32, each sequence's blocks in logical order, then `dummy_block`.
     """
@@ -87,7 +81,7 @@ class DeviceState:
         *,
         most: int = 0,
     ) -> tuple[list[int], list[int]]:
-        """Take over the blocks that hold positions below `ends` [n] and are not known yet.
+        """Enter the blocks that hold positions below `ends` [n] and are new to the tables.
 
         Returns (cells, blocks): the entries of the flattened table that the caller has to write on
         the device, at most `most` of each sequence. Where more are new the next `flush` copies the
@@ -142,14 +136,14 @@ class DeviceState:
     def sampling(self, slots: Tensor, *, truncates: bool) -> tuple[SamplingRows, Tensor]:
         """Sampling parameters of rows [n] by slot, and their stream keys [n, 5] int64.
 
-        `truncates` is the host's answer to whether any of them restricts its support.
+        `truncates`: whether any of them restricts its support.
         """
         words = self._device_words.index_select(1, slots)
         temperature, top_p, min_p = self._device_shares.index_select(1, slots).unbind(0)
         rows = SamplingRows(
             temperature=temperature, top_k=words[KEY_WORDS], top_p=top_p, min_p=min_p
         )
-        # Neutral to the bits, and one graph then serves all temperatures.
+        # Moves no bit, and one graph then serves all temperatures.
         rows = rows.knowing(truncates=truncates, unit_temperature=False)
         return rows, words[:KEY_WORDS].t()
 

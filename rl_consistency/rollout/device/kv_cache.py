@@ -13,19 +13,16 @@ DEFAULT_TOKENS_PER_SEQUENCE = 1024
 """Tokens of each running sequence the default cache has room for."""
 
 CPU_CACHE_BYTES = 4 << 30
-"""Upper bound of the default cache on a CPU."""
-
 GPU_CACHE_SHARE = 0.4
-"""Upper bound of the default cache on a GPU, as a share of the memory free when the cache is made;
-a trainer in the same process needs the rest for gradients, moments and activations."""
+"""Upper bounds of the default cache; on a GPU a share of the memory that is free when it is made. A
+trainer in the same process needs the rest."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class KVCache:
     """Two tensors per layer, [num_blocks + 1, block_size, num_key_value_heads, head_dim] each.
 
-    The block behind the last, number `num_blocks`, takes what padding rows write. No sequence holds
-    it, and nothing that is in it reaches one.
+    Padding rows write to block number `num_blocks`, behind the last. No sequence holds or reads it.
     """
 
     keys: Sequence[Tensor]
@@ -47,8 +44,8 @@ class KVCache:
         """A cache in the model's dtype, on its device.
 
         Without `num_blocks` it has room for `max_num_seqs` sequences of `tokens_per_sequence`
-        tokens (1024 where that is None, and never more than the model's context), at most 4 GiB on
-        a CPU and 40 % of the free memory on a GPU, and always for one such sequence.
+        tokens (None is 1024; the model's context at most), within 4 GiB on a CPU and 40 % of the
+        free memory on a GPU, but always for one such sequence.
 
         Raises:
             ValueError: the device has no room for it.
@@ -67,7 +64,7 @@ class KVCache:
         assert num_blocks is not None
         shape = (num_blocks + 1, *row)
         try:
-            # Zeros: a slot never written must hold no NaN, which no mask of weight 0 would remove.
+            # Zeros: a NaN in a slot that was never written would pass a mask of weight 0.
             keys, values = (
                 [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
                 for _ in range(2)
@@ -82,15 +79,6 @@ class KVCache:
     @property
     def device(self) -> torch.device:
         return self.keys[0].device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.keys[0].dtype
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all blocks that sequences may hold."""
-        return self.num_blocks * self.block_size
 
 
 def cache_bytes(device: torch.device) -> int:

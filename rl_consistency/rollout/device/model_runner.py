@@ -1,15 +1,14 @@
 """Owns the KV cache and the device state, and turns a step's chunks into tokens and logprobs.
 
-A step is launched and its results are read later: nothing in a launch waits for the device, so the
-next step can be queued behind it. What the host does not know at a launch, the token sampled by the
-step before, is taken from the device.
+A step is launched and its results are read later: a launch never waits for the device, so the next
+step can be queued behind it. The token that the step before samples is not known to the host at a
+launch; it is read on the device.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from rl_consistency.rollout.device.random_stream import device_uniforms
 from rl_consistency.rollout.device.sampler import sample
 from rl_consistency.rollout.device.staging import to_device, to_host
 from rl_consistency.rollout.drafter import MAX_DRAFT
-from rl_consistency.rollout.scheduler import ScheduledChunk
+from rl_consistency.rollout.scheduler import Sampled, ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.weights import forward_path
 
@@ -42,58 +41,42 @@ MEMORY_BOUND_TOKENS = 256
 RAGGED = 0
 """In place of a width: chunks that run without a graph."""
 
+_Group = dict[int, ScheduledChunk]
+"""The chunks of one call, by their index in the step."""
 
-@dataclass(frozen=True, eq=False)
-class _Group:
-    """Chunks of one call."""
-
-    chunks: list[ScheduledChunk]
-    indices: list[int]
-    """Of each chunk in the step."""
-
-
-@dataclass(frozen=True, eq=False)
-class CallResult:
-    """What one call of the model sampled, on its way to the host."""
-
-    values: Tensor
-    """[2, rows] int32 on the host: token ids, and the bits of their fp32 logprobs."""
-    spans: list[tuple[int, int, int]]
-    """(index of the chunk in the step, first row, number of rows)."""
+_Rows = tuple[Tensor, list[tuple[int, int, int]]]
+"""What one call sampled: [2, rows] int32 on the host, token ids and the bits of their fp32
+logprobs; and where each chunk's rows are: (index in the step, first row, number of rows)."""
 
 
 class PendingStep:
     """A step that has been queued.
 
     Attributes:
-        chunks: its chunks that sample, in the order they were launched in.
+        chunks: its chunks that sample, in the order of the launch.
     """
 
     def __init__(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        results: list[CallResult],
-        done: torch.cuda.Event | None,
+        self, chunks: Sequence[ScheduledChunk], calls: list[_Rows], done: torch.cuda.Event | None
     ) -> None:
         self.chunks = [chunk for chunk in chunks if chunk.samples]
         self._sampling = [chunk.samples for chunk in chunks]
-        self._results = results
+        self._calls = calls
         self._done = done
 
-    def wait(self) -> list[list[tuple[int, float]]]:
+    def wait(self) -> list[Sampled]:
         """Wait for this step and no later one.
 
         Returns for each of `chunks` the (token id, logprob) sampled at each of its
-        1 + len(draft) positions; a logprob is NaN where the row's logits were.
+        1 + len(draft) positions; a logprob is NaN where the row's logits are.
         """
         if self._done is not None:
             self._done.synchronize()
-        sampled: list[list[tuple[int, float]]] = [[] for _ in self._sampling]
-        for result in self._results:
-            token_ids = result.values[0].tolist()
-            logprobs = result.values[1].view(torch.float32).tolist()
-            rows = list(zip(token_ids, logprobs, strict=True))
-            for index, first, count in result.spans:
+        sampled: list[Sampled] = [[] for _ in self._sampling]
+        for values, spans in self._calls:
+            logprobs = values[1].view(torch.float32).tolist()
+            rows = list(zip(values[0].tolist(), logprobs, strict=True))
+            for index, first, count in spans:
                 sampled[index] = rows[first : first + count]
         return list(itertools.compress(sampled, self._sampling))
 
@@ -101,18 +84,15 @@ class PendingStep:
 class ModelRunner:
     """Runs the model over a paged KV cache; reads its weights in place, call by call.
 
-    On a GPU decode chunks run through CUDA graphs, unless `cuda_graphs` is False; that moves no
-    bit, and neither does the size of the cache (see `KVCache.allocate`).
+    On a GPU decode chunks run through CUDA graphs, unless `cuda_graphs` is False. Neither that nor
+    the size of the cache (see `KVCache.allocate`) moves a bit.
 
     Attributes:
         num_blocks: blocks that sequences may hold, numbered from 0.
-        max_draft: most guessed tokens of a chunk.
 
     Raises:
         ValueError: the device has no room for the cache.
     """
-
-    max_draft = MAX_DRAFT
 
     def __init__(
         self,
@@ -133,7 +113,7 @@ class ModelRunner:
             tokens_per_sequence=tokens_per_sequence,
         )
         self.num_blocks = self._cache.num_blocks
-        self._capacity = min(model.config.max_position_embeddings, self._cache.num_tokens)
+        self._capacity = min(model.config.max_position_embeddings, self.num_blocks * block_size)
         self._state = DeviceState(
             max_num_seqs,
             width=-(-self._capacity // block_size),
@@ -141,7 +121,7 @@ class ModelRunner:
             dummy_block=self.num_blocks,
             device=self.device,
         )
-        self._captured_from = self._read_by_graphs(())
+        self._captured_from = self._read_by_graphs(0)
         self._stream = self._current_stream()
         self._graphs: DecodeGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
@@ -157,35 +137,35 @@ class ModelRunner:
     def device(self) -> torch.device:
         return self._cache.device
 
-    def begin(self, struck: tuple[str, ...] = ()) -> None:
-        """Look at the model before a rollout, whose steps belong to the current CUDA stream.
+    def begin(self, generation: int = 0) -> None:
+        """Look at the model before a rollout; all steps of it belong to the current CUDA stream.
 
-        Graphs are dropped if parameters moved, if hooks or the patch were changed, or if a library
-        product was struck.
+        Drops the graphs if parameters moved, if hooks or the patch were changed, or if a library
+        product was withdrawn.
 
         Args:
-            struck: the products struck so far: `LibraryAudit.look`.
+            generation: of the library products in use.
 
         Raises:
             ValueError: the model was moved or cast since the cache was allocated, or is not
                 patched.
         """
-        cache = self._cache
-        if (self._model.dtype, self._model.device) != (cache.dtype, cache.device):
+        model, cache = self._model, self._cache.keys[0]
+        if (model.dtype, model.device) != (cache.dtype, cache.device):
             raise ValueError(
                 f"the KV cache was made for a model in {cache.dtype} on {cache.device} and the "
-                f"model is now in {self._model.dtype} on {self._model.device}; build the "
-                "RolloutEngine after moving or casting the model"
+                f"model is now in {model.dtype} on {model.device}; build the RolloutEngine after "
+                "moving or casting the model"
             )
-        captured_from, self._captured_from = self._captured_from, self._read_by_graphs(struck)
+        captured_from, self._captured_from = self._captured_from, self._read_by_graphs(generation)
         if self._graphs is not None and captured_from != self._captured_from:
             self._graphs.drop()
         self._stream = self._current_stream()
 
-    def _read_by_graphs(self, struck: tuple[str, ...]) -> tuple[object, ...]:
-        """Where the tensors lie that graphs read, what else was captured, and what was not."""
+    def _read_by_graphs(self, generation: int) -> tuple[object, ...]:
+        """What graphs depend on: where the tensors lie that they read, and what was captured."""
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
-        return [tensor.data_ptr() for tensor in tensors], forward_path(self._model), struck
+        return [tensor.data_ptr() for tensor in tensors], forward_path(self._model), generation
 
     def _current_stream(self) -> int | None:
         """The current CUDA stream's handle; None on a CPU."""
@@ -202,11 +182,10 @@ class ModelRunner:
         truncates: bool = False,
         longest: int | None = None,
     ) -> None:
-        """Capture the graphs of decode steps ahead of time; nothing to do without graphs.
+        """Capture the graphs of decode steps ahead of time; see `RolloutEngine.warm_up`.
 
         Args:
-            batch_sizes: numbers of sequences decoding together, at most `max_num_seqs`; None is
-                every one that graphs are captured for.
+            batch_sizes: numbers of sequences decoding together; None is all up to the most.
             drafts: lengths of the drafts to verify.
             truncates: whether any sequence restricts its support.
             longest: tokens of the longest sequence, for stock attention; None is the most possible.
@@ -220,17 +199,15 @@ class ModelRunner:
             raise ValueError(f"batch sizes must be 1 to max_num_seqs={most}, got {wrong}")
         if self._graphs is None:
             return
-        if batch_sizes is None:
-            batch_sizes = buckets_up_to(most)
+        sizes = set(buckets_up_to(most) if batch_sizes is None else batch_sizes)
+        widths = {width_for(draft) for draft in drafts}
+        most_keys = longest or self._capacity
         # The largest first: the others fit in the memory it leaves.
-        for rows in sorted(set(batch_sizes), reverse=True):
-            for width in sorted({width_for(draft) for draft in drafts}, reverse=True):
-                self._graphs.captured(
-                    rows, width, truncates=truncates, longest=longest or self._capacity
-                )
+        for rows, width in sorted(itertools.product(sizes, widths), reverse=True):
+            self._graphs.captured(rows, width, truncates=truncates, longest=most_keys)
 
     def admit(self, sequence: RolloutSequence) -> None:
-        """Take over a sequence that has been given a slot; the slot's former holder is forgotten.
+        """Enter a sequence in the device state of its slot, in place of the slot's last holder.
 
         Raises:
             ValueError: it has no slot, or one out of range.
@@ -239,13 +216,13 @@ class ModelRunner:
 
     @torch.no_grad()
     def launch(self, chunks: Sequence[ScheduledChunk]) -> PendingStep:
-        """Queue the chunks' computation: keys and values written, tokens sampled.
+        """Queue the chunks' computation: write keys and values, sample tokens.
 
         Every chunk's sequence has been admitted and holds blocks up to the chunk's end. A chunk may
         end in one token that the step before samples (`num_pending`).
 
         Raises:
-            ValueError: a draft longer than `max_draft`, or another CUDA stream than at `begin`.
+            ValueError: a draft longer than `MAX_DRAFT`, or another CUDA stream than at `begin`.
         """
         if self._stream != (now := self._current_stream()):
             raise ValueError(
@@ -254,24 +231,24 @@ class ModelRunner:
                 "the same stream"
             )
         groups = self._grouped(chunks)
-        ragged_group = groups.pop(RAGGED, None)
-        # Everything is staged before anything runs: one copy brings the device's tables up to date.
+        others = groups.pop(RAGGED, {})
+        # All calls are staged before any runs: one copy brings the device's tables up to date.
         staged = [self._stage(width, group) for width, group in groups.items()]
         ragged = None
-        if ragged_group is not None:
-            ragged = RaggedCall.of(ragged_group.chunks, self._state, self._cache.block_size)
+        if others:
+            ragged = RaggedCall.of(list(others.values()), self._state, self._cache.block_size)
         self._state.flush()
-        results = [self._replay(*call) for call in staged]
-        if ragged is not None and ragged_group is not None:
-            results.append(self._run(ragged, ragged_group))
-        return PendingStep(chunks, results, self._mark())
+        calls = [self._replay(*call) for call in staged]
+        if ragged is not None:
+            calls.append(self._run(ragged, others))
+        return PendingStep(chunks, calls, self._mark())
 
     def _grouped(self, chunks: Sequence[ScheduledChunk]) -> dict[int, _Group]:
         """The chunks by the width of their graph; `RAGGED` for those that run without one."""
         drafts = [len(chunk.draft) for chunk in chunks]
-        if max(drafts, default=0) > self.max_draft:
+        if max(drafts, default=0) > MAX_DRAFT:
             raise ValueError(
-                f"a draft of {max(drafts)} tokens; at most {self.max_draft} are verified in a step"
+                f"a draft of {max(drafts)} tokens; at most {MAX_DRAFT} are verified in a step"
             )
         widths = [RAGGED] * len(chunks)
         if self._graphs is not None:
@@ -282,36 +259,35 @@ class ModelRunner:
             ]
             widest = max(widths)
             if sum(decodes) * widest <= MEMORY_BOUND_TOKENS:
-                # Each graph reads all weights; rows behind a short draft cost less than that.
+                # Each graph reads all weights; padding short drafts costs less than that.
                 widths = [widest if decode else RAGGED for decode in decodes]
-        groups: dict[int, _Group] = {}
-        for width in sorted(set(widths)):
-            indices = [index for index, other in enumerate(widths) if other == width]
-            groups[width] = _Group([chunks[index] for index in indices], indices)
+        groups: dict[int, _Group] = {width: {} for width in sorted(set(widths))}
+        for index, width in enumerate(widths):
+            groups[width][index] = chunks[index]
         return groups
 
     def _stage(self, width: int, group: _Group) -> tuple[CapturedCall, Tensor, _Group]:
         """A decode group's captured call and the host buffer with its numbers."""
         assert self._graphs is not None
-        slots = np.array([chunk.sequence.slot for chunk in group.chunks], dtype=np.int64)
+        chunks = list(group.values())
+        slots = np.array([chunk.sequence.slot for chunk in chunks], dtype=np.int64)
         captured = self._graphs.captured(
             len(slots),
             width,
             truncates=self._state.truncates(slots),
-            longest=max([chunk.start + chunk.length for chunk in group.chunks]),
+            longest=max([chunk.start + chunk.length for chunk in chunks]),
         )
-        return captured, captured.call.stage(group.chunks, slots), group
+        return captured, captured.call.stage(chunks, slots), group
 
-    def _replay(self, captured: CapturedCall, staged: Tensor, group: _Group) -> CallResult:
+    def _replay(self, captured: CapturedCall, staged: Tensor, group: _Group) -> _Rows:
         captured.call.load(staged)
         captured.replay()
         width = captured.call.shape.width
-        firsts = range(0, len(group.chunks) * width, width)
-        counts = [1 + len(chunk.draft) for chunk in group.chunks]
-        spans = list(zip(group.indices, firsts, counts, strict=True))
-        return CallResult(to_host(captured.call.values), spans)
+        firsts = range(0, len(group) * width, width)
+        counts = [1 + len(chunk.draft) for chunk in group.values()]
+        return to_host(captured.call.values), list(zip(group, firsts, counts, strict=True))
 
-    def _run(self, call: RaggedCall, group: _Group) -> CallResult:
+    def _run(self, call: RaggedCall, group: _Group) -> _Rows:
         """A call of chunks of any lengths, op by op."""
         inputs = to_device(call.arrays, self.device)
         paged = PagedAttention(
@@ -326,9 +302,9 @@ class ModelRunner:
         )
         token_ids = self._state.resolve(inputs["token_ids"], inputs["token_slots"])
         hidden = paged_hidden_states(self._model, token_ids, inputs["positions"], paged)
-        indices = [i for i, c in zip(group.indices, group.chunks, strict=True) if c.samples]
+        indices = [index for index, chunk in group.items() if chunk.samples]
         if not indices:
-            return CallResult(torch.empty(2, 0, dtype=torch.int32), [])
+            return torch.empty(2, 0, dtype=torch.int32), []
         tokens, logprobs = self._sampled(
             hidden.index_select(0, inputs["rows"]),
             inputs["positions"].index_select(0, inputs["rows"]),
@@ -338,8 +314,7 @@ class ModelRunner:
         self._state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
         values = torch.stack([tokens.to(torch.int32), logprobs.view(torch.int32)])
         firsts = (np.cumsum(call.counts) - call.counts).tolist()
-        spans = list(zip(indices, firsts, call.counts.tolist(), strict=True))
-        return CallResult(to_host(values), spans)
+        return to_host(values), list(zip(indices, firsts, call.counts.tolist(), strict=True))
 
     def _decode(
         self,

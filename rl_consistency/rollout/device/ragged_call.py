@@ -1,4 +1,4 @@
-"""One call of the model over chunks of any lengths: prefill, and everything where no graph runs."""
+"""One call of the model over chunks of any lengths: prefill, and decoding without a graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_consistency.rollout.scheduler import ScheduledChunk
 
 @dataclass(frozen=True, eq=False)
 class RaggedCall:
-    """What the host knows of a call, before anything is copied.
+    """The numbers of a call, on the host.
 
     Example: 4 prompt tokens of the sequence in slot 2, the last of which samples, and the pending
     token of the one in slot 0, which has 7 tokens computed:
@@ -40,7 +40,7 @@ class RaggedCall:
     def of(
         cls, chunks: Sequence[ScheduledChunk], state: DeviceState, block_size: int
     ) -> RaggedCall:
-        """Of admitted sequences' chunks; takes over their new blocks."""
+        """The call for chunks of admitted sequences; enters their new blocks in `state`."""
         slots = np.array([chunk.sequence.slot for chunk in chunks], dtype=np.int64)
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
         lens = np.array([chunk.length for chunk in chunks], dtype=np.int64)
@@ -52,7 +52,7 @@ class RaggedCall:
         sampled = [i for i, chunk in enumerate(chunks) if chunk.samples]
         counts = np.array([1 + len(chunks[i].draft) for i in sampled], dtype=np.int64)
         into_call = ends[sampled] - np.cumsum(counts)
-        # After a draft the host knows which token is the last, and nobody asks the dummy slot.
+        # After a draft the host knows the last token. The device's goes to the dummy slot, unread.
         kept_in = np.where(counts == 1, slots[sampled], state.dummy_slot)
         return cls(
             arrays={

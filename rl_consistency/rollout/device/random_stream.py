@@ -5,9 +5,8 @@ as easy as 1, 2, 3", SC 2011). It is a keyed bijection of a 128-bit counter, so 
 up, not drawn: neither the batch, nor the step, nor the neighbours of a sample can move it.
 
 Key: the 64-bit seed. Counter words, low to high: position, sample index, prompt id (two words).
-
-`uniforms` looks numbers up on the host. `device_uniforms` gives the same bits where the position is
-known to the device alone: on a CPU by torch's integer operations, on a GPU by one kernel.
+The number is made of the first two output words: the upper 27 bits of one, the upper 26 of the
+other.
 """
 
 from __future__ import annotations
@@ -23,50 +22,9 @@ ROUNDS = 10
 KEY_WORDS = 5
 """Words of a stream key: seed low and high, sample index, prompt id low and high."""
 
-_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
-_WORD = np.uint64(0xFFFFFFFF)
-_32 = np.uint64(32)
-
-
-def philox(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Philox-4x32-10 of each row.
-
-    counter [4, n] and key [2, n]: 32-bit words held in uint64, least significant word first.
-    Returns [4, n] words of the same kind.
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        product0 = _MULTIPLIERS[0] * c0  # 32 x 32 bits: exact in 64
-        product1 = _MULTIPLIERS[1] * c2
-        c0, c1, c2, c3 = (
-            (product1 >> _32) ^ c1 ^ k0,
-            product1 & _WORD,
-            (product0 >> _32) ^ c3 ^ k1,
-            product0 & _WORD,
-        )
-        k0 = (k0 + _KEY_STEPS[0]) & _WORD
-        k1 = (k1 + _KEY_STEPS[1]) & _WORD
-    return np.stack([c0, c1, c2, c3])
-
-
-def uniforms(
-    seeds: ArrayLike, prompt_ids: ArrayLike, sample_indices: ArrayLike, positions: ArrayLike
-) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1) with 53 random bits, one per row.
-
-    Each argument [n] holds non-negative integers: seeds and prompt ids below 2**64, sample indices
-    and positions below 2**32 (a ValueError otherwise). Row i depends on the i-th entries alone.
-    """
-    seed = _words("seeds", seeds, 64)
-    prompt_id = _words("prompt_ids", prompt_ids, 64)
-    sample_index = _words("sample_indices", sample_indices, 32)
-    position = _words("positions", positions, 32)
-    counter = np.stack([position, sample_index, prompt_id & _WORD, prompt_id >> _32])
-    words = philox(counter, np.stack([seed & _WORD, seed >> _32]))
-    high, low = words[0] >> np.uint64(5), words[1] >> np.uint64(6)  # 27 and 26 bits
-    return ((high << np.uint64(26)) | low).astype(np.float64) * 2.0**-53
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
 
 
 def stream_keys(
@@ -74,20 +32,23 @@ def stream_keys(
 ) -> NDArray[np.int64]:
     """What of a number's address stays the same along a sample: [n, 5] 32-bit words.
 
-    The arguments, their ranges and the ValueError are those of `uniforms`.
+    Each argument [n] holds non-negative integers: seeds and prompt ids below 2**64, sample indices
+    below 2**32 (a ValueError otherwise).
     """
     seed = _words("seeds", seeds, 64)
     prompt_id = _words("prompt_ids", prompt_ids, 64)
     sample_index = _words("sample_indices", sample_indices, 32)
-    words = (seed & _WORD, seed >> _32, sample_index, prompt_id & _WORD, prompt_id >> _32)
+    low, high = np.uint64(_WORD), np.uint64(32)
+    words = (seed & low, seed >> high, sample_index, prompt_id & low, prompt_id >> high)
     return np.stack(words, axis=1).astype(np.int64)
 
 
 def device_uniforms(keys: Tensor, positions: Tensor) -> Tensor:
-    """`uniforms` of stream keys, computed on the keys' device without a word to the host.
+    """Uniform numbers in [0, 1) with 53 random bits, computed on the keys' device.
 
     keys [n, 5] int64 as from `stream_keys`, of any strides; positions [n] int64 in [0, 2**32), of
-    which the low 32 bits are read. Returns [n] fp64.
+    which the low 32 bits are read. Returns [n] fp64; row i depends on the i-th entries alone. The
+    host does not wait. On a CPU torch's integer operations compute the same bits as the kernel.
     """
     shapes = (tuple(keys.shape), tuple(positions.shape))
     if shapes != ((len(positions), KEY_WORDS), (len(positions),)) or (
@@ -100,13 +61,13 @@ def device_uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     if keys.is_cuda:
         return philox_uniforms(keys, positions)
     k0, k1, sample_index, prompt_low, prompt_high = keys.unbind(1)
-    c0, c1, c2, c3 = positions & int(_WORD), sample_index, prompt_low, prompt_high
+    c0, c1, c2, c3 = positions & _WORD, sample_index, prompt_low, prompt_high
     for _ in range(ROUNDS):
-        high0, low0 = _product(int(_MULTIPLIERS[0]), c0)
-        high1, low1 = _product(int(_MULTIPLIERS[1]), c2)
+        high0, low0 = _product(_MULTIPLIERS[0], c0)
+        high1, low1 = _product(_MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0 = (k0 + int(_KEY_STEPS[0])) & int(_WORD)
-        k1 = (k1 + int(_KEY_STEPS[1])) & int(_WORD)
+        k0 = (k0 + _KEY_STEPS[0]) & _WORD
+        k1 = (k1 + _KEY_STEPS[1]) & _WORD
     return (((c0 >> 5) << 26) | (c1 >> 6)).double() * 2.0**-53
 
 
@@ -114,7 +75,7 @@ def _product(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
     """High and low word of a product of two words, in steps that fit 63 bits."""
     upper = (multiplier >> 16) * word
     lower = (multiplier & 0xFFFF) * word
-    low = (((upper & 0xFFFF) << 16) + lower) & int(_WORD)
+    low = (((upper & 0xFFFF) << 16) + lower) & _WORD
     return (upper + (lower >> 16)) >> 16, low
 
 

@@ -1,4 +1,4 @@
-"""Several arrays side by side in one buffer, so that one copy takes them to the device."""
+"""Several arrays side by side in one buffer, which one copy takes to the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes an array starts on, so that a kernel finds them aligned alike in every buffer."""
+"""Bytes an array starts on: the same alignment in every buffer."""
 
 _TENSOR_DTYPES = {
     np.dtype(np.int64): torch.int64,
@@ -21,12 +21,9 @@ _TENSOR_DTYPES = {
 
 
 class StagedFields:
-    """Names, dtypes and shapes of arrays, and where each lies in a buffer of bytes.
+    """Where arrays lie in a buffer of bytes; fields: name -> (int64, int32 or float32; shape).
 
-        StagedFields({"slots": (np.int64, (3,)), "lens": (np.int32, (3,))}).nbytes == 128
-
-    Args:
-        fields: name -> (int64, int32 or float32; shape).
+    StagedFields({"slots": (np.int64, (3,)), "lens": (np.int32, (3,))}).nbytes == 128
     """
 
     def __init__(self, fields: Mapping[str, tuple[DTypeLike, tuple[int, ...]]]) -> None:
@@ -41,8 +38,8 @@ class StagedFields:
     def on_host(self, device: torch.device) -> tuple[Tensor, dict[str, NDArray[Any]]]:
         """A fresh buffer [nbytes] uint8 to fill, pinned for a GPU, and the arrays in it.
 
-        torch's allocator gives a pinned buffer out again only when the copies from it are done, so
-        the caller may forget it once they are queued.
+        The caller may drop the buffer once the copies from it are queued: torch's allocator gives a
+        pinned buffer out again only when they are done.
         """
         buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         memory = buffer.numpy()
@@ -70,7 +67,7 @@ def to_device(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[
 
 
 def to_host(values: Tensor) -> Tensor:
-    """A copy on the host, queued and not waited for: read it behind an event recorded after it."""
+    """A copy on the host that is queued, not waited for: read it after an event recorded later."""
     if values.device.type == "cpu":
         return values.clone()
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -18,7 +18,7 @@ from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_t
 from rl_consistency.kernels.gradient_fold import schedules as gradient_fold_schedules
 from rl_consistency.kernels.gradient_fold.op import accumulator_dtype, fold_outer
 from rl_consistency.kernels.linear import few_rows_triton as linear_triton
-from rl_consistency.kernels.matmul import cublaslt
+from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import product_triton as matmul_triton
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
@@ -52,9 +52,9 @@ FEW_ROWS = matmul_schedules.FUSED_ROWS - 3
 def check_matmul_schedules(tally: Tally, setup: OpSetup) -> None:
     """Products of both layouts by every schedule, the library's among them, and as they are
     dispatched for few to many rows."""
-    rows, before = min(setup.rows, MAX_ROWS), cublaslt.schedule_audit()
+    rows, before = min(setup.rows, MAX_ROWS), audit.schedule_audit()
     by_the_library = 0
-    with attribute(cublaslt, "AUDIT_EVERY", 1):
+    with attribute(audit, "AUDIT_EVERY", 1):
         for i, (inner, columns) in enumerate(setup.shapes.linear):
             x = drawn(setup, (rows, inner), 3 * i)
             weight = drawn(setup, (columns, inner), 3 * i + 1, weight_scale(inner))
@@ -63,15 +63,15 @@ def check_matmul_schedules(tally: Tally, setup: OpSetup) -> None:
                 name = f"{inner} x {columns} {layout}"
                 by_the_library += _compare_product(tally, setup, name, x, b, added, layout)
                 # A reading strikes all that was sampled since the one before: this product alone.
-                cublaslt.schedule_audit()
-    audit = cublaslt.schedule_audit()
-    audited = audit.audited - before.audited
+                audit.schedule_audit()
+    report = audit.schedule_audit()
+    audited = report.audited - before.audited
     tally.expect(
         "library products audited",
         # Where no certificate was given, as for fp32, the library has no schedule.
-        audit.differing == 0 and (audited > 0 or not by_the_library),
-        f"{audit.differing} elements of {audited} audited calls, {by_the_library} products by the "
-        f"library; struck: {audit.struck}",
+        report.differing == 0 and (audited > 0 or not by_the_library),
+        f"{report.differing} elements of {audited} audited calls, {by_the_library} products by the "
+        f"library; struck: {report.struck}",
     )
 
 

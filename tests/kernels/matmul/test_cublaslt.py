@@ -4,13 +4,12 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from rl_consistency.kernels.matmul import cublaslt
+from rl_consistency.kernels.matmul import audit, cublaslt
+from rl_consistency.kernels.matmul.audit import differing_elements, generation, schedule_audit
 from rl_consistency.kernels.matmul.certificates import Certificates, Key
 from rl_consistency.kernels.matmul.cublaslt import (
     compare,
-    differing_elements,
     library_product,
-    schedule_audit,
 )
 from rl_consistency.parity.digest import first_difference
 
@@ -19,10 +18,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def audit(monkeypatch):
-    monkeypatch.setattr(cublaslt, "_audit", cublaslt._Audit())
+def fresh_audit(monkeypatch):
+    monkeypatch.setattr(audit, "_counts", audit._Counts())
     monkeypatch.setattr(cublaslt, "_by_device", {})
-    return cublaslt._audit
 
 
 def test_only_what_runs_in_the_block_is_certified_to_the_row():
@@ -74,14 +72,19 @@ def test_a_gradient_in_another_order_differs_on_probe_data():
     assert compare(CPU, key, 64, outer=backwards) > 0
 
 
+def integers(*shape):
+    """Data whose sums are exact: the interpreter's product depends on where a row stands."""
+    return torch.randint(-4, 5, shape).bfloat16()
+
+
 @pytest.fixture
-def on_this_machine(monkeypatch, tmp_path, audit):
+def on_this_machine(monkeypatch, tmp_path, fresh_audit):
     """The library path on CPU tensors, in front of it the interpreter as the canonical order."""
     # The CPU's memory starts on 64 bytes, a GPU's on 256.
     monkeypatch.setattr(cublaslt, "ALIGNMENT", 64)
     monkeypatch.setattr(cublaslt, "settings_in_force", lambda: True)
     monkeypatch.setattr(cublaslt, "prefers_library", lambda *a: True)
-    monkeypatch.setattr(cublaslt, "AUDIT_EVERY", 3)
+    monkeypatch.setattr(audit, "AUDIT_EVERY", 3)
     monkeypatch.setattr(cublaslt, "_has_room", lambda *a: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cublaslt, "library_product", cublaslt.matmul_fwd)
@@ -92,13 +95,13 @@ def on_this_machine(monkeypatch, tmp_path, audit):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 def test_every_third_call_is_audited_and_a_difference_strikes(on_this_machine, monkeypatch):
-    a = torch.randn(100, 96).bfloat16()
-    b = torch.randn(64, 96).bfloat16()
+    a = integers(100, 96)
+    b = integers(64, 96)
     for _ in range(7):
         assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is not None
     report = schedule_audit()
     assert (report.calls, report.audited, report.differing, report.found) == (7, 2, 0, 0)
-    assert report.struck == []
+    assert report.struck == [] and generation() == 0
 
     def wrong(*operands):
         return cublaslt.matmul_fwd(*operands) * 1.01
@@ -110,13 +113,15 @@ def test_every_third_call_is_audited_and_a_difference_strikes(on_this_machine, m
     assert report.audited == 3 and report.differing > 0 and report.struck == [KEY.name]
     assert report.found == report.differing
     assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is None
+    assert generation() == 1 and audit.withdrawn_since(0) == [KEY.name]
+    assert audit.withdrawn_since(1) == []
     again = schedule_audit()
     assert (again.differing, again.found) == (report.differing, 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 def test_gradients_from_zero_are_audited_too(on_this_machine, monkeypatch):
-    dy, x = torch.randn(96, 64).bfloat16(), torch.randn(96, 32).bfloat16()
+    dy, x = integers(96, 64), integers(96, 32)
     out = torch.empty(64, 32)
     monkeypatch.setattr(
         cublaslt, "library_outer", lambda dy, x, out: out.copy_(cublaslt.canonical_outer(dy, x))
@@ -147,8 +152,8 @@ def test_a_gradient_of_misaligned_or_sliced_operands_stays_with_triton(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 def test_an_audit_that_began_in_inference_mode_goes_on_in_training(on_this_machine, monkeypatch):
-    monkeypatch.setattr(cublaslt, "AUDIT_EVERY", 1)
-    a, b = torch.randn(100, 96).bfloat16(), torch.randn(64, 96).bfloat16()
+    monkeypatch.setattr(audit, "AUDIT_EVERY", 1)
+    a, b = integers(100, 96), integers(64, 96)
     with torch.inference_mode():
         assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is not None
     assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is not None
@@ -194,7 +199,7 @@ def test_no_certificate_is_made_during_capture_or_without_memory(on_this_machine
     assert cublaslt.product(a[:99], b, None, "nt", torch.bfloat16) is None
 
 
-def test_without_the_settings_the_library_is_not_used(audit):
+def test_without_the_settings_the_library_is_not_used(fresh_audit):
     a = torch.randn(1024, 64).bfloat16()
     assert not cublaslt.settings_in_force()
     assert cublaslt.product(a, a, None, "nt", torch.bfloat16) is None

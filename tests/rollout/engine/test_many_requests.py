@@ -77,10 +77,10 @@ def serve(engine: RolloutEngine, numbers: range) -> list[Completion]:
     for number in numbers:
         prompt, sampling = request_of(number)
         engine.submit([prompt], sampling, prompt_ids=[number], request_ids=[str(number)])
-        while len(engine._live) >= UNFINISHED:
+        while len(engine._requests.live) >= UNFINISHED:
             completions += engine.step()
-            if rng.random() < 0.5 and engine._live:
-                assert engine.cancel(rng.choice(list(engine._live)))
+            if rng.random() < 0.5 and engine._requests.live:
+                assert engine.cancel(rng.choice(list(engine._requests.live)))
     while engine.has_unfinished:
         completions += engine.step()
     return completions
@@ -93,7 +93,7 @@ def check_empty(engine: RolloutEngine) -> None:
     assert not any(block.ref_count for block in blocks._blocks)
     assert len(blocks._by_key) <= blocks.num_blocks
     assert len(scheduler._free_slots) == 8 and not scheduler._set_aside
-    assert not engine._live and not engine._undelivered
+    assert not engine._requests.live and not engine._requests.has_completions
 
 
 def device_bytes(engine: RolloutEngine) -> int:

@@ -12,12 +12,11 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from rl_consistency.kernels.matmul import cublaslt
+from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.certificates import Certificates, Key
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.device.decode_graphs import DecodeGraphs
 from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.rollout.library_audit import LibraryAudit
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -31,13 +30,12 @@ Differs = Callable[[Key], None]
 @pytest.fixture
 def differs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Differs:
     """Says that a sample of a product was found to differ, which nobody has read of yet."""
-    monkeypatch.setattr(cublaslt, "_audit", cublaslt._Audit())
+    monkeypatch.setattr(audit, "_counts", audit._Counts())
     held = Certificates(tmp_path / "certificates.json", {}, lambda key, m: 0)
     monkeypatch.setattr(cublaslt, "_by_device", {CPU: held})
 
     def difference(key: Key) -> None:
-        cublaslt._audit.pending.add((CPU, key))
-        cublaslt._count(CPU, torch.zeros(2), torch.tensor([0.0, 1.0]))
+        audit.record(held, key, torch.zeros(2), torch.tensor([0.0, 1.0]))
 
     return difference
 
@@ -63,24 +61,24 @@ def told(act: Callable[[], Any]) -> list[str]:
 
 @pytest.mark.parametrize("reads_before", [False, True])
 def test_a_struck_product_is_told_of_once_and_stays_struck(
-    differs: Differs, reads_before: bool
+    engine: RolloutEngine, differs: Differs, reads_before: bool
 ) -> None:
-    audit = LibraryAudit()
-    assert told(audit.look) == [] and audit.look() == ()
+    look = engine._weights.library_generation
+    assert told(look) == [] and look() == 0
     for count, key in enumerate(KEYS, start=1):
         differs(key)
         if reads_before:  # such as a trainer, or another engine
-            assert cublaslt.schedule_audit().found == 1
-        [message] = told(audit.look)
+            assert audit.schedule_audit().found == 1
+        [message] = told(look)
         assert f"withdrawn: {key.name}." in message
-        assert told(audit.look) == []
-        assert audit.look() == tuple(k.name for k in KEYS[:count])
+        assert told(look) == [] and look() == count
 
 
-def test_nobody_is_told_of_what_was_struck_before_it_came(differs: Differs) -> None:
+def test_nobody_is_told_of_what_was_struck_before_it_came(model: Any, differs: Differs) -> None:
     differs(KEYS[0])
-    audit = LibraryAudit()
-    assert told(audit.look) == [] and audit.look() == (KEYS[0].name,)
+    engine = RolloutEngine(model, eos_token_id=None, kv_block_size=4)
+    look = engine._weights.library_generation
+    assert told(look) == [] and look() == 1
 
 
 def test_both_of_two_engines_are_told(model: Any, differs: Differs) -> None:

@@ -1,0 +1,124 @@
+"""The sampled audit of library products: every `AUDIT_EVERY`-th call is computed again in part.
+
+`cublaslt` asks `due` at each library call and records the rows it computed again. The differences
+are counted on the device, so nothing waits until somebody reads them: `schedule_audit` reads all
+counters and withdraws the certificate of each product sampled since the reading before, if any of
+them differed. The counters belong to the process, whoever reads them.
+
+Who keeps something that library products computed (a CUDA graph, cached keys and values) notes the
+`generation` it was made in and drops it when the number has grown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.matmul.certificates import Certificates, Key
+
+AUDIT_EVERY = 257
+"""Library calls from one audit to the next: a prime, or the same sites of a step would be audited
+again and again."""
+
+AUDIT_ROWS = 64
+"""Rows of a result that an audit computes again."""
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What sampling found since the process began."""
+
+    calls: int
+    """Library calls."""
+    audited: int
+    """Of these, calls of which a sample of rows was computed again."""
+    differing: int
+    """Elements of the samples that differed. Anything but 0 breaks the promise."""
+    found: int
+    """Of these, those found since the report before."""
+    struck: list[str]
+    """Names of the products that lost their certificate through it, in order of withdrawal."""
+
+
+@dataclass
+class _Counts:
+    calls: int = 0
+    audited: int = 0
+    differing: int = 0
+    struck: list[str] = field(default_factory=list)
+    on_device: dict[torch.device, Tensor] = field(default_factory=dict)
+    """Elements that differed since the last reading, [] int64."""
+    pending: dict[tuple[Certificates, Key], None] = field(default_factory=dict)
+    """Products sampled since the last reading, and who certified them."""
+
+
+_counts = _Counts()
+
+
+def schedule_audit() -> AuditReport:
+    """Read the counters, for which the host waits, and withdraw what is found to differ.
+
+    If any sampled element differed, every product sampled since the report before loses its
+    certificate. Raises nothing: the caller decides what a difference means.
+    """
+    found = 0
+    for counter in _counts.on_device.values():
+        found += int(counter)
+        counter.zero_()
+    if found:
+        for certificates, key in sorted(_counts.pending, key=lambda pair: pair[1].name):
+            certificates.strike(key, "an audited sample of rows differed")
+            _counts.struck.append(key.name)
+    _counts.pending.clear()
+    _counts.differing += found
+    return AuditReport(
+        _counts.calls, _counts.audited, _counts.differing, found, list(_counts.struck)
+    )
+
+
+def generation() -> int:
+    """Number of withdrawals so far; the host waits for the devices.
+
+    What was computed in an earlier generation may come from a product that differs.
+    """
+    return len(schedule_audit().struck)
+
+
+def withdrawn_since(generation: int) -> list[str]:
+    """Names of the products withdrawn after a generation, as far as they have been read."""
+    return _counts.struck[generation:]
+
+
+def due() -> bool:
+    """Count one library call; whether it is to be audited."""
+    _counts.calls += 1
+    if _counts.calls % AUDIT_EVERY:
+        return False
+    _counts.audited += 1
+    return True
+
+
+def sampled_rows(count: int, device: torch.device) -> Tensor:
+    """At most `AUDIT_ROWS` indices spread over `count` rows; they move from audit to audit."""
+    number = min(AUDIT_ROWS, count)
+    first = _counts.audited * 31 % count
+    return (torch.arange(number, device=device) * count // number + first) % count
+
+
+def record(certificates: Certificates, key: Key, found: Tensor, expected: Tensor) -> None:
+    """Count where the library's rows differ from those computed again; the host does not wait."""
+    _counts.pending[certificates, key] = None
+    # The first call may be an evaluation's; an inference tensor could not be added to later.
+    with torch.inference_mode(False):
+        if found.device not in _counts.on_device:
+            zero = torch.zeros((), dtype=torch.int64, device=found.device)
+            _counts.on_device[found.device] = zero
+        _counts.on_device[found.device].add_(differing_elements(found, expected))
+
+
+def differing_elements(a: Tensor, b: Tensor) -> Tensor:
+    """Number of elements whose bytes differ, two NaN being equal; the host does not wait."""
+    bits = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return ((a.view(bits) != b.view(bits)) & ~(a.isnan() & b.isnan())).sum()

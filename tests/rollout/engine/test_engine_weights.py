@@ -1,0 +1,205 @@
+"""Reuse of the cache from one call to the next, and the hand-over of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from rl_consistency.models.patch import patch
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.strict import strict
+from rl_consistency.rollout.completion import Completion
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.weights import model_digest
+
+VOCAB = 60
+PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 59, 11, 12], list(range(20, 33))]
+SAMPLING = [SamplingParams(n=2, max_tokens=n, seed=4) for n in (6, 21, 9, 14)]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Qwen3ForCausalLM]:
+    with patch(built := tiny_qwen3()):
+        yield built
+
+
+@pytest.fixture
+def changed(model: Qwen3ForCausalLM) -> Iterator[Callable[[], None]]:
+    """Changes a weight in place, as an optimizer step does; undone after the test."""
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    kept = weight.detach().clone()
+
+    @torch.no_grad()
+    def change() -> None:
+        weight.mul_(1.25)
+
+    yield change
+    with torch.no_grad():
+        weight.copy_(kept)
+
+
+def engine_of(model: Any, **settings: Any) -> RolloutEngine:
+    return RolloutEngine(model, eos_token_id=None, **{"kv_block_size": 4, **settings})
+
+
+def content(completions: list[Completion]) -> dict[tuple[int, int], Any]:
+    return {
+        (c.prompt_index, c.sample_index): (
+            c.token_ids,
+            c.token_logprobs.numpy().tobytes(),
+            c.finish_reason,
+        )
+        for c in completions
+    }
+
+
+def is_idle(engine: RolloutEngine) -> bool:
+    free = engine._blocks.num_free_blocks == engine._blocks.num_blocks
+    return free and not engine.has_unfinished
+
+
+@pytest.fixture(scope="module")
+def expected(model: Qwen3ForCausalLM) -> dict[tuple[int, int], Any]:
+    return content(engine_of(model).generate(PROMPTS, SAMPLING))
+
+
+# The cache from one call to the next.
+
+
+def turns(engine: RolloutEngine, between: Callable[[], None] = lambda: None) -> tuple[Any, int]:
+    """A conversation of two turns: the second turn's completions, and what it found."""
+    (first,) = engine.generate([PROMPTS[3]], SamplingParams(max_tokens=14, seed=4))
+    between()
+    prompt = [*PROMPTS[3], *first.token_ids, 5, 6]
+    completions = engine.generate([prompt], SamplingParams(max_tokens=9, seed=5, n=2))
+    return (prompt, content(completions)), engine.stats.prefix_hit_tokens
+
+
+def test_a_second_turn_finds_the_first_in_the_cache(model: Any) -> None:
+    engine = engine_of(model)
+    (prompt, second), found = turns(engine)
+    # The first sample finds the 24 full tokens of 26 computed before; its sibling finds 28.
+    assert found == 24 + 28
+    fresh = engine_of(model, enable_prefix_sharing=False)
+    params = SamplingParams(max_tokens=9, seed=5, n=2)
+    assert content(fresh.generate([prompt], params)) == second
+
+
+def test_new_weights_drop_the_cache(model: Any, changed: Callable[[], None]) -> None:
+    engine = engine_of(model)
+    (prompt, second), found = turns(engine, between=changed)
+    assert found == 28  # by the sibling
+    params = SamplingParams(max_tokens=9, seed=5, n=2)
+    assert content(engine_of(model).generate([prompt], params)) == second
+
+
+def test_weights_that_were_written_but_not_changed_keep_the_cache(model: Any) -> None:
+    weight = model.model.layers[0].self_attn.k_proj.weight
+
+    @torch.no_grad()
+    def rewrite() -> None:
+        weight.copy_(weight.clone())
+
+    assert turns(engine_of(model), between=rewrite)[1] == 24 + 28
+
+
+def test_other_ops_drop_the_cache(model: Any) -> None:
+    engine = engine_of(model)
+    engine.generate([PROMPTS[3]], SamplingParams())
+    with strict(False):
+        engine.generate([PROMPTS[3]], SamplingParams())
+        assert engine.stats.prefix_hit_tokens == 0
+    engine.generate([PROMPTS[3]], SamplingParams())
+    assert engine.stats.prefix_hit_tokens == 0
+    engine.generate([PROMPTS[3]], SamplingParams())
+    assert engine.stats.prefix_hit_tokens == 12
+
+
+def test_a_cache_kept_over_new_weights_is_caught(
+    model: Any, changed: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control."""
+    engine = engine_of(model)
+    monkeypatch.setattr(engine._weights, "take_over", lambda given, generation: False)
+    monkeypatch.setattr(engine._weights, "after_step", lambda ends_samples: None)
+    monkeypatch.setattr(engine._weights, "after_rollout", lambda: None)
+    (prompt, second), _ = turns(engine, between=changed)
+    params = SamplingParams(max_tokens=9, seed=5, n=2)
+    assert content(engine_of(model).generate([prompt], params)) != second
+
+
+# The hand-over of weights.
+
+
+def test_the_digest_of_the_weights_in_use_is_accepted(model: Any, expected: Any) -> None:
+    digest = model_digest(model)
+    completions = engine_of(model).generate(PROMPTS, SAMPLING, weights_digest=digest)
+    assert content(completions) == expected
+
+
+def test_another_digest_is_refused_naming_both(model: Any, expected: Any) -> None:
+    engine = engine_of(model)
+    with pytest.raises(ConsistencyError, match=f"digest other .* digest {model_digest(model)}"):
+        engine.generate(PROMPTS, SAMPLING, weights_digest="other")
+    assert is_idle(engine)
+    engine.submit(PROMPTS[:1], SAMPLING[:1])
+    with pytest.raises(ConsistencyError, match="handed over with digest other"):
+        engine.submit(PROMPTS[1:], SAMPLING[1:], prompt_ids=[1, 2, 3], weights_digest="other")
+    while engine.has_unfinished:
+        engine.step()
+    assert content(engine.generate(PROMPTS, SAMPLING)) == expected
+
+
+def test_weights_changed_during_generation_are_an_error(
+    model: Any, changed: Callable[[], None]
+) -> None:
+    engine = engine_of(model)
+    calls: list[int] = []
+
+    def update(*_: int) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            changed()
+
+    with pytest.raises(ConsistencyError, match="changed during generation: a parameter was writ"):
+        engine.generate(PROMPTS, SAMPLING, progress=update)
+    assert len(calls) < 12 and is_idle(engine)
+    fresh = content(engine_of(model).generate(PROMPTS, SAMPLING))
+    assert content(engine.generate(PROMPTS, SAMPLING)) == fresh
+
+
+def test_a_write_that_leaves_no_version_is_seen_by_the_digest(
+    model: Any, changed: Callable[[], None]
+) -> None:
+    engine = engine_of(model)
+
+    def update(num_tokens: int, *_: int) -> None:
+        if num_tokens < 20:
+            model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.01)
+
+    with pytest.raises(ConsistencyError, match="during generation: their digest was .* and is"):
+        engine.generate(PROMPTS, SAMPLING, progress=update)
+    assert is_idle(engine)
+
+
+def test_a_parameter_moved_during_generation_is_an_error(
+    model: Any, changed: Callable[[], None]
+) -> None:
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    memory = weight.data
+
+    def move(*_: int) -> None:
+        weight.data = memory.clone()
+
+    engine = engine_of(model)
+    try:
+        with pytest.raises(ConsistencyError, match="a parameter was written or moved"):
+            engine.generate(PROMPTS, SAMPLING, progress=move)
+    finally:
+        weight.data = memory
+    assert is_idle(engine)

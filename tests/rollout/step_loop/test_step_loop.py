@@ -1,0 +1,232 @@
+"""The loop runs one step ahead, and whatever it is asked, tokens and logprobs are those of a
+sequence alone. On the toy model of `conftest.py`, against its cache-free oracle."""
+
+from __future__ import annotations
+
+import gc
+import random
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_consistency.rollout.sequence import RolloutSequence
+
+Make = Callable[..., Any]
+EVENTS = ("preemptions", "prefix_hit_tokens", "accepted_tokens", "discarded_rows")
+"""Counted by the loop; all of it has to happen in random schedules, or they show nothing."""
+
+PREFIX = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2, 3]
+
+
+def test_a_step_is_launched_before_the_one_before_is_waited_for(
+    toy: Make, sequence_of: Make, expected: Make, check: Make
+) -> None:
+    served = toy()
+    sequences = [sequence_of([3, 4, 5], max_tokens=5, stop=frozenset())]
+    served.run(sequences)
+    events = served.runner.events
+    assert events == ["launch", *["launch", "wait"] * 4, "wait"]
+    check(sequences)
+
+
+def test_a_sequence_is_never_launched_beyond_max_tokens(toy: Make, sequence_of: Make) -> None:
+    served = toy()
+    sequences = [sequence_of([i], max_tokens=i, prompt_id=i, stop=frozenset()) for i in range(1, 9)]
+    served.run(sequences)
+    rows = sum(chunk.samples for chunks in served.runner.history for chunk in chunks)
+    assert rows == sum(len(sequence.token_logprobs) for sequence in sequences) == 36
+    assert served.loop.statistics.discarded_rows == 0
+
+
+def test_a_stop_token_is_seen_one_step_late_and_the_extra_row_is_thrown_away(
+    toy: Make, sequence_of: Make, expected: Make, check: Make
+) -> None:
+    sequences = [sequence_of([i, 5], max_tokens=30, prompt_id=i) for i in range(12)]
+    served = toy()
+    served.run(sequences)
+    stopped = [s for s in sequences if s.finish_reason == "stop"]
+    assert stopped and served.loop.statistics.discarded_rows == len(stopped)
+    check(sequences)
+    served.check_empty()
+
+
+@pytest.mark.parametrize("speculation", [0, 1, 3, 5, 7])
+@pytest.mark.parametrize("num_blocks", [11, 13, 20, 64])
+@pytest.mark.parametrize(("max_batch_tokens", "chunk"), [(1, None), (7, 3), (64, 7), (64, None)])
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 16])
+def test_every_limit_gives_the_tokens_of_a_sequence_alone(
+    toy: Make,
+    sequence_of: Make,
+    expected: Make,
+    max_num_seqs: int,
+    max_batch_tokens: int,
+    chunk: int | None,
+    num_blocks: int,
+    speculation: int,
+    load: Make,
+    check: Make,
+) -> None:
+    sequences = load(speculation=speculation)
+    served = toy(
+        num_blocks=num_blocks,
+        max_batch_tokens=max_batch_tokens,
+        max_num_seqs=max_num_seqs,
+        prefill_chunk_size=chunk,
+    )
+    served.run(sequences)
+    check(sequences)
+    served.check_empty()
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> dict[str, Any]:
+    block_size = draw(st.sampled_from([1, 2, 4, 7]))
+    longest = 20 + 14
+    fewest = -(-longest // block_size)
+    return {
+        "engine": {
+            "block_size": block_size,
+            "num_blocks": draw(st.integers(fewest, 3 * fewest)),
+            "max_batch_tokens": draw(st.integers(1, 40)),
+            "max_num_seqs": draw(st.integers(1, 9)),
+            "prefill_chunk_size": draw(st.one_of(st.none(), st.integers(1, 12))),
+            "share_prefixes": draw(st.booleans()),
+        },
+        "requests": draw(
+            st.lists(
+                st.tuples(
+                    st.integers(0, len(PREFIX)),  # length of the common prefix
+                    st.lists(st.integers(0, 11), min_size=1, max_size=6),
+                    st.integers(1, 14),  # max_tokens
+                    st.integers(0, 7),  # speculation
+                    st.integers(0, 30),  # step of its arrival
+                    st.one_of(st.none(), st.integers(0, 40)),  # step of its cancellation
+                ),
+                min_size=1,
+                max_size=14,
+            )
+        ),
+        "fails": draw(st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(2, 30)))),
+        "preempted": draw(st.sets(st.integers(2, 40), max_size=8)),
+    }
+
+
+def serve(
+    toy: Make, sequence_of: Make, preempting: Make, work: dict[str, Any]
+) -> tuple[Any, list[RolloutSequence]]:
+    fails_at = frozenset({work["fails"]} if work["fails"] else ())
+    scheduler = preempting(work["preempted"])
+    served = toy(fails_at=fails_at, scheduler=scheduler, **work["engine"])
+    sequences = [
+        sequence_of(
+            PREFIX[:shared] + own, max_tokens=most, prompt_id=index, speculation=speculation
+        )
+        for index, (shared, own, most, speculation, _, _) in enumerate(work["requests"])
+    ]
+    for step in range(41):
+        for sequence, (*_, arrival, cancellation) in zip(sequences, work["requests"], strict=True):
+            if arrival == step:
+                served.loop.add(sequence)
+            if cancellation == step and arrival <= step and not sequence.is_finished:
+                served.loop.cancel(sequence)
+        served.loop.step()
+    served.finish()
+    return served, sequences
+
+
+def test_no_schedule_moves_a_token_or_a_logprob(
+    toy: Make, sequence_of: Make, expected: Make, preempting: Make
+) -> None:
+    seen: Counter[str] = Counter()
+
+    @settings(deadline=None, derandomize=True, max_examples=150)
+    @given(work=workloads())
+    def any_schedule(work: dict[str, Any]) -> None:
+        served, sequences = serve(toy, sequence_of, preempting, work)
+        for sequence in sequences:
+            token_ids, logprobs = expected(sequence)
+            num_tokens = sequence.num_tokens
+            assert sequence.token_ids == token_ids[:num_tokens]
+            assert sequence.token_logprobs == logprobs[: num_tokens - sequence.num_prompt_tokens]
+            if sequence.finish_reason == "error":
+                assert work["fails"] == (sequence.prompt_id, num_tokens)
+                assert f"position {num_tokens}" in (sequence.error or "")
+            elif sequence.finish_reason != "cancelled":
+                assert len(token_ids) == num_tokens
+            seen[str(sequence.finish_reason)] += 1
+        served.check_empty()
+        statistics = served.loop.statistics
+        seen.update({event: getattr(statistics, event) for event in EVENTS})
+
+    any_schedule()
+    assert all(seen[event] for event in (*EVENTS, "stop", "length", "cancelled", "error")), seen
+
+
+def test_no_block_is_lost_over_ten_thousand_requests(
+    toy: Make, sequence_of: Make, expected: Make
+) -> None:
+    rng = random.Random(5)
+    served = toy(num_blocks=15, max_num_seqs=12, max_batch_tokens=48)
+    live: list[RolloutSequence] = []
+    reasons: dict[str | None, int] = {}
+    peak = 0
+    for number in range(10_000):
+        sequence = sequence_of(
+            PREFIX[: rng.randrange(len(PREFIX))] + [rng.randrange(12)],
+            max_tokens=rng.randint(1, 12),
+            prompt_id=number,
+            speculation=rng.choice((0, 0, 3)),
+        )
+        served.loop.add(sequence)
+        live.append(sequence)
+        if rng.random() < 0.2:
+            served.loop.cancel(live.pop(rng.randrange(len(live))))
+        while len(live) > 30:
+            ended = served.loop.step()
+            for gone in ended:
+                reasons[gone.finish_reason] = reasons.get(gone.finish_reason, 0) + 1
+                if gone.prompt_id % 10 == 0:
+                    assert (gone.token_ids, gone.token_logprobs) == expected(gone)
+            live = [s for s in live if not s.is_finished]
+        peak = max(peak, len(served.scheduler._waiting))
+    served.finish()
+    served.check_empty()
+    assert reasons["stop"] > 1000 and reasons["length"] > 1000
+    statistics = served.loop.statistics
+    assert statistics.preemptions > 50 and statistics.accepted_tokens > 1000
+    # Ended sequences leave no trace: neither in the queue nor in the names of contents.
+    assert peak < 150 and len(served.blocks._by_key) <= 15
+
+
+def test_memory_is_flat_over_ten_thousand_requests(toy: Make, sequence_of: Make) -> None:
+    rng = random.Random(6)
+    served = toy(num_blocks=15, max_num_seqs=12, max_batch_tokens=48)
+
+    def serve(numbers: range) -> int:
+        """Bytes that Python holds after so many more requests."""
+        for number in numbers:
+            prompt = PREFIX[: rng.randrange(len(PREFIX))] + [rng.randrange(12)]
+            sequence = sequence_of(prompt, max_tokens=rng.randint(1, 12), prompt_id=number)
+            served.loop.add(sequence)
+            if rng.random() < 0.2:
+                served.loop.cancel(sequence)
+            if number % 20 == 19:
+                served.finish()
+                # The toy's own records; what is asked is what the loop keeps.
+                served.runner.history.clear()
+                served.runner.events.clear()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        settled = serve(range(2_000))
+        grown = serve(range(2_000, 10_000)) - settled
+    finally:
+        tracemalloc.stop()
+    assert grown < 50_000

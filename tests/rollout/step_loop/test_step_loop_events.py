@@ -1,0 +1,254 @@
+"""Cancellation, failures, drafts and preemption while the loop runs, and what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rl_consistency.rollout.scheduler import Sampled, ScheduledChunk
+from rl_consistency.rollout.sequence import RolloutSequence
+
+Make = Callable[..., Any]
+PREFIX = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2, 3]
+
+
+# Cancellation.
+
+
+def test_a_cancelled_sequence_gives_its_blocks_back_at_once_and_stays_as_it_is(
+    toy: Make, sequence_of: Make, expected: Make, check: Make
+) -> None:
+    served = toy()
+    first, second = (sequence_of([i] * 9, max_tokens=20, prompt_id=i) for i in (1, 2))
+    served.loop.add(first)
+    served.loop.add(second)
+    for _ in range(5):
+        served.loop.step()
+    free, known = served.blocks.num_free_blocks, list(first.token_ids)
+    held = len(first.block_table)
+    served.loop.cancel(first)  # a step with a row of it is under way
+    assert served.blocks.num_free_blocks == free + held and first.block_table == []
+    served.finish()
+    assert (first.finish_reason, first.token_ids) == ("cancelled", known)
+    check([second])
+    served.check_empty()
+
+
+def test_a_waiting_sequence_can_be_cancelled(toy: Make, sequence_of: Make) -> None:
+    served = toy(max_num_seqs=1)
+    first, second = (sequence_of([i], max_tokens=9, prompt_id=i) for i in (1, 2))
+    served.loop.add(first)
+    served.loop.add(second)
+    served.loop.step()
+    served.loop.cancel(second)
+    served.finish()
+    assert second.finish_reason == "cancelled" and len(second.token_logprobs) == 0
+    served.check_empty()
+
+
+def test_blocks_of_a_cancelled_sequence_are_handed_on_while_its_step_is_under_way(
+    toy: Make, sequence_of: Make, expected: Make, check: Make
+) -> None:
+    served = toy(num_blocks=5)
+    first, second = (sequence_of([i] * 9, max_tokens=8, prompt_id=i) for i in (1, 2))
+    served.loop.add(first)
+    for _ in range(4):
+        served.loop.step()
+    assert served.runner.in_flight
+    served.loop.cancel(first)
+    served.run([second])
+    check([second])
+
+
+# Logprobs that are not finite.
+
+
+def test_a_failing_sequence_names_its_position_and_the_others_go_on(
+    toy: Make, sequence_of: Make, expected: Make, check: Make
+) -> None:
+    sequences = [sequence_of([i, 5], max_tokens=9, prompt_id=i, stop=frozenset()) for i in range(4)]
+    served = toy(fails_at=frozenset({(2, 6)}))
+    served.run(sequences)
+    failed = sequences.pop(2)
+    assert failed.finish_reason == "error"
+    assert "prompt 2, sample 0, position 6: the model gave a logprob" in (failed.error or "")
+    assert failed.token_ids == expected(failed)[0][:6]
+    check(sequences)
+    served.check_empty()
+
+
+def test_a_failure_behind_a_rejected_guess_is_none(
+    toy: Make, sequence_of: Make, expected: Make
+) -> None:
+    """Only positions that plain decoding reaches can fail."""
+    for position in range(3, 24):
+        sequence = sequence_of([2, 9] * 1, max_tokens=20, speculation=7)
+        served = toy(fails_at=frozenset({(0, position)}))
+        served.run([sequence])
+        token_ids, _ = expected(sequence)
+        assert sequence.token_ids == token_ids[: min(position, len(token_ids))]
+
+
+# Speculation.
+
+
+def test_right_guesses_save_steps_and_are_counted(
+    toy: Make, sequence_of: Make, expected: Make, check: Make
+) -> None:
+    steps = {}
+    for speculation in (0, 7):
+        sequence = sequence_of(
+            [1, 4, 0] * 4, max_tokens=60, speculation=speculation, stop=frozenset()
+        )
+        served = toy()
+        served.run([sequence])
+        check([sequence])
+        statistics = served.loop.statistics
+        steps[speculation] = statistics.steps
+        assert (statistics.drafted_tokens > 0) == (speculation > 0)
+        assert 0 <= statistics.accepted_tokens <= statistics.drafted_tokens
+    assert steps[7] < 0.75 * steps[0] == 0.75 * 60
+
+
+def test_a_draft_stays_within_max_tokens(toy: Make, sequence_of: Make) -> None:
+    for max_tokens in range(1, 12):
+        sequence = sequence_of([1, 4, 0] * 4, max_tokens=max_tokens, speculation=7)
+        served = toy()
+        served.run([sequence])
+        drafts = [c for chunks in served.runner.history for c in chunks if c.draft]
+        assert all(c.end < sequence.max_num_tokens for c in drafts)
+        assert len(sequence.token_ids) <= sequence.max_num_tokens
+
+
+def test_a_draft_without_room_in_the_cache_is_given_up(
+    toy: Make, sequence_of: Make, expected: Make, check: Make
+) -> None:
+    sequences = [
+        sequence_of([1, 4, 0] * 4, max_tokens=13, prompt_id=i, speculation=7) for i in range(2)
+    ]
+    served = toy(num_blocks=9)
+    served.run(sequences)
+    check(sequences)
+
+
+def test_drafting_sequences_share_steps_instead_of_taking_turns(
+    toy: Make, sequence_of: Make
+) -> None:
+    def steps(prompt_ids: list[int]) -> int:
+        served = toy(num_blocks=200, max_batch_tokens=200)
+        served.run(
+            [
+                sequence_of(
+                    [1, 4, 0] * 4, max_tokens=60, prompt_id=i, speculation=7, stop=frozenset()
+                )
+                for i in prompt_ids
+            ]
+        )
+        return served.loop.statistics.steps
+
+    assert steps([*range(8)]) <= 1.1 * max(steps([i]) for i in range(8))
+
+
+# Preemption.
+
+
+def test_a_preempted_sequence_keeps_a_token_that_is_reported_after_it_lost_its_blocks(
+    toy: Make, sequence_of: Make, expected: Make, check: Make
+) -> None:
+    served = toy(num_blocks=7, share_prefixes=False)
+    old, new = (sequence_of([i] * 7, max_tokens=15, prompt_id=i, stop=frozenset()) for i in (1, 2))
+    served.loop.add(old)
+    served.loop.step()
+    served.loop.add(new)
+    kept = []
+    while served.loop.has_unfinished:
+        before, pending = new.num_tokens, new.num_pending
+        served.loop.step()
+        if new.preempted and new.slot is None and pending:
+            kept.append(new.num_tokens - before)
+    assert served.loop.statistics.preemptions > 0 and kept[0] == 1
+    check([old, new])
+
+
+# Statistics.
+
+
+def test_statistics_count_what_was_done(toy: Make, sequence_of: Make, load: Make) -> None:
+    served = toy(share_prefixes=False)
+    sequences = load()
+    served.run(sequences)
+    statistics = served.loop.statistics
+    assert statistics.steps == len(served.runner.history)
+    assert statistics.prefill_tokens == sum(s.num_prompt_tokens for s in sequences)
+    assert statistics.decode_tokens == sum(len(s.token_logprobs) for s in sequences)
+    assert 0 < statistics.peak_kv_blocks <= statistics.num_kv_blocks == 64
+    assert statistics.peak_kv_share == statistics.peak_kv_blocks / 64
+    assert 0 < statistics.host_seconds <= statistics.seconds
+    assert 0 < statistics.mean_seconds_to_first_token < statistics.seconds
+    assert statistics.decode_tokens_per_second > 0 < statistics.prefill_tokens_per_second
+    assert statistics.host_seconds_per_step == statistics.host_seconds / statistics.steps
+    assert statistics.acceptance_rate == 0.0
+
+
+# Steps that fail.
+
+
+def test_a_step_whose_launch_fails_shares_nothing(
+    toy: Make, sequence_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = toy()
+
+    def out_of_memory(chunks: list[ScheduledChunk]) -> list[Sampled]:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(served.runner, "launch", out_of_memory)
+    served.loop.add(sequence_of(PREFIX))
+    with pytest.raises(RuntimeError):
+        served.loop.step()
+    assert served.blocks.match_prefix(sequence_of(PREFIX)).block_ids == []
+
+
+def test_the_step_launched_beyond_the_last_end_is_taken_in_at_once(
+    toy: Make, sequence_of: Make, expected: Make
+) -> None:
+    free = sequence_of([1, 2, 3], max_tokens=12, stop=frozenset())
+    stop = expected(free)[0][7]
+    sequence = sequence_of([1, 2, 3], max_tokens=12, stop=frozenset({stop}))
+    served = toy()
+    served.loop.add(sequence)
+    while not served.loop.step():
+        pass
+    assert sequence.finish_reason == "stop" and not served.loop.has_unfinished
+    assert not served.runner.in_flight and served.loop.statistics.discarded_rows == 1
+
+
+def test_an_abandoned_loop_has_waited_and_holds_nothing(toy: Make, sequence_of: Make) -> None:
+    served = toy()
+    served.loop.add(sequence_of(PREFIX, max_tokens=9))
+    for _ in range(3):
+        served.loop.step()
+    assert served.runner.in_flight
+    served.loop.abandon()
+    assert not served.loop.has_unfinished and not served.runner.in_flight
+    assert served.blocks.num_free_blocks == served.blocks.num_blocks
+    assert served.blocks.match_prefix(sequence_of(PREFIX)).block_ids == []
+
+
+def test_a_step_that_was_launched_is_not_lost_when_the_report_before_it_fails(
+    toy: Make, sequence_of: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such text")
+
+    served = toy()
+    sequence = sequence_of(PREFIX)
+    served.loop.add(sequence)
+    served.loop.step()
+    monkeypatch.setattr(RolloutSequence, "append", fail)
+    with pytest.raises(RuntimeError):
+        served.loop.step()
+    assert len(served.runner.in_flight) == 1
+    served.loop.abandon()
+    assert not served.runner.in_flight
