@@ -56,7 +56,7 @@ class AccuracyCase:
 
 
 def _matmul(setup: OpSetup) -> Iterator[AccuracyCase]:
-    x, weight = (_drawn(setup, (ROWS, ROWS), seed, weight_scale(ROWS)) for seed in (1, 2))
+    x, weight = (setup.drawn((ROWS, ROWS), seed, weight_scale(ROWS)) for seed in (1, 2))
     yield AccuracyCase(
         size=f"{ROWS} x {ROWS} x {ROWS}",
         operands=("x", "weight"),
@@ -70,7 +70,7 @@ def _matmul(setup: OpSetup) -> Iterator[AccuracyCase]:
 def _row_reduction(setup: OpSetup) -> Iterator[AccuracyCase]:
     if setup.device.type != "cpu":
         return  # a GPU's kernels hold sums of their own
-    x = _drawn(setup, (ROWS, ROWS), 1)
+    x = setup.drawn((ROWS, ROWS), 1)
     yield AccuracyCase(
         size=f"{ROWS} x {ROWS}",
         operands=("x",),
@@ -96,10 +96,10 @@ def _linear(setup: OpSetup) -> Iterator[AccuracyCase]:
 def linear_case(setup: OpSetup, rows: int, inner: int, columns: int, *, draws: int) -> AccuracyCase:
     def draw(seed: int) -> Draw:
         return (
-            _drawn(setup, (rows, inner), seed, weight_scale(inner)),
-            _drawn(setup, (columns, inner), seed + 1),
-            _drawn(setup, (columns,), seed + 2),
-        ), (_drawn(setup, (rows, columns), seed + 3, 0.02),)
+            setup.drawn((rows, inner), seed, weight_scale(inner)),
+            setup.drawn((columns, inner), seed + 1),
+            setup.drawn((columns,), seed + 2),
+        ), (setup.drawn((rows, columns), seed + 3, 0.02),)
 
     return AccuracyCase(
         size=f"{rows} x {inner} x {columns}",
@@ -123,8 +123,8 @@ def rms_norm_case(setup: OpSetup, rows: int, width: int, *, draws: int) -> Accur
         return weight * wide.to(x.dtype)
 
     def draw(seed: int) -> Draw:
-        x, dy = (_drawn(setup, (rows, width), seed + i) for i in (0, 1))
-        return (x, _drawn(setup, (width,), seed + 2)), (dy * 0.02,)
+        x, dy = (setup.drawn((rows, width), seed + i) for i in (0, 1))
+        return (x, setup.drawn((width,), seed + 2)), (dy * 0.02,)
 
     return AccuracyCase(
         size=f"{rows} x {width}",
@@ -156,7 +156,7 @@ def _rotary(setup: OpSetup) -> Iterator[AccuracyCase]:
 
         return rotated(q), rotated(k)
 
-    q, k, dq, dk = (_drawn(setup, (ROWS, n, head_dim), s) for s, n in enumerate((4, 2, 4, 2)))
+    q, k, dq, dk = (setup.drawn((ROWS, n, head_dim), s) for s, n in enumerate((4, 2, 4, 2)))
     yield AccuracyCase(
         size=f"{ROWS} x 4 and 2 heads of {head_dim}",
         operands=("q", "k"),
@@ -179,7 +179,7 @@ def _glu(setup: OpSetup) -> Iterator[AccuracyCase]:
     divisor = 64 if setup.shapes.name else 32
 
     def draw(seed: int) -> Draw:
-        gate, up, dy = (_drawn(setup, (ROWS, width), seed + i) for i in range(3))
+        gate, up, dy = (setup.drawn((ROWS, width), seed + i) for i in range(3))
         return (gate, up / divisor), (dy / divisor,)
 
     draws = [draw(10 * i) for i in range(4)]
@@ -198,14 +198,14 @@ def _embedding(setup: OpSetup) -> Iterator[AccuracyCase]:
     """Every token occurs many times."""
     tokens = torch.arange(8 * ROWS, device=setup.device) * 7 % 61
     width = setup.shapes.hidden_size
-    dy = _drawn(setup, (len(tokens), width), 2, 0.02)
+    dy = setup.drawn((len(tokens), width), 2, 0.02)
     yield AccuracyCase(
         size=f"{len(tokens)} x {width}",
         operands=("weight",),
         ours=lambda weight: embedding(tokens, weight),
         stock=lambda weight: F.embedding(tokens, weight),
         reference=lambda weight: embedding_reference(tokens, weight),
-        draws=[((_drawn(setup, (61, width), 1),), (dy,))],
+        draws=[((setup.drawn((61, width), 1),), (dy,))],
     )
 
 
@@ -233,9 +233,9 @@ def _attention_case(setup: OpSetup, shape: Heads) -> AccuracyCase:
 
     queries, keys = ((ROWS, n, shape.head_dim) for n in (shape.heads, shape.kv_heads))
     operands = (
-        _drawn(setup, queries, 1, SCORE_SCALE),
-        _drawn(setup, keys, 2, SCORE_SCALE),
-        _drawn(setup, keys, 3, 0.1),
+        setup.drawn(queries, 1, SCORE_SCALE),
+        setup.drawn(keys, 2, SCORE_SCALE),
+        setup.drawn(keys, 3, 0.1),
     )
     return AccuracyCase(
         size=f"{ROWS} x {shape}",
@@ -244,7 +244,7 @@ def _attention_case(setup: OpSetup, shape: Heads) -> AccuracyCase:
         ours=lambda q, k, v: attention_varlen(q, k, v, layout, scale=scale, window=window)[0],
         stock=stock,
         reference=lambda q, k, v: attention_reference(q, k, v, scale=scale, window=window),
-        draws=[(operands, (_drawn(setup, queries, 4, 0.1),))],
+        draws=[(operands, (setup.drawn(queries, 4, 0.1),))],
     )
 
 
@@ -337,7 +337,3 @@ FP32_ONLY = ("masked_reduction", "gradient_norm")
 
 PARTS = ("matmul", "row_reduction")
 """Parts of other ops: reported, and judged as those."""
-
-
-def _drawn(setup: OpSetup, shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Tensor:
-    return probe(shape, setup.dtype, seed=seed, scale=scale, device=setup.device)
