@@ -160,7 +160,7 @@ def rows_of(*parts: Tensor) -> Tensor:
 
     The values are exact: every finite value of 16 bits is one of fp32, a zero's sign included.
     """
-    return torch.cat([part.float().view(len(part), -1) for part in parts], dim=1)
+    return torch.cat([part.float().reshape(len(part), -1) for part in parts], dim=1)
 
 
 def leaf_gradients(
