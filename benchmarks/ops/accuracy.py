@@ -10,7 +10,8 @@ import torch
 
 from benchmarks.suite import Bench, Case
 from rl_consistency.numerics.settings import numeric_settings
-from rl_consistency.verify.checks import accuracy as accuracy_checks
+from rl_consistency.verify.checks.accuracy import check_accuracy
+from rl_consistency.verify.checks.accuracy_cases import ACCURACY_CASES, FP32_ONLY, PARTS
 from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpSetup, OpShapes, shapes_of
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.presets import preset_config
@@ -18,17 +19,8 @@ from rl_consistency.verify.presets import preset_config
 Check = Callable[[Tally, OpSetup], None]
 
 CHECKS: dict[str, Check] = {
-    "linear": accuracy_checks.check_linear_accuracy,
-    "rms_norm": accuracy_checks.check_rms_norm_accuracy,
-    "rotary": accuracy_checks.check_rotary_accuracy,
-    "glu": accuracy_checks.check_glu_accuracy,
-    "embedding": accuracy_checks.check_embedding_accuracy,
-    "attention": accuracy_checks.check_attention_accuracy,
-    "token_logprobs": accuracy_checks.check_token_logprobs_accuracy,
-    "masked_reduction": accuracy_checks.check_masked_reduction_accuracy,
-    "gradient_norm": accuracy_checks.check_gradient_norm_accuracy,
+    op: partial(check_accuracy, op=op) for op in ACCURACY_CASES if op not in PARTS
 }
-FP32_ONLY = ("masked_reduction", "gradient_norm")
 
 
 def accuracy_cases(models: Sequence[str], dtypes: Sequence[torch.dtype]) -> list[Case]:

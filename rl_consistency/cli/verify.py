@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from rl_consistency.verify.claims import Result
-    from rl_consistency.verify.mutants.catalogue import MutantResult
+    from rl_consistency.verify.mutants.run import MutantResult
     from rl_consistency.verify.targets import Target
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -91,30 +91,39 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         require_writable("--json", args.json)
     device = _device(args.device)
+    start = time.perf_counter()
     if args.mutants:
-        options = ("model", "preset", "dtype", "quick", "full", "processes")
-        # None, or a flag's False, was not given; a 0 was.
-        given = {name: getattr(args, name) for name in options}
-        chosen = [name for name in options if given[name] is not None and given[name] is not False]
-        if chosen:
-            raise ValueError(
-                f"--mutants runs on a model of its own; leave out --{' --'.join(chosen)}."
-            )
-        return _run_mutants(device, args.json)
-    return _run_claims(_targets(args, device), device, _processes(args, device), args.json)
+        _require_no_targets(args)
+        passed, content = _run_mutants(device)
+    else:
+        passed, content = _run_claims(_targets(args, device), device, _processes(args, device))
+    if args.json is not None:
+        record = {
+            "passed": passed,
+            "seconds": time.perf_counter() - start,
+            "machine": _machine(device),
+            "fingerprint": _fingerprint(device),
+        }
+        write_whole(args.json, json.dumps(record | content, indent=1) + "\n")
+    return 0 if passed else 1
+
+
+def _require_no_targets(args: argparse.Namespace) -> None:
+    options = ("model", "preset", "dtype", "quick", "full", "processes")
+    # None, or a flag's False, was not given; a 0 was.
+    given = {name: getattr(args, name) for name in options}
+    chosen = [name for name in options if given[name] is not None and given[name] is not False]
+    if chosen:
+        raise ValueError(f"--mutants runs on a model of its own; leave out --{' --'.join(chosen)}.")
 
 
 def _processes(args: argparse.Namespace, device: torch.device) -> int:
-    if args.processes is None:
-        return _default_processes(device)
-    if args.processes < 1:
-        raise ValueError(f"--processes {args.processes}: at least 1 is needed.")
-    return args.processes
-
-
-def _default_processes(device: torch.device) -> int:
     import torch
 
+    if args.processes is not None:
+        if args.processes < 1:
+            raise ValueError(f"--processes {args.processes}: at least 1 is needed.")
+        return args.processes
     if device.type != "cuda":
         return 1
     free, _ = torch.cuda.mem_get_info(device)
@@ -122,8 +131,8 @@ def _default_processes(device: torch.device) -> int:
 
 
 def _run_claims(
-    targets: Sequence[Target], device: torch.device, processes: int, json_file: Path | None
-) -> int:
+    targets: Sequence[Target], device: torch.device, processes: int
+) -> tuple[bool, dict[str, Any]]:
     from rl_consistency.verify.claims import Check
     from rl_consistency.verify.run import count_checks, run_checks
 
@@ -139,22 +148,19 @@ def _run_claims(
             _log(console, result)
 
         results = run_checks(targets, processes=processes, on_start=started, on_result=finished)
-    seconds = time.perf_counter() - start
     for table in claims_tables(results):
         console.print(table)
     failed = [r for r in results if not r.passed]
     for r in failed:
         console.print(f"[red]{r.key}[/] ({r.scope}): {escape(r.detail)}", highlight=False)
-    cases = sum(r.cases for r in results)
+    models = ", ".join(dict.fromkeys(target.name for target in targets))
     console.print(
-        f"{len(results) - len(failed)} of {len(results)} checks passed, {cases:,} comparisons on "
-        f"{_models(targets)}, {seconds:.0f} s, fingerprint "
-        f"{_fingerprint(device)['digest'][:12]}",
+        f"{len(results) - len(failed)} of {len(results)} checks passed, "
+        f"{sum(r.cases for r in results):,} comparisons on {models}, "
+        f"{time.perf_counter() - start:.0f} s, fingerprint {_fingerprint(device)['digest'][:12]}",
         highlight=False,
     )
-    content = {"results": [asdict(r) for r in results]}
-    _write(json_file, device, content, not failed, seconds)
-    return 1 if failed else 0
+    return not failed, {"results": [asdict(r) for r in results]}
 
 
 def _log(console: Console, result: Result, mutant: str = "") -> None:
@@ -167,10 +173,6 @@ def _log(console: Console, result: Result, mutant: str = "") -> None:
     print(
         f"{verdict} {what}, {result.cases} comparisons, {result.seconds:.1f} s{detail}", flush=True
     )
-
-
-def _models(targets: Sequence[Target]) -> str:
-    return ", ".join(dict.fromkeys(target.name for target in targets))
 
 
 def claims_tables(results: Sequence[Result]) -> list[Table]:
@@ -220,53 +222,46 @@ def _scopes(rows: Sequence[Result]) -> str:
     return f"{names} {dtypes}".strip()
 
 
-def _run_mutants(device: torch.device, json_file: Path | None) -> int:
-    from rl_consistency.verify.mutants.catalogue import mutants_on, run_controls, run_mutant
+def _run_mutants(device: torch.device) -> tuple[bool, dict[str, Any]]:
+    from rl_consistency.verify.mutants.catalogue import mutants_on
+    from rl_consistency.verify.mutants.run import run_controls, run_mutant
 
     console, start = Console(), time.perf_counter()
     mutants = mutants_on(device)
     keys = list(dict.fromkeys(key for mutant in mutants for key in mutant.keys(device)))
+    found: list[MutantResult] = []
     with _progress(console) as progress:
         task = progress.add_task("the unperturbed program", total=len(mutants) + 2)
-        before = run_controls(keys, device)
-        progress.advance(task)
-        found = []
+        controls = run_controls(keys, device)
         for mutant in mutants:
-            progress.update(task, description=mutant.name)
+            progress.update(task, advance=1, description=mutant.name)
             found.append(run_mutant(mutant, device))
-            progress.advance(task)
             for result in found[-1].results:
                 _log(console, result, mutant.name)
-        progress.update(task, description="the program put back")
-        after = run_controls(keys, device)
-        progress.advance(task)
-    seconds = time.perf_counter() - start
+        progress.update(task, advance=1, description="the program put back")
+        controls += run_controls(keys, device)
     console.print(mutants_table(found))
-    red = [r for r in [*before, *after] if not r.passed]
+    red = [r for r in controls if not r.passed]
     for r in red:
         console.print(f"[red]red without a mutant[/] {r.key}: {escape(r.detail)}", highlight=False)
-    survivors = [m for m in found if not m.killed]
+    caught = sum(m.killed for m in found)
     console.print(
-        f"{len(found) - len(survivors)} of {len(found)} mutants caught, {len(keys)} checks green "
-        f"before and after: {'no' if red else 'yes'}, {seconds:.0f} s",
+        f"{caught} of {len(found)} mutants caught, {len(keys)} checks green before and after: "
+        f"{'no' if red else 'yes'}, {time.perf_counter() - start:.0f} s",
         highlight=False,
     )
-    content = {
-        "mutants": [
-            {
-                "name": m.mutant.name,
-                "what": m.mutant.what,
-                "killed": m.killed,
-                "survived_checks": list(m.survivors),
-                "results": [asdict(r) for r in m.results],
-            }
-            for m in found
-        ],
-        "controls": [asdict(r) for r in [*before, *after]],
-    }
-    passed = not red and not survivors
-    _write(json_file, device, content, passed, seconds)
-    return 0 if passed else 1
+    rows = [
+        {
+            "name": m.mutant.name,
+            "what": m.mutant.what,
+            "killed": m.killed,
+            "survived_checks": list(m.survivors),
+            "results": [asdict(r) for r in m.results],
+        }
+        for m in found
+    ]
+    passed = not red and caught == len(found)
+    return passed, {"mutants": rows, "controls": [asdict(r) for r in controls]}
 
 
 def mutants_table(found: Sequence[MutantResult]) -> Table:
@@ -382,18 +377,3 @@ def _machine(device: torch.device) -> dict[str, Any]:
         "triton": triton.__version__,
         "python": platform.python_version(),
     }
-
-
-def _write(
-    file: Path | None, device: torch.device, content: dict[str, Any], passed: bool, seconds: float
-) -> None:
-    if file is None:
-        return
-    record = {
-        "passed": passed,
-        "seconds": seconds,
-        "machine": _machine(device),
-        "fingerprint": _fingerprint(device),
-        **content,
-    }
-    write_whole(file, json.dumps(record, indent=1) + "\n")

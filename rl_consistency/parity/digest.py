@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl_consistency.parity.bytes import same_bytes
+
 Tensors = nn.Module | Mapping[str, Tensor | None]
 
 
@@ -69,6 +71,4 @@ def first_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
 def _equal(a: Any, b: Any) -> bool:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return type(a) is type(b) and a == b
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(_bytes(a), _bytes(b))
+    return same_bytes(a.cpu(), b.cpu())

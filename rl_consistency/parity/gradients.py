@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rl_consistency.models.batch_layout import Layout, lay_out
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.parity.bytes import bits
 
 LossFunction = Callable[[TokenLogprobs, Sequence[int]], Tensor]
 """(logprobs of some sequences, their indices) -> their share of the loss, a scalar.
@@ -176,14 +177,10 @@ def _compare(name: str, expected: dict[str, Tensor], actual: dict[str, Tensor]) 
     for parameter, gradient in expected.items():
         if parameter not in actual:
             continue
-        differs = _bits(gradient) != _bits(actual[parameter])
+        differs = bits(gradient.float()) != bits(actual[parameter].float())
         if bool(differs.any()):
             mismatched, first = mismatched + int(differs.sum()), first or parameter
     return RegroupingResult(name, mismatched, first)
-
-
-def _bits(gradient: Tensor) -> Tensor:
-    return gradient.float().contiguous().view(torch.int32)
 
 
 @contextmanager

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
 from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.parity.bytes import bits, same_bytes
 
 CLAIMS: Mapping[str, str] = MappingProxyType(
     {
@@ -22,8 +22,6 @@ CLAIMS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Claims that one process can judge. C4 (processes) and C5 (resume) are judged by training runs."""
-
-_BITS = {4: torch.int32, 2: torch.int16, 8: torch.int64}
 
 RowName = Callable[[int], str]
 
@@ -65,6 +63,14 @@ class Tally:
         self.mismatches = 0
         self.detail = ""
         self.figure: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        """At least one comparison was made, and none failed."""
+        return self.cases > 0 and self.mismatches == 0
+
+    def __repr__(self) -> str:
+        return f"{self.mismatches} of {self.cases} comparisons failed; {self.detail or 'no detail'}"
 
     def equal(
         self, case: str, expected: Tensor, actual: Tensor, row_name: RowName = "row {}".format
@@ -118,21 +124,11 @@ class Check:
             what=self.what,
             cases=tally.cases,
             mismatches=tally.mismatches,
-            passed=tally.cases > 0 and tally.mismatches == 0,
+            passed=tally.passed,
             detail=tally.detail or ("" if tally.cases else "nothing was compared"),
             figure=tally.figure,
             seconds=time.perf_counter() - start,
         )
-
-
-def bits(values: Tensor) -> Tensor:
-    """The values' own bytes as integers, same shape."""
-    return values.detach().contiguous().view(_BITS[values.element_size()])
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are the same bytes; zeros of both signs differ."""
-    return torch.equal(bits(a), bits(b))
 
 
 def _first_difference(expected: Tensor, actual: Tensor, row_name: RowName) -> str:

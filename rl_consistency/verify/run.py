@@ -10,7 +10,6 @@ import torch
 
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.settings import numeric_settings
-from rl_consistency.verify.checks import accuracy as accuracy_checks
 from rl_consistency.verify.checks import attention as attention_checks
 from rl_consistency.verify.checks import chain as chain_checks
 from rl_consistency.verify.checks import fold as fold_checks
@@ -19,6 +18,8 @@ from rl_consistency.verify.checks import rollout as rollout_checks
 from rl_consistency.verify.checks import row_schedule as row_schedule_checks
 from rl_consistency.verify.checks import rows as op_checks
 from rl_consistency.verify.checks import schedule as schedule_checks
+from rl_consistency.verify.checks.accuracy import check_accuracy
+from rl_consistency.verify.checks.accuracy_cases import ACCURACY_CASES, PARTS
 from rl_consistency.verify.checks.chain import Chain
 from rl_consistency.verify.checks.op_setup import CPU, TINY_SHAPES, OpSetup
 from rl_consistency.verify.claims import Check, Result, Tally
@@ -54,18 +55,6 @@ OP_CHECKS: tuple[tuple[str, str, str, OpCheck], ...] = (
     ("C3", "token_logprobs", "dW of the LM head: cuts, filler", fold_checks.check_lm_head_fold),
 )
 """(claim, subject, what is varied, check) for every op and dtype."""
-
-_ACCURACY: tuple[tuple[str, OpCheck], ...] = (
-    ("linear", accuracy_checks.check_linear_accuracy),
-    ("rms_norm", accuracy_checks.check_rms_norm_accuracy),
-    ("rotary", accuracy_checks.check_rotary_accuracy),
-    ("glu", accuracy_checks.check_glu_accuracy),
-    ("embedding", accuracy_checks.check_embedding_accuracy),
-    ("attention", accuracy_checks.check_attention_accuracy),
-    ("token_logprobs", accuracy_checks.check_token_logprobs_accuracy),
-    ("masked_reduction", accuracy_checks.check_masked_reduction_accuracy),
-    ("gradient_norm", accuracy_checks.check_gradient_norm_accuracy),
-)
 
 SCHEDULE_CHECKS: tuple[tuple[str, OpCheck], ...] = (
     ("matmul", schedule_checks.check_matmul_schedules),
@@ -151,7 +140,10 @@ def _with_device(body: Callable[..., None], device: torch.device, tally: Tally) 
 
 def op_checks_in(setup: OpSetup) -> list[Check]:
     """Checks of every op in one dtype, at one set of sizes."""
-    rows = OP_CHECKS + tuple(("C6", op, "values, gradients", body) for op, body in _ACCURACY)
+    accuracy = [op for op in ACCURACY_CASES if op not in PARTS]
+    rows = OP_CHECKS + tuple(
+        ("C6", op, "values, gradients", partial(check_accuracy, op=op)) for op in accuracy
+    )
     return [_op_check(*row, setup) for row in rows]
 
 

@@ -9,11 +9,14 @@ from inspect import getattr_static
 from typing import Any
 
 PACKAGE = "rl_consistency."
+MUTANTS = "rl_consistency.verify.mutants."
+"""Their modules keep the right functions, to build the wrong ones from."""
 
 
 @contextmanager
 def substituted(original: Any, replacement: Any) -> Iterator[None]:
-    """Bind `replacement` wherever a loaded module of the package binds `original`.
+    """Bind `replacement` wherever a loaded module of the package, but for the mutants, binds
+    `original`.
 
     Modules import functions by name, so one function has several bindings; all of them change, and
     all come back on any exit. For negative controls only.
@@ -24,7 +27,7 @@ def substituted(original: Any, replacement: Any) -> Iterator[None]:
     bindings = [
         (module, name)
         for path, module in list(sys.modules.items())
-        if path.startswith(PACKAGE)
+        if path.startswith(PACKAGE) and not path.startswith(MUTANTS)
         for name, value in list(vars(module).items())
         if value is original
     ]

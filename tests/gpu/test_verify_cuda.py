@@ -13,7 +13,8 @@ from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpSetup
 from rl_consistency.verify.checks.schedule import check_matmul_schedules
 from rl_consistency.verify.claims import CLAIMS, Tally
-from rl_consistency.verify.mutants.catalogue import mutants_on, run_controls, run_mutant
+from rl_consistency.verify.mutants.catalogue import mutants_on
+from rl_consistency.verify.mutants.run import run_controls, run_mutant
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.probe import probe
 from rl_consistency.verify.run import count_checks, run_checks

@@ -10,11 +10,12 @@ from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.certificates import Certificates
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
+from rl_consistency.verify.checks import op_setup
 from rl_consistency.verify.checks import row_schedule as row_schedule_checks
 from rl_consistency.verify.checks import schedule as schedule_checks
-from rl_consistency.verify.checks import schedule_comparison
 from rl_consistency.verify.checks.op_setup import TINY_SHAPES, Heads, OpSetup
 from rl_consistency.verify.claims import Tally
+from rl_consistency.verify.laws import schedules_alike
 from rl_consistency.verify.mutants import schedule_perturbations
 from rl_consistency.verify.substitution import substituted
 from rl_consistency.verify.sweep import QUICK
@@ -101,7 +102,7 @@ def integers(shape, dtype=torch.float32, seed=0, *, scale=1.0, device="cpu"):
 
 @pytest.mark.parametrize("check", PRODUCTS, ids=lambda c: c.__name__)
 def test_pointer_schedules_agree_in_the_interpreter(check, monkeypatch):
-    for module in (schedule_checks, schedule_comparison):
+    for module in (schedule_checks, op_setup):
         monkeypatch.setattr(module, "probe", integers)
     tally = judged(check)
     assert tally.cases > 2
@@ -156,7 +157,7 @@ def test_a_wrong_backward_of_the_norm_is_noticed_with_heads_and_without():
 def library(monkeypatch, tmp_path):
     """The library path on CPU tensors, in front of it the interpreter as the canonical order."""
     monkeypatch.setattr(matmul_schedules, "CANDIDATES", matmul_schedules.POINTER[:2])
-    for module in (schedule_checks, schedule_comparison):
+    for module in (schedule_checks, op_setup):
         monkeypatch.setattr(module, "probe", integers)
     # The CPU's memory starts on 64 bytes, a GPU's on 256.
     monkeypatch.setattr(cublaslt, "ALIGNMENT", 64)
@@ -222,7 +223,7 @@ def test_only_the_product_that_differs_is_struck(library, monkeypatch):
 def test_an_entry_of_another_order_is_named():
     values = [torch.ones(3, 4), torch.ones(3, 4), torch.ones(3, 4) + 2**-20]
     tally = Tally()
-    schedule_comparison.compare_schedules(tally, "rows", range(3), values.__getitem__)
+    schedules_alike(tally, "rows", range(3), values.__getitem__)
     assert tally.mismatches == 1
     assert tally.detail.startswith("rows, 2: row 0")
 
@@ -234,12 +235,12 @@ def test_an_entry_too_large_for_the_device_is_left_out_but_not_all_of_them():
         return torch.ones(1)
 
     tally = Tally()
-    schedule_comparison.compare_schedules(tally, "x", range(3), lambda entry: run(2, entry))
+    schedules_alike(tally, "x", range(3), lambda entry: run(2, entry))
     assert tally.mismatches == 0
-    schedule_comparison.compare_schedules(tally, "x", range(3), lambda entry: run(1, entry))
+    schedules_alike(tally, "x", range(3), lambda entry: run(1, entry))
     assert tally.detail == "x, entries that fit: 1 of 3"
     with pytest.raises(ValueError, match="no schedule of 3 fits"):
-        schedule_comparison.compare_schedules(tally, "x", range(3), lambda entry: run(0, entry))
+        schedules_alike(tally, "x", range(3), lambda entry: run(0, entry))
 
 
 def test_every_table_has_entries_for_every_dtype():

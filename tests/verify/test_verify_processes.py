@@ -49,13 +49,13 @@ def test_processes_end_with_the_one_that_began_them(tmp_path):
     """A pool's workers would wait for work for ever if theirs were killed."""
     program = (
         "import os, signal, torch\n"
-        "from rl_consistency.parity import verify, verify_targets\n"
+        "from rl_consistency.verify import run, targets\n"
         "if __name__ == '__main__':\n"
         "    def found(result):\n"
         "        import multiprocessing\n"
         "        print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    verify.run_checks(verify_targets.preset_targets('tiny-qwen2', [torch.float32]),\n"
+        "    run.run_checks(targets.preset_targets('tiny-qwen2', [torch.float32]),\n"
         "                      processes=2, on_result=found)\n"
     )
     (tmp_path / "program.py").write_text(program)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,72 +11,99 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.verify.checks.op_setup import Heads, OpSetup
-from rl_consistency.verify.checks.paged_calls import chunked, decoded, paged_calls
+from rl_consistency.verify.checks.paged_calls import paged_calls, paged_plans
 from rl_consistency.verify.claims import Tally
-from rl_consistency.verify.probe import probe
 
 SCORE_SCALE = 0.06
 """Factor on probes: softmax weights then span several orders of magnitude, gradients stay in the
 range of fp16."""
+
+GAP = 2
+"""Steps between packed sequences, where there is a gap."""
+
+Sample = tuple[Tensor, Tensor, Tensor]
+"""q [n, H, D], k and v [n, Hkv, D] of one sequence."""
+
+Arrangements = Iterable[tuple[str, Sequence[Sequence[int]]]]
+"""(name, calls as lists of sample indices)."""
 
 
 def check_attention(tally: Tally, setup: OpSetup) -> None:
     """Packed sequences: outputs and lse."""
     for shape in setup.shapes.attention:
         samples = attention_probe(shape, setup.sweep.sample_lengths(), setup)
-        alone = [packed_attention(shape, [s])[0] for s in samples]
-        for name, calls in setup.sweep.arrangements():
-            for gap in (0, 2) if name == "permuted batch" else (0,):
-                for members in calls:
-                    found = packed_attention(shape, [samples[i] for i in members], gap)
-                    for i, rows in zip(members, found, strict=True):
-                        _compare(tally, f"{shape}, {name}", i, alone[i], rows)
+        sequences_alike(tally, shape, samples, setup.sweep.arrangements())
 
 
 def check_attention_backward(tally: Tally, setup: OpSetup) -> None:
     """dq, dk and dv of packed sequences."""
     for shape in setup.shapes.attention:
         samples = attention_probe(shape, setup.sweep.sample_lengths(), setup)
-        alone = [_gradients(shape, [s])[0] for s in samples]
-        for name, calls in setup.sweep.arrangements():
-            for members in calls if name == "permuted batch" else calls[:4]:
-                found = _gradients(shape, [samples[i] for i in members])
-                for i, rows in zip(members, found, strict=True):
-                    _compare(tally, f"{shape}, {name}", i, alone[i], rows)
+        arrangements = [
+            (name, calls if name == "permuted batch" else calls[:4])
+            for name, calls in setup.sweep.arrangements()
+        ]
+        gradients_alike(tally, shape, samples, arrangements)
 
 
 def check_paged_attention(tally: Tally, setup: OpSetup) -> None:
     """The paged cache against packed prefill: every chunk size, block size, and decode."""
-    sweep, sizes = setup.sweep, setup.sweep.cache_blocks
-    plans: list[tuple[str, int, Callable[[int], list[int]]]] = [
-        (f"chunk {c}", c, lambda n, c=c: chunked(n, c)) for c in sweep.chunks
-    ]
-    plans.append(("decode", max(sweep.sample_lengths()), decoded))
-    plans += [("prefill", max(sweep.sample_lengths()), lambda n: [n]) for _ in sizes]
     for shape in setup.shapes.attention:
-        samples = attention_probe(shape, sweep.sample_lengths(), setup)
-        alone = [packed_attention(shape, [s])[0] for s in samples]
-        for turn, (name, chunk, cut) in enumerate(plans):
-            size = sizes[turn % len(sizes)]
-            members = sweep.paged_samples(chunk)
-            found = _paged_attention(
-                shape,
-                [samples[i] for i in members],
-                [cut(len(samples[i][0])) for i in members],
-                size,
-            )
-            for i, rows in zip(members, found, strict=True):
-                _compare(tally, f"{shape}, {name}, cache blocks of {size}", i, alone[i], rows)
+        samples = attention_probe(shape, setup.sweep.sample_lengths(), setup)
+        paged_alike(tally, shape, samples, paged_plans(setup.sweep))
 
 
-def attention_probe(
-    shape: Heads, lengths: Sequence[int], setup: OpSetup
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(q [n, H, D], k and v [n, Hkv, D]) per sample."""
+def sequences_alike(
+    tally: Tally, shape: Heads, samples: Sequence[Sample], arrangements: Arrangements
+) -> None:
+    """The law of packing: a sequence alone and among others, with and without rows of NaN between
+    them, gives the same outputs and lse."""
+    alone = [packed_attention(shape, [s])[0] for s in samples]
+    for name, calls in arrangements:
+        for gap in (0, GAP) if name == "permuted batch" else (0,):
+            for members in calls:
+                found = packed_attention(shape, [samples[i] for i in members], gap)
+                case = f"{shape}, {name}, gap {gap}"
+                _compare(tally, case, members, alone, found)
+
+
+def gradients_alike(
+    tally: Tally, shape: Heads, samples: Sequence[Sample], arrangements: Arrangements
+) -> None:
+    """The same law for dq, dk and dv; rows between sequences are finite, as backward expects."""
+    alone = [packed_gradients(shape, [s])[0] for s in samples]
+    for name, calls in arrangements:
+        for gap in (0, GAP) if name == "permuted batch" else (0,):
+            for members in calls:
+                found = packed_gradients(shape, [samples[i] for i in members], gap)
+                case = f"{shape}, {name}, gap {gap}"
+                _compare(tally, case, members, alone, found)
+
+
+def paged_alike(
+    tally: Tally,
+    shape: Heads,
+    samples: Sequence[Sample],
+    plans: Iterable[tuple[str, int, list[int], Callable[[int], list[int]]]],
+) -> None:
+    """The law of the cache: decode and chunks give the bytes of packed prefill.
+
+    Args:
+        plans: (name, tokens of a cache block, indices of the samples, length -> sizes of the parts
+            in which a sequence of that length is fed).
+    """
+    alone = [packed_attention(shape, [s])[0] for s in samples]
+    for name, block_size, members, cut in plans:
+        own = [samples[i] for i in members]
+        found = _paged_attention(shape, own, [cut(len(s[0])) for s in own], block_size)
+        _compare(tally, f"{shape}, {name}", members, alone, found)
+
+
+def attention_probe(shape: Heads, lengths: Sequence[int], setup: OpSetup) -> list[Sample]:
+    """Operands of one sample per length."""
 
     def drawn(length: int, heads: int, seed: int) -> Tensor:
-        size = (length, heads, shape.head_dim)
-        return probe(size, setup.dtype, seed=seed, scale=SCORE_SCALE, device=setup.device)
+        return setup.drawn((length, heads, shape.head_dim), seed, SCORE_SCALE)
 
     return [
         (
@@ -88,35 +115,30 @@ def attention_probe(
     ]
 
 
-def packed_attention(
-    shape: Heads, samples: Sequence[tuple[Tensor, Tensor, Tensor]], gap: int = 0
-) -> list[Tensor]:
+def packed_attention(shape: Heads, samples: Sequence[Sample], gap: int = 0) -> list[Tensor]:
     """[n, H * (D + 1)] fp32 per sample: outputs, then lse."""
-    starts, (q, k, v) = _pack(samples, gap)
-    lens = [len(s[0]) for s in samples]
-    layout = PackedSequences.of(starts, lens)
+    layout, (q, k, v) = packed(samples, gap, junk=torch.nan)
     out, lse = attention_varlen(q, k, v, layout, scale=shape.scale, window=shape.window)
-    rows = torch.cat([out.float().flatten(1), lse], dim=1)
-    return [rows[start : start + n] for start, n in zip(starts, lens, strict=True)]
+    return _of_sequences(layout, out, lse)
 
 
-def _gradients(shape: Heads, samples: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
-    """[n, (H + 2 Hkv) * D] fp32 per sample."""
-    starts, operands = _pack(samples, 0)
-    lens = [len(s[0]) for s in samples]
+def packed_gradients(shape: Heads, samples: Sequence[Sample], gap: int = 0) -> list[Tensor]:
+    """[n, (H + 2 Hkv) * D] fp32 per sample: dq, dk, dv."""
+    layout, operands = packed(samples, gap, junk=3.0)
     q, k, v = (x.requires_grad_() for x in operands)
-    layout = PackedSequences.of(starts, lens)
     out, _ = attention_varlen(q, k, v, layout, scale=shape.scale, window=shape.window)
     out.backward(q.detach())
-    rows = torch.cat([x.grad.float().flatten(1) for x in (q, k, v) if x.grad is not None], dim=1)
-    return [rows[start : start + n] for start, n in zip(starts, lens, strict=True)]
+    return _of_sequences(layout, *(x.grad for x in (q, k, v) if x.grad is not None))
+
+
+def _of_sequences(layout: PackedSequences, *parts: Tensor) -> list[Tensor]:
+    rows = torch.cat([part.float().flatten(1) for part in parts], dim=1)
+    spans = zip(layout.query_starts, layout.query_lens, strict=True)
+    return [rows[start : start + n] for start, n in spans]
 
 
 def _paged_attention(
-    shape: Heads,
-    samples: Sequence[tuple[Tensor, Tensor, Tensor]],
-    schedules: list[list[int]],
-    block_size: int,
+    shape: Heads, samples: Sequence[Sample], schedules: list[list[int]], block_size: int
 ) -> list[Tensor]:
     parts: list[list[Tensor]] = [[] for _ in samples]
     for call in paged_calls(
@@ -140,20 +162,27 @@ def _paged_attention(
     return [torch.cat(p) for p in parts]
 
 
-def _pack(
-    samples: Sequence[tuple[Tensor, Tensor, Tensor]], gap: int
-) -> tuple[list[int], list[Tensor]]:
-    """First rows, and q, k, v with every sample on a multiple of 16 and `gap` steps between."""
+def packed(
+    samples: Sequence[Sample], gap: int = 0, *, junk: float = 0.0
+) -> tuple[PackedSequences, list[Tensor]]:
+    """The layout, and q, k, v with every sample on a multiple of 16 after `gap` steps of junk."""
     starts, end = [], 0
     for sample in samples:
         starts.append(end + gap * STEP)
         end = starts[-1] + -(-len(sample[0]) // STEP) * STEP
-    operands = [x.new_zeros(end, *x.shape[1:]) for x in samples[0]]
+    operands = [x.new_full((end, *x.shape[1:]), junk) for x in samples[0]]
     for start, sample in zip(starts, samples, strict=True):
         for operand, part in zip(operands, sample, strict=True):
             operand[start : start + len(part)] = part
-    return starts, operands
+    return PackedSequences.of(starts, [len(s[0]) for s in samples]), operands
 
 
-def _compare(tally: Tally, case: str, sample: int, expected: Tensor, actual: Tensor) -> None:
-    tally.equal(case, expected, actual, lambda row: f"sample {sample} position {row}")
+def _compare(
+    tally: Tally,
+    case: str,
+    members: Sequence[int],
+    alone: Sequence[Tensor],
+    found: Sequence[Tensor],
+) -> None:
+    for i, rows in zip(members, found, strict=True):
+        tally.equal(case, alone[i], rows, lambda row, i=i: f"sample {i} position {row}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.parity.first_divergence import first_divergence, recorded
 from rl_consistency.parity.gradients import Regrouping, check_gradients, lay_out
-from rl_consistency.verify.checks.paged_calls import chunked, decoded, paged_calls
+from rl_consistency.verify.checks.paged_calls import paged_calls, paged_plans
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.probe import probe_tokens
 from rl_consistency.verify.sweep import Sweep, split
@@ -131,18 +131,10 @@ def check_padded_chain(tally: Tally, chain: Chain) -> None:
 
 def check_paged_chain(tally: Tally, chain: Chain) -> None:
     """Hidden states through the paged cache: chunk sizes, decode, cache block sizes."""
-    sizes, longest = chain.sweep.cache_blocks, max(map(len, chain.samples))
-    plans: list[tuple[str, int, Callable[[int], list[int]]]] = [
-        (f"chunk {c}", c, lambda n, c=c: chunked(n, c)) for c in chain.sweep.chunks
-    ]
-    plans += [("decode", longest, decoded)]
-    plans += [("prefill", longest, lambda n: [n]) for _ in sizes]
-    for turn, (name, chunk, cut) in enumerate(plans):
-        size = sizes[turn % len(sizes)]
-        members = chain.sweep.paged_samples(chunk)
+    for name, block_size, members, cut in paged_plans(chain.sweep):
         schedules = [cut(len(chain.samples[i])) for i in members]
-        found = _paged_hidden(chain, members, schedules, size)
-        _compare_samples(tally, chain, f"{name}, cache blocks of {size}", members, found)
+        found = _paged_hidden(chain, members, schedules, block_size)
+        _compare_samples(tally, chain, name, members, found)
 
 
 def check_logprob_chain(tally: Tally, chain: Chain) -> None:

@@ -35,7 +35,8 @@ def check_fingerprint(tally: Tally, device: torch.device) -> None:
         with strict(except_={op}):
             _expect_named(tally, f"{op} on its stock path", first, now(), "stock_ops")
     for order in ORDERS.values():
-        for changed in (replace(order, version=order.version + 1), replace(order, text="reversed")):
+        reversed_ = replace(order, cpu="reversed", cuda="reversed")
+        for changed in (replace(order, version=order.version + 1), reversed_):
             others = MappingProxyType(dict(ORDERS) | {order.id: changed})
             with substituted(ORDERS, others):
                 _expect_named(tally, f"another {order.id}", first, now(), f"order.{order.id}")

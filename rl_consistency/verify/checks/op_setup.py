@@ -6,10 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from rl_consistency.verify.probe import probe
 from rl_consistency.verify.sweep import QUICK, Sweep
 
 CPU = torch.device("cpu")
+
+MAX_ROWS = 200
+"""Rows of an op whose schedules are compared: ragged for every tile."""
 
 
 @dataclass(frozen=True)
@@ -90,3 +95,7 @@ class OpSetup:
     def rows(self) -> int:
         """Rows of the largest call to an op that treats rows one by one."""
         return max(self.sweep.lengths)
+
+    def drawn(self, shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Tensor:
+        """Probe values in the dtype, on the device."""
+        return probe(shape, self.dtype, seed=seed, scale=scale, device=self.device)

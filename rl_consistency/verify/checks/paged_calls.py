@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
 
 import torch
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.verify.sweep import Sweep
 
 DECODED = 12
 """Tokens at the end of each sequence that the decode schedule feeds one at a time."""
@@ -35,6 +38,19 @@ def decoded(length: int) -> list[int]:
     return ([length - tail] if length > tail else []) + [1] * tail
 
 
+def paged_plans(sweep: Sweep) -> Iterator[tuple[str, int, list[int], Callable[[int], list[int]]]]:
+    """(name, tokens of a cache block, samples, length -> sizes of the parts) of a sweep: every
+    chunk size, decode, and one prefill per block size."""
+    longest = max(sweep.sample_lengths())
+    ways: list[tuple[str, int, Callable[[int], list[int]]]] = [
+        (f"chunk {c}", c, partial(chunked, chunk=c)) for c in sweep.chunks
+    ]
+    ways += [("decode", longest, decoded)]
+    ways += [("prefill", longest, lambda n: [n]) for _ in sweep.cache_blocks]
+    for (name, chunk, cut), size in zip(ways, cycle(sweep.cache_blocks), strict=False):
+        yield f"{name}, cache blocks of {size}", size, sweep.paged_samples(chunk), cut
+
+
 def paged_calls(
     schedules: Sequence[Sequence[int]],
     *,
@@ -46,7 +62,7 @@ def paged_calls(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Iterator[PagedCall]:
-    """The calls that feed some sequences part by part, their blocks scattered over the cache.
+    """The calls that feed some sequences part by part, their blocks scattered over a cache of NaN.
 
     Args:
         schedules: sizes of each sequence's parts; call i holds every sequence's part i.
@@ -62,8 +78,8 @@ def paged_calls(
     placement = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed))
     tables = [part.tolist() for part in placement.split(needed)]
     shape = (sum(needed), block_size, kv_heads, head_dim)
-    zeros = torch.zeros(2, num_layers, *shape, dtype=dtype, device=device)
-    key_cache, value_cache = (list(part.unbind(0)) for part in zeros)
+    empty = torch.full((2, num_layers, *shape), torch.nan, dtype=dtype, device=device)
+    key_cache, value_cache = (list(part.unbind(0)) for part in empty)
     done = [0] * len(schedules)
     for turn in range(max(map(len, schedules))):
         spans = []

@@ -18,14 +18,9 @@ from rl_consistency.kernels.rotary.op import rotary_table
 from rl_consistency.kernels.sampling import draw_triton as sampling_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
 from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
-from rl_consistency.verify.checks.op_setup import OpSetup
-from rl_consistency.verify.checks.schedule_comparison import (
-    MAX_ROWS,
-    compare_schedules,
-    drawn,
-    rows_of,
-)
+from rl_consistency.verify.checks.op_setup import MAX_ROWS, OpSetup
 from rl_consistency.verify.claims import Tally
+from rl_consistency.verify.laws import rows_of, schedules_alike
 from rl_consistency.verify.probe import probe, probe_tokens
 from rl_consistency.verify.substitution import attribute
 
@@ -54,9 +49,9 @@ SAMPLING_SIZES = (
 def check_glu_schedules(tally: Tally, setup: OpSetup) -> None:
     """The gated activation and its gradients."""
     size = (min(setup.rows, ROWS), setup.shapes.glu_width)
-    gate = drawn(setup, size, 1, 0.25)
+    gate = setup.drawn(size, 1, 0.25)
     # Where outliers meet, their product must fit fp16.
-    up, dy = (drawn(setup, size, seed, 1 / 64) for seed in (2, 3))
+    up, dy = (setup.drawn(size, seed, 1 / 64) for seed in (2, 3))
 
     def value(schedule: glu_triton.Schedule) -> Tensor:
         return glu_triton.glu_fwd(gate, up, "silu", schedule)
@@ -64,8 +59,8 @@ def check_glu_schedules(tally: Tally, setup: OpSetup) -> None:
     def gradients(schedule: glu_triton.Schedule) -> Tensor:
         return rows_of(*glu_triton.glu_bwd(dy, gate, up, "silu", schedule))
 
-    compare_schedules(tally, "silu", glu_triton.CANDIDATES, value)
-    compare_schedules(tally, "silu gradient", glu_triton.CANDIDATES, gradients)
+    schedules_alike(tally, "silu", glu_triton.CANDIDATES, value)
+    schedules_alike(tally, "silu gradient", glu_triton.CANDIDATES, gradients)
 
 
 def check_rotary_schedules(tally: Tally, setup: OpSetup) -> None:
@@ -74,23 +69,23 @@ def check_rotary_schedules(tally: Tally, setup: OpSetup) -> None:
     inv_freq = setup.shapes.rope_theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
     table = rotary_table(inv_freq, 2 * rows).to(setup.device)
     cos, sin = table[:, torch.arange(rows) * 37 % (2 * rows)]
-    q = drawn(setup, (rows, shape.heads, shape.head_dim), 1)
-    k = drawn(setup, (rows, shape.kv_heads, shape.head_dim), 2)
+    q = setup.drawn((rows, shape.heads, shape.head_dim), 1)
+    k = setup.drawn((rows, shape.kv_heads, shape.head_dim), 2)
 
     def rotated(schedule: rotary_triton.Schedule) -> Tensor:
         return rows_of(*rotary_triton.rotary_fwd(q, k, cos, sin, False, schedule))
 
-    compare_schedules(tally, "q and k", rotary_triton.CANDIDATES, rotated)
+    schedules_alike(tally, "q and k", rotary_triton.CANDIDATES, rotated)
 
 
 def check_rms_norm_schedules(tally: Tally, setup: OpSetup) -> None:
     """y, dx and the step sums of dweight, with the residual addition; and of several heads a
     token, whose gradients have a kernel of their own."""
     rows, width = min(setup.rows, ROWS), setup.shapes.norm_widths[0]
-    x, residual, dtotal = (drawn(setup, (rows, width), seed) for seed in (1, 2, 3))
+    x, residual, dtotal = (setup.drawn((rows, width), seed) for seed in (1, 2, 3))
     _compare_norm(tally, setup, x, residual, dtotal, 1)
     shape = setup.shapes.attention[0]
-    x = drawn(setup, (rows, shape.heads, shape.head_dim), 4)
+    x = setup.drawn((rows, shape.heads, shape.head_dim), 4)
     _compare_norm(tally, setup, x, None, None, shape.heads)
 
 
@@ -115,7 +110,7 @@ def check_gradient_row_schedules(tally: Tally, setup: OpSetup) -> None:
     index = torch.tensor(probe_tokens([count], height, seed=2)[0], device=setup.device)
     # One run longer than any that shares a program, and tokens that are left out.
     index[::3], index[::50] = 5, -1
-    rows = drawn(setup, (count, width), 3)
+    rows = setup.drawn((count, width), 3)
     start = probe((height, width), torch.float32, seed=4, device=setup.device)
     start = start.to(accumulator_dtype(rows))
 
@@ -126,7 +121,7 @@ def check_gradient_row_schedules(tally: Tally, setup: OpSetup) -> None:
         return buffer
 
     choices = [(s, ranked) for s in gradient_rows_triton.CANDIDATES for ranked in (True, False)]
-    compare_schedules(tally, "rows", choices, continued)
+    schedules_alike(tally, "rows", choices, continued)
 
 
 def check_sampling_schedules(tally: Tally, setup: OpSetup) -> None:
@@ -176,7 +171,7 @@ def _compare_norm(
     [T, heads, H]."""
     width, eps = x.shape[-1], 1e-6
     # Small: where outliers meet, gradients must fit fp16.
-    weight, dy = drawn(setup, (width,), 5, 0.1), drawn(setup, tuple(x.shape), 6, 0.01)
+    weight, dy = setup.drawn((width,), 5, 0.1), setup.drawn(tuple(x.shape), 6, 0.01)
 
     def normed(schedule: rms_norm_schedules.Schedule | None) -> tuple[Tensor, Tensor, Tensor]:
         return rms_norm_triton.rms_norm_fwd(x.view(-1, width), residual, weight, eps, schedule)
@@ -186,7 +181,7 @@ def _compare_norm(
         return rows_of(y, rstd) if residual is None else rows_of(y, total, rstd)
 
     name = f"width {width}" if heads == 1 else f"{heads} heads of {width}"
-    compare_schedules(tally, name, rms_norm_schedules.candidates(width), forward)
+    schedules_alike(tally, name, rms_norm_schedules.candidates(width), forward)
     _, total, rstd = normed(None)
     normalized = x if residual is None else total
 
@@ -197,4 +192,4 @@ def _compare_norm(
         return torch.cat([dx.float().view(-1, width), sums])
 
     entries = norm_backward_entries(width, heads)
-    compare_schedules(tally, f"{name}, backward", entries, gradients)
+    schedules_alike(tally, f"{name}, backward", entries, gradients)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -18,31 +16,29 @@ from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits, token_logprobs
 from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpSetup
 from rl_consistency.verify.claims import Tally
+from rl_consistency.verify.laws import RowOp, leaf_gradients, misaligned, rows_alike
 from rl_consistency.verify.probe import probe, probe_tokens
-
-RowOp = Callable[..., Tensor]
-"""Maps tensors of n rows to a tensor of n rows."""
 
 HEAD_SCALE = 0.02
 """Factor on the LM head's probe that spreads the logits over a few nats."""
 
+EPS = 1e-6
+
 
 def check_linear(tally: Tally, setup: OpSetup) -> None:
     """y and dX of `linear`, with and without bias; projections of one x in one call."""
-    dtype, device = setup.dtype, setup.device
     for i, (inner, columns) in enumerate(setup.shapes.linear):
-        scale = weight_scale(inner)
-        weight = probe((columns, inner), dtype, seed=i, scale=scale, device=device)
-        bias = probe((columns,), dtype, seed=10 + i, device=device) if i else None
-        x = probe((setup.rows, inner), dtype, seed=20 + i, device=device)
-        dy = probe((setup.rows, columns), dtype, seed=30 + i, scale=0.02, device=device)
+        weight = setup.drawn((columns, inner), i, weight_scale(inner))
+        bias = setup.drawn((columns,), 10 + i) if i else None
+        x = setup.drawn((setup.rows, inner), 20 + i)
+        dy = setup.drawn((setup.rows, columns), 30 + i, 0.02)
         name = f"{inner} x {columns}"
-        rows_alike(tally, name, setup, lambda x, w=weight, b=bias: linear(x, w, b), x)
-        rows_alike(
+        _alike(tally, setup, name, lambda x, w=weight, b=bias: linear(x, w, b), x)
+        _alike(
             tally,
-            f"{name} dX",
             setup,
-            lambda x, dy, w=weight: _input_gradient(lambda x: linear(x, w), x, dy),
+            f"{name} dX",
+            lambda x, dy, w=weight: leaf_gradients(lambda x: linear(x, w), (x,), dy)[0],
             x,
             dy,
         )
@@ -55,12 +51,10 @@ def _check_fused_projections(tally: Tally, setup: OpSetup) -> None:
     inner, shape = setup.shapes.hidden_size, setup.shapes.attention[0]
     sizes = [shape.heads * shape.head_dim, *[shape.kv_heads * shape.head_dim] * 2]
     sizes += [setup.shapes.glu_width] * 2
-    scale = weight_scale(inner)
     # Small: the product of gate and up has to stay in the range of fp16.
-    x = probe((setup.rows, inner), setup.dtype, seed=40, scale=0.01, device=setup.device)
+    x = setup.drawn((setup.rows, inner), 40, 0.01)
     q, k, v, gate, up = (
-        probe((n, inner), setup.dtype, seed=41 + i, scale=scale, device=setup.device)
-        for i, n in enumerate(sizes)
+        setup.drawn((n, inner), 41 + i, weight_scale(inner)) for i, n in enumerate(sizes)
     )
     apart = torch.cat([linear(x, weight) for weight in (q, k, v)], dim=1)
     gated = glu(linear(x, gate), linear(x, up))
@@ -73,137 +67,125 @@ def _check_fused_projections(tally: Tally, setup: OpSetup) -> None:
 
 def check_rms_norm(tally: Tally, setup: OpSetup) -> None:
     """y and dx of `rms_norm`, for hidden states and per head; with the residual addition."""
-    dtype, device = setup.dtype, setup.device
-    for width in setup.shapes.norm_widths:
-        weight = probe((width,), dtype, seed=width, device=device)
-        x = probe((setup.rows, width), dtype, seed=width + 1, device=device)
-        dy = probe(x.shape, dtype, seed=width + 2, device=device)
-        rows_alike(tally, f"width {width}", setup, lambda x, w=weight: rms_norm(x, w, 1e-6), x)
-        rows_alike(
+    shape = setup.shapes.attention[0]
+    sizes = [(width,) for width in setup.shapes.norm_widths]
+    for size in (*sizes, (shape.heads, shape.head_dim)):
+        width, heads = size[-1], size[0] if len(size) == 2 else 1
+        weight = setup.drawn((width,), width)
+        x, dy = (setup.drawn((setup.rows, *size), width + i) for i in (1, 2))
+        name = f"width {width}" if heads == 1 else f"{heads} heads of {width}"
+
+        def normed(x: Tensor, weight: Tensor = weight, heads: int = heads) -> Tensor:
+            return rms_norm(x, weight, EPS, rows_per_token=heads)
+
+        _alike(tally, setup, name, normed, x)
+        _alike(
             tally,
-            f"width {width} dx",
             setup,
-            lambda x, dy, w=weight: _input_gradient(lambda x: rms_norm(x, w, 1e-6), x, dy),
+            f"{name} dx",
+            lambda x, dy, op=normed: leaf_gradients(op, (x,), dy)[0],
             x,
             dy,
         )
-
-        def after_addition(
-            x: Tensor, dy: Tensor, *, fused: bool, weight: Tensor = weight
-        ) -> Tensor:
-            residual, x = (t.detach().clone().requires_grad_() for t in (dy, x))
-            if fused:
-                y, total = add_rms_norm(x, residual, weight, 1e-6)
-            else:
-                total = residual + x
-                y = rms_norm(total, weight, 1e-6)
-            torch.autograd.backward([y, total], [dy, x.detach()])
-            assert x.grad is not None and residual.grad is not None
-            return torch.cat([y.detach(), total.detach(), x.grad, residual.grad], dim=1)
-
-        case = f"width {width}, with the residual addition"
-        tally.equal(case, after_addition(x, dy, fused=False), after_addition(x, dy, fused=True))
-    _check_head_norm(tally, setup)
+        if heads == 1:
+            _check_residual_addition(tally, f"{name}, with the residual addition", x, dy, weight)
 
 
-def _check_head_norm(tally: Tally, setup: OpSetup) -> None:
-    shape = setup.shapes.attention[0]
-    weight = probe((shape.head_dim,), setup.dtype, seed=1, device=setup.device)
-    size = (setup.rows, shape.heads, shape.head_dim)
-    inputs = (probe(size, setup.dtype, seed=s, device=setup.device) for s in (2, 3))
+def _check_residual_addition(
+    tally: Tally, case: str, x: Tensor, residual: Tensor, weight: Tensor
+) -> None:
+    """`add_rms_norm` against the addition and the norm apart, values and gradients."""
 
-    def normed(x: Tensor) -> Tensor:
-        return rms_norm(x, weight, 1e-6, rows_per_token=shape.heads)
+    def apart(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        total = residual + x
+        return rms_norm(total, weight, EPS), total
 
-    name = f"{shape.heads} heads of {shape.head_dim} dx"
-    rows_alike(tally, name, setup, lambda x, dy: _input_gradient(normed, x, dy), *inputs)
+    def fused(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, weight, EPS)
+
+    expected, actual = (
+        torch.cat([*op(x, residual), *leaf_gradients(op, (x, residual), residual, x)], dim=1)
+        for op in (apart, fused)
+    )
+    tally.equal(case, expected, actual)
 
 
 def check_rotary(tally: Tally, setup: OpSetup) -> None:
     """Rotated queries and keys and their gradients, and the table for any reach of positions."""
-    shape, rows, device = setup.shapes.attention[0], setup.rows, setup.device
-    head_dim = shape.head_dim
-    inv_freq = setup.shapes.rope_theta ** -(torch.arange(0, head_dim, 2) / head_dim)
-    table = rotary_table(inv_freq, 2 * rows).to(device)
+    shape, rows = setup.shapes.attention[0], setup.rows
+    inv_freq = setup.shapes.rope_theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+    table = rotary_table(inv_freq, 2 * rows).to(setup.device)
     cos, sin = table[:, torch.arange(rows) * 37 % (2 * rows)]
-    q = probe((rows, shape.heads, head_dim), setup.dtype, seed=1, device=device)
-    k = probe((rows, shape.kv_heads, head_dim), setup.dtype, seed=2, device=device)
+    q = setup.drawn((rows, shape.heads, shape.head_dim), 1)
+    k = setup.drawn((rows, shape.kv_heads, shape.head_dim), 2)
 
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.cat(rotary(q, k, cos, sin), dim=1)
 
     def gradients(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k = (x.detach().clone().requires_grad_() for x in (q, k))
-        rotated(q, k, cos, sin).backward(torch.cat([k, q], dim=1).detach())
-        assert q.grad is not None and k.grad is not None
-        return torch.cat([q.grad, k.grad], dim=1)
+        dys = torch.cat([k, q], dim=1).split([q.shape[1], k.shape[1]], dim=1)
+        return torch.cat(leaf_gradients(lambda q, k: rotary(q, k, cos, sin), (q, k), *dys), dim=1)
 
-    rows_alike(tally, "q and k", setup, rotated, q, k, cos, sin)
-    rows_alike(tally, "dq and dk", setup, gradients, q, k, cos, sin)
+    _alike(tally, setup, "q and k", rotated, q, k, cos, sin)
+    _alike(tally, setup, "dq and dk", gradients, q, k, cos, sin)
     for reach in setup.sweep.row_counts():
-        short = rotary_table(inv_freq, reach).to(device).transpose(0, 1)
-        tally.equal(
-            f"table of {reach}", table[:, :reach].transpose(0, 1), short, "position {}".format
-        )
+        short = rotary_table(inv_freq, reach).to(setup.device).transpose(0, 1)
+        expected = table[:, :reach].transpose(0, 1)
+        tally.equal(f"table of {reach}", expected, short, "position {}".format)
 
 
 def check_glu(tally: Tally, setup: OpSetup) -> None:
     """Each gated activation and its gradients."""
     size = (setup.rows, setup.shapes.glu_width)
-    gate = probe(size, setup.dtype, seed=1, scale=0.5, device=setup.device)
+    gate = setup.drawn(size, 1, 0.5)
     # In a wide layer outliers of both meet; their product must fit fp16.
-    scale = 1 / 64 if setup.shapes.name else 1.0
-    up = probe(size, setup.dtype, seed=2, scale=scale, device=setup.device)
+    up = setup.drawn(size, 2, 1 / 64 if setup.shapes.name else 1.0)
     for activation in ACTIVATIONS:
 
-        def gradients(gate: Tensor, up: Tensor, activation: str = activation) -> Tensor:
-            gate, up = (x.detach().clone().requires_grad_() for x in (gate, up))
-            glu(gate, up, activation).backward(torch.ones_like(gate))
-            assert gate.grad is not None and up.grad is not None
-            return torch.cat([gate.grad, up.grad], dim=1)
+        def op(gate: Tensor, up: Tensor, activation: str = activation) -> Tensor:
+            return glu(gate, up, activation)
 
-        op = lambda gate, up, a=activation: glu(gate, up, a)  # noqa: E731
-        rows_alike(tally, activation, setup, op, gate, up)
-        rows_alike(tally, f"{activation} gradient", setup, gradients, gate, up)
+        def gradients(gate: Tensor, up: Tensor, op: RowOp = op) -> Tensor:
+            return torch.cat(leaf_gradients(op, (gate, up), torch.ones_like(gate)), dim=1)
+
+        _alike(tally, setup, activation, op, gate, up)
+        _alike(tally, setup, f"{activation} gradient", gradients, gate, up)
 
 
 def check_embedding(tally: Tally, setup: OpSetup) -> None:
     """Looked-up rows."""
-    vocab_size, hidden_size = setup.shapes.vocab_size, setup.shapes.hidden_size
-    weight = probe((vocab_size, hidden_size), setup.dtype, seed=1, device=setup.device)
+    vocab_size = setup.shapes.vocab_size
+    weight = setup.drawn((vocab_size, setup.shapes.hidden_size), 1)
     tokens = torch.tensor(probe_tokens([setup.rows], vocab_size, seed=2)[0], device=setup.device)
-    rows_alike(tally, "lookup", setup, lambda tokens: embedding(tokens, weight), tokens)
+    _alike(tally, setup, "lookup", lambda tokens: embedding(tokens, weight), tokens)
 
 
 def check_token_logprobs(tally: Tally, setup: OpSetup) -> None:
     """Logprobs, entropies and dhidden, plain and truncated, whichever rows are scored."""
     hidden, weight, targets, rows = token_logprob_probe(setup.rows, setup)
-    parameters = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
 
     def scores(hidden: Tensor, targets: Tensor, *parameters: Tensor, chunk: int = 1024) -> Tensor:
         own = _sampling_rows(parameters)
         return torch.stack(token_logprobs(hidden, weight, targets, own, chunk_tokens=chunk), dim=1)
 
     def gradient(hidden: Tensor, targets: Tensor, *parameters: Tensor) -> Tensor:
-        hidden = hidden.detach().clone().requires_grad_()
-        scores(hidden, targets, *parameters).sum().backward()
-        assert hidden.grad is not None
-        return hidden.grad
+        dy = torch.ones(len(hidden), 2, device=hidden.device)
+        return leaf_gradients(lambda hidden: scores(hidden, targets, *parameters), (hidden,), dy)[0]
 
     # A drawn token lies inside its support; the most likely one always does.
     inside = targets_inside(hidden, weight, targets, rows)
-    rows_alike(tally, "scores", setup, scores, hidden, inside, *parameters)
-    rows_alike(tally, "dhidden", setup, gradient, hidden, inside, *parameters)
+    parameters = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    _alike(tally, setup, "scores", scores, hidden, inside, *parameters)
+    _alike(tally, setup, "dhidden", gradient, hidden, inside, *parameters)
     # Where no row truncates, logits need never exist: another schedule of the same order.
     plain = SamplingRows.uniform(len(hidden), temperature=0.9, device=setup.device)
     whole = (plain.temperature, plain.top_k, plain.top_p, plain.min_p)
-    rows_alike(tally, "scores of whole rows", setup, scores, hidden, targets, *whole)
-    rows_alike(tally, "dhidden of whole rows", setup, gradient, hidden, targets, *whole)
+    _alike(tally, setup, "scores of whole rows", scores, hidden, targets, *whole)
+    _alike(tally, setup, "dhidden of whole rows", gradient, hidden, targets, *whole)
     together = scores(hidden, inside, *parameters)
     for chunk in (16, 64, 256):
-        tally.equal(
-            f"chunk_tokens {chunk}", together, scores(hidden, inside, *parameters, chunk=chunk)
-        )
+        found = scores(hidden, inside, *parameters, chunk=chunk)
+        tally.equal(f"chunk_tokens {chunk}", together, found)
     skipped = torch.arange(len(inside), device=setup.device) % 3 == 0
     some = inside.masked_fill(skipped, IGNORED)
     tally.equal("a third ignored", together[~skipped], scores(hidden, some, *parameters)[~skipped])
@@ -240,9 +222,8 @@ def check_gradient_norm(tally: Tally, setup: OpSetup) -> None:
     ]
     expected = gradient_norm(gradients)
     strided = [g.repeat_interleave(2, dim=0)[::2] for g in gradients]
-    shifted = [_misaligned(g) for g in gradients]
     tally.equal("strided storage", expected, gradient_norm(strided))
-    tally.equal("misaligned storage", expected, gradient_norm(shifted))
+    tally.equal("misaligned storage", expected, gradient_norm(map(misaligned, gradients)))
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 3):
@@ -257,51 +238,30 @@ def weight_scale(inner: int) -> float:
     return 0.02 * min(1.0, (1000 / inner) ** 0.5)
 
 
-def rows_alike(tally: Tally, name: str, setup: OpSetup, op: RowOp, *inputs: Tensor) -> None:
-    """Compare rows computed alone with the same rows in calls of many sizes, orders and storages.
-
-    Args:
-        tally: counts the comparisons.
-        name: of the variant, for the report.
-        setup: its sweep gives the sizes of calls.
-        op: maps tensors of n rows to a tensor of n rows.
-        inputs: tensors [rows, ...]; row i of all of them belongs together.
-    """
-    rows = len(inputs[0])
-    alone = torch.cat([op(*(x[i : i + 1] for x in inputs)) for i in range(rows)]).detach()
-    for count in setup.sweep.row_counts():
-        part = op(*(x[:count] for x in inputs)).detach()
-        tally.equal(f"{name}, {count} rows", alone[:count], part)
-    order = torch.randperm(rows, generator=torch.Generator().manual_seed(rows))
-    order = order.to(setup.device)
-    tally.equal(f"{name}, permuted", alone[order], op(*(x[order] for x in inputs)).detach())
-    few = min(rows, 17)
-    for shift in range(few):
-        turned = op(*(x[:few].roll(shift, 0) for x in inputs)).detach()
-        tally.equal(f"{name}, row 0 at place {shift}", alone[:few].roll(shift, 0), turned)
-    strided = op(*(x.repeat_interleave(2, dim=0)[::2] for x in inputs)).detach()
-    tally.equal(f"{name}, strided storage", alone, strided)
-    tally.equal(f"{name}, misaligned storage", alone, op(*map(_misaligned, inputs)).detach())
-
-
 def token_logprob_probe(rows: int, setup: OpSetup) -> tuple[Tensor, Tensor, Tensor, SamplingRows]:
     """Hidden states, LM head, targets, and sampling parameters of five kinds in turn."""
-    dtype, device = setup.dtype, setup.device
     hidden_size, vocab_size = setup.shapes.hidden_size, setup.shapes.vocab_size
     # Logits keep the spread they have at the tiny sizes: variances add up over hidden_size.
     scale = HEAD_SCALE * (TINY_SHAPES.hidden_size / hidden_size) ** 0.5
-    hidden = probe((rows, hidden_size), dtype, seed=1, scale=0.1, device=device)
-    weight = probe((vocab_size, hidden_size), dtype, seed=2, scale=scale, device=device)
-    targets = torch.tensor(probe_tokens([rows], vocab_size, seed=3)[0], device=device)
+    hidden = setup.drawn((rows, hidden_size), 1, 0.1)
+    weight = setup.drawn((vocab_size, hidden_size), 2, scale)
+    targets = torch.tensor(probe_tokens([rows], vocab_size, seed=3)[0], device=setup.device)
     kinds = (
-        SamplingRows.uniform(1, device=device),
-        SamplingRows.uniform(1, temperature=0.7, top_k=20, device=device),
-        SamplingRows.uniform(1, temperature=1.3, top_p=0.9, device=device),
-        SamplingRows.uniform(1, min_p=0.05, device=device),
-        SamplingRows.uniform(1, temperature=0.0, device=device),
+        {},
+        {"temperature": 0.7, "top_k": 20},
+        {"temperature": 1.3, "top_p": 0.9},
+        {"min_p": 0.05},
+        {"temperature": 0.0},
     )
-    turns = torch.arange(rows, device=device) % len(kinds)
-    return hidden, weight, targets, SamplingRows.concatenate(list(kinds)).select(turns)
+    return hidden, weight, targets, sampling_in_turn(kinds, rows, setup.device)
+
+
+def sampling_in_turn(
+    kinds: tuple[dict[str, float], ...], rows: int, device: torch.device
+) -> SamplingRows:
+    """Row i has the parameters of kind i, kinds repeated."""
+    each = [SamplingRows.uniform(1, device=device, **kind) for kind in kinds]  # type: ignore[arg-type]
+    return SamplingRows.concatenate(each).select(torch.arange(rows, device=device) % len(kinds))
 
 
 def targets_inside(hidden: Tensor, weight: Tensor, targets: Tensor, rows: SamplingRows) -> Tensor:
@@ -311,20 +271,10 @@ def targets_inside(hidden: Tensor, weight: Tensor, targets: Tensor, rows: Sampli
     return torch.where(logprobs.isfinite(), targets, best)
 
 
+def _alike(tally: Tally, setup: OpSetup, name: str, op: RowOp, *inputs: Tensor) -> None:
+    rows_alike(tally, name, op, *inputs, counts=setup.sweep.row_counts())
+
+
 def _sampling_rows(parameters: tuple[Tensor, ...]) -> SamplingRows:
     temperature, top_k, top_p, min_p = parameters
     return SamplingRows(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-
-
-def _input_gradient(op: RowOp, x: Tensor, dy: Tensor) -> Tensor:
-    x = x.detach().clone().requires_grad_()
-    op(x).backward(dy)
-    assert x.grad is not None
-    return x.grad
-
-
-def _misaligned(x: Tensor) -> Tensor:
-    """The same values in storage that starts one element past a boundary."""
-    storage = x.new_empty(x.numel() + 1)
-    storage[1:] = x.detach().flatten()
-    return storage[1:].view(x.shape)

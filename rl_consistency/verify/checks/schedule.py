@@ -27,18 +27,13 @@ from rl_consistency.kernels.token_logprobs import backward_triton as token_gradi
 from rl_consistency.kernels.token_logprobs import forward_triton as token_logprobs_triton
 from rl_consistency.kernels.token_logprobs import schedules as token_logprobs_schedules
 from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits
-from rl_consistency.verify.checks.attention import attention_probe
-from rl_consistency.verify.checks.op_setup import Heads, OpSetup
+from rl_consistency.verify.checks.attention import attention_probe, packed
+from rl_consistency.verify.checks.op_setup import MAX_ROWS, Heads, OpSetup
 from rl_consistency.verify.checks.paged_calls import decoded, paged_calls
 from rl_consistency.verify.checks.rows import token_logprob_probe, weight_scale
-from rl_consistency.verify.checks.schedule_comparison import (
-    MAX_ROWS,
-    compare_schedules,
-    drawn,
-    within_resources,
-)
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.compile_ahead import compile_ahead
+from rl_consistency.verify.laws import schedules_alike, within_resources
 from rl_consistency.verify.probe import probe
 from rl_consistency.verify.substitution import attribute
 
@@ -56,9 +51,9 @@ def check_matmul_schedules(tally: Tally, setup: OpSetup) -> None:
     by_the_library = 0
     with attribute(audit, "AUDIT_EVERY", 1):
         for i, (inner, columns) in enumerate(setup.shapes.linear):
-            x = drawn(setup, (rows, inner), 3 * i)
-            weight = drawn(setup, (columns, inner), 3 * i + 1, weight_scale(inner))
-            bias = drawn(setup, (columns,), 3 * i + 2)
+            x = setup.drawn((rows, inner), 3 * i)
+            weight = setup.drawn((columns, inner), 3 * i + 1, weight_scale(inner))
+            bias = setup.drawn((columns,), 3 * i + 2)
             for layout, b, added in (("nt", weight, bias), ("nn", weight.t().contiguous(), None)):
                 name = f"{inner} x {columns} {layout}"
                 by_the_library += _compare_product(tally, setup, name, x, b, added, layout)
@@ -79,12 +74,12 @@ def check_fused_product_schedules(tally: Tally, setup: OpSetup) -> None:
     """q, k, v in one launch and gate, up, silu in another, against the ops they stand for."""
     inner, shape, dtype = setup.shapes.hidden_size, setup.shapes.attention[0], setup.dtype
     # Small: the product of gate and up has to stay in the range of fp16.
-    x = drawn(setup, (min(setup.rows, FEW_ROWS), inner), 0, 0.01)
+    x = setup.drawn((min(setup.rows, FEW_ROWS), inner), 0, 0.01)
     sizes = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
     sizes += [setup.shapes.glu_width] * 2
-    weights = [drawn(setup, (n, inner), 1 + i, weight_scale(inner)) for i, n in enumerate(sizes)]
+    weights = [setup.drawn((n, inner), 1 + i, weight_scale(inner)) for i, n in enumerate(sizes)]
     (wq, wk, wv), (w_gate, w_up) = weights[:3], weights[3:]
-    biases = bq, bk, bv = [drawn(setup, (n,), 6 + i, 0.01) for i, n in enumerate(sizes[:3])]
+    biases = bq, bk, bv = [setup.drawn((n,), 6 + i, 0.01) for i, n in enumerate(sizes[:3])]
     gate, up = (matmul_nt(x, weight, bias=None, out_dtype=dtype) for weight in (w_gate, w_up))
     gated = glu_triton.glu_fwd(gate, up, "silu")
     tma = has_tma(setup.device) and all(
@@ -118,7 +113,7 @@ def check_fused_product_schedules(tally: Tally, setup: OpSetup) -> None:
         ("q, k, v", qkv, projected, apart),
         ("gate, up, silu", gate_up, activated, gated),
     ):
-        whole = compare_schedules(tally, name, entries, run)
+        whole = schedules_alike(tally, name, entries, run)
         tally.equal(f"{name}, against the ops apart", unfused, whole)
 
 
@@ -126,7 +121,7 @@ def check_gradient_fold_schedules(tally: Tally, setup: OpSetup) -> None:
     """A buffer continued by every schedule of `fold_outer`."""
     rows = min(setup.rows, MAX_ROWS)
     for i, (inner, columns) in enumerate(setup.shapes.linear):
-        x, dy = drawn(setup, (rows, inner), 2 * i), drawn(setup, (rows, columns), 2 * i + 1)
+        x, dy = setup.drawn((rows, inner), 2 * i), setup.drawn((rows, columns), 2 * i + 1)
         start = probe((columns, inner), torch.float32, seed=i, device=setup.device)
         start = start.to(accumulator_dtype(x))
         tma = has_tma(setup.device) and gradient_fold_triton.takes_descriptors(dy, x)
@@ -162,13 +157,7 @@ def check_attention_schedules(tally: Tally, setup: OpSetup) -> None:
     """Prefill, decode from the paged cache, and backward by every schedule."""
     for shape in setup.shapes.attention:
         samples = attention_probe(shape, LENGTHS, setup)
-        starts = [sum(-(-n // 16) * 16 for n in LENGTHS[:i]) for i in range(len(LENGTHS))]
-        layout = PackedSequences.of(starts, LENGTHS)
-        size = starts[-1] + -(-LENGTHS[-1] // 16) * 16
-        q, k, v = (x.new_zeros(size, *x.shape[1:]) for x in samples[0])
-        for start, sample in zip(starts, samples, strict=True):
-            for packed, own in zip((q, k, v), sample, strict=True):
-                packed[start : start + len(own)] = own
+        layout, (q, k, v) = packed(samples)
         prefill, decode = attention_schedules.PREFILL, attention_schedules.DECODE
         _compare_attention(tally, shape, layout, (q, k, v), prefill)
         _compare_backward(tally, shape, layout, (q, k, v))
@@ -206,7 +195,7 @@ def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
     def with_product(schedule: int) -> Tensor:
         return token_logprobs_triton.token_statistics(hidden, weight, temperature, False, schedule)
 
-    partials = compare_schedules(
+    partials = schedules_alike(
         tally, "rows", range(len(vocabulary_statistics_triton.ROW_SCHEDULES)), from_logits
     )
     top, log_normalizer, entropy = vocabulary_statistics_triton.vocabulary_combine(partials)
@@ -233,7 +222,7 @@ def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
         ("fused gradient", schedules.GRADIENT_SCHEDULES, gradient, expected),
     ):
         usable = [i for i, s in enumerate(entries) if tma or s.kind == "pointer"]
-        tally.equal(f"{name}, against logits", whole, compare_schedules(tally, name, usable, run))
+        tally.equal(f"{name}, against logits", whole, schedules_alike(tally, name, usable, run))
 
 
 def _compare_product(
@@ -265,7 +254,7 @@ def _compare_product(
         for schedule in table
         if tma or schedule.kind == "pointer"
     ]
-    whole = compare_schedules(tally, name, entries, by_schedule)
+    whole = schedules_alike(tally, name, entries, by_schedule)
     for count in sorted({1, 2, 16, 65, len(a)}):
         case = f"{name}, {count} rows as dispatched"
         tally.equal(case, whole[:count], as_dispatched(a[:count]))
@@ -307,7 +296,7 @@ def _compare_attention(
     admitted = [s for s in entries if attention_schedules.admits(s, layout, *operands)]
     choices = [(s, programs) for programs in ((1, 2, 7) if few else (1,)) for s in admitted]
     queries = "decode" if few else "prefill"
-    compare_schedules(tally, f"{shape}, {queries}", choices, attended)
+    schedules_alike(tally, f"{shape}, {queries}", choices, attended)
 
 
 def _compare_backward(
@@ -335,4 +324,4 @@ def _compare_backward(
         if attention_schedules.admits(s, layout, do, *operands)
     ]
     choices = [("query_schedule", s) for s in by_query] + [("key_schedule", s) for s in by_key]
-    compare_schedules(tally, f"{shape}, backward", choices, gradients)
+    schedules_alike(tally, f"{shape}, backward", choices, gradients)

@@ -9,34 +9,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.gradient_fold import op as gradient_fold
+from rl_consistency.kernels.gradient_fold.op import (
+    STEP,
+    GradientBuffer,
+    fold_columns,
+    fold_outer,
+    fold_parameter,
+    fold_rows,
+)
 from rl_consistency.models import packing
 from rl_consistency.verify.substitution import attribute, substituted
 
 
 def gradients_added_up_per_call() -> AbstractContextManager[None]:
-    original = gradient_fold.fold_parameter
+    """Each call's gradient is summed from zero, then added."""
 
     def mutant(
         parameter: Any, buffer: Any, fold: Callable[[Any, bool], None], **options: Any
     ) -> Tensor | None:
-        del options
-
         def from_zero(accumulator: Tensor, fresh: bool) -> None:
-            del fresh
             own = torch.zeros_like(accumulator)
             fold(own, True)
             accumulator.copy_(accumulator.float() + own.float())
 
-        return original(parameter, buffer, from_zero)
+        return fold_parameter(parameter, buffer, from_zero)
 
-    return substituted(original, mutant)
+    return substituted(fold_parameter, mutant)
 
 
 @contextmanager
 def fold_steps_in_any_order() -> Iterator[None]:
+    """The steps of a fold arrive in any order."""
     generator = torch.Generator().manual_seed(0)
-    outer, columns = gradient_fold.fold_outer, gradient_fold.fold_columns
 
     def shuffled(rows: int, step: int) -> Tensor:
         whole = torch.arange(rows // step * step).view(-1, step)
@@ -44,36 +48,37 @@ def fold_steps_in_any_order() -> Iterator[None]:
         return torch.cat([mixed, torch.arange(len(mixed), rows)])
 
     def mutant_outer(buffer: Tensor, dy: Tensor, x: Tensor, **options: Any) -> None:
-        order = shuffled(len(dy), gradient_fold.STEP).to(dy.device)
-        outer(buffer, dy[order], x[order], **options)
+        order = shuffled(len(dy), STEP).to(dy.device)
+        fold_outer(buffer, dy[order], x[order], **options)
 
     def mutant_columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1) -> None:
-        order = shuffled(len(rows), gradient_fold.STEP * rows_per_token).to(rows.device)
-        columns(buffer, rows[order], rows_per_token=rows_per_token)
+        order = shuffled(len(rows), STEP * rows_per_token).to(rows.device)
+        fold_columns(buffer, rows[order], rows_per_token=rows_per_token)
 
-    with substituted(outer, mutant_outer), substituted(columns, mutant_columns):
+    with substituted(fold_outer, mutant_outer), substituted(fold_columns, mutant_columns):
         yield
 
 
 def sequences_not_aligned() -> AbstractContextManager[None]:
+    """Packed sequences do not start on a multiple of 16."""
     return attribute(packing, "ALIGNMENT", 1)
 
 
 def embedding_gradient_in_any_order() -> AbstractContextManager[None]:
-    original = gradient_fold.fold_rows
+    """Repeated tokens are added in any order."""
     generator = torch.Generator().manual_seed(0)
 
     def mutant(buffer: Tensor, index: Tensor, rows: Tensor, **options: Any) -> None:
         order = torch.randperm(len(index), generator=generator).to(index.device)
-        original(buffer, index[order], rows[order], **options)
+        fold_rows(buffer, index[order], rows[order], **options)
 
-    return substituted(original, mutant)
+    return substituted(fold_rows, mutant)
 
 
 def tied_weights_share_a_buffer() -> AbstractContextManager[None]:
-    def mutant(
-        cls: type[gradient_fold.GradientBuffer], parameter: Any, count: int
-    ) -> list[gradient_fold.GradientBuffer]:
+    """Embedding and LM head fold into one buffer."""
+
+    def mutant(cls: type[GradientBuffer], parameter: Any, count: int) -> list[GradientBuffer]:
         return [cls(parameter)] * count
 
-    return attribute(gradient_fold.GradientBuffer, "for_uses", classmethod(mutant))
+    return attribute(GradientBuffer, "for_uses", classmethod(mutant))

@@ -35,7 +35,7 @@ Pair = tuple[Callable[..., Any], Callable[..., Any]]
 
 @contextmanager
 def one_schedule_of_another_order() -> Iterator[None]:
-    """On a GPU: one entry of every schedule table sums in another order or rounds once more."""
+    """One entry of every schedule table splits a sum or rounds it once more."""
     with ExitStack() as stack:
         for original, mutant in (*_large_launchers(), *_fused_launchers(), *_row_launchers()):
             stack.enter_context(substituted(original, mutant))
@@ -186,7 +186,7 @@ def _one_entry(
 
 @contextmanager
 def one_kernel_backward_rounds_once_more() -> Iterator[None]:
-    """On a GPU: attention's backward pass in one kernel reads a rounded log-sum-exp."""
+    """The kernel for all three gradients reads the log-sum-exp rounded to bf16."""
     original = attention_backward_hopper.attention_hopper_bwd
 
     def mutant(

@@ -1,5 +1,3 @@
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +9,7 @@ from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm, rms_norm_
 from rl_consistency.kernels.rms_norm.schedules import block_width, candidates, pick_backward
 from rl_consistency.kernels.rms_norm.wide_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT, assert_within
+from rl_consistency.verify.laws import cuts_alike, judged, rows_alike, schedules_alike
 from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.gpu
@@ -53,14 +52,6 @@ def canonical(shape):
     return lambda x, weight: rms_norm(x, weight, EPS, rows_per_token=heads_of(shape))
 
 
-def differing_calls(op, x):
-    whole = op(x)
-    n = len(x)
-    indices = [[i] for i in (0, 1, 15, 16, n - 1)] + [range(2), range(33), range(5, 40)]
-    indices += [torch.randperm(n, generator=torch.Generator().manual_seed(0)), [3] * 20]
-    return sum(not same_bytes(op(x[list(i)]), whole[list(i)]) for i in indices)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_fp64(shape, dtype):
@@ -94,12 +85,12 @@ def test_is_as_accurate_as_stock(dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_do_not_depend_on_the_batch(shape, dtype):
     x, dy, weight = operands(shape, dtype)
-    assert differing_calls(lambda rows: rms_norm(rows, weight, EPS), x) == 0
+    assert judged(rows_alike, "y", lambda rows: rms_norm(rows, weight, EPS), x).passed
 
-    def dx(pair):
-        return gradients(canonical(shape), *pair.unbind(1), weight)[1]
+    def dx(rows, dy):
+        return gradients(canonical(shape), rows, dy, weight)[1]
 
-    assert differing_calls(dx, torch.stack([x, dy], dim=1)) == 0
+    assert judged(rows_alike, "dx", dx, x, dy).passed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -107,20 +98,19 @@ def test_rows_do_not_depend_on_the_batch(shape, dtype):
 def test_weight_gradient_does_not_depend_on_the_cut(heads, dtype):
     x, dy, weight = operands((80, heads, 128) if heads > 1 else (80, 4096), dtype)
 
-    def folded(cuts, filler=0):
-        parameter = nn.Parameter(weight.clone())
-        buffer = GradientBuffer(parameter)
-        for a, b in itertools.pairwise([0, *cuts, 80]):
-            rows = torch.cat([x[a:b], x[:filler]])
-            y = rms_norm(rows, parameter, EPS, rows_per_token=heads, weight_grad=buffer)
-            y.backward(torch.cat([dy[a:b], torch.zeros_like(dy[:filler])]))
-        return parameter.grad
+    parameter = nn.Parameter(weight)
+    buffer = GradientBuffer(parameter)
 
-    whole = folded([])
-    for cuts in ([16], [32, 48], [64], list(range(16, 80, 16))):
-        assert same_bytes(folded(cuts), whole), cuts
-    assert same_bytes(folded([32], filler=16), whole)
-    assert not same_bytes(folded([33]), whole)
+    def backward(x, dy):
+        rms_norm(x, parameter, EPS, rows_per_token=heads, weight_grad=buffer).backward(dy)
+
+    assert judged(cuts_alike, (parameter,), backward, (x, dy), (1.0, 0.0)).passed
+    parameter.grad = None
+    backward(x, dy)
+    whole, parameter.grad = parameter.grad, None
+    backward(x[:33], dy[:33])
+    backward(x[33:], dy[33:])
+    assert not same_bytes(parameter.grad, whole)
 
 
 @pytest.mark.parametrize(
@@ -134,15 +124,19 @@ def test_weight_gradient_does_not_depend_on_the_cut(heads, dtype):
 )
 def test_every_schedule_gives_the_same_bytes(shape, dtype):
     x, dy, weight = operands(shape, dtype)
-    y, _, rstd = rms_norm_fwd(x, None, weight, EPS)
-    for schedule in candidates(shape[-1]):
-        found = rms_norm_fwd(x, None, weight, EPS, schedule)
-        assert same_bytes(found[0], y) and same_bytes(found[2], rstd), schedule
-    heads = heads_of(shape)
-    expected = rms_norm_bwd(dy, None, x, weight, rstd, heads, True)
-    for schedule in candidates(shape[-1], heads):
-        found = rms_norm_bwd(dy, None, x, weight, rstd, heads, True, schedule)
-        assert all(map(same_bytes, found, expected)), schedule
+    width, heads = shape[-1], heads_of(shape)
+    rstd = rms_norm_fwd(x, None, weight, EPS)[2]
+
+    def forward(schedule):
+        y, _, root = rms_norm_fwd(x, None, weight, EPS, schedule)
+        return torch.cat([y.float().flatten(), root.flatten()])
+
+    def backward(schedule):
+        dx, sums = rms_norm_bwd(dy, None, x, weight, rstd, heads, True, schedule)
+        return torch.cat([dx.float().view(-1, width), sums])
+
+    assert judged(schedules_alike, "y", [None, *candidates(width)], forward).passed
+    assert judged(schedules_alike, "dx", [None, *candidates(width, heads)], backward).passed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -274,4 +268,4 @@ def test_another_order_for_few_rows_fails_the_same_check():
             return rms_norm(rows, weight, EPS)
         return rms_norm(rows[:, order], weight[order], EPS)[:, order.argsort()]
 
-    assert differing_calls(mutant, x) > 0
+    assert judged(rows_alike, "y", mutant, x).mismatches > 0

@@ -4,6 +4,7 @@ import torch
 from rl_consistency.kernels.rotary.op import rotary, rotary_reference, rotary_table
 from rl_consistency.kernels.rotary.rotation_triton import CANDIDATES, rotary_fwd
 from rl_consistency.parity.tolerances import assert_within
+from rl_consistency.verify.laws import judged, rows_alike, rows_of, schedules_alike
 from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.gpu
@@ -58,26 +59,22 @@ def test_the_table_is_that_of_the_cpu():
     assert same_bytes(rotary_table(inv_freq.cuda(), 5000).cpu(), rotary_table(inv_freq, 5000))
 
 
-def differing_calls(op, q, k, cos, sin):
-    whole = torch.cat(op(q, k, cos, sin), dim=1)
-    indices = [[0], [17], [69], range(7), range(33), range(5, 40), [3] * 20]
-    indices += [torch.randperm(70, generator=torch.Generator().manual_seed(0))]
-    calls = ((list(i), op(*(x[list(i)] for x in (q, k, cos, sin)))) for i in indices)
-    return sum(not same_bytes(torch.cat(found, dim=1), whole[i]) for i, found in calls)
+def judged_rows(op, *inputs):
+    """The law of rows; `op` maps (q, k, cos, sin) to two tensors."""
+    return judged(rows_alike, "q and k", lambda *rows: torch.cat(op(*rows), dim=1), *inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotation_is_bitwise_per_position(dtype):
-    assert differing_calls(rotary, *operands(SHAPES[0], dtype)[:4]) == 0
-    assert differing_calls(lambda *x: both_ways(*x)[2:], *operands(SHAPES[0], dtype)[:4]) == 0
+    assert judged_rows(rotary, *operands(SHAPES[0], dtype)[:4]).passed
+    assert judged_rows(lambda *x: both_ways(*x)[2:], *operands(SHAPES[0], dtype)[:4]).passed
 
 
 @pytest.mark.parametrize("shape, dtype", zip(SHAPES, DTYPES, strict=True))
 def test_every_schedule_gives_the_same_bytes(shape, dtype):
     rows = operands(shape, dtype)[:4]
-    expected = rotary_fwd(*rows, False)
-    for schedule in CANDIDATES:
-        assert all(map(same_bytes, rotary_fwd(*rows, False, schedule), expected)), schedule
+    run = lambda schedule: rows_of(*rotary_fwd(*rows, False, schedule))  # noqa: E731
+    assert judged(schedules_alike, "q and k", [None, *CANDIDATES], run).passed
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -129,4 +126,4 @@ def test_a_position_rounded_with_its_batch_fails_the_same_check():
     def mutant(q, k, cos, sin):
         return rotary(q, k, cos / cos.abs().amax(), sin)
 
-    assert differing_calls(mutant, *operands(SHAPES[0], torch.bfloat16)[:4]) > 0
+    assert judged_rows(mutant, *operands(SHAPES[0], torch.bfloat16)[:4]).mismatches > 0

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,15 @@ from rl_consistency.kernels.attention.op import (
 )
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
+from rl_consistency.verify.checks.attention import (
+    attention_probe,
+    gradients_alike,
+    paged_alike,
+    sequences_alike,
+)
+from rl_consistency.verify.checks.op_setup import Heads, OpSetup
+from rl_consistency.verify.checks.paged_calls import chunked, decoded
+from rl_consistency.verify.laws import judged
 from rl_consistency.verify.probe import probe
 
 LENGTHS = (1, 5, 64, 65, 130, 33)
@@ -19,6 +30,13 @@ D = 32
 SCALE = D**-0.5
 HEADS = ((4, 4), (4, 2), (6, 2), (4, 1))
 """(query heads, KV heads); a group of 3 does not divide a tile of 16 rows."""
+
+
+ARRANGEMENTS = (
+    ("together", [range(len(LENGTHS))]),
+    ("permuted batch", [[5, 2, 0, 4, 1, 3]]),
+    ("other neighbours", [[4, 3], [2, 3, 5], [3, 4, 1]]),
+)
 
 
 def same_bytes(a, b):
@@ -141,14 +159,10 @@ def test_gradients_match_fp64(heads, kv_heads, window, dtype):
 @pytest.mark.parametrize("heads, kv_heads", HEADS)
 @pytest.mark.parametrize("window", [None, 20])
 def test_sequences_do_not_depend_on_their_neighbours(window, heads, kv_heads, dtype):
-    options = {"heads": heads, "kv_heads": kv_heads, "dtype": dtype, "window": window}
-    whole, _ = attend(range(len(LENGTHS)), **options)
-    for i in whole:
-        assert not differing(attend([i], **options)[0], whole)
-    for members in ([5, 2, 0, 4, 1, 3], [4, 3], [2, 3, 5]):
-        assert not differing(attend(members, **options)[0], whole)
-    assert not differing(attend([3, 4, 1], gap=32, junk=3.0, **options)[0], whole)
-    assert not differing(attend(range(len(LENGTHS)), **options)[0], whole)
+    shape = Heads(heads, kv_heads, D, window)
+    samples = attention_probe(shape, LENGTHS, OpSetup(dtype=dtype))
+    assert judged(sequences_alike, shape, samples, ARRANGEMENTS).passed
+    assert judged(gradients_alike, shape, samples, ARRANGEMENTS).passed
 
 
 def test_rows_of_no_sequence_are_zero_and_receive_no_gradient():
@@ -161,12 +175,15 @@ def test_rows_of_no_sequence_are_zero_and_receive_no_gradient():
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("heads, kv_heads", [(4, 2), (6, 2)])
 def test_decode_and_chunks_equal_prefill(heads, kv_heads, window, dtype):
-    options = {"heads": heads, "kv_heads": kv_heads, "dtype": dtype, "window": window}
-    prefill = outputs_of(attend(range(len(LENGTHS)), **options)[0])
-    for i in prefill:
-        for chunk in (1, 7, 64, 1000):
-            paged = paged_outputs(i, chunk, **options)
-            assert first_difference(paged, prefill[i]) is None, (i, chunk)
+    shape = Heads(heads, kv_heads, D, window)
+    samples = attention_probe(shape, LENGTHS, OpSetup(dtype=dtype))
+    everything = list(range(len(LENGTHS)))
+    plans = [
+        (f"chunk {chunk}, cache blocks of {size}", size, everything, partial(chunked, chunk=chunk))
+        for chunk, size in ((1, 16), (7, 3), (64, 64), (1000, 1))
+    ]
+    plans.append(("decode", 16, everything, decoded))
+    assert judged(paged_alike, shape, samples, plans).passed
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])

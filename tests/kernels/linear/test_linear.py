@@ -1,4 +1,4 @@
-import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ from rl_consistency.kernels.gradient_fold.op import GradientBuffer
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv, linear_reference
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
+from rl_consistency.verify.laws import cuts_alike, judged, rows_alike
 from rl_consistency.verify.probe import probe
 
 ROWS, K, N = 80, 160, 48
-CUTS = ([16], [32, 48], [64], list(range(16, ROWS, 16)))
 
 
 def same_bytes(a, b):
@@ -25,31 +25,17 @@ def operands(dtype=torch.float32):
     return x, probe((N, K), dtype, seed=1, scale=K**-0.5), probe((N,), dtype, seed=2)
 
 
-def differing_calls(op, x):
-    """Calls on some of the rows of x [80, K] whose result differs from the whole's."""
-    whole = op(x)
-    indices = [[i] for i in (0, 1, 15, 16, 17, 63, 79)]
-    indices += [range(2), range(7), range(16), range(17), range(33), range(5, 40)]
-    indices += [torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)), [3] * 20]
-    return sum(not same_bytes(op(x[list(i)]), whole[list(i)]) for i in indices)
-
-
-def gradients(op, cuts, dtype, filler=0):
-    """Gradients of weight and bias, and of x, over successive backward passes."""
-    x, weight, bias = operands(dtype)
-    dy = probe((ROWS, N), dtype, seed=3)
-    weight, bias = nn.Parameter(weight), nn.Parameter(bias)
+def judged_cuts(op, dtype, buffered):
+    """The law of cuts for weight and bias."""
+    _, weight, bias = (nn.Parameter(t) for t in operands(dtype))
     buffers = {"weight_grad": GradientBuffer(weight), "bias_grad": GradientBuffer(bias)}
-    dx = []
-    edges = [0, *cuts, ROWS]
-    for start, stop in itertools.pairwise(edges):
-        rows = torch.cat([x[start:stop], probe((filler + 1, K), dtype, seed=4)[:filler]])
-        rows.requires_grad_()
-        op(rows, weight, bias, **(buffers if op is linear else {})).backward(
-            F.pad(dy[start:stop], (0, 0, 0, filler))
-        )
-        dx.append(rows.grad[: stop - start])
-    return {"weight": weight.grad, "bias": bias.grad, "x": torch.cat(dx)}
+    options = buffers if buffered else {}
+
+    def backward(x, dy):
+        op(x, weight, bias, **options).backward(dy)
+
+    inputs = operands(dtype)[0], probe((ROWS, N), dtype, seed=3)
+    return judged(cuts_alike, (weight, bias), backward, inputs, (1.0, 0.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -75,7 +61,8 @@ def test_gradients_match_fp64(dtype):
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_rows_do_not_depend_on_the_batch(dtype, with_bias):
     x, weight, bias = operands(dtype)
-    assert differing_calls(lambda r: linear(r, weight, bias if with_bias else None), x) == 0
+    op = partial(linear, weight=weight, bias=bias if with_bias else None)
+    assert judged(rows_alike, "y", op, x).passed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,7 +74,7 @@ def test_row_gradients_do_not_depend_on_the_batch(dtype):
         linear(x, weight).backward(dy)
         return x.grad
 
-    assert differing_calls(dx, probe((ROWS, N), dtype, seed=3)) == 0
+    assert judged(rows_alike, "dx", dx, probe((ROWS, N), dtype, seed=3)).passed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -103,11 +90,7 @@ def test_leading_dimensions_and_padding_do_not_matter(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_does_not_depend_on_the_cut(dtype):
-    whole = gradients(linear, [], dtype)
-    for cuts in CUTS:
-        assert first_difference(gradients(linear, cuts, dtype), whole) is None, cuts
-    assert first_difference(gradients(linear, [32], dtype, filler=16), whole) is None
-    assert first_difference(gradients(linear, [], dtype, filler=5), whole) is None
+    assert judged_cuts(linear, dtype, buffered=True).passed
 
 
 def test_non_contiguous_operands_give_the_same_bytes():
@@ -179,9 +162,8 @@ def test_fused_forms_refuse_bad_operands_and_gradients():
 
 def test_torch_linear_fails_the_same_checks():
     x, weight, bias = operands()
-    assert differing_calls(lambda r: F.linear(r, weight, bias), x) > 0
-    whole, cut = (gradients(F.linear, cuts, torch.float32) for cuts in ([], [32, 48]))
-    assert first_difference(cut, whole) is not None
+    assert judged(rows_alike, "y", lambda r: F.linear(r, weight, bias), x).mismatches > 0
+    assert judged_cuts(F.linear, torch.float32, buffered=False).mismatches > 0
 
 
 def test_a_row_dependent_order_fails_the_same_check():
@@ -193,4 +175,4 @@ def test_a_row_dependent_order_fails_the_same_check():
             return linear(rows, weight, bias)
         return linear(rows[:, flip], weight[:, flip], bias)
 
-    assert differing_calls(mutant, x) > 0
+    assert judged(rows_alike, "y", mutant, x).mismatches > 0

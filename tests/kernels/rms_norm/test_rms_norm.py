@@ -9,10 +9,10 @@ from rl_consistency.kernels.gradient_fold.op import GradientBuffer
 from rl_consistency.kernels.rms_norm.op import rms_norm, rms_norm_reference
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
+from rl_consistency.verify.laws import cuts_alike, judged, leaf_gradients, rows_alike
 from rl_consistency.verify.probe import probe
 
 ROWS, H, EPS = 80, 320, 1e-6
-CUTS = ([16], [32, 48], [64], list(range(16, ROWS, 16)))
 
 
 def same_bytes(a, b):
@@ -23,26 +23,17 @@ def operands(dtype=torch.float32):
     return probe((ROWS, H), dtype), probe((H,), dtype, seed=1)
 
 
-def differing_calls(op, x):
-    """Calls on some of the rows of x [80, ...] whose result differs from the whole's."""
-    whole = op(x)
-    indices = [[i] for i in (0, 1, 15, 16, 17, 63, 79)]
-    indices += [range(2), range(7), range(17), range(33), range(5, 40)]
-    indices += [torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)), [3] * 20]
-    return sum(not same_bytes(op(x[list(i)]), whole[list(i)]) for i in indices)
-
-
-def weight_gradient(cuts, dtype, heads=1, buffered=True, filler=0):
+def judged_cuts(op, dtype, heads=1):
+    """The law of cuts for the weight; `op` maps (x, weight, buffer) to y."""
     shape = (ROWS, H) if heads == 1 else (ROWS, heads, H)
-    x, dy = probe(shape, dtype), probe(shape, dtype, seed=3)
     weight = nn.Parameter(probe((H,), dtype, seed=1))
-    buffer = GradientBuffer(weight) if buffered else None
-    edges = [0, *cuts, ROWS]
-    for start, stop in itertools.pairwise(edges):
-        rows = torch.cat([x[start:stop], x[:filler]])
-        y = rms_norm(rows, weight, EPS, rows_per_token=heads, weight_grad=buffer)
-        y.backward(torch.cat([dy[start:stop], torch.zeros_like(dy[:filler])]))
-    return weight.grad
+    buffer = GradientBuffer(weight)
+
+    def backward(x, dy):
+        op(x, weight, buffer).backward(dy)
+
+    inputs = probe(shape, dtype), probe(shape, dtype, seed=3)
+    return judged(cuts_alike, (weight,), backward, inputs, (1.0, 0.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -67,20 +58,17 @@ def test_gradients_match_fp64(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_do_not_depend_on_the_batch(dtype):
     x, weight = operands(dtype)
-    assert differing_calls(lambda rows: rms_norm(rows, weight, EPS), x) == 0
+    assert judged(rows_alike, "y", lambda rows: rms_norm(rows, weight, EPS), x).passed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_row_gradients_do_not_depend_on_the_batch(dtype):
     x, weight = operands(dtype)
 
-    def dx(pair):
-        rows, dy = pair.unbind(1)
-        rows = rows.clone().requires_grad_()
-        rms_norm(rows, weight, EPS).backward(dy)
-        return rows.grad
+    def dx(rows, dy):
+        return leaf_gradients(lambda rows: rms_norm(rows, weight, EPS), (rows,), dy)[0]
 
-    assert differing_calls(dx, torch.stack([x, probe((ROWS, H), dtype, seed=3)], dim=1)) == 0
+    assert judged(rows_alike, "dx", dx, x, probe((ROWS, H), dtype, seed=3)).passed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,10 +85,10 @@ def test_leading_dimensions_strides_and_padding_do_not_matter(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [1, 3])
 def test_gradient_does_not_depend_on_the_cut(heads, dtype):
-    whole = weight_gradient([], dtype, heads)
-    for cuts in CUTS:
-        assert same_bytes(weight_gradient(cuts, dtype, heads), whole), cuts
-    assert same_bytes(weight_gradient([32], dtype, heads, filler=16), whole)
+    def op(x, weight, buffer):
+        return rms_norm(x, weight, EPS, rows_per_token=heads, weight_grad=buffer)
+
+    assert judged_cuts(op, dtype, heads).passed
 
 
 def test_heads_counted_as_tokens_fail_the_same_check():
@@ -133,17 +121,11 @@ def test_bad_operands_are_refused():
 
 
 def test_stock_gradient_fails_the_same_check():
-    whole, cut = (weight_gradient(cuts, torch.float32, buffered=False) for cuts in ([], [32, 48]))
-    assert not same_bytes(whole, cut)
-    x, weight = operands()
-    dy = probe((ROWS, H), seed=3)
-    sums = []
-    for cuts in ([0, 80], [0, 32, 48, 80]):
-        param = nn.Parameter(weight)
-        for a, b in itertools.pairwise(cuts):
-            F.rms_norm(x[a:b], (H,), param, EPS).backward(dy[a:b])
-        sums.append(param.grad)
-    assert not same_bytes(*sums)
+    for op in (
+        lambda x, weight, _: rms_norm(x, weight, EPS),
+        lambda x, weight, _: F.rms_norm(x, (H,), weight, EPS),
+    ):
+        assert judged_cuts(op, torch.float32).mismatches > 0
 
 
 def test_a_row_dependent_order_fails_the_same_check():
@@ -155,4 +137,4 @@ def test_a_row_dependent_order_fails_the_same_check():
             return rms_norm(rows, weight, EPS)
         return rms_norm(rows[:, shuffled], weight[shuffled], EPS)[:, shuffled.argsort()]
 
-    assert differing_calls(mutant, x) > 0
+    assert judged(rows_alike, "y", mutant, x).mismatches > 0

@@ -4,6 +4,7 @@ import torch
 from rl_consistency.kernels.rotary.op import rotary, rotary_reference, rotary_table
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
+from rl_consistency.verify.laws import judged, rows_alike
 from rl_consistency.verify.probe import probe
 
 TOKENS, HEADS, KV_HEADS, D = 70, 4, 2, 32
@@ -24,15 +25,10 @@ def rotated(q, k, positions, rows=2048):
     return rotary(q, k, table[0, positions], table[1, positions])
 
 
-def differing_calls(op, q, k, positions):
-    """Calls on some of the tokens whose result differs from the whole's."""
-    whole = torch.cat(op(q, k, positions), dim=1)
-    indices = [[0], [17], [69], range(7), range(33), range(5, 40), [3] * 20]
-    indices += [torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))]
-    return sum(
-        not same_bytes(torch.cat(op(q[i], k[i], positions[i]), dim=1), whole[i])
-        for i in map(list, indices)
-    )
+def judged_rows(op, q, k):
+    """The law of rows; `op` maps (q, k, positions) to two tensors."""
+    joined = lambda *rows: torch.cat(op(*rows), dim=1)  # noqa: E731
+    return judged(rows_alike, "q and k", joined, q, k, POSITIONS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -56,7 +52,7 @@ def test_gradients_match_fp64(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rotation_is_bitwise_per_position(dtype):
     q, k = operands(dtype)
-    assert differing_calls(rotated, q, k, POSITIONS) == 0
+    assert judged_rows(rotated, q, k).passed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,7 +67,7 @@ def test_gradient_is_bitwise_per_position(dtype):
         torch.autograd.backward(rotated(*leaves, positions), [dq, dk])
         return [leaf.grad for leaf in leaves]
 
-    assert differing_calls(gradients, q, k, POSITIONS) == 0
+    assert judged_rows(gradients, q, k).passed
 
 
 def test_table_rows_do_not_depend_on_its_length():
@@ -117,4 +113,4 @@ def test_a_position_rounded_with_its_batch_fails_the_same_check():
     def mutant(q, k, positions):
         return rotated(q, k, positions - positions.min())
 
-    assert differing_calls(mutant, q, k, POSITIONS) > 0
+    assert judged_rows(mutant, q, k).mismatches > 0

@@ -1,0 +1,188 @@
+"""The laws of an op, each written once: what may change about a call without changing a byte.
+
+`verify`, the tests on a CPU and those on a GPU judge by these functions; each gives its own op and
+operands. A stock op must fail the same law, or the law proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from triton.runtime.errors import OutOfResources
+
+from rl_consistency.kernels.gradient_fold.op import STEP
+from rl_consistency.verify.claims import Tally
+from rl_consistency.verify.compile_ahead import compile_ahead
+
+RowOp = Callable[..., Tensor]
+"""Maps tensors of n rows to a tensor of n rows."""
+
+ROW_COUNTS = (2, 7, 15, 16, 17, 33, 64, 65)
+"""Rows of a call where no sweep says it."""
+
+_Entry = TypeVar("_Entry")
+
+
+def judged(law: Callable[..., object], *args: object, **options: object) -> Tally:
+    """The tally of one law, for a test: `assert judged(rows_alike, "y", op, x).passed`."""
+    tally = Tally()
+    law(tally, *args, **options)
+    return tally
+
+
+def rows_alike(
+    tally: Tally, name: str, op: RowOp, *inputs: Tensor, counts: Iterable[int] = ROW_COUNTS
+) -> None:
+    """A row alone and among others is the same bytes, in calls of many sizes, orders and storages.
+
+    Args:
+        tally: counts the comparisons.
+        name: of the variant, for the report.
+        op: maps tensors of n rows to a tensor of n rows.
+        inputs: tensors [rows, ...]; row i of all of them belongs together.
+        counts: sizes of calls.
+    """
+    rows, device = len(inputs[0]), inputs[0].device
+    alone = torch.cat([op(*(x[i : i + 1] for x in inputs)) for i in range(rows)]).detach()
+
+    def compare(case: str, index: Tensor) -> None:
+        index = index.to(device)
+        tally.equal(f"{name}, {case}", alone[index], op(*(x[index] for x in inputs)).detach())
+
+    for count in counts:
+        part = op(*(x[:count] for x in inputs)).detach()
+        tally.equal(f"{name}, {count} rows", alone[:count], part)
+    compare("permuted", torch.randperm(rows, generator=torch.Generator().manual_seed(rows)))
+    compare("one row 20 times", torch.full((20,), min(3, rows - 1)))
+    few = min(rows, 17)
+    for shift in range(few):
+        compare(f"row 0 at place {shift}", torch.arange(few).roll(shift))
+    middle = op(*(x[rows // 3 :] for x in inputs)).detach()
+    tally.equal(f"{name}, the last two thirds", alone[rows // 3 :], middle)
+    strided = op(*(x.repeat_interleave(2, dim=0)[::2] for x in inputs)).detach()
+    tally.equal(f"{name}, strided storage", alone, strided)
+    tally.equal(f"{name}, misaligned storage", alone, op(*map(misaligned, inputs)).detach())
+
+
+def cuts_alike(
+    tally: Tally,
+    parameters: Sequence[nn.Parameter],
+    backward: Callable[..., object],
+    inputs: Sequence[Tensor],
+    filler: Sequence[float] | None = None,
+) -> None:
+    """Parameter gradients of one call are those of the same tokens cut, filled and repeated.
+
+    Args:
+        tally: counts the comparisons.
+        parameters: their gradients are compared.
+        backward: runs forward and backward over some rows of every input.
+        inputs: tensors [rows, ...].
+        filler: value of the filler's rows in each input, such that their gradient is zero; None:
+            all zero.
+    """
+    rows = len(inputs[0])
+    values = filler or [0.0] * len(inputs)
+
+    def gradients(cuts: Sequence[int], steps: int = 0) -> list[Tensor]:
+        for parameter in parameters:
+            parameter.grad = None
+        for begin, end in pairwise([0, *cuts, rows]):
+            backward(
+                *(_filled(x[begin:end], steps, v) for x, v in zip(inputs, values, strict=True))
+            )
+        return [p.grad.clone() for p in parameters if p.grad is not None]
+
+    whole = gradients(())
+    tally.expect("every parameter has a gradient", len(whole) == len(parameters))
+    half = STEP * (rows // STEP // 2)
+    ways: dict[str, tuple[Sequence[int], int]] = {
+        "run again": ((), 0),
+        "one step a call": (range(STEP, rows, STEP), 0),
+        "the first step apart": ((STEP,), 0),
+        "two calls": ((half,), 0),
+        "uneven cuts": (
+            sorted({STEP * (rows // STEP * n // 10) for n in (1, 2, 7)} - {0}),
+            0,
+        ),
+        "filler of 1 step": ((), 1),
+        "cut, filler of 3 steps": ((half,), 3),
+    }
+    for name, (cuts, steps) in ways.items():
+        for expected, actual in zip(whole, gradients(cuts, steps), strict=True):
+            tally.equal(name, expected, actual)
+
+
+def schedules_alike(
+    tally: Tally, name: str, entries: Iterable[_Entry], run: Callable[[_Entry], Tensor]
+) -> Tensor:
+    """Every entry of a table of schedules gives what the first one gives, which is returned.
+
+    An entry that asks for more registers or shared memory than the device has in this dtype is no
+    schedule of it; at least two must be.
+
+    Raises:
+        ValueError: none of them is.
+    """
+    choices = list(entries)
+    compile_ahead(partial(within_resources, run, choice) for choice in choices)
+    first: Tensor | None = None
+    used = 0
+    for choice in choices:
+        found = within_resources(run, choice)
+        if found is None:
+            continue
+        used += 1
+        if first is None:
+            first = found
+        tally.equal(f"{name}, {choice}", first, found)
+    tally.expect(f"{name}, entries that fit", used >= 2, f"{used} of {len(choices)}")
+    if first is None:
+        raise ValueError(f"{name}: no schedule of {len(choices)} fits this device.")
+    return first
+
+
+def within_resources(run: Callable[[_Entry], Tensor], entry: _Entry) -> Tensor | None:
+    """What an entry gives, or None where the device has not the resources it asks for."""
+    try:
+        return run(entry)
+    except OutOfResources:
+        return None
+
+
+def rows_of(*parts: Tensor) -> Tensor:
+    """Results of one call as rows of one fp32 matrix: [rows, ...] each -> [rows, columns].
+
+    The values are exact: every finite value of 16 bits is one of fp32, a zero's sign included.
+    """
+    return torch.cat([part.float().reshape(len(part), -1) for part in parts], dim=1)
+
+
+def leaf_gradients(
+    op: Callable[..., Tensor | Sequence[Tensor]], operands: Sequence[Tensor], *dys: Tensor
+) -> list[Tensor]:
+    """Gradients of all operands; one of `dys` per output."""
+    leaves = [x.detach().clone().requires_grad_() for x in operands]
+    found = op(*leaves)
+    torch.autograd.backward([found] if isinstance(found, Tensor) else list(found), list(dys))
+    return [x.grad for x in leaves if x.grad is not None]
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """The same values in storage that starts one element past a boundary."""
+    storage = x.new_empty(x.numel() + 1)
+    storage[1:] = x.detach().flatten()
+    return storage[1:].view(x.shape)
+
+
+def _filled(x: Tensor, steps: int, value: float) -> Tensor:
+    """x with whole steps of filler rows after it (its own last step completed first)."""
+    if not steps:
+        return x
+    count = -len(x) % STEP + steps * STEP
+    return torch.cat([x, x.new_full((count, *x.shape[1:]), value)])

@@ -1,0 +1,93 @@
+"""Running the negative controls: a mutant's checks inside it, and the same checks without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from rl_consistency.verify.checks.op_setup import CPU, OpSetup
+from rl_consistency.verify.claims import Check, Result
+from rl_consistency.verify.mutants.catalogue import Mutant
+from rl_consistency.verify.presets import build_preset
+from rl_consistency.verify.run import (
+    chain_checks_of,
+    op_checks_in,
+    process_checks,
+    schedule_checks_in,
+)
+from rl_consistency.verify.sweep import QUICK
+from rl_consistency.verify.targets import Target
+
+PRESET = "tiny-qwen3"
+"""Tied embeddings, GQA and qk-norm: every mutant can show in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MutantResult:
+    """Which of a mutant's checks turned red."""
+
+    mutant: Mutant
+    results: tuple[Result, ...]
+
+    @property
+    def survivors(self) -> tuple[str, ...]:
+        """Checks that stayed green although they must not."""
+        return tuple(r.key for r in self.results if r.passed)
+
+    @property
+    def killed(self) -> bool:
+        """Whether every check named by the mutant turned red."""
+        return bool(self.results) and not self.survivors
+
+
+def run_mutant(mutant: Mutant, device: torch.device = CPU) -> MutantResult:
+    """Run a mutant's checks inside its perturbation."""
+    with mutant.perturb():
+        results = run_controls(mutant.keys(device), device)
+    return MutantResult(mutant=mutant, results=tuple(results))
+
+
+def run_controls(keys: Iterable[str], device: torch.device = CPU) -> list[Result]:
+    """Run some checks on the program as it is now, over a small sweep.
+
+    Raises:
+        ValueError: no such check.
+    """
+    wanted = list(dict.fromkeys(keys))
+    found: dict[str, Result] = {}
+    for dtype in dict.fromkeys(_dtype_of(key, device) for key in wanted):
+        group = [key for key in wanted if _dtype_of(key, device) == dtype]
+        with _control_checks(group, device, dtype) as checks:
+            by_key = {check.key: check for check in checks}
+            unknown = [key for key in group if key not in by_key]
+            if unknown:
+                raise ValueError(f"no check {unknown[0]!r}; known: {', '.join(by_key)}.")
+            found |= {key: by_key[key].run() for key in group}
+    return [found[key] for key in wanted]
+
+
+def _dtype_of(key: str, device: torch.device) -> torch.dtype:
+    """fp32, in which no rounding hides a difference; but on a GPU an fp32 model adds its gradients
+    up in fp64, which hides most of theirs, and lacks the schedules for operands of 16 bits."""
+    half = device.type == "cuda" and key.startswith(("C3", "C1 schedules"))
+    return torch.bfloat16 if half else torch.float32
+
+
+@contextmanager
+def _control_checks(
+    keys: Sequence[str], device: torch.device, dtype: torch.dtype
+) -> Iterator[list[Check]]:
+    """All checks; a model is built only if one of `keys` needs it."""
+    setup = OpSetup(dtype=dtype, device=device, sweep=QUICK)
+    checks = process_checks(device) + op_checks_in(setup) + schedule_checks_in(setup)
+    if {check.key for check in checks}.issuperset(keys):
+        yield checks
+        return
+    build = partial(build_preset, PRESET, dtype, device=device)
+    target = Target(name=PRESET, dtype=dtype, device=device, sweep=QUICK, build=build)
+    with chain_checks_of(target) as chain:
+        yield checks + chain

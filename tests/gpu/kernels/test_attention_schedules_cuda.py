@@ -1,0 +1,322 @@
+"""Schedules of attention on a GPU: every entry, every spread of the keys and every captured launch
+gives the same bytes."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from rl_consistency.kernels.attention import forward_triton as attention_triton
+from rl_consistency.kernels.attention import schedules as attention_schedules
+from rl_consistency.kernels.attention.backward_triton import attention_bwd
+from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
+from rl_consistency.kernels.attention.forward_triton import attention_fwd
+from rl_consistency.kernels.attention.hopper import forward as attention_hopper
+from rl_consistency.kernels.attention.layout import (
+    PackedSequences,
+    SequenceTables,
+)
+from rl_consistency.kernels.attention.op import (
+    attention_paged,
+)
+from rl_consistency.kernels.attention.schedules import (
+    BACKWARD_KEYS,
+    BACKWARD_QUERIES,
+    DECODE,
+    DEEP,
+    FIVE_PRODUCTS,
+    LAST,
+    PREFILL,
+    SPREAD,
+    admits,
+    backward_entries,
+    forward_entries,
+    in_five_products,
+)
+from rl_consistency.kernels.core.device import has_tma, has_wgmma
+from rl_consistency.verify.compile_ahead import compile_ahead
+from tests.gpu.kernels.attention_cases import (
+    BF16,
+    BLOCK,
+    DEVICE,
+    EDGES,
+    FP16,
+    FP32,
+    LENGTHS,
+    LONG,
+    MAIN,
+    Case,
+    all_same,
+    among,
+    at_edges,
+    attend,
+    cached_keys,
+    decoded,
+    drawn,
+    name,
+    packed,
+    paged_layout,
+    sequence,
+    together,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+def within_resources(call):
+    """None where a schedule asks for more than the device has."""
+    try:
+        return call()
+    except OutOfResources:
+        return None
+
+
+SCHEDULE_CASES = (MAIN, Case(BF16, 64, 100), Case(FP32, 32), Case(FP16, 80), Case(BF16, 256))
+
+
+def assert_same_bytes_where_they_fit(calls):
+    """Results of all calls agree; at least two must fit into the device's resources."""
+    results = together([partial(within_resources, call) for call in calls])
+    fitting = [found for found in results if found is not None]
+    assert len(fitting) >= 2
+    for call, found in zip(calls, results, strict=True):
+        assert found is None or all_same(found, fitting[0]), call.keywords
+    return results
+
+
+@pytest.mark.parametrize("case", SCHEDULE_CASES, ids=name)
+def test_every_prefill_schedule_gives_the_same_bytes(case):
+    q, k, v, _, layout = packed(case, range(len(LENGTHS)))
+    takes = has_tma(DEVICE) and attention_hopper.takes(q, k, v)
+    table = [s for s in forward_entries(PREFILL, case.dtype) if takes or not s.specialized]
+    call = partial(attention_fwd, q, k, v, layout, *case.options.values())
+    results = assert_same_bytes_where_they_fit([partial(call, schedule=s) for s in table])
+    for schedule, found in zip(table, results, strict=True):
+        assert found is not None or not schedule.specialized
+
+
+@pytest.mark.parametrize("case", SCHEDULE_CASES[:3], ids=name)
+def test_every_decode_schedule_gives_the_same_bytes(case):
+    takes = has_wgmma(DEVICE)
+    calls = [
+        partial(decoded, case, schedule=s, programs_per_tile=n)
+        for s in forward_entries(DECODE, case.dtype)
+        for n in (1, 5)
+        if takes or not s.ring
+    ]
+    prefill = partial(lambda: at_edges(attend(case, [0])[0]))
+    assert_same_bytes_where_they_fit([prefill, *calls])
+
+
+@pytest.mark.parametrize("case", SCHEDULE_CASES[:3], ids=name)
+def test_every_backward_schedule_gives_the_same_bytes(case):
+    q, k, v, do, layout = packed(case, range(len(LENGTHS)))
+    o, lse = attention_fwd(q, k, v, layout, *case.options.values())
+    call = partial(attention_bwd, do, q, k, v, o, lse, layout, *case.options.values())
+    by_query, by_key = (backward_entries(t, q.dtype) for t in (BACKWARD_QUERIES, BACKWARD_KEYS))
+    by_key = [s for s in by_key if admits(s, layout, do, q, k, v)]
+    calls = [partial(call, query_schedule=s) for s in by_query]
+    assert_same_bytes_where_they_fit(calls + [partial(call, key_schedule=s) for s in by_key])
+
+
+def assert_five_products_give_the_bytes_of_two_kernels(case, lengths):
+    """Keys that wait for one another against two kernels that wait for nothing."""
+    starts = [sum(lengths[:i]) + 16 * i for i in range(len(lengths))]
+    q, k, v, do = drawn(case, starts[-1] + lengths[-1] + 16, 0)
+    layout = PackedSequences.of(starts, lengths)
+    if not admits(FIVE_PRODUCTS, layout, do, q, k, v):
+        pytest.skip("needs sm_90")
+    o, lse = attention_fwd(q, k, v, layout, *case.options.values())
+    call = partial(attention_bwd, do, q, k, v, o, lse, layout, *case.options.values())
+    two_kernels = call(query_schedule=BACKWARD_QUERIES[0])
+    for _ in range(5):
+        assert all_same(call(key_schedule=FIVE_PRODUCTS), two_kernels)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+@pytest.mark.parametrize("dtype, heads, kv_heads", [(BF16, 8, 2), (FP16, 4, 4), (BF16, 3, 1)])
+def test_chains_of_dq_handed_on_give_the_same_bytes(dim, window, dtype, heads, kv_heads):
+    """Every length around the borders of a tile, so short that most programs are the first and the
+    last."""
+    assert_five_products_give_the_bytes_of_two_kernels(
+        Case(dtype, dim, window, heads, kv_heads),
+        [1, 63, 64, 65, 127, 0, 128, 129, 191, 192, 193, 1000, 16, 2300],
+    )
+
+
+@pytest.mark.parametrize(
+    "case, lengths",
+    [
+        (Case(BF16, 128), [8192, 8192]),
+        (Case(BF16, 128, heads=16, kv_heads=8), [2048] * 8),
+        (Case(BF16, 128, heads=8, kv_heads=1), [1025, 63, 4100]),
+        (Case(BF16, 128, window=64), [1500, 127, 129, 5000]),
+        (Case(BF16, 128, window=1000, heads=8), [5000, 640, 3000]),
+        (Case(BF16, 64, heads=8), [5000, 1, 777, 130]),
+        (Case(BF16, 64, window=1000, heads=2), [5000, 1, 777, 130]),
+        (Case(FP16, 128, heads=8), [5000, 1, 777, 4097, 130]),
+        (Case(FP16, 64, window=64, heads=2), [5000, 200]),
+    ],
+    ids=str,
+)
+def test_long_chains_of_dq_handed_on_give_the_same_bytes(case, lengths):
+    """More programs of a sequence than run at a time, and groups of one to eight heads."""
+    assert_five_products_give_the_bytes_of_two_kernels(case, lengths)
+
+
+def test_a_captured_backward_pass_gives_the_eager_bytes():
+    """Counters start from zero at every replay."""
+    q, k, v, do, layout = packed(MAIN, [0, 3])
+    o, lse = attention_fwd(q, k, v, layout, *MAIN.options.values())
+    call = partial(attention_bwd, do, q, k, v, o, lse, layout, *MAIN.options.values())
+    expected = call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    for _ in range(3):
+        for x in found:
+            x.fill_(torch.nan)
+        graph.replay()
+        assert all_same(found, expected)
+
+
+def test_five_products_are_refused_where_they_cannot_run():
+    for case in (Case(FP32, 64), Case(BF16, 96)):
+        q, k, v, do, layout = packed(case, [2])
+        o, lse = attention_fwd(q, k, v, layout, *case.options.values())
+        with pytest.raises(ValueError, match="specialised warps need sm_90"):
+            attention_bwd(
+                do, q, k, v, o, lse, layout, *case.options.values(), key_schedule=FIVE_PRODUCTS
+            )
+
+
+def test_a_sum_of_dq_that_would_not_fit_is_made_by_two_kernels(monkeypatch):
+    q, k, v, do, layout = packed(MAIN, [0, 1])
+    o, lse = attention_fwd(q, k, v, layout, *MAIN.options.values())
+    call = partial(attention_bwd, do, q, k, v, o, lse, layout, *MAIN.options.values())
+    expected = call()
+    monkeypatch.setattr(attention_schedules, "CHAIN_BYTES", 1 << 10)
+    assert not in_five_products(layout, do, q, k, v)
+    assert all_same(call(), expected)
+
+
+def test_a_captured_decode_gives_the_eager_bytes():
+    layout = paged_layout([(p, p + 1) for p in EDGES], *cached_keys(MAIN))
+    expected = at_edges(among(MAIN)[0])
+    q = sequence(MAIN, 0)[0][list(EDGES)]
+    static = torch.zeros_like(q)
+    attention_paged(static, layout, 0, **MAIN.options)  # tables are copied and kernels compiled
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = attention_paged(static, layout, 0, **MAIN.options)
+    static.copy_(q)
+    for _ in range(3):
+        for x in found:
+            x.zero_()
+        graph.replay()
+        assert all_same(found, expected)
+
+
+def test_a_layout_is_not_captured_before_its_first_call():
+    layout = paged_layout([(LONG - 1, LONG)], *cached_keys(MAIN))
+    with (
+        pytest.raises(RuntimeError, match="run the call once, then capture it"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        layout.tickets(DEVICE, 8)
+
+
+@pytest.mark.parametrize(
+    "case, queries",
+    [
+        (Case(BF16, 128, heads=2), 1),
+        (Case(BF16, 64, 300), 1),
+        (Case(FP16, 128, 300, heads=8), 1),
+        (Case(BF16, 64, heads=16), 1),
+        (Case(BF16, 128, 1000), 4),
+        (Case(BF16, 128, heads=16), 2),
+        (Case(BF16, 64, heads=16), 3),
+    ],
+    ids=lambda x: x if isinstance(x, int) else f"{name(x)}-{x.heads}",
+)
+def test_whoever_folds_gives_the_bytes_of_packed_prefill(case, queries):
+    """Few or many rows of a tile, one tile or several, one block of keys beside many: folded by
+    2 to 16 programs that wait for all, or by the last one. The tickets are left as they were."""
+    whole = attend(case, [0])[0]
+    rings = [s for s in DECODE if s.ring and has_wgmma(DEVICE)]
+    # Up to 16 programs of a tile are on the device at once, and 32 are not.
+    choices = list(itertools.product(rings, (1, 2, 5, 16, 32)))
+    for ends in ((queries, 100, 257, LONG), (33, 128, 129, 2048)):
+        spans = [(end - queries, end) for end in ends]
+        layout = paged_layout(spans, *cached_keys(case))
+        expected = [torch.cat([t[start:end] for start, end in spans]) for t in whole]
+        q = torch.cat([sequence(case, 0)[0][start:end] for start, end in spans])
+        caches = layout.key_cache[0], layout.value_cache[0]
+        k, v = (c.view(-1, case.kv_heads, case.dim) for c in caches)
+        call = partial(attention_fwd, q, k, v, layout, *case.options.values())
+        calls = [partial(call, schedule=s, programs_per_tile=n) for s, n in choices]
+        # How many programs there are is compiled in only where they may fold slices.
+        compile_ahead(run for (s, n), run in zip(choices, calls, strict=True) if s.spread or n <= 2)
+        tiles = len(layout.tiles(DEVICE, case.heads // case.kv_heads, 16))
+        for choice, run in zip(choices, calls, strict=True):
+            for _ in range(3):
+                assert all_same(run(), expected), (ends, choice)
+            assert not layout.tickets(DEVICE, tiles * case.kv_heads).any(), (ends, choice)
+
+
+@pytest.mark.parametrize("schedule, programs", [(SPREAD, 16), (SPREAD, 3), (LAST, 16), (DEEP, 1)])
+def test_replayed_launches_of_any_lengths_give_the_bytes_of_packed_prefill(schedule, programs):
+    """Sequences without a key, of one block and of many, one captured launch for all."""
+    if not has_wgmma(DEVICE):
+        pytest.skip("needs sm_90")
+    rounds = [(LONG, 1, 0, 100), (0, LONG, 129, 128), (0, 0, 0, 0), (33, 2048, 5, LONG)]
+    *caches, table = cached_keys(MAIN)
+    count = len(rounds[0])
+    starts, lens, contexts = torch.arange(3 * count, dtype=torch.int32, device=DEVICE).chunk(3)
+    tables = torch.tensor([table] * count, dtype=torch.int32, device=DEVICE)
+    layout = CapturedPagedAttention.of(
+        SequenceTables(starts, lens, contexts, tables),
+        queries=1,
+        capacity=LONG,
+        slot_mapping=torch.zeros(count, dtype=torch.int64, device=DEVICE),
+        key_cache=caches[:1],
+        value_cache=caches[1:],
+        block_size=BLOCK,
+    )
+    whole, queries = attend(MAIN, [0])[0], sequence(MAIN, 0)[0]
+    q = torch.zeros_like(queries[:count])
+    k, v = (c.view(-1, MAIN.kv_heads, MAIN.dim) for c in caches)
+    call = partial(
+        attention_fwd,
+        q, k, v, layout, *MAIN.options.values(), schedule=schedule, programs_per_tile=programs,
+    )  # fmt: skip
+    lens.zero_()
+    contexts.zero_()
+    call()  # tables are copied and kernels compiled
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [call() for _ in range(4)]
+    for ends in rounds * 13:
+        contexts.copy_(torch.tensor(ends, dtype=torch.int32))
+        lens.copy_(contexts.clamp(max=1))
+        owned = contexts.nonzero()[:, 0]
+        last = contexts[owned].long() - 1
+        q[owned] = queries[last]
+        for x in itertools.chain(*found):
+            x.fill_(torch.nan)
+        graph.replay()
+        for results in found:
+            assert all_same([x[owned] for x in results], [x[last] for x in whole]), ends
+    assert not layout.tickets(DEVICE, count * MAIN.kv_heads).any()
+
+
+def test_another_key_block_at_decode_fails_the_same_check(monkeypatch):
+    expected = at_edges(among(MAIN)[0])
+    # The ring of buffers is made for one block of keys.
+    schedule = next(s for s in DECODE if not s.ring)
+    monkeypatch.setattr(attention_triton, "key_block", lambda head_dim: 64)
+    assert not all_same(decoded(MAIN, schedule=schedule), expected)
+    assert not all_same(decoded(MAIN, schedule=schedule, programs_per_tile=1), expected)

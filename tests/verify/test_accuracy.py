@@ -1,0 +1,85 @@
+"""Claim C6 on a CPU, and the error that judges it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
+from rl_consistency.verify.checks.accuracy import (
+    AccuracyRow,
+    _measure,
+    accuracy_rows,
+    check_accuracy,
+    long_fold_rows,
+    op_accuracy,
+)
+from rl_consistency.verify.checks.accuracy_cases import ACCURACY_CASES, FP32_ONLY
+from rl_consistency.verify.checks.op_setup import CPU, OpSetup
+from rl_consistency.verify.claims import Tally
+from rl_consistency.verify.mutants import perturbations
+
+FP32 = OpSetup(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", ACCURACY_CASES)
+def test_error_is_at_most_that_of_the_stock_op(op, dtype):
+    rows = list(op_accuracy(op, replace(FP32, dtype=dtype)))
+    assert rows
+    assert [row for row in rows if row.ratio > ERROR_GROWTH_LIMIT] == []
+
+
+def test_every_op_is_reported_in_every_dtype_it_has(monkeypatch):
+    quick = ("row_reduction", "embedding", *FP32_ONLY)
+    monkeypatch.setattr(
+        "rl_consistency.verify.checks.accuracy.ACCURACY_CASES",
+        {op: ACCURACY_CASES[op] for op in quick},
+    )
+    found = {(row.op, row.dtype) for row in accuracy_rows(CPU, (torch.float32, torch.bfloat16))}
+    assert found == {
+        *((op, "float32") for op in quick),
+        ("row_reduction", "bfloat16"),
+        ("embedding", "bfloat16"),
+    }
+
+
+def test_gradients_have_the_names_of_their_operands():
+    (case,) = {row.size for row in op_accuracy("token_logprobs", FP32)}
+    names = [row.quantity for row in op_accuracy("token_logprobs", FP32) if row.size == case]
+    assert names == ["logprobs", "entropy", "dhidden", "dweight"]
+
+
+def test_a_less_accurate_order_is_over_the_limit():
+    """Rounding the accumulator to bf16 at every step must show."""
+    (case,) = ACCURACY_CASES["row_reduction"](FP32)
+
+    def rounded_sum(x):
+        total = torch.zeros(len(x))
+        for column in x.unbind(1):
+            total = (total + column).bfloat16().float()
+        return total
+
+    (row,) = _measure("mutant", torch.float32, replace(case, ours=rounded_sum))
+    assert row.ratio > ERROR_GROWTH_LIMIT
+
+
+def test_the_check_is_red_where_the_ratio_is_over_the_limit():
+    tally = Tally()
+    with perturbations.sums_in_half_precision():
+        check_accuracy(tally, FP32, "embedding")
+    assert (tally.cases, tally.mismatches) == (2, 1)
+    assert tally.detail.startswith("4096 x 96, dweight:")
+    assert tally.figure is not None and tally.figure > ERROR_GROWTH_LIMIT
+
+
+def test_the_error_of_a_long_fold_is_reported():
+    rows = {(row.op, row.quantity): row for row in long_fold_rows(CPU)}
+    assert rows.keys() == {("linear", "dweight"), ("linear", "dbias"), ("rms_norm", "dweight")}
+    assert 1.0 < rows["linear", "dweight"].ratio < 2.0
+
+
+def test_two_exact_results_have_ratio_one():
+    row = AccuracyRow(op="x", dtype="float32", size="", quantity="y", ours=0.0, stock=0.0)
+    assert row.ratio == 1.0
+    assert replace(row, ours=1e-9).ratio == float("inf")
