@@ -70,15 +70,19 @@ class TrainerHook(Protocol):
 
     def on_rollout(self, rollout: Rollout) -> Metrics:
         """Completions were sampled; the weights have not changed since."""
+        ...
 
     def on_training_logprobs(self, logprobs: Sequence[Tensor]) -> Metrics:
         """Training recomputed the logprobs of the rollout's tokens under the same weights."""
+        ...
 
     def on_gradients(self, step: GradientStep) -> Metrics:
         """Gradients of one optimizer step are complete and not yet clipped."""
+        ...
 
     def on_step_end(self) -> Metrics:
         """All optimizer steps on this rollout are done."""
+        ...
 
 
 @dataclass
@@ -92,7 +96,7 @@ class Totals:
     gradient_mismatched_elements: int = 0
 
 
-@dataclass(kw_only=True)
+@dataclass(eq=False)
 class ConsistencyHook:
     """Measures drift, checks gradients, takes digests, measures the stock path.
 
