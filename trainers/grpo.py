@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -23,36 +23,24 @@ from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.statistics import RolloutStatistics
 from rl_consistency.rollout.weights import model_digest
-from rl_consistency.trainers.advantages import (
-    group_advantages,
-    overlong_mask,
-    overlong_penalty,
-)
+from rl_consistency.trainers.advantages import group_advantages, overlong_mask, overlong_penalty
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder, Example
 from rl_consistency.trainers.hooks import GradientStep, Metrics, Rollout, TrainerHook
 from rl_consistency.trainers.losses import LossOutput, merge_outputs, policy_loss, token_weights
 from rl_consistency.trainers.optimizer import PolicyOptimizer
+from rl_consistency.trainers.prompts import PromptSet
 from rl_consistency.trainers.rewards import RewardFunction, compute_rewards
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptSet:
-    """Examples and the token ids of their prompts."""
-
-    examples: Sequence[Example]
-    prompts: Sequence[list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experience:
     """One rollout batch, ready to learn from; everything is indexed by sample, in logical order.
 
-    What came of the rollout lies on the CPU, reference logprobs on the model's device.
+    The rollout's own tensors are on the CPU, reference logprobs on the model's device.
     """
 
     sequences: list[list[int]]
@@ -105,17 +93,7 @@ class GRPOTrainer:
             config.run.seed,
             config.data.shuffle,
         )
-        rollout = config.rollout
-        self._sampling = SamplingParams(
-            n=rollout.samples_per_prompt,
-            temperature=rollout.temperature,
-            top_k=rollout.top_k,
-            top_p=rollout.top_p,
-            min_p=rollout.min_p,
-            max_tokens=rollout.max_new_tokens,
-            seed=config.run.seed,
-            speculation=rollout.speculation,
-        )
+        self._sampling = config.sampling
         algorithm = config.algorithm
         self._loss_config = LossConfig(
             clip_low=algorithm.clip_low,
@@ -123,7 +101,7 @@ class GRPOTrainer:
             kl_coefficient=algorithm.kl_coefficient,
             entropy_coefficient=algorithm.entropy_coefficient,
         )
-        # Of the weights as they were handed over here, by a checkpoint too; then of each update.
+        # Of the weights the policy has now (initial or from a checkpoint), later of each update.
         self._weights_digest = model_digest(model)
         self._times: dict[str, float] = {}
 
@@ -133,7 +111,7 @@ class GRPOTrainer:
         Raises:
             FailedRequestsError: the model gave a logprob that is not finite; nothing was learned
                 in this step, and the run ends.
-            ConsistencyError: weights that are not those of the last update, or the hook's.
+            ConsistencyError: the weights are not those of the last update, or the hook raised it.
         """
         started = perf_counter()
         self._times = {"rollout": 0.0, "training": 0.0, "optimizer": 0.0}
@@ -165,11 +143,7 @@ class GRPOTrainer:
             return {}
         limit = self._config.training.eval_samples or len(self._evaluation.prompts)
         examples = list(self._evaluation.examples[:limit])
-        greedy = SamplingParams(
-            temperature=0.0,
-            max_tokens=self._sampling.max_tokens,
-            speculation=self._sampling.speculation,
-        )
+        greedy = replace(self._sampling, n=1, temperature=0.0)
         completions = self._engine.generate(
             self._evaluation.prompts[:limit], greedy, weights_digest=self._weights_digest
         )
@@ -258,7 +232,11 @@ class GRPOTrainer:
     def _backward(
         self, experience: Experience, part: list[int]
     ) -> tuple[list[LossOutput], list[Tensor]]:
-        """Gradients of one optimizer step, micro-batch by micro-batch."""
+        """Accumulate the gradients of one optimizer step, micro-batch by micro-batch.
+
+        Returns:
+            The loss of each micro-batch, and the logprobs of each sample.
+        """
         outputs: list[LossOutput] = []
         logprobs: list[Tensor] = []
         for group in self._micro_batches(part):
@@ -360,7 +338,7 @@ class GRPOTrainer:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """Add the seconds of the block, the device's own work included, to a step's times."""
+        """Add the seconds of the block, with the device's work, to the times of the step."""
         started = finished_seconds(self._model.device)
         yield
         seconds = finished_seconds(self._model.device) - started
@@ -368,7 +346,7 @@ class GRPOTrainer:
 
 
 def _rollout_metrics(statistics: RolloutStatistics) -> Metrics:
-    """How the engine was used. Like all times, that may differ where no token does."""
+    """How the engine was used. Like times, these may differ between runs with equal tokens."""
     names = (
         "prefill_tokens_per_second",
         "decode_tokens_per_second",

@@ -1,14 +1,14 @@
-"""How consistency enters a trainer: one object with four methods, called once a step each.
+"""The hook of a training loop: four methods that measure consistency, step by step.
 
-A training loop knows nothing of drift. It tells its hook what was rolled out, what training
-recomputed, that gradients are ready, and that the step is over; the hook measures, records and, if
-told so, stops the run.
+The loop itself does not measure. It tells its hook what was rolled out, what training recomputed,
+that gradients are ready, and that the step is over. The hook measures, records and, if told so,
+stops the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, Protocol
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rl_consistency.kernels.matmul.audit import AuditReport, schedule_audit
 from rl_consistency.models.patch import patched_session
+from rl_consistency.models.token_logprobs import Sampling
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import gradient_digest, parameter_digest
@@ -47,7 +48,7 @@ class Rollout:
     """Prompt tokens of each sequence."""
     logprobs: Sequence[Tensor]
     """[completion length] fp32 each, as the rollout gave them."""
-    sampling: Any
+    sampling: Sampling
     """The parameters they were sampled with."""
 
 
@@ -57,9 +58,9 @@ class GradientStep:
 
     sequences: Sequence[Sequence[int]]
     prompt_lengths: Sequence[int]
-    sampling: Any
+    sampling: Sampling
     loss: LossFunction
-    """Share of the loss of some of the sequences, weighted by global counts."""
+    """The part of the loss that comes from some of the sequences, weighted by global counts."""
     first_of_step: bool
     """Whether it is the first optimizer step on this rollout."""
 
@@ -86,7 +87,7 @@ class TrainerHook(Protocol):
 
 @dataclass
 class Totals:
-    """What a run has measured so far; goes into checkpoints and the summary."""
+    """What a run has measured so far, for checkpoints and the summary."""
 
     drift: DriftTotals = field(default_factory=DriftTotals)
     stock: DriftTotals = field(default_factory=DriftTotals)
@@ -95,57 +96,44 @@ class Totals:
     gradient_mismatched_elements: int = 0
 
 
+@dataclass(eq=False)
 class ConsistencyHook:
-    """Measures drift, checks gradients, takes digests, shadows the stock path.
-
-    Args:
-        model: the patched policy.
-        gradient_check_every: steps between gradient checks; 0 is never.
-        gradient_check_sequences: how many of a step's sequences are regrouped in a check, the first
-            ones; None is all. The step's own gradients are always computed again as a whole.
-        shadow_every: steps between measurements of the stock path; 0 is never.
-        micro_batch_size: sequences of one stock training pass, whose speed is measured too; None
-            leaves it out.
-        on_drift: `raise` stops the run, `warn` calls `warn`, `record` only logs. Differing tokens
-            are saved as a replay bundle first in all three. Of a library product that differs the
-            rollout engine warns besides.
-        replay_dir: where replay bundles go.
-        config: the resolved configuration, saved with a bundle.
-        expected_fingerprint: the other side's, when rollout and training are different programs.
-        warn: called with one line when `on_drift` is `warn`.
+    """Measures drift, checks gradients, takes digests, measures the stock path.
 
     Raises:
-        ConsistencyError: the two sides' fingerprints differ.
+        ConsistencyError: the fingerprints of the two sides differ.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        gradient_check_every: int = 0,
-        gradient_check_sequences: int | None = None,
-        shadow_every: int = 0,
-        micro_batch_size: int | None = None,
-        on_drift: OnDrift = "raise",
-        replay_dir: Path,
-        config: Mapping[str, Any] | None = None,
-        expected_fingerprint: Fingerprint | None = None,
-        warn: Callable[[str], None] = print,
-    ):
-        self._model = model
-        self._session = patched_session(model)
-        self._gradient_check_every = gradient_check_every
-        self._gradient_check_sequences = gradient_check_sequences
-        self._shadow_every = shadow_every
-        self._micro_batch_size = micro_batch_size
-        self._on_drift = on_drift
-        self._replay_dir = replay_dir
-        self._config = dict(config or {})
-        self._warn = warn
-        self._device = next(model.parameters()).device
+    model: nn.Module
+    """The patched policy."""
+    _: KW_ONLY
+    gradient_check_every: int = 0
+    """Steps between gradient checks; 0 is never."""
+    gradient_check_sequences: int | None = None
+    """How many of a step's sequences a check regroups, the first ones; None is all. The gradients
+    of the whole step are always computed again."""
+    shadow_every: int = 0
+    """Steps between measurements of the stock path; 0 is never."""
+    micro_batch_size: int | None = None
+    """Sequences of one stock training pass, whose speed is measured too; None leaves it out."""
+    on_drift: OnDrift = "raise"
+    """`raise` stops the run, `warn` calls `warn`, `record` only logs. Differing tokens are first
+    saved as a replay bundle in every case."""
+    replay_dir: Path
+    """Where replay bundles go."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved configuration, saved with a bundle."""
+    expected_fingerprint: Fingerprint | None = None
+    """That of the other side, when rollout and training are different programs."""
+    warn: Callable[[str], None] = print
+    """Called with one line when `on_drift` is `warn`."""
+
+    def __post_init__(self) -> None:
+        self._session = patched_session(self.model)
+        self._device = next(self.model.parameters()).device
         self.fingerprint = fingerprint(self._device)
-        if expected_fingerprint is not None:
-            require_same_fingerprint(self.fingerprint, expected_fingerprint)
+        if self.expected_fingerprint is not None:
+            require_same_fingerprint(self.fingerprint, self.expected_fingerprint)
         self.totals = Totals()
         audit = schedule_audit()
         self._judged = audit.differing - audit.found  # sampled elements judged before
@@ -164,26 +152,22 @@ class ConsistencyHook:
         if not report.passed:
             bundle = self._save_replay(rollout, logprobs)
             self._drifted(_drift_message(rollout.step, report, bundle), metrics)
-        if self._due(self._shadow_every, rollout.step):
+        if self._due(self.shadow_every, rollout.step):
             metrics |= self._shadow(rollout)
         return metrics
 
     def on_gradients(self, step: GradientStep) -> Metrics:
         if not step.first_of_step:
             return {}
-        started = perf_counter()
-        metrics: Metrics = {"consistency/gradient_digest": gradient_digest(self._model)}
-        self._digest_seconds += perf_counter() - started
-        if self._due(self._gradient_check_every, self._required_rollout().step):
+        metrics: Metrics = {"consistency/gradient_digest": self._digest(gradient_digest)}
+        if self._due(self.gradient_check_every, self._required_rollout().step):
             metrics |= self._check_gradients(step)
         return metrics
 
     def on_step_end(self) -> Metrics:
         step = self._required_rollout().step
         self._rollout = None
-        started = perf_counter()
-        metrics: Metrics = {"consistency/parameter_digest": parameter_digest(self._model)}
-        self._digest_seconds += perf_counter() - started
+        metrics: Metrics = {"consistency/parameter_digest": self._digest(parameter_digest)}
         metrics["time/digest_seconds"] = self._digest_seconds
         self._digest_seconds = 0.0
         if self._device.type == "cuda":
@@ -194,10 +178,9 @@ class ConsistencyHook:
         """Totals over the run, by the names of the metrics."""
         totals = self.totals
         found: dict[str, Any] = {}
-        if totals.drift.report is not None:
-            found |= totals.drift.report.metrics("consistency")
-        if totals.stock.report is not None:
-            found |= totals.stock.report.metrics("stock")
+        for path, drift in (("consistency", totals.drift), ("stock", totals.stock)):
+            if drift.report is not None:
+                found |= drift.report.metrics(path)
         return found | {
             "consistency/gradient_check/checks": totals.gradient_checks,
             "consistency/gradient_check/passed": totals.gradient_checks_passed,
@@ -220,6 +203,13 @@ class ConsistencyHook:
         self.totals.drift.load_state_dict(state["drift"])
         self.totals.stock.load_state_dict(state["stock"])
 
+    def _digest(self, digest_of: Callable[[nn.Module], str]) -> str:
+        """A digest of the model; its seconds are added to those of the step."""
+        started = perf_counter()
+        digest = digest_of(self.model)
+        self._digest_seconds += perf_counter() - started
+        return digest
+
     def _shadow(self, rollout: Rollout) -> Metrics:
         started = perf_counter()
         shadow = shadow_stock_path(
@@ -227,7 +217,7 @@ class ConsistencyHook:
             rollout.sequences,
             rollout.prompt_lengths,
             temperature=rollout.sampling.temperature,
-            micro_batch_size=self._micro_batch_size,
+            micro_batch_size=self.micro_batch_size,
         )
         self.totals.stock.add(shadow.drift)
         metrics: Metrics = dict(shadow.drift.metrics("stock"))
@@ -244,14 +234,14 @@ class ConsistencyHook:
         """Read what the sampled checks of library schedules found so far."""
         report = schedule_audit()
         metrics["consistency/schedule_audit"] = report.differing
-        # Not `found`: the engine reads the audit too, and what it was told is still to be judged.
+        # Not `found`: the engine reads the audit too, and what it has read still counts here.
         before, self._judged = self._judged, report.differing
         if report.differing > before:
             self._drifted(_audit_message(step, report), metrics)
 
     def _check_gradients(self, step: GradientStep) -> Metrics:
         started = perf_counter()
-        count = self._gradient_check_sequences or len(step.sequences)
+        count = self.gradient_check_sequences or len(step.sequences)
         as_trained = self._gradients_again(step, len(step.sequences), (), compare_present=True)
         regrouped = self._gradients_again(step, count, REGROUPINGS, compare_present=False)
         report = GradientReport(as_trained.results + regrouped.results, as_trained.elements)
@@ -276,7 +266,7 @@ class ConsistencyHook:
         compare_present: bool,
     ) -> GradientReport:
         return check_gradients(
-            self._model,
+            self.model,
             step.sequences[:count],
             prompt_lengths=step.prompt_lengths[:count],
             loss=step.loss,
@@ -287,21 +277,21 @@ class ConsistencyHook:
 
     def _save_replay(self, rollout: Rollout, logprobs: Sequence[Tensor]) -> Path:
         return save_replay_bundle(
-            self._replay_dir,
+            self.replay_dir,
             sequences=rollout.sequences,
             rollout_logprobs=[t.detach() for t in rollout.logprobs],
             training_logprobs=[t.detach() for t in logprobs],
             prompt_lengths=rollout.prompt_lengths,
-            config={**self._config, "step": rollout.step},
-            parameter_digest=parameter_digest(self._model),
+            config={**self.config, "step": rollout.step},
+            parameter_digest=parameter_digest(self.model),
             fingerprint=self.fingerprint,
         )
 
     def _drifted(self, message: str, metrics: Metrics) -> None:
-        if self._on_drift == "raise":
+        if self.on_drift == "raise":
             raise ConsistencyError(message, metrics=metrics)
-        if self._on_drift == "warn":
-            self._warn(message)
+        if self.on_drift == "warn":
+            self.warn(message)
 
     def _required_rollout(self) -> Rollout:
         if self._rollout is None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
-from rl_consistency.trainers.config.sections import OptimizerSection
+from rl_consistency.trainers.config.learning_sections import OptimizerSection
 
 
 class PolicyOptimizer:

@@ -22,7 +22,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rl_consistency.trainers.config.sections import BuildSection, PolicySection, TokenizerSection
+from rl_consistency.trainers.config.policy_sections import (
+    BuildSection,
+    PolicySection,
+    TokenizerSection,
+)
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer, load_tokenizer
 
 VOCABULARY_MULTIPLE = 16

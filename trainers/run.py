@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from importlib.util import find_spec
-from statistics import fmean, median
 from typing import Any
 from uuid import uuid4
 
@@ -21,8 +19,14 @@ from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.numerics.strict import Strictness, current, strict
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.trainers.checkpoint import (
-    Checkpoint,
+from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.grpo import GRPOTrainer
+from rl_consistency.trainers.hooks import ConsistencyHook
+from rl_consistency.trainers.optimizer import PolicyOptimizer
+from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
+from rl_consistency.trainers.prompts import encode_targets, load_prompts
+from rl_consistency.trainers.rewards import RewardFunction, resolve
+from rl_consistency.trainers.run_directory.checkpoint import (
     CheckpointError,
     list_checkpoints,
     load_checkpoint,
@@ -31,35 +35,19 @@ from rl_consistency.trainers.checkpoint import (
     save_checkpoint,
     save_weights,
 )
-from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.data.arithmetic import problems
-from rl_consistency.trainers.data.examples import DataError, Example, encode_prompt, read_jsonl
-from rl_consistency.trainers.grpo import GRPOTrainer, PromptSet
-from rl_consistency.trainers.hooks import ConsistencyHook
-from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
-from rl_consistency.trainers.random_state import capture, restore, seeded
-from rl_consistency.trainers.rewards import RewardFunction, resolve
-from rl_consistency.trainers.run_directory import (
+from rl_consistency.trainers.run_directory.directory import (
     REFERENCE,
     RunDirectoryError,
     check_directory,
     open_directory,
-    write_summary,
 )
-from rl_consistency.trainers.supervised import warm_start
-from rl_consistency.trainers.tracking import (
-    ConsoleTable,
-    MetricsFile,
-    Tracker,
-    TrackerSet,
-    WandbTracker,
-    read_metrics,
-)
+from rl_consistency.trainers.run_directory.metrics_file import MetricsFile, read_metrics
+from rl_consistency.trainers.run_directory.random_state import capture, restore, seeded
+from rl_consistency.trainers.run_directory.summary import summary_of, write_summary
+from rl_consistency.trainers.tracking import ConsoleTable, Tracker, TrackerSet, WandbTracker
+from rl_consistency.trainers.warm_start import warm_start
 
 Announce = Callable[[str], None]
-SUMMARY_STEPS = 5
-"""Steps at either end of a run whose mean reward the summary shows."""
 
 
 def train(
@@ -74,7 +62,7 @@ def train(
     Args:
         config: the resolved recipe.
         resume: continue from the newest checkpoint of the run directory.
-        overwrite: start anew where the directory already holds a run, which is removed.
+        overwrite: remove the run that the directory already holds.
         announce: told what is going on between steps, one line at a time.
 
     Returns:
@@ -86,6 +74,7 @@ def train(
     """
     started = time.perf_counter()
     check_directory(config, resume=resume, overwrite=overwrite)
+    _check_machine(config)
     with ExitStack() as stack:
         stack.enter_context(_threads(config.run.num_threads))
         stack.enter_context(seeded(config.run.seed))
@@ -110,19 +99,30 @@ def train(
 
 
 class _Run:
-    """The parts of one run and how they are saved and restored; `stack` undoes its patches."""
+    """The parts of one run, and how they are saved and restored.
+
+    Args:
+        config: the resolved recipe.
+        announce: told what is going on, one line at a time.
+        stack: takes the patches of the models, to undo them at the end of the run.
+    """
 
     def __init__(self, config: RunConfig, announce: Announce, stack: ExitStack):
         self.config = config
         self.directory = config.run.output_dir
         self.announce = announce
-        _check_environment(config)
         self.stack = stack
         self.model, self.tokenizer = load_policy(
             config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
         self.model.train()
-        self.train_set, self.eval_set = self._data()
+        context = context_length(self.model)
+        self.train_set, self.eval_set = load_prompts(config, self.tokenizer, context)
+        self.warm_start_targets = (
+            encode_targets(self.train_set, self.tokenizer, context)
+            if config.warm_start.steps
+            else []
+        )
         self.rewards = [
             RewardFunction(f.name, resolve(f.name), f.weight) for f in config.reward.functions
         ]
@@ -135,13 +135,15 @@ class _Run:
         self.fingerprint = fingerprint(config.run.device)
         self.warm_start_loss = float("nan")
         self.wandb_run_id = uuid4().hex[:8]
-        self.warm_start_targets = self._warm_start_targets()
 
     def begin(self) -> int:
-        """Open the run directory, then the warm start; returns the first step."""
+        """Open the run directory and do the warm start; returns the first step."""
         open_directory(self.config)
-        self._warm_start()
-        self._keep_reference()
+        if self.config.warm_start.steps:
+            self._warm_start()
+        if self.reference is not None:
+            save_weights(self.directory / REFERENCE, self.model)
+            self._load_reference(parameter_digest(self.model))
         self._assemble()
         return 1
 
@@ -150,14 +152,19 @@ class _Run:
         checkpoints = list_checkpoints(self.directory / "checkpoints")
         if not checkpoints:
             raise RunDirectoryError(
-                f"{self.directory} has no complete checkpoint to resume from; start it anew with "
-                "--overwrite, and set training.save_every to have checkpoints on the way."
+                f"{self.directory} has no complete checkpoint to resume from; start the run again "
+                "with --overwrite, and set training.save_every to have checkpoints on the way."
             )
         checkpoint = load_checkpoint(checkpoints[-1], self.fingerprint)
         load_weights(self.model, checkpoint.weights)
-        self._load_reference(checkpoint.extra["reference_digest"])
+        if self.reference is not None:
+            self._load_reference(checkpoint.extra["reference_digest"])
         self._assemble()
-        self._continue(checkpoint)
+        self.optimizer.load(checkpoint.optimizer, checkpoint.schedule)
+        self.hook.load_state_dict(checkpoint.totals)
+        self.warm_start_loss = checkpoint.extra["warm_start_loss"]
+        self.wandb_run_id = checkpoint.extra["wandb_run_id"]
+        restore(checkpoint.extra["random_state"])
         self.announce(f"resumed from {checkpoint.path}")
         return checkpoint.step + 1
 
@@ -182,10 +189,8 @@ class _Run:
         training = self.config.training
         warm = step == 0 and self.config.warm_start.steps > 0
         regular = training.save_every > 0 and step % training.save_every == 0
-        if warm or regular or step == training.steps:
-            self._save(step)
-
-    def _save(self, step: int) -> None:
+        if not (warm or regular or step == training.steps):
+            return
         save_checkpoint(
             self.directory / "checkpoints",
             step=step,
@@ -203,26 +208,26 @@ class _Run:
                 else parameter_digest(self.reference),
             },
             fingerprint=self.fingerprint,
-            keep=self.config.training.keep_checkpoints,
+            keep=training.keep_checkpoints,
         )
 
     def trackers(self, first_step: int, resume: bool) -> list[Tracker]:
         """Where metrics go, as the recipe says."""
-        tracking, run = self.config.tracking, self.config.run
+        wandb = self.config.tracking.wandb
         resume_from = first_step - 1 if resume else None
         trackers: list[Tracker] = [
             MetricsFile(self.directory / "metrics.jsonl", resume_from=resume_from)
         ]
-        if tracking.console:
+        if self.config.tracking.console:
             trackers.append(ConsoleTable(self.config.training.steps))
-        if tracking.wandb is not None:
+        if wandb is not None:
             trackers.append(
                 WandbTracker(
-                    tracking.wandb.project,
+                    wandb.project,
                     directory=self.directory,
-                    name=tracking.wandb.name or run.name,
+                    name=wandb.name or self.config.run.name,
                     config=self.config.model_dump(mode="json"),
-                    mode=tracking.wandb.mode,
+                    mode=wandb.mode,
                     run_id=self.wandb_run_id,
                 )
             )
@@ -230,19 +235,11 @@ class _Run:
 
     def summarize(self, seconds: float) -> dict[str, Any]:
         """Write `summary.json` and return it."""
-        rows = read_metrics(self.directory / "metrics.jsonl")
-        rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-        evaluations = [row["eval/reward"] for row in rows if "eval/reward" in row]
         summary = {
             "name": self.config.run.name,
             "steps": self.config.training.steps,
             "seconds": round(seconds, 1),
-            "reward/first": fmean(rewards[:SUMMARY_STEPS]),
-            "reward/last": fmean(rewards[-SUMMARY_STEPS:]),
-            "eval/first": evaluations[0] if evaluations else None,
-            "eval/last": evaluations[-1] if evaluations else None,
-            **self.hook.summary(),
-            **_throughput(rows),
+            **summary_of(read_metrics(self.directory / "metrics.jsonl"), self.hook.summary()),
             "parameter_digest": parameter_digest(self.model),
             "strict": current().as_record(),
             "fingerprint": self.fingerprint.entries,
@@ -251,7 +248,8 @@ class _Run:
         return summary
 
     def _assemble(self) -> None:
-        config, rollout, algorithm = self.config, self.config.rollout, self.config.algorithm
+        """Make optimizer, engine, hook and trainer around the weights as they are now."""
+        config, algorithm = self.config, self.config.algorithm
         updates = algorithm.updates_per_rollout * algorithm.epochs_per_rollout
         self.optimizer = PolicyOptimizer(
             self.model,
@@ -259,19 +257,7 @@ class _Run:
             self.accelerator,
             total_steps=config.training.steps * updates,
         )
-        batch = min(rollout.max_num_seqs, rollout.prompts_per_step * rollout.samples_per_prompt)
-        engine = RolloutEngine(
-            self.model,
-            eos_token_id=eos_token_ids(self.model, self.tokenizer),
-            kv_block_size=rollout.kv_block_size,
-            num_kv_blocks=rollout.num_kv_blocks,
-            max_batch_tokens=rollout.max_batch_tokens,
-            max_num_seqs=batch,
-            prefill_chunk_size=rollout.prefill_chunk_size,
-            enable_prefix_sharing=rollout.prefix_sharing,
-            tokens_per_sequence=config.data.max_prompt_tokens + rollout.max_new_tokens,
-            cuda_graphs=rollout.cuda_graphs,
-        )
+        engine = self._engine()
         self.hook = ConsistencyHook(
             self.model,
             gradient_check_every=config.consistency.gradient_check_every,
@@ -298,83 +284,22 @@ class _Run:
             reference=self.reference,
         )
 
-    def _continue(self, checkpoint: Checkpoint) -> None:
-        self.optimizer.load(checkpoint.optimizer, checkpoint.schedule)
-        self.hook.load_state_dict(checkpoint.totals)
-        self.warm_start_loss = checkpoint.extra["warm_start_loss"]
-        self.wandb_run_id = checkpoint.extra["wandb_run_id"]
-        restore(checkpoint.extra["random_state"])
-
-    def _data(self) -> tuple[PromptSet, PromptSet | None]:
-        data, seed = self.config.data, self.config.run.seed
-        if data.task is not None:
-            make = partial(
-                problems,
-                seed,
-                num_terms=data.task.num_terms,
-                max_value=data.task.max_value,
-                incomplete_targets=data.task.incomplete_targets,
-            )
-            train = make("train", data.task.train_size)[: data.limit]
-            evaluation = make("eval", data.task.eval_size)
-        else:
-            assert data.path is not None
-            read = partial(
-                read_jsonl,
-                prompt_field=data.prompt_field,
-                answer_field=data.answer_field,
-                prompt_template=data.prompt_template,
-            )
-            train = read(data.path, limit=data.limit)
-            evaluation = read(data.eval_path) if data.eval_path else []
-        if len(train) < self.config.rollout.prompts_per_step:
-            raise DataError(
-                f"rollout.prompts_per_step: {self.config.rollout.prompts_per_step} exceeds the "
-                f"{len(train)} training examples of {data.path}: lower it, or give more data"
-            )
-        return self._encoded(train), self._encoded(evaluation) if evaluation else None
-
-    def _encoded(self, examples: Sequence[Example]) -> PromptSet:
-        prompts = [
-            encode_prompt(
-                example,
-                self._encode,
-                max_prompt_tokens=self.config.data.max_prompt_tokens,
-                max_new_tokens=self.config.rollout.max_new_tokens,
-                context_length=context_length(self.model),
-            )
-            for example in examples
-        ]
-        return PromptSet(examples=examples, prompts=prompts)
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def _warm_start_targets(self) -> list[list[int]]:
-        """Token ids of the target of every example, end token included; [] without a warm start."""
-        if not self.config.warm_start.steps:
-            return []
-        targets = [
-            [*self._encode(example.target), self.tokenizer.eos_token_id]
-            for example in self.train_set.examples
-        ]
-        context = context_length(self.model)
-        for example, prompt, target in zip(
-            self.train_set.examples, self.train_set.prompts, targets, strict=True
-        ):
-            if len(prompt) + len(target) > context:
-                raise DataError(
-                    f"example {example.id}: prompt and answer have {len(prompt) + len(target)} "
-                    f"tokens, the model's context is {context}: take the example out of the data, "
-                    "or set warm_start.steps to 0"
-                )
-        return targets
+    def _engine(self) -> RolloutEngine:
+        rollout, sampling = self.config.rollout, self.config.sampling
+        return RolloutEngine(
+            self.model,
+            eos_token_id=eos_token_ids(self.model, self.tokenizer),
+            kv_block_size=rollout.kv_block_size,
+            num_kv_blocks=rollout.num_kv_blocks,
+            max_batch_tokens=rollout.max_batch_tokens,
+            max_num_seqs=min(rollout.max_num_seqs, rollout.prompts_per_step * sampling.n),
+            prefill_chunk_size=rollout.prefill_chunk_size,
+            enable_prefix_sharing=rollout.prefix_sharing,
+            tokens_per_sequence=self.config.data.max_prompt_tokens + sampling.max_tokens,
+            cuda_graphs=rollout.cuda_graphs,
+        )
 
     def _warm_start(self) -> None:
-        section = self.config.warm_start
-        if not section.steps:
-            return
-
         def progress(done: int, total: int, loss: float) -> None:
             if done % max(total // 5, 1) == 0:
                 self.announce(f"warm start {done}/{total}: loss {loss:.3f}")
@@ -383,47 +308,24 @@ class _Run:
             self.model,
             self.train_set.prompts,
             self.warm_start_targets,
-            section,
+            self.config.warm_start,
             self.accelerator,
             seed=self.config.run.seed,
             progress=progress,
         )
 
-    def _keep_reference(self) -> None:
-        if self.reference is None:
-            return
-        save_weights(self.directory / REFERENCE, self.model)
-        self._load_reference(parameter_digest(self.model))
-
     def _load_reference(self, digest: str | None) -> None:
-        if self.reference is None:
-            return
+        """Give the KL reference the weights that the run began with, freeze it and patch it."""
+        assert self.reference is not None
         file = self.directory / REFERENCE
         load_weights(self.reference, read_weights(file))
         if parameter_digest(self.reference) != digest:
             raise CheckpointError(
                 f"{file} is not the KL reference this run began with (its digest differs); restore "
-                "it, or start the run anew with --overwrite."
+                "it, or start the run again with --overwrite."
             )
         self.reference.requires_grad_(False)
         self.stack.enter_context(patch(self.reference))
-
-
-def _throughput(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Median tokens per second of rollout and training, on our path and on the stock path.
-
-    The first measurement compiles kernels and is left out where there are others.
-    """
-    speeds = {
-        f"time/{name}_tokens_per_second": []
-        for name in ("rollout", "training", "stock_rollout", "stock_training")
-    }
-    for row in rows:
-        for name in speeds.keys() & row.keys():
-            speeds[name].append(row[name])
-    return {
-        name: round(median(values[1:] or values), 1) for name, values in speeds.items() if values
-    }
 
 
 @contextmanager
@@ -438,14 +340,14 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def _strictness(config: RunConfig) -> AbstractContextManager[Strictness]:
-    """What the recipe says of strictness, else what holds outside (the environment's say)."""
+    """What the recipe says of strictness, else what holds outside the run."""
     given, exceptions = config.consistency.strict, config.consistency.strict_except
     if given is None and not exceptions:
         return strict(except_=current().stock)
     return strict(given is not False, except_=exceptions)
 
 
-def _check_environment(config: RunConfig) -> None:
+def _check_machine(config: RunConfig) -> None:
     """Refuse what this machine cannot do, before anything is computed or written."""
     if config.tracking.wandb is not None and find_spec("wandb") is None:
         raise ValueError(

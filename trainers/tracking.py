@@ -1,10 +1,7 @@
-"""Where the metrics of a step go: a file that survives a kill, the console, Weights & Biases."""
+"""Where the metrics of a step go: any number of trackers, among them the console and wandb."""
 
 from __future__ import annotations
 
-import errno
-import json
-import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -18,10 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-Metric = float | int | bool | str
-Metrics = Mapping[str, Metric]
-
-_NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+from rl_consistency.trainers.run_directory.metrics_file import Metrics
 
 
 class Tracker(Protocol):
@@ -52,133 +46,6 @@ class TrackerSet:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class MetricsFile:
-    """One JSON object per line and step, on disk before `log` returns.
-
-    JSON has no NaN: non-finite numbers are written as the strings "nan", "inf" and "-inf", which
-    `read_metrics` turns back.
-
-    Args:
-        path: the file; its directory is made if missing.
-        resume_from: step of the checkpoint the run continues from. Lines of later steps are cut,
-            and a last line that a kill left unfinished; None: the file must not hold anything yet.
-
-    Raises:
-        FileExistsError: the file holds lines and the run does not resume.
-        FileNotFoundError: the run resumes and there is no file.
-        ValueError: a line other than an unfinished last one is not a step's metrics.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], *, resume_from: int | None = None) -> None:
-        path = Path(path)
-        self._last_step = -1
-        if resume_from is not None:
-            self._last_step = _cut_after(path, resume_from)
-        elif path.exists() and path.stat().st_size:
-            raise FileExistsError(
-                f"{path} already holds the metrics of a run; resume that run, or choose another "
-                "run directory"
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._stream = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
-
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Append one line.
-
-        Raises:
-            ValueError: the step is not above the last one, or `metrics` holds a "step" of its own.
-            TypeError: a metric is not a number, a bool or a string.
-            OSError: the disk is full; the file is left as it was.
-        """
-        if step <= self._last_step:
-            raise ValueError(f"step {step} follows step {self._last_step}; steps must ascend")
-        if "step" in metrics:
-            raise ValueError("metrics must not hold 'step': it is the first argument of log")
-        plain = {name: _plain(name, value) for name, value in metrics.items()}
-        line = json.dumps({"step": step} | plain, allow_nan=False) + "\n"
-        self._append(line.encode())
-        self._last_step = step
-
-    def _append(self, line: bytes) -> None:
-        start = self._stream.seek(0, os.SEEK_END)
-        try:
-            if self._stream.write(line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._stream.name)
-            os.fsync(self._stream.fileno())
-        except OSError:
-            self._stream.truncate(start)
-            raise
-
-    def close(self) -> None:
-        self._stream.close()
-
-
-def _plain(name: str, value: Metric) -> Metric:
-    if not isinstance(value, (bool, int, float, str)):
-        raise TypeError(
-            f"metric {name!r} must be a number, a bool or a string, got {type(value).__name__}; "
-            "call .item() on a tensor"
-        )
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    return value
-
-
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All steps of a metrics file, in order, each with its "step".
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a line is truncated or not a step's metrics; names the file and the line.
-    """
-    path = Path(path)
-    return [row for _, row in _rows(path, path.read_bytes())]
-
-
-def _rows(path: Path, data: bytes) -> Iterable[tuple[int, dict[str, Any]]]:
-    """(offset of the line's first byte, its metrics) for every line."""
-    offset, last_step = 0, -1
-    for number, line in enumerate(data.splitlines(keepends=True), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            remedy = (
-                "a kill left it unfinished; resume the run, which drops it, or delete it"
-                if not line.endswith(b"\n")
-                else "repair or delete it"
-            )
-            raise ValueError(f"{path}, line {number}, is not JSON: {remedy}") from error
-        step = row.get("step") if isinstance(row, dict) else None
-        if type(step) is not int or step <= last_step or not line.endswith(b"\n"):
-            raise ValueError(
-                f"{path}, line {number}, is not the metrics of a step after {last_step}: it must "
-                'be one whole line, a JSON object with an ascending integer "step"'
-            )
-        yield offset, {name: _restored(value) for name, value in row.items()}
-        offset, last_step = offset + len(line), step
-
-
-def _restored(value: Any) -> Any:
-    return _NONFINITE.get(value, value) if isinstance(value, str) else value
-
-
-def _cut_after(path: Path, step: int) -> int:
-    """Truncate after the last line of a step <= `step`; returns that line's step, or -1."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: the run to resume has no metrics there")
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    end, last = len(whole), -1
-    for offset, row in _rows(path, whole):
-        if row["step"] > step:
-            end = offset
-            break
-        last = row["step"]
-    if end < len(data):
-        os.truncate(path, end)
-    return last
 
 
 @dataclass(frozen=True)

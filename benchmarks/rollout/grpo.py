@@ -31,7 +31,7 @@ from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.drift import DriftReport, compare_logprobs
 from rl_consistency.trainers.advantages import group_advantages
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
-from rl_consistency.trainers.config.sections import OptimizerSection
+from rl_consistency.trainers.config.learning_sections import OptimizerSection
 from rl_consistency.trainers.losses import policy_loss, token_weights
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 

@@ -1,8 +1,8 @@
 """The plots of a run, drawn from the rows of its metrics file.
 
-Zero is the point of this project and has no place on a logarithmic axis: differences are drawn on
-an axis that is linear below the smallest decade, with zero on a labelled line of its own. A step
-whose figure is not finite is drawn as a red cross at the top, never left out.
+A logarithmic axis has no place for zero, the value this project is about. Differences are drawn on
+an axis that is linear below the smallest decade, where zero has a labelled line. A value that is
+not finite is drawn as a red cross at the top, never left out.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
-from rl_consistency.trainers.tracking import read_metrics
+from rl_consistency.trainers.run_directory.metrics_file import read_metrics
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -63,24 +64,23 @@ def series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in found], [value for _, value in found]
 
 
-def drift_figure(rows: Rows) -> Figure:
-    """Our path against the stock path: largest |difference| and share of differing tokens."""
-    return _draw(_drift, rows, (9.0, 6.2))
+def _figure(
+    width: float, height: float
+) -> Callable[[Callable[[Figure, Rows], None]], Callable[[Rows], Figure]]:
+    """Make `fill(figure, rows)` a function of the rows that returns the figure, in our style."""
 
+    def decorate(fill: Callable[[Figure, Rows], None]) -> Callable[[Rows], Figure]:
+        @wraps(fill)
+        def draw(rows: Rows) -> Figure:
+            with rc_context(STYLE):
+                figure = Figure(figsize=(width, height), layout="constrained")
+                FigureCanvasAgg(figure)
+                fill(figure, rows)
+            return figure
 
-def reward_figure(rows: Rows) -> Figure:
-    """Mean reward of the training completions and of the evaluations."""
-    return _draw(_reward, rows, (9.0, 3.4))
+        return draw
 
-
-def gradient_check_figure(rows: Rows) -> Figure:
-    """Gradient elements whose bits changed when the step was recomputed under other groupings."""
-    return _draw(_gradient_checks, rows, (9.0, 2.4))
-
-
-def timing_figure(rows: Rows) -> Figure:
-    """Seconds of each phase per step, and tokens sampled per second."""
-    return _draw(_timing, rows, (9.0, 4.6))
+    return decorate
 
 
 def save_picture(run_dir: str | os.PathLike[str]) -> Path:
@@ -119,15 +119,9 @@ def load_rows(run_dir: str | os.PathLike[str]) -> Rows:
     return rows
 
 
-def _draw(fill: Callable[[Figure, Rows], None], rows: Rows, size: tuple[float, float]) -> Figure:
-    with rc_context(STYLE):
-        figure = Figure(figsize=size, layout="constrained")
-        FigureCanvasAgg(figure)
-        fill(figure, rows)
-    return figure
-
-
-def _drift(figure: Figure, rows: Rows) -> None:
+@_figure(9.0, 6.2)
+def drift_figure(figure: Figure, rows: Rows) -> None:
+    """Our path against the stock path: largest |difference| and share of differing tokens."""
     size, share = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     _difference_panel(size, rows)
     size.set_title("Logprob difference")
@@ -141,9 +135,7 @@ def _drift(figure: Figure, rows: Rows) -> None:
         share.plot(steps, shares, "X", color=BAD, label="rl_consistency drifted")
     share.set_title("Tokens whose bits differ")
     share.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
-    _, values = series(rows, "stock/mismatch_fraction")
-    _, ours = series(rows, "consistency/mismatch_fraction")
-    top = max((v for v in [*values, *ours] if math.isfinite(v)), default=0.0)
+    top = _largest(rows, "stock/mismatch_fraction", "consistency/mismatch_fraction")
     share.set_ylim(-0.04 * max(top, 0.1), max(1.25 * top, 0.1))
     _step_axis(share, rows)
     _legend(share)
@@ -190,7 +182,9 @@ def _difference_label(value: float, _: object = None) -> str:
     return "0 (same bits)" if value == 0 else f"$10^{{{round(math.log10(value))}}}$"
 
 
-def _reward(figure: Figure, rows: Rows) -> None:
+@_figure(9.0, 3.4)
+def reward_figure(figure: Figure, rows: Rows) -> None:
+    """Mean reward of the training completions and of the evaluations."""
     axes = figure.subplots()
     _line(axes, rows, "reward/mean", OURS, "training completions", linewidth=1.8)
     _line(axes, rows, "eval/reward", "#2563eb", "evaluation", marker="D", linewidth=1.2)
@@ -199,7 +193,9 @@ def _reward(figure: Figure, rows: Rows) -> None:
     _legend(axes)
 
 
-def _gradient_checks(figure: Figure, rows: Rows) -> None:
+@_figure(9.0, 2.4)
+def gradient_check_figure(figure: Figure, rows: Rows) -> None:
+    """Gradient elements whose bits changed when the step was recomputed under other groupings."""
     axes = figure.subplots()
     axes.set_title("Gradient elements changed by regrouping the batch")
     key = "consistency/gradient_check"
@@ -220,7 +216,9 @@ def _gradient_checks(figure: Figure, rows: Rows) -> None:
     _legend(axes)
 
 
-def _timing(figure: Figure, rows: Rows) -> None:
+@_figure(9.0, 4.6)
+def timing_figure(figure: Figure, rows: Rows) -> None:
+    """Seconds of each phase per step, and tokens sampled per second."""
     seconds, speed = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
     steps = [row["step"] for row in rows]
     floor = [0.0] * len(steps)
@@ -238,9 +236,14 @@ def _timing(figure: Figure, rows: Rows) -> None:
     _legend(seconds)
     _line(speed, rows, "tokens_per_second", OURS, "tokens sampled")
     speed.set_title("Tokens per second")
-    _, speeds = series(rows, "tokens_per_second")
-    speed.set_ylim(0, 1.15 * max((v for v in speeds if math.isfinite(v)), default=1.0) or 1.0)
+    speed.set_ylim(0, 1.15 * _largest(rows, "tokens_per_second") or 1.0)
     _step_axis(speed, rows)
+
+
+def _largest(rows: Rows, *keys: str) -> float:
+    """The largest finite value of these metrics, at least 0."""
+    values = (value for key in keys for value in series(rows, key)[1])
+    return max(filter(math.isfinite, values), default=0.0)
 
 
 def _line(axes: Axes, rows: Rows, key: str, color: str, label: str, **style: Any) -> None:
@@ -252,16 +255,9 @@ def _line(axes: Axes, rows: Rows, key: str, color: str, label: str, **style: Any
     axes.plot(steps, values, color=color, label=label, **options)
     bad = [step for step, value in zip(steps, values) if not math.isfinite(value)]
     if bad:
-        axes.plot(
-            bad,
-            [0.96] * len(bad),
-            transform=axes.get_xaxis_transform(),
-            linestyle="",
-            marker="X",
-            color=BAD,
-            label="not finite",
-            clip_on=False,
-        )
+        crosses = {"linestyle": "", "marker": "X", "color": BAD, "clip_on": False}
+        height = {"transform": axes.get_xaxis_transform(), "label": "not finite"}
+        axes.plot(bad, [0.96] * len(bad), **crosses, **height)
 
 
 def _step_axis(axes: Axes, rows: Rows) -> None:
@@ -273,10 +269,9 @@ def _step_axis(axes: Axes, rows: Rows) -> None:
 def _legend(axes: Axes) -> None:
     """The legend on the title's line, where no data can be under it."""
     _, labels = axes.get_legend_handles_labels()
-    if labels:
-        options = {"handlelength": 1.6, "columnspacing": 1.4, "borderaxespad": 0.1}
-        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(labels), **options)
-    else:
-        axes.text(
-            0.5, 0.5, "not measured in this run", transform=axes.transAxes, ha="center", color=MUTED
-        )
+    if not labels:
+        middle = {"transform": axes.transAxes, "ha": "center"}
+        axes.text(0.5, 0.5, "not measured in this run", color=MUTED, **middle)
+        return
+    options = {"handlelength": 1.6, "columnspacing": 1.4, "borderaxespad": 0.1}
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(labels), **options)

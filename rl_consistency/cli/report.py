@@ -7,7 +7,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from rl_consistency.cli import plots
+from rl_consistency.cli.output_file import write_whole
 from rl_consistency.cli.plots import Rows, load_rows, series
 
 CSS = """
@@ -40,26 +41,25 @@ code, pre { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monosp
 pre { margin: 12px 0 0; white-space: pre-wrap; } summary { cursor: pointer; font-weight: 600; }
 """
 
-FIGURES = (
-    (
-        "Drift",
+FIGURES = {
+    "Drift": (
         "Rollout logprobs against those that training recomputes, on the same tokens.",
         plots.drift_figure,
     ),
-    ("Reward", "Mean over the completions of a step.", plots.reward_figure),
-    (
-        "Gradient checks",
+    "Reward": ("Mean over the completions of a step.", plots.reward_figure),
+    "Gradient checks": (
         "The step's gradient recomputed under other groupings and compared as bytes.",
         plots.gradient_check_figure,
     ),
-    ("Time", "Where the seconds of a step go.", plots.timing_figure),
-)
+    "Time": ("Where the seconds of a step go.", plots.timing_figure),
+}
+"""Title -> caption and what draws it."""
 
 
 def render(run_dir: str | os.PathLike[str]) -> Path:
     """Write `report.html` into the run directory and return its path.
 
-    The run may still be going on: a missing summary is said to be missing.
+    The run need not have ended: the page says so where there is no summary.
 
     Raises:
         FileNotFoundError: the directory, its metrics or its configuration is missing.
@@ -86,37 +86,33 @@ def render(run_dir: str | os.PathLike[str]) -> Path:
 </main></body></html>
 """
     target = run_dir / "report.html"
-    unfinished = target.with_name(".report.html.unfinished")
-    unfinished.write_text(page, encoding="utf-8")
-    os.replace(unfinished, target)
+    write_whole(target, page)
     return target
 
 
 def _verdict(rows: Rows) -> str:
     """The whole run in one line: every token the same bits, or how many are not."""
     counts = plots.drift_counts(rows)
-    ours = counts.get("rl_consistency")
-    stock = counts.get("stock")
+    ours, stock = counts.get("rl_consistency"), counts.get("stock")
     checks = [bool(value) for value in series(rows, "consistency/gradient_check/passed")[1]]
     drifted = any(series(rows, "consistency/mismatched_tokens")[1])
     bad = ours is None or drifted or not all(checks)
-    details = [f"Stock path on the same model: {stock}." if stock else "Stock path: not measured."]
-    details.append(
-        f"Gradient checks passed: {sum(checks)} of {len(checks)}."
-        if checks
-        else "Gradient checks: none in this run."
+    passed = f" passed: {sum(checks)} of {len(checks)}" if checks else ": none in this run"
+    details = (
+        f"Stock path{f' on the same model: {stock}' if stock else ': not measured'}. "
+        f"Gradient checks{passed}."
     )
-    headline = ours or "Drift was not measured"
     return (
-        f'<section class="verdict{" bad" if bad else ""}"><strong>{html.escape(headline)}</strong>'
-        f"<p>{html.escape(' '.join(details))}</p></section>"
+        f'<section class="verdict{" bad" if bad else ""}">'
+        f"<strong>{html.escape(ours or 'Drift was not measured')}</strong>"
+        f"<p>{html.escape(details)}</p></section>"
     )
 
 
 def _figures(rows: Rows) -> str:
     return "\n".join(
         f"<section><h2>{title}</h2><p>{caption}</p>\n{_svg(draw(rows), title)}</section>"
-        for title, caption, draw in FIGURES
+        for title, (caption, draw) in FIGURES.items()
     )
 
 
@@ -145,31 +141,25 @@ def _summary(path: Path) -> str:
     if not isinstance(summary, dict):
         raise ValueError(f"{path} must hold a JSON object, got a {type(summary).__name__}")
     flat = dict(_flattened(summary))
-    paired = _paired(flat)
-    rest = [
-        f"<tr><td>{html.escape(name)}</td><td class=number>{_shown(value)}</td></tr>"
-        for name, value in flat.items()
-        if not name.startswith(("consistency/", "stock/"))
-    ]
+    paths = ("consistency/", "stock/")
+    figures = dict.fromkeys(name.split("/", 1)[1] for name in flat if name.startswith(paths))
     tables = []
-    if paired:
+    if figures:
         head = "<th>figure</th><th class=number>rl_consistency</th><th class=number>stock</th>"
-        tables.append(f"<table><tr>{head}</tr>{''.join(paired)}</table>")
-    if rest:
-        tables.append(f"<table>{''.join(rest)}</table>")
+        cells = {name: [flat.get(path + name, "") for path in paths] for name in figures}
+        tables.append(f"<table><tr>{head}</tr>{_table_rows(cells)}</table>")
+    if rest := {name: [value] for name, value in flat.items() if not name.startswith(paths)}:
+        tables.append(f"<table>{_table_rows(rest)}</table>")
     return f"<section><h2>Summary</h2>{'<p>&nbsp;</p>'.join(tables)}</section>"
 
 
-def _paired(flat: Mapping[str, Any]) -> list[str]:
-    """Rows with our figure and the stock path's side by side."""
-    paths = ("consistency/", "stock/")
-    suffixes = dict.fromkeys(n.split("/", 1)[1] for n in flat if n.startswith(paths))
-    return [
-        f"<tr><td>{html.escape(suffix)}</td>"
-        + "".join(f"<td class=number>{_shown(flat.get(path + suffix, ''))}</td>" for path in paths)
+def _table_rows(cells: Mapping[str, Sequence[Any]]) -> str:
+    return "".join(
+        f"<tr><td>{html.escape(name)}</td>"
+        + "".join(f"<td class=number>{_shown(value)}</td>" for value in values)
         + "</tr>"
-        for suffix in suffixes
-    ]
+        for name, values in cells.items()
+    )
 
 
 def _flattened(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -188,7 +178,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        # Exact 0 and 1 are claims: nothing that merely rounds to them may look like them.
+        # Exact 0 and 1 are claims: a number that only rounds to them must not look like them.
         if not math.isfinite(value) or value in (0.0, 1.0):
             return repr(value)
         return f"{value:.6g}" if f"{value:.6g}" not in ("0", "1") else repr(value)

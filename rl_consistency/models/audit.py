@@ -1,7 +1,7 @@
 """What runs on a model's forward path, and why each part may be trusted.
 
-One table serves three readers: `patch` refuses what it marks unsupported, `session.report()` prints
-it for a model, and `docs/audit.md` is generated from it (`python -m rl_consistency.models.audit`).
+One table serves three readers: `patch` refuses a model with an unsupported row, `session.report()`
+returns the table of a model, and `python -m rl_consistency.models.audit` prints `docs/audit.md`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from enum import StrEnum
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.models import families
-from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.numerics.orders import ORDERS
 
 
@@ -24,10 +24,10 @@ class Verdict(StrEnum):
     CANONICAL = "canonical"
     """Runs in a registered reduction order."""
     AUDITED = "audited elementwise"
-    """No sum across tokens or features; a test shows its bits do not depend on where a value
-    stands."""
+    """Adds nothing across tokens or features; a test shows that the place of a value in its tensor
+    does not change its bits."""
     UNSUPPORTED = "unsupported"
-    """Nothing is known; `patch` refuses."""
+    """No order and no audit covers it; `patch` refuses."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,6 @@ class AuditTable:
         )
 
 
-_CHAIN_TEST = "tests/models/test_chain.py::test_a_token_does_not_depend_on_its_batch"
-
 TESTS = {
     op: f"tests/kernels/{op}/test_{op}.py::{test}"
     for op, test in {
@@ -96,62 +94,47 @@ TESTS = {
 }
 """Op -> the test that its verdict rests on."""
 
+
+def _canonical(name: str, kind: str, op: str) -> AuditRow:
+    return AuditRow(name, kind, Verdict.CANONICAL, ORDERS[op].tag, TESTS[op])
+
+
+def _unsupported(name: str, kind: str, reason: str) -> AuditRow:
+    return AuditRow(name, kind, Verdict.UNSUPPORTED, reason, "")
+
+
+def _audited(name: str, kind: str, basis: str, test: str) -> AuditRow:
+    return AuditRow(name, kind, Verdict.AUDITED, basis, f"tests/models/{test}")
+
+
 FUNCTIONAL = (
-    AuditRow(
+    _audited(
         "DecoderLayer.forward",
         "residual + hidden_states",
-        Verdict.AUDITED,
         "one correctly rounded addition per element",
-        "tests/models/test_elementwise_audit.py::test_residual_addition_is_positionless",
+        "test_elementwise_audit.py::test_residual_addition_is_positionless",
     ),
-    AuditRow(
-        "Attention.forward",
-        "rotary(q, k, cos, sin)",
-        Verdict.CANONICAL,
-        ORDERS["rotary"].tag,
-        TESTS["rotary"],
-    ),
-    AuditRow(
+    _canonical("Attention.forward", "rotary(q, k, cos, sin)", "rotary"),
+    _audited(
         "RotaryEmbedding.forward",
         "table[position_ids]",
-        Verdict.AUDITED,
         "a gather from one table per model, made in fp64",
-        "tests/models/test_elementwise_audit.py::test_rotary_table_rows_do_not_depend_on_the_call",
+        "test_elementwise_audit.py::test_rotary_table_rows_do_not_depend_on_the_call",
     ),
-    AuditRow(
-        "Attention.forward",
-        "softmax(q k^T) v",
-        Verdict.CANONICAL,
-        ORDERS["attention"].tag,
-        TESTS["attention"],
-    ),
-    AuditRow(
-        "MLP.forward",
-        "activation(gate) * up",
-        Verdict.CANONICAL,
-        ORDERS["glu"].tag,
-        TESTS["glu"],
-    ),
-    AuditRow(
+    _canonical("Attention.forward", "softmax(q k^T) v", "attention"),
+    _canonical("MLP.forward", "activation(gate) * up", "glu"),
+    _audited(
         "Model.forward",
         "pack and unpack",
-        Verdict.AUDITED,
         "copies of rows, no arithmetic",
-        _CHAIN_TEST,
+        "test_chain.py::test_a_token_does_not_depend_on_its_batch",
     ),
-    AuditRow(
-        "token_logprobs",
-        "LM head, softmax, entropy",
-        Verdict.CANONICAL,
-        ORDERS["token_logprobs"].tag,
-        TESTS["token_logprobs"],
-    ),
-    AuditRow(
+    _canonical("token_logprobs", "LM head, softmax, entropy", "token_logprobs"),
+    _audited(
         "losses",
         "exp, min, clamp, products",
-        Verdict.AUDITED,
         "exp measured positionless on the CPU; the rest is correctly rounded",
-        "tests/models/test_elementwise_audit.py::test_elementwise_functions_are_positionless",
+        "test_elementwise_audit.py::test_elementwise_functions_are_positionless",
     ),
 )
 """Ops on the forward path that are not modules, for every covered family."""
@@ -174,30 +157,18 @@ def audit(model: nn.Module, stock_classes: Mapping[str, type[nn.Module]]) -> Aud
         mixin = mixins.get(stock)
         if "forward" in vars(module):
             reason = "its forward was replaced on the instance (by a hook or a wrapper)"
-            rows.append(AuditRow(name, stock.__name__, Verdict.UNSUPPORTED, reason, ""))
-            continue
-        if mixin is not None and not mixin.op:
-            continue
-        if mixin is not None:
-            rows.append(_canonical_row(name, stock, mixin))
+            rows.append(_unsupported(name, stock.__name__, reason))
+        elif mixin is not None:
+            if mixin.op:
+                rows.append(_canonical(name, stock.__name__, mixin.op))
             if mixin.op == "glu":
-                # The activation alone is replaced by the op; any other child runs as it is.
+                # The op replaces the activation only; any other child runs as it is.
                 activations.add(id(module.act_fn))
-        elif stock in families.containers(config):
-            continue
         elif id(module) in activations:
-            rows.append(
-                AuditRow(name, stock.__name__, Verdict.CANONICAL, ORDERS["glu"].tag, TESTS["glu"])
-            )
-        else:
-            rows.append(
-                AuditRow(name, stock.__name__, Verdict.UNSUPPORTED, "no audit covers it", "")
-            )
+            rows.append(_canonical(name, stock.__name__, "glu"))
+        elif stock is not nn.ModuleList:
+            rows.append(_unsupported(name, stock.__name__, "no audit covers it"))
     return AuditTable((*rows, *FUNCTIONAL))
-
-
-def _canonical_row(name: str, stock: type[nn.Module], mixin: type[CanonicalModule]) -> AuditRow:
-    return AuditRow(name, stock.__name__, Verdict.CANONICAL, ORDERS[mixin.op].tag, TESTS[mixin.op])
 
 
 def markdown() -> str:
@@ -211,8 +182,7 @@ def markdown() -> str:
         "",
         "## Canonical orders",
         "",
-        *_table(("order", "text"), ((o.tag, o.text) for o in ORDERS.values())),
-        "",
+        *(line for order in ORDERS.values() for line in _order(order)),
         "## Modules",
         "",
         *_table(
@@ -237,6 +207,15 @@ def markdown() -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _order(order: ReductionOrder) -> list[str]:
+    """Heading and pseudocode of one order, once for each device that has its own."""
+    devices = {"cpu": "On a CPU" if order.cuda else "On both devices", "cuda": "On CUDA"}
+    lines = [f"### {order.tag}", ""]
+    for device in ("cpu", "cuda") if order.cuda else ("cpu",):
+        lines += [f"{devices[device]}:", "", "```text", order.on(device).strip(), "```", ""]
+    return lines
 
 
 def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:

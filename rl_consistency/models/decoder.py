@@ -1,6 +1,4 @@
-"""Canonical counterparts of a Hugging Face decoder: its layers, the model, and the model with its
-LM head. What the layers are made of is in `modules`.
-"""
+"""Canonical counterparts of a Hugging Face decoder layer, of the decoder, and of the causal LM."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ class CanonicalDecoderLayer(CanonicalModule):
 
 
 class CanonicalBaseModel(CanonicalModule):
-    """The decoder without its head: packs whatever form the batch has, and unpacks the result."""
+    """The decoder without its head: packs any form of batch, and unpacks the result."""
 
     embed_tokens: nn.Module
     layers: nn.ModuleList

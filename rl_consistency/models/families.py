@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -32,8 +31,7 @@ FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "
 """model_type -> class-name prefix in transformers."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""RoPE variants whose frequencies are fixed when the model is built; the others change with
-length."""
+"""RoPE variants whose frequencies do not change with the length of a sequence."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -90,21 +88,10 @@ def module_kinds() -> dict[str, type[CanonicalModule]]:
     return {"Linear": CanonicalLinear, "Embedding": CanonicalEmbedding, **_PARTS}
 
 
-def containers(config: PreTrainedConfig) -> set[type[nn.Module]]:
-    """Module classes of a family's models that compute nothing themselves."""
-    modeling(config)
-    return {nn.ModuleList}
-
-
 @cache
 def canonical_class(mixin: type[CanonicalModule], stock: type[nn.Module]) -> type[nn.Module]:
-    """`stock` with `mixin` in front; keeps the name, which save_pretrained writes to the config."""
+    """`stock` with `mixin` in front, under its own name: save_pretrained writes it to the config."""
     return type(stock.__name__, (mixin, stock), {"__module__": mixin.__module__})
-
-
-def stock_rotary(config: PreTrainedConfig) -> Callable[..., Any]:
-    """The family's own apply_rotary_pos_emb."""
-    return modeling(config).apply_rotary_pos_emb
 
 
 def window_of(config: PreTrainedConfig, attention: nn.Module) -> int | None:
@@ -150,7 +137,7 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def check_head(model: nn.Module) -> None:
-    """Refuse a bare decoder or another task's head.
+    """Refuse a bare decoder, a wrapper, or the head of another task.
 
     Raises:
         UnsupportedModelError: the model is not the family's causal LM.
@@ -165,7 +152,7 @@ def check_head(model: nn.Module) -> None:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Refuse dtypes without an order, and a mixture of them.
+    """Refuse a dtype without an order, and parameters of different dtypes.
 
     Raises:
         UnsupportedModelError: names the first offending parameter.

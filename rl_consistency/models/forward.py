@@ -1,4 +1,4 @@
-"""The patched model on packed rows: the one way that rollout and training compute hidden states."""
+"""The patched model on packed rows: rollout and training both compute hidden states here."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def next_token_logits(model: nn.Module, hidden: Tensor) -> Tensor:
 def rotary_rows(model: nn.Module, num_positions: int) -> Tensor:
     """The model's table of cosines and sines, made large enough now.
 
-    Whoever reads it by address, as a CUDA graph does, has to hold it: a later call of the model on
-    longer sequences replaces it.
+    A later call of the model on longer sequences replaces the table. A caller that reads it by
+    address, as a CUDA graph does, has to keep this tensor.
 
     Args:
         model: patched causal LM.

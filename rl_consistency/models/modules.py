@@ -1,7 +1,7 @@
 """Canonical counterparts of the modules a Hugging Face decoder is made of.
 
-Each class is mixed in front of the exact Hugging Face class (`families.canonical_class`), so that a
-patched module keeps its parameters, its state-dict keys and its place in the tree; `super()` is the
+`families.canonical_class` puts each class in front of the exact Hugging Face class. A patched
+module keeps its parameters, its state-dict keys and its place in the tree, and `super()` is the
 stock path. Inside a patched model hidden states are packed rows [1, R, ...]
 (`packing.PackedBatch`).
 """
@@ -38,7 +38,7 @@ TABLE_POSITIONS = 1024
 
 
 class CanonicalModule(nn.Module):
-    """Base of the mixins; holds what `patch` attaches and `restore` removes."""
+    """Base of the mixins; `patch` attaches the gradient buffers and `restore` removes them."""
 
     if TYPE_CHECKING:
         _gradient_buffers: dict[str, GradientBuffer]
@@ -49,17 +49,18 @@ class CanonicalModule(nn.Module):
     """The op this module runs in, by its name in `numerics.strict.OPS`; empty for containers."""
 
     def gradient_buffer(self, name: str) -> GradientBuffer | None:
-        """The buffer of one of the module's own parameters.
+        """The buffer of one of the module's own parameters; see `_buffer_of`."""
+        return self._buffer_of(name, getattr(self, name))
 
-        While any op is on its stock path autograd adds to gradients as well, nothing is promised
-        about their bits, and every use folds straight into `parameter.grad`.
+    def _buffer_of(self, name: str, parameter: Tensor | None) -> GradientBuffer | None:
+        """The buffer that the gradient of this parameter is folded into; None without one.
+
+        While any op is on its stock path, autograd adds to the gradients too. Nothing is promised
+        about their bits then, and every use folds straight into `parameter.grad`.
 
         Raises:
             ValueError: the parameter was replaced after `patch`.
         """
-        return self._buffer_of(name, getattr(self, name))
-
-    def _buffer_of(self, name: str, parameter: Tensor | None) -> GradientBuffer | None:
         buffer = self._gradient_buffers.get(name)
         if buffer is None:
             return None
@@ -84,24 +85,25 @@ class CanonicalLinear(CanonicalModule):
         return linear(input, weight, bias, weight_grad=weight_grad, bias_grad=bias_grad)
 
     def operands(self) -> Projection:
-        """What `linear` takes beside the input."""
+        """The operands of `linear` other than its input."""
         weight, bias = self.weight, self.bias
         weight_grad = self._buffer_of("weight", weight)
         return Projection(weight, bias, weight_grad, self._buffer_of("bias", bias))
 
 
-def _observed(*modules: nn.Module) -> bool:
-    """Whether anything but what a fused op stands for would come of calling the modules: hooks, a
-    forward or call of their own, a compiled one.
+def _all_plain(*modules: nn.Module) -> bool:
+    """Whether a fused op may stand for calls of these modules: each call would run the canonical
+    forward and nothing else.
     """
-    return bool(_has_any_global_hook()) or any(map(_watched, modules))
+    return not _has_any_global_hook() and all(map(_is_plain, modules))
 
 
-def _watched(module: nn.Module) -> bool:
+def _is_plain(module: nn.Module) -> bool:
+    """Whether the module has the canonical forward, no hooks and no compiled call."""
     own = vars(module)
-    return bool(
+    return not (
         "forward" in own
-        or type(module).forward not in _FUSED
+        or type(module).forward not in _FUSED_FORWARDS
         or type(module).__call__ is not nn.Module.__call__
         or own.get("_compiled_call_impl") is not None
         or own["_forward_hooks"]
@@ -111,31 +113,31 @@ def _watched(module: nn.Module) -> bool:
     )
 
 
-def _fusable(x: Tensor, projections: tuple[CanonicalLinear, ...]) -> bool:
-    """Whether canonical projections of one x may run in one launch: on a GPU, without gradients,
-    none of them watched. The bytes are the same either way.
+def _may_fuse(x: Tensor, projections: tuple[CanonicalLinear, ...]) -> bool:
+    """Whether projections of one x may run in one launch: on a GPU, without gradients, all of them
+    canonical and plain. The bytes are the same either way.
     """
     return (
         x.is_cuda
         and not torch.is_grad_enabled()
         and is_canonical("linear")
-        and not _observed(*projections)
+        and _all_plain(*projections)
     )
 
 
-def _joinable(x: Tensor, *modules: nn.Module) -> bool:
-    """Whether ops that follow one another may be one function of autograd: in training, in their
-    canonical orders, none of them watched. The bytes are the same either way.
+def _may_join(x: Tensor, *modules: nn.Module) -> bool:
+    """Whether ops in a row may be one autograd function: in training, every op canonical, every
+    module plain. The bytes are the same either way.
 
-    One function keeps the tensors of all its ops and computes every gradient between them, some of
-    which frozen weights would do without: x has to want a gradient as well.
+    A joined function keeps the tensors of all its ops and computes every gradient between them.
+    Where x needs no gradient, separate ops would keep and compute less.
     """
     return (
         torch.is_grad_enabled()
         and x.requires_grad
         and not current().stock
         and not torch.compiler.is_compiling()
-        and not _observed(*modules)
+        and _all_plain(*modules)
     )
 
 
@@ -159,14 +161,14 @@ class CanonicalRMSNorm(CanonicalModule):
         )
 
     def operands(self) -> HeadNorm:
-        """What `rms_norm` takes beside the input."""
+        """The operands of `rms_norm` other than its input."""
         weight = self.weight
         buffer = self._buffer_of("weight", weight)
         return HeadNorm(weight, self.variance_epsilon, self.rows_per_token, buffer)
 
     def after_addition(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm of residual + x, residual + x), the bytes of the two steps apart."""
-        if is_canonical("rms_norm") and not _observed(self):
+        """(norm of residual + x, residual + x); the same bytes as the addition, then the norm."""
+        if is_canonical("rms_norm") and _all_plain(self):
             return add_rms_norm(
                 x,
                 residual,
@@ -178,8 +180,8 @@ class CanonicalRMSNorm(CanonicalModule):
         return self(total), total
 
 
-_FUSED = (CanonicalLinear.forward, CanonicalRMSNorm.forward)
-"""What fused ops stand for."""
+_FUSED_FORWARDS = (CanonicalLinear.forward, CanonicalRMSNorm.forward)
+"""The forwards that fused ops may stand for."""
 
 
 class CanonicalEmbedding(CanonicalModule):
@@ -196,7 +198,7 @@ class CanonicalEmbedding(CanonicalModule):
             self.weight,
             padding_idx=self.padding_idx,
             weight_grad=self.gradient_buffer("weight"),
-            # The engine knows its ids; a look at them would stall every decode step.
+            # The engine checks its ids itself; reading them here would stall every decode step.
             check_ids=torch.is_grad_enabled() or not input.is_cuda,
         )
 
@@ -215,8 +217,8 @@ class CanonicalRotaryEmbedding(CanonicalModule):
     ) -> tuple[Tensor, Tensor]:
         """cos and sin, [R, D/2] fp32 each; on the stock path [1, R, D] in the dtype of x.
 
-        `num_positions` bounds the position ids from above; without it they are read, for which a
-        GPU has to be waited for.
+        Every position id is below `num_positions`; without it the ids are read, which waits for a
+        GPU.
         """
         if not is_canonical("rotary"):
             return super().forward(x, position_ids)
@@ -229,7 +231,7 @@ class CanonicalRotaryEmbedding(CanonicalModule):
     def table(self, num_positions: int, device: torch.device) -> Tensor:
         """[2, rows, D/2] fp32 cosines and sines of at least `num_positions` positions.
 
-        A larger one replaces it, with the same bits in the rows they share.
+        A larger table replaces a smaller one and repeats its bits in the rows they share.
         """
         table = self._rotary_table
         if table is None or table.shape[1] < num_positions or table.device != device:
@@ -242,8 +244,8 @@ class CanonicalRotaryEmbedding(CanonicalModule):
         return table
 
     def _inverse_frequencies(self) -> Tensor:
-        """[D/2] fp32, anew from the config: `model.to(dtype)` rounds the module's own buffer, and a
-        model loaded in that dtype would then rotate by other angles.
+        """[D/2] fp32, computed from the config. The module's buffer will not do: `model.to(dtype)`
+        rounds it, and a model loaded in that dtype would rotate by other angles.
         """
         if self.rope_type == "default":
             return self.compute_default_rope_parameters(self.config)[0]
@@ -263,9 +265,9 @@ class CanonicalMLP(CanonicalModule):
         if not is_canonical("glu"):
             return super().forward(x)
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        if _joinable(x, gate, up, down):
+        if _may_join(x, gate, up, down):
             return gated_mlp(x, gate.operands(), up.operands(), down.operands(), self.activation)
-        if _fusable(x, (gate, up)) and gate.bias is None and up.bias is None:
+        if _may_fuse(x, (gate, up)) and gate.bias is None and up.bias is None:
             return down(linear_glu(x, gate.weight, up.weight, self.activation))
         return down(glu(gate(x), up(x), self.activation))
 
@@ -305,7 +307,7 @@ class CanonicalAttention(CanonicalModule):
         """Queries and keys, normed and rotated, and values: [R, heads, D] each."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         norms = (self.q_norm, self.k_norm) if hasattr(self, "q_norm") else ()
-        if _joinable(x, *projections, *norms):
+        if _may_join(x, *projections, *norms):
             of_q, of_k, of_v = (projection.operands() for projection in projections)
             of_norms = tuple(norm.operands() for norm in norms)
             return attention_inputs(x, (of_q, of_k, of_v), of_norms, cos, sin, self.head_dim)
@@ -318,7 +320,7 @@ class CanonicalAttention(CanonicalModule):
         self, x: Tensor, projections: tuple[CanonicalLinear, CanonicalLinear, CanonicalLinear]
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = projections
-        if _fusable(x, projections):
+        if _may_fuse(x, projections):
             return linear_qkv(x, (q.weight, k.weight, v.weight), (q.bias, k.bias, v.bias))
         return q(x), k(x), v(x)
 
@@ -329,19 +331,16 @@ class CanonicalAttention(CanonicalModule):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         canonical = is_canonical("attention")
+        scores: dict[str, Any] = {"scale": self.scaling, "window": self.window}
         if isinstance(layout, PagedAttention):
             layout.write(self.layer_idx, k, v)
             if canonical:
-                return attention_paged(
-                    q, layout, self.layer_idx, scale=self.scaling, window=self.window
-                )[0]
+                return attention_paged(q, layout, self.layer_idx, **scores)[0]
             if isinstance(layout, CapturedPagedAttention):
-                return stock_captured_attention(
-                    q, layout, self.layer_idx, scale=self.scaling, window=self.window
-                )
+                return stock_captured_attention(q, layout, self.layer_idx, **scores)
             cache = (layout.key_cache[self.layer_idx], layout.value_cache[self.layer_idx])
             k, v = (c.view(-1, *c.shape[2:]) for c in cache)
         elif canonical:
             assert isinstance(layout, PackedSequences)
-            return attention_varlen(q, k, v, layout, scale=self.scaling, window=self.window)[0]
-        return stock_attention(q, k, v, layout, scale=self.scaling, window=self.window)
+            return attention_varlen(q, k, v, layout, **scores)[0]
+        return stock_attention(q, k, v, layout, **scores)

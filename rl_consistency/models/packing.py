@@ -1,9 +1,8 @@
-"""One layout inside the model: sequences packed one after another, each starting on a multiple of
-16.
+"""The layout inside the model: sequences one after another, each starting on a multiple of 16.
 
 Padded batches, lists of sequences and packed rows with position resets all become a `PackedBatch`,
-so there is one set of bits whatever form a batch arrived in. The alignment is the gradient fold's
-step: a cut between two sequences is then always a cut between two steps.
+so every form of a batch gives the same bits. The alignment is the step of the gradient fold: a cut
+between two sequences is then also a cut between two steps.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ ALIGNMENT = STEP
 
 
 def from_host(values: np.ndarray, device: torch.device | str) -> Tensor:
-    """An array as a tensor on the device, without waiting for the work queued there."""
+    """An array as a tensor on the device. The copy does not wait for work queued there."""
     tensor = torch.from_numpy(values)
     if torch.device(device).type == "cuda":
-        # From pageable memory the copy would wait for everything launched before it.
+        # A copy from pageable memory would wait for everything launched before it.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -83,7 +82,7 @@ class PackedBatch:
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """Where each token of a packed batch goes; worked out on the host, which knows all lengths."""
+    """Where each token of a packed batch goes, computed on the host."""
 
     starts: np.ndarray
     """[S] first row of each sequence."""
@@ -146,7 +145,7 @@ def pack_padded(
 
     Args:
         input_ids: [B, L] int64.
-        attention_mask: [B, L], 1 or True at real tokens; None says all are real.
+        attention_mask: [B, L], 1 or True at real tokens; None if all are real.
         position_ids: [L] or [B, L]; where they restart at 0 a new sequence begins.
 
     Raises:
@@ -210,7 +209,7 @@ def packed_inputs(
     position_ids: Tensor | None,
     kwargs: dict[str, Any],
 ) -> PaddedBatch:
-    """What a patched forward was given, packed.
+    """The packed form of the arguments of a patched forward.
 
     Raises:
         ValueError: no input_ids, or an argument that only the stock forward takes.

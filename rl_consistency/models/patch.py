@@ -1,5 +1,4 @@
-"""The patch session: a Hugging Face policy whose forward and backward run in the canonical
-orders."""
+"""The patch session: a Hugging Face policy whose forward and backward run in canonical orders."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ _ATTRIBUTES = (
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a forward pass comes upon a canonical module, or upon a container of one."""
+    """An attribute through which a forward pass reaches a canonical module, or a parent of one."""
 
     name: str
     parent: weakref.ref[nn.Module]
@@ -54,7 +53,7 @@ class _Place:
 
     @staticmethod
     def all_in(model: nn.Module) -> list[_Place]:
-        """One place per parent and attribute; a shared module has several."""
+        """One place per parent and attribute: a shared module has several."""
         return [
             _Place(
                 f"{name}.{attribute}".lstrip("."),
@@ -70,8 +69,8 @@ class _Place:
         ]
 
     def held(self) -> bool:
-        """Whether the module is still what is found there, and canonical if it was."""
-        # As forward looks it up: an attribute of the instance or its class hides a submodule.
+        """Whether the attribute still gives this module, canonical if it was."""
+        # Looked up as forward does: an attribute of the instance or its class hides a submodule.
         found = getattr(self.parent(), self.attribute, None)
         if found is None or found is not self.module():
             return False
@@ -86,20 +85,20 @@ class PatchSession:
     """A model's patch, live from `patch(model)` to `restore()` or the end of the `with` block.
 
     Parameters stay where they are and keep their names: optimizers, `state_dict`,
-    `save_pretrained` and gradient checkpointing work as before. Gradients of patched parameters are
-    fp32 and are folded into `parameter.grad` by the backward pass itself, so
-    `torch.autograd.grad` with respect to them gives None; call `backward()`. Its `inputs=` does not
-    narrow the fold: parameters beside those named may be folded too (see `kernels.projections`).
+    `save_pretrained` and gradient checkpointing work as before. The backward pass folds the
+    gradients of patched parameters into `parameter.grad` itself, in fp32: call `backward()`;
+    `torch.autograd.grad` with respect to them gives None. `backward(inputs=...)` may fold other
+    parameters too (see `kernels/linear/joined.py`).
     """
 
     def __init__(self, model: nn.Module):
-        # Sessions are found through the model; a strong reference back would keep both forever.
+        # _SESSIONS finds the session through the model; a strong reference would keep both forever.
         self._model = weakref.ref(model)
         self._stock_classes: dict[str, type[nn.Module]] = {}
         self._places: list[_Place] = []
         self._settings = ExitStack()
         self._settings_found = _read_settings()
-        # A session that is dropped, or alive at exit, must not leave the settings held.
+        # Releases the settings when the session is dropped without restore(), or at exit.
         weakref.finalize(self, self._settings.close)
 
     def __enter__(self) -> PatchSession:
@@ -141,8 +140,8 @@ class PatchSession:
 
     @contextmanager
     def stock(self) -> Iterator[nn.Module]:
-        """The unpatched Hugging Face model, same parameters, under the numeric settings that held
-        before the patch, inside the block."""
+        """Inside the block, the unpatched Hugging Face model: same parameters, and the numeric
+        settings from before the patch."""
         patched = {name: type(self.model.get_submodule(name)) for name in self._stock_classes}
         held = _read_settings()
         self._swap_to_stock()
@@ -150,7 +149,7 @@ class PatchSession:
         try:
             yield self.model
         finally:
-            # Nothing to go back to if the block restored the session.
+            # If the block restored the session, there is nothing to put back.
             if self._stock_classes:
                 _write_settings(held)
             for name in self._stock_classes:
@@ -161,10 +160,10 @@ class PatchSession:
         return audit(self.model, self._stock_classes)
 
     def verify(self) -> None:
-        """Prove that the patch is live: classes, settings, and a forward pass of this very model.
+        """Prove that the patch is live: by classes, by settings and by a forward pass.
 
-        Three sequences, one of a single token, are run alone and together; their hidden states must
-        be equal as bytes.
+        The model runs three sequences, one of a single token, alone and together; their hidden
+        states must be equal as bytes.
 
         Raises:
             ConsistencyError: something undid the patch, an op is on its stock path, or the bytes
@@ -184,37 +183,39 @@ class PatchSession:
                 f"ops on their stock path here: {', '.join(stock)}. Leave the strict(...) block "
                 f"or unset {VARIABLE}."
             )
-        device = next(self.model.parameters()).device
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-        sequences = [[(i * 7 + n) % vocabulary for i in range(n)] for n in (1, 3, 21)]
-        with torch.no_grad():
-            batch = PackedBatch.from_sequences(sequences, device)
-            together = self._hidden(batch.input_ids, batch.layout, batch.position_ids)
-            alone = [self._alone(torch.tensor(s, device=device)) for s in sequences]
-            together, alone = together[batch.token_rows], torch.cat(alone)
-        bits = [t.float().view(torch.int32) for t in (together, alone)]
-        different = int((bits[0] != bits[1]).any(dim=1).sum())
+        different, tokens = self._compare_alone_and_together()
         if different:
             raise ConsistencyError(
-                f"{different} of {len(alone)} probe tokens depend on their neighbours; run "
+                f"{different} of {tokens} probe tokens depend on their neighbours; run "
                 "`rl-consistency verify` to see which op."
             )
 
-    def _hidden(
-        self, input_ids: torch.Tensor, layout: PackedSequences, position_ids: torch.Tensor
-    ) -> torch.Tensor:
-        decoder: Any = self.model.model
-        return decoder.packed_forward(input_ids, position_ids, layout)
-
-    def _alone(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Hidden states of one sequence without filler rows, as a decode step would have them."""
-        count = len(tokens)
-        positions = torch.arange(count, device=tokens.device)
-        return self._hidden(tokens, PackedSequences.of([0], [count]), positions)
+    @torch.no_grad()
+    def _compare_alone_and_together(self) -> tuple[int, int]:
+        """How many of the probe's tokens differ between sequences run alone and together."""
+        model: Any = self.model
+        device = next(model.parameters()).device
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        sequences = [[(i * 7 + n) % vocabulary for i in range(n)] for n in (1, 3, 21)]
+        batch = PackedBatch.from_sequences(sequences, device)
+        forward = model.model.packed_forward
+        together = forward(batch.input_ids, batch.position_ids, batch.layout)[batch.token_rows]
+        # Without filler rows, as a decode step has them.
+        alone = torch.cat(
+            [
+                forward(
+                    torch.tensor(tokens, device=device),
+                    torch.arange(len(tokens), device=device),
+                    PackedSequences.of([0], [len(tokens)]),
+                )
+                for tokens in sequences
+            ]
+        )
+        bits = [hidden.float().view(torch.int32) for hidden in (together, alone)]
+        return int((bits[0] != bits[1]).any(dim=1).sum()), len(alone)
 
     def _undone(self) -> list[str]:
-        """Names of modules that forward would not come upon as they were patched; the root's is
-        empty."""
+        """Names of the modules that no longer run as they were patched; the root's is empty."""
         undone = [place.name for place in self._places if not place.held()]
         root_undone = "" in self._stock_classes and not _is_canonical(self.model)
         return ["", *undone] if root_undone else undone
@@ -247,7 +248,7 @@ class PatchSession:
             module.activation = families.ACTIVATIONS[config.hidden_act]
         elif isinstance(module, CanonicalAttention):
             module.window = families.window_of(config, module)
-            module.apply_stock_rotary = families.stock_rotary(config)
+            module.apply_stock_rotary = families.modeling(config).apply_rotary_pos_emb
             for norm, heads in (
                 ("q_norm", config.num_attention_heads),
                 ("k_norm", config.num_key_value_heads),
@@ -314,9 +315,9 @@ def patched_session(model: nn.Module) -> PatchSession:
 
 
 def patched_part(model: nn.Module, name: str) -> nn.Module:
-    """A direct submodule of a patched model, canonical itself.
+    """A direct submodule of a patched model, checked to be canonical.
 
-    Looks at no other: for parts of a call of which another, `patched_session`, looks at them all.
+    `patched_session` checks every module; a call that has used it needs only this check after.
 
     Raises:
         ValueError: the model is not patched, or the submodule runs stock.
@@ -336,8 +337,7 @@ def _write_settings(values: tuple[Any, ...]) -> None:
 
 
 def _gradient_buffers(model: nn.Module) -> dict[str, GradientBuffer]:
-    """One buffer per use of each parameter, by qualified name; shared parameters are seen per
-    use."""
+    """One buffer per use of each parameter, by qualified name; a tied parameter has several."""
     uses: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
         for own, parameter in module.named_parameters(prefix=name, recurse=False):

@@ -1,7 +1,7 @@
 """The stock path of attention over our layouts: torch's scaled_dot_product_attention.
 
-Sequences of differing lengths are called one by one; those of a CUDA graph, whose lengths only the
-device knows, in one batch behind a mask.
+Sequences are computed one by one; those of a CUDA graph, whose lengths only the device knows, in
+one batch with a mask.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def stock_attention(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Attention in whatever order torch chooses; for ablations and negative controls.
+    """Attention in the order torch chooses; for ablations and negative controls.
 
     Args:
         q: [T, H, D].
@@ -74,7 +74,7 @@ def stock_captured_attention(
         window: sliding window, or None.
 
     Returns:
-        [T, H, D]; what stands behind a sequence's last query is of no use.
+        [T, H, D]; rows after a sequence's last query hold nothing of use.
     """
     numbers, sequences = layout.numbers, len(layout.query_lens)
     queries = q.shape[0] // sequences
@@ -83,8 +83,8 @@ def stock_captured_attention(
     key = torch.arange(keys, device=q.device)
     starts = numbers.block_table[:, :blocks, None] * layout.block_size
     places = (starts + key[: layout.block_size]).flatten(1)  # [B, keys]
-    # Behind its last key a sequence's own first: a weight of 0 would not remove the NaN that a
-    # former holder left there.
+    # Places after a sequence's last key read its first key instead: an earlier sequence may have
+    # left NaN there, which a weight of 0 would not remove.
     index = torch.where(key < numbers.context_len[:, None], places, places[:, :1]).view(-1)
     k, v = (
         cache[layer]
@@ -99,8 +99,8 @@ def stock_captured_attention(
     position = torch.minimum((last + 1 - numbers.query_len)[:, None] + token, last[:, None])
     distance = position[:, :, None] - key  # [B, queries, keys]
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    # The heads of a KV group as further queries: no kernel with a mask takes grouped heads, and
-    # torch would repeat the keys for each of them.
+    # The heads of a KV group become further queries: no kernel with a mask takes grouped heads, and
+    # torch would copy the keys for each of them.
     group = heads // kv_heads
     grouped = q.view(sequences, queries, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     attended = F.scaled_dot_product_attention(

@@ -64,18 +64,18 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Log-probability of each scored token given the tokens before it.
 
-    Lists and padded batches are packed without padding, so all forms give the same bytes, and these
-    are the bytes the rollout engine returned under the same weights.
+    Lists and padded batches are packed without padding, so all forms give the same bytes. The
+    rollout engine returned the same bytes if the weights are the same.
 
     Args:
         model: patched causal LM.
         sequences: lists of token ids, a padded [B, L] int64 batch, or a `PackedBatch`.
-        attention_mask: [B, L] for a padded batch, left or right; None says no padding.
+        attention_mask: [B, L] for a left- or right-padded batch; None if nothing is padded.
         prompt_lengths: tokens at the start of each sequence that are not scored.
         loss_mask: instead of prompt_lengths, True at tokens to score, in the form of `sequences`.
-            The first token of a sequence has nothing before it and cannot be scored.
-        sampling: the parameters the tokens were sampled with, one for all or one per sequence; None
-            is temperature 1 without truncation.
+            The first token of a sequence has no token before it and cannot be scored.
+        sampling: the parameters the tokens were sampled with, one object for all sequences or one
+            per sequence; None is temperature 1 without truncation.
 
     Returns:
         logprobs and entropies of the scored tokens.
@@ -127,7 +127,7 @@ def _stock_scores(
 @dataclass(frozen=True, eq=False)
 class _Rows:
     index: Tensor
-    """[M] packed row that predicts each target; a multiple of 16 per sequence."""
+    """[M] packed row that predicts each target; each sequence has a multiple of 16 of them."""
     targets: Tensor
     """[M] int64, `IGNORED` in rows of filler."""
     kept: Tensor
@@ -203,8 +203,9 @@ def _masks(lens: list[int], loss_mask: Any, attention_mask: Tensor | None) -> li
 def _scored_rows(batch: PackedBatch, lens: list[int], scored: list[Tensor]) -> _Rows:
     """Rows to score, their owners, and which of them are real.
 
-    Each sequence's rows are filled to a multiple of the fold's step with its own first row and an
-    ignored target, so the LM head's gradient can be cut between any two sequences.
+    Filler rows bring each sequence to a multiple of the fold's step, so that the LM head's gradient
+    can be cut between any two sequences. They repeat the sequence's first row and have an ignored
+    target.
     """
     index: list[np.ndarray] = []
     real: list[np.ndarray] = []

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from rl_consistency.cli import train
-from rl_consistency.trainers.run_directory import RunDirectoryError
+from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
 RECIPE = {
     "run": {"name": "tiny", "num_threads": 1},
@@ -25,7 +25,7 @@ RECIPE = {
         "max_prompt_tokens": 6,
     },
     "reward": {"functions": [{"name": "arithmetic"}]},
-    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_new_tokens": 8},
+    "rollout": {"prompts_per_step": 4, "sampling": {"n": 2, "max_tokens": 8}},
     "optimizer": {"learning_rate": 1e-3},
     "training": {"steps": 2, "eval_every": 2},
     "consistency": {"gradient_check_every": 2, "shadow_every": 1},

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from rl_consistency.trainers.config.sections import OptimizerSection
+from rl_consistency.trainers.config.learning_sections import OptimizerSection
 from rl_consistency.trainers.optimizer import PolicyOptimizer, _variant
 
 pytestmark = pytest.mark.gpu

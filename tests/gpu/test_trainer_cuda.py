@@ -14,12 +14,12 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.replay import load_replay_bundle
 from rl_consistency.trainers import hooks
-from rl_consistency.trainers.checkpoint import list_checkpoints
+from rl_consistency.trainers.config.policy_sections import PolicySection, TokenizerSection
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.config.sections import PolicySection, TokenizerSection
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.run import train
-from rl_consistency.trainers.tracking import read_metrics
+from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
+from rl_consistency.trainers.run_directory.metrics_file import read_metrics
 
 pytestmark = pytest.mark.gpu
 
@@ -44,7 +44,7 @@ RECIPE = {
         "max_prompt_tokens": 6,
     },
     "reward": {"functions": [{"name": "arithmetic"}]},
-    "rollout": {"prompts_per_step": 8, "samples_per_prompt": 4, "max_new_tokens": 20},
+    "rollout": {"prompts_per_step": 8, "sampling": {"n": 4, "max_tokens": 20}},
     # Few rewards differ at the start: the entropy bonus gives every token a gradient.
     "algorithm": {"entropy_coefficient": 0.01, "kl_coefficient": 0.01, "updates_per_rollout": 2},
     "optimizer": {"learning_rate": 1e-3},

@@ -55,7 +55,7 @@ def test_a_training_step_has_the_bytes_of_the_ops_apart(preset, dtype, joined, m
         found = step(model)
         layers = model.config.num_hidden_layers
         assert sorted(joined) == ["attention_inputs"] * 2 * layers + ["gated_mlp"] * 2 * layers
-        monkeypatch.setattr(modules, "_joinable", lambda *modules: False)
+        monkeypatch.setattr(modules, "_may_join", lambda *modules: False)
         expected = step(model)
     assert len(joined) == 4 * layers
     assert first_difference(found, expected) is None
@@ -79,7 +79,7 @@ def test_gradients_of_another_use_of_x_are_added_as_for_the_ops_apart(norm, join
     with patch(model):
         found = gradients()
         assert len(joined) == 2 * model.config.num_hidden_layers
-        monkeypatch.setattr(modules, "_joinable", lambda *operands: False)
+        monkeypatch.setattr(modules, "_may_join", lambda *operands: False)
         assert first_difference(found, gradients()) is None
 
 
@@ -230,9 +230,9 @@ def test_a_compiler_is_shown_the_ops(joined, monkeypatch):
     with patch(model):
         x, up = torch.ones(1, 3, 96, requires_grad=True), model.model.layers[0].mlp.up_proj
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert not modules._joinable(x, up)
+        assert not modules._may_join(x, up)
         monkeypatch.undo()
-        assert modules._joinable(x, up)
+        assert modules._may_join(x, up)
 
 
 class Doubled(nn.Module):

@@ -271,11 +271,11 @@ def test_fused_projections_give_the_same_bytes(preset, dtype, monkeypatch):
 
     def fusable(x, projections):
         asked.append(len(projections))
-        return not modules._observed(*projections)
+        return modules._all_plain(*projections)
 
     with patch(model), torch.no_grad():
         apart = packed_hidden_states(model, batch)
-        monkeypatch.setattr(modules, "_fusable", fusable)
+        monkeypatch.setattr(modules, "_may_fuse", fusable)
         fused = packed_hidden_states(model, batch)
     assert sorted(set(asked)) == [2, 3]
     assert first_difference({"": fused}, {"": apart}) is None
@@ -287,23 +287,23 @@ def test_projections_are_apart_on_a_cpu_with_gradients_and_on_the_stock_path(mon
     with patch(model):
         pair = (model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj)
         with torch.no_grad():
-            assert not modules._fusable(x, pair)
+            assert not modules._may_fuse(x, pair)
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-        assert not modules._fusable(x, pair)
+        assert not modules._may_fuse(x, pair)
         with torch.no_grad():
-            assert modules._fusable(x, pair)
+            assert modules._may_fuse(x, pair)
             with strict(except_={"linear"}):
-                assert not modules._fusable(x, pair)
+                assert not modules._may_fuse(x, pair)
             everywhere = register_module_forward_hook(lambda *_: None)
-            assert not modules._fusable(x, pair)
+            assert not modules._may_fuse(x, pair)
             everywhere.remove()
-            assert modules._fusable(x, pair)
+            assert modules._may_fuse(x, pair)
             pair[1].compile(backend="eager")
-            assert not modules._fusable(x, pair)
+            assert not modules._may_fuse(x, pair)
             pair[1]._compiled_call_impl = None
-            assert modules._fusable(x, pair)
+            assert modules._may_fuse(x, pair)
             pair[0].register_forward_hook(lambda *_: None)
-            assert not modules._fusable(x, pair)
+            assert not modules._may_fuse(x, pair)
 
 
 def test_a_projection_replaced_by_another_class_is_called_and_not_fused(monkeypatch):
@@ -326,8 +326,8 @@ def test_a_projection_replaced_by_another_class_is_called_and_not_fused(monkeypa
         mlp.gate_proj = Doubled(gate)
         with monkeypatch.context() as on_a_gpu:
             on_a_gpu.setattr(torch.Tensor, "is_cuda", True)
-            assert modules._fusable(x, (gate, up))
-            assert not modules._fusable(x, (mlp.gate_proj, up))
+            assert modules._may_fuse(x, (gate, up))
+            assert not modules._may_fuse(x, (mlp.gate_proj, up))
         assert torch.equal(mlp(x), expected)
         mlp.gate_proj = gate
 
@@ -338,9 +338,9 @@ def test_a_projection_whose_forward_was_replaced_is_not_fused(monkeypatch):
         pair = (model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj)
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         x = torch.zeros(1, 3, 96)
-        assert modules._fusable(x, pair)
+        assert modules._may_fuse(x, pair)
         monkeypatch.setattr(pair[1], "forward", torch.zeros_like, raising=False)
-        assert not modules._fusable(x, pair)
+        assert not modules._may_fuse(x, pair)
 
 
 def test_rotary_table_grows_by_the_bound_of_the_layout_without_reading_positions(monkeypatch):

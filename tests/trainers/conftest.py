@@ -3,12 +3,13 @@
 import copy
 import json
 import sys
+from typing import ClassVar
 
 import pytest
 
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run import train
-from rl_consistency.trainers.tracking import read_metrics
+from rl_consistency.trainers.run_directory.metrics_file import read_metrics
 
 TOY_REWARDS = """
 def varied(prompts, completions, answers, **extra):
@@ -47,7 +48,7 @@ RECIPE = {
         "max_prompt_tokens": 6,
     },
     "reward": {"functions": [{"name": "toy_rewards:varied"}]},
-    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_new_tokens": 9},
+    "rollout": {"prompts_per_step": 4, "sampling": {"n": 2, "max_tokens": 9}},
     "optimizer": {"learning_rate": 1e-2},
     "training": {"steps": 3},
     "tracking": {"console": False},
@@ -57,8 +58,32 @@ RECIPE = {
 class TinyRun:
     """Makes configs from `RECIPE` and dotted changes, and runs them."""
 
+    LONG: ClassVar = {
+        "training.steps": 6,
+        "training.save_every": 2,
+        "training.eval_every": 3,
+        "warm_start.steps": 2,
+        "warm_start.batch_size": 4,
+        "algorithm.kl_coefficient": 0.05,
+        "algorithm.updates_per_rollout": 2,
+        "optimizer.schedule": "cosine",
+        "optimizer.warmup_steps": 3,
+        "consistency.gradient_check_every": 3,
+        "consistency.shadow_every": 2,
+    }
+    """Something of everything that a resumed run has to continue."""
+
     def __init__(self, directory):
         self.directory = directory
+
+    def files(self):
+        """The bytes of every file of the run, by its path in the run directory."""
+        root = self.directory / "run"
+        return {
+            str(path.relative_to(root)): path.read_bytes()
+            for path in sorted(root.rglob("*"))
+            if path.is_file()
+        }
 
     def tree(self, **changes):
         """The recipe with `section.key` values changed; None removes a key."""
@@ -121,3 +146,11 @@ def lasting(rows):
 @pytest.fixture(name="lasting")
 def lasting_fixture():
     return lasting
+
+
+@pytest.fixture
+def lasting_summary():
+    """Takes a summary without what a clock decides."""
+    return lambda summary: {
+        k: v for k, v in summary.items() if k != "seconds" and not k.startswith("time/")
+    }

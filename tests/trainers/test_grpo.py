@@ -1,20 +1,10 @@
-from contextlib import ExitStack
-
 import pytest
-import torch
-from accelerate import Accelerator
 
 from rl_consistency.models import modules
-from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers import grpo
 from rl_consistency.trainers import run as run_module
-from rl_consistency.trainers.data.examples import Example
-from rl_consistency.trainers.grpo import GRPOTrainer, PromptSet
-from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.policy import load_policy
-from rl_consistency.trainers.rewards import RewardFunction
 
 TWO_LAYERS = {"policy.build.num_hidden_layers": 2, "training.steps": 2}
 EXACT = ("mismatched_tokens", "nonfinite_tokens", "logprob_abs_diff/max", "ulp/max", "kl/k3")
@@ -73,10 +63,10 @@ def same_trajectory(plain, tiny_run, common, **changes):
         {"rollout.max_num_seqs": 1},
         {"rollout.prefix_sharing": False},
         {"rollout.kv_block_size": 5},
-        {"rollout.speculation": 7},
+        {"rollout.sampling.speculation": 7},
         {"consistency.gradient_check_every": 1, "consistency.shadow_every": 1},
     ],
-    ids=lambda changes: ",".join(f"{k.split('.')[1]}={v}" for k, v in changes.items()),
+    ids=lambda changes: ",".join(f"{k.split('.')[-1]}={v}" for k, v in changes.items()),
 )
 def test_how_the_work_is_cut_does_not_change_a_bit(plain, tiny_run, changes):
     assert same_trajectory(plain, tiny_run, {}, **changes)
@@ -194,7 +184,7 @@ def test_low_precision_policies_do_not_drift(tiny_run, dtype):
         {"optimizer.max_grad_norm": None, "optimizer.weight_decay": 0.1},
         {"data.shuffle": False},
     ],
-    ids=lambda changes: ",".join(f"{k.split('.')[1]}={v}" for k, v in changes.items()),
+    ids=lambda changes: ",".join(f"{k.split('.')[-1]}={v}" for k, v in changes.items()),
 )
 def test_every_variant_of_the_algorithm_keeps_its_promise(tiny_run, changes):
     summary, rows = tiny_run(
@@ -208,14 +198,18 @@ def test_every_variant_of_the_algorithm_keeps_its_promise(tiny_run, changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rollout.top_k": 5},
-        {"rollout.top_p": 0.6},
-        {"rollout.min_p": 0.3},
-        {"rollout.top_k": 20, "rollout.top_p": 0.9, "rollout.min_p": 0.02},
-        {"rollout.temperature": 0.6, "rollout.top_k": 8},
-        {"rollout.temperature": 1.7},
+        {"rollout.sampling.top_k": 5},
+        {"rollout.sampling.top_p": 0.6},
+        {"rollout.sampling.min_p": 0.3},
+        {
+            "rollout.sampling.top_k": 20,
+            "rollout.sampling.top_p": 0.9,
+            "rollout.sampling.min_p": 0.02,
+        },
+        {"rollout.sampling.temperature": 0.6, "rollout.sampling.top_k": 8},
+        {"rollout.sampling.temperature": 1.7},
     ],
-    ids=lambda changes: ",".join(f"{k.split('.')[1]}={v}" for k, v in changes.items()),
+    ids=lambda changes: ",".join(f"{k.split('.')[-1]}={v}" for k, v in changes.items()),
 )
 def test_truncated_and_tempered_sampling_do_not_drift(tiny_run, changes):
     require_no_drift(
@@ -229,7 +223,7 @@ def test_masking_what_was_cut_keeps_its_promise_too(tiny_run):
     changes = {
         "warm_start.steps": 20,
         "warm_start.learning_rate": 1e-2,
-        "rollout.max_new_tokens": 7,
+        "rollout.sampling.max_tokens": 7,
         "training.micro_batch_size": 3,
         "consistency.gradient_check_every": 1,
     }
@@ -269,179 +263,10 @@ def test_rewards_lead_the_policy(tiny_run):
         **{
             "reward.functions": [{"name": "toy_rewards:short"}],
             "rollout.prompts_per_step": 8,
-            "rollout.samples_per_prompt": 4,
+            "rollout.sampling.n": 4,
             "optimizer.learning_rate": 0.03,
             "training.steps": 20,
             "training.micro_batch_size": 32,
         }
     )
     assert summary["reward/last"] > summary["reward/first"] + 0.2
-
-
-class RecordingHook:
-    """A hook that only writes down what it is told."""
-
-    def __init__(self):
-        self.calls = []
-        self.rollouts = []
-        self.logprobs = []
-        self.gradient_steps = []
-
-    def on_rollout(self, rollout):
-        self.calls.append("rollout")
-        self.rollouts.append(rollout)
-        return {"seen/rollout": 1}
-
-    def on_training_logprobs(self, logprobs):
-        self.calls.append("logprobs")
-        self.logprobs.append(logprobs)
-        return {"seen/logprobs": 1}
-
-    def on_gradients(self, step):
-        self.calls.append("gradients")
-        self.gradient_steps.append(step)
-        return {"seen/gradients": len(self.gradient_steps)}
-
-    def on_step_end(self):
-        self.calls.append("end")
-        return {"seen/end": 1}
-
-
-def length_of_text(completions, **_):
-    return [len(text) for text in completions]
-
-
-@pytest.fixture
-def make_trainer(tiny_run):
-    def make(hook, reward=length_of_text, **changes):
-        config = tiny_run.config(**changes)
-        model, tokenizer = load_policy(config.policy, config.tokenizer, seed=1)
-        accelerator = Accelerator(cpu=True)
-        examples = [
-            Example(id=i, prompt=f"{i}+{i}=", answer=str(2 * i), target=str(2 * i))
-            for i in range(6)
-        ]
-        prompts = PromptSet(
-            examples=examples, prompts=[tokenizer.encode(e.prompt) for e in examples]
-        )
-        models.append(model)
-        stack.enter_context(patch(model))
-        return GRPOTrainer(
-            model,
-            tokenizer,
-            RolloutEngine(model, eos_token_id=258, num_kv_blocks=64),
-            PolicyOptimizer(model, config.optimizer, accelerator, total_steps=8),
-            accelerator,
-            config=config,
-            train=prompts,
-            evaluation=prompts,
-            rewards=[RewardFunction("given", reward)],
-            hook=hook,
-        )
-
-    models = []
-    with ExitStack() as stack:
-        yield make
-
-
-def test_the_hook_is_told_four_times_a_step_and_nothing_more(make_trainer):
-    hook = RecordingHook()
-    trainer = make_trainer(
-        hook, **{"algorithm.updates_per_rollout": 2, "training.micro_batch_size": 3}
-    )
-    metrics = trainer.step(1) | trainer.step(2)
-    assert hook.calls == ["rollout", "logprobs", "gradients", "gradients", "end"] * 2
-    assert {"seen/rollout", "seen/logprobs", "seen/gradients", "seen/end"} <= metrics.keys()
-    assert [step.first_of_step for step in hook.gradient_steps] == [True, False] * 2
-    assert not any(name.startswith(("consistency/", "stock/")) for name in metrics)
-
-
-def test_the_hook_sees_samples_in_logical_order(make_trainer):
-    hook = RecordingHook()
-    trainer = make_trainer(hook, **{"training.micro_batch_size": 3, "data.shuffle": False})
-    trainer.step(1)
-    (rollout,), (logprobs,), (step,) = hook.rollouts, hook.logprobs, hook.gradient_steps
-    assert rollout.step == 1
-    for i, (sequence, length) in enumerate(zip(rollout.sequences, rollout.prompt_lengths)):
-        assert bytes(sequence[:length]).decode() == f"{i // 2}+{i // 2}="
-        assert len(sequence) - length == len(rollout.logprobs[i]) == len(logprobs[i])
-        assert torch.equal(rollout.logprobs[i], logprobs[i])
-    assert step.sequences == rollout.sequences
-    assert step.prompt_lengths == rollout.prompt_lengths
-
-
-def test_one_step_is_a_function_of_its_number_and_the_weights(make_trainer):
-    hooks = [RecordingHook(), RecordingHook()]
-    first, second = (make_trainer(hook, **{"optimizer.learning_rate": 1e-30}) for hook in hooks)
-    for step in (1, 2, 3):
-        first.step(step)
-    second.step(3)
-    assert hooks[0].rollouts[2].sequences == hooks[1].rollouts[0].sequences
-
-
-def test_evaluation_is_greedy_and_changes_nothing(make_trainer):
-    trainer = make_trainer(RecordingHook())
-    before = trainer.evaluate()
-    assert before == trainer.evaluate() and before.keys() == {"eval/reward"}
-
-
-def test_evaluation_can_be_limited(make_trainer):
-    seen = []
-
-    def count(completions, **_):
-        seen.append(len(completions))
-        return [0.0] * len(completions)
-
-    make_trainer(RecordingHook(), count, **{"training.eval_samples": 2}).evaluate()
-    assert seen == [2]
-
-
-def test_a_group_of_equal_rewards_moves_nothing(make_trainer):
-    trainer = make_trainer(RecordingHook(), lambda completions, **_: [1.0] * len(completions))
-    assert trainer.step(1)["gradient_norm"] == 0.0
-
-
-def test_the_digest_of_the_weights_is_handed_over_and_logged(tiny_run, monkeypatch):
-    given = []
-    real = RolloutEngine.generate
-
-    def generate(self, *args, weights_digest=None, **rest):
-        given.append(weights_digest)
-        return real(self, *args, weights_digest=weights_digest, **rest)
-
-    monkeypatch.setattr(RolloutEngine, "generate", generate)
-    _, rows = tiny_run()
-    logged = [row["rollout/weights_digest"] for row in rows if row["step"] > 0]
-    assert given[1:] == logged[:-1] and None not in given
-    assert len({given[0], *logged}) == 4 and len(logged) == 3
-
-
-def test_the_first_rollout_compares_the_weights_that_the_trainer_was_given(make_trainer):
-    """Those of a checkpoint, when a run is resumed."""
-    trainer = make_trainer(RecordingHook())
-    with torch.no_grad():
-        next(trainer._model.parameters()).mul_(1.5)
-    with pytest.raises(ConsistencyError, match="the weights were handed over with digest"):
-        trainer.step(1)
-
-
-def test_weights_changed_after_the_hand_over_are_refused(tiny_run, monkeypatch):
-    real = RolloutEngine.generate
-
-    def generate(self, *args, weights_digest=None, **rest):
-        if weights_digest is not None:
-            with torch.no_grad():
-                next(self._runner._model.parameters()).mul_(1.5)
-        return real(self, *args, weights_digest=weights_digest, **rest)
-
-    monkeypatch.setattr(RolloutEngine, "generate", generate)
-    with pytest.raises(ConsistencyError, match="the weights were handed over with digest"):
-        tiny_run()
-
-
-def test_the_use_of_the_engine_is_logged(tiny_run):
-    _, rows = tiny_run(**{"rollout.speculation": 3})
-    row = rows[-1]
-    assert row["time/rollout_decode_tokens_per_second"] > 0
-    assert 0 < row["time/rollout_peak_kv_share"] <= 1
-    assert row["time/rollout_preemptions"] == 0 <= row["time/rollout_acceptance_rate"] <= 1

@@ -15,7 +15,7 @@ from rl_consistency.parity.replay import load_replay_bundle
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers import hooks
-from rl_consistency.trainers.config.sections import BuildSection
+from rl_consistency.trainers.config.policy_sections import BuildSection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.hooks import ConsistencyHook, GradientStep, Rollout
 from rl_consistency.trainers.policy import build_model
@@ -316,7 +316,7 @@ def test_methods_out_of_order_are_refused(make_hook, rollout):
 
 @pytest.mark.parametrize(
     "file",
-    ["grpo", "supervised", "optimizer", "losses", "batch", "advantages", "rewards", "data"],
+    ["grpo", "warm_start", "optimizer", "losses", "batch", "advantages", "rewards", "prompts"],
 )
 def test_the_loop_itself_knows_nothing_of_drift(file):
     tree = ast.parse((ROOT / "trainers" / f"{file}.py").read_text())

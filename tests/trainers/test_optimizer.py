@@ -9,7 +9,7 @@ from torch import nn
 
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
 from rl_consistency.parity.digest import parameter_digest
-from rl_consistency.trainers.config.sections import OptimizerSection
+from rl_consistency.trainers.config.learning_sections import OptimizerSection
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 
 RATE = 1e-2

@@ -4,7 +4,11 @@ import shutil
 import pytest
 import torch
 
-from rl_consistency.trainers.config.sections import BuildSection, PolicySection, TokenizerSection
+from rl_consistency.trainers.config.policy_sections import (
+    BuildSection,
+    PolicySection,
+    TokenizerSection,
+)
 from rl_consistency.trainers.data.tokenizer import EOS_TOKEN, byte_tokenizer
 from rl_consistency.trainers.policy import (
     PolicyError,

@@ -1,23 +1,12 @@
 import io
-import json
 import math
 import os
-import signal
-import subprocess
 import sys
 
 import pytest
-import torch
 from rich.console import Console
 
-from rl_consistency.trainers import tracking
-from rl_consistency.trainers.tracking import (
-    ConsoleTable,
-    MetricsFile,
-    TrackerSet,
-    WandbTracker,
-    read_metrics,
-)
+from rl_consistency.trainers.tracking import ConsoleTable, TrackerSet, WandbTracker
 
 STEP = {
     "reward/mean": 0.25,
@@ -25,163 +14,6 @@ STEP = {
     "tokens_per_second": 12345.6,
     "consistency/mismatched_tokens": 0,
 }
-
-
-def write(path, steps, **options):
-    tracker = MetricsFile(path, **options)
-    for step in steps:
-        tracker.log(step, {"loss": step / 8})
-    tracker.close()
-
-
-def steps_of(path):
-    return [row["step"] for row in read_metrics(path)]
-
-
-def test_each_step_is_one_line_on_disk_before_log_returns(tmp_path):
-    tracker = MetricsFile(tmp_path / "run" / "metrics.jsonl")
-    tracker.log(1, STEP | {"consistency/parameter_digest": "ab", "passed": True})
-    tracker.log(2, STEP)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2]
-    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0] == {
-        "step": 1,
-        **STEP,
-        "consistency/parameter_digest": "ab",
-        "passed": True,
-    }
-    tracker.close()
-
-
-def test_nonfinite_metrics_stay_readable_json_and_read_back(tmp_path):
-    tracker = MetricsFile(tmp_path / "m.jsonl")
-    tracker.log(1, {"a": math.nan, "b": -math.inf, "c": 1.0})
-    tracker.close()
-    json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=pytest.fail)
-    row = read_metrics(tmp_path / "m.jsonl")[0]
-    assert math.isnan(row["a"]) and row["b"] == -math.inf and row["c"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("step", "metrics", "error", "message"),
-    [
-        (1, STEP, ValueError, "steps must ascend"),
-        (2, {"step": 2}, ValueError, "must not hold 'step'"),
-        (2, {"loss": torch.ones(())}, TypeError, r"'loss'.*\.item\(\)"),
-        (2, {"loss": None}, TypeError, "NoneType"),
-    ],
-)
-def test_what_is_not_a_next_step_is_refused_and_not_written(
-    tmp_path, step, metrics, error, message
-):
-    tracker = MetricsFile(tmp_path / "m.jsonl")
-    tracker.log(1, STEP)
-    with pytest.raises(error, match=message):
-        tracker.log(step, metrics)
-    tracker.close()
-    assert steps_of(tmp_path / "m.jsonl") == [1]
-
-
-def test_a_new_run_does_not_write_into_an_old_file(tmp_path):
-    write(tmp_path / "m.jsonl", [1])
-    with pytest.raises(FileExistsError, match="resume that run"):
-        MetricsFile(tmp_path / "m.jsonl")
-
-
-def test_resuming_cuts_later_steps_and_an_unfinished_line(tmp_path):
-    path = tmp_path / "m.jsonl"
-    write(path, range(1, 8))
-    with open(path, "a") as stream:
-        stream.write('{"step": 8, "lo')
-    write(path, [6, 7], resume_from=5)
-    assert steps_of(path) == [1, 2, 3, 4, 5, 6, 7]
-
-
-@pytest.mark.parametrize("resume_from", [2, 5])
-def test_an_unfinished_line_goes_even_when_no_later_step_does(tmp_path, resume_from):
-    path = tmp_path / "m.jsonl"
-    write(path, [1, 2])
-    before = path.read_bytes()
-    path.write_bytes(before + b'{"step": 3, "lo')
-    write(path, [], resume_from=resume_from)
-    assert path.read_bytes() == before
-
-
-def test_resuming_keeps_bytes_of_earlier_steps(tmp_path):
-    path = tmp_path / "m.jsonl"
-    write(path, range(1, 4))
-    before = path.read_bytes()
-    write(path, [], resume_from=3)
-    assert path.read_bytes() == before
-    write(path, [], resume_from=0)
-    assert path.read_bytes() == b""
-
-
-def test_resuming_does_not_allow_a_step_twice(tmp_path):
-    write(tmp_path / "m.jsonl", [1, 2])
-    tracker = MetricsFile(tmp_path / "m.jsonl", resume_from=2)
-    with pytest.raises(ValueError, match="steps must ascend"):
-        tracker.log(2, STEP)
-    tracker.close()
-
-
-def test_resuming_without_a_file_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no metrics there"):
-        MetricsFile(tmp_path / "m.jsonl", resume_from=3)
-
-
-@pytest.mark.parametrize(
-    "line", [b"not json\n", b"[1]\n", b'{"loss": 1}\n', b'{"step": 1}\n', b'{"step": "3"}\n']
-)
-def test_a_damaged_line_in_the_middle_is_named_not_dropped(tmp_path, line):
-    path = tmp_path / "m.jsonl"
-    write(path, [1, 2])
-    path.write_bytes(path.read_bytes() + line + b'{"step": 9}\n')
-    for read in (read_metrics, lambda p: MetricsFile(p, resume_from=9)):
-        with pytest.raises(ValueError, match=r"m\.jsonl, line 3"):
-            read(path)
-    assert path.read_bytes().endswith(b'{"step": 9}\n')
-
-
-@pytest.mark.parametrize("tail", [b'{"step": 3, "lo', b'{"step": 3}'])
-def test_reading_names_an_unfinished_last_line(tmp_path, tail):
-    path = tmp_path / "m.jsonl"
-    write(path, [1, 2])
-    path.write_bytes(path.read_bytes() + tail)
-    with pytest.raises(ValueError, match="line 3"):
-        read_metrics(path)
-
-
-def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
-    tracker = MetricsFile(tmp_path / "m.jsonl")
-    tracker.log(1, STEP)
-
-    def full(_):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tracking.os, "fsync", full)
-        with pytest.raises(OSError, match="No space"):
-            tracker.log(2, STEP)
-    assert steps_of(tmp_path / "m.jsonl") == [1]
-    tracker.log(2, STEP)
-    tracker.close()
-    assert steps_of(tmp_path / "m.jsonl") == [1, 2]
-
-
-def test_lines_survive_kill_9(tmp_path):
-    program = (
-        "import os, sys\n"
-        "from rl_consistency.trainers.tracking import MetricsFile\n"
-        "tracker = MetricsFile(sys.argv[1])\n"
-        "for step in range(1, 4):\n"
-        "    tracker.log(step, {'loss': 0.5})\n"
-        "os.kill(os.getpid(), 9)\n"
-    )
-    path = tmp_path / "m.jsonl"
-    killed = subprocess.run([sys.executable, "-c", program, str(path)], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert steps_of(path) == [1, 2, 3]
 
 
 def console(terminal):

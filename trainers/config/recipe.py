@@ -2,7 +2,7 @@
 
 `load_config(path, overrides)` reads a recipe; `dump_config(config)` writes the resolved one, which
 loads back to an equal config. Every problem of a recipe is reported at once as a `ConfigError`, by
-dotted path, with the nearest known name beside an unknown one. Paths are relative to the current
+dotted path, with the nearest known name of an unknown key. Paths are relative to the current
 directory; `~` is the home directory.
 """
 
@@ -10,28 +10,38 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
-from rl_consistency.trainers.config.sections import (
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.trainers.config.data_sections import DataSection, RewardSection
+from rl_consistency.trainers.config.learning_sections import (
+    SAMPLING_KEYS,
     AlgorithmSection,
-    ConsistencySection,
-    DataSection,
     OptimizerSection,
-    PolicySection,
-    RewardSection,
     RolloutSection,
-    RunSection,
-    Section,
-    TokenizerSection,
-    TrackingSection,
     TrainingSection,
     WarmStartSection,
 )
+from rl_consistency.trainers.config.policy_sections import PolicySection, TokenizerSection
+from rl_consistency.trainers.config.run_sections import (
+    ConsistencySection,
+    RunSection,
+    TrackingSection,
+)
+from rl_consistency.trainers.config.section import Section
 from rl_consistency.trainers.config.strict_yaml import RecipeSyntaxError, apply_overrides, parse
+
+MOVED = {
+    "rollout.samples_per_prompt": "rollout.sampling.n",
+    "rollout.max_new_tokens": "rollout.sampling.max_tokens",
+    **{f"rollout.{key}": f"rollout.sampling.{key}" for key in SAMPLING_KEYS},
+}
+"""Keys that belong to rollout.sampling, for the error message."""
 
 
 class ConfigError(ValueError):
@@ -43,39 +53,33 @@ class RunConfig(Section):
 
     run: RunSection
     """The run as a whole."""
-
     policy: PolicySection
     """The model that is trained."""
-
     tokenizer: TokenizerSection
     """How text becomes tokens."""
-
     data: DataSection
     """The prompts."""
-
     reward: RewardSection
     """The reward of a completion."""
-
     warm_start: WarmStartSection = WarmStartSection()
     """Supervised steps before reinforcement learning."""
-
     rollout: RolloutSection
     """How completions are sampled."""
-
     algorithm: AlgorithmSection = AlgorithmSection()
     """What is optimised."""
-
     optimizer: OptimizerSection
     """The optimizer and its schedule."""
-
     training: TrainingSection
     """The loop."""
-
     consistency: ConsistencySection = ConsistencySection()
     """What is checked while training."""
-
     tracking: TrackingSection = TrackingSection()
     """Where metrics go."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """rollout.sampling, seeded by run.seed."""
+        return replace(self.rollout.sampling, seed=self.run.seed)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
@@ -86,41 +90,49 @@ class RunConfig(Section):
 
 def _disagreements(config: RunConfig) -> Iterator[str]:
     """`path: problem and remedy` for each rule between two sections that does not hold."""
-    policy, data, rollout = config.policy, config.data, config.rollout
-    algorithm, training = config.algorithm, config.training
+    yield from _length_problems(config)
+    yield from _batch_problems(config)
+    yield from _option_problems(config)
 
-    if policy.build is not None and config.tokenizer.kind == "auto":
-        yield "tokenizer.kind: a built policy has no tokenizer of its own: use byte"
 
-    longest = data.max_prompt_tokens + rollout.max_new_tokens
+def _length_problems(config: RunConfig) -> Iterator[str]:
+    policy, rollout, sampling = config.policy, config.rollout, config.sampling
+    longest = config.data.max_prompt_tokens + sampling.max_tokens
     needs = (
-        f"data.max_prompt_tokens {data.max_prompt_tokens} + rollout.max_new_tokens "
-        f"{rollout.max_new_tokens} = {longest}"
+        f"data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.sampling.max_tokens "
+        f"{sampling.max_tokens} = {longest}"
     )
     if policy.build is not None and longest > policy.build.max_position_embeddings:
         yield (
             f"policy.build.max_position_embeddings: {policy.build.max_position_embeddings} "
             f"positions are fewer than {needs}"
         )
-    if rollout.num_kv_blocks is not None:
-        slots = rollout.num_kv_blocks * rollout.kv_block_size
-        if slots < longest:
-            yield (
-                f"rollout.num_kv_blocks: {rollout.num_kv_blocks} blocks of "
-                f"{rollout.kv_block_size} cannot hold one sequence: {needs} tokens"
-            )
+    blocks = rollout.num_kv_blocks
+    if blocks is not None and blocks * rollout.kv_block_size < longest:
+        yield (
+            f"rollout.num_kv_blocks: {blocks} blocks of {rollout.kv_block_size} cannot hold one "
+            f"sequence: {needs} tokens"
+        )
     chunk = rollout.prefill_chunk_size
     if chunk is not None and chunk > rollout.max_batch_tokens:
         yield (
             f"rollout.prefill_chunk_size: {chunk} exceeds rollout.max_batch_tokens "
             f"{rollout.max_batch_tokens}"
         )
+    if config.algorithm.overlong_buffer > sampling.max_tokens:
+        yield (
+            f"algorithm.overlong_buffer: {config.algorithm.overlong_buffer} exceeds "
+            f"rollout.sampling.max_tokens {sampling.max_tokens}"
+        )
 
-    batch = rollout.prompts_per_step * rollout.samples_per_prompt
+
+def _batch_problems(config: RunConfig) -> Iterator[str]:
+    data, rollout, algorithm = config.data, config.rollout, config.algorithm
+    batch = rollout.prompts_per_step * config.sampling.n
     if batch % algorithm.updates_per_rollout:
         yield (
             f"algorithm.updates_per_rollout: {algorithm.updates_per_rollout} does not divide the "
-            f"rollout batch of {batch} (prompts_per_step x samples_per_prompt)"
+            f"rollout batch of {batch} (prompts_per_step x sampling.n)"
         )
     if data.task is not None:
         size = min(data.task.train_size, data.limit or data.task.train_size)
@@ -129,37 +141,34 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
                 f"rollout.prompts_per_step: {rollout.prompts_per_step} exceeds the {size} "
                 "training examples"
             )
-    truncated = [
-        name
-        for name, value, off in (
-            ("top_k", rollout.top_k, 0),
-            ("top_p", rollout.top_p, 1.0),
-            ("min_p", rollout.min_p, 0.0),
-        )
-        if value != off
-    ]
-    if truncated and algorithm.kl_coefficient:
-        yield (
-            f"algorithm.kl_coefficient: a KL to the reference needs untruncated sampling, but "
-            f"rollout.{', rollout.'.join(truncated)} is set: the reference may give a sampled "
-            "token probability 0"
-        )
-    if (algorithm.overlong == "penalty") != (algorithm.overlong_buffer > 0):
-        yield "algorithm.overlong_buffer: must be positive with overlong: penalty, else 0"
-    if algorithm.overlong_buffer > rollout.max_new_tokens:
-        yield (
-            f"algorithm.overlong_buffer: {algorithm.overlong_buffer} exceeds "
-            f"rollout.max_new_tokens {rollout.max_new_tokens}"
-        )
-
-    updates = training.steps * algorithm.updates_per_rollout * algorithm.epochs_per_rollout
+    updates = config.training.steps * algorithm.updates_per_rollout * algorithm.epochs_per_rollout
     if config.optimizer.warmup_steps > updates:
         yield (
             f"optimizer.warmup_steps: {config.optimizer.warmup_steps} exceeds the run's {updates} "
             "optimizer steps"
         )
+
+
+def _option_problems(config: RunConfig) -> Iterator[str]:
+    data, algorithm, sampling = config.data, config.algorithm, config.sampling
+    if config.policy.build is not None and config.tokenizer.kind == "auto":
+        yield "tokenizer.kind: a built policy has no tokenizer of its own: use byte"
+    untruncated = SamplingParams()
+    truncated = [
+        name
+        for name in ("top_k", "top_p", "min_p")
+        if getattr(sampling, name) != getattr(untruncated, name)
+    ]
+    if truncated and algorithm.kl_coefficient:
+        yield (
+            "algorithm.kl_coefficient: a KL to the reference needs untruncated sampling, but "
+            f"rollout.sampling sets {', '.join(truncated)}: the reference may give a sampled "
+            "token probability 0"
+        )
+    if (algorithm.overlong == "penalty") != (algorithm.overlong_buffer > 0):
+        yield "algorithm.overlong_buffer: must be positive with overlong: penalty, else 0"
     evaluable = data.eval_path is not None or (data.task is not None and data.task.eval_size > 0)
-    if training.eval_every and not evaluable:
+    if config.training.eval_every and not evaluable:
         yield "training.eval_every: there is no evaluation set: give data.eval_path or set it to 0"
     if config.consistency.strict_except and config.consistency.strict is False:
         yield "consistency.strict_except: has no meaning when strict is false"
@@ -201,9 +210,9 @@ def _problems(error: ValidationError) -> list[str]:
     for item in error.errors(include_url=False):
         path = ".".join(str(part) for part in item["loc"])
         if item["type"] == "default_factory_not_called":
-            continue  # only says that a field named in another problem is wrong
+            continue  # says only that another problem left run.output_dir without its default
         if item["type"] == "extra_forbidden":
-            problems.append(f"{path}: unknown key{_hint(item['loc'])}")
+            problems.append(f"{path}: unknown key; {_hint(item['loc'])}")
         elif item["type"] == "missing":
             problems.append(f"{path}: missing, has to be given")
         elif item["type"] == "value_error":
@@ -222,13 +231,13 @@ def _shown(value: Any) -> str:
 def _hint(location: tuple[int | str, ...]) -> str:
     """What the unknown key at `location` may have been meant to be."""
     key = str(location[-1])
+    if moved := MOVED.get(".".join(map(str, location))):
+        return f"give {moved}"
     siblings = _fields(location[:-1])
-    if near := difflib.get_close_matches(key, siblings, n=1):
-        return f"; did you mean {near[0]}?"
     elsewhere = [path for path in _all_paths(RunConfig) if path.split(".")[-1] == key]
-    if elsewhere:
-        return f"; did you mean {elsewhere[0]}?"
-    return f"; the keys here are {', '.join(siblings)}"
+    if near := difflib.get_close_matches(key, siblings, n=1) or elsewhere:
+        return f"did you mean {near[0]}?"
+    return f"the keys here are {', '.join(siblings)}"
 
 
 def _fields(location: tuple[int | str, ...]) -> list[str]:

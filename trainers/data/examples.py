@@ -136,13 +136,13 @@ def encode_prompt(
     encode: Callable[[str], Sequence[int]],
     *,
     max_prompt_tokens: int,
-    max_new_tokens: int,
+    max_tokens: int,
     context_length: int,
 ) -> list[int]:
     """The token ids of the prompt of `example`.
 
     Raises DataError, naming the example and the lengths, if the prompt has no token, more than
-    `max_prompt_tokens`, or leaves fewer than `max_new_tokens` of the model's `context_length`.
+    `max_prompt_tokens`, or leaves fewer than `max_tokens` of the model's `context_length`.
     """
     token_ids = list(encode(example.prompt))
     length = len(token_ids)
@@ -153,11 +153,11 @@ def encode_prompt(
             f"example {example.id}: its prompt has {length} tokens, data.max_prompt_tokens is "
             f"{max_prompt_tokens}: raise it, or take the example out of the data"
         )
-    if length + max_new_tokens > context_length:
+    if length + max_tokens > context_length:
         raise DataError(
-            f"example {example.id}: its prompt has {length} tokens, with {max_new_tokens} of the "
-            f"completion {length + max_new_tokens}; the model's context is {context_length}: lower "
-            "rollout.max_new_tokens, or take the example out of the data"
+            f"example {example.id}: its prompt has {length} tokens, with {max_tokens} of the "
+            f"completion {length + max_tokens}; the model's context is {context_length}: lower "
+            "rollout.sampling.max_tokens, or take the example out of the data"
         )
     return token_ids
 

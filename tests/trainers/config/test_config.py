@@ -5,6 +5,7 @@ import yaml
 from pydantic import ValidationError
 
 from rl_consistency.numerics.strict import OPS
+from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers.config.recipe import ConfigError, RunConfig, dump_config, load_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -132,10 +133,16 @@ def test_all_problems_are_reported_at_once_by_dotted_path():
         ("training.steps=1.5", "training.steps: "),
         ("optimizer.learning_rate=.nan", "finite"),
         ("optimizer.learning_rate=0", "greater than 0"),
-        ("rollout.temperature=0", "rollout.temperature: "),
-        ("rollout.top_p=0", "rollout.top_p: "),
-        ("rollout.speculation=8", "rollout.speculation: "),
-        ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt: "),
+        ("rollout.sampling.temperature=0", "rollout.sampling: temperature must be above 0"),
+        ("rollout.sampling.temperature=hot", "rollout.sampling: temperature must be a number"),
+        ("rollout.sampling.top_p=0", "rollout.sampling: top_p must lie in (0, 1]"),
+        ("rollout.sampling.speculation=8", "rollout.sampling: speculation must be an integer"),
+        ("rollout.sampling.n=1", "rollout.sampling: n must be at least 2"),
+        ("rollout.sampling={n: 2}", "rollout.sampling: missing: max_tokens"),
+        ("rollout.sampling=3", "rollout.sampling: "),
+        ("rollout.sampling.seed=3", "rollout.sampling: unknown key seed; the keys here are n, "),
+        ("rollout.temperature=0.5", "rollout.temperature: unknown key; give rollout.sampling.temp"),
+        ("rollout.max_new_tokens=5", "unknown key; give rollout.sampling.max_tokens"),
         ("run.device=tpu", "run.device: Input should be 'cpu'"),
         ("run.seed=-1", "run.seed: "),
         ("policy.path=somewhere", "policy: exactly one of path, hub, build is needed, got path, "),
@@ -161,7 +168,7 @@ def test_a_section_refuses_a_wrong_value(override, message):
     ("overrides", "message"),
     [
         (["tokenizer.kind=auto"], "tokenizer.kind: a built policy has no tokenizer"),
-        (["rollout.max_new_tokens=60"], "policy.build.max_position_embeddings: 64 positions"),
+        (["rollout.sampling.max_tokens=60"], "policy.build.max_position_embeddings: 64 positions"),
         (["rollout.num_kv_blocks=1"], "rollout.num_kv_blocks: 1 blocks of 16 cannot hold"),
         (["rollout.prefill_chunk_size=4096"], "rollout.prefill_chunk_size: 4096 exceeds"),
         (["algorithm.updates_per_rollout=3"], "algorithm.updates_per_rollout: 3 does not divide"),
@@ -255,8 +262,20 @@ def test_the_resolved_config_holds_every_field():
 
 
 def test_a_kl_term_with_truncated_sampling_is_refused():
-    message = refusal("algorithm.kl_coefficient=0.1", "rollout.top_k=5", "rollout.min_p=0.1")
-    assert "rollout.top_k, rollout.min_p is set" in message
+    message = refusal(
+        "algorithm.kl_coefficient=0.1", "rollout.sampling.top_k=5", "rollout.sampling.min_p=0.1"
+    )
+    assert "rollout.sampling sets top_k, min_p: " in message
+
+
+def test_the_sampling_of_a_recipe_is_sampling_params_with_the_seed_of_the_run():
+    config = load_config(
+        DEMO, ["run.seed=5", "rollout.sampling.top_p=0.9", "rollout.sampling.stop_token_ids=[7]"]
+    )
+    assert config.sampling == SamplingParams(
+        n=8, max_tokens=16, top_p=0.9, stop_token_ids=(7,), seed=5
+    )
+    assert yaml.safe_load(dump_config(config))["rollout"]["sampling"]["stop_token_ids"] == [7]
 
 
 def test_float16_cannot_be_trained():

@@ -108,7 +108,7 @@ def test_an_example_cannot_be_changed():
 
 
 def test_a_prompt_that_fits_exactly_is_encoded():
-    limits = {"max_prompt_tokens": 8, "max_new_tokens": 4, "context_length": 12}
+    limits = {"max_prompt_tokens": 8, "max_tokens": 4, "context_length": 12}
     assert encode_prompt(EXAMPLE, encode, **limits) == list(b"abcdefgh")
 
 
@@ -120,7 +120,7 @@ def test_a_prompt_that_fits_exactly_is_encoded():
     ],
 )
 def test_a_prompt_that_does_not_fit_is_named_with_its_lengths(limits, message):
-    names = ("max_prompt_tokens", "max_new_tokens", "context_length")
+    names = ("max_prompt_tokens", "max_tokens", "context_length")
     with pytest.raises(DataError) as caught:
         encode_prompt(EXAMPLE, encode, **dict(zip(names, limits, strict=True)))
     assert message in str(caught.value)
@@ -129,7 +129,7 @@ def test_a_prompt_that_does_not_fit_is_named_with_its_lengths(limits, message):
 def test_a_prompt_without_tokens_is_refused():
     with pytest.raises(DataError, match="example 7: its prompt has no token"):
         encode_prompt(
-            EXAMPLE, lambda text: [], max_prompt_tokens=8, max_new_tokens=4, context_length=64
+            EXAMPLE, lambda text: [], max_prompt_tokens=8, max_tokens=4, context_length=64
         )
 
 

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 
 from rl_consistency.kernels.reduction.masked_reduction import masked_sum
 from rl_consistency.models.token_logprobs import token_logprobs
-from rl_consistency.trainers.config.sections import OptimizerSection, WarmStartSection
+from rl_consistency.trainers.config.learning_sections import OptimizerSection, WarmStartSection
 from rl_consistency.trainers.data.examples import DataOrder
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 

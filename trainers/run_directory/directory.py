@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rl_consistency.trainers.config.recipe import RunConfig, dump_config
 
@@ -68,7 +64,7 @@ def open_directory(config: RunConfig) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    _write_atomically(directory / "config.yaml", dump_config(config))
+    write_atomically(directory / "config.yaml", dump_config(config))
 
 
 def _require_same_config(file: Path, config: RunConfig) -> None:
@@ -79,17 +75,8 @@ def _require_same_config(file: Path, config: RunConfig) -> None:
         )
 
 
-def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary.json`, all or nothing; non-finite numbers as the strings nan, inf and -inf."""
-    finite = {
-        k: str(v) if isinstance(v, float) and not math.isfinite(v) else v
-        for k, v in summary.items()
-    }
-    text = json.dumps(finite, indent=2, allow_nan=False)
-    _write_atomically(directory / "summary.json", text + "\n")
-
-
-def _write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file in one piece: a kill leaves the old text or the new."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

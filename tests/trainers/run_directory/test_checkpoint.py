@@ -11,8 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import parameter_digest
-from rl_consistency.trainers import checkpoint
-from rl_consistency.trainers.checkpoint import (
+from rl_consistency.trainers.config.policy_sections import BuildSection
+from rl_consistency.trainers.data.tokenizer import byte_tokenizer
+from rl_consistency.trainers.policy import build_model
+from rl_consistency.trainers.run_directory import checkpoint
+from rl_consistency.trainers.run_directory.checkpoint import (
     OPTIMIZER,
     STATE,
     WEIGHTS,
@@ -24,9 +27,6 @@ from rl_consistency.trainers.checkpoint import (
     save_checkpoint,
     save_weights,
 )
-from rl_consistency.trainers.config.sections import BuildSection
-from rl_consistency.trainers.data.tokenizer import byte_tokenizer
-from rl_consistency.trainers.policy import build_model
 
 
 def built(architecture="qwen3", *, seed=1, dtype=torch.float32, **changes):

@@ -7,11 +7,12 @@ from accelerate import Accelerator
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import parameter_digest
-from rl_consistency.trainers.config.sections import BuildSection, WarmStartSection
+from rl_consistency.trainers.config.learning_sections import WarmStartSection
+from rl_consistency.trainers.config.policy_sections import BuildSection
 from rl_consistency.trainers.data.arithmetic import problems
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
-from rl_consistency.trainers.supervised import warm_start
+from rl_consistency.trainers.warm_start import warm_start
 
 TOKENIZER = byte_tokenizer()
 EXAMPLES = problems(0, "train", 12, num_terms=3, max_value=9)

@@ -1,0 +1,303 @@
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from rl_consistency.numerics.strict import strict
+from rl_consistency.trainers import run as run_module
+from rl_consistency.trainers.grpo import GRPOTrainer
+from rl_consistency.trainers.run_directory import checkpoint
+from rl_consistency.trainers.run_directory.checkpoint import CheckpointError, list_checkpoints
+from rl_consistency.trainers.run_directory.directory import RunDirectoryError
+from rl_consistency.trainers.run_directory.metrics_file import MetricsFile, read_metrics
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def whole_run():
+    """Summary and metrics of the run that others are interrupted in."""
+    return {}
+
+
+def uninterrupted(whole_run, tiny_run, lasting, lasting_summary):
+    if not whole_run:
+        summary, rows = tiny_run.of_its_own("whole", **tiny_run.LONG)
+        whole_run |= {"summary": lasting_summary(summary), "rows": lasting(rows)}
+    return whole_run["summary"], whole_run["rows"]
+
+
+class Interrupt(BaseException):
+    """Stops a run where it is, as a signal would."""
+
+
+def interrupt(monkeypatch, place):
+    """Make the next run stop at `place`, once."""
+    where, step = place
+    armed = [True]
+
+    def stop_if(here):
+        if here and armed:
+            armed.clear()
+            raise Interrupt
+
+    log, save = MetricsFile.log, run_module.save_checkpoint
+    learn, write = GRPOTrainer._learn, checkpoint.save_file
+    seen = {"rollouts": 0, "saving": None}
+
+    def logging(self, at, metrics):
+        stop_if(where == "before log" and at == step)
+        log(self, at, metrics)
+        stop_if(where == "after log" and at == step)
+
+    def saving(directory, *, step: int, **given):
+        seen["saving"] = step
+        path = save(directory, step=step, **given)
+        stop_if(where == "after save" and step == place[1])
+        return path
+
+    def writing(tensors, path, **given):
+        write(tensors, path, **given)
+        if where == "in save" and seen["saving"] == step:
+            path.write_bytes(path.read_bytes()[:100])
+            stop_if(True)
+
+    def learning(self, experience):
+        seen["rollouts"] += 1
+        metrics = learn(self, experience)
+        stop_if(where == "after learning" and seen["rollouts"] == step)
+        return metrics
+
+    monkeypatch.setattr(MetricsFile, "log", logging)
+    monkeypatch.setattr(run_module, "save_checkpoint", saving)
+    monkeypatch.setattr(checkpoint, "save_file", writing)
+    monkeypatch.setattr(GRPOTrainer, "_learn", learning)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ("after log", 0),
+        ("after save", 0),
+        ("after log", 2),
+        ("in save", 2),
+        ("after save", 2),
+        ("after learning", 3),
+        ("before log", 4),
+        ("after log", 5),
+        ("after log", 6),
+        ("after save", 6),
+    ],
+    ids=lambda place: " ".join(map(str, place)),
+)
+def test_a_run_stopped_anywhere_and_resumed_ends_as_if_never_stopped(
+    tiny_run, lasting, lasting_summary, monkeypatch, whole_run, place
+):
+    summary, rows = uninterrupted(whole_run, tiny_run, lasting, lasting_summary)
+    with monkeypatch.context() as patched:
+        interrupt(patched, place)
+        with pytest.raises(Interrupt):
+            tiny_run(**tiny_run.LONG)
+    if place == ("after log", 0):  # nothing has been saved yet
+        with pytest.raises(RunDirectoryError, match="no complete checkpoint to resume from"):
+            tiny_run(**tiny_run.LONG, resume=True)
+        return
+    told = []
+    resumed, resumed_rows = tiny_run(**tiny_run.LONG, resume=True, announce=told.append)
+    assert "resumed from" in told[0] and not any("warm start" in line for line in told)
+    assert lasting(resumed_rows) == rows
+    assert lasting_summary(resumed) == summary
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+def test_a_low_precision_run_resumes_too(tiny_run, lasting, lasting_summary, monkeypatch, dtype):
+    changes = {
+        "policy.dtype": dtype,
+        "training.steps": 4,
+        "training.save_every": 2,
+        "optimizer.learning_rate": 1e-3,
+    }
+    summary, rows = tiny_run.of_its_own("whole", **changes)
+    with monkeypatch.context() as patched:
+        interrupt(patched, ("after log", 3))
+        with pytest.raises(Interrupt):
+            tiny_run(**changes)
+    resumed, resumed_rows = tiny_run(**changes, resume=True)
+    assert lasting(resumed_rows) == lasting(rows)
+    assert lasting_summary(resumed) == lasting_summary(summary)
+
+
+def test_a_finished_run_resumes_to_the_same_summary(tiny_run, lasting, lasting_summary):
+    summary, rows = tiny_run(**tiny_run.LONG)
+    again, rows_again = tiny_run(**tiny_run.LONG, resume=True)
+    assert lasting_summary(again) == lasting_summary(summary) and rows_again == rows
+
+
+def test_resuming_with_another_config_is_refused(tiny_run):
+    tiny_run(**{"training.save_every": 1})
+    before = tiny_run.files()
+    with pytest.raises(RunDirectoryError, match="is not the configuration given now"):
+        tiny_run(**{"training.save_every": 1, "optimizer.learning_rate": 1e-5}, resume=True)
+    assert tiny_run.files() == before
+
+
+def test_resuming_where_there_is_no_run_is_refused(tiny_run):
+    with pytest.raises(RunDirectoryError, match="holds no run to resume"):
+        tiny_run(resume=True)
+
+
+def test_resuming_without_a_checkpoint_is_refused(tiny_run, monkeypatch):
+    with monkeypatch.context() as patched:
+        interrupt(patched, ("after log", 2))
+        with pytest.raises(Interrupt):
+            tiny_run()
+    before = tiny_run.files()
+    with pytest.raises(RunDirectoryError, match=r"no complete checkpoint.*training\.save_every"):
+        tiny_run(resume=True)
+    assert tiny_run.files() == before
+
+
+def test_resuming_in_another_environment_is_refused_by_name(tiny_run):
+    tiny_run(**{"training.save_every": 1})
+    before = tiny_run.files()
+    with (
+        strict(except_={"attention"}),
+        pytest.raises(CheckpointError, match="stock_ops: attention != none"),
+    ):
+        tiny_run(**{"training.save_every": 1}, resume=True)
+    assert tiny_run.files() == before
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
+def test_resuming_from_a_truncated_checkpoint_is_refused_and_loses_nothing(tiny_run, lasting, file):
+    changes = {"training.save_every": 1}
+    _, rows = tiny_run(**changes)
+    newest = list_checkpoints(tiny_run.directory / "run" / "checkpoints")[-1]
+    (newest / file).write_bytes((newest / file).read_bytes()[:-50])
+    before = tiny_run.files()
+    with pytest.raises(CheckpointError, match=str(newest)):
+        tiny_run(**changes, resume=True)
+    assert tiny_run.files() == before
+    for path in newest.iterdir():
+        path.unlink()
+    newest.rmdir()
+    _, resumed = tiny_run(**changes, resume=True)
+    assert lasting(resumed) == lasting(rows)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "another"])
+def test_resuming_with_another_kl_reference_is_refused(tiny_run, damage):
+    changes = {"training.save_every": 1, "algorithm.kl_coefficient": 0.1}
+    tiny_run(**changes)
+    file = tiny_run.directory / "run" / "reference.safetensors"
+    if damage == "missing":
+        file.unlink()
+    elif damage == "truncated":
+        file.write_bytes(file.read_bytes()[:-50])
+    else:
+        newest = list_checkpoints(tiny_run.directory / "run" / "checkpoints")[-1]
+        checkpoint.save_file(load_file(newest / "model.safetensors"), file)
+    with pytest.raises(CheckpointError, match=r"reference\.safetensors is (missing|not the KL)"):
+        tiny_run(**changes, resume=True)
+
+
+SCRIPT = """
+import os, signal, sys
+from rl_consistency.trainers import run
+from rl_consistency.trainers.run_directory import checkpoint
+from rl_consistency.trainers.config.recipe import load_config
+from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
+
+recipe, mode = sys.argv[1:]
+log, save_file = MetricsFile.log, checkpoint.save_file
+
+def log_and_die(self, step, metrics):
+    log(self, step, metrics)
+    if step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def save_half_and_die(tensors, path, **given):
+    save_file(tensors, path, **given)
+    if "step_000004" in str(path) and path.name == "optimizer.safetensors":
+        os.truncate(path, 1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if mode == "in a step":
+    MetricsFile.log = log_and_die
+else:
+    checkpoint.save_file = save_half_and_die
+run.train(load_config(recipe))
+"""
+
+
+@pytest.mark.parametrize(("mode", "newest"), [("in a step", 4), ("in a save", 2)])
+def test_a_killed_process_is_resumed_by_another_as_if_never_killed(
+    tiny_run, lasting, lasting_summary, whole_run, mode, newest
+):
+    summary, rows = uninterrupted(whole_run, tiny_run, lasting, lasting_summary)
+    recipe, script = tiny_run.directory / "recipe.yaml", tiny_run.directory / "script.py"
+    recipe.write_text(yaml.safe_dump(tiny_run.tree(**tiny_run.LONG)))
+    script.write_text(SCRIPT)
+    paths = os.pathsep.join([str(ROOT), str(tiny_run.directory)])
+    killed = subprocess.run(
+        [sys.executable, script, recipe, mode],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    directory = tiny_run.directory / "run"
+    assert list_checkpoints(directory / "checkpoints")[-1].name == f"step_{newest:06d}"
+    assert not (directory / "summary.json").exists()
+    assert len(read_metrics(directory / "metrics.jsonl")) > newest
+    resumed, resumed_rows = tiny_run(**tiny_run.LONG, resume=True)
+    assert lasting(resumed_rows) == rows
+    assert lasting_summary(resumed) == summary
+
+
+def test_an_interrupt_from_the_keyboard_leaves_a_run_that_resumes(
+    tiny_run, lasting, lasting_summary, whole_run, monkeypatch
+):
+    summary, rows = uninterrupted(whole_run, tiny_run, lasting, lasting_summary)
+    real = MetricsFile.log
+
+    def log(self, step, metrics):
+        real(self, step, metrics)
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    # A process started in the background ignores the signal, and Python then leaves it at that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(MetricsFile, "log", log)
+            tiny_run(**tiny_run.LONG)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    resumed, resumed_rows = tiny_run(**tiny_run.LONG, resume=True)
+    assert lasting(resumed_rows) == rows and lasting_summary(resumed) == summary
+
+
+def test_a_disk_that_fills_up_in_mid_run_costs_nothing_that_was_saved(
+    tiny_run, lasting, lasting_summary, whole_run, monkeypatch
+):
+    summary, rows = uninterrupted(whole_run, tiny_run, lasting, lasting_summary)
+    real = checkpoint.save_file
+
+    def full(tensors, path, **given):
+        if "step_000004" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(tensors, path, **given)
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="No space left"):
+        patched.setattr(checkpoint, "save_file", full)
+        tiny_run(**tiny_run.LONG)
+    resumed, resumed_rows = tiny_run(**tiny_run.LONG, resume=True)
+    assert lasting(resumed_rows) == rows and lasting_summary(resumed) == summary

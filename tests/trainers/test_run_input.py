@@ -1,0 +1,140 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.trainers.config.policy_sections import BuildSection
+from rl_consistency.trainers.data.examples import DataError
+from rl_consistency.trainers.data.tokenizer import byte_tokenizer
+from rl_consistency.trainers.policy import PolicyError, build_model
+from rl_consistency.trainers.rewards import RewardError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raising", r"raised RuntimeError: no judge at home \(sample 0, example \d+"),
+        ("nan_for_the_third", r"returned nan, not a finite number, for sample 2, example \d+"),
+        ("one_too_few", r"returned 7 scores for 8 completions: sample 7"),
+    ],
+)
+def test_a_failing_reward_function_is_told_with_its_sample(tiny_run, name, message):
+    with pytest.raises(RewardError, match=message):
+        tiny_run(**{"reward.functions": [{"name": f"toy_rewards:{name}"}]})
+
+
+def test_a_failing_reward_function_does_not_cost_the_checkpoints(tiny_run, lasting, monkeypatch):
+    import toy_rewards
+
+    changes = {"training.steps": 4, "training.save_every": 2}
+    _, rows = tiny_run.of_its_own("whole", **changes)
+    real, calls = toy_rewards.varied, []
+
+    def fails_later(**given):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("gone")
+        return real(**given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(toy_rewards, "varied", fails_later)
+        with pytest.raises(RewardError, match="gone"):
+            tiny_run(**changes)
+    _, resumed = tiny_run(**changes, resume=True)
+    assert lasting(resumed) == lasting(rows)
+
+
+def from_file(tiny_run, **changes):
+    return {"data.task": None, "data.path": str(tiny_run.example_file())} | changes
+
+
+def saved_policy(directory, positions=64):
+    build = BuildSection(
+        architecture="qwen3",
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=positions,
+    )
+    build_model(build, byte_tokenizer(), seed=2).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+    return {"policy.build": None, "policy.path": str(directory), "tokenizer.kind": "auto"}
+
+
+def test_a_model_directory_and_a_file_of_examples_run_as_well(tiny_run):
+    summary, rows = tiny_run(
+        **saved_policy(tiny_run.directory / "model"),
+        **from_file(
+            tiny_run,
+            **{
+                "data.eval_path": str(tiny_run.example_file(5, "eval.jsonl")),
+                "training.eval_every": 1,
+            },
+        ),
+    )
+    assert summary["consistency/mismatched_tokens"] == 0 and summary["eval/last"] is not None
+    assert len(rows) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"data.path": "absent.jsonl"}, DataError, "cannot read the data file absent.jsonl"),
+        ({"data.max_prompt_tokens": 3}, DataError, r"example \d+: its prompt has 4 tokens"),
+        ({"data.prompt_template": "{prompt}" * 8}, DataError, r"example \d+: its prompt has"),
+        ({"rollout.prompts_per_step": 21}, DataError, "21 exceeds the 20 training examples of"),
+    ],
+)
+def test_data_that_cannot_be_used_is_named_before_the_directory_is_made(
+    tiny_run, changes, error, message
+):
+    given = from_file(tiny_run, **changes) | {"rollout.sampling.max_tokens": 9}
+    with pytest.raises(error, match=message):
+        tiny_run(**given)
+    assert not (tiny_run.directory / "run").exists()
+
+
+def test_a_prompt_longer_than_the_context_is_named(tiny_run):
+    policy = saved_policy(tiny_run.directory / "model", positions=12)
+    with pytest.raises(DataError, match=r"example \d+: .* the model's context is 12"):
+        tiny_run(**policy, **from_file(tiny_run))
+    assert not (tiny_run.directory / "run").exists()
+
+
+def test_an_answer_too_long_for_the_warm_start_is_named(tiny_run):
+    changes = from_file(tiny_run, **{"warm_start.steps": 1})
+    Path(changes["data.path"]).write_text(
+        json.dumps({"question": "1+1=", "answer": "2"})
+        + "\n"
+        + json.dumps({"question": "2+2=", "answer": "4" * 61})
+        + "\n"
+    )
+    changes |= {"rollout.prompts_per_step": 1}
+    with pytest.raises(DataError, match=r"example 1: prompt and answer have 66 tokens, .* 64"):
+        tiny_run(**changes)
+
+
+def test_a_missing_model_directory_leaves_nothing_in_the_way_of_the_next_try(tiny_run):
+    with pytest.raises(PolicyError, match="no model directory"):
+        tiny_run(**{"policy.build": None, "policy.path": "absent", "tokenizer.kind": "auto"})
+    tiny_run(**{"training.steps": 1})
+
+
+def test_active_dropout_is_refused(tiny_run):
+    policy = saved_policy(tiny_run.directory / "model")
+    file = tiny_run.directory / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attention_dropout": 0.1}))
+    with pytest.raises(ValueError, match="dropout"):
+        tiny_run(**policy)
+    assert not (tiny_run.directory / "run").exists()
+
+
+def test_weights_that_diverge_stop_the_run_with_the_remedy(tiny_run):
+    with pytest.raises((ValueError, ConsistencyError), match="not finite|gradient norm is"):
+        tiny_run(**{"optimizer.learning_rate": 1e30, "optimizer.max_grad_norm": None})

@@ -1,0 +1,99 @@
+"""The sections `data` and `reward`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rl_consistency.trainers.config.section import (
+    BelowOne,
+    Count,
+    CountOrZero,
+    Float,
+    Int,
+    LocalPath,
+    Name,
+    Section,
+    require_one,
+)
+from rl_consistency.trainers.data.arithmetic import check_parameters
+
+
+class ArithmeticSection(Section):
+    """The generated task: chained sums, answered with the running totals."""
+
+    name: Literal["arithmetic"]
+    """Which generated task."""
+    num_terms: Annotated[Int, Field(ge=2)] = 4
+    """Terms of each sum."""
+    max_value: Count = 9
+    """Each term is drawn from 1 to this."""
+    train_size: Count = 4096
+    """Number of training examples."""
+    eval_size: CountOrZero = 128
+    """Number of evaluation examples; their sums never occur in training."""
+    incomplete_targets: BelowOne = 0.0
+    """Share of the worked examples that stop too early in what the warm start imitates."""
+
+    @model_validator(mode="after")
+    def _enough_sums(self) -> ArithmeticSection:
+        check_parameters(self.num_terms, self.max_value)
+        return self
+
+
+class DataSection(Section):
+    """The prompts: exactly one of `task` (generated) and `path` (JSONL)."""
+
+    task: ArithmeticSection | None = None
+    """A generated, verifiable task."""
+    path: LocalPath | None = None
+    """JSONL file, one training example per line."""
+    eval_path: LocalPath | None = None
+    """JSONL file of evaluation examples; only together with `path`."""
+    prompt_field: Name = "question"
+    """Field of a line that holds the prompt."""
+    answer_field: Name = "answer"
+    """Field of a line that holds the reference answer, which is also the warm start's target."""
+    prompt_template: str = "{prompt}"
+    """The text given to the model; `{prompt}` stands for the prompt field."""
+    max_prompt_tokens: Count = 256
+    """Longest prompt in tokens; a longer one is an error that names the example."""
+    shuffle: bool = True
+    """Visit each epoch in a new order, a pure function of run.seed and the epoch."""
+    limit: Count | None = None
+    """Use only the first this many training examples; null = all."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSection:
+        require_one(task=self.task, path=self.path)
+        if self.eval_path is not None and self.path is None:
+            raise ValueError("eval_path goes with path; a task generates its own evaluation set")
+        if "{prompt}" not in self.prompt_template:
+            raise ValueError("prompt_template must contain {prompt}")
+        return self
+
+
+class RewardFunctionSection(Section):
+    """One term of the reward."""
+
+    name: Name
+    """exact_match, gsm8k, arithmetic, or package.module:function."""
+    weight: Float = 1.0
+    """Factor of this term in the sum."""
+
+
+class RewardSection(Section):
+    """The reward of a completion: a weighted sum of functions."""
+
+    functions: tuple[RewardFunctionSection, ...]
+    """The terms, at least one, added in this order."""
+
+    @model_validator(mode="after")
+    def _some_and_distinct(self) -> RewardSection:
+        names = [function.name for function in self.functions]
+        if not names:
+            raise ValueError("functions must name at least one reward function")
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{', '.join(repeated)} stands more than once: add up the weights")
+        return self

@@ -1,0 +1,148 @@
+"""The sections `warm_start`, `rollout`, `algorithm`, `optimizer` and `training`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, PlainSerializer
+
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.trainers.advantages import AdvantageKind
+from rl_consistency.trainers.config.section import (
+    BelowOne,
+    Count,
+    CountOrZero,
+    Positive,
+    PositiveOrZero,
+    Section,
+)
+from rl_consistency.trainers.losses import WeightKind
+
+SAMPLING_KEYS = tuple(
+    field.name for field in fields(SamplingParams) if field.name not in ("seed", "stop")
+)
+"""Keys of rollout.sampling. The seed is run.seed; the trainer's engine takes no stop strings."""
+
+
+def _sampling(value: Any) -> Any:
+    """The SamplingParams of a mapping; SamplingParams checks the values itself."""
+    if not isinstance(value, dict):
+        return value
+    if unknown := [key for key in value if key not in SAMPLING_KEYS]:
+        raise ValueError(
+            f"unknown key {', '.join(unknown)}; the keys here are {', '.join(SAMPLING_KEYS)}"
+        )
+    if missing := [key for key in ("n", "max_tokens") if key not in value]:
+        raise ValueError(f"missing: {', '.join(missing)}")
+    params = SamplingParams(**value)
+    if params.n < 2:
+        raise ValueError(f"n must be at least 2, the group of an advantage, got {params.n}")
+    if params.temperature == 0:
+        raise ValueError("temperature must be above 0: greedy completions of a group are equal")
+    return params
+
+
+def _sampling_tree(params: SamplingParams) -> dict[str, Any]:
+    return {key: getattr(params, key) for key in SAMPLING_KEYS}
+
+
+class WarmStartSection(Section):
+    """Supervised steps on the reference completions, before reinforcement learning."""
+
+    steps: CountOrZero = 0
+    """Number of supervised steps; 0 = none."""
+    batch_size: Count = 32
+    """Examples per step."""
+    learning_rate: Positive = 1e-3
+    """Learning rate of these steps."""
+
+
+class RolloutSection(Section):
+    """How completions are sampled."""
+
+    prompts_per_step: Count
+    """Prompts of one rollout batch."""
+    sampling: Annotated[SamplingParams, BeforeValidator(_sampling), PlainSerializer(_sampling_tree)]
+    """The fields of `SamplingParams`: n completions per prompt, at least 2, of at most max_tokens
+    tokens; temperature, top_k and the others. Training scores the tokens with the same object."""
+    kv_block_size: Count = 16
+    """Tokens per block of the key/value cache."""
+    num_kv_blocks: Count | None = None
+    """Blocks of the key/value cache; null = enough for the whole batch, up to 4 GiB on a CPU and
+    40 % of the free memory on a GPU (then sequences take turns; the same bits)."""
+    max_batch_tokens: Count = 2048
+    """Most tokens of one engine step."""
+    max_num_seqs: Count = 256
+    """Most sequences of one engine step."""
+    prefill_chunk_size: Count | None = None
+    """Prompt tokens of one sequence per engine step; null = no chunks below max_batch_tokens."""
+    prefix_sharing: bool = True
+    """Share the cache of common prefixes, such as the prompt within a group."""
+    cuda_graphs: bool = True
+    """Decode through CUDA graphs on a GPU; the same bits."""
+
+
+class AlgorithmSection(Section):
+    """What is optimised."""
+
+    advantage: AdvantageKind = "grpo"
+    """grpo: centred by group mean, scaled by group deviation; dr_grpo: centred only."""
+    loss: WeightKind = "grpo"
+    """grpo: mean over sequences of token means; dr_grpo: constant length; dapo: token mean."""
+    clip_low: BelowOne = 0.2
+    """The importance ratio is clipped below at 1 - clip_low."""
+    clip_high: PositiveOrZero = 0.2
+    """And above at 1 + clip_high; larger than clip_low is DAPO's clip-higher."""
+    kl_coefficient: PositiveOrZero = 0.0
+    """Weight of the k3 estimate of the KL divergence to the initial policy; 0 = no reference
+    model is kept."""
+    entropy_coefficient: PositiveOrZero = 0.0
+    """Weight of the entropy bonus."""
+    updates_per_rollout: Count = 1
+    """Optimizer steps per epoch over a rollout batch, which is split into as many equal parts."""
+    epochs_per_rollout: Count = 1
+    """Passes over each rollout batch."""
+    overlong: Literal["keep", "mask", "penalty"] = "keep"
+    """Completions cut at max_tokens: kept, given no weight in the loss (they still count in its
+    denominators and in the group's mean), or penalised by length."""
+    overlong_buffer: CountOrZero = 0
+    """Tokens before max_tokens over which the penalty grows; only with overlong: penalty."""
+
+
+class OptimizerSection(Section):
+    """AdamW and its learning-rate schedule."""
+
+    learning_rate: Positive
+    """Peak learning rate."""
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    """Decay rates of the two moments."""
+    eps: Positive = 1e-8
+    """Added to the denominator."""
+    weight_decay: PositiveOrZero = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: Positive | None = 1.0
+    """Gradients are scaled down to this norm; null = no clipping."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warm-up; linear and cosine end at 0."""
+    warmup_steps: CountOrZero = 0
+    """Optimizer steps over which the learning rate rises from 0."""
+
+
+class TrainingSection(Section):
+    """The loop."""
+
+    steps: Count
+    """Rollout batches."""
+    micro_batch_size: Count = 8
+    """Completions per forward and backward pass; changes memory and time, not bits."""
+    layout: Literal["packed", "padded"] = "packed"
+    """How sequences share a call: end to end, or padded to the longest; the same bits."""
+    eval_every: CountOrZero = 0
+    """Evaluate every this many steps; 0 = never."""
+    eval_samples: Count | None = None
+    """Evaluation examples used, one greedy completion each; null = all."""
+    save_every: CountOrZero = 0
+    """Write a checkpoint every this many steps; 0 = only at the end."""
+    keep_checkpoints: Count = 2
+    """How many of the newest checkpoints stay."""

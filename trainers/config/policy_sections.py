@@ -1,0 +1,84 @@
+"""The sections `policy` and `tokenizer`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from rl_consistency.trainers.config.section import (
+    Count,
+    Int,
+    LocalPath,
+    Name,
+    Positive,
+    Section,
+    require_one,
+)
+
+
+class BuildSection(Section):
+    """A policy built from scratch; its vocabulary is the tokenizer's, padded to 16s."""
+
+    architecture: Literal["qwen3", "llama", "mistral", "qwen2"]
+    """Family of the Hugging Face causal language model."""
+    hidden_size: Count
+    """Width of the residual stream."""
+    intermediate_size: Count
+    """Width of the gated MLP."""
+    num_hidden_layers: Count
+    """Number of decoder layers."""
+    num_attention_heads: Count
+    """Number of query heads."""
+    num_key_value_heads: Count
+    """Number of key/value heads; divides num_attention_heads."""
+    head_dim: Annotated[Int, Field(ge=2, multiple_of=2)] | None = None
+    """Width of one head, even; null = hidden_size / num_attention_heads."""
+    max_position_embeddings: Count = 512
+    """Longest sequence, prompt and completion together, in tokens."""
+    rope_theta: Positive = 10_000.0
+    """Base of the rotary position embedding."""
+    tie_word_embeddings: bool = True
+    """Use the input embedding as the LM head."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> BuildSection:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is no multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim is None and self.hidden_size % (2 * self.num_attention_heads):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} "
+                "heads of even width: set head_dim"
+            )
+        return self
+
+
+class PolicySection(Section):
+    """The model that is trained: exactly one of `path`, `hub` and `build`."""
+
+    path: LocalPath | None = None
+    """Local Hugging Face model directory (config.json, safetensors); nothing is downloaded."""
+    hub: Name | None = None
+    """Model name on the Hugging Face hub; the only setting that may download anything."""
+    build: BuildSection | None = None
+    """Sizes of a policy with fresh weights drawn from run.seed."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the parameters and activations; accumulation is always float32. float16 cannot be
+    trained: per-token gradients underflow without a loss scale."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass; changes memory and time, not bits."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> PolicySection:
+        require_one(path=self.path, hub=self.hub, build=self.build)
+        return self
+
+
+class TokenizerSection(Section):
+    """How text becomes tokens."""
+
+    kind: Literal["byte", "auto"]
+    """byte: one token per UTF-8 byte; auto: the tokenizer of policy.path or policy.hub."""

@@ -1,0 +1,78 @@
+"""The sections `run`, `consistency` and `tracking`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from rl_consistency.numerics.strict import OPS
+from rl_consistency.trainers.config.section import (
+    Count,
+    CountOrZero,
+    Int,
+    LocalPath,
+    Name,
+    Section,
+)
+
+
+class RunSection(Section):
+    """The run as a whole."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Letters, digits, `.`, `_`, `-`; names the output directory and the tracked run."""
+    output_dir: LocalPath = Field(default_factory=lambda data: Path("runs") / data["name"])
+    """Where config, metrics, summary, report and checkpoints go; default runs/<name>."""
+    seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0
+    """Seeds the data order, the sampler, the weights of a built policy and the generated task."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the run computes; cuda is one NVIDIA GPU of compute capability 8.0 or later."""
+    num_threads: Count | None = None
+    """CPU threads; part of the fingerprint. Tiny models run fastest on 1; null = torch's choice."""
+
+
+def _known_ops(names: tuple[str, ...]) -> tuple[str, ...]:
+    if unknown := sorted(set(names) - set(OPS)):
+        raise ValueError(f"unknown op {', '.join(unknown)}; the ops are {', '.join(sorted(OPS))}")
+    return names
+
+
+class ConsistencySection(Section):
+    """What is checked while training, and what happens when a check fails."""
+
+    strict: bool | None = None
+    """Canonical reduction orders; false runs the stock ops and promises nothing; null = canonical,
+    unless the environment variable RL_CONSISTENCY_STRICT says otherwise."""
+    strict_except: Annotated[tuple[str, ...], AfterValidator(_known_ops)] = ()
+    """Ops that run stock although strict is on (for ablations)."""
+    gradient_check_every: CountOrZero = 0
+    """Recompute the gradients under other groupings every this many steps; 0 = never."""
+    gradient_check_sequences: Count | None = None
+    """Completions regrouped in such a check, the first of the step; null = all, which is slow."""
+    shadow_every: CountOrZero = 0
+    """Measure the drift of the stock path on the same tokens every this many steps; 0 = never."""
+    on_drift: Literal["raise", "warn", "record"] = "raise"
+    """What happens when a logprob, a gradient or a sampled library product differs. Differing
+    tokens are saved for replay in every case; the rollout engine also warns of a product."""
+
+
+class WandbSection(Section):
+    """Weights & Biases."""
+
+    project: Name
+    """Project the run is logged to."""
+    name: Name | None = None
+    """Name of the run there; null = run.name."""
+    mode: Literal["offline", "online"] = "offline"
+    """offline needs neither key nor network."""
+
+
+class TrackingSection(Section):
+    """Where metrics go, in addition to metrics.jsonl."""
+
+    console: bool = True
+    """Show the live progress table."""
+    wandb: WandbSection | None = None
+    """Log to Weights & Biases; null = do not."""

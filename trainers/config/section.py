@@ -1,0 +1,45 @@
+"""What every section of a recipe is built from: its base class and the types of its numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A frozen section: no unknown keys, finite numbers, a docstring under each field."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+def _not_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_not_bool)]
+Float = Annotated[float, BeforeValidator(_not_bool)]
+Count = Annotated[Int, Field(ge=1)]
+CountOrZero = Annotated[Int, Field(ge=0)]
+Positive = Annotated[Float, Field(gt=0)]
+PositiveOrZero = Annotated[Float, Field(ge=0)]
+BelowOne = Annotated[Float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(min_length=1)]
+LocalPath = Annotated[Path, AfterValidator(Path.expanduser)]
+
+
+def require_one(**choices: Any) -> None:
+    """Refuse any other number of choices than one that is not None.
+
+    Raises:
+        ValueError: names the choices and those that were given.
+    """
+    given = [name for name, value in choices.items() if value is not None]
+    if len(given) != 1:
+        allowed = ", ".join(choices)
+        raise ValueError(f"exactly one of {allowed} is needed, got {', '.join(given) or 'none'}")

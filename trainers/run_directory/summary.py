@@ -1,0 +1,57 @@
+"""The summary of a run: what its metrics say as a whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from rl_consistency.trainers.run_directory.directory import write_atomically
+
+SUMMARY_STEPS = 5
+"""Steps at either end of a run whose mean reward the summary shows."""
+
+
+def summary_of(rows: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> dict[str, Any]:
+    """Rewards at both ends of a run, the hook's totals, and median speeds.
+
+    Args:
+        rows: the metrics of each step.
+        totals: what the consistency hook measured over the run.
+    """
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    evaluations = [row["eval/reward"] for row in rows if "eval/reward" in row]
+    return {
+        "reward/first": fmean(rewards[:SUMMARY_STEPS]),
+        "reward/last": fmean(rewards[-SUMMARY_STEPS:]),
+        "eval/first": evaluations[0] if evaluations else None,
+        "eval/last": evaluations[-1] if evaluations else None,
+        **totals,
+        **_throughput(rows),
+    }
+
+
+def _throughput(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Median tokens per second of rollout and training, on our path and on the stock path.
+
+    The first measurement compiles kernels and is left out where there are others.
+    """
+    speeds = {}
+    for path in ("rollout", "training", "stock_rollout", "stock_training"):
+        name = f"time/{path}_tokens_per_second"
+        if values := [row[name] for row in rows if name in row]:
+            speeds[name] = round(median(values[1:] or values), 1)
+    return speeds
+
+
+def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary.json`, all or nothing; non-finite numbers as the strings nan, inf and -inf."""
+    finite = {
+        k: str(v) if isinstance(v, float) and not math.isfinite(v) else v
+        for k, v in summary.items()
+    }
+    text = json.dumps(finite, indent=2, allow_nan=False)
+    write_atomically(directory / "summary.json", text + "\n")
