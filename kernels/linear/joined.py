@@ -117,9 +117,9 @@ def gated_mlp(
 
 
 # The order of the fields below is part of the bits. Autograd takes a flat list of operands. Where
-# one tensor stands in it several times, autograd adds its gradients in the order of the list to what
-# other uses of the tensor have sent, and rounds each sum. Separate ops would send theirs with the
-# last op first. So the fields begin with the last op: first x once per projection, then the
+# one tensor stands in it several times, autograd adds its gradients in the order of the list to
+# what other uses of the tensor have sent, and rounds each sum. Separate ops would send theirs with
+# the last op first. So the fields begin with the last op: first x once per projection, then the
 # parameters, which may be shared.
 
 
@@ -171,13 +171,11 @@ def _flat(operands: tuple[Any, ...]) -> list[Any]:
 def _named(kind: type[_Operands], flat: Sequence[Any]) -> _Operands:
     """What `_flat` gave, by name again."""
     left = iter(flat)
-    return kind(
-        *(
-            field._make(islice(left, len(field._fields)))
-            if field in (Projection, HeadNorm)
-            else next(left)
-            for field in _field_types(kind)
-        )
+    return kind._make(
+        field._make(islice(left, len(field._fields)))
+        if field in (Projection, HeadNorm)
+        else next(left)
+        for field in _field_types(kind)
     )
 
 
@@ -329,9 +327,12 @@ def _in_heads(y: Tensor, head_dim: int) -> Tensor:
 
 
 def _project_backward(
-    part: _Part, dy: Tensor | None, needs_x: bool, needs: Projection
+    part: _Part, dy: Tensor | None, needs_x: bool, needs: Any
 ) -> tuple[Tensor | None, Projection]:
-    """(dx; gradients of the projection's operands). dy may be split into heads."""
+    """(dx; gradients of the projection's operands). `needs` says of each whether it needs one.
+
+    dy may be split into heads.
+    """
     if dy is None:
         return None, _NO_PROJECTION
     part.needs_input_grad = (needs_x, *needs)
@@ -365,10 +366,8 @@ def _norm(part: _Part, x: Tensor, of: HeadNorm) -> Tensor:
     return RMSNormFunction.forward(part, x, *options)
 
 
-def _norm_backward(
-    part: _Part, dy: Tensor | None, needs: HeadNorm
-) -> tuple[Tensor | None, HeadNorm]:
-    """(dx; gradients of the norm's operands)."""
+def _norm_backward(part: _Part, dy: Tensor | None, needs: Any) -> tuple[Tensor | None, HeadNorm]:
+    """(dx; gradients of the norm's operands). `needs` says of each whether it needs one."""
     if dy is None:
         return None, _NO_NORM
     if dy.is_cuda:

@@ -96,12 +96,7 @@ def check_fused_product_schedules(tally: Tally, setup: OpSetup) -> None:
         return linear_triton.gate_up_glu_fwd(x, w_gate, w_up, "silu", schedule)
 
     if dtype == torch.float32:
-        # No table: one schedule for few rows, one for more.
-        few_or_more = (1, FEW_ROWS)
-        qkv = [matmul_schedules.pick_qkv(m, sum(sizes[:3]), inner, dtype) for m in few_or_more]
-        gate_up = [
-            matmul_schedules.pick_gate_up(m, sizes[3], inner, dtype, False) for m in few_or_more
-        ]
+        qkv = gate_up = list(matmul_schedules.FEW_ROWS_FP32)
     else:
         qkv = list(matmul_schedules.QKV)
         gate_up = [s for s in matmul_schedules.GATE_UP if tma or s.kind == "pointer"]
