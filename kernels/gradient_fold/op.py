@@ -5,7 +5,7 @@ Shapes: `fold_outer`: g [N, K], dy [T, N], x [T, K]. `fold_columns`: g [C], rows
 Dtypes and rounding points: operands fp32, bf16 or fp16, products exact; the accumulator g is
     fp32, for columns, and on CUDA for every fp32 parameter, fp64; what is published in
     `parameter.grad` is rounded once to fp32.
-Order: `ORDER` below.
+Order: ORDER below, `gradient_fold`.
 Invariant to: where a sequence of tokens is cut into calls, as long as every cut falls on a multiple
     of 16.
 Varies with: the order of the tokens.
@@ -39,17 +39,27 @@ STEP = 16
 ORDER = ReductionOrder(
     id="gradient_fold",
     version=3,
-    cpu=(
-        "Left fold over tokens in steps of 16, continued from the fp32 buffer: matrices add the "
-        "step's outer products by one multiply-accumulate call, columns add the halving tree over "
-        "the step's rows to an fp64 buffer, embedding rows add token after token. A short last "
-        "step is filled with zeros. Negative zero is stored as positive zero at the end of a "
-        "call. A parameter used in several places has one buffer per place; the buffers are added "
-        "in the order of the places. On CUDA the multiply-accumulate call of a matrix is the "
-        "matrix unit's for 16 tokens (m16n8k16, or wgmma with k16), the accumulator being the "
-        "buffer's element; of fp32 operands the 16 tokens are summed from zero by fused "
-        "multiply-adds and then added to a buffer in fp64, as are rows of embeddings."
-    ),
+    cpu="""\
+for each 16 tokens, upward, with zeros after a short last step:
+    matrix (fp32): g = addmm(g, dy_step^T, x_step), one call of the matrix library
+    vector (fp64): g += halving tree over the step's rows, in fp32
+for each token t, upward:
+    embedding (fp32): g[index[t]] += rows[t]
+at the end of a call on a matrix: g += 0, which turns -0 into +0
+parameter.grad = fp32(the buffers of all places of the parameter, added in the order of the places)
+""",
+    cuda="""\
+for each 16 tokens, upward, with zeros after a short last step:
+    matrix of bf16 or fp16 operands (fp32): g = one step of the matrix unit on g
+        (m16n8k16, or wgmma with k16), g being the accumulator
+    matrix of fp32 operands (fp64): g += fp32 sum of the 16 products, from zero, by fused
+        multiply-adds
+    vector (fp64): g += halving tree over the step's rows, in fp32
+for each token t, upward:
+    embedding (fp32; fp64 for an fp32 parameter): g[index[t]] += rows[t]
+at the end of a call on a matrix: g += 0, which turns -0 into +0
+parameter.grad = fp32(the buffers of all places of the parameter, added in the order of the places)
+""",
 )
 
 
