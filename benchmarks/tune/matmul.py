@@ -86,7 +86,7 @@ def candidates(m: int) -> list[Schedule]:
         chosen = [s for s in DECODE if s.block_m <= max(16, m)]
         return chosen + ([s for s in MEDIUM if s.block_m == 64] if m > 16 else [])
     if m <= 1024:
-        return [*(s for s in DECODE if s.block_m == 64 and m <= 512), *MEDIUM, *LARGE[:6]]
+        return [*(s for s in DECODE if s.block_m == 64 and m <= 512), *MEDIUM, *LARGE]
     return [*LARGE, *(s for s in MEDIUM if s.block_m == 128 and m <= 2048)]
 
 

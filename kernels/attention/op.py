@@ -37,8 +37,8 @@ from rl_consistency.kernels.attention.layout import (
     PagedAttention,
 )
 from rl_consistency.kernels.attention.schedules import lse_dtype
+from rl_consistency.kernels.core.autograd import apply, once_differentiable, plain
 from rl_consistency.kernels.core.operand import require_operands
-from rl_consistency.kernels.core.recording import apply, once_differentiable, plain
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.core.torch_op import kernel_op
 

@@ -1,9 +1,9 @@
 """acc + a b inside a Triton kernel: the step that every product over a long inner dimension takes.
 
-bf16 and fp16 have matrix units, whose instruction takes 16 elements of the inner dimension into one
-fp32 accumulator. fp32 has none in IEEE arithmetic, and one chain of fused multiply-adds over
-thousands of elements would round far more often than a library that blocks its sum. So an fp32 step
-is a sum of its own, from zero, added to an fp64 accumulator when it is complete.
+For bf16 and fp16, an instruction of the matrix units adds the products of 16 elements of the inner
+dimension to one fp32 accumulator. For fp32 there is no such instruction in IEEE arithmetic, and one
+chain of fused multiply-adds over thousands of elements would lose more accuracy than a library that
+sums in blocks. So an fp32 step is summed from zero and then added to an fp64 accumulator.
 """
 
 # Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 FP32_STEP = 16
-"""Elements of the inner dimension in one fp32 step: part of the order, so every schedule that
-multiplies fp32 operands holds as many at once."""
+"""Elements of the inner dimension in one fp32 step. It is part of the order: every schedule for
+fp32 operands holds this many at once."""
 
 
 @triton.jit

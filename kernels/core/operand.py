@@ -10,10 +10,11 @@ from torch import Tensor
 from rl_consistency.kernels.core.device import MIN_CAPABILITY, capability
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Operand types the canonical orders are defined for. fp8 has no order here."""
+"""Dtypes that the canonical orders are defined for. fp8 has no order here."""
 
 ALIGNMENT_BYTES = 64
-"""A CPU matrix library may peel a misaligned operand, which changes how its sums are cut."""
+"""A CPU matrix library may treat the first elements of a misaligned operand apart, which changes
+how it cuts its sums."""
 
 
 def require_operands(op: str, **operands: Tensor | None) -> None:
@@ -99,6 +100,11 @@ def require_device(op: str, tensor: Tensor) -> None:
         )
 
 
+def dense_rows(tensor: Tensor) -> Tensor:
+    """`tensor` itself where the elements of its last dimension lie side by side, else a copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def aligned(tensor: Tensor) -> Tensor:
-    """`tensor` itself when its storage starts on a 64-byte boundary, else a copy that does."""
+    """`tensor` itself where it starts on a 64-byte boundary, else a copy that does."""
     return tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()

@@ -1,8 +1,8 @@
-"""Launchers as torch.library ops, so that a compiler sees one opaque call and keeps its order.
+"""Launchers as torch.library ops: a compiler sees one opaque call and keeps its order.
 
 The registered op adds a schema (inferred from the type hints) and a fake implementation that gives
-shapes and dtypes without data. Where nobody looks on (`recording.observed`) and a kernel can read
-the operands (`recording.plain`) the launcher is called as the Python function that it is.
+shapes and dtypes without data. Where nothing observes the call and a kernel can read the operands
+(`autograd.observed`, `autograd.plain`), the launcher is called as a plain Python function.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.autograd.graph import increment_version
 
-from rl_consistency.kernels.core.recording import observed, plain
+from rl_consistency.kernels.core.autograd import observed, plain
 
 NAMESPACE = "rl_consistency"
 
@@ -33,7 +33,7 @@ def kernel_op(
         mutates: names of arguments that the launcher writes into.
 
     Returns:
-        A decorator; the decorated name is called as the launcher is.
+        A decorator; the decorated function has the signature of the launcher.
     """
 
     def register(launcher: _Launcher) -> _Launcher:
@@ -49,7 +49,7 @@ def kernel_op(
             if named or observed() or not plain(operands):
                 return op(*operands, **named)
             for index in written:
-                # As the op does: a backward pass that saved the tensor must notice.
+                # As the op does: a backward pass that saved the tensor has to notice the change.
                 increment_version(operands[index])
             return launcher(*operands)
 

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.operand import require_operands
-from rl_consistency.kernels.core.recording import apply, once_differentiable
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.glu.activation_triton import (
     ACTIVATIONS,

@@ -5,7 +5,7 @@ Shapes, dtypes, order, invariance: those of `gradient_fold`.
 Errors: none.
 Cost: memory-bound.
 
-A column's steps are added by one program, which writes what no other one reads.
+One program adds all steps of a column, and no other program reads what it writes.
 """
 
 # Triton gives the arguments of a kernel their meaning, and its types do not say so.
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.reduction.tree_fold_triton import halve
 
@@ -26,8 +27,6 @@ STEP = 16
 
 BATCH = 64
 """Step sums that a program of `fold_step_sums` has in flight."""
-
-EXACT = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -62,7 +61,7 @@ def _step_sums_kernel(
     first = step * STEP_ROWS
     row = first + within // BLOCK_C
     last = tl.minimum(first + STEP_ROWS, R)
-    # Four levels of the tree between registers of one thread, the others between the P rows left.
+    # Four levels of the tree add registers of one thread; the other levels add the P rows left.
     even = _pair(rows_ptr, row, columns, inside, last, stride, 0, P) + _pair(
         rows_ptr, row, columns, inside, last, stride, 4, P
     )
@@ -109,8 +108,8 @@ def _fold_steps_kernel(
     inside = columns < C
     pointers = buffer_ptr + columns.to(tl.int64) * stride
     row = sums_ptr + columns
-    # A batch is loaded a turn ahead: inside a turn the compiler would put loads between additions,
-    # few at a time.
+    # A batch is loaded one turn ahead. Inside a turn the compiler would put the loads between the
+    # additions, a few at a time.
     ahead = _load_steps(row, inside, S, C, BATCH)
     if FROM_ZERO:
         acc = tl.zeros((BLOCK_C,), tl.float64)
@@ -129,7 +128,7 @@ def _fold_steps_kernel(
 
 def step_sums(rows: Tensor, rows_per_token: int) -> Tensor:
     """Halving tree over every step's rows: [T * rows_per_token, C] -> [ceil(T / 16), C] fp32."""
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = dense_rows(rows)
     num_rows, columns = rows.shape
     step = STEP * rows_per_token
     sums = rows.new_empty((triton.cdiv(num_rows, step), columns), dtype=torch.float32)
@@ -145,7 +144,7 @@ def step_sums(rows: Tensor, rows_per_token: int) -> Tensor:
         P=padded,
         BLOCK_C=block,
         num_warps=4,
-        **EXACT,
+        enable_fp_fusion=False,
     )
     return sums
 
@@ -170,7 +169,7 @@ def folded_step_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def launch_steps(buffer: Tensor, sums: Tensor, *, from_zero: bool, batch: int = BATCH) -> None:
-    """Fold step sums [S, C] with so many in flight."""
+    """Fold step sums [S, C] with `batch` of them in flight."""
     steps, columns = sums.shape
     block = 32
     _fold_steps_kernel[(-(-columns // block),)](
@@ -183,7 +182,7 @@ def launch_steps(buffer: Tensor, sums: Tensor, *, from_zero: bool, batch: int = 
         BATCH=batch,
         BLOCK_C=block,
         num_warps=1,
-        **EXACT,
+        enable_fp_fusion=False,
     )
 
 

@@ -5,7 +5,7 @@ Shapes: `fold_outer`: g [N, K], dy [T, N], x [T, K]. `fold_columns`: g [C], rows
 Dtypes and rounding points: operands fp32, bf16 or fp16, products exact; the accumulator g is
     fp32, for columns, and on CUDA for every fp32 parameter, fp64; what is published in
     `parameter.grad` is rounded once to fp32.
-Order: `ORDER` below.
+Order: ORDER below, `gradient_fold`.
 Invariant to: where a sequence of tokens is cut into calls, as long as every cut falls on a multiple
     of 16.
 Varies with: the order of the tokens.
@@ -39,17 +39,27 @@ STEP = 16
 ORDER = ReductionOrder(
     id="gradient_fold",
     version=3,
-    cpu=(
-        "Left fold over tokens in steps of 16, continued from the fp32 buffer: matrices add the "
-        "step's outer products by one multiply-accumulate call, columns add the halving tree over "
-        "the step's rows to an fp64 buffer, embedding rows add token after token. A short last "
-        "step is filled with zeros. Negative zero is stored as positive zero at the end of a "
-        "call. A parameter used in several places has one buffer per place; the buffers are added "
-        "in the order of the places. On CUDA the multiply-accumulate call of a matrix is the "
-        "matrix unit's for 16 tokens (m16n8k16, or wgmma with k16), the accumulator being the "
-        "buffer's element; of fp32 operands the 16 tokens are summed from zero by fused "
-        "multiply-adds and then added to a buffer in fp64, as are rows of embeddings."
-    ),
+    cpu="""\
+for each 16 tokens, upward, with zeros after a short last step:
+    matrix (fp32): g = addmm(g, dy_step^T, x_step), one call of the matrix library
+    vector (fp64): g += halving tree over the step's rows, in fp32
+for each token t, upward:
+    embedding (fp32): g[index[t]] += rows[t]
+at the end of a call on a matrix: g += 0, which turns -0 into +0
+parameter.grad = fp32(the buffers of all places of the parameter, added in the order of the places)
+""",
+    cuda="""\
+for each 16 tokens, upward, with zeros after a short last step:
+    matrix of bf16 or fp16 operands (fp32): g = one step of the matrix unit on g
+        (m16n8k16, or wgmma with k16), g being the accumulator
+    matrix of fp32 operands (fp64): g += fp32 sum of the 16 products, from zero, by fused
+        multiply-adds
+    vector (fp64): g += halving tree over the step's rows, in fp32
+for each token t, upward:
+    embedding (fp32; fp64 for an fp32 parameter): g[index[t]] += rows[t]
+at the end of a call on a matrix: g += 0, which turns -0 into +0
+parameter.grad = fp32(the buffers of all places of the parameter, added in the order of the places)
+""",
 )
 
 
@@ -69,8 +79,8 @@ def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) ->
     dy, x = _whole_steps(dy), _whole_steps(x)
     for dy_step, x_step in zip(dy.split(STEP), x.split(STEP), strict=True):
         buffer.addmm_(dy_step.t(), x_step)
-    # A step of zero gradient turns -0 (an underflowed product) into +0; a packed layout with one
-    # more step of filler must not differ by that.
+    # A step of zero gradients turns -0 (an underflowed product) into +0. A packed layout with one
+    # more step of padding must give the same bits.
     buffer.add_(0.0)
 
 
@@ -115,14 +125,13 @@ def _whole_steps(rows: Tensor, step: int = STEP) -> Tensor:
 class GradientBuffer:
     """The accumulator of one use of one parameter: fp32 or fp64 (`accumulator_dtype`).
 
-    Whoever asks for a fresh `accumulator` has to `commit` it, whatever becomes of the fold.
+    A caller that gets a fresh `accumulator` must `commit` it, even if the fold fails.
 
-    A matrix with an fp32 accumulator and one use folds straight into `parameter.grad`. Otherwise
-    there is a buffer, and of a parameter used in several places (tied embeddings) one per use, so
-    that the fold of one use is never interrupted by the other's tokens; `parameter.grad` is then
-    the sum of the buffers in the order of the uses, written anew after every backward pass.
-    `optimizer.zero_grad()` starts all of them afresh. A gradient that is there before the first
-    fold is continued by the first use.
+    A matrix with an fp32 accumulator and one use is folded directly into `parameter.grad`. Any
+    other parameter has a buffer for each of its uses (tied embeddings have two), so that the tokens
+    of one use never interrupt the fold of another. `parameter.grad` is then the sum of the buffers
+    in the order of the uses, written again after every backward pass. `optimizer.zero_grad()`
+    resets all buffers. The first use continues a gradient that was there before the first fold.
     """
 
     def __init__(self, parameter: nn.Parameter, siblings: list[GradientBuffer] | None = None):
@@ -135,12 +144,12 @@ class GradientBuffer:
         self._published: tuple[TensorWeakRef, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy takes along: not the fold, whose gradient a copied parameter lacks."""
+        """The state of a copy: without the fold, since a copied parameter has no gradient."""
         return self.__dict__ | {"_own": None, "_published": None}
 
     @classmethod
     def beside_autograd(cls, parameter: nn.Parameter) -> GradientBuffer:
-        """A buffer that folds straight into `parameter.grad`, to which autograd adds as well."""
+        """A buffer that folds directly into `parameter.grad`, to which autograd adds too."""
         buffer = cls(parameter)
         buffer._in_place = True
         return buffer
@@ -154,10 +163,10 @@ class GradientBuffer:
         return [cls(parameter, siblings) for _ in range(count)]
 
     def accumulator(self, *, zeroed: bool = True) -> tuple[Tensor, bool]:
-        """The tensor to continue, of the parameter's shape, and whether it was made just now.
+        """The tensor to continue, of the parameter's shape, and whether it is fresh.
 
         Args:
-            zeroed: whether one that is made just now is all zeros, or holds anything.
+            zeroed: whether a fresh one is filled with zeros or left uninitialized.
 
         Raises:
             ValueError: the gradient present was not folded here (another dtype, or a tied
@@ -189,7 +198,7 @@ class GradientBuffer:
             parameter.grad = _filled(parameter, torch.float32, zeroed)
             return parameter.grad
         own = _filled(parameter, accumulator_dtype(parameter), zeroed)
-        # `commit` writes what is published, all of it.
+        # `commit` writes all of it.
         parameter.grad = torch.empty_like(parameter, dtype=torch.float32)
         self._own = own
         return own
@@ -202,7 +211,7 @@ class GradientBuffer:
         assert gradient is not None
         first, *others = [b._own for b in self._siblings if b._own is not None]
         if first.dtype == gradient.dtype:
-            # A table of embeddings is large: no temporary, and as few passes over it as there are.
+            # A table of embeddings is large: this makes no temporary and as few passes as possible.
             torch.add(first, others.pop(0) if others else 0.0, out=gradient)
             for other in others:
                 gradient.add_(other)
@@ -259,10 +268,10 @@ def fold_parameter(
     *,
     overwrites: bool = False,
 ) -> Tensor | None:
-    """Fold one call's tokens and say what autograd is to be handed for the parameter.
+    """Fold the tokens of one call; the gradient that autograd gets for the parameter.
 
-    With a buffer the fold continues it and autograd gets None; without one it starts from zero and
-    autograd gets the result in the parameter's dtype.
+    With a buffer, the fold continues it and autograd gets None. Without one, the fold starts from
+    zero and autograd gets the result in the parameter's dtype.
 
     Args:
         fold: called with the accumulator and whether it is fresh.

@@ -1,11 +1,11 @@
 """Triton schedules of the gradient fold of outer products.
 
 Shapes, dtypes, order, invariance: those of `gradient_fold`.
-Errors: `fold_outer` refuses a schedule that the operands or the device cannot run (ValueError).
+Errors: ValueError where an explicit schedule asks for descriptors that the operands do not allow.
 Cost: the rate of a matrix product plus one read and one write of the gradient.
 
-An accumulator tile is loaded from the gradient, continued and stored by one program. No program
-writes what another one reads, and nothing is added atomically.
+One program loads an accumulator tile from the gradient, continues it and stores it. No program
+writes what another one reads, and no addition is atomic.
 """
 
 # Triton gives the arguments of a kernel their meaning, and its types do not say so.
@@ -18,15 +18,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rl_consistency.kernels.core.device import has_tma, sm_count
+from rl_consistency.kernels.core.device import has_tma, sm_count, takes_descriptors
 from rl_consistency.kernels.core.matrix_step import matrix_step
+from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.gradient_fold.schedules import Schedule, pick
 
 GROUP = 8
 """Rows of tiles walked together, so that neighbouring programs share operands in the L2 cache."""
-
-EXACT = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -153,7 +152,8 @@ def _outer_descriptor_tile(
         if EXTRA_K:
             extra = tl.dot(dy.T, extra_desc.load([t, extra_k]), extra)
         remaining -= BLOCK_T
-    # Zero, which the compiler cannot see: pointers are made anew instead of kept during the loop.
+    # It is 0, but the compiler cannot see that: it computes the pointers again after the loop
+    # instead of keeping them in registers.
     none = tl.maximum(remaining, 0)
     store_part(
         acc, g_ptr, n + none, k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K, 2 if EXTRA else 0
@@ -164,7 +164,7 @@ def _outer_descriptor_tile(
         )
 
 
-# One token as a constant would unroll the loop and keep operands beside the stored tile.
+# Specialized for T = 1, the loop would be unrolled and operands kept beside the stored tile.
 @triton.jit(do_not_specialize=["T"])
 def _outer_tma_kernel(
     dy_desc,
@@ -200,17 +200,6 @@ def _outer_tma_kernel(
         )  # fmt: skip
 
 
-def takes_descriptors(*operands: Tensor) -> bool:
-    """Whether rows of the operands [T, C] can be copied by descriptor: 16-byte starts, C dense."""
-    return all(
-        operand.stride(1) == 1
-        and operand.stride(0) >= operand.shape[1]
-        and operand.data_ptr() % 16 == 0
-        and operand.stride(0) * operand.element_size() % 16 == 0
-        for operand in operands
-    )
-
-
 def launch_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: Schedule) -> None:
     """Run one schedule; operands [T, N] and [T, K] with dense rows, T > 0."""
     if schedule.kind != "pointer" and not takes_descriptors(dy, x):
@@ -232,7 +221,7 @@ def launch_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: S
         "num_warps": schedule.warps,
         "num_stages": schedule.stages,
         "maxnreg": schedule.registers,
-        **EXACT,
+        "enable_fp_fusion": False,
     }
     if schedule.kind == "tma":
         _outer_tma_kernel[(programs,)](
@@ -269,7 +258,7 @@ def gradient_fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> N
         if fresh:
             buffer.zero_()
         return
-    dy, x = _dense_rows(dy), _dense_rows(x)
+    dy, x = dense_rows(dy), dense_rows(x)
     schedule = pick(
         dy.shape[0],
         *buffer.shape,
@@ -278,7 +267,3 @@ def gradient_fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> N
         processors=sm_count(buffer.device),
     )
     launch_outer(buffer, dy, x, fresh, schedule)
-
-
-def _dense_rows(operand: Tensor) -> Tensor:
-    return operand if operand.stride(1) == 1 else operand.contiguous()

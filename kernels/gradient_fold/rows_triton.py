@@ -1,14 +1,14 @@
 """Triton schedules of the gradient fold of embedding rows: row index[t] += rows[t], t upward.
 
 Shapes, dtypes, order, invariance: those of `gradient_fold`.
-Errors: none; an index outside the table is left out, as -1 is.
+Errors: none; a token whose index is outside the table is skipped, as with -1.
 Cost: memory-bound. A row of the table is read and written once, a row of gradients read once.
 
-Tokens are first put in order of id, tokens of one id in their own order: a run. Runs are short but
-for a few, which hold a good part of all tokens. So programs are of two kinds: runs of up to GAP
-tokens share a wide program, each adding one token a turn; a longer one has narrow programs of its
-own, with many tokens in flight. Narrow ones stand at every GAP-th position, a mark, since a run of
-more than GAP tokens has one at least; the first mark of a run works.
+Tokens are first sorted by id; the tokens of one id keep their order and form a run. Most runs are
+short, but a few hold a large part of all tokens. So there are two kinds of programs. Runs of up to
+GAP tokens share a wide program, which adds one token of each run per turn. A longer run has narrow
+programs of its own, with many tokens in flight. A narrow program stands at every GAP-th position, a
+mark: a run of more than GAP tokens contains at least one, and its first mark does the work.
 """
 
 # Triton gives the arguments of a kernel their meaning, and its types do not say so.
@@ -24,17 +24,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 
 RANKED_TOKENS = 16384
-"""Tokens up to which comparing each with all others is faster than a sort."""
-
-EXACT = {"enable_fp_fusion": False}
+"""Up to this many tokens, comparing each with all others is faster than a sort."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How runs are dealt to programs; bit-neutral."""
+    """How programs share the runs; it changes no bit."""
 
     gap: int = 32
     """Positions from mark to mark, a power of two: the longest run that shares a program."""
@@ -58,7 +57,7 @@ CANDIDATES = (
     Schedule(gap=16, narrow=512),
     Schedule(runs=8, block=512),
 )
-"""Schedules worth timing; the first is run."""
+"""Bit-equal schedules to time and to compare; `Schedule()` is run."""
 
 
 @triton.jit
@@ -117,7 +116,7 @@ def _fold_run(rows_ptr, buffer_ptr, id_ptr, token_ptr, start, row_id, columns, T
     while count > 0:
         rows = ()
         for i in tl.static_range(BATCH):
-            # Adding a negative zero changes nothing.
+            # Adding -0 changes no value, not even -0.
             row = tl.load(
                 rows_ptr + tokens[i] * stride_row + columns,
                 mask=inside & (i < count),
@@ -125,7 +124,7 @@ def _fold_run(rows_ptr, buffer_ptr, id_ptr, token_ptr, start, row_id, columns, T
             )
             rows = rows + (row,)
         start += BATCH
-        # Loaded before the additions, so that they need not be waited for.
+        # Loaded before the additions, so that the next turn need not wait for them.
         count, tokens = _next_tokens(id_ptr, token_ptr, start, row_id, T, BATCH)
         for i in tl.static_range(BATCH):
             acc += rows[i].to(acc.dtype)
@@ -232,14 +231,14 @@ def gradient_fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
     if min(*rows.shape) == 0:
         return
     ranked = index.shape[0] <= RANKED_TOKENS
-    launch_rows(buffer, index, rows, CANDIDATES[0], ranked=ranked)
+    launch_rows(buffer, index, rows, Schedule(), ranked=ranked)
 
 
 def launch_rows(
     buffer: Tensor, index: Tensor, rows: Tensor, schedule: Schedule, *, ranked: bool
 ) -> None:
     """Run one schedule; T > 0 and C > 0."""
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = dense_rows(rows)
     count, columns = rows.shape
     ids, tokens = ordered_tokens(index, buffer.shape[0], ranked=ranked)
     block = min(triton.next_power_of_2(columns), schedule.block)
@@ -263,5 +262,5 @@ def launch_rows(
         RUNS=schedule.runs,
         BLOCK_C=block,
         num_warps=schedule.warps,
-        **EXACT,
+        enable_fp_fusion=False,
     )

@@ -1,9 +1,9 @@
-"""Tiles that `fold_outer` runs in on a GPU: every entry gives the same bits, the shape picks one.
+"""Schedules of the gradient fold of outer products on a GPU, and which one a shape gets.
 
-A schedule may walk the tokens in steps of any multiple of 16, since the multiply-accumulate
-instruction itself takes 16, and may hold any part of the matrix, since no element depends on
-another. What it may not do is split the tokens: so a matrix of few tiles leaves processors idle,
-and the choice below is first of all one of how the tiles fill the GPU.
+Every entry gives the same bits. A schedule may take any multiple of 16 tokens a step, since the
+multiply-accumulate instruction itself takes 16, and may hold any part of the matrix, since no
+element depends on another. It must not split the tokens. So a matrix of few tiles leaves
+multiprocessors idle, and `pick` chooses above all by how the tiles fill the GPU.
 """
 
 from __future__ import annotations
@@ -82,33 +82,28 @@ def _pointer(n: int, k: int, t: int, warps: int, stages: int, **options) -> Sche
 
 
 TMA = (
-    _tma(128, 256, 64, 8, 3, rate=0.98),
-    _tma(128, 256, 64, 8, 4, rate=0.98),
     _tma(256, 128, 64, 8, 3, rate=0.9),
     _tma(128, 256, 64, 8, 3, persistent=True),
     _tma(128, 128, 64, 4, 3, resident=2, rate=0.9),
-    _tma(128, 128, 64, 8, 3, resident=2, rate=0.87),
     _tma(64, 128, 64, 4, 4, resident=2, rate=0.65),
-    # A taller tile asks less of the L2 cache per product; it has no registers left.
+    # A taller tile reads less from the L2 cache per product. It uses all registers.
     _tma(128, 256, 64, 8, 3, extra_n=64, persistent=True, rate=1.02),
-    # Tiles that divide 3072 by 1024 and its transpose into 128, one per processor.
+    # These divide a 3072 by 1024 matrix and its transpose into 128 tiles, one per multiprocessor.
     _tma(128, 128, 64, 8, 4, extra_n=64, persistent=True, rate=0.88),
     _tma(128, 128, 64, 8, 4, extra_k=64, persistent=True, rate=0.88),
 )
 
 POINTER = (
     _pointer(128, 128, 32, 8, 3, rate=0.6),
-    _pointer(128, 128, 64, 8, 3, rate=0.6),
     _pointer(64, 64, 32, 4, 4, resident=2, rate=0.4),
     _pointer(32, 32, 16, 4, 2, resident=4, rate=0.2),
 )
 
 WIDE = (
     _pointer(64, 64, FP32_STEP, 4, 2, resident=2, rate=0.2),
-    _pointer(128, 64, FP32_STEP, 8, 2, rate=0.2),
     _pointer(32, 32, FP32_STEP, 4, 2, resident=4, rate=0.1),
 )
-"""fp32 operands: no matrix units in IEEE arithmetic, so small tiles of fused multiply-adds."""
+"""For fp32 operands: no matrix units in IEEE arithmetic, so small tiles of fused multiply-adds."""
 
 OVERHEAD_TOKENS = 512
 """What loading, storing and launching a tile costs, in tokens of its loop."""

@@ -7,8 +7,8 @@ Dtypes and rounding points: those of the unfused ops: each product is rounded to
 Order: `matmul.ORDER` for each product, `glu.ORDER` for the activation.
 Invariant to: as `matmul`; fused or not.
 Varies with: as `matmul`.
-Backward: none; `linear` refuses these calls where a gradient is wanted.
-Errors: none here; `linear` checks.
+Backward: none; `linear.op` refuses these calls where a gradient is wanted.
+Errors: none; `linear.op` checks.
 Cost: one launch instead of three; each weight is read once.
 """
 
@@ -17,21 +17,19 @@ Cost: one launch instead of three; each weight is read once.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
+from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.glu.activation_triton import ACTIVATIONS, glu_value
 from rl_consistency.kernels.matmul.product_triton import (
     SHARED_BYTES,
-    describable,
-    multiply,
+    launch_options,
     pointer_tile,
     tile_position,
 )
@@ -63,10 +61,10 @@ def qkv_kernel(
     GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Column tiles of the three results, one after the other in the grid, by pointers.
+    """Column tiles of the three results, one result after the other in the grid, by pointers.
 
-    The weight is chosen before the loop over K: one loop, one set of buffers, which descriptors
-    would not allow.
+    The weight is chosen before the loop over K, so there is one loop with one set of buffers.
+    Descriptors could not be chosen like this.
     """
     tile = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -91,7 +89,8 @@ def qkv_kernel(
 
 @triton.jit
 def glu_tile(gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Both products rounded to DTYPE, as if stored, then the gated activation in fp32."""
+    """The gated activation in fp32 of both products, which are first rounded to DTYPE as if they
+    were stored."""
     gate = gate.to(DTYPE).to(tl.float32)
     up = up.to(DTYPE).to(tl.float32)
     return glu_value(gate, up, ACTIVATION).to(DTYPE)
@@ -110,26 +109,18 @@ def gate_up_glu_tma_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    SWAP: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
     """One tile of both products and of their gated activation, copied by descriptors."""
     tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
-    if SWAP:
-        gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    else:
-        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = gate
     for k in range(tl.cdiv(K, BLOCK_K)):
         x = x_desc.load([row, k * BLOCK_K])  # [BLOCK_M, BLOCK_K]
-        gate = multiply(x, gate_desc.load([column, k * BLOCK_K]).T, gate, SWAP)
-        up = multiply(x, up_desc.load([column, k * BLOCK_K]).T, up, SWAP)
-    y = glu_tile(gate, up, y_desc.dtype, ACTIVATION)
-    if SWAP:
-        y_desc.store([row, column], y.T)
-    else:
-        y_desc.store([row, column], y)
+        gate = tl.dot(x, gate_desc.load([column, k * BLOCK_K]).T, gate)
+        up = tl.dot(x, up_desc.load([column, k * BLOCK_K]).T, up)
+    y_desc.store([row, column], glu_tile(gate, up, y_desc.dtype, ACTIVATION))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -173,26 +164,6 @@ def gate_up_glu_pointer_kernel(
     tl.store(y_ptr + rows[:, None] * N + columns[None, :], y, mask=mask)
 
 
-def _blocks(schedule: Schedule) -> dict[str, Any]:
-    return {
-        "BLOCK_M": schedule.block_m,
-        "BLOCK_N": schedule.block_n,
-        "BLOCK_K": schedule.block_k,
-        "GROUP_M": schedule.group_m,
-        "num_warps": schedule.warps,
-        "num_stages": schedule.stages,
-        "enable_fp_fusion": False,
-    }
-
-
-def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])
-
-
-def _rows_contiguous(matrix: Tensor) -> Tensor:
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
-
-
 def qkv_fwd(
     x: Tensor,
     wq: Tensor,
@@ -208,18 +179,18 @@ def qkv_fwd(
     All sizes are positive; the biases are all there or all None. `schedule`, a pointer one,
     changes no bit.
     """
-    x = _rows_contiguous(x)
+    x = dense_rows(x)
     wq, wk, wv = (weight.contiguous() for weight in (wq, wk, wv))
     bq, bk, bv = (None if bias is None else bias.contiguous() for bias in (bq, bk, bv))
     outputs = _qkv_fake(x, wq, wk, wv, bq, bk, bv)
     m, inner = x.shape
     sizes = [weight.shape[0] for weight in (wq, wk, wv)]
     if schedule is None:
-        schedule = pick_qkv(m, sum(sizes), inner, x.dtype)
+        schedule = pick_qkv(m, x.dtype)
     tiles = triton.cdiv(m, schedule.block_m) * sum(triton.cdiv(n, schedule.block_n) for n in sizes)
     qkv_kernel[(tiles,)](
         x, wq, wk, wv, *outputs, bq, bk, bv, m, *sizes, inner, x.stride(0), inner,
-        HAS_BIAS=bq is not None, **_blocks(schedule),
+        HAS_BIAS=bq is not None, **launch_options(schedule),
     )  # fmt: skip
     return outputs
 
@@ -248,28 +219,28 @@ def gate_up_glu_fwd(
 
     All sizes are positive. `schedule` changes no bit.
     """
-    x, w_gate, w_up = (_rows_contiguous(matrix) for matrix in (x, w_gate, w_up))
+    x, w_gate, w_up = (dense_rows(matrix) for matrix in (x, w_gate, w_up))
     y = _gate_up_glu_fake(x, w_gate, w_up, activation)
     (m, n), inner = y.shape, x.shape[1]
     if schedule is None:
-        fits = all(describable(matrix) for matrix in (x, w_gate, w_up, y))
-        schedule = pick_gate_up(m, n, inner, x.dtype, fits and has_tma(x.device))
+        fits = takes_descriptors(x, w_gate, w_up, y)
+        schedule = pick_gate_up(m, n, x.dtype, fits and has_tma(x.device))
         # Two weight tiles a stage.
         schedule = schedule.within(SHARED_BYTES // 2, x.element_size(), x.element_size())
     bm, bn, bk = schedule.block_m, schedule.block_n, schedule.block_k
     tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
-    blocks = _blocks(schedule) | {"ACTIVATION": ACTIVATIONS.index(activation)}
+    options = launch_options(schedule) | {"ACTIVATION": ACTIVATIONS.index(activation)}
     if schedule.kind == "tma":
         gate_up_glu_tma_kernel[(tiles,)](
-            _described(x, bm, bk),
-            _described(w_gate, bn, bk),
-            _described(w_up, bn, bk),
-            _described(y, bm, bn),
-            m, n, inner, SWAP=schedule.swap, **blocks,
+            TensorDescriptor.from_tensor(x, [bm, bk]),
+            TensorDescriptor.from_tensor(w_gate, [bn, bk]),
+            TensorDescriptor.from_tensor(w_up, [bn, bk]),
+            TensorDescriptor.from_tensor(y, [bm, bn]),
+            m, n, inner, **options,
         )  # fmt: skip
     else:
         strides = (matrix.stride(0) for matrix in (x, w_gate, w_up))
-        gate_up_glu_pointer_kernel[(tiles,)](x, w_gate, w_up, y, m, n, inner, *strides, **blocks)
+        gate_up_glu_pointer_kernel[(tiles,)](x, w_gate, w_up, y, m, n, inner, *strides, **options)
     return y
 
 

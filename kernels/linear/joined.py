@@ -1,33 +1,33 @@
-"""What a decoder layer computes around its attention, as one autograd function before it and one
-after: projections with their head norms and rotation, and the gated MLP.
+"""A decoder layer's ops around its attention as two autograd functions: the projections with their
+head norms and rotation before it, and the gated MLP after it.
 
 Shapes: `attention_inputs`: x [..., K] of T rows -> q [T, H, D], k and v [T, Hkv, D]. `gated_mlp`:
     x [..., K] -> [..., N].
 Dtypes and rounding points: those of `linear`, `rms_norm`, `rotary` and `glu`.
-Order: those of the four ops.
-Invariant to: as the ops; the bytes are theirs, one after another, forward and backward.
+Order: those of the four ops. The bytes are those of the ops called one after another, forward and
+    backward.
+Invariant to: as the ops.
 Varies with: as the ops.
-Backward: that of each op, the last one first. Autograd is given operands in that order, and x once
-    per projection, so that it adds the parts of dx as it does those of the ops: one by one, each
-    sum rounded, on top of what other uses of x have sent; those of a shared parameter alike. An
-    output that nobody used gets no gradient, nor do the parameters that it alone depends on. One
-    function is asked for all its gradients: `backward(inputs=...)` folds every parameter of a
-    function on the way to the inputs.
-Errors: those of the ops. Not for a compiler to trace: it is to see the ops.
-Cost: that of the ops, less the host's time for a call of a module and of autograd for each. A
-    backward pass holds the gradients that it was given, and its parts of dx, until its end: at the
-    end of `attention_inputs` (H + 2 Hkv) D + 2 K numbers per token more than the ops would.
+Backward: that of each op, the last op first. An output without a gradient gives none to x or to
+    the parameters that it alone depends on. A function computes all its gradients at once:
+    `backward(inputs=...)` folds every parameter of a function on the way to the inputs.
+Errors: those of the ops. A compiler must not trace these functions: it has to see the ops.
+Cost: that of the ops without the host's time for a module call and an autograd node each. A
+    backward pass holds the gradients it was given and its parts of dx until it ends: for
+    `attention_inputs` (H + 2 Hkv) D + 2 K numbers per token more than the ops hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.core.recording import Part, apply, in_reverse, keep, once_differentiable
+from rl_consistency.kernels.core.autograd import Unrecorded, apply, once_differentiable
 from rl_consistency.kernels.glu.op import GLUFunction, require_gated
 from rl_consistency.kernels.gradient_fold.op import GradientBuffer
 from rl_consistency.kernels.linear.op import LinearFunction, require_fitting
@@ -77,8 +77,22 @@ def attention_inputs(
     Returns:
         q [T, H, D], k [T, Hkv, D], v [T, Hkv, D].
     """
-    operands = [operand for part in reversed((*projections, *norms)) for operand in part]
-    return apply(_AttentionInputs, x, x, x, cos, sin, head_dim, *operands)
+    q, k, v = projections
+    q_norm, k_norm = norms or (_NO_NORM, _NO_NORM)
+    operands = _AttentionOperands(
+        x_of_v=x,
+        x_of_k=x,
+        x_of_q=x,
+        cos=cos,
+        sin=sin,
+        head_dim=head_dim,
+        k_norm=k_norm,
+        q_norm=q_norm,
+        v=v,
+        k=k,
+        q=q,
+    )
+    return apply(_AttentionInputs, *_flat(operands))
 
 
 def gated_mlp(
@@ -96,64 +110,192 @@ def gated_mlp(
     Returns:
         [..., N].
     """
-    return apply(_GatedMLP, x, x, activation, *down, *up, *gate)
+    operands = _MLPOperands(
+        x_of_up=x, x_of_gate=x, activation=activation, down=down, up=up, gate=gate
+    )
+    return apply(_GatedMLP, *_flat(operands))
+
+
+# The order of the fields below is part of the bits. Autograd takes a flat list of operands. Where
+# one tensor stands in it several times, autograd adds its gradients in the order of the list to
+# what other uses of the tensor have sent, and rounds each sum. Separate ops would send theirs with
+# the last op first. So the fields begin with the last op: first x once per projection, then the
+# parameters, which may be shared.
+
+
+class _AttentionOperands(NamedTuple):
+    """Operands of `_AttentionInputs`, or of each whether it needs a gradient, or its gradient."""
+
+    x_of_v: Any
+    x_of_k: Any
+    x_of_q: Any
+    cos: Any
+    sin: Any
+    head_dim: Any
+    k_norm: HeadNorm
+    q_norm: HeadNorm
+    v: Projection
+    k: Projection
+    q: Projection
+
+
+class _MLPOperands(NamedTuple):
+    """Operands of `_GatedMLP`, or of each whether it needs a gradient, or its gradient."""
+
+    x_of_up: Any
+    x_of_gate: Any
+    activation: Any
+    down: Projection
+    up: Projection
+    gate: Projection
+
+
+_NO_NORM = HeadNorm._make([None] * 4)
+_NO_PROJECTION = Projection._make([None] * 4)
+"""A norm or projection that is absent, or that gets no gradients."""
+
+_Operands = TypeVar("_Operands", _AttentionOperands, _MLPOperands)
+
+
+def _flat(operands: tuple[Any, ...]) -> list[Any]:
+    """The operands as autograd takes them: a norm or projection gives its fields in its place."""
+    flat = []
+    for operand in operands:
+        if isinstance(operand, (Projection, HeadNorm)):
+            flat += operand
+        else:
+            flat.append(operand)
+    return flat
+
+
+def _named(kind: type[_Operands], flat: Sequence[Any]) -> _Operands:
+    """What `_flat` gave, by name again."""
+    left = iter(flat)
+    return kind._make(
+        field._make(islice(left, len(field._fields)))
+        if field in (Projection, HeadNorm)
+        else next(left)
+        for field in _field_types(kind)
+    )
+
+
+@cache
+def _field_types(kind: type[tuple[Any, ...]]) -> tuple[Any, ...]:
+    return tuple(get_type_hints(kind).values())
+
+
+class _Part(Unrecorded):
+    """Autograd's context for one op inside a function of several.
+
+    Between the passes it holds no tensor: `_keep` hands them to autograd, `_in_reverse` brings them
+    back.
+    """
+
+    needs_input_grad: tuple[bool, ...] = ()
+    """Set before the op's backward pass is called."""
+    saved_tensors: tuple[Any, ...] = ()
+    count = 0
+    """Tensors that the op saved."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Hold them until `_keep`."""
+        self.saved_tensors = tensors
+
+
+def _keep(ctx: Any, parts: list[_Part]) -> None:
+    """End of a forward pass: autograd saves the tensors of all parts, in the order of the parts."""
+    ctx.save_for_backward(*[tensor for part in parts for tensor in part.saved_tensors])
+    for part in parts:
+        part.count, part.saved_tensors = len(part.saved_tensors), ()
+    ctx.parts = parts
+
+
+def _in_reverse(ctx: Any) -> Iterator[_Part]:
+    """The parts in a backward pass, last one first.
+
+    A part has its tensors until the next part is asked for. A tensor that autograd saved as it is
+    lives no longer than it would in a function of that part alone. A tensor that a hook makes on
+    unpacking (`save_on_cpu`, a checkpoint) lives longer: autograd unpacks those of all parts at the
+    start, once per part that saved it. It also checks all of them for changes in place, even those
+    of a part that gets no gradient.
+    """
+    saved = list(ctx.saved_tensors)
+    ctx.maybe_clear_saved_tensors()
+    for part in reversed(ctx.parts):
+        first = len(saved) - part.count
+        part.saved_tensors = tuple(saved[first:])
+        del saved[first:]
+        try:
+            yield part
+        finally:
+            part.saved_tensors = ()
 
 
 class _AttentionInputs(torch.autograd.Function):
     """Parts: projections of q, k and v; norms of q and k, if any; the rotation."""
 
     @staticmethod
-    def forward(ctx, x, _x_of_k, _x_of_q, cos, sin, head_dim, *operands):
+    def forward(ctx, *flat):
         ctx.set_materialize_grads(False)
-        *norms, of_v, of_k, of_q = _in_fours(operands)
-        parts = [Part() for _ in range(4 + len(norms))]
-        q, k, v = (
-            _in_heads(_project(part, x, *of), head_dim)
-            for part, of in zip(parts[:3], (of_q, of_k, of_v), strict=True)
-        )
-        if norms:
-            of_k_norm, of_q_norm = norms
-            q, k = _norm(parts[3], q, *of_q_norm), _norm(parts[4], k, *of_k_norm)
-        require_rotary(q, k, cos, sin)
-        q, k = RotaryFunction.forward(parts[-1], q, k, cos, sin)
-        ctx.shapes = (q.shape, k.shape)
-        keep(ctx, parts)
+        of = _named(_AttentionOperands, flat)
+        x, head_dim, normed = of.x_of_q, of.head_dim, of.q_norm.weight is not None
+        parts = [_Part() for _ in range(6 if normed else 4)]
+        q = _in_heads(_project(parts[0], x, of.q), head_dim)
+        k = _in_heads(_project(parts[1], x, of.k), head_dim)
+        v = _in_heads(_project(parts[2], x, of.v), head_dim)
+        if normed:
+            q, k = _norm(parts[3], q, of.q_norm), _norm(parts[4], k, of.k_norm)
+        require_rotary(q, k, of.cos, of.sin)
+        q, k = RotaryFunction.forward(parts[-1], q, k, of.cos, of.sin)
+        ctx.normed, ctx.shapes = normed, (q.shape, k.shape)
+        _keep(ctx, parts)
         return q, k, v
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grad_outputs):
         dq, dk, dv = grad_outputs
-        needs_x, _, _, _, _, _, *needs = ctx.needs_input_grad
-        *norms, of_v, of_k, of_q = _in_fours(needs)
-        parts = in_reverse(ctx)
-        dys = [*_rotated_back(next(parts), dq, dk, ctx.shapes), dv]
-        gradients: list[Tensor | None] = []
-        for i, of in zip((1, 0), norms, strict=False):
-            dys[i], found = _norm_backward(next(parts), dys[i], of)
-            gradients += found
-        dxs: list[Tensor | None] = []
-        for of in (of_v, of_k, of_q):
-            dx, found = _project_backward(next(parts), dys.pop(), needs_x, of)
-            dxs.append(dx)
-            gradients += found
-        return *dxs, None, None, None, *gradients
+        needs = _named(_AttentionOperands, ctx.needs_input_grad)
+        parts = _in_reverse(ctx)
+        dq, dk = _rotated_back(next(parts), dq, dk, ctx.shapes)
+        k_norm = q_norm = _NO_NORM
+        if ctx.normed:
+            dk, k_norm = _norm_backward(next(parts), dk, needs.k_norm)
+            dq, q_norm = _norm_backward(next(parts), dq, needs.q_norm)
+        dx_of_v, v = _project_backward(next(parts), dv, needs.x_of_v, needs.v)
+        dx_of_k, k = _project_backward(next(parts), dk, needs.x_of_k, needs.k)
+        del dk
+        dx_of_q, q = _project_backward(next(parts), dq, needs.x_of_q, needs.q)
+        gradients = _AttentionOperands(
+            x_of_v=dx_of_v,
+            x_of_k=dx_of_k,
+            x_of_q=dx_of_q,
+            cos=None,
+            sin=None,
+            head_dim=None,
+            k_norm=k_norm,
+            q_norm=q_norm,
+            v=v,
+            k=k,
+            q=q,
+        )
+        return tuple(_flat(gradients))
 
 
 class _GatedMLP(torch.autograd.Function):
     """Parts: projections of gate and up, the gated activation, the projection down."""
 
     @staticmethod
-    def forward(ctx, x, _x_of_gate, activation, *operands):
+    def forward(ctx, *flat):
         ctx.set_materialize_grads(False)
-        of_down, of_up, of_gate = _in_fours(operands)
-        parts = [Part(), Part(), Part(), Part()]
-        gate = _project(parts[0], x, *of_gate)
-        up = _project(parts[1], x, *of_up)
-        require_gated(gate, up, activation)
-        inner = GLUFunction.forward(parts[2], gate, up, activation)
-        y = _project(parts[3], inner, *of_down)
-        keep(ctx, parts)
+        of = _named(_MLPOperands, flat)
+        parts = [_Part() for _ in range(4)]
+        gate = _project(parts[0], of.x_of_gate, of.gate)
+        up = _project(parts[1], of.x_of_up, of.up)
+        require_gated(gate, up, of.activation)
+        inner = GLUFunction.forward(parts[2], gate, up, of.activation)
+        y = _project(parts[3], inner, of.down)
+        _keep(ctx, parts)
         return y
 
     @staticmethod
@@ -161,26 +303,23 @@ class _GatedMLP(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         if grad_outputs[0] is None:
             return (None,) * len(ctx.needs_input_grad)
-        needs_x, _, _, *needs = ctx.needs_input_grad
-        of_down, of_up, of_gate = _in_fours(needs)
-        parts = in_reverse(ctx)
-        dinner, down = _project_backward(next(parts), grad_outputs[0], True, of_down)
+        needs = _named(_MLPOperands, ctx.needs_input_grad)
+        parts = _in_reverse(ctx)
+        dinner, down = _project_backward(next(parts), grad_outputs[0], True, needs.down)
         dgate, dup, _ = GLUFunction.backward(next(parts), dinner)
         del dinner
-        dx_of_up, up = _project_backward(next(parts), dup, needs_x, of_up)
+        dx_of_up, up = _project_backward(next(parts), dup, needs.x_of_up, needs.up)
         del dup
-        dx_of_gate, gate = _project_backward(next(parts), dgate, needs_x, of_gate)
-        return dx_of_up, dx_of_gate, None, *down, *up, *gate
+        dx_of_gate, gate = _project_backward(next(parts), dgate, needs.x_of_gate, needs.gate)
+        gradients = _MLPOperands(
+            x_of_up=dx_of_up, x_of_gate=dx_of_gate, activation=None, down=down, up=up, gate=gate
+        )
+        return tuple(_flat(gradients))
 
 
-def _in_fours(operands: Sequence[Any]) -> list[Sequence[Any]]:
-    """The operands of every projection and norm, or what is said of each."""
-    return [operands[i : i + 4] for i in range(0, len(operands), 4)]
-
-
-def _project(part: Part, x: Tensor, weight: Tensor, bias: Tensor | None, *buffers: Any) -> Tensor:
-    require_fitting("linear", x, weight, bias)
-    return LinearFunction.forward(part, x, weight, bias, *buffers)
+def _project(part: _Part, x: Tensor, of: Projection) -> Tensor:
+    require_fitting("linear", x, of.weight, of.bias)
+    return LinearFunction.forward(part, x, of.weight, of.bias, of.weight_grad, of.bias_grad)
 
 
 def _in_heads(y: Tensor, head_dim: int) -> Tensor:
@@ -188,21 +327,24 @@ def _in_heads(y: Tensor, head_dim: int) -> Tensor:
 
 
 def _project_backward(
-    part: Part, dy: Tensor | None, needs_x: bool, needs: Sequence[bool]
-) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-    """(dx; gradients of the projection's four operands). dy may be split into heads."""
+    part: _Part, dy: Tensor | None, needs_x: bool, needs: Any
+) -> tuple[Tensor | None, Projection]:
+    """(dx; gradients of the projection's operands). `needs` says of each whether it needs one.
+
+    dy may be split into heads.
+    """
     if dy is None:
-        return None, (None,) * len(needs)
+        return None, _NO_PROJECTION
     part.needs_input_grad = (needs_x, *needs)
     width = part.saved_tensors[1].shape[0]
-    dx, *gradients = LinearFunction.backward(part, dy.reshape(-1, width))
-    return dx, tuple(gradients)
+    dx, dweight, dbias, _, _ = LinearFunction.backward(part, dy.reshape(-1, width))
+    return dx, _NO_PROJECTION._replace(weight=dweight, bias=dbias)
 
 
 def _rotated_back(
-    part: Part, dq: Tensor | None, dk: Tensor | None, shapes: tuple[torch.Size, torch.Size]
+    part: _Part, dq: Tensor | None, dk: Tensor | None, shapes: tuple[torch.Size, torch.Size]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dq and dk before the rotation; one that is missing beside the other counts as zeros."""
+    """dq and dk before the rotation. Where only one is given, the other counts as zeros."""
     given = dk if dq is None else dq
     if given is None:
         return None, None
@@ -210,29 +352,28 @@ def _rotated_back(
         given.new_zeros(shape) if dy is None else dy
         for dy, shape in zip((dq, dk), shapes, strict=True)
     )
-    dq, dk, *_ = RotaryFunction.backward(part, dq, dk)
+    dq, dk, _, _ = RotaryFunction.backward(part, dq, dk)
     return dq, dk
 
 
-def _norm(part: Part, x: Tensor, weight: Tensor, *options: Any) -> Tensor:
-    require_norm("rms_norm", weight, x=x)
+def _norm(part: _Part, x: Tensor, of: HeadNorm) -> Tensor:
+    require_norm("rms_norm", of.weight, x=x)
+    options = (of.weight, of.eps, of.rows_per_token, of.weight_grad)
     if x.is_cuda:
-        y = RMSNormCUDAFunction.forward(part, x, None, weight, *options)
+        y = RMSNormCUDAFunction.forward(part, x, None, *options)
         assert isinstance(y, Tensor)
         return y
-    return RMSNormFunction.forward(part, x, weight, *options)
+    return RMSNormFunction.forward(part, x, *options)
 
 
-def _norm_backward(
-    part: Part, dy: Tensor | None, needs: Sequence[bool]
-) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
-    """(dx; gradients of the norm's four operands)."""
+def _norm_backward(part: _Part, dy: Tensor | None, needs: Any) -> tuple[Tensor | None, HeadNorm]:
+    """(dx; gradients of the norm's operands). `needs` says of each whether it needs one."""
     if dy is None:
-        return None, (None,) * len(needs)
+        return None, _NO_NORM
     if dy.is_cuda:
-        part.needs_input_grad = (True, False, needs[0])
-        dx, _, *gradients = RMSNormCUDAFunction.backward(part, dy)
+        part.needs_input_grad = (True, False, needs.weight)
+        dx, _, dweight, *_ = RMSNormCUDAFunction.backward(part, dy)
     else:
-        part.needs_input_grad = (True, needs[0])
-        dx, *gradients = RMSNormFunction.backward(part, dy)
-    return dx, tuple(gradients)
+        part.needs_input_grad = (True, needs.weight)
+        dx, dweight, *_ = RMSNormFunction.backward(part, dy)
+    return dx, _NO_NORM._replace(weight=dweight)

@@ -4,9 +4,9 @@ Shapes: `linear`: x [..., K], weight [N, K], bias [N] -> [..., N]. `linear_qkv`:
     results. `linear_glu`: activation(x w_gate^T) * (x w_up^T).
 Dtypes and rounding points: fp32, bf16, fp16; fp32 accumulation, bias added in fp32, one rounding to
     the dtype of x.
-Order: `matmul` for each output element.
+Order: ORDER below, `linear`.
 Invariant to: the number of rows, their positions and neighbours; the fused forms give the bytes of
-    the ops that they stand for.
+    the separate ops.
 Varies with: K, N.
 Backward: dX = dY @ weight in the `matmul` order (N walked upward), rounded once; dW and dbias by
     `gradient_fold`.
@@ -20,8 +20,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.operand import require_operands
-from rl_consistency.kernels.core.recording import apply, once_differentiable
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
 from rl_consistency.kernels.gradient_fold.op import (
@@ -40,10 +40,11 @@ from rl_consistency.kernels.matmul.schedules import FUSED_ROWS
 ORDER = ReductionOrder(
     id="linear",
     version=1,
-    cpu=(
-        "Each output in the matmul order from zero, then + bias in fp32, then one rounding. "
-        "dX in the matmul order over output features. dW and dbias by the gradient fold."
-    ),
+    cpu="""\
+y[m, n] = matmul order over K, + bias[n] in fp32, then one rounding
+dx[m, k] = matmul order over N, then one rounding
+dW, dbias = gradient_fold over tokens
+""",
 )
 
 

@@ -2,8 +2,8 @@
 
 A certificate is the finding of one comparison: for a layout, dtypes, bias, N, K and power-of-two
 range of M, how many elements of the library's products differed from the Triton schedule's. It
-holds for one identity of device, driver and versions, which has a file of its own; processes that
-share the file merge their findings, and whatever is bad or struck in any of them stays so.
+holds for one identity of device, driver and versions, and each identity has its own file. Processes
+that share a file merge their findings; a certificate that is bad or struck in one process stays so.
 """
 
 from __future__ import annotations
@@ -104,13 +104,26 @@ class Certificate:
         """Whether the library may be used."""
         return self.differing == 0 and not self.struck
 
+    @classmethod
+    def parse(cls, entry: dict[str, Any]) -> Certificate:
+        """A finding as a file holds it.
+
+        Raises:
+            TypeError: other fields, or a value of another type.
+        """
+        finding = cls(**entry)
+        types = type(finding.differing), type(finding.rows), type(finding.struck)
+        if types != (int, list, str) or any(type(count) is not int for count in finding.rows):
+            raise TypeError(f"not a certificate: {entry}")
+        return finding
+
 
 class Certificates:
     """Findings by key, kept in one file for one identity of device and versions.
 
     Args:
         path: the file; read now, rewritten when a finding is added.
-        identity: what the findings hold for; a file that says anything else is made anew.
+        identity: what the findings hold for; a file of another identity is replaced.
         compare: (key, number of rows) -> elements that differ between library and Triton.
     """
 
@@ -127,7 +140,7 @@ class Certificates:
         """Those of a device and of the versions that are installed."""
         identity = _identity(device)
         name = "".join(c if c.isalnum() else "_" for c in identity["device"])
-        # One file per identity, so that another environment neither sees nor wipes what was struck.
+        # One file per identity: another environment neither reads nor replaces what was struck.
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
         path = cache_directory() / f"matmul_certificates_{name}_{digest}.json"
         return cls(path, identity, compare)
@@ -142,9 +155,9 @@ class Certificates:
         Args:
             key: the product's key.
             m: its number of rows.
-            make: compare now where there is no certificate. Without it only row counts that were
-                compared themselves are admitted: nothing audits what a CUDA graph replays.
-            to_the_row: compare `m` rows, too, where a certificate was made for others.
+            make: compare now where there is no certificate. False while a CUDA graph is captured:
+                nothing audits its replays, so only row counts that were compared are admitted.
+            to_the_row: compare `m` rows too, where a certificate was made for other counts.
         """
         finding = self._findings.get(key.name)
         if finding is None and make:
@@ -171,13 +184,13 @@ class Certificates:
             content = json.loads(self._path.read_text("utf-8"))
             if content["identity"] != self._identity:
                 return {}
-            return {name: Certificate(**value) for name, value in content["findings"].items()}
+            return {name: Certificate.parse(e) for name, e in content["findings"].items()}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             warnings.warn(
                 f"certificate file {self._path} is damaged or unreadable ({error!r}); certificates "
-                "are made anew. Nothing else is affected.",
+                "are made again. Nothing else is affected.",
                 stacklevel=2,
             )
             return {}
@@ -198,7 +211,7 @@ class Certificates:
             )
 
     def _merge(self) -> None:
-        """Take in what another process has found; whatever is bad or struck in either stays so."""
+        """Add what other processes found; what is bad or struck in either stays so."""
         for name, other in self._read().items():
             mine = self._findings.setdefault(name, other)
             mine.struck = mine.struck or other.struck
@@ -241,7 +254,7 @@ def _identity(device: torch.device) -> dict[str, str]:
 def _library_version() -> str:
     major = str(torch.version.cuda).partition(".")[0]
     try:
-        # Loaded by torch already, so that its bare name finds it.
+        # torch has loaded it already, so its bare name is enough.
         version = ctypes.CDLL(f"libcublasLt.so.{major}").cublasLtGetVersion
     except OSError:
         return "unknown"

@@ -26,11 +26,12 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.core.recording import PLAIN, unrecorded
+from rl_consistency.kernels.core.autograd import PLAIN, unrecorded
+from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import differing_elements
 from rl_consistency.kernels.matmul.certificates import Certificates, Key
-from rl_consistency.kernels.matmul.product_triton import DESCRIPTOR_BYTES, matmul_fwd
+from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import prefers_library
 
 ALIGNMENT = 256
@@ -44,15 +45,18 @@ _CUBLASLT = torch._C._BlasBackend.Cublaslt
 
 
 _by_device: dict[torch.device, Certificates] = {}
+"""Process-wide: the certificates of each device, read from its file on first use."""
+
 _to_the_row: ContextVar[bool] = ContextVar("certified_to_the_row", default=False)
+"""Whether the code that runs now is inside `certified_to_the_row`."""
 
 
 @contextmanager
 def certified_to_the_row() -> Iterator[None]:
-    """Compare each product's own number of rows inside the block, beside its range's.
+    """Inside the block, certificates also compare each product's own number of rows.
 
-    A CUDA graph takes the library only for such numbers, and no certificate is made while one is
-    captured: run once in this block what is captured next.
+    A captured CUDA graph uses the library only for numbers of rows that were compared, and no
+    certificate is made during capture. So run in this block what is captured next.
     """
     token = _to_the_row.set(True)
     try:

@@ -1,23 +1,23 @@
-"""y = a @ b for a batch of independent rows: the order every other matrix product builds on.
+"""y = a @ b for a batch of independent rows: the order that every other product builds on.
 
 Shapes: `matmul_nt`: a [M, K], b [N, K], bias [N] -> [M, N]. `matmul_nn`: a [M, K], b [K, N] ->
     [M, N]. On a CPU only: `row_matmul`: a [M, K], b [K, N] -> [M, N] fp32; `tile_matmul`:
     a [B, m, K], b [B, K, N] -> [B, m, N] fp32.
 Dtypes and rounding points: fp32, bf16, fp16; fp32 accumulation (of fp32 on CUDA: fp64); bias added
     in fp32; one rounding to `out_dtype`. `row_matmul` and `tile_matmul` leave it to the caller.
-Order: `ORDER` below.
+Order: ORDER below, `matmul`.
 Invariant to: M, the position of a row, the other rows, the number of products in the batch.
 Varies with: K; the device. On a CPU also N (the two fix the library's walk over K), the library
     version, the thread count.
 Backward: none here; `linear`, `attention` and `token_logprobs` differentiate.
 Errors: none here; callers check their operands.
 Cost: 1 to 2 times a plain `torch.mm` on the CPU (measured on 2 cores, M = 300); on CUDA see
-    benchmarks/results/h200.json.
+    docs/speed.md.
 
-On a CPU the product runs as equal tiles of 16 rows. A matrix library picks its code path by the
-shape of one product, so equal shapes give equal bits wherever the row stands; measured: with N a
-multiple of 16 and at least two tiles no row changed for any M, position or thread count tried.
-A lone product may be split over threads, and a ragged N takes an edge path, hence both paddings.
+On a CPU the product runs as equal tiles of 16 rows. A matrix library chooses its code path by the
+shape of one product, so equal shapes give equal bits wherever the row stands. Both paddings avoid
+other code paths: a lone product may be split over threads, and a ragged N takes an edge path. With
+N a multiple of 16 and at least two tiles, no row changed for any M, position or thread count tried.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ COLUMN_MULTIPLE = 16
 ORDER = ReductionOrder(
     id="matmul",
     version=3,
-    cpu=(
-        "One fp32 accumulator per output element, from zero, K walked upward in "
-        "multiply-accumulate steps. On a CPU the steps are those of the matrix library for a tile "
-        "of 16 rows by all columns, columns padded with zeros to a multiple of 16, at least two "
-        "tiles a call. "
-        "On CUDA: bf16 and fp16 in steps of the tensor core, 16 elements of K each, zeros after a "
-        "ragged end; fp32 in steps of 16 elements of K, each summed from zero by fused "
-        "multiply-adds and then added to an fp64 accumulator, which is rounded to fp32 at the end. "
-        "The bias is added to the finished accumulator in fp32, then one rounding to the dtype of "
-        "the result."
-    ),
+    cpu="""\
+rows in tiles of 16, at least 2 tiles a call; columns padded with zeros to a multiple of 16
+acc[m, n] = product of one tile and all columns by the matrix library: fp32, from zero, K upward
+y[m, n] = round(acc[m, n] + fp32(bias[n]))
+""",
+    cuda="""\
+acc[m, n] = 0                    # fp32; fp64 for fp32 operands
+for each 16 elements of K, upward, with zeros after a ragged end:
+    bf16, fp16: acc[m, n] = one step of the matrix unit on acc[m, n]
+    fp32: acc[m, n] += fp32 sum of the 16 products, from zero, by fused multiply-adds
+y[m, n] = round(fp32(acc[m, n]) + fp32(bias[n]))
+""",
 )
 
 
 def matmul_nt(
     a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """a @ b^T + bias, rounded once; each row's bits depend on that row, `b` and `bias` alone.
+    """a @ b^T + bias, rounded once; each row's bits depend on that row, `b` and `bias` only.
 
     Args:
         a: [M, K].

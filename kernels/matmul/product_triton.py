@@ -1,15 +1,13 @@
 """Triton schedules of the matmul order: y = a b^T + bias or a b, one fp32 accumulator per output.
 
 Shapes: a [M, K]; b [N, K] (layout "nt") or [K, N] ("nn"); bias [N] or None -> [M, N].
-Dtypes and rounding points: fp32, bf16, fp16 in; fp32 accumulation (fp32: fp64) and bias; one
-    rounding to the output's dtype.
-Order: `matmul.ORDER`: K walked upward in MMA steps, zeros after a ragged end.
+Dtypes and rounding points, order: `matmul.ORDER`.
 Invariant to: M, the position of a row, tiles, warps, stages, which operand feeds the rows of the
     MMA, copies by pointer or by descriptor.
-Varies with: K; operand dtype; fp32 by fused multiply-adds, 16 elements of K from zero at a time.
-Backward: none here.
+Varies with: K; operand dtype.
+Backward: none.
 Errors: ValueError where an explicit schedule asks for descriptors that the operands do not allow.
-Cost: see benchmarks/results/h200.json.
+Cost: see docs/speed.md.
 
 Every launch turns off floating-point contraction, so that the epilogue's addition of the bias is
 the same instruction whatever the compiler could fuse around it.
@@ -29,16 +27,16 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rl_consistency.kernels.core.device import INTERPRETED, has_tma, sm_count
+from rl_consistency.kernels.core.device import INTERPRETED, has_tma, sm_count, takes_descriptors
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.matmul.schedules import Schedule, pick
 
-DESCRIPTOR_BYTES = 16
-"""What a tile descriptor asks of an operand's start and row pitch."""
-
 SHARED_BYTES = 227 * 1024
-"""Shared memory of one program on sm_90. Pointer schedules that `pick` gives fit in 99 KB."""
+"""Shared memory of one program on sm_90. Pointer schedules fit in 99 KB."""
+
+GROUP_M = 8
+"""Row tiles that are walked together before the next column tile, for reuse in L2."""
 
 
 @triton.jit
@@ -142,8 +140,8 @@ def tma_kernel(
     """Tiles by descriptor: one per program, or every num_programs-th one."""
     first = tl.program_id(0)
     if OVERLAP:
-        # Nothing is read or written before the kernel ahead is done, not even a weight: it may
-        # be an optimizer's step.
+        # Nothing is read or written before the kernel ahead ends. It may be an optimizer's step,
+        # which writes weights.
         gdc_launch_dependents()
         gdc_wait()
     if PERSISTENT:
@@ -231,17 +229,6 @@ def pointer_kernel(
     )  # fmt: skip
 
 
-def describable(matrix: Tensor) -> bool:
-    """Whether tile descriptors can describe a matrix: its start and its rows on 16-byte lines."""
-    pitch = matrix.stride(0) * matrix.element_size()
-    return (
-        matrix.stride(1) == 1
-        and matrix.stride(0) >= matrix.shape[1]
-        and pitch % DESCRIPTOR_BYTES == 0
-        and matrix.data_ptr() % DESCRIPTOR_BYTES == 0
-    )
-
-
 def _matmul_fake(
     a: Tensor, b: Tensor, bias: Tensor | None, layout: str, out_dtype: torch.dtype
 ) -> Tensor:
@@ -269,7 +256,7 @@ def matmul_fwd(
     n = c.shape[1]
     if b.stride(1) != 1 and b.stride(0) == 1:
         b, layout = b.t(), "nn" if layout == "nt" else "nt"
-    fits = all(describable(matrix) for matrix in (a, b, c))
+    fits = takes_descriptors(a, b, c)
     if schedule is None:
         schedule = pick(m, n, k, a.dtype, layout, fits and has_tma(a.device))
         schedule = schedule.within(SHARED_BYTES, a.element_size(), c.element_size())
@@ -279,25 +266,29 @@ def matmul_fwd(
             f"16-byte rows; got strides {a.stride()}, {b.stride()}, {c.stride()}. Use a pointer "
             "schedule."
         )
-    blocks = {
+    tiles = triton.cdiv(m, schedule.block_m) * triton.cdiv(n, schedule.block_n)
+    options = launch_options(schedule) | {"HAS_BIAS": bias is not None}
+    if schedule.kind == "tma":
+        _launch_tma(a, b, c, bias, layout, schedule, tiles, options)
+    else:
+        bk, bn = b.stride() if layout == "nn" else b.t().stride()
+        pointer_kernel[(tiles,)](
+            a, b, c, bias, m, n, k, *a.stride(), bk, bn, c.stride(0), **options
+        )  # fmt: skip
+    return c
+
+
+def launch_options(schedule: Schedule) -> dict[str, Any]:
+    """What every kernel of a schedule is launched with."""
+    return {
         "BLOCK_M": schedule.block_m,
         "BLOCK_N": schedule.block_n,
         "BLOCK_K": schedule.block_k,
-        "GROUP_M": schedule.group_m,
-        "HAS_BIAS": bias is not None,
+        "GROUP_M": GROUP_M,
         "num_warps": schedule.warps,
         "num_stages": schedule.stages,
         "enable_fp_fusion": False,
     }
-    tiles = triton.cdiv(m, schedule.block_m) * triton.cdiv(n, schedule.block_n)
-    if schedule.kind == "tma":
-        _launch_tma(a, b, c, bias, layout, schedule, tiles, blocks)
-    else:
-        bk, bn = b.stride() if layout == "nn" else b.t().stride()
-        pointer_kernel[(tiles,)](
-            a, b, c, bias, m, n, k, *a.stride(), bk, bn, c.stride(0), **blocks
-        )  # fmt: skip
-    return c
 
 
 def _launch_tma(
@@ -308,11 +299,11 @@ def _launch_tma(
     layout: str,
     schedule: Schedule,
     tiles: int,
-    blocks: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
     block_m, block_n, block_k = schedule.block_m, schedule.block_n, schedule.block_k
     b_block = [block_n, block_k] if layout == "nt" else [block_k, block_n]
-    stored = block_n // 2 if schedule.split_epilogue else block_n
+    stored = block_n // 2 if schedule.split else block_n
     programs = min(tiles, sm_count(a.device)) if schedule.persistent else tiles
     tma_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [block_m, block_k]),
@@ -324,11 +315,11 @@ def _launch_tma(
         a.shape[1],
         NT=layout == "nt",
         SWAP=schedule.swap,
-        SPLIT=schedule.split_epilogue,
+        SPLIT=schedule.split,
         PERSISTENT=schedule.persistent,
         OVERLAP=schedule.overlap and not INTERPRETED,
         launch_pdl=schedule.overlap,
-        **blocks,
+        **options,
     )
 
 

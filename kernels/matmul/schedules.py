@@ -1,7 +1,8 @@
 """Schedules of the matmul order on CUDA, and which one a shape gets.
 
 Every entry gives the same bytes, so a schedule may be chosen by any size, the number of rows
-included. A test and `verify` run through `CANDIDATES` and compare.
+included. A test and `verify` run all entries of a table and compare. Each entry is one that a
+`pick` function returns for some shape.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ACCUMULATOR_BYTES = 4
 """Of one element: fp32."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """How one product is cut into programs.
 
@@ -34,11 +35,9 @@ class Schedule:
     block_k: int
     warps: int
     stages: int
-    group_m: int = 8
-    """Row tiles that are walked together before the next column tile, for reuse in L2."""
     persistent: bool = False
     """One program per multiprocessor walks several tiles; its stores overlap the next tile."""
-    split_epilogue: bool = False
+    split: bool = False
     """The tile is stored in two halves, which leaves shared memory for one more stage."""
     swap: bool = False
     """Columns of the result are the rows of the MMA: few rows of `a` then fill a warp-group MMA."""
@@ -46,23 +45,37 @@ class Schedule:
     """The program starts while the kernel before it ends, and waits for that end before it reads
     or writes anything (programmatic dependent launch, sm_90)."""
 
+    @classmethod
+    def named(cls, name: str) -> Schedule:
+        """The schedule of a name such as `tma-128x256x64-w8-s4-persistent`.
+
+        The name gives the kind, `block_m` x `block_n` x `block_k`, warps, stages and flags.
+        """
+        kind, blocks, warps, stages, *flags = name.split("-")
+        block_m, block_n, block_k = map(int, blocks.split("x"))
+        return cls(
+            kind=kind,
+            block_m=block_m,
+            block_n=block_n,
+            block_k=block_k,
+            warps=int(warps.removeprefix("w")),
+            stages=int(stages.removeprefix("s")),
+            **dict.fromkeys(flags, True),
+        )
+
     @property
     def name(self) -> str:
-        """Short form, unique, as in tables and reports: `tma-128x256x64-w8-s4-persistent`."""
+        """What `named` reads."""
         blocks = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        parts = [self.kind, blocks, f"w{self.warps}", f"s{self.stages}"]
-        parts += ["persistent"] if self.persistent else []
-        parts += ["split"] if self.split_epilogue else []
-        parts += ["swap"] if self.swap else []
-        parts += ["overlap"] if self.overlap else []
-        return "-".join(parts)
+        flags = [f for f in ("persistent", "split", "swap", "overlap") if getattr(self, f)]
+        return "-".join([self.kind, blocks, f"w{self.warps}", f"s{self.stages}", *flags])
 
     def shared_bytes(self, in_bytes: int, out_bytes: int) -> int:
         """Shared memory of one program, from above, given the bytes per element."""
         operands = self.stages * (self.block_m + self.block_n) * self.block_k * in_bytes
-        stored = self.block_m * self.block_n * out_bytes // (2 if self.split_epilogue else 1)
-        # A program of one tile stores where its operands were; not so a descriptor's copy of an
-        # accumulator as it is, to which the compiler gives room of its own.
+        stored = self.block_m * self.block_n * out_bytes // (2 if self.split else 1)
+        # A program of one tile stores its result where its operands were. But where a descriptor
+        # copies the fp32 accumulator itself, the compiler gives it memory of its own.
         unchanged = self.kind == "tma" and out_bytes == ACCUMULATOR_BYTES
         shares = not self.persistent and not unchanged
         return (max(operands, stored) if shares else operands + stored) + 1024
@@ -75,127 +88,105 @@ class Schedule:
         return fitting
 
 
-def _tma(*blocks: int, **flags: bool) -> Schedule:
-    return Schedule("tma", *blocks, **flags)  # type: ignore[arg-type]
+def _table(*names: str) -> tuple[Schedule, ...]:
+    return tuple(Schedule.named(name) for name in names)
 
 
-def _pointer(*blocks: int, **flags: bool) -> Schedule:
-    return Schedule("pointer", *blocks, **flags)  # type: ignore[arg-type]
-
-
-LARGE = (
-    _tma(128, 256, 64, 8, 4, persistent=True, split_epilogue=True),
-    _tma(128, 256, 64, 8, 3, persistent=True, split_epilogue=True),
-    _tma(256, 128, 64, 8, 3, persistent=True, split_epilogue=True),
-    _tma(256, 128, 64, 8, 4, persistent=True, split_epilogue=True),
-    _tma(128, 128, 64, 8, 4, persistent=True),
-    _tma(128, 128, 64, 4, 4, persistent=True),
-    _tma(128, 128, 128, 8, 3, persistent=True, split_epilogue=True),
+LARGE = _table(
+    "tma-128x256x64-w8-s4-persistent-split",
+    "tma-128x256x64-w8-s3-persistent-split",
+    "tma-128x128x64-w8-s4-persistent",
+    "tma-128x128x64-w4-s4-persistent",
 )
 """For many rows: bound by the matrix units."""
 
-MEDIUM = (
-    _tma(128, 128, 128, 8, 3),
-    _tma(128, 128, 64, 4, 3),
-    _tma(128, 64, 64, 4, 5),
-    _tma(128, 64, 128, 4, 4),
-    _tma(64, 128, 64, 4, 4),
-    _tma(64, 128, 128, 4, 4),
-    _tma(64, 256, 64, 4, 4),
-    _tma(64, 64, 64, 4, 6),
-    _tma(64, 64, 128, 4, 5),
-    _tma(64, 32, 128, 4, 6),
+MEDIUM = _table(
+    "tma-128x128x128-w8-s3",
+    "tma-128x128x64-w8-s4",
+    "tma-128x128x64-w4-s3",
+    "tma-64x128x64-w4-s4",
+    "tma-64x128x128-w4-s4",
+    "tma-64x256x64-w4-s4",
+    "tma-64x64x128-w4-s5",
 )
 """For a few hundred rows: tiles small enough to occupy every multiprocessor."""
 
-_ONE_TILE = (
-    _tma(16, 16, 256, 4, 6),
-    _tma(16, 16, 512, 4, 4),
-    _tma(16, 32, 128, 4, 6),
-    _tma(16, 32, 256, 4, 4),
-    _tma(16, 32, 256, 4, 6),
-    _tma(16, 64, 128, 4, 4),
-    _tma(16, 64, 128, 4, 6),
-    _tma(16, 64, 256, 4, 4),
-    _tma(32, 16, 256, 4, 4),
-    _tma(32, 32, 256, 4, 4),
-    _tma(32, 64, 128, 4, 4),
-    _tma(64, 16, 256, 4, 4),
-    _tma(64, 32, 128, 4, 5),
-    _tma(64, 32, 256, 4, 4),
-    _tma(16, 64, 128, 4, 6, swap=True),
-    _tma(16, 64, 256, 4, 4, swap=True),
-    _tma(16, 128, 64, 4, 6, swap=True),
-    _tma(16, 128, 128, 4, 4, swap=True),
-    _tma(32, 64, 128, 4, 6, swap=True),
-    _tma(32, 64, 256, 4, 4, swap=True),
-    _tma(32, 128, 128, 4, 4, swap=True),
-    _tma(64, 64, 128, 4, 6, swap=True),
-    _tma(64, 128, 128, 4, 4, swap=True),
+DECODE = _table(
+    "tma-16x32x256-w4-s6",
+    "tma-16x32x256-w4-s6-overlap",
+    "tma-16x64x128-w4-s4",
+    "tma-16x64x128-w4-s4-overlap",
+    "tma-16x64x128-w4-s6-swap-overlap",
+    "tma-16x64x256-w4-s4-swap",
+    "tma-16x64x256-w4-s4-swap-overlap",
+    "tma-16x128x64-w4-s6-swap-overlap",
+    "tma-16x128x128-w4-s4-swap-overlap",
+    "tma-32x64x128-w4-s4",
+    "tma-32x64x128-w4-s6-swap",
+    "tma-32x64x128-w4-s6-swap-overlap",
+    "tma-32x64x256-w4-s4-swap",
+    "tma-32x64x256-w4-s4-swap-overlap",
+    "tma-32x128x128-w4-s4-swap",
+    "tma-64x16x256-w4-s4-overlap",
+    "tma-64x32x256-w4-s4-overlap",
+    "tma-64x64x128-w4-s6-swap",
+    "tma-64x64x128-w4-s6-swap-overlap",
+    "tma-64x128x128-w4-s4-swap",
+    "tma-64x128x128-w4-s4-swap-overlap",
 )
+"""For few rows: bound by reading the weight once."""
 
-DECODE = _ONE_TILE + tuple(replace(schedule, overlap=True) for schedule in _ONE_TILE)
-"""For at most 64 rows: bound by reading the weight once."""
-
-POINTER = (
-    _pointer(16, 16, 256, 2, 4),
-    _pointer(16, 32, 128, 4, 5),
-    _pointer(16, 32, 256, 4, 4),
-    _pointer(16, 64, 128, 4, 4),
-    _pointer(32, 64, 128, 4, 4),
-    _pointer(64, 32, 128, 4, 4),
-    _pointer(64, 64, 64, 4, 4),
-    _pointer(64, 128, 64, 4, 3),
-    _pointer(128, 128, 32, 8, 4),
-    _pointer(128, 128, 64, 8, 3),
+POINTER = _table(
+    "pointer-16x32x256-w4-s4",
+    "pointer-16x64x128-w4-s4",
+    "pointer-32x64x128-w4-s4",
+    "pointer-64x64x64-w4-s4",
+    "pointer-128x128x32-w8-s4",
 )
 """For any GPU from sm_80, and for operands that no descriptor can describe."""
 
-POINTER_FP32 = (
-    _pointer(16, 32, FP32_STEP, 4, 3),
-    _pointer(16, 64, FP32_STEP, 4, 3),
-    _pointer(32, 64, FP32_STEP, 4, 3),
-    _pointer(64, 64, FP32_STEP, 8, 3),
-    _pointer(128, 64, FP32_STEP, 8, 3),
+CANDIDATES = LARGE + MEDIUM + DECODE + POINTER
+"""Every schedule of `pick` for bf16 and fp16."""
+
+POINTER_FP32 = _table(
+    f"pointer-16x32x{FP32_STEP}-w4-s3",
+    f"pointer-64x64x{FP32_STEP}-w8-s3",
+    f"pointer-128x64x{FP32_STEP}-w8-s3",
 )
 """fp32 has no exact matrix unit: fused multiply-adds on the general cores, a step at a time."""
 
-QKV = (
-    _pointer(16, 16, 256, 2, 4),
-    _pointer(16, 32, 128, 4, 5),
-    _pointer(16, 64, 64, 4, 5),
-    _pointer(32, 32, 128, 4, 4),
-    _pointer(64, 32, 64, 4, 4),
-    _pointer(64, 32, 128, 4, 3),
-    _pointer(64, 64, 64, 4, 3),
+QKV = _table(
+    "pointer-16x32x128-w4-s5",
+    "pointer-32x32x128-w4-s4",
+    "pointer-64x32x64-w4-s4",
 )
-"""For `linear_triton.qkv_fwd`."""
+"""For `few_rows_triton.qkv_fwd` in bf16 and fp16."""
 
-GATE_UP = (
-    _tma(16, 16, 256, 4, 4),
-    _tma(16, 32, 128, 4, 5),
-    _tma(16, 32, 256, 4, 3),
-    _tma(16, 64, 128, 4, 4),
-    _tma(32, 32, 128, 4, 5),
-    _tma(64, 32, 128, 4, 4),
-    _tma(64, 64, 64, 4, 5),
-    _tma(16, 64, 128, 4, 5, swap=True),
-    _tma(32, 64, 128, 4, 5, swap=True),
-    _tma(64, 64, 128, 4, 4, swap=True),
-    _pointer(16, 64, 64, 4, 5),
-    _pointer(32, 32, 128, 4, 4),
-    _pointer(64, 32, 64, 4, 4),
+GATE_UP = _table(
+    "tma-16x16x256-w4-s4",
+    "tma-16x32x128-w4-s5",
+    "tma-32x32x128-w4-s5",
+    "tma-64x32x128-w4-s4",
+    "pointer-16x64x64-w4-s5",
+    "pointer-32x32x128-w4-s4",
+    "pointer-64x32x64-w4-s4",
 )
-"""For `linear_triton.gate_up_glu_fwd`, whose programs hold two weight tiles a stage."""
+"""For `few_rows_triton.gate_up_glu_fwd` in bf16 and fp16; its programs hold two weight tiles a
+stage."""
+
+FEW_ROWS_FP32 = _table(
+    f"pointer-16x32x{FP32_STEP}-w4-s3",
+    f"pointer-32x32x{FP32_STEP}-w4-s3",
+)
+"""For both fused products in fp32."""
 
 FUSED_ROWS = 64
 """The most rows for which one launch of three products, or of two and the GLU, is chosen."""
 
-CANDIDATES = LARGE + MEDIUM + DECODE + POINTER
-"""Every schedule for bf16 and fp16."""
-
 MAX_BUCKET = 16384
 """The largest bucket of row counts; larger products share it."""
+
+_BY_NAME = {s.name: s for s in (*CANDIDATES, *POINTER_FP32, *QKV, *GATE_UP, *FEW_ROWS_FP32)}
 
 
 @dataclass(frozen=True)
@@ -209,15 +200,14 @@ class Entry:
     """Whether the vendor library was faster still, where it is certified to give these bytes."""
 
 
-def _table() -> dict[tuple[str, int], list[Entry]]:
-    by_name = {schedule.name: schedule for schedule in CANDIDATES}
+def _measured() -> dict[tuple[str, int], list[Entry]]:
     table: dict[tuple[str, int], list[Entry]] = {}
     for layout, rows, n, k, name, library in MEASURED:
-        table.setdefault((layout, rows), []).append(Entry(n, k, by_name[name], library))
+        table.setdefault((layout, rows), []).append(Entry(n, k, _BY_NAME[name], library))
     return table
 
 
-TABLE = _table()
+TABLE = _measured()
 """(layout, bucket of rows) -> measured shapes."""
 
 
@@ -235,11 +225,11 @@ def pick(m: int, n: int, k: int, dtype: torch.dtype, layout: str, tma: bool) -> 
         tma: whether device and operands allow copies by descriptor.
     """
     if dtype == torch.float32:
-        return _pick_fp32(m, n)
+        return _pick_fp32(m)
     if not tma:
         return _pick_pointer(m, n)
     entry = _nearest(m, n, k, layout)
-    return entry.schedule if entry is not None else _pick_tma(m, n, k)
+    return entry.schedule if entry is not None else _pick_tma(m, n)
 
 
 @cache
@@ -257,8 +247,8 @@ def prefers_library(m: int, n: int, k: int, dtype: torch.dtype, layout: str) -> 
 
 
 def _nearest(m: int, n: int, k: int, layout: str) -> Entry | None:
+    """The measured shape next to this one, of the next larger number of rows; None beyond all."""
     measured = layout if any(kind == layout for kind, _ in TABLE) else "nt"
-    # Between measured numbers of rows the next larger one serves.
     rows = min((r for kind, r in TABLE if kind == measured and r >= bucket(m)), default=0)
     entries = TABLE.get((measured, rows), ())
     return min(
@@ -268,60 +258,55 @@ def _nearest(m: int, n: int, k: int, layout: str) -> Entry | None:
     )
 
 
-def _pick_tma(m: int, n: int, k: int) -> Schedule:
-    if m <= 64:
-        block_m = 16 if m <= 16 else 32 if m <= 32 else 64
-        if n >= 8192:
-            return _tma(block_m, 64, 128, 4, 4)
-        if n >= 4096 or block_m == 64:
-            return _tma(block_m, 32, 256, 4, 4)
-        return _tma(block_m, 16, 256, 4, 6)
+def _pick_tma(m: int, n: int) -> Schedule:
+    """For more rows than were measured."""
     if m <= 512:
         tiles = -(-m // 64) * -(-n // 64)
         if tiles <= 264:
-            return _tma(64, 64, 128, 4, 5)
-        return _tma(64, 128, 64, 4, 4) if tiles <= 528 else _tma(128, 128, 64, 8, 4)
+            return _BY_NAME["tma-64x64x128-w4-s5"]
+        return _BY_NAME["tma-64x128x64-w4-s4" if tiles <= 528 else "tma-128x128x64-w8-s4"]
     if -(-m // 128) * -(-n // 256) < 100:
-        return _tma(128, 128, 64, 8, 4, persistent=True)
-    return _tma(128, 256, 64, 8, 4, persistent=True, split_epilogue=True)
+        return _BY_NAME["tma-128x128x64-w8-s4-persistent"]
+    return _BY_NAME["tma-128x256x64-w8-s4-persistent-split"]
 
 
 def _pick_pointer(m: int, n: int) -> Schedule:
     if m <= 16:
-        return _pointer(16, 64, 128, 4, 4) if n >= 8192 else _pointer(16, 32, 256, 4, 4)
+        return _BY_NAME["pointer-16x64x128-w4-s4" if n >= 8192 else "pointer-16x32x256-w4-s4"]
     if m <= 32:
-        return _pointer(32, 64, 128, 4, 4)
-    if m <= 256:
-        return _pointer(64, 64, 64, 4, 4)
-    return _pointer(128, 128, 32, 8, 4)
+        return _BY_NAME["pointer-32x64x128-w4-s4"]
+    return _BY_NAME["pointer-64x64x64-w4-s4" if m <= 256 else "pointer-128x128x32-w8-s4"]
 
 
-def _pick_fp32(m: int, n: int) -> Schedule:
+def _pick_fp32(m: int) -> Schedule:
     if m <= 16:
-        return _pointer(16, 32, FP32_STEP, 4, 3)
-    return _pointer(64 if m <= 512 else 128, 64, FP32_STEP, 8, 3)
+        return _BY_NAME[f"pointer-16x32x{FP32_STEP}-w4-s3"]
+    return _BY_NAME[f"pointer-{64 if m <= 512 else 128}x64x{FP32_STEP}-w8-s3"]
+
+
+def _pick_few_rows_fp32(m: int) -> Schedule:
+    return _BY_NAME[f"pointer-{16 if m <= 16 else 32}x32x{FP32_STEP}-w4-s3"]
 
 
 @cache
-def pick_qkv(m: int, n: int, k: int, dtype: torch.dtype) -> Schedule:
-    """The schedule of `linear_triton.qkv_fwd` for m rows and n columns of all three weights."""
+def pick_qkv(m: int, dtype: torch.dtype) -> Schedule:
+    """The schedule of `few_rows_triton.qkv_fwd` for m rows."""
     if dtype == torch.float32:
-        return _pointer(16 if m <= 16 else 32, 32, FP32_STEP, 4, 3)
+        return _pick_few_rows_fp32(m)
     if m <= 16:
-        return _pointer(16, 32, 128, 4, 5)
-    return _pointer(32, 32, 128, 4, 4) if m <= 32 else _pointer(64, 32, 64, 4, 4)
+        return _BY_NAME["pointer-16x32x128-w4-s5"]
+    return _BY_NAME["pointer-32x32x128-w4-s4" if m <= 32 else "pointer-64x32x64-w4-s4"]
 
 
 @cache
-def pick_gate_up(m: int, n: int, k: int, dtype: torch.dtype, tma: bool) -> Schedule:
-    """The schedule of `linear_triton.gate_up_glu_fwd` for m rows and n columns of each weight."""
+def pick_gate_up(m: int, n: int, dtype: torch.dtype, tma: bool) -> Schedule:
+    """The schedule of `few_rows_triton.gate_up_glu_fwd` for m rows and n columns of each weight."""
     if dtype == torch.float32:
-        return _pointer(16 if m <= 16 else 32, 32, FP32_STEP, 4, 3)
+        return _pick_few_rows_fp32(m)
     if not tma:
         if m <= 16:
-            return _pointer(16, 64, 64, 4, 5)
-        return _pointer(32, 32, 128, 4, 4) if m <= 32 else _pointer(64, 32, 64, 4, 4)
-    block_m = 16 if m <= 16 else 32 if m <= 32 else 64
-    if block_m == 16 and n < 4096:
-        return _tma(16, 16, 256, 4, 4)
-    return _tma(block_m, 32, 128, 4, 4 if block_m == 64 else 5)
+            return _BY_NAME["pointer-16x64x64-w4-s5"]
+        return _BY_NAME["pointer-32x32x128-w4-s4" if m <= 32 else "pointer-64x32x64-w4-s4"]
+    if m <= 16:
+        return _BY_NAME["tma-16x16x256-w4-s4" if n < 4096 else "tma-16x32x128-w4-s5"]
+    return _BY_NAME["tma-32x32x128-w4-s5" if m <= 32 else "tma-64x32x128-w4-s4"]

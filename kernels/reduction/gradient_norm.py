@@ -2,8 +2,7 @@
 
 Shapes: any number of tensors of any shape -> scalar.
 Dtypes and rounding points: widened to fp32; squares and sums in fp32; one square root.
-Order: the `row_reduction` tree over each flattened tensor, then a left fold over the tensors in the
-    order given.
+Order: ORDER below, `gradient_norm`.
 Invariant to: how the gradients were accumulated (they are bytes by then), threads.
 Varies with: the order of the tensors; pass them in `named_parameters()` order.
 Backward: none.
@@ -24,10 +23,12 @@ from rl_consistency.kernels.reduction.tree_sum import tree_sum
 ORDER = ReductionOrder(
     id="gradient_norm",
     version=1,
-    cpu=(
-        "Per tensor the halving tree over its squared elements in storage order, then a left fold "
-        "over tensors in the order given, fp32; the square root last."
-    ),
+    cpu="""\
+total = 0
+for each tensor g, in the order given:
+    total = fp32(total + row_reduction(fp32(g * g), flattened))
+norm = sqrt(total)
+""",
 )
 
 

@@ -2,7 +2,7 @@
 
 Shapes: values [...], mask [...] bool or None -> scalar.
 Dtypes and rounding points: widened to fp32; fp32 tree; the mean divides once.
-Order: active values are lined up in row-major order, then the `row_reduction` tree.
+Order: ORDER below, `masked_reduction`.
 Invariant to: padding, packing and the values at inactive places (NaN included).
 Varies with: the logical order of the active values.
 Backward: each active value receives the scalar's gradient (divided by the count for the mean).
@@ -20,7 +20,11 @@ from rl_consistency.kernels.reduction.tree_sum import tree_sum
 ORDER = ReductionOrder(
     id="masked_reduction",
     version=1,
-    cpu="Active values compacted in row-major order, then the halving tree over them, fp32.",
+    cpu="""\
+v = the active values in row-major order
+sum = row_reduction(v)
+mean = fp32(sum / len(v))
+""",
 )
 
 

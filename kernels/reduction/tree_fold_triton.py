@@ -1,8 +1,8 @@
 """Row sums and exponentials for Triton kernels, in an order that no layout can change.
 
-`tl.sum` adds in the order in which a tile happens to lie in registers, so two schedules of one op
-may differ. The halving tree here is spelled out as additions of slices: element i + N/2 is added to
-element i, then N is halved. It is the tree of `row_reduction`, over a power of two.
+`tl.sum` adds in an order that depends on the layout of a tile in registers, so two schedules of one
+op may differ. The halving tree here is written out as additions of slices: element i + N/2 is added
+to element i, then N is halved. It is the tree of `row_reduction` over a power of two.
 """
 
 # Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
@@ -38,8 +38,8 @@ def tree_fold(x, R: tl.constexpr, N: tl.constexpr):
 def halve_across(x, R: tl.constexpr, N: tl.constexpr):
     """`halve` for tiles whose halves lie in different threads; the same bits.
 
-    A sum of two elements has one order. The compiler shuffles them instead of first moving both
-    into one thread, which `halve` makes it do.
+    A sum of two elements has only one order. The compiler shuffles the elements between threads;
+    for `halve` it would first move both into one thread.
     """
     return tl.sum(tl.reshape(x, (R, 2, N // 2)), axis=1)
 
@@ -57,7 +57,7 @@ def exp_fp32(x):
     """exp of fp32, about 1 ulp: -inf gives 0, NaN stays, results below the denormals are 0.
 
     `tl.exp` multiplies by log2(e) before it rounds to the exponential's argument, which costs
-    |x| * 2**-24 of relative accuracy; here the integer part is taken off first.
+    |x| * 2**-24 of relative accuracy; here the integer part is subtracted first.
     """
     bounded = tl.minimum(tl.maximum(x, -104.0), 89.0)
     whole = tl.floor(tl.fma(bounded, LOG2E, 0.5))

@@ -2,7 +2,8 @@
 
 Shapes: [..., n] -> [...].
 Dtypes and rounding points: widened to fp32; every pairwise sum rounds once to fp32.
-Order: `ORDER` below. It is built of elementwise additions only, so it holds on any device.
+Order: ORDER below, `row_reduction`. It consists of elementwise additions only, so every device
+    gives the same bits.
 Invariant to: leading dimensions, strides, threads, device.
 Varies with: n.
 Backward: plain autograd; each element receives the gradient of its row unchanged.
@@ -23,10 +24,13 @@ from rl_consistency.kernels.core.reduction_order import ReductionOrder
 ORDER = ReductionOrder(
     id="row_reduction",
     version=1,
-    cpu=(
-        "Halving tree: with w the smallest power of two >= n, element i + w/2 is added to element "
-        "i where both exist, then w is halved until one element is left. fp32 throughout."
-    ),
+    cpu="""\
+w = smallest power of two >= n
+while w > 1:
+    w = w / 2
+    x[i] = fp32(x[i] + x[i + w]) for each i < w where both exist
+sum = x[0]
+""",
 )
 
 

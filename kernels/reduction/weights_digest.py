@@ -6,13 +6,12 @@ Dtypes and rounding points: integers only; a tensor is read as 32-bit words, the
 Order: none. Word w at index i counts mix((i << 32) | w), and a second mix of that; both are added
     modulo 2**64, so in any order.
 Invariant to: device, strides, order of the tensors, how they are cut up.
-Varies with: every bit, where it stands, names, shapes, dtypes.
+Varies with: every bit and its place, names, shapes, dtypes.
 Backward: none.
 Errors: ValueError on a name given twice and on tensors beyond 16 GiB.
 Cost: one read of the weights; on CUDA one launch for all tensors of a device and one wait.
 
-It tells equal weights from different ones. It is no defence against weights that somebody made to
-collide.
+It tells equal weights from different ones. It does not protect against weights made to collide.
 
 Source: the mix is the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
 number generators", OOPSLA 2014), with the constants of its variant 13.
@@ -38,7 +37,7 @@ MAX_BYTES = WORD_BYTES << 32
 """An index has 32 bits."""
 
 CPU_CHUNK = 1 << 16
-"""Words that a CPU mixes together: what it reads and writes stays in its cache."""
+"""Words that a CPU mixes at a time, so that they stay in its cache."""
 
 TILE = 1024
 """Words of one step of a program."""
@@ -47,10 +46,10 @@ SPAN = 1 << 16
 """Words of one program."""
 
 LINE_BYTES = 16
-"""What a thread reads at a time where the words start on such a line."""
+"""Where the words start on a multiple of this, a thread reads so many bytes at a time."""
 
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
-"""Of the mix's two steps, and of the second mix."""
+"""Two for the first mix, one for the second."""
 
 _MASK = 2**64 - 1
 FIRST = tl.constexpr(MULTIPLIERS[0])
@@ -61,8 +60,7 @@ THIRD = tl.constexpr(MULTIPLIERS[2])
 def weights_digest(named: Iterable[tuple[str, Tensor]]) -> str:
     """Digest of named tensors, such as `model.named_parameters()`: 64 hexadecimal digits.
 
-    The same bytes have the same digest wherever they lie. Of tensors on CUDA the host waits once
-    per device.
+    The same bytes have the same digest on every device. The host waits once per CUDA device.
     """
     entries: dict[str, tuple[str, list[int]]] = {}
     pieces: dict[torch.device, list[tuple[str, Tensor, int]]] = {}
@@ -106,7 +104,7 @@ def _sums(pieces: list[tuple[str, Tensor, int]]) -> list[list[int]]:
 
 
 def _cpu_sums(words: Tensor, first: int) -> list[int]:
-    # Named, since a default device may be set.
+    # The device is named because a default device may be set.
     steps = torch.arange(CPU_CHUNK, device="cpu") << 32
     totals = torch.zeros(2, dtype=torch.int64, device="cpu")
     for start in range(0, len(words), CPU_CHUNK):
@@ -157,7 +155,7 @@ def words_kernel(spans, sums, ALIGNED: tl.constexpr, TILE: tl.constexpr):
     once = tl.zeros((TILE,), tl.uint64)
     twice = tl.zeros((TILE,), tl.uint64)
     whole = num_words // TILE * TILE
-    # Without a mask, which would allow no more than one word a load.
+    # Whole tiles load without a mask: a mask would allow only one word per load.
     for start in range(0, whole, TILE):
         x, y = mixed(tl.load(words + start + lane), start + lane, first)
         once += x

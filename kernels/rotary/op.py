@@ -21,8 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.operand import require_operands
-from rl_consistency.kernels.core.recording import apply, once_differentiable
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.rotary.rotation_triton import rotary_op
 

@@ -29,8 +29,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.operand import require_operands
-from rl_consistency.kernels.core.recording import apply, once_differentiable
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.gradient_fold.op import STEP, GradientBuffer, fold_outer, fold_parameter
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.gradient_fold import columns_triton as gradient_columns_triton
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
 from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
@@ -343,6 +344,6 @@ def test_bad_operands_are_refused():
         fold_outer(torch.zeros(N, K, device="cuda"), dy, x.half())
     with pytest.raises(ValueError, match=r"gradient_fold: x is on cpu but dy is on cuda"):
         fold_outer(torch.zeros(N, K, device="cuda"), dy, x.cpu())
-    if gradient_fold_triton.has_tma(dy.device):
+    if has_tma(dy.device):
         with pytest.raises(ValueError, match=r"16-byte aligned rows.*'pointer' schedule"):
             launch_outer(torch.zeros(N, K - 1, device="cuda"), dy, x[:, 1:], False, TMA[0])

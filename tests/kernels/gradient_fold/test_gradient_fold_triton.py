@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rl_consistency.kernels.core.device import takes_descriptors
 from rl_consistency.kernels.gradient_fold.columns_triton import (
     fold_step_sums,
     folded_step_sums,
@@ -17,7 +18,6 @@ from rl_consistency.kernels.gradient_fold.op import fold_rows as fold_rows_cpu
 from rl_consistency.kernels.gradient_fold.outer_triton import (
     gradient_fold_outer,
     launch_outer,
-    takes_descriptors,
 )
 from rl_consistency.kernels.gradient_fold.rows_triton import (
     Schedule as RowSchedule,
@@ -79,6 +79,23 @@ def test_every_pointer_schedule_matches_fp64(schedule):
     assert_within(
         outer(dy, x, [16], schedule), dy.double().t() @ x.double(), "reduction", torch.float32
     )
+
+
+def test_a_table_holds_what_is_picked_and_nothing_else():
+    sizes = (64, 128, 200, 512, 1024, 2048, 3072, 4096, 12288, 16500, 151936)
+
+    def picked(dtype, tma):
+        return {
+            pick(tokens, n, k, dtype, tma=tma, processors=processors)
+            for tokens in (1, 16, 1024, 16384)
+            for n, k in itertools.product(sizes, sizes)
+            for processors in (1, 80, 132)
+        }
+
+    by_pointer = picked(torch.bfloat16, False)
+    assert by_pointer == set(POINTER)
+    assert picked(torch.bfloat16, True) | by_pointer == {*TMA, *POINTER}
+    assert picked(torch.float32, True) == set(WIDE)
 
 
 def test_outer_continues_where_it_was_cut():

@@ -245,7 +245,7 @@ def test_a_driver_that_is_not_there_is_unknown(monkeypatch):
 
 
 @pytest.mark.parametrize("change", [{"device": "two"}, {"torch": "2"}, {"more": "x"}])
-def test_a_file_from_another_device_or_version_is_made_anew(tmp_path, change):
+def test_a_file_from_another_device_or_version_is_made_again(tmp_path, change):
     certificates(tmp_path, Comparison()).admitted(KEY, 100)
     comparison = Comparison(3)
     assert not certificates(tmp_path, comparison, IDENTITY | change).admitted(KEY, 100)
@@ -253,14 +253,28 @@ def test_a_file_from_another_device_or_version_is_made_anew(tmp_path, change):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"findings": {}}', '{"identity": %s, "findings": {"a": {"x": 1}}}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"findings": {}}',
+        '{"identity": %s, "findings": []}',
+        '{"identity": %s, "findings": {"a": {"x": 1}}}',
+        '{"identity": %s, "findings": {"a": {"differing": "0", "rows": [4]}}}',
+        '{"identity": %s, "findings": {"a": {"differing": true, "rows": [4]}}}',
+        '{"identity": %s, "findings": {"a": {"differing": 0, "rows": 4}}}',
+        '{"identity": %s, "findings": {"a": {"differing": 0, "rows": {}}}}',
+        '{"identity": %s, "findings": {"a": {"differing": 0, "rows": ["4", null]}}}',
+        '{"identity": %s, "findings": {"a": {"differing": 0, "rows": [4], "struck": null}}}',
+    ],
 )
-def test_a_damaged_file_is_made_anew_with_a_warning(tmp_path, text):
+def test_a_damaged_file_is_made_again_with_a_warning(tmp_path, text):
     path = tmp_path / "deep" / "file.json"
     path.parent.mkdir()
-    path.write_text(text.replace("%s", json.dumps(IDENTITY)))
+    path.write_text(text.replace("%s", json.dumps(IDENTITY)).replace('"a"', f'"{KEY.name}"'))
     comparison = Comparison()
-    with pytest.warns(UserWarning, match=r"file\.json is damaged or unreadable .* made anew"):
+    with pytest.warns(UserWarning, match=r"file\.json is damaged or unreadable .* made again"):
         held = certificates(tmp_path, comparison)
         assert held.admitted(KEY, 100)
     assert comparison.calls

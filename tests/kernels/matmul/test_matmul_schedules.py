@@ -1,21 +1,26 @@
+from itertools import product
+
 import pytest
 import torch
 
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.schedules import (
     CANDIDATES,
+    FEW_ROWS_FP32,
+    FUSED_ROWS,
     GATE_UP,
     MAX_BUCKET,
-    MEDIUM,
     POINTER_FP32,
     QKV,
     Entry,
+    Schedule,
     bucket,
     pick,
     pick_gate_up,
     pick_qkv,
     prefers_library,
 )
+from rl_consistency.kernels.matmul.table import MEASURED
 
 SHAPES = ((1024, 1024), (4096, 12288), (151936, 1024), (33, 7))
 ROWS = (1, 2, 16, 17, 33, 64, 65, 300, 513, 4096, 100_000)
@@ -23,10 +28,31 @@ SM90_SHARED = 227 * 1024
 SMALLEST_SHARED = 99 * 1024
 
 
-def test_names_are_unique_and_say_everything():
-    every = CANDIDATES + POINTER_FP32
-    assert len({s.name for s in every}) == len(every)
-    assert "tma-128x256x64-w8-s4-persistent-split" in {s.name for s in CANDIDATES}
+@pytest.mark.parametrize("table", [CANDIDATES, POINTER_FP32, QKV, GATE_UP, FEW_ROWS_FP32])
+def test_names_are_unique_and_say_everything(table):
+    assert len({schedule.name for schedule in table}) == len(table)
+    assert all(Schedule.named(schedule.name) == schedule for schedule in table)
+
+
+def test_a_table_holds_what_is_picked_and_nothing_else():
+    sizes = sorted({n for _, _, n, *_ in MEASURED} | {k for _, _, _, k, *_ in MEASURED})
+    rows = (1, 16, 17, 32, 33, 64, 128, 256, 257, 512, 513, 4096)
+    found = {
+        pick(m, n, k, torch.bfloat16, layout, tma)
+        for m, n, k in product(rows, sizes, sizes)
+        for layout, tma in (("nt", True), ("nn", True), ("nt", False))
+    }
+    assert found == set(CANDIDATES)
+    few = range(1, FUSED_ROWS + 1)
+    assert {pick(m, 1, 1, torch.float32, "nt", True) for m in rows} == set(POINTER_FP32)
+    assert {pick_qkv(m, torch.bfloat16) for m in few} == set(QKV)
+    assert {pick_qkv(m, torch.float32) for m in few} == set(FEW_ROWS_FP32)
+    found = {
+        pick_gate_up(m, n, torch.bfloat16, tma)
+        for m, n, tma in product(few, (1024, 8192), (True, False))
+    }
+    assert found == set(GATE_UP)
+    assert {pick_gate_up(m, 1024, torch.float32, True) for m in few} == set(FEW_ROWS_FP32)
 
 
 @pytest.mark.parametrize("m, expected", [(1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
@@ -52,7 +78,7 @@ def test_every_pick_fits_in_shared_memory(m, n, k, layout):
 
 
 def test_a_tile_stored_in_fp32_has_room_beside_its_operands():
-    tile = next(s for s in MEDIUM if s.name == "tma-128x128x128-w8-s3")
+    tile = Schedule.named("tma-128x128x128-w8-s3")
     assert tile.within(SM90_SHARED, 2, 2).stages == 3
     assert tile.within(SM90_SHARED, 2, 4).stages == 2
 
@@ -61,15 +87,14 @@ def test_a_tile_stored_in_fp32_has_room_beside_its_operands():
 @pytest.mark.parametrize("m", [1, 16, 17, 33, 64])
 def test_fused_picks_fit_in_shared_memory(m, dtype):
     size = dtype.itemsize
-    assert pick_qkv(m, 4096, 1024, dtype).shared_bytes(size, size) <= SMALLEST_SHARED
+    assert pick_qkv(m, dtype).shared_bytes(size, size) <= SMALLEST_SHARED
     for n in (1024, 12288):
-        by_pointer = pick_gate_up(m, n, 1024, dtype, False)
+        by_pointer = pick_gate_up(m, n, dtype, False)
         assert by_pointer.kind == "pointer"
-        assert pick_gate_up(m, n, 1024, dtype, True).kind == (
+        assert pick_gate_up(m, n, dtype, True).kind == (
             "tma" if dtype == torch.bfloat16 else "pointer"
         )
-    assert all(s.kind == "pointer" for s in QKV)
-    assert {s.kind for s in GATE_UP} == {"tma", "pointer"}
+    assert all(s.kind == "pointer" for s in (*QKV, *FEW_ROWS_FP32))
 
 
 def test_a_measured_shape_is_picked_and_stands_for_its_neighbours(monkeypatch):

@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_consistency.kernels.core import recording
-from rl_consistency.kernels.core.recording import observed
+from rl_consistency.kernels.core import autograd
+from rl_consistency.kernels.core.autograd import observed
 from rl_consistency.kernels.embedding.gather_triton import embedding_fwd
 from rl_consistency.kernels.gradient_fold.columns_triton import fold_step_sums
 from rl_consistency.kernels.linear.op import linear
@@ -125,7 +125,7 @@ def test_a_tensor_that_holds_others_is_dispatched_to_them(grad):
     two = TwoTensor(TABLE, TABLE.clone())
     with torch.set_grad_enabled(grad):
         for table in (two, nn.Parameter(two, requires_grad=False)):
-            for found in (embedding_fwd(IDS, table), recording.apply(Gather, IDS, table)):
+            for found in (embedding_fwd(IDS, table), autograd.apply(Gather, IDS, table)):
                 assert type(found) is TwoTensor
                 assert torch.equal(found.a, TABLE[IDS]) and torch.equal(found.b, TABLE[IDS])
 
@@ -144,9 +144,9 @@ def test_a_tensor_without_values_is_dispatched_to_the_fake():
 
 def test_a_kernel_reads_numbers_and_plain_tensors_only():
     two = TwoTensor(X, X)
-    assert recording.plain([X, nn.Parameter(X), None, 2, 0.5, True, "nt", torch.float32])
+    assert autograd.plain([X, nn.Parameter(X), None, 2, 0.5, True, "nt", torch.float32])
     for other in (two, nn.Parameter(two), X.to("meta"), [X], [two]):
-        assert not recording.plain([X, other])
+        assert not autograd.plain([X, other])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
@@ -168,4 +168,4 @@ def test_the_context_of_an_unrecorded_call_keeps_nothing():
             return type(ctx)
 
     with torch.no_grad():
-        assert recording.apply(Probe, X) is recording._Unrecorded
+        assert autograd.apply(Probe, X) is autograd.Unrecorded

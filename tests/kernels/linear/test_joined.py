@@ -9,7 +9,7 @@ from torch import nn
 
 from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.op import GradientBuffer
-from rl_consistency.kernels.linear import joined as projections
+from rl_consistency.kernels.linear import joined
 from rl_consistency.kernels.linear.joined import HeadNorm, Projection, attention_inputs, gated_mlp
 from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.rms_norm.op import rms_norm
@@ -161,7 +161,7 @@ def test_gradients_of_a_shared_parameter_are_added_as_for_the_ops(bias):
 
 
 def test_parts_of_dx_added_in_another_order_fail_the_same_check(monkeypatch):
-    backward = projections._AttentionInputs.backward
+    backward = joined._AttentionInputs.backward
 
     def queries_first(ctx, *dys):
         of_v, of_k, of_q, *gradients = backward(ctx, *dys)
@@ -175,7 +175,7 @@ def test_parts_of_dx_added_in_another_order_fail_the_same_check(monkeypatch):
 
     expected = dx("apart")
     assert first_difference(dx("joined"), expected) is None
-    monkeypatch.setattr(projections._AttentionInputs, "backward", staticmethod(queries_first))
+    monkeypatch.setattr(joined._AttentionInputs, "backward", staticmethod(queries_first))
     assert first_difference(dx("joined"), expected) is not None
 
 
@@ -196,7 +196,7 @@ def test_gradients_before_the_rotation_and_the_norms_are_let_go(monkeypatch):
     """Of those that the function makes itself, a projection's pass finds its own and those of the
     projections still to come."""
     layer, alive, made = Layer(torch.float32), [], []
-    norm, project = projections._norm_backward, projections._project_backward
+    norm, project = joined._norm_backward, joined._project_backward
 
     def noted(part, dy, needs):
         made.append(weakref.ref(dy))
@@ -208,8 +208,8 @@ def test_gradients_before_the_rotation_and_the_norms_are_let_go(monkeypatch):
         alive.append(sum(ref() is not None for ref in made))
         return project(*operands)
 
-    monkeypatch.setattr(projections, "_norm_backward", noted)
-    monkeypatch.setattr(projections, "_project_backward", counted)
+    monkeypatch.setattr(joined, "_norm_backward", noted)
+    monkeypatch.setattr(joined, "_project_backward", counted)
     outputs = layer.joined()[:3]
     torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
     assert alive == [2, 2, 1]
@@ -226,7 +226,7 @@ def test_without_gradients_the_values_are_the_same(schedules):
 def test_nothing_is_held_longer_than_the_graph():
     """Once autograd has let go of the graph, the parts hold no tensor of it."""
     layer, held = Layer(torch.bfloat16), []
-    forward = projections.GLUFunction.forward
+    forward = joined.GLUFunction.forward
 
     def noted(ctx, gate, up, activation):
         y = forward(ctx, gate, up, activation)
@@ -234,7 +234,7 @@ def test_nothing_is_held_longer_than_the_graph():
         return y
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(projections.GLUFunction, "forward", staticmethod(noted))
+        patched.setattr(joined.GLUFunction, "forward", staticmethod(noted))
         y = layer.joined()[3]
     gc.disable()
     try:
