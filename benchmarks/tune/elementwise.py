@@ -28,6 +28,8 @@ from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums
 from rl_consistency.kernels.gradient_fold.rows_triton import CANDIDATES as ROW_CANDIDATES
 from rl_consistency.kernels.gradient_fold.rows_triton import RANKED_TOKENS, launch_rows
+from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
+from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.rms_norm.schedules import (
     NARROW,
     candidates,
@@ -35,7 +37,6 @@ from rl_consistency.kernels.rms_norm.schedules import (
     pick_backward,
     pick_forward,
 )
-from rl_consistency.kernels.rms_norm.wide_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.rotary import rotation_triton as rotary_triton
 
 DTYPE = torch.bfloat16

@@ -31,7 +31,7 @@ from rl_consistency.kernels.core.recording import Part, apply, in_reverse, keep,
 from rl_consistency.kernels.glu.op import GLUFunction, require_gated
 from rl_consistency.kernels.gradient_fold.op import GradientBuffer
 from rl_consistency.kernels.linear.op import LinearFunction, require_fitting
-from rl_consistency.kernels.rms_norm.op import RMSNormCUDAFunction, RMSNormFunction, require_norm
+from rl_consistency.kernels.rms_norm.op import RMSNormFunction, require_norm
 from rl_consistency.kernels.rotary.op import RotaryFunction, require_rotary
 
 
@@ -216,11 +216,9 @@ def _rotated_back(
 
 def _norm(part: Part, x: Tensor, weight: Tensor, *options: Any) -> Tensor:
     require_norm("rms_norm", weight, x=x)
-    if x.is_cuda:
-        y = RMSNormCUDAFunction.forward(part, x, None, weight, *options)
-        assert isinstance(y, Tensor)
-        return y
-    return RMSNormFunction.forward(part, x, weight, *options)
+    y = RMSNormFunction.forward(part, x, None, weight, *options)
+    assert isinstance(y, Tensor)
+    return y
 
 
 def _norm_backward(
@@ -229,10 +227,6 @@ def _norm_backward(
     """(dx; gradients of the norm's four operands)."""
     if dy is None:
         return None, (None,) * len(needs)
-    if dy.is_cuda:
-        part.needs_input_grad = (True, False, needs[0])
-        dx, _, *gradients = RMSNormCUDAFunction.backward(part, dy)
-    else:
-        part.needs_input_grad = (True, needs[0])
-        dx, *gradients = RMSNormFunction.backward(part, dy)
+    part.needs_input_grad = (True, False, needs[0])
+    dx, _, *gradients = RMSNormFunction.backward(part, dy)
     return dx, tuple(gradients)

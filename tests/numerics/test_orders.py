@@ -11,7 +11,7 @@ GOLDEN = {
     "row_reduction/v1": "d511ef454a6e8c3a",
     "gradient_fold/v3": "834b0a727857f61e",
     "linear/v1": "0a310bd2e77d9987",
-    "rms_norm/v2": "454e38f1f3d907f9",
+    "rms_norm/v2": "1bd8feefaf3266a6",
     "rotary/v1": "e2972e84bb90ff1a",
     "glu/v2": "86a18d72da5e919d",
     "embedding/v1": "391fba717c26b627",

@@ -12,7 +12,7 @@ from torch.testing._internal.optests.generate_tests import OpCheckError
 from rl_consistency.kernels.attention.op import attention_packed_fwd
 from rl_consistency.kernels.core.kernels_hash import KERNELS
 from rl_consistency.kernels.core.torch_op import NAMESPACE
-from rl_consistency.kernels.rms_norm.wide_triton import rms_norm_fwd_op
+from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd_op
 from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_combine,
     vocabulary_row_statistics,
