@@ -1,4 +1,8 @@
-"""What schedules ask of an NVIDIA GPU before they choose."""
+"""What schedules ask before they choose: facts of an NVIDIA GPU, and whether operands fit tile
+descriptors.
+
+State: the facts of each device are read once a process and cached here.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 from functools import cache
 
 import torch
+from torch import Tensor
 from triton.compiler.compiler import max_shared_mem
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -14,6 +19,9 @@ pointer ones, and no bits of any GPU."""
 
 MIN_CAPABILITY = (8, 0)
 """bf16 matrix units begin with Ampere."""
+
+DESCRIPTOR_BYTES = 16
+"""A tile descriptor asks for a tensor's start and row pitches to be multiples of this."""
 
 
 def sm_count(device: torch.device) -> int:
@@ -39,6 +47,22 @@ def capability(device: torch.device) -> tuple[int, int]:
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may have; sm_90's in the interpreter."""
     return 227 << 10 if INTERPRETED else _shared_memory(device.index)
+
+
+def takes_descriptors(*tensors: Tensor) -> bool:
+    """Whether tile descriptors can address the tensors, on a device that `has_tma`.
+
+    The last dimension is dense; the start and all other strides are multiples of
+    `DESCRIPTOR_BYTES`; rows do not overlap.
+    """
+    for tensor in tensors:
+        *pitches, element = tensor.stride()
+        if element != 1 or tensor.data_ptr() % DESCRIPTOR_BYTES:
+            return False
+        width, itemsize = tensor.shape[-1], tensor.itemsize
+        if any(pitch < width or pitch * itemsize % DESCRIPTOR_BYTES for pitch in pitches):
+            return False
+    return True
 
 
 @cache

@@ -99,6 +99,11 @@ def require_device(op: str, tensor: Tensor) -> None:
         )
 
 
+def dense_rows(tensor: Tensor) -> Tensor:
+    """`tensor` itself where the elements of its last dimension lie side by side, else a copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def aligned(tensor: Tensor) -> Tensor:
-    """`tensor` itself when its storage starts on a 64-byte boundary, else a copy that does."""
+    """`tensor` itself where it starts on a 64-byte boundary, else a copy that does."""
     return tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.reduction.tree_fold_triton import halve
 
@@ -129,7 +130,7 @@ def _fold_steps_kernel(
 
 def step_sums(rows: Tensor, rows_per_token: int) -> Tensor:
     """Halving tree over every step's rows: [T * rows_per_token, C] -> [ceil(T / 16), C] fp32."""
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = dense_rows(rows)
     num_rows, columns = rows.shape
     step = STEP * rows_per_token
     sums = rows.new_empty((triton.cdiv(num_rows, step), columns), dtype=torch.float32)

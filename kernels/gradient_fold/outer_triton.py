@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rl_consistency.kernels.core.device import has_tma, sm_count
+from rl_consistency.kernels.core.device import has_tma, sm_count, takes_descriptors
 from rl_consistency.kernels.core.matrix_step import matrix_step
+from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.gradient_fold.schedules import Schedule, pick
 
@@ -200,17 +201,6 @@ def _outer_tma_kernel(
         )  # fmt: skip
 
 
-def takes_descriptors(*operands: Tensor) -> bool:
-    """Whether rows of the operands [T, C] can be copied by descriptor: 16-byte starts, C dense."""
-    return all(
-        operand.stride(1) == 1
-        and operand.stride(0) >= operand.shape[1]
-        and operand.data_ptr() % 16 == 0
-        and operand.stride(0) * operand.element_size() % 16 == 0
-        for operand in operands
-    )
-
-
 def launch_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: Schedule) -> None:
     """Run one schedule; operands [T, N] and [T, K] with dense rows, T > 0."""
     if schedule.kind != "pointer" and not takes_descriptors(dy, x):
@@ -269,7 +259,7 @@ def gradient_fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> N
         if fresh:
             buffer.zero_()
         return
-    dy, x = _dense_rows(dy), _dense_rows(x)
+    dy, x = dense_rows(dy), dense_rows(x)
     schedule = pick(
         dy.shape[0],
         *buffer.shape,
@@ -278,7 +268,3 @@ def gradient_fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> N
         processors=sm_count(buffer.device),
     )
     launch_outer(buffer, dy, x, fresh, schedule)
-
-
-def _dense_rows(operand: Tensor) -> Tensor:
-    return operand if operand.stride(1) == 1 else operand.contiguous()

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 
 RANKED_TOKENS = 16384
@@ -239,7 +240,7 @@ def launch_rows(
     buffer: Tensor, index: Tensor, rows: Tensor, schedule: Schedule, *, ranked: bool
 ) -> None:
     """Run one schedule; T > 0 and C > 0."""
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = dense_rows(rows)
     count, columns = rows.shape
     ids, tokens = ordered_tokens(index, buffer.shape[0], ranked=ranked)
     block = min(triton.next_power_of_2(columns), schedule.block)

@@ -24,13 +24,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
+from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.glu.activation_triton import ACTIVATIONS, glu_value
 from rl_consistency.kernels.matmul.product_triton import (
     SHARED_BYTES,
-    describable,
     multiply,
     pointer_tile,
     tile_position,
@@ -185,14 +185,6 @@ def _blocks(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(matrix, [rows, columns])
-
-
-def _rows_contiguous(matrix: Tensor) -> Tensor:
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
-
-
 def qkv_fwd(
     x: Tensor,
     wq: Tensor,
@@ -208,7 +200,7 @@ def qkv_fwd(
     All sizes are positive; the biases are all there or all None. `schedule`, a pointer one,
     changes no bit.
     """
-    x = _rows_contiguous(x)
+    x = dense_rows(x)
     wq, wk, wv = (weight.contiguous() for weight in (wq, wk, wv))
     bq, bk, bv = (None if bias is None else bias.contiguous() for bias in (bq, bk, bv))
     outputs = _qkv_fake(x, wq, wk, wv, bq, bk, bv)
@@ -248,11 +240,11 @@ def gate_up_glu_fwd(
 
     All sizes are positive. `schedule` changes no bit.
     """
-    x, w_gate, w_up = (_rows_contiguous(matrix) for matrix in (x, w_gate, w_up))
+    x, w_gate, w_up = (dense_rows(matrix) for matrix in (x, w_gate, w_up))
     y = _gate_up_glu_fake(x, w_gate, w_up, activation)
     (m, n), inner = y.shape, x.shape[1]
     if schedule is None:
-        fits = all(describable(matrix) for matrix in (x, w_gate, w_up, y))
+        fits = takes_descriptors(x, w_gate, w_up, y)
         schedule = pick_gate_up(m, n, inner, x.dtype, fits and has_tma(x.device))
         # Two weight tiles a stage.
         schedule = schedule.within(SHARED_BYTES // 2, x.element_size(), x.element_size())
@@ -261,10 +253,10 @@ def gate_up_glu_fwd(
     blocks = _blocks(schedule) | {"ACTIVATION": ACTIVATIONS.index(activation)}
     if schedule.kind == "tma":
         gate_up_glu_tma_kernel[(tiles,)](
-            _described(x, bm, bk),
-            _described(w_gate, bn, bk),
-            _described(w_up, bn, bk),
-            _described(y, bm, bn),
+            TensorDescriptor.from_tensor(x, [bm, bk]),
+            TensorDescriptor.from_tensor(w_gate, [bn, bk]),
+            TensorDescriptor.from_tensor(w_up, [bn, bk]),
+            TensorDescriptor.from_tensor(y, [bm, bn]),
             m, n, inner, SWAP=schedule.swap, **blocks,
         )  # fmt: skip
     else:

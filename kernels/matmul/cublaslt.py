@@ -27,9 +27,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES
 from rl_consistency.kernels.core.recording import PLAIN, unrecorded
 from rl_consistency.kernels.matmul.certificates import Certificates, Key
-from rl_consistency.kernels.matmul.product_triton import DESCRIPTOR_BYTES, matmul_fwd
+from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import prefers_library
 
 AUDIT_EVERY = 257

@@ -29,13 +29,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rl_consistency.kernels.core.device import INTERPRETED, has_tma, sm_count
+from rl_consistency.kernels.core.device import INTERPRETED, has_tma, sm_count, takes_descriptors
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.matmul.schedules import Schedule, pick
-
-DESCRIPTOR_BYTES = 16
-"""What a tile descriptor asks of an operand's start and row pitch."""
 
 SHARED_BYTES = 227 * 1024
 """Shared memory of one program on sm_90. Pointer schedules that `pick` gives fit in 99 KB."""
@@ -231,17 +228,6 @@ def pointer_kernel(
     )  # fmt: skip
 
 
-def describable(matrix: Tensor) -> bool:
-    """Whether tile descriptors can describe a matrix: its start and its rows on 16-byte lines."""
-    pitch = matrix.stride(0) * matrix.element_size()
-    return (
-        matrix.stride(1) == 1
-        and matrix.stride(0) >= matrix.shape[1]
-        and pitch % DESCRIPTOR_BYTES == 0
-        and matrix.data_ptr() % DESCRIPTOR_BYTES == 0
-    )
-
-
 def _matmul_fake(
     a: Tensor, b: Tensor, bias: Tensor | None, layout: str, out_dtype: torch.dtype
 ) -> Tensor:
@@ -269,7 +255,7 @@ def matmul_fwd(
     n = c.shape[1]
     if b.stride(1) != 1 and b.stride(0) == 1:
         b, layout = b.t(), "nn" if layout == "nt" else "nt"
-    fits = all(describable(matrix) for matrix in (a, b, c))
+    fits = takes_descriptors(a, b, c)
     if schedule is None:
         schedule = pick(m, n, k, a.dtype, layout, fits and has_tma(a.device))
         schedule = schedule.within(SHARED_BYTES, a.element_size(), c.element_size())

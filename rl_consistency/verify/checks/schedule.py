@@ -12,7 +12,7 @@ from rl_consistency.kernels.attention import backward_triton as attention_backwa
 from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
-from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
 from rl_consistency.kernels.gradient_fold import schedules as gradient_fold_schedules
@@ -87,9 +87,7 @@ def check_fused_product_schedules(tally: Tally, setup: OpSetup) -> None:
     biases = bq, bk, bv = [drawn(setup, (n,), 6 + i, 0.01) for i, n in enumerate(sizes[:3])]
     gate, up = (matmul_nt(x, weight, bias=None, out_dtype=dtype) for weight in (w_gate, w_up))
     gated = glu_triton.glu_fwd(gate, up, "silu")
-    tma = has_tma(setup.device) and all(
-        matmul_triton.describable(matrix) for matrix in (x, w_gate, w_up, gated)
-    )
+    tma = has_tma(setup.device) and takes_descriptors(x, w_gate, w_up, gated)
 
     def projected(schedule: matmul_schedules.Schedule) -> Tensor:
         return torch.cat(linear_triton.qkv_fwd(x, wq, wk, wv, bq, bk, bv, schedule), dim=1)
@@ -129,7 +127,7 @@ def check_gradient_fold_schedules(tally: Tally, setup: OpSetup) -> None:
         x, dy = drawn(setup, (rows, inner), 2 * i), drawn(setup, (rows, columns), 2 * i + 1)
         start = probe((columns, inner), torch.float32, seed=i, device=setup.device)
         start = start.to(accumulator_dtype(x))
-        tma = has_tma(setup.device) and gradient_fold_triton.takes_descriptors(dy, x)
+        tma = has_tma(setup.device) and takes_descriptors(dy, x)
 
         def continued(
             schedule: gradient_fold_schedules.Schedule | None,
@@ -257,9 +255,7 @@ def _compare_product(
 
     fp32, size = setup.dtype == torch.float32, setup.dtype.itemsize
     table = matmul_schedules.POINTER_FP32 if fp32 else matmul_schedules.CANDIDATES
-    tma = has_tma(setup.device) and all(
-        matmul_triton.describable(matrix) for matrix in (a, b, as_dispatched(a))
-    )
+    tma = has_tma(setup.device) and takes_descriptors(a, b, as_dispatched(a))
     entries = [
         schedule.within(matmul_triton.SHARED_BYTES, size, size)
         for schedule in table

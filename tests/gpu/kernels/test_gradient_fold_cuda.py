@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 from rl_consistency.kernels.gradient_fold import columns_triton as gradient_columns_triton
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
 from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
@@ -17,7 +18,7 @@ from rl_consistency.kernels.gradient_fold.op import (
     fold_rows,
     fold_step_sums,
 )
-from rl_consistency.kernels.gradient_fold.outer_triton import launch_outer, takes_descriptors
+from rl_consistency.kernels.gradient_fold.outer_triton import launch_outer
 from rl_consistency.kernels.gradient_fold.schedules import POINTER, TMA, candidates
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT, assert_within
@@ -209,7 +210,7 @@ def test_step_sums_are_folded_upward(steps, dtype):
 def test_every_schedule_gives_the_same_bytes(shape, dtype):
     dy, x = operands(dtype, *shape)
     start = data(shape[1:], torch.float32, seed=3)
-    tma = gradient_fold_triton.has_tma(dy.device) and takes_descriptors(dy, x)
+    tma = has_tma(dy.device) and takes_descriptors(dy, x)
     whole = outer(dy, x, start=start)
     from_zero = outer(dy, x)
     assert same_bytes(outer(dy, x, fresh=True), from_zero)
@@ -272,11 +273,7 @@ def test_steps_of_zero_gradient_change_nothing(filler, magnitude):
     )
     start = torch.full((N, K), -0.0, device="cuda")
     for schedule in (None, TMA[0], TMA[7], POINTER[0]):
-        if (
-            schedule is None
-            or schedule.kind == "pointer"
-            or gradient_fold_triton.has_tma(dy.device)
-        ):
+        if schedule is None or schedule.kind == "pointer" or has_tma(dy.device):
             plain = outer(dy, x, schedule, start)
             assert same_bytes(outer(*filled, schedule, start), plain)
             assert not (torch.signbit(plain) & (plain == 0)).any()
@@ -409,7 +406,7 @@ def test_empty_calls_change_nothing():
 @pytest.mark.parametrize("kind", ["tma", "pointer"])
 def test_offsets_beyond_31_bits(kind):
     """A gradient of more than 2**31 elements, and its last rows alone."""
-    if kind != "pointer" and not gradient_fold_triton.has_tma(torch.device("cuda", 0)):
+    if kind != "pointer" and not has_tma(torch.device("cuda", 0)):
         pytest.skip("needs an NVIDIA GPU with tile descriptors (sm_90)")
     schedule = next(s for s in (*TMA, *POINTER) if s.kind == kind)
     n, k = 2**19 + 256, 4096 + 8
@@ -478,6 +475,6 @@ def test_bad_operands_are_refused():
         fold_outer(torch.zeros(N, K, device="cuda"), dy, x.half())
     with pytest.raises(ValueError, match=r"gradient_fold: x is on cpu but dy is on cuda"):
         fold_outer(torch.zeros(N, K, device="cuda"), dy, x.cpu())
-    if gradient_fold_triton.has_tma(dy.device):
+    if has_tma(dy.device):
         with pytest.raises(ValueError, match=r"16-byte aligned rows.*'pointer' schedule"):
             launch_outer(torch.zeros(N, K - 1, device="cuda"), dy, x[:, 1:], False, TMA[0])

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rl_consistency.kernels.core.device import takes_descriptors
 from rl_consistency.kernels.gradient_fold.columns_triton import (
     fold_step_sums,
     folded_step_sums,
@@ -17,7 +18,6 @@ from rl_consistency.kernels.gradient_fold.op import fold_rows as fold_rows_cpu
 from rl_consistency.kernels.gradient_fold.outer_triton import (
     gradient_fold_outer,
     launch_outer,
-    takes_descriptors,
 )
 from rl_consistency.kernels.gradient_fold.rows_triton import (
     Schedule as RowSchedule,
