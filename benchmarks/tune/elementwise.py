@@ -259,7 +259,7 @@ def rotary_work(tokens: int, heads: int, kv_heads: int, head_dim: int) -> list[W
 
     moved = 2 * n * DTYPE.itemsize + tokens * head_dim * 4
     shape, schedules = (tokens, heads, kv_heads, head_dim), list(rotary_triton.CANDIDATES)
-    default = rotary_triton.pick()
+    default = rotary_triton.SCHEDULE
     return [
         Work("rotary fwd", shape, moved, operands, eager, None, default, schedules, ours(False)),
         Work("rotary bwd", shape, moved, operands, eager_both, eager, default, [], ours(True)),
@@ -286,7 +286,7 @@ def glu_work(shape: tuple[int, ...]) -> list[Work]:
     def backward(schedule: Any) -> Call:
         return lambda gate, up, dy: glu_triton.glu_bwd(dy, gate, up, "silu", schedule)
 
-    size, default = n * DTYPE.itemsize, glu_triton.pick()
+    size, default = n * DTYPE.itemsize, glu_triton.SCHEDULE
     schedules = list(glu_triton.CANDIDATES)
     return [
         Work("glu fwd", shape, 3 * size, operands, eager, None, default, schedules, forward),

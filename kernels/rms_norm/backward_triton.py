@@ -17,7 +17,7 @@ up to ROWS * SPLIT, a power of two, come in SPLIT parts: row 8 * r + c of a part
 [8 * ROWS, BLOCK_H] is row r * SPLIT + part of chunk c.
 """
 
-# Pyright does not know what a kernel's constexpr arguments and loops are.
+# Pyright does not know Triton's launches, loops and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 
@@ -303,28 +303,11 @@ def rms_norm_bwd(
         options |= {"HAS_DTOTAL": dtotal is not None, "HAS_SUMS": with_sums}
     of_dy, of_x, of_dtotal = (*operands, Rows(None, 0, 0, 1))[:3]
     kernel[(-(-num_rows // (STEP * rows_per_token)),)](
-        of_dy.tensor,
-        of_x.tensor,
-        weight.contiguous(),
-        rstd,
-        of_dtotal.tensor,
-        dx,
-        sums if with_sums else None,
-        num_rows,
-        of_dy.outer,
-        of_dy.inner,
-        of_x.outer,
-        of_x.inner,
-        of_dtotal.outer,
-        of_dtotal.inner,
-        H=width,
-        DY_INNER=of_dy.count,
-        X_INNER=of_x.count,
-        DTOTAL_INNER=of_dtotal.count,
-        BLOCK_H=block_width(width),
-        enable_fp_fusion=False,
-        **options,
-    )
+        of_dy.tensor, of_x.tensor, weight.contiguous(), rstd, of_dtotal.tensor, dx,
+        sums if with_sums else None, num_rows, of_dy.outer, of_dy.inner, of_x.outer, of_x.inner,
+        of_dtotal.outer, of_dtotal.inner, H=width, DY_INNER=of_dy.count, X_INNER=of_x.count,
+        DTOTAL_INNER=of_dtotal.count, BLOCK_H=block_width(width), enable_fp_fusion=False, **options,
+    )  # fmt: skip
     return dx, sums
 
 
@@ -336,7 +319,6 @@ def _wide_options(schedule: Schedule, rows_per_token: int) -> dict[str, Any]:
         "SPLIT": schedule.split,
         "STAGES": schedule.stages,
         "num_warps": schedule.warps,
-        "maxnreg": schedule.registers,
     }
 
 

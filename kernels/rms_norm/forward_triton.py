@@ -9,7 +9,7 @@ Every sum is built of sums over an axis of two. Such a sum has one order, whatev
 operands lie in, so every schedule gives the same bytes.
 """
 
-# Pyright does not know what a kernel's constexpr arguments and loops are.
+# Pyright does not know Triton's launches, loops and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 
@@ -67,25 +67,11 @@ def load_rows(source, row, column, inside, INNER: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    y_ptr,
-    total_ptr,
-    rstd_ptr,
-    num_rows,
-    eps,
-    x_outer,
-    x_inner,
-    residual_outer,
-    residual_inner,
-    H: tl.constexpr,
-    X_INNER: tl.constexpr,
-    RESIDUAL_INNER: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, num_rows, eps, x_outer, x_inner,
+    residual_outer, residual_inner,
+    H: tl.constexpr, X_INNER: tl.constexpr, RESIDUAL_INNER: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_H)
     inside = (row < num_rows)[:, None] & (column < H)[None, :]  # [ROWS, BLOCK_H]
@@ -160,27 +146,12 @@ def rms_norm_fwd(
     rows = rows_of(x)
     added = Rows(rows.tensor, 0, 0, 1) if residual is None else rows_of(residual)
     _forward_kernel[(-(-rstd.shape[0] // schedule.rows),)](
-        rows.tensor,
-        added.tensor,
-        weight.contiguous(),
-        y,
-        total,
-        rstd,
-        rstd.shape[0],
-        eps,
-        rows.outer,
-        rows.inner,
-        added.outer,
-        added.inner,
-        H=width,
-        X_INNER=rows.count,
-        RESIDUAL_INNER=added.count,
-        HAS_RESIDUAL=residual is not None,
-        ROWS=schedule.rows,
-        BLOCK_H=block_width(width),
-        num_warps=schedule.warps,
+        rows.tensor, added.tensor, weight.contiguous(), y, total, rstd, rstd.shape[0], eps,
+        rows.outer, rows.inner, added.outer, added.inner,
+        H=width, X_INNER=rows.count, RESIDUAL_INNER=added.count, HAS_RESIDUAL=residual is not None,
+        ROWS=schedule.rows, BLOCK_H=block_width(width), num_warps=schedule.warps,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
     return y, total, rstd
 
 

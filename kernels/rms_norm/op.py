@@ -80,17 +80,9 @@ def add_rms_norm(
     *,
     weight_grad: GradientBuffer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A residual addition and the norm of its sum, with the bytes of the two ops run one by one.
+    """(norm of x + residual, x + residual), with the bytes of the two ops run one by one.
 
-    Args:
-        x: [..., H].
-        residual: [..., H], the shape and dtype of x.
-        weight: [H].
-        eps: added to the mean square.
-        weight_grad: buffer that dweight is folded into.
-
-    Returns:
-        (norm of the sum, the sum), each of the shape and dtype of x.
+    residual has the shape and dtype of x; the other arguments are those of `rms_norm`.
     """
     require_norm("add_rms_norm", weight, x=x, residual=residual)
     if residual.shape != x.shape:

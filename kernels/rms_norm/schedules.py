@@ -33,8 +33,6 @@ class Schedule:
     """Parts in which a backward program goes through the rows of a chunk, a power of two."""
     stages: int = 1
     """Chunks that a backward program has in flight in shared memory; 1 loads into registers."""
-    registers: int | None = None
-    """Limit of a thread's registers, for more programs on a multiprocessor."""
 
 
 FORWARD: dict[int, Schedule] = {
@@ -125,10 +123,10 @@ def candidates(width: int, rows_per_token: int | None = None) -> list[Schedule]:
         ]
     held = chunk_rows(rows_per_token) * block
     return [
-        Schedule(warps, split=split, stages=stages, registers=registers)
+        Schedule(warps, split=split, stages=stages)
         for split in (1, 2)
         for warps in (1, 2, 4, 8, 16)
-        for stages, registers in ((1, None), (1, 128), (2, None), (3, None))
+        for stages in (1, 2, 3)
         if 16 <= held // (32 * warps * split) <= 64 or (warps == 1 and held < 512 * split)
     ]
 

@@ -106,7 +106,7 @@ def test_every_schedule_gives_the_same_bytes():
     for rows in sorted({s.rows for s in candidates(64)}):
         assert same_bytes(rms_norm_fwd(x, None, weight, EPS, Schedule(4, rows=rows))[0], y)
     expected = rms_norm_bwd(dy, None, x, weight, rstd, 2, True)
-    shapes = {replace(s, warps=4, registers=None) for s in candidates(64, 2)}
+    shapes = {replace(s, warps=4) for s in candidates(64, 2)}
     shapes.add(Schedule(4, split=4))
     for schedule in shapes:
         found = rms_norm_bwd(dy, None, x, weight, rstd, 2, True, schedule)
