@@ -112,14 +112,10 @@ def triton_distribution(logits: Tensor, rows: SamplingRows) -> ReducedDistributi
     support = None
     if rows.truncates:
         _check_vocabulary(logits)
-        support = vocabulary_support(
-            logits,
-            rows.temperature.contiguous(),
-            rows.top_k.contiguous(),
-            rows.top_p.contiguous(),
-            rows.min_p.contiguous(),
-            unit,
+        temperature, top_k, top_p, min_p = (
+            t.contiguous() for t in (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
         )
+        support = vocabulary_support(logits, temperature, top_k, top_p, min_p, unit)
     top, log_normalizer, entropy = vocabulary_combine(
         vocabulary_row_statistics(logits, divisor, unit, support)
     )

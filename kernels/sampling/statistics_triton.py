@@ -228,11 +228,11 @@ def vocabulary_row_statistics(
         return partials
     plan = ROW_SCHEDULES[schedule]
     grid = (triton.cdiv(num_rows, plan.rows), triton.cdiv(num_blocks, plan.blocks))
+    sizes = {"ROWS": plan.rows, "BLOCKS": plan.blocks}
     row_statistics_kernel[grid](
         *row_operands(logits, temperature, support), partials, num_rows, vocabulary, num_blocks,
         logits.stride(0), partials.stride(0),
-        **launch_options(plan.warps, UNIT=unit_temperature, TRUNCATES=support is not None),
-        ROWS=plan.rows, BLOCKS=plan.blocks,
+        **launch_options(plan.warps, UNIT=unit_temperature, TRUNCATES=support is not None, **sizes),
     )  # fmt: skip
     return partials
 

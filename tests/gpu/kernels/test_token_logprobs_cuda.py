@@ -201,12 +201,9 @@ def test_every_statistics_schedule_gives_the_same_bytes(vocabulary, unit, dtype)
     temperature = torch.ones_like(temperatures()) if unit else temperatures()
     logits = lm_head_logits(hidden, weight)
     expected = vocabulary_row_statistics(logits, temperature, unit)
-    for name in ROW_SCHEDULES:
-        partials = vocabulary_row_statistics(logits, temperature, unit, None, name)
-        assert same_bytes(partials, expected), name
-    for name in STATISTICS_SCHEDULES:
-        partials = token_statistics(hidden, weight, temperature, unit, name)
-        assert same_bytes(partials, expected), name
+    found = [vocabulary_row_statistics(logits, temperature, unit, None, n) for n in ROW_SCHEDULES]
+    found += [token_statistics(hidden, weight, temperature, unit, n) for n in STATISTICS_SCHEDULES]
+    assert all(same_bytes(partials, expected) for partials in found)
     scaled = vocabulary_shifted(logits, temperature, torch.zeros_like(temperature), unit)
     picked = scaled.gather(1, targets[:, None])[:, 0]
     assert same_bytes(token_target_logits(hidden, weight, targets, temperature, unit), picked)
@@ -214,8 +211,7 @@ def test_every_statistics_schedule_gives_the_same_bytes(vocabulary, unit, dtype)
 
 def test_scaling_rounds_like_a_division():
     logits = probe((ROWS, V)).cuda()
-    zeros = torch.zeros(ROWS, device="cuda")
-    scaled = vocabulary_shifted(logits, temperatures(), zeros, False)
+    scaled = vocabulary_shifted(logits, temperatures(), torch.zeros(ROWS, device="cuda"), False)
     assert same_bytes(scaled, logits / temperatures()[:, None])
 
 
