@@ -28,6 +28,8 @@ from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums
 from rl_consistency.kernels.gradient_fold.rows_triton import CANDIDATES as ROW_CANDIDATES
 from rl_consistency.kernels.gradient_fold.rows_triton import RANKED_TOKENS, launch_rows
+from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
+from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.rms_norm.schedules import (
     NARROW,
     candidates,
@@ -35,7 +37,6 @@ from rl_consistency.kernels.rms_norm.schedules import (
     pick_backward,
     pick_forward,
 )
-from rl_consistency.kernels.rms_norm.wide_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.kernels.rotary import rotation_triton as rotary_triton
 
 DTYPE = torch.bfloat16
@@ -258,7 +259,7 @@ def rotary_work(tokens: int, heads: int, kv_heads: int, head_dim: int) -> list[W
 
     moved = 2 * n * DTYPE.itemsize + tokens * head_dim * 4
     shape, schedules = (tokens, heads, kv_heads, head_dim), list(rotary_triton.CANDIDATES)
-    default = rotary_triton.pick()
+    default = rotary_triton.SCHEDULE
     return [
         Work("rotary fwd", shape, moved, operands, eager, None, default, schedules, ours(False)),
         Work("rotary bwd", shape, moved, operands, eager_both, eager, default, [], ours(True)),
@@ -285,7 +286,7 @@ def glu_work(shape: tuple[int, ...]) -> list[Work]:
     def backward(schedule: Any) -> Call:
         return lambda gate, up, dy: glu_triton.glu_bwd(dy, gate, up, "silu", schedule)
 
-    size, default = n * DTYPE.itemsize, glu_triton.pick()
+    size, default = n * DTYPE.itemsize, glu_triton.SCHEDULE
     schedules = list(glu_triton.CANDIDATES)
     return [
         Work("glu fwd", shape, 3 * size, operands, eager, None, default, schedules, forward),

@@ -15,7 +15,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -122,12 +122,12 @@ def tune_statistics(session: Session, case: Case, label: str) -> None:
         return torch.cat(pieces, dim=2)
 
     calls: dict[str, Callable[[], Tensor]] = {"unfused": unfused}
-    for i, schedule in enumerate(STATISTICS_SCHEDULES):
+    for i, schedule in STATISTICS_SCHEDULES.items():
         if schedule.kind == "tma":
             calls[f"{i}: {schedule}"] = partial(
                 token_statistics, case.hidden, case.weight, divisor, True, i
             )
-    expected = token_statistics(case.hidden, case.weight, divisor, True, 0)
+    expected = token_statistics(case.hidden, case.weight, divisor, True, "tma")
     for name, call in calls.items():
         session.measure(work, name, call)
         if perf_counter() < session.deadline:
@@ -140,20 +140,20 @@ def tune_gradient(session: Session, case: Case, label: str) -> None:
     work = f"gradient, {width} rows {label}"
     hidden, targets = case.hidden[:width], case.targets[:width]
     divisor = case.rows.divisor[:width]
-    partials = token_statistics(hidden, case.weight, divisor, True, 0)
+    partials = token_statistics(hidden, case.weight, divisor, True, "tma")
     top, log_normalizer, entropy = vocabulary_combine(partials)
     dlogprobs, dentropy = torch.randn(2, width, device="cuda").unbind(0)
     table = token_gradient_table(
         divisor, top, log_normalizer, entropy, dlogprobs, dentropy, targets, IGNORED
     )
     rooms = [case.weight.new_empty(width, case.weight.shape[0]) for _ in range(2)]
-    token_gradient(hidden, case.weight, table, rooms[0], True, 0)
+    token_gradient(hidden, case.weight, table, rooms[0], True, "tma")
 
     def unfused() -> None:
         token_row_gradient(matmul_nt(hidden, case.weight), table, rooms[1], True)
 
     calls: dict[str, Callable[[], None]] = {"unfused": unfused}
-    for i, schedule in enumerate(GRADIENT_SCHEDULES):
+    for i, schedule in GRADIENT_SCHEDULES.items():
         if schedule.kind == "tma":
             calls[f"{i}: {schedule}"] = partial(
                 token_gradient, hidden, case.weight, table, rooms[1], True, i
@@ -164,17 +164,17 @@ def tune_gradient(session: Session, case: Case, label: str) -> None:
             session.same(work, name, *rooms)
 
 
-def fastest(session: Session, prefix: str, label: str) -> int:
-    """Index of the fastest schedule measured for a piece of work, or of the default."""
+def fastest(session: Session, prefix: str, label: str) -> str:
+    """Name of the fastest schedule measured for a piece of work, or of the default."""
     measured = [
         row
         for row in session.rows
         if row["work"].startswith(prefix) and row["work"].endswith(label)
     ]
     if not measured:
-        return 0
+        return "tma"
     name = min(measured, key=lambda row: row["ms"])["name"]
-    return UNFUSED if name == "unfused" else int(name.split(":")[0])
+    return name.split(":")[0]
 
 
 def step(case: Case, head: nn.Parameter, plan: Plan) -> None:
@@ -214,9 +214,10 @@ def tune_whole(session: Session, case: Case, label: str) -> None:
     plans = {"default": default}
     for times in (0.5, 1, 1.5, 2):
         tokens = int(times * case.weight.shape[1])
-        plans[f"tuned, chunk {tokens}"] = Plan(chunk_tokens=tokens, **tuned)
-    unfused = {"statistics": UNFUSED, "gradient": UNFUSED}
-    plans["unfused"] = Plan(chunk_tokens=default.chunk_tokens, **unfused)
+        plans[f"tuned, chunk {tokens}"] = Plan(
+            chunk_tokens=tokens, statistics=tuned["statistics"], gradient=tuned["gradient"]
+        )
+    plans["unfused"] = replace(default, statistics=UNFUSED, gradient=UNFUSED)
     for name, plan in plans.items():
         session.measure(f"both {label}", name, partial(step, case, head, plan), plan=asdict(plan))
     operands = (case.hidden, case.weight, case.targets, case.rows)

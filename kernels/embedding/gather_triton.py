@@ -1,12 +1,12 @@
-"""Triton schedule of the embedding's gather: rows of a table, copied.
+"""The embedding's gather on CUDA: rows of a table, copied.
 
 Shapes, dtypes, order, invariance: those of `embedding`.
-Errors: none; a token outside the table gives a row of NaN, so that a caller which could not look at
-    the ids (under graph capture a copy to the host is impossible) still cannot go on unnoticed.
+Errors: none. A token outside the table gives a row of NaN, which does not go unnoticed where the
+    host cannot check the ids (graph capture).
 Cost: memory-bound; 16-byte loads and stores.
 """
 
-# Triton gives the arguments of a kernel their meaning, and its types do not say so.
+# Pyright does not know Triton's launches, loops and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ def _gather_kernel(
     tl.store(y_ptr + token * H + columns, value, mask=inside)
 
 
-def _fake_embedding_fwd(token_ids: Tensor, weight: Tensor) -> Tensor:
-    return weight.new_empty((token_ids.shape[0], weight.shape[1]))
-
-
-@kernel_op(fake=_fake_embedding_fwd)
+@kernel_op(fake=lambda ids, weight: weight.new_empty((ids.shape[0], weight.shape[1])))
 def embedding_fwd(token_ids: Tensor, weight: Tensor) -> Tensor:
     """token_ids [T] int64, weight [V, H] -> [T, H]."""
     tokens, hidden = token_ids.shape[0], weight.shape[1]
@@ -45,14 +41,7 @@ def embedding_fwd(token_ids: Tensor, weight: Tensor) -> Tensor:
         return y
     block = min(triton.next_power_of_2(hidden), 2048)
     _gather_kernel[(tokens, triton.cdiv(hidden, block))](
-        token_ids.contiguous(),
-        weight,
-        y,
-        weight.shape[0],
-        hidden,
-        *weight.stride(),
-        DENSE=weight.stride(1) == 1,
-        BLOCK_H=block,
-        num_warps=4 if block >= 1024 else 1,
-    )
+        token_ids.contiguous(), weight, y, weight.shape[0], hidden, *weight.stride(),
+        DENSE=weight.stride(1) == 1, BLOCK_H=block, num_warps=4 if block >= 1024 else 1,
+    )  # fmt: skip
     return y

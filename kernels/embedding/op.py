@@ -2,14 +2,13 @@
 
 Shapes: token_ids [...] int64, weight [V, H] -> [..., H].
 Dtypes and rounding points: a copy; the gradient is accumulated in fp32.
-Order: none forward.
-Invariant to: everything but the token itself.
+Order: embedding/v1, `ORDER` below.
+Invariant to: everything except the token itself.
 Varies with: nothing.
-Backward: repeated tokens are added in token order (`gradient_fold`, embedding rows); `padding_idx`
-    receives none.
-Errors: TypeError on dtypes, ValueError on devices, autocast and ids outside the table. Where nobody
-    looks at the ids (`check_ids=False`, CUDA graph capture, a traced graph) such an id gives a row
-    of NaN on CUDA.
+Backward: `fold_rows` of `gradient_fold`; `padding_idx` receives no gradient.
+Errors: TypeError on dtypes, ValueError on devices, autocast and ids outside the table. Where the
+    ids are not checked (`check_ids=False`, CUDA graph capture, a traced graph), an id outside the
+    table gives a row of NaN on CUDA.
 Cost: memory-bound. On CUDA the check of the ids waits for the device once per call.
 """
 
@@ -27,7 +26,7 @@ from rl_consistency.kernels.gradient_fold.op import GradientBuffer, fold_paramet
 ORDER = ReductionOrder(
     id="embedding",
     version=1,
-    cpu="Forward a gather. The gradient of a row adds its tokens' gradients in token order, fp32.",
+    cpu="y[t] = weight[token[t]]\nfor t upward: dweight[token[t]] += dy[t], in fp32",
 )
 
 
@@ -46,7 +45,7 @@ def embedding(
         weight: [V, H].
         padding_idx: a token whose row receives no gradient.
         weight_grad: buffer that the gradient is folded into.
-        check_ids: look at the ids first; False for a caller that knows them to be in the table.
+        check_ids: whether to check the ids; False where the caller knows that all are in the table.
 
     Returns:
         [..., H] in the dtype of weight.
@@ -54,8 +53,12 @@ def embedding(
     require_operands("embedding", weight=weight)
     if token_ids.dtype != torch.int64:
         raise TypeError(f"embedding: token ids are {token_ids.dtype}; they must be int64.")
-    _require_same_device(token_ids, weight)
-    if check_ids and token_ids.numel() and _host_may_look(token_ids):
+    if token_ids.device != weight.device:
+        raise ValueError(
+            f"embedding: token ids are on {token_ids.device} but the table is on {weight.device}; "
+            "move them to one device."
+        )
+    if check_ids and token_ids.numel() and _host_may_read(token_ids):
         low, high = (int(v) for v in token_ids.aminmax())
         if low < 0 or high >= weight.shape[0]:
             raise ValueError(
@@ -65,15 +68,7 @@ def embedding(
     return apply(_Embedding, token_ids, weight, padding_idx, weight_grad)
 
 
-def _require_same_device(token_ids: Tensor, weight: Tensor) -> None:
-    if token_ids.device != weight.device:
-        raise ValueError(
-            f"embedding: token ids are on {token_ids.device} but the table is on {weight.device}; "
-            "move them to one device."
-        )
-
-
-def _host_may_look(token_ids: Tensor) -> bool:
+def _host_may_read(token_ids: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return not (token_ids.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,12 +1,11 @@
-"""Triton schedule of the gated activations, and their arithmetic for kernels that fuse them.
+"""The gated activations on CUDA, and their arithmetic for kernels that fuse them.
 
-Shapes, dtypes, order, invariance: those of `glu`, section "On CUDA" of its order.
-Errors: none of its own.
-Cost: memory-bound, if an element costs no more than about thirty instructions: hence one
-    exponential and one reciprocal an element, and no branch.
+Shapes, dtypes, order, invariance: those of `glu`; errors: none.
+Cost: memory-bound as long as an element costs at most about thirty instructions. So an element
+    takes one exponential, one reciprocal and no branch.
 """
 
-# Pyright does not know what a kernel's constexpr arguments and loops are.
+# Pyright does not know Triton's launches, loops and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor, contiguous_format, empty_like
 from rl_consistency.kernels.core.torch_op import kernel_op
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-"""By their number in kernels."""
+"""A kernel knows an activation by its place here."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_LOW = tl.constexpr(1.925963033500211e-08)
@@ -41,17 +40,16 @@ class Schedule:
     warps: int
 
 
+SCHEDULE = Schedule(1024, 4)
+"""The one in use, for every shape."""
+
 CANDIDATES = tuple(
     Schedule(block, warps)
     for block in (512, 1024, 2048, 4096, 8192)
     for warps in (2, 4, 8)
     if 8 <= block // (32 * warps) <= 64
 )
-
-
-def pick() -> Schedule:
-    """The schedule of every shape."""
-    return Schedule(1024, 4)
+"""What is timed against it and has to give its bytes."""
 
 
 @triton.jit
@@ -78,10 +76,10 @@ def sigmoid_terms(z):
 
 @triton.jit
 def quotient(a, d, r):
-    """a / d for d in [1, 2], given r about 1/d: rounds correctly but for rare ties."""
+    """a / d for d in [1, 2], given r about 1/d; rounded correctly except at rare ties."""
     q = a * r
     q = tl.fma(tl.fma(-d, q, a), r, q)
-    # The correction of an infinite quotient is NaN; a gate that large has d = 1.
+    # Correcting an infinite quotient would give NaN; its gate is so large that d = 1.
     return tl.where(d == 1.0, a, q)
 
 
@@ -113,7 +111,7 @@ def activate_with_derivative(x, ACTIVATION: tl.constexpr):
     value = quotient(tl.where(positive, x, x * e), d, r)
     high = quotient(tl.full(d.shape, 1.0, tl.float32), d, r)
     low = quotient(e, d, r)
-    # One minus the sigmoid is the other of the two, without cancellation.
+    # high + low = 1, so each is one minus the other, without cancellation.
     slope = value * tl.where(positive, low, high)
     if ACTIVATION == 2:
         slope = slope * (Z_SCALE * (1.0 + (3.0 * Z_CUBIC) * (x * x)))
@@ -138,14 +136,7 @@ def _forward_kernel(gate_ptr, up_ptr, y_ptr, N, ACTIVATION: tl.constexpr, BLOCK:
 
 @triton.jit
 def _backward_kernel(
-    dy_ptr,
-    gate_ptr,
-    up_ptr,
-    dgate_ptr,
-    dup_ptr,
-    N,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, N, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < N
@@ -158,45 +149,31 @@ def _backward_kernel(
     tl.store(dup_ptr + index, (dy * value).to(dtype), mask=inside)
 
 
-def glu_fwd(gate: Tensor, up: Tensor, activation: str, schedule: Schedule | None = None) -> Tensor:
+def glu_fwd(gate: Tensor, up: Tensor, activation: str, schedule: Schedule = SCHEDULE) -> Tensor:
     """activation(gate) * up, of the shape of gate."""
-    schedule = schedule or pick()
     y = _forward_fake(gate, up, activation)
     if y.numel() == 0:
         return y
     _forward_kernel[(-(-y.numel() // schedule.block),)](
-        gate.contiguous(),
-        up.contiguous(),
-        y,
-        y.numel(),
-        ACTIVATION=ACTIVATIONS.index(activation),
-        BLOCK=schedule.block,
-        num_warps=schedule.warps,
+        gate.contiguous(), up.contiguous(), y, y.numel(),
+        ACTIVATION=ACTIVATIONS.index(activation), BLOCK=schedule.block, num_warps=schedule.warps,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
     return y
 
 
 def glu_bwd(
-    dy: Tensor, gate: Tensor, up: Tensor, activation: str, schedule: Schedule | None = None
+    dy: Tensor, gate: Tensor, up: Tensor, activation: str, schedule: Schedule = SCHEDULE
 ) -> tuple[Tensor, Tensor]:
     """(dgate, dup), of the shape of gate."""
-    schedule = schedule or pick()
     dgate, dup = _backward_fake(dy, gate, up, activation)
     if dgate.numel() == 0:
         return dgate, dup
     _backward_kernel[(-(-dgate.numel() // schedule.block),)](
-        dy.contiguous(),
-        gate.contiguous(),
-        up.contiguous(),
-        dgate,
-        dup,
-        dgate.numel(),
-        ACTIVATION=ACTIVATIONS.index(activation),
-        BLOCK=schedule.block,
-        num_warps=schedule.warps,
+        dy.contiguous(), gate.contiguous(), up.contiguous(), dgate, dup, dgate.numel(),
+        ACTIVATION=ACTIVATIONS.index(activation), BLOCK=schedule.block, num_warps=schedule.warps,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
     return dgate, dup
 
 

@@ -3,10 +3,10 @@
 Shapes: gate [..., F], up [..., F] -> [..., F].
 Dtypes and rounding points: fp32, bf16, fp16 in and out; fp32 inside, one rounding at the end (stock
     rounds the activation as well).
-Order: none; elementwise. The formula is part of the contract and differs between a CPU and a GPU.
-Invariant to: position and size of the tensor. `torch.sigmoid`, `silu`, `gelu(tanh)` and `exp2` are
-    not on a CPU: their vector body and scalar tail differ, so a value changes with where it stands.
-    exp and erf were measured not to.
+Order: glu/v2, `ORDER` below. Nothing is summed, but the formula of each device is pinned.
+Invariant to: position and size of the tensor. On a CPU this rules out `torch.sigmoid`, `silu`,
+    `gelu(tanh)` and `exp2`: their vectorized body and scalar tail differ, so the same value gives
+    other bits elsewhere in a tensor. exp and erf were measured to give the same.
 Varies with: nothing.
 Backward: elementwise, fp32 inside, one rounding.
 Errors: TypeError on dtypes, ValueError on shapes, activations, devices and autocast.
@@ -36,12 +36,17 @@ ORDER = ReductionOrder(
     id="glu",
     version=2,
     cpu=(
-        "fp32, composed of exp and erf: silu(x) = x/(1 + exp(-x)); gelu(x) = "
-        "(0.5*x)*(1 + erf(x/sqrt(2))); gelu_tanh(x) = x/(1 + exp(-z)) with z = 2*sqrt(2/pi)*(x + "
-        "0.044715*x^3); y = activation(gate)*up, rounded once. On CUDA: with e = exp(-|z|), z = x "
-        "for silu, activation(x) = (x if z >= 0 else x*e)/(1 + e), the quotient by one fused "
-        "correction of x*rsqrt(1 + e)^2; e by exp2 of a two-part product with log2(e), 0 below "
-        "exp(-88)."
+        "in fp32; z = x for silu, 2*sqrt(2/pi) * (x + 0.044715*x^3) for gelu_tanh\n"
+        "silu, gelu_tanh: a = x / (1 + exp(-z))\n"
+        "gelu:            a = (0.5*x) * (1 + erf(x/sqrt(2)))\n"
+        "y = a(gate) * up, rounded once to the dtype"
+    ),
+    cuda=(
+        "in fp32; z and gelu as on a CPU\n"
+        "silu, gelu_tanh: e = exp(-|z|);  a = (x if z >= 0 else x*e) / (1 + e)\n"
+        "exp:      exp2 of a product with log2(e) in two parts; 0 below exp(-88)\n"
+        "quotient: q = a * rsqrt(1 + e)^2, then one fused correction\n"
+        "y = a(gate) * up, rounded once to the dtype"
     ),
 )
 
@@ -116,7 +121,7 @@ def _sigmoid_gated(x: Tensor, z: Tensor, slope: Tensor | float) -> tuple[Tensor,
     """x * sigmoid(z) and its derivative, `slope` being dz/dx."""
     denominator = 1.0 + torch.exp(-z)
     value = x / denominator
-    # 1/(1 + exp(z)) is 1 - sigmoid(z) without the cancellation.
+    # 1/(1 + exp(z)) is 1 - sigmoid(z), without cancellation.
     return value, 1.0 / denominator + value * (1.0 / (1.0 + torch.exp(z))) * slope
 
 

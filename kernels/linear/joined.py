@@ -31,7 +31,7 @@ from rl_consistency.kernels.core.autograd import Unrecorded, apply, once_differe
 from rl_consistency.kernels.glu.op import GLUFunction, require_gated
 from rl_consistency.kernels.gradient_fold.op import GradientBuffer
 from rl_consistency.kernels.linear.op import LinearFunction, require_fitting
-from rl_consistency.kernels.rms_norm.op import RMSNormCUDAFunction, RMSNormFunction, require_norm
+from rl_consistency.kernels.rms_norm.op import RMSNormFunction, require_norm
 from rl_consistency.kernels.rotary.op import RotaryFunction, require_rotary
 
 
@@ -359,21 +359,15 @@ def _rotated_back(
 def _norm(part: _Part, x: Tensor, of: HeadNorm) -> Tensor:
     require_norm("rms_norm", of.weight, x=x)
     options = (of.weight, of.eps, of.rows_per_token, of.weight_grad)
-    if x.is_cuda:
-        y = RMSNormCUDAFunction.forward(part, x, None, *options)
-        assert isinstance(y, Tensor)
-        return y
-    return RMSNormFunction.forward(part, x, *options)
+    y = RMSNormFunction.forward(part, x, None, *options)
+    assert isinstance(y, Tensor)
+    return y
 
 
 def _norm_backward(part: _Part, dy: Tensor | None, needs: Any) -> tuple[Tensor | None, HeadNorm]:
     """(dx; gradients of the norm's operands). `needs` says of each whether it needs one."""
     if dy is None:
         return None, _NO_NORM
-    if dy.is_cuda:
-        part.needs_input_grad = (True, False, needs.weight)
-        dx, _, dweight, *_ = RMSNormCUDAFunction.backward(part, dy)
-    else:
-        part.needs_input_grad = (True, needs.weight)
-        dx, dweight, *_ = RMSNormFunction.backward(part, dy)
+    part.needs_input_grad = (True, False, needs.weight)
+    dx, _, dweight, *_ = RMSNormFunction.backward(part, dy)
     return dx, _NO_NORM._replace(weight=dweight)

@@ -3,13 +3,12 @@
 Shapes: x [..., H], weight [H] -> [..., H]. Used for hidden states and, per head, for queries and
     keys (qk-norm).
 Dtypes and rounding points: fp32, bf16, fp16 in and out; fp32 inside, one rounding at the end (stock
-    rounds twice in bf16). A residual sum is rounded to the dtype before it is normalised, as are
-    its two gradients before they are added.
-Order: the mean square by the `row_reduction` tree over H; on a GPU by that tree over groups of 8.
+    rounds twice in bf16). A residual sum is rounded to the dtype before it is normalised. So are
+    the sum's two gradients before they are added.
+Order: rms_norm/v2, `ORDER` below.
 Invariant to: the number of rows, their positions and neighbours.
 Varies with: H.
-Backward: dx row by row (its one sum by the same tree); dweight by `gradient_fold`, a step being 16
-    tokens with all their heads.
+Backward: dx row by row; dweight by `gradient_fold` over steps of 16 tokens with all their heads.
 Errors: TypeError on dtypes, ValueError on shapes, devices and autocast.
 Cost: memory-bound; about 3 H extra elementwise operations for the tree. On a GPU one launch
     forward, two backward, every operand read once.
@@ -28,22 +27,23 @@ from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.gradient_fold.columns_triton import fold_step_sums, folded_step_sums
 from rl_consistency.kernels.gradient_fold.op import GradientBuffer, fold_columns, fold_parameter
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
-from rl_consistency.kernels.rms_norm.wide_triton import (
-    rms_norm_bwd_op,
-    rms_norm_fwd_op,
+from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd_op
+from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd_op
+
+_FORMULA = (
+    "in fp32; round = to the dtype\n"
+    "forward:  r = 1 / sqrt(tree(x*x) / H + eps);  y = round((x*r) * weight)\n"
+    "backward: c = tree((dy*weight) * (x*r)) / H;  dx = round(r * ((dy*weight) - (x*r)*c))\n"
+    "dweight:  gradient_fold of columns over dy * (x*r), a step = 16 tokens with all their heads\n"
 )
 
 ORDER = ReductionOrder(
     id="rms_norm",
     version=2,
-    cpu=(
-        "fp32: s = tree(x*x)/H, r = 1/sqrt(s + eps), y = (x*r)*weight, rounded once. Backward: c "
-        "= tree((dy*weight)*(x*r))/H, dx = r*((dy*weight) - (x*r)*c), rounded once; dweight folds "
-        "dy*(x*r) by columns, a step being 16 tokens with all their heads. On CUDA: the tree over "
-        "H adds element i + 4 to element i of every 8 neighbours, then i + 2, then i + 1, then is "
-        "the halving tree over the groups of 8; a step's sum for dweight starts from zero and adds "
-        "8 pairs of tokens one after another, each by the halving tree over the pair's rows."
-    ),
+    cpu=_FORMULA + "tree = row_reduction over H",
+    cuda=_FORMULA + "tree: in every 8 neighbours x[i] += x[i+4], x[i] += x[i+2], x[i] += x[i+1];\n"
+    "      then the halving tree over the H/8 groups, zeros up to a power of two\n"
+    "sum of a step: 0 + pair 0 + ... + pair 7, a pair of tokens by the halving tree over its rows",
 )
 
 
@@ -69,9 +69,7 @@ def rms_norm(
         The shape and dtype of x.
     """
     require_norm("rms_norm", weight, x=x)
-    if x.is_cuda:
-        return apply(RMSNormCUDAFunction, x, None, weight, eps, rows_per_token, weight_grad)
-    return apply(RMSNormFunction, x, weight, eps, rows_per_token, weight_grad)
+    return apply(RMSNormFunction, x, None, weight, eps, rows_per_token, weight_grad)
 
 
 def add_rms_norm(
@@ -82,17 +80,9 @@ def add_rms_norm(
     *,
     weight_grad: GradientBuffer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """A residual addition and the norm of its sum; the bytes are those of the two ops apart.
+    """(norm of x + residual, x + residual), with the bytes of the two ops run one by one.
 
-    Args:
-        x: [..., H].
-        residual: [..., H], the shape and dtype of x.
-        weight: [H].
-        eps: added to the mean square.
-        weight_grad: buffer that dweight is folded into.
-
-    Returns:
-        (norm of the sum, the sum), each of the shape and dtype of x.
+    residual has the shape and dtype of x; the other arguments are those of `rms_norm`.
     """
     require_norm("add_rms_norm", weight, x=x, residual=residual)
     if residual.shape != x.shape:
@@ -100,13 +90,13 @@ def add_rms_norm(
             f"add_rms_norm: residual {tuple(residual.shape)} and x {tuple(x.shape)} must be equal."
         )
     if x.is_cuda:
-        return apply(RMSNormCUDAFunction, x, residual, weight, eps, 1, weight_grad)
+        return apply(RMSNormFunction, x, residual, weight, eps, 1, weight_grad)
     total = residual + x
     return rms_norm(total, weight, eps, weight_grad=weight_grad), total
 
 
 def require_norm(op: str, weight: Tensor, **operands: Tensor) -> None:
-    """Check the operands of `rms_norm`, x among them.
+    """Check the operands of `rms_norm`; one of them is x.
 
     Raises:
         TypeError: dtypes.
@@ -121,43 +111,19 @@ def require_norm(op: str, weight: Tensor, **operands: Tensor) -> None:
 
 
 class RMSNormFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, eps, rows_per_token, weight_grad):
-        wide = x.float()
-        # Division and square root are computed alike in every code path; rsqrt is not.
-        rstd = 1.0 / torch.sqrt(tree_sum(wide * wide) / x.shape[-1] + eps).unsqueeze(-1)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.rows_per_token, ctx.weight_grad = rows_per_token, weight_grad
-        return ((wide * rstd) * weight.float()).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grad_outputs):
-        x, weight, rstd = ctx.saved_tensors
-        dy = grad_outputs[0].float()
-        normalized = x.float() * rstd
-        dx = dweight = None
-        if ctx.needs_input_grad[0]:
-            weighted = dy * weight.float()
-            mean = (tree_sum(weighted * normalized) / x.shape[-1]).unsqueeze(-1)
-            dx = (rstd * (weighted - normalized * mean)).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            rows = (dy * normalized).reshape(-1, x.shape[-1])
-            dweight = fold_parameter(
-                weight,
-                ctx.weight_grad,
-                lambda g, fresh: fold_columns(g, rows, rows_per_token=ctx.rows_per_token),
-            )
-        return dx, dweight, None, None, None
-
-
-class RMSNormCUDAFunction(torch.autograd.Function):
-    """(y, total) with total = x + residual; without a residual y alone."""
+    """y of x; with a residual (on CUDA only) y of total = x + residual, and total."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps, rows_per_token, weight_grad):
         ctx.set_materialize_grads(False)
-        y, total, rstd = rms_norm_fwd_op(x, residual, weight, eps)
+        if x.is_cuda:
+            y, total, rstd = rms_norm_fwd_op(x, residual, weight, eps)
+        else:
+            assert residual is None
+            total, wide = x, x.float()
+            # Every code path rounds division and square root alike; rsqrt differs between them.
+            rstd = 1.0 / torch.sqrt(tree_sum(wide * wide) / x.shape[-1] + eps).unsqueeze(-1)
+            y = ((wide * rstd) * weight.float()).to(x.dtype)
         ctx.save_for_backward(x if residual is None else total, weight, rstd)
         ctx.rows_per_token, ctx.weight_grad = rows_per_token, weight_grad
         return y if residual is None else (y, total)
@@ -166,19 +132,39 @@ class RMSNormCUDAFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grad_outputs):
         dy, dtotal = grad_outputs if len(grad_outputs) == 2 else (grad_outputs[0], None)
-        x, weight, rstd = ctx.saved_tensors
         if dy is None:
             return dtotal, dtotal, None, None, None, None
-        with_sums = ctx.needs_input_grad[2]
-        dx, sums = rms_norm_bwd_op(dy, dtotal, x, weight, rstd, ctx.rows_per_token, with_sums)
-        dweight = None
-        if with_sums and ctx.weight_grad is None:
-            dweight = folded_step_sums(sums, weight.dtype)
-        elif with_sums:
-            dweight = fold_parameter(
-                weight, ctx.weight_grad, lambda g, fresh: fold_step_sums(g, sums)
-            )
+        dx, dweight = (_backward_cuda if dy.is_cuda else _backward_cpu)(ctx, dy, dtotal)
         return dx, dx if ctx.needs_input_grad[1] else None, dweight, None, None, None
+
+
+def _backward_cpu(ctx, dy: Tensor, dtotal: None) -> tuple[Tensor | None, Tensor | None]:
+    x, weight, rstd = ctx.saved_tensors
+    dy, normalized = dy.float(), x.float() * rstd
+    dx = dweight = None
+    if ctx.needs_input_grad[0]:
+        weighted = dy * weight.float()
+        mean = (tree_sum(weighted * normalized) / x.shape[-1]).unsqueeze(-1)
+        dx = (rstd * (weighted - normalized * mean)).to(x.dtype)
+    if ctx.needs_input_grad[2]:
+        rows = (dy * normalized).reshape(-1, x.shape[-1])
+        dweight = fold_parameter(
+            weight,
+            ctx.weight_grad,
+            lambda g, fresh: fold_columns(g, rows, rows_per_token=ctx.rows_per_token),
+        )
+    return dx, dweight
+
+
+def _backward_cuda(ctx, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    x, weight, rstd = ctx.saved_tensors
+    with_sums = ctx.needs_input_grad[2]
+    dx, sums = rms_norm_bwd_op(dy, dtotal, x, weight, rstd, ctx.rows_per_token, with_sums)
+    if not with_sums:
+        return dx, None
+    if ctx.weight_grad is None:
+        return dx, folded_step_sums(sums, weight.dtype)
+    return dx, fold_parameter(weight, ctx.weight_grad, lambda g, fresh: fold_step_sums(g, sums))
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

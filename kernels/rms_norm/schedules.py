@@ -1,7 +1,7 @@
-"""Schedules of the RMSNorm order on CUDA, and which one a row width gets.
+"""Schedules of RMSNorm on CUDA, and which one a row width gets.
 
-Every entry gives the same bytes, so tables are filled by measurement alone
-(`python -m benchmarks.tune.elementwise`). A test compares the bytes of all `candidates`.
+Every schedule gives the same bytes, which a test shows for all `candidates`. The tables hold what
+was fastest on an H200.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MIN_BLOCK = 8
 """Elements in a group of `row_tree`."""
 
 SCRATCH_BYTES = 32 * 1024
-"""Shared memory that sums between warps take, from above."""
+"""Shared memory left for the sums that warps exchange; an upper bound."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,6 @@ class Schedule:
     """Parts in which a backward program goes through the rows of a chunk, a power of two."""
     stages: int = 1
     """Chunks that a backward program has in flight in shared memory; 1 loads into registers."""
-    registers: int | None = None
-    """Limit a thread's registers, for more programs on a multiprocessor."""
 
 
 FORWARD: dict[int, Schedule] = {
@@ -61,27 +59,26 @@ BACKWARD: dict[int, Schedule] = {
     8192: Schedule(16, split=2),
     16384: Schedule(16, split=2),
 }
-"""The same for the backward pass."""
-
-
-NARROW_WIDTH = 256
-"""Widest row that `NARROW` takes."""
+"""The same for the wide kernel of the backward pass."""
 
 
 @dataclass(frozen=True)
 class NarrowSchedule:
-    """How a program of `rms_norm_narrow_triton` goes through its step; bit-neutral."""
+    """How the narrow kernel of the backward pass goes through its step; bit-neutral."""
 
     rows: int
-    """Rows of each pair of tokens that are held at once, a power of two."""
+    """Rows of each chunk that are held at once, a power of two."""
     loops: int
-    """Turns, a power of two, in which the rest follows; turns of several parts are unrolled."""
+    """Turns, a power of two, in which the other rows follow; the parts of a turn are unrolled."""
     registers: int
     """Limit of a thread's registers."""
 
 
 NARROW = NarrowSchedule(rows=4, loops=4, registers=128)
-"""The backward pass of q/k-norm; measured on an H200 with 8 and 16 heads of 128 elements."""
+"""For q/k-norm; measured with 8 and 16 heads of 128 elements."""
+
+NARROW_WIDTH = 256
+"""Widest row of the narrow kernel."""
 
 
 def block_width(width: int) -> int:
@@ -104,7 +101,7 @@ def chunk_rows(rows_per_token: int) -> int:
 
 
 def is_narrow(width: int, rows_per_token: int) -> bool:
-    """Whether a backward pass has rows for `NARROW`."""
+    """Whether the narrow kernel is made for such rows."""
     return rows_per_token > 1 and block_width(width) <= NARROW_WIDTH
 
 
@@ -113,7 +110,8 @@ def _power_of_two(n: int) -> int:
 
 
 def candidates(width: int, rows_per_token: int | None = None) -> list[Schedule]:
-    """Schedules worth timing for a row width: forward, or backward of so many rows a token."""
+    """Schedules worth timing: of the forward pass, or of the wide backward kernel for so many rows
+    per token."""
     block = block_width(width)
     if rows_per_token is None:
         tiles = (1, 2) if block >= 1024 else (2048 // block, 4096 // block)
@@ -125,10 +123,10 @@ def candidates(width: int, rows_per_token: int | None = None) -> list[Schedule]:
         ]
     held = chunk_rows(rows_per_token) * block
     return [
-        Schedule(warps, split=split, stages=stages, registers=registers)
+        Schedule(warps, split=split, stages=stages)
         for split in (1, 2)
         for warps in (1, 2, 4, 8, 16)
-        for stages, registers in ((1, None), (1, 128), (2, None), (3, None))
+        for stages in (1, 2, 3)
         if 16 <= held // (32 * warps * split) <= 64 or (warps == 1 and held < 512 * split)
     ]
 
@@ -140,7 +138,7 @@ def pick_forward(width: int) -> Schedule:
 
 @cache
 def pick_backward(width: int, rows_per_token: int) -> Schedule:
-    """The backward schedule of a row width; more heads take more warps."""
+    """The wide kernel's schedule of a row width; more heads take more warps."""
     block = block_width(width)
     schedule = BACKWARD[max(block, min(BACKWARD))]
     held = chunk_rows(rows_per_token) * block // schedule.split

@@ -4,15 +4,15 @@ Shapes: q [T, H, D], k [T, Hkv, D], cos and sin [T, D/2] -> rotated q and k. Ele
     half pairs with i + D/2.
 Dtypes and rounding points: q and k in fp32, bf16, fp16; cos and sin fp32; two products and one sum,
     each rounded to fp32 (no fused multiply-add), then one rounding to the dtype.
-Order: a sum of two terms; `ORDER` fixes which. The same bytes on a CPU and on a GPU.
-Invariant to: everything but a token's own values and position.
+Order: rotary/v1, `ORDER` below. A CPU and a GPU give the same bytes.
+Invariant to: everything except a token's own values and position.
 Varies with: nothing.
 Backward: the inverse rotation, same rounding points.
 Errors: TypeError on dtypes, ValueError on shapes, devices and autocast.
 Cost: memory-bound; on a GPU q and k in one launch.
 
-Angles come from one table per model, made in fp64 on the CPU and rounded once, so a position's
-cosine is a gather and cannot depend on what else is in the call.
+A model has one table of cosines and sines, computed in fp64 on the CPU and rounded once. A call
+looks its positions up in it, so an angle cannot depend on what else is in the call.
 Source: Su et al., RoFormer (2021); the half-split pairing is that of the Hugging Face models.
 """
 
@@ -30,8 +30,10 @@ ORDER = ReductionOrder(
     id="rotary",
     version=1,
     cpu=(
-        "cos, sin = fp32(fp64(scaling * cos(position * inv_freq))); out1 = x1*cos - x2*sin, "
-        "out2 = x2*cos + x1*sin, every product and sum rounded to fp32, then once to the dtype."
+        "angle = position * inv_freq, in fp64\n"
+        "cos = fp32(scaling * cos(angle));  sin = fp32(scaling * sin(angle))\n"
+        "y1 = x1*cos - x2*sin;  y2 = x2*cos + x1*sin\n"
+        "every product and sum rounded to fp32, y1 and y2 once to the dtype"
     ),
 )
 
@@ -47,7 +49,7 @@ def rotary_table(inv_freq: Tensor, num_positions: int, scaling: float = 1.0) -> 
     Returns:
         [2, num_positions, D/2] fp32 on the device of inv_freq; index 0 holds cosines, 1 sines.
     """
-    # One device's cosines for all: a GPU's fp64 cosine may round otherwise.
+    # On the CPU for every device: a GPU's fp64 cosine may round differently.
     positions = torch.arange(num_positions, dtype=torch.float64)
     angles = positions[:, None] * inv_freq.cpu().double()[None, :]
     return (torch.stack([angles.cos(), angles.sin()]) * scaling).float().to(inv_freq.device)

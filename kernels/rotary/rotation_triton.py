@@ -1,11 +1,10 @@
-"""Triton schedule of the rotary order: queries and keys in one launch.
+"""The rotary embedding on CUDA: queries and keys in one launch.
 
-Shapes, dtypes, order, invariance: those of `rotary`; its bytes are the CPU schedule's too.
-Errors: none of its own.
+Shapes, dtypes, order, invariance: those of `rotary`; the bytes are those of a CPU. Errors: none.
 Cost: memory-bound; one read and one write of q and k, cosines and sines once a token.
 """
 
-# Pyright does not know what a kernel's constexpr arguments and loops are.
+# Pyright does not know Triton's launches, loops and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, contiguous_format, empty_like
 
+from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 
 
@@ -30,32 +30,21 @@ class Schedule:
     """Heads a program holds at once."""
 
 
+SCHEDULE = Schedule(1, 4)
+"""The one in use, for every shape."""
+
 CANDIDATES = tuple(
     Schedule(tokens, warps, heads) for tokens in (1, 2, 4) for warps in (4, 8) for heads in (8, 16)
 )
-
-
-def pick() -> Schedule:
-    """The schedule of every shape."""
-    return Schedule(1, 4)
+"""What is timed against it and has to give its bytes."""
 
 
 @triton.jit
 def _rotate_heads(
-    x_ptr,
-    out_ptr,
-    token,
-    num_tokens,
-    cos,
-    sin,
-    stride_token,
-    stride_head,
-    NUM_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
+    x_ptr, out_ptr, token, num_tokens, cos, sin, stride_token, stride_head,
+    NUM_HEADS: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-):
+):  # fmt: skip
     """All heads of a program's tokens, HEADS at a time."""
     column = tl.arange(0, BLOCK_HALF)[None, None, :]
     for first in tl.static_range(0, NUM_HEADS, HEADS):
@@ -72,28 +61,12 @@ def _rotate_heads(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _rotary_kernel(
-    q_ptr,
-    k_ptr,
-    cos_ptr,
-    sin_ptr,
-    q_out_ptr,
-    k_out_ptr,
-    num_tokens,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    cos_token,
-    sin_token,
-    Q_HEADS: tl.constexpr,
-    K_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    INVERSE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS_OF_Q: tl.constexpr,
-    HEADS_OF_K: tl.constexpr,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, num_tokens, q_token, q_head, k_token,
+    k_head, cos_token, sin_token,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, HALF: tl.constexpr, INVERSE: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS_OF_Q: tl.constexpr, HEADS_OF_K: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-):
+):  # fmt: skip
     token = (tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS))[:, None, None]
     column = tl.arange(0, BLOCK_HALF)[None, None, :]
     inside = (token < num_tokens) & (column < HALF)  # [TOKENS, 1, BLOCK_HALF]
@@ -108,46 +81,22 @@ def _rotary_kernel(
 
 
 def rotary_fwd(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    inverse: bool,
-    schedule: Schedule | None = None,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool, schedule: Schedule = SCHEDULE
 ) -> tuple[Tensor, Tensor]:
     """Rotate q [T, H, D] and k [T, Hkv, D] by cos, sin [T, D/2]; backwards for `inverse`."""
-    schedule = schedule or pick()
     q_out, k_out = _rotary_fake(q, k, cos, sin, inverse)
     if cos.numel() == 0 or q.numel() + k.numel() == 0:
         return q_out, k_out
-    q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
+    q, k, cos, sin = (dense_rows(x) for x in (q, k, cos, sin))
     num_tokens, half = cos.shape
     heads_of_q, heads_of_k = (min(schedule.heads, _power_of_two(x.shape[1])) for x in (q, k))
     _rotary_kernel[(-(-num_tokens // schedule.tokens),)](
-        q,
-        k,
-        cos,
-        sin,
-        q_out,
-        k_out,
-        num_tokens,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        cos.stride(0),
-        sin.stride(0),
-        Q_HEADS=q.shape[1],
-        K_HEADS=k.shape[1],
-        HALF=half,
-        INVERSE=inverse,
-        TOKENS=schedule.tokens,
-        HEADS_OF_Q=heads_of_q,
-        HEADS_OF_K=heads_of_k,
-        BLOCK_HALF=_power_of_two(half),
-        num_warps=schedule.warps,
-        enable_fp_fusion=False,
-    )
+        q, k, cos, sin, q_out, k_out, num_tokens, q.stride(0), q.stride(1), k.stride(0),
+        k.stride(1), cos.stride(0), sin.stride(0),
+        Q_HEADS=q.shape[1], K_HEADS=k.shape[1], HALF=half, INVERSE=inverse, TOKENS=schedule.tokens,
+        HEADS_OF_Q=heads_of_q, HEADS_OF_K=heads_of_k, BLOCK_HALF=_power_of_two(half),
+        num_warps=schedule.warps, enable_fp_fusion=False,
+    )  # fmt: skip
     return q_out, k_out
 
 

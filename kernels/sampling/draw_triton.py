@@ -1,17 +1,14 @@
-"""A token from a distribution over the vocabulary, and its logprob: Triton kernels and launchers.
+"""A token drawn from each row's distribution, and logprobs of given tokens, on CUDA.
 
 Shapes: logits [T, V] fp32, per-row numbers [T] -> token ids [T] int64; with ids, logprobs [T] fp32.
-Dtypes and rounding points: s = logits / temperature - maximum and s - log_normalizer in fp32, as
-    in `token_logprobs`; probabilities exp_fp32 of it, then integers.
-Order: a probability counts floor(p * 2**52); these integers are added exactly, so in any order.
-Invariant to: the other rows, tiles, warps.
-Varies with: nothing else.
-Backward: none.
+Dtypes and rounding points: the logprob (logits / temperature - maximum) - log_normalizer in fp32,
+    as in `token_logprobs`; its exp in fp32, then an integer.
+Order: an id weighs floor(p * 2**52); integers add up exactly in any order.
 Errors: none; the caller checks.
 Cost: one read of the logits, and one block of 128 ids a row.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# Pyright does not know Triton's launches, loops and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -39,24 +36,16 @@ PICK_BLOCKS = 2048
 """Blocks whose weights are searched together."""
 
 LOGPROB_ROWS = 128
+"""Rows of one program that looks up logprobs."""
 
 WEIGHT_UNIT = tl.constexpr(2.0**52)
 
 
 @triton.jit
-def shifted_logits(
-    z,
-    row,
-    column,
-    inside,
-    temperature,
-    support,
-    top,
-    log_normalizer,
-    num_rows,
-    UNIT: tl.constexpr,
-    TRUNCATES: tl.constexpr,
-):
+def logprobs_of(
+    z, row, column, inside, temperature, support, top, log_normalizer, num_rows,
+    UNIT: tl.constexpr, TRUNCATES: tl.constexpr,
+):  # fmt: skip
     """Logprobs of entries z [R, C] of rows [R], -inf outside the support; columns [R or 1, C]."""
     s = scaled_logits(z, tl.load(temperature + row, mask=inside, other=1.0), UNIT)
     if TRUNCATES:
@@ -74,56 +63,27 @@ def integer_weights(logprobs):
 
 @triton.jit
 def block_weights(
-    block,
-    row,
-    logits,
-    temperature,
-    support,
-    top,
-    log_normalizer,
-    num_rows,
-    vocabulary,
-    row_stride,
-    UNIT: tl.constexpr,
-    TRUNCATES: tl.constexpr,
-):
+    block, row, logits, temperature, support, top, log_normalizer, num_rows, vocabulary, row_stride,
+    UNIT: tl.constexpr, TRUNCATES: tl.constexpr,
+):  # fmt: skip
     """Integer weights of the ids of blocks [B] of one row: [B, 128] int64."""
     column = block[:, None] * VOCABULARY_BLOCK + tl.arange(0, VOCABULARY_BLOCK)[None, :]
     at = logits + row * row_stride + column
     z = tl.load(at, mask=column < vocabulary, other=-float("inf"))
     rows = row + tl.arange(0, 1)
-    logprobs = shifted_logits(
-        z,
-        rows,
-        column,
-        rows < num_rows,
-        temperature,
-        support,
-        top,
-        log_normalizer,
-        num_rows,
-        UNIT,
-        TRUNCATES,
-    )
+    logprobs = logprobs_of(
+        z, rows, column, rows < num_rows, temperature, support, top, log_normalizer, num_rows,
+        UNIT, TRUNCATES,
+    )  # fmt: skip
     return integer_weights(logprobs)
 
 
 @triton.jit
 def weights_kernel(
-    logits,
-    temperature,
-    support,
-    top,
-    log_normalizer,
-    weights,
-    num_rows,
-    vocabulary,
-    num_blocks,
+    logits, temperature, support, top, log_normalizer, weights, num_rows, vocabulary, num_blocks,
     row_stride,
-    UNIT: tl.constexpr,
-    TRUNCATES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    UNIT: tl.constexpr, TRUNCATES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Weight of each block: weights [T, num_blocks] int64."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -136,22 +96,10 @@ def weights_kernel(
 
 @triton.jit
 def pick_kernel(
-    logits,
-    temperature,
-    support,
-    top,
-    log_normalizer,
-    weights,
-    uniforms,
-    token_ids,
-    num_rows,
-    vocabulary,
-    num_blocks,
-    row_stride,
-    UNIT: tl.constexpr,
-    TRUNCATES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    logits, temperature, support, top, log_normalizer, weights, uniforms, token_ids, num_rows,
+    vocabulary, num_blocks, row_stride,
+    UNIT: tl.constexpr, TRUNCATES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """The first id with a cumulative weight above min(floor(u * total), total - 1)."""
     row = tl.program_id(0).to(tl.int64)
     weights += row * num_blocks
@@ -160,7 +108,7 @@ def pick_kernel(
         block = first + tl.arange(0, BLOCKS)
         total += tl.sum(tl.load(weights + block, mask=block < num_blocks, other=0))
     threshold = (tl.load(uniforms + row) * total.to(tl.float64)).to(tl.int64)
-    # u * total may round up to the total: the last id with any weight is the guard.
+    # u * total may round up to the total; the draw is then the last id with any weight.
     threshold = tl.minimum(threshold, total - 1)
     passed = 0
     before = tl.full((), 0, tl.int64)
@@ -184,20 +132,10 @@ def pick_kernel(
 
 @triton.jit
 def logprobs_kernel(
-    logits,
-    temperature,
-    support,
-    top,
-    log_normalizer,
-    token_ids,
-    logprobs,
-    num_rows,
-    vocabulary,
+    logits, temperature, support, top, log_normalizer, token_ids, logprobs, num_rows, vocabulary,
     row_stride,
-    UNIT: tl.constexpr,
-    TRUNCATES: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    UNIT: tl.constexpr, TRUNCATES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Logprob of one id of each row; NaN for an id outside the vocabulary."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < num_rows
@@ -205,36 +143,15 @@ def logprobs_kernel(
     known = (column >= 0) & (column < vocabulary)
     at = logits + row.to(tl.int64) * row_stride + column
     z = tl.load(at, mask=known, other=float("nan"))
-    found = shifted_logits(
-        z[:, None],
-        row,
-        column[:, None],
-        inside,
-        temperature,
-        support,
-        top,
-        log_normalizer,
-        num_rows,
-        UNIT,
-        TRUNCATES,
-    )
+    found = logprobs_of(
+        z[:, None], row, column[:, None], inside, temperature, support, top, log_normalizer,
+        num_rows, UNIT, TRUNCATES,
+    )  # fmt: skip
     found = tl.where(known, tl.reshape(found, (ROWS,)), float("nan"))
     tl.store(logprobs + row, found, mask=inside)
 
 
-def _draw_fake(
-    logits: Tensor,
-    temperature: Tensor,
-    support: Tensor | None,
-    top: Tensor,
-    log_normalizer: Tensor,
-    uniforms: Tensor,
-    unit_temperature: bool,
-) -> Tensor:
-    return torch.empty(uniforms.shape, dtype=torch.int64, device=logits.device)
-
-
-@kernel_op(fake=_draw_fake)
+@kernel_op(fake=lambda logits, *_: logits.new_empty((logits.shape[0],), dtype=torch.int64))
 def vocabulary_draw(
     logits: Tensor,
     temperature: Tensor,
@@ -268,19 +185,7 @@ def vocabulary_draw(
     return token_ids
 
 
-def _logprobs_fake(
-    logits: Tensor,
-    temperature: Tensor,
-    support: Tensor | None,
-    top: Tensor,
-    log_normalizer: Tensor,
-    token_ids: Tensor,
-    unit_temperature: bool,
-) -> Tensor:
-    return torch.empty_like(log_normalizer)
-
-
-@kernel_op(fake=_logprobs_fake)
+@kernel_op(fake=lambda logits, *_: logits.new_empty((logits.shape[0],)))
 def vocabulary_logprobs(
     logits: Tensor,
     temperature: Tensor,
@@ -295,16 +200,10 @@ def vocabulary_logprobs(
     logprobs = torch.empty_like(log_normalizer)
     if num_rows:
         logprobs_kernel[(triton.cdiv(num_rows, LOGPROB_ROWS),)](
-            *row_operands(logits, temperature, support),
-            top,
-            log_normalizer,
-            token_ids.contiguous(),
-            logprobs,
-            num_rows,
-            vocabulary,
-            logits.stride(0),
+            *row_operands(logits, temperature, support), top, log_normalizer,
+            token_ids.contiguous(), logprobs, num_rows, vocabulary, logits.stride(0),
             **launch_options(
                 UNIT=unit_temperature, TRUNCATES=support is not None, ROWS=LOGPROB_ROWS
             ),
-        )
+        )  # fmt: skip
     return logprobs

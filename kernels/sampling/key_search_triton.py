@@ -1,16 +1,16 @@
-"""Ranks of a row's logits without a sort: device functions for Triton kernels.
+"""Ranks of a row's logits without a sort: device functions of `support_triton`.
 
-A logit's rank is its integer key (`vocabulary_statistics_triton.order_key`), equal keys by lower id
-first. `search` answers "which is the largest key that has so much weight at and above it", a weight
-being one for counts and a mass otherwise, by nine-fold division of an interval of keys; it reads
-only a list of the blocks of 128 ids whose maximum reaches the interval. Counts and masses are
-integers, so any order of adding them is exact.
+A logit ranks by its integer key (`statistics_triton.order_key`), equal keys by lower id first.
+`search` finds the largest key that has a given weight at and above it; an entry weighs 1 for top-k
+and its mass for top-p. It cuts an interval of keys into nine again and again, and reads only the
+blocks of 128 ids whose maximum reaches the interval. Weights are integers, which add up exactly in
+any order.
 
-One program works on a row. What the functions know of it comes as `entries`: (logits, divisor,
+One program works on a row. It hands the row to these functions as `entries`: (logits, divisor,
 maximum, maxima of blocks, list of blocks, vocabulary).
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# Pyright does not know Triton's launches, loops and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rl_consistency.kernels.sampling.statistics_triton import (
 )
 
 OUTSIDE = tl.constexpr(-(2**31))
-"""Key of no logit, below all."""
+"""A key below that of every logit."""
 NAN_KEY = tl.constexpr(2**31 - 1)
 
 # What `weigh` adds up.
@@ -35,13 +35,13 @@ ENTRIES = tl.constexpr(1)
 MASSES = tl.constexpr(2)
 
 MASS_UNIT = tl.constexpr(2.0**40)
-# Adding and subtracting it rounds an fp64 below 2**51 to an integer, halves to even.
+# Adding it and subtracting it again rounds an fp64 below 2**51 to an integer, halves to even.
 TO_INTEGER = tl.constexpr(1.5 * 2.0**52)
 
 
 @triton.jit
 def key_value(key):
-    """The fp32 that has an int32 key."""
+    """The fp32 whose key this is."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
@@ -57,8 +57,8 @@ def integer_mass(s):
 def listed_entries(
     entries, first, stop, UNIT: tl.constexpr, LISTED: tl.constexpr, TILE: tl.constexpr
 ):
-    """Scaled logits, keys and ids [TILE] of the blocks at places [first, stop) of the list, or
-    without a list of the vocabulary."""
+    """Scaled logits, keys and ids [TILE] of the blocks at places [first, stop): of the list of
+    blocks if LISTED, else of the vocabulary."""
     logits, divisor, _, _, listed, vocabulary = entries
     lane = tl.arange(0, TILE)
     place = first + lane // VOCABULARY_BLOCK
@@ -72,17 +72,10 @@ def listed_entries(
 
 @triton.jit
 def weigh(
-    pivots,
-    entries,
-    begin,
-    stop,
-    WEIGHT: tl.constexpr,
-    UNIT: tl.constexpr,
-    LISTED: tl.constexpr,
-    TILE: tl.constexpr,
-    PIVOTS: tl.constexpr,
-):
-    """[PIVOTS] int64: what has at least each pivot's key weighs, over places [begin, stop)."""
+    pivots, entries, begin, stop, WEIGHT: tl.constexpr, UNIT: tl.constexpr, LISTED: tl.constexpr,
+    TILE: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """[PIVOTS] int64: the weight at and above each pivot, over places [begin, stop)."""
     top, tops = entries[2], entries[3]
     limit = pivots.to(tl.int32)[:, None]
     weights = tl.zeros((PIVOTS, TILE), tl.int64)
@@ -104,23 +97,15 @@ def weigh(
 
 @triton.jit
 def search(
-    target,
-    low,
-    high,
-    reached,
-    over,
-    entries,
-    stop,
-    WEIGHT: tl.constexpr,
-    UNIT: tl.constexpr,
-    TILE: tl.constexpr,
-    PIVOTS: tl.constexpr,
-):
+    target, low, high, reached, over, entries, stop, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
+    TILE: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
     """The largest key in [low, high) with a weight of at least the target at and above it.
 
-    `reached` is the weight from low on, at least the target; `over` the one from high on, below it.
-    Returns (key, reached, over) with over the weight above the key. Of counts, one that is exactly
-    the target ends the search: the key is then one that divides the entries rightly.
+    `reached` is the weight at and above low, at least the target; `over` is the weight at and above
+    high, below the target. Returns (key, reached, over); over is then the weight above the key. A
+    count that equals the target ends the search early: its key already separates the entries to
+    keep from the others.
     """
     going = (high - low > 1) & (reached >= target)
     while going:
@@ -160,14 +145,14 @@ def list_blocks(tops, listed, floor, num_blocks, TILE: tl.constexpr):
         rank = tl.cumsum(active.to(tl.int32))
         tl.store(listed + count + rank - 1, place, mask=active)
         count += tl.sum(active.to(tl.int32))
-    # The list is read by other threads than wrote it.
+    # Threads read parts of the list that other threads wrote.
     tl.debug_barrier()
     return count
 
 
 @triton.jit
 def tied_id(tie, key, entries, stop, UNIT: tl.constexpr, TILE: tl.constexpr):
-    """The id of the tie-th entry, from 1, that has the key."""
+    """The id of the tie-th entry that has the key, counted from 1."""
     found = 0
     seen = 0
     for first in range(0, stop, TILE // VOCABULARY_BLOCK):

@@ -1,280 +1,79 @@
 """The distribution a token is drawn from: logits / temperature, restricted by top-k, top-p and
 min-p.
 
-Shapes: logits [T, V] fp32, one set of parameters per row -> scaled logits [T, V] fp32,
-    log-normalizer [T] fp32.
+Shapes: logits [T, V] fp32, `SamplingRows` of T -> `Distribution` of T rows.
 Dtypes and rounding points: fp32; one division by the temperature, then one subtraction of the row's
     maximum; exp and log in fp32; the mass of top_p in integers.
-Order: `ORDER` below.
+Order: sampling_support/v3, `ORDER` below.
 Invariant to: the other rows.
 Varies with: V.
 Backward: in `token_logprobs`; the support is a constant there.
 Errors: ValueError on parameters outside their ranges, and on a vocabulary too large for the
     integer mass.
 Cost: on a CPU one stable sort of [T, V] where any row truncates. On CUDA memory-bound: one read of
-    the logits, two or three more where a row truncates, and nothing of their size is written
-    unless `scaled` is asked for.
+    the logits, two or three more where a row truncates. Only `Distribution.scaled` writes a tensor
+    of their size.
 
-Rollout samples from this and training recomputes it from bit-equal logits, so the logprob of a
-token under truncation is the true behaviour logprob on both sides. The running mass of top_p is a
-sum of integers because a device may add a running sum of floats in another order from call to call.
+Rollout samples from this distribution and training recomputes it from bit-equal logits. So under
+truncation too, the logprob of a token is the one it was sampled with. top_p adds up integers
+because a device may add a running sum of floats in another order from call to call.
 Source: Fan et al., top-k (2018); Holtzman et al., nucleus sampling (2020); Nguyen et al., min-p
     (2024).
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
-from rl_consistency.kernels.sampling.draw_triton import vocabulary_draw, vocabulary_logprobs
+from rl_consistency.kernels.sampling.distribution import (
+    Distribution,
+    ReducedDistribution,
+    WrittenDistribution,
+)
+from rl_consistency.kernels.sampling.sampling_rows import SamplingRows
 from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_combine,
     vocabulary_row_statistics,
-    vocabulary_shifted,
 )
 from rl_consistency.kernels.sampling.support_triton import vocabulary_support
 
 MASS_UNIT = 2.0**40
-"""Masses are integers in units of its inverse; the largest of a row is one whole."""
+"""A mass is an integer in units of 1 / `MASS_UNIT`; the most probable id has the mass 1."""
 
 MAX_VOCABULARY = 2**22
-"""Their sum over so many ids stays below 2**63."""
+"""The masses of so many ids add up to less than 2**63."""
+
+_SUPPORT = (
+    "z = logits / temperature, in fp32;  x = z - max z\n"
+    "rank ids by z downward, equal z by lower id first\n"
+    "top_k:    keep the first k\n"
+    "mass:     exp(x) * 2**40 rounded to an integer; sums are exact\n"
+    "top_p:    keep an id where the kept masses before it add up to less than\n"
+    "          ceil(top_p * (all kept masses)), the product in fp64\n"
+    "always keep the first rank; temperature 0 keeps nothing else\n"
+)
 
 ORDER = ReductionOrder(
     id="sampling_support",
     version=3,
-    cpu=(
-        "z = logits/temperature. Tokens ranked by z downward, equal z by lower id first. top_k "
-        "keeps the first k; top_p then keeps a token while the running sum of the kept masses "
-        "before it, in rank order, is below top_p times their total; a mass is exp(z - max z) in "
-        "units of 2**-40 rounded to an integer, sums are exact, the product is taken in fp64 and "
-        "rounded up; min_p then keeps exp(z - max z) >= min_p; the first rank always stays. "
-        "Temperature 0 keeps the first rank alone. s = z - max z; log_normalizer = "
-        "log(tree(exp(s))) over the support in id order, others counting as 0; entropy = "
-        "tree(p*u), u = log_normalizer - s. On CUDA: a mass is exp2((x - n*ln 2)*log2 e)*2**n, x = "
-        "z - max z, n = floor(x*log2 e + 1/2), ln 2 in two parts; min_p keeps x >= log(min_p), "
-        "taken in fp64 and rounded to fp32. Ids in blocks of 128 with their own maximum m_b; x = "
-        "z - m_b, e = exp2(x*log2 e); sum_b = tree(e); w_b = tree(e*x), its first level fused "
-        "(e'*x' + round(e*x), x' 64 ids on). Over the blocks, padded to a power of two, m = max "
-        "m_b, f = exp(m_b - m): normalizer S = tree(sum_b*f), W = tree(fma(sum_b, m_b - m, "
-        "w_b)*f); log_normalizer = log S; entropy = log S - W/S."
-    ),
+    cpu=_SUPPORT + "min_p:    keep exp(x) >= min_p\n"
+    "s = x, -inf outside the support\n"
+    "log_normalizer = log(tree(exp(s))) in id order;  u = log_normalizer - s\n"
+    "entropy = tree(p * u), p = exp(-u)",
+    cuda=_SUPPORT + "min_p:    keep x >= log(min_p), taken in fp64 and rounded to fp32\n"
+    "exp(x) = exp2((x - n*ln 2) * log2 e) * 2**n, n = floor(x*log2 e + 1/2), ln 2 in two parts\n"
+    "of each block b of 128 ids: m_b = max z;  x = z - m_b;  e = exp2(x * log2 e)\n"
+    "  S_b = tree(e);  W_b = tree(e*x), its first level fma(e', x', e*x), ' = 64 ids on\n"
+    "over the blocks, padded to a power of two: m = max m_b;  f = exp(m_b - m)\n"
+    "  S = tree(S_b * f);  W = tree(fma(S_b, m_b - m, W_b) * f)\n"
+    "log_normalizer = log S;  entropy = log S - W / S",
 )
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SamplingRows:
-    """Sampling parameters, one entry per row of logits."""
-
-    temperature: Tensor
-    """[T] fp32, >= 0; 0 is greedy."""
-    top_k: Tensor
-    """[T] int64, >= 0; 0 keeps all."""
-    top_p: Tensor
-    """[T] fp32 in (0, 1]; 1 keeps all."""
-    min_p: Tensor
-    """[T] fp32 in [0, 1]; 0 keeps all."""
-
-    @classmethod
-    def uniform(
-        cls,
-        count: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        device: torch.device | str = "cpu",
-    ) -> SamplingRows:
-        """The same parameters for `count` rows.
-
-        Raises:
-            ValueError: a parameter outside its range.
-        """
-        if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
-            raise ValueError(
-                f"sampling: temperature {temperature}, top_k {top_k}, top_p {top_p}, min_p "
-                f"{min_p}; allowed: temperature >= 0, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1."
-            )
-
-        def filled(size: int, where: torch.device | str) -> SamplingRows:
-            return cls(
-                temperature=torch.full((size,), temperature, dtype=torch.float32, device=where),
-                top_k=torch.full((size,), top_k, dtype=torch.int64, device=where),
-                top_p=torch.full((size,), top_p, dtype=torch.float32, device=where),
-                min_p=torch.full((size,), min_p, dtype=torch.float32, device=where),
-            )
-
-        one = filled(1, "cpu")
-        return filled(count, device).knowing(
-            truncates=one.truncates, unit_temperature=one.unit_temperature
-        )
-
-    @classmethod
-    def concatenate(cls, parts: list[SamplingRows]) -> SamplingRows:
-        """Rows of several, one after another."""
-        rows = cls(**{f.name: torch.cat([getattr(p, f.name) for p in parts]) for f in fields(cls)})
-        if all(len(part._known) == 2 for part in parts):
-            return rows.knowing(
-                truncates=any(part.truncates for part in parts),
-                unit_temperature=all(part.unit_temperature for part in parts),
-            )
-        return rows
-
-    def select(self, index: Tensor | slice) -> SamplingRows:
-        """The rows chosen by an index, mask or slice."""
-        rows = SamplingRows(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
-        return rows.knowing(**self._known)
-
-    def to(self, device: torch.device | str) -> SamplingRows:
-        """The same rows on a device; asking first, on the CPU, spares the device the questions
-        below."""
-        known = {"truncates": self.truncates, "unit_temperature": self.unit_temperature}
-        rows = SamplingRows(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
-        return rows.knowing(**known)
-
-    @property
-    def divisor(self) -> Tensor:
-        """[T] fp32 temperatures to divide by: 1 where greedy."""
-        return self.temperature.masked_fill(self.temperature == 0, 1.0)
-
-    @cached_property
-    def truncates(self) -> bool:
-        """Whether any row restricts its support; of rows selected from others, whether any of those
-        does. It picks a schedule and no bits, and is read from the device at most once."""
-        return bool(
-            ((self.temperature == 0) | (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)).any()
-        )
-
-    @cached_property
-    def unit_temperature(self) -> bool:
-        """Whether every temperature is known to be 1; neutral to the bits, like `truncates`."""
-        return bool((self.temperature == 1).all())
-
-    @property
-    def _known(self) -> dict[str, bool]:
-        """The answers to the two questions above that have been asked already."""
-        names = ("truncates", "unit_temperature")
-        return {name: self.__dict__[name] for name in names if name in self.__dict__}
-
-    def knowing(self, **answers: bool) -> SamplingRows:
-        """These rows, told what `truncates` and `unit_temperature` would read from the device."""
-        self.__dict__.update(answers)
-        return self
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Distribution(ABC):
-    """What a row's token is drawn from.
-
-    Example: logits [[1, 3, 2]] at temperature 1 and top_k 2 give scaled [[-inf, 0, -1]],
-    log_normalizer [0.3133] and probabilities [[0, 0.7311, 0.2689]].
-    """
-
-    log_normalizer: Tensor
-    """[T] fp32, log of the sum of exp(scaled). The maximum is not added back: a large one would
-    round away the low bits of every probability."""
-
-    @property
-    @abstractmethod
-    def scaled(self) -> Tensor:
-        """[T, V] fp32, logits / temperature less the row's largest, -inf outside the support."""
-
-    @abstractmethod
-    def logprobs_of(self, token_ids: Tensor) -> Tensor:
-        """[T] fp32 log-probability of one token per row; -inf outside the support."""
-
-    @abstractmethod
-    def entropy(self) -> Tensor:
-        """[T] fp32 entropy in nats."""
-
-    def probabilities(self) -> Tensor:
-        """[T, V] fp32."""
-        return torch.exp(self.scaled - self.log_normalizer.unsqueeze(1))
-
-    def surprise(self, probabilities: Tensor) -> Tensor:
-        """[T, V] fp32 negative log-probabilities; 0 where the probability is 0."""
-        surprise = self.log_normalizer.unsqueeze(1) - self.scaled
-        return surprise.masked_fill(probabilities == 0, 0.0)
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class WrittenDistribution(Distribution):
-    """A distribution whose scaled logits lie in memory: every one on a CPU."""
-
-    written: Tensor
-    """[T, V] fp32, the scaled logits."""
-
-    @property
-    def scaled(self) -> Tensor:
-        return self.written
-
-    def logprobs_of(self, token_ids: Tensor) -> Tensor:
-        picked = self.scaled.gather(1, token_ids.unsqueeze(1)).squeeze(1)
-        return picked - self.log_normalizer
-
-    def entropy(self) -> Tensor:
-        probabilities = self.probabilities()
-        return tree_sum(probabilities * self.surprise(probabilities))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ReducedDistribution(Distribution):
-    """A distribution on CUDA: the logits as they were given, and one number per row of each kind.
-
-    The logits are read again whenever something is asked, so they must not change before.
-    """
-
-    logits: Tensor
-    """[T, V] fp32 with unit column stride, unscaled."""
-    divisor: Tensor
-    """[T] fp32 temperatures, 1 where greedy."""
-    unit_temperature: bool
-    """Whether every divisor is known to be 1."""
-    support: Tensor | None
-    """[2, T] int32, as `vocabulary_statistics_triton` reads it; None where every id is in."""
-    top: Tensor
-    """[T] fp32, the row's largest logit / temperature."""
-    row_entropy: Tensor
-    """[T] fp32, reduced together with the normalizer."""
-
-    @cached_property
-    def scaled(self) -> Tensor:
-        return vocabulary_shifted(
-            self.logits, self.divisor, self.top, self.unit_temperature, self.support
-        )
-
-    def logprobs_of(self, token_ids: Tensor) -> Tensor:
-        return vocabulary_logprobs(*self._rows, token_ids, self.unit_temperature)
-
-    def entropy(self) -> Tensor:
-        return self.row_entropy
-
-    def draw(self, uniforms: Tensor) -> Tensor:
-        """[T] int64: the first id whose cumulative weight exceeds u times the total, u [T] fp64 in
-        [0, 1).
-
-        An id weighs floor(p * 2**52), p = exp(scaled - log_normalizer) with the exp of the masses
-        in `ORDER`. A row of NaN gives 0.
-        """
-        if uniforms.dtype != torch.float64 or uniforms.shape != self.log_normalizer.shape:
-            raise ValueError(
-                f"sampling: uniforms are {uniforms.dtype} {tuple(uniforms.shape)} for "
-                f"{self.logits.shape[0]} rows; need fp64, one per row."
-            )
-        return vocabulary_draw(*self._rows, uniforms, self.unit_temperature)
-
-    @property
-    def _rows(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-        return self.logits, self.divisor, self.support, self.top, self.log_normalizer
 
 
 def distribution(logits: Tensor, rows: SamplingRows) -> Distribution:
@@ -284,8 +83,9 @@ def distribution(logits: Tensor, rows: SamplingRows) -> Distribution:
         logits: [T, V] fp32, unscaled.
         rows: T sampling parameters.
 
-    Returns:
-        scaled logits and their log-normalizer.
+    Raises:
+        TypeError: logits that are no fp32 matrix.
+        ValueError: another number of parameters than of rows.
     """
     if logits.dtype != torch.float32 or logits.dim() != 2:
         raise TypeError(
@@ -307,21 +107,17 @@ def distribution(logits: Tensor, rows: SamplingRows) -> Distribution:
 
 def triton_distribution(logits: Tensor, rows: SamplingRows) -> ReducedDistribution:
     """`distribution` in the order of CUDA."""
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    logits = dense_rows(logits)
     divisor, unit = rows.divisor.contiguous(), rows.unit_temperature
     support = None
     if rows.truncates:
         _check_vocabulary(logits)
-        support = vocabulary_support(
-            logits,
-            rows.temperature.contiguous(),
-            rows.top_k.contiguous(),
-            rows.top_p.contiguous(),
-            rows.min_p.contiguous(),
-            unit,
+        temperature, top_k, top_p, min_p = (
+            t.contiguous() for t in (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
         )
+        support = vocabulary_support(logits, temperature, top_k, top_p, min_p, unit)
     top, log_normalizer, entropy = vocabulary_combine(
-        vocabulary_row_statistics(logits, divisor, unit, 0, support)
+        vocabulary_row_statistics(logits, divisor, unit, support)
     )
     return ReducedDistribution(
         logits=logits,
@@ -345,9 +141,9 @@ def _check_vocabulary(logits: Tensor) -> None:
 def sorted_support(
     scaled: Tensor, rows: SamplingRows, exp: Callable[[Tensor], Tensor] = torch.exp
 ) -> Tensor:
-    """[T, V] bool: tokens that may be drawn, of logits / temperature [T, V] ranked by a sort.
+    """[T, V] bool: the support of logits / temperature [T, V], found on a CPU by a sort.
 
-    What a CPU does. `exp` is that of the masses and of min_p.
+    Masses and min_p use `exp`.
     """
     _check_vocabulary(scaled)
     ranked, order = torch.sort(scaled, dim=1, descending=True, stable=True)

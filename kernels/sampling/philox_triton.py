@@ -1,18 +1,16 @@
-"""Uniform numbers of Philox-4x32-10 by key and counter: a Triton kernel and its launcher.
+"""Uniform numbers of Philox-4x32-10 by key and counter, on CUDA.
 
 Shapes: keys [n, 5] int64, positions [n] int64 -> [n] fp64.
 Dtypes and rounding points: integers throughout; 53 bits fill an fp64 exactly.
-Order: none, each number is looked up by itself.
-Invariant to: the other rows.
-Varies with: nothing else.
-Backward: none.
-Errors: none; `rl_consistency.rollout.device.random_stream` says what the words mean.
+Order: none; each number is computed by itself. Errors: none.
 Cost: one launch, some hundred integer instructions a row.
+
+`rl_consistency.rollout.device.random_stream` says what the words of a key mean.
 
 Source: Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# Pyright does not know Triton's launches, loops and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -59,11 +57,7 @@ def uniforms_kernel(keys, positions, uniforms, num_rows, row_stride, word_stride
     tl.store(uniforms + row, bits.to(tl.float64) * (2.0**-53), mask=mask)
 
 
-def _uniforms_fake(keys: Tensor, positions: Tensor) -> Tensor:
-    return torch.empty(positions.shape, dtype=torch.float64, device=positions.device)
-
-
-@kernel_op(fake=_uniforms_fake)
+@kernel_op(fake=lambda keys, at: at.new_empty(at.shape, dtype=torch.float64))
 def philox_uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     """Numbers in [0, 1) of keys [n, 5] int64, any strides, and positions [n] int64: [n] fp64."""
     uniforms = torch.empty(positions.shape, dtype=torch.float64, device=positions.device)

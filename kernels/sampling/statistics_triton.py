@@ -1,13 +1,13 @@
-"""Maximum, normalizer and entropy of rows over the vocabulary: Triton kernels and launchers.
+"""Maximum, normalizer and entropy of rows over the vocabulary, on CUDA.
 
-The vocabulary is cut into blocks of 128 ids. `block_statistics` reduces a tile of blocks and is the
-one function behind both schedules: the epilogue of the LM head's matrix product in
-`token_logprobs_triton`, and the kernel here that reads logits from memory. `combine` then folds a
-row's blocks. The order is that of `token_logprobs`; nothing in it depends on tiles or warps.
+The vocabulary is cut into blocks of 128 ids. `block_statistics` reduces blocks, whether their
+logits come from memory, as here, or straight from the LM head's product (`token_logprobs`).
+`vocabulary_combine` folds the blocks of a row. The order is `sampling_support`; no tile and no
+number of warps changes it.
 
-Where rows truncate, a support [2, T] int32 says which ids stay: those whose logit ranks above the
-key `support[0]`, and of those at the key the ids up to `support[1]`. Scaled logits outside it count
-as -inf. `sampling_support_triton` finds it.
+Where rows truncate, a support [2, T] int32 says which ids stay: those whose logit has a key above
+`support[0]`, and of those with this key the ids up to `support[1]`. Scaled logits outside it count
+as -inf. `support_triton` finds it.
 """
 
 from __future__ import annotations
@@ -46,14 +46,12 @@ class RowSchedule:
     warps: int
 
 
-ROW_SCHEDULES = (
-    RowSchedule(rows=1, blocks=16, warps=4),
-    RowSchedule(rows=1, blocks=32, warps=4),
-    RowSchedule(rows=1, blocks=8, warps=2),
-    RowSchedule(rows=4, blocks=4, warps=4),
-    RowSchedule(rows=2, blocks=16, warps=8),
-)
-"""The first is the one in use."""
+ROW_SCHEDULES = {
+    "1x16": RowSchedule(rows=1, blocks=16, warps=4),
+    "4x4": RowSchedule(rows=4, blocks=4, warps=4),
+    "2x16": RowSchedule(rows=2, blocks=16, warps=8),
+}
+"""By name: rows x blocks. "1x16" is in use; tests compare the bytes of the others with it."""
 
 COMBINE_ROWS = 4
 SHIFT_COLUMNS = 2048
@@ -64,7 +62,7 @@ def scaled_logits(z, temperature, UNIT: tl.constexpr):
     """z [R, C] / temperature [R], correctly rounded; UNIT says that every temperature is 1.
 
     A reciprocal and two fused steps round as a division does (Markstein 1990) at a third of its
-    cost. An infinite quotient has no remainder to correct by.
+    cost. An infinite quotient is kept: its correction would be NaN.
     """
     if UNIT:
         return z
@@ -77,7 +75,7 @@ def scaled_logits(z, temperature, UNIT: tl.constexpr):
 
 @triton.jit
 def order_key(z):
-    """int32 that ranks as fp32 z does in a sort: -0 with 0, NaN above all, -inf above -2**31."""
+    """int32 that ranks as fp32 z does in a sort: -0 equals 0, NaN is highest, -inf above -2**31."""
     bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(z != z, 0x7FFFFFFF, key)
@@ -122,26 +120,15 @@ def store_statistics(partials, plane, top, sums, weighted, row, block, num_rows,
     mask = (row < num_rows) & (block < num_blocks)
     tl.store(at, top, mask=mask)
     tl.store(at + plane, sums, mask=mask)
-    # Twice, since twice the plane may pass 2**31.
+    # Added twice, since 2 * plane may pass 2**31.
     tl.store(at + plane + plane, weighted, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "plane"])
 def row_statistics_kernel(
-    logits,
-    temperature,
-    support,
-    partials,
-    num_rows,
-    vocabulary,
-    num_blocks,
-    row_stride,
-    plane,
-    UNIT: tl.constexpr,
-    TRUNCATES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    logits, temperature, support, partials, num_rows, vocabulary, num_blocks, row_stride, plane,
+    UNIT: tl.constexpr, TRUNCATES: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS * BLOCKS) // BLOCKS  # [ROWS * BLOCKS]
     block = tl.program_id(1) * BLOCKS + tl.arange(0, ROWS * BLOCKS) % BLOCKS
     inside = row < num_rows
@@ -175,7 +162,7 @@ def combine_kernel(
     sums = tl.load(at + plane, mask=inside, other=0.0)
     weighted = tl.load(at + plane + plane, mask=inside, other=0.0)
     top = tl.max(tops, axis=1)
-    # A block without support has the maximum -inf and the weight 0: their product is to be 0.
+    # A block without support has the maximum -inf and weighs 0, where -inf * 0 would be NaN.
     shift = tl.where(tops == -float("inf"), 0.0, tops - top[:, None])
     factor = tl.where(tops == -float("inf"), 0.0, exp_fp32(shift))
     weighted = tl.fma(sums, shift, weighted) * factor
@@ -188,18 +175,9 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def shift_kernel(
-    logits,
-    temperature,
-    support,
-    shift,
-    shifted,
-    num_rows,
-    vocabulary,
-    row_stride,
-    UNIT: tl.constexpr,
-    TRUNCATES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    logits, temperature, support, shift, shifted, num_rows, vocabulary, row_stride,
+    UNIT: tl.constexpr, TRUNCATES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = column < vocabulary
@@ -220,37 +198,28 @@ def empty_partials(num_rows: int, vocabulary: int, device: torch.device) -> Tens
 def row_operands(
     logits: Tensor, temperature: Tensor, support: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What every kernel over rows of logits reads first; nothing is read of a missing support."""
+    """First operands of every kernel over rows of logits. In place of a missing support goes a
+    tensor that nothing reads."""
     return logits, temperature, temperature if support is None else support
 
 
 def launch_options(warps: int = 4, **constants: bool | int) -> dict[str, Any]:
-    """How every kernel here and in the files on sampling is launched."""
+    """Launch options and constants of the kernels of this folder."""
     return {"num_warps": warps, "enable_fp_fusion": False, **constants}
 
 
-def _row_statistics_fake(
-    logits: Tensor,
-    temperature: Tensor,
-    unit_temperature: bool,
-    schedule: int = 0,
-    support: Tensor | None = None,
-) -> Tensor:
-    return empty_partials(logits.shape[0], logits.shape[1], logits.device)
-
-
-@kernel_op(fake=_row_statistics_fake)
+@kernel_op(fake=lambda logits, *_: empty_partials(len(logits), logits.shape[1], logits.device))
 def vocabulary_row_statistics(
     logits: Tensor,
     temperature: Tensor,
     unit_temperature: bool,
-    schedule: int = 0,
     support: Tensor | None = None,
+    schedule: str = "1x16",
 ) -> Tensor:
     """Block statistics of logits [T, V] fp32 / temperature [T]: [3, blocks, T] fp32.
 
-    `unit_temperature` says that every temperature is 1; `schedule` is an index of `ROW_SCHEDULES`;
-    without a `support` every id is in.
+    `unit_temperature` says that every temperature is 1; without a `support` every id is in;
+    `schedule` is a name of `ROW_SCHEDULES`.
     """
     num_rows, vocabulary = logits.shape
     partials = empty_partials(num_rows, vocabulary, logits.device)
@@ -259,63 +228,38 @@ def vocabulary_row_statistics(
         return partials
     plan = ROW_SCHEDULES[schedule]
     grid = (triton.cdiv(num_rows, plan.rows), triton.cdiv(num_blocks, plan.blocks))
+    sizes = {"ROWS": plan.rows, "BLOCKS": plan.blocks}
     row_statistics_kernel[grid](
-        *row_operands(logits, temperature, support),
-        partials,
-        num_rows,
-        vocabulary,
-        num_blocks,
-        logits.stride(0),
-        partials.stride(0),
-        **launch_options(
-            plan.warps,
-            UNIT=unit_temperature,
-            TRUNCATES=support is not None,
-            ROWS=plan.rows,
-            BLOCKS=plan.blocks,
-        ),
-    )
+        *row_operands(logits, temperature, support), partials, num_rows, vocabulary, num_blocks,
+        logits.stride(0), partials.stride(0),
+        **launch_options(plan.warps, UNIT=unit_temperature, TRUNCATES=support is not None, **sizes),
+    )  # fmt: skip
     return partials
 
 
-def _combine_fake(partials: Tensor) -> list[Tensor]:
-    return [partials.new_empty(partials.shape[2]) for _ in range(3)]
-
-
-@kernel_op(fake=_combine_fake)
+@kernel_op(fake=lambda partials: [partials.new_empty(partials.shape[2]) for _ in range(3)])
 def vocabulary_combine(partials: Tensor) -> list[Tensor]:
     """Block statistics [3, blocks, T] -> [maximum, log-normalizer, entropy], each [T] fp32.
 
-    The logarithm and the entropy are taken here, not by the caller, so that no compiler rewrites
-    them.
+    The logarithm and the entropy are inside the op, where no compiler rewrites them.
     """
     _, num_blocks, num_rows = partials.shape
     folded = partials.new_empty(3, num_rows)
     if num_rows:
         combine_kernel[(triton.cdiv(num_rows, COMBINE_ROWS),)](
-            partials,
-            folded,
-            num_rows,
-            num_blocks,
-            partials.stride(0),
+            partials, folded, num_rows, num_blocks, partials.stride(0),
             **launch_options(8, ROWS=COMBINE_ROWS, BLOCKS=1 << (num_blocks - 1).bit_length()),
-        )
+        )  # fmt: skip
     top, normalizer, weighted = folded.unbind(0)
     log_normalizer = normalizer.log()
     return [top.clone(), log_normalizer, log_normalizer - weighted / normalizer]
 
 
-def _shifted_fake(
-    logits: Tensor,
-    temperature: Tensor,
-    shift: Tensor,
-    unit_temperature: bool,
-    support: Tensor | None = None,
-) -> Tensor:
+def _dense_like(logits: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-@kernel_op(fake=_shifted_fake)
+@kernel_op(fake=_dense_like)
 def vocabulary_shifted(
     logits: Tensor,
     temperature: Tensor,
@@ -325,18 +269,14 @@ def vocabulary_shifted(
 ) -> Tensor:
     """logits [T, V] / temperature [T] - shift [T]: [T, V] fp32, -inf outside the support."""
     num_rows, vocabulary = logits.shape
-    shifted = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    shifted = _dense_like(logits)
     if shifted.numel() == 0:
         return shifted
     shift_kernel[(num_rows, triton.cdiv(vocabulary, SHIFT_COLUMNS))](
-        *row_operands(logits, temperature, support),
-        shift,
-        shifted,
-        num_rows,
-        vocabulary,
+        *row_operands(logits, temperature, support), shift, shifted, num_rows, vocabulary,
         logits.stride(0),
         **launch_options(
             UNIT=unit_temperature, TRUNCATES=support is not None, COLUMNS=SHIFT_COLUMNS
         ),
-    )
+    )  # fmt: skip
     return shifted

@@ -1,21 +1,19 @@
-"""The support of truncated rows, found without a sort: Triton kernels and their launcher.
+"""The support of truncated rows, found on CUDA without a sort.
 
 Shapes: logits [T, V] fp32, sampling parameters [T] -> support [2, T] int32.
 Dtypes and rounding points: the quotient by the temperature and the difference from the maximum in
     fp32; ranks are integer keys, masses and their sums int64.
-Order: `sampling_support.ORDER`. Counts and masses are integers: any order of adding them is exact.
-Invariant to: the other rows, tiles, warps, how the vocabulary is split.
-Varies with: nothing else.
-Backward: the support is a constant.
-Errors: none; `sampling_support` checks.
-Cost: one read of the logits where a row truncates, one more where top_p does without a top_k; then
-    the blocks that reach the boundary, read some ten times by one program a row.
+Order: that of `distribution`. Counts and masses are integers, which add up exactly in any order.
+Errors: none; the caller checks.
+Cost: one read of the logits of a row that truncates, one more where it has top_p without top_k.
+    Then one program per row reads the blocks that reach the boundary some ten times.
 
-A support is a prefix of the ranks, so a row needs two numbers: the key of its lowest logit, and the
-last id that is in among those at this key. `key_search_triton` finds both by counting and weighing.
+A support is a prefix of the ranks, so two numbers per row describe it: the key of its lowest logit,
+and the last id in the support that has this key. `key_search_triton` finds both by counting and
+weighing.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# Pyright does not know Triton's launches, loops and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -55,16 +53,16 @@ SPLIT_BLOCKS = 32
 """Blocks of one program that adds up masses."""
 
 SPLIT_TILE = 512
-"""Ids it looks at together."""
+"""Ids that such a program handles at once."""
 
 TILE = 2048
-"""Ids looked at together by the one program of a row."""
+"""Ids that the one program of a row handles at once."""
 
 SPLITS = tl.constexpr(64)
-"""Sums of such programs read together."""
+"""Sums of splits that this program reads at once."""
 
 PIVOTS = 8
-"""Keys that one look compares with: it divides an interval by one more."""
+"""Keys that one pass compares with; it cuts an interval of keys into PIVOTS + 1."""
 
 EVERY_ID = tl.constexpr(2**31 - 1)
 
@@ -114,19 +112,10 @@ def share(p, total):
 
 @triton.jit
 def maxima_kernel(
-    logits,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    tops,
-    vocabulary,
-    num_blocks,
-    row_stride,
-    UNIT: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Largest key of each block: tops [T, num_blocks] int32; rows that keep all are left out."""
+    logits, temperature, top_k, top_p, min_p, tops, vocabulary, num_blocks, row_stride,
+    UNIT: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Largest key of each block: tops [T, num_blocks] int32. Rows that keep all are skipped."""
     row = tl.program_id(0).to(tl.int64)
     k, p, m = truncation(temperature, top_k, top_p, min_p, row, vocabulary)
     if (k > 0) | (p < 1.0) | (m > 0.0):
@@ -141,37 +130,19 @@ def maxima_kernel(
 
 @triton.jit
 def masses_kernel(
-    logits,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    tops,
-    masses,
-    vocabulary,
-    num_blocks,
-    row_stride,
-    UNIT: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    TILE: tl.constexpr,
-    PIVOTS: tl.constexpr,
-):
-    """Masses from each of the first pivots on, by split: [T, splits, PIVOTS] int64, of rows with
-    top_p and no top_k."""
+    logits, temperature, top_k, top_p, min_p, tops, masses, vocabulary, num_blocks, row_stride,
+    UNIT: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """Mass at and above each of the first pivots in each split: [T, splits, PIVOTS] int64. Only
+    rows with top_p and without top_k need it."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     k, p, _ = truncation(temperature, top_k, top_p, min_p, row, vocabulary)
     if (k == 0) & (p < 1.0):
         highest = row_maximum(tops + row * num_blocks, num_blocks, TILE)
         top = key_value(highest)
-        row_entries = (
-            logits + row * row_stride,
-            row_divisor(temperature, row),
-            top,
-            tops,
-            tops,
-            vocabulary,
-        )
+        divisor = row_divisor(temperature, row)
+        row_entries = (logits + row * row_stride, divisor, top, tops, tops, vocabulary)
         begin = split * BLOCKS
         stop = tl.minimum(begin + BLOCKS, num_blocks)
         pivots = first_pivots(top, PIVOTS)
@@ -182,24 +153,10 @@ def masses_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def support_kernel(
-    logits,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    tops,
-    masses,
-    listed,
-    support,
-    num_rows,
-    vocabulary,
-    num_blocks,
-    splits,
-    row_stride,
-    UNIT: tl.constexpr,
-    TILE: tl.constexpr,
-    PIVOTS: tl.constexpr,
-):
+    logits, temperature, top_k, top_p, min_p, tops, masses, listed, support, num_rows, vocabulary,
+    num_blocks, splits, row_stride,
+    UNIT: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
     """support [2, num_rows] int32: the lowest key of each row, and the last id at this key."""
     row = tl.program_id(0).to(tl.int64)
     k, p, m = truncation(temperature, top_k, top_p, min_p, row, vocabulary)
@@ -212,7 +169,7 @@ def support_kernel(
         highest = row_maximum(tops, num_blocks, TILE)
         top = key_value(highest)
         row_entries = (logits + row * row_stride, divisor, top, tops, listed, vocabulary)
-        # What has been found so far lies in [low, high), as `search` has it.
+        # The key sought lies in [low, high); `search` narrows the interval.
         low = bound
         high = highest.to(tl.int64) + 1
         reached = tl.full((), 2**62, tl.int64)
@@ -221,13 +178,13 @@ def support_kernel(
         target = over
         tie = over
         if highest == NAN_KEY:
-            # NaN is to stay: it makes the row's normalizer NaN.
+            # NaN stays in the support, so that the row's normalizer is NaN.
             bound = tl.full((), NAN_KEY, tl.int64)
         else:
             if k == 1:
                 low = high - 1
             elif (k > 0) & (k <= num_blocks):
-                # As many entries as blocks have such a maximum.
+                # The k-th largest block maximum: at least k entries reach it.
                 low, _, _ = search(
                     k, low, high, reached, over, row_entries, num_blocks, MAXIMA, UNIT, TILE, PIVOTS
                 )
@@ -265,18 +222,9 @@ def support_kernel(
                 if p < 1.0:
                     cut = low
                     low, reached, over = search(
-                        target,
-                        low,
-                        high,
-                        reached,
-                        over,
-                        row_entries,
-                        stop,
-                        MASSES,
-                        UNIT,
-                        TILE,
+                        target, low, high, reached, over, row_entries, stop, MASSES, UNIT, TILE,
                         PIVOTS,
-                    )
+                    )  # fmt: skip
                     mass = tl.maximum(integer_mass(key_value(low.to(tl.int32)) - top), 1)
                     needed = (target - over + mass - 1) // mass
                     spare = needed * mass < reached - over
@@ -292,18 +240,7 @@ def support_kernel(
     tl.store(support + num_rows + row, last)
 
 
-def _support_fake(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    unit_temperature: bool,
-) -> Tensor:
-    return torch.empty((2, logits.shape[0]), dtype=torch.int32, device=logits.device)
-
-
-@kernel_op(fake=_support_fake)
+@kernel_op(fake=lambda logits, *_: logits.new_empty((2, logits.shape[0]), dtype=torch.int32))
 def vocabulary_support(
     logits: Tensor,
     temperature: Tensor,
@@ -313,7 +250,7 @@ def vocabulary_support(
     unit_temperature: bool,
 ) -> Tensor:
     """Supports of logits [T, V] fp32 with unit column stride: [2, T] int32, as
-    `vocabulary_statistics_triton` reads them.
+    `statistics_triton` reads them.
 
     The parameters are those of `SamplingRows`, contiguous; `unit_temperature` says that every
     temperature is 1.
@@ -334,23 +271,13 @@ def vocabulary_support(
         *rows, *sizes, stride, **launch_options(UNIT=unit_temperature, BLOCKS=TOP_BLOCKS)
     )
     masses_kernel[(num_rows, splits)](
-        *rows,
-        masses,
-        *sizes,
-        stride,
+        *rows, masses, *sizes, stride,
         **launch_options(
             UNIT=unit_temperature, BLOCKS=SPLIT_BLOCKS, TILE=SPLIT_TILE, PIVOTS=PIVOTS
         ),
-    )
+    )  # fmt: skip
     support_kernel[(num_rows,)](
-        *rows,
-        masses,
-        listed,
-        support,
-        num_rows,
-        *sizes,
-        splits,
-        stride,
+        *rows, masses, listed, support, num_rows, *sizes, splits, stride,
         **launch_options(16, UNIT=unit_temperature, TILE=TILE, PIVOTS=PIVOTS),
-    )
+    )  # fmt: skip
     return support

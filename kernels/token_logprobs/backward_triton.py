@@ -1,22 +1,15 @@
-"""Triton schedules of the backward pass of `token_logprobs`: logit gradients.
+"""The backward pass of `token_logprobs` on CUDA: logit gradients.
 
 Shapes: hidden [T, H], weight [V, H], or logits [T, V] fp32, and a table [6, T] of per-row numbers
-    -> logit gradients [T, V] in the model dtype.
-Dtypes and rounding points: logits fp32, never rounded; a gradient is rounded once.
-Order: `token_logprobs.ORDER`. Elementwise, but for the product that makes the logits.
-Invariant to: T, the position of a row, tiles, warps, stages, fused or read from memory.
-Varies with: H, V, dtype.
-Backward: this is it; the matrix products that follow are in `token_logprobs`.
-Errors: none; `token_logprobs` checks.
+    -> logit gradients [T, V] in the model dtype. `lm_head.py` has the products that follow.
+Dtypes, order, invariance: those of `token_logprobs`. Errors: none; `token_logprobs` checks.
 Cost: one product of [T, H] by [H, V], and one write of [T, V].
 
-The target's own term is written by a kernel of its own: comparing every entry's id with the target
-would cost the product's epilogue more than the term is worth.
+A second kernel rewrites each row's target entry. That is cheaper than comparing every entry's id
+with the target in the product's epilogue.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -25,35 +18,31 @@ from torch import Tensor
 
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.reduction.tree_fold_triton import LOG2E, exp_fp32
-from rl_consistency.kernels.sampling.statistics_triton import scaled_logits
+from rl_consistency.kernels.sampling.statistics_triton import launch_options, scaled_logits
 from rl_consistency.kernels.token_logprobs.forward_triton import (
     halves,
-    launch_blocks,
     launch_operand,
-    launch_plan,
+    launch_product,
     logits_tile,
     tile_position,
 )
 from rl_consistency.kernels.token_logprobs.schedules import GRADIENT_SCHEDULES
 
 ELEMENTWISE_COLUMNS = 2048
+"""Entries of one program that reads logits from memory."""
+
 TABLE_ROWS = 128
+"""Rows of one program that handles a few numbers per row."""
 
 
 @triton.jit
 def gradient_of(
-    z,
-    table,
-    plane,
-    rows,
-    num_rows,
-    UNIT: tl.constexpr,
-    PRECISE: tl.constexpr,
+    z, table, plane, rows, num_rows, UNIT: tl.constexpr, PRECISE: tl.constexpr,
     GUARD: tl.constexpr,
-):
+):  # fmt: skip
     """Logit gradients [R, C] of logits z, as if no entry were its row's target.
 
-    PRECISE where the result is not about to be rounded to 16 bits; GUARD admits entries of -inf.
+    PRECISE for results that are stored in fp32; GUARD admits entries of -inf.
     """
     mask = rows < num_rows
     s = scaled_logits(z, tl.load(table + rows, mask=mask, other=1.0), UNIT)
@@ -70,21 +59,10 @@ def gradient_of(
 
 @triton.jit
 def store_gradient(
-    z,
-    table,
-    plane,
-    dlogits,
-    row,
-    column,
-    num_rows,
-    vocabulary,
-    stride,
-    UNIT: tl.constexpr,
-    PRECISE: tl.constexpr,
-    TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    z, table, plane, dlogits, row, column, num_rows, vocabulary, stride,
+    UNIT: tl.constexpr, PRECISE: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+):  # fmt: skip
     rows = row + tl.arange(0, BLOCK_M)
     dz = gradient_of(z, table, plane, rows, num_rows, UNIT, PRECISE, False)
     if TMA:
@@ -98,80 +76,33 @@ def store_gradient(
 
 @triton.jit(do_not_specialize=["num_rows", "plane"])
 def gradient_kernel(
-    hidden,
-    weight,
-    table,
-    dlogits,
-    num_rows,
-    vocabulary,
-    width,
-    hidden_stride,
-    weight_stride,
-    dlogits_stride,
-    plane,
-    UNIT: tl.constexpr,
-    PRECISE: tl.constexpr,
-    TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    hidden, weight, table, dlogits, num_rows, vocabulary, width, hidden_stride, weight_stride,
+    dlogits_stride, plane,
+    UNIT: tl.constexpr, PRECISE: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
-):
-    """The tile is stored in two halves, which leaves shared memory for the operands."""
+):  # fmt: skip
+    """Stores a tile in two halves, which leaves shared memory for the operands."""
     tiles = tl.cdiv(num_rows, BLOCK_M) * tl.cdiv(vocabulary, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
         row, column = tile_position(tile, num_rows, vocabulary, BLOCK_M, BLOCK_N, GROUP)
         z = logits_tile(
-            hidden,
-            weight,
-            row,
-            column,
-            num_rows,
-            vocabulary,
-            width,
-            hidden_stride,
-            weight_stride,
-            TMA,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
+            hidden, weight, row, column, num_rows, vocabulary, width, hidden_stride, weight_stride,
+            TMA, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
         parts = halves(z, BLOCK_M, BLOCK_N)
         for half in tl.static_range(2):
             store_gradient(
-                parts[half],
-                table,
-                plane,
-                dlogits,
-                row,
-                column + half * (BLOCK_N // 2),
-                num_rows,
-                vocabulary,
-                dlogits_stride,
-                UNIT,
-                PRECISE,
-                TMA,
-                BLOCK_M,
-                BLOCK_N // 2,
-            )
+                parts[half], table, plane, dlogits, row, column + half * (BLOCK_N // 2), num_rows,
+                vocabulary, dlogits_stride, UNIT, PRECISE, TMA, BLOCK_M, BLOCK_N // 2,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "plane"])
 def row_gradient_kernel(
-    logits,
-    table,
-    dlogits,
-    num_rows,
-    vocabulary,
-    logits_stride,
-    dlogits_stride,
-    plane,
-    UNIT: tl.constexpr,
-    PRECISE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    logits, table, dlogits, num_rows, vocabulary, logits_stride, dlogits_stride, plane,
+    UNIT: tl.constexpr, PRECISE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Logit gradients from logits that lie in memory."""
     rows = tl.program_id(0) + tl.arange(0, 1)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -185,21 +116,12 @@ def row_gradient_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def gradient_table_kernel(
-    temperature,
-    top,
-    log_normalizer,
-    entropy,
-    dlogprobs,
-    dentropy,
-    targets,
-    table,
-    num_rows,
-    IGNORED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """What `gradient_of` reads of a row: temperature, maximum, log-normalizer, the coefficients a
-    and b of dlogits = p*(a + b*u), and what the target's entry gets besides; zero where the row is
-    ignored or greedy."""
+    temperature, top, log_normalizer, entropy, dlogprobs, dentropy, targets, table, num_rows,
+    IGNORED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The table of a row: temperature, maximum, log-normalizer, the coefficients a and b of
+    dlogits = p*(a + b*u), and the term that the target's entry adds. The last three are zero where
+    the row is ignored or greedy."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < num_rows
     t = tl.load(temperature + row, mask=mask, other=0.0)
@@ -222,18 +144,10 @@ def gradient_table_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "plane"])
 def target_gradient_kernel(
-    table,
-    logprobs,
-    targets,
-    dlogits,
-    num_rows,
-    vocabulary,
-    stride,
-    plane,
-    PRECISE: tl.constexpr,
+    table, logprobs, targets, dlogits, num_rows, vocabulary, stride, plane, PRECISE: tl.constexpr,
     ROWS: tl.constexpr,
-):
-    """Overwrite each target's logit gradient with the one that has the target's own term."""
+):  # fmt: skip
+    """Overwrite the logit gradient of each target, its own term included."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < num_rows
     target = tl.load(targets + row, mask=mask, other=-1)
@@ -249,33 +163,12 @@ def target_gradient_kernel(
     tl.store(at, dz.to(dlogits.dtype.element_ty), mask=mask)
 
 
-def _no_result(*_: Tensor | bool | int) -> None:
-    return None
-
-
-def _constants(**constants: bool | int) -> dict[str, Any]:
-    return {"num_warps": 4, "enable_fp_fusion": False, **constants}
-
-
 def _precise(dlogits: Tensor) -> bool:
     """Whether gradients are stored with more digits than exp2 of a rounded product has."""
     return dlogits.dtype == torch.float32
 
 
-def _table_fake(
-    temperature: Tensor,
-    top: Tensor,
-    log_normalizer: Tensor,
-    entropy: Tensor,
-    dlogprobs: Tensor,
-    dentropy: Tensor,
-    targets: Tensor,
-    ignored: int,
-) -> Tensor:
-    return temperature.new_empty(6, temperature.shape[0])
-
-
-@kernel_op(fake=_table_fake)
+@kernel_op(fake=lambda temperature, *_: temperature.new_empty(6, temperature.shape[0]))
 def token_gradient_table(
     temperature: Tensor,
     top: Tensor,
@@ -291,93 +184,64 @@ def token_gradient_table(
     table = temperature.new_empty(6, num_rows)
     if num_rows:
         gradient_table_kernel[(triton.cdiv(num_rows, TABLE_ROWS),)](
-            temperature,
-            top,
-            log_normalizer,
-            entropy,
-            dlogprobs,
-            dentropy,
-            targets,
-            table,
-            num_rows,
-            **_constants(IGNORED=ignored, ROWS=TABLE_ROWS),
-        )
+            temperature, top, log_normalizer, entropy, dlogprobs, dentropy, targets, table,
+            num_rows, **launch_options(IGNORED=ignored, ROWS=TABLE_ROWS),
+        )  # fmt: skip
     return table
 
 
-@kernel_op(fake=_no_result, mutates=("dlogits",))
+@kernel_op(fake=lambda *_: None, mutates=("dlogits",))
 def token_gradient(
     hidden: Tensor,
     weight: Tensor,
     table: Tensor,
     dlogits: Tensor,
     unit_temperature: bool,
-    schedule: int,
+    schedule: str,
 ) -> None:
     """Write the logit gradients of hidden's rows, as if they had no targets, into dlogits [T, V].
 
-    `table` is [6, T], a span of rows of a wider one allowed; `schedule` is an index of
-    `GRADIENT_SCHEDULES`. A descriptor stores whole lines of 16 bytes, so what shares a row's last
-    line with column V - 1 is overwritten: rows of dlogits are to end in room of their own.
+    `table` is [6, T], or some columns of a wider one; `schedule` is a name of `GRADIENT_SCHEDULES`.
+    A descriptor stores whole lines of 16 bytes, so the rest of the line that holds a row's last
+    entry is overwritten: rows of dlogits must be padded to 16 bytes.
     """
-    num_rows, width = hidden.shape
-    vocabulary = weight.shape[0]
-    if num_rows == 0:
+    if hidden.shape[0] == 0:
         return
-    plan, programs = launch_plan(GRADIENT_SCHEDULES, schedule, hidden, vocabulary)
-    gradient_kernel[(programs,)](
-        launch_operand(hidden, [plan.block_m, plan.block_k], plan),
-        launch_operand(weight, [plan.block_n, plan.block_k], plan),
-        table,
-        launch_operand(dlogits, [plan.block_m, plan.block_n // 2], plan),
-        num_rows,
-        vocabulary,
-        width,
-        hidden.stride(0),
-        weight.stride(0),
-        dlogits.stride(0),
+    chosen = GRADIENT_SCHEDULES[schedule]
+    launch_product(
+        gradient_kernel, chosen, hidden, weight, table,
+        launch_operand(dlogits, [chosen.block_m, chosen.block_n // 2], chosen), dlogits.stride(0),
         table.stride(0),
-        **launch_blocks(plan, programs, UNIT=unit_temperature, PRECISE=_precise(dlogits)),
-    )
+        UNIT=unit_temperature, PRECISE=_precise(dlogits),
+    )  # fmt: skip
 
 
-@kernel_op(fake=_no_result, mutates=("dlogits",))
+@kernel_op(fake=lambda *_: None, mutates=("dlogits",))
 def token_row_gradient(
     logits: Tensor, table: Tensor, dlogits: Tensor, unit_temperature: bool
 ) -> None:
-    """`token_gradient` from logits [T, V] fp32 that lie in memory; -inf is outside the support."""
+    """`token_gradient` from logits [T, V] fp32 in memory, -inf outside the support."""
     num_rows, vocabulary = logits.shape
     if num_rows == 0:
         return
     row_gradient_kernel[(num_rows, triton.cdiv(vocabulary, ELEMENTWISE_COLUMNS))](
-        logits,
-        table,
-        dlogits,
-        num_rows,
-        vocabulary,
-        logits.stride(0),
-        dlogits.stride(0),
+        logits, table, dlogits, num_rows, vocabulary, logits.stride(0), dlogits.stride(0),
         table.stride(0),
-        **_constants(UNIT=unit_temperature, PRECISE=_precise(dlogits), COLUMNS=ELEMENTWISE_COLUMNS),
-    )
+        **launch_options(
+            UNIT=unit_temperature, PRECISE=_precise(dlogits), COLUMNS=ELEMENTWISE_COLUMNS
+        ),
+    )  # fmt: skip
 
 
-@kernel_op(fake=_no_result, mutates=("dlogits",))
+@kernel_op(fake=lambda *_: None, mutates=("dlogits",))
 def token_target_gradient(
     table: Tensor, logprobs: Tensor, targets: Tensor, dlogits: Tensor
 ) -> None:
-    """Overwrite dlogits[t, targets[t]] [T, V] with the gradient of a target; others untouched."""
+    """Overwrite dlogits[t, targets[t]] with the gradient of a target; dlogits is [T, V]."""
     num_rows, vocabulary = dlogits.shape
     if num_rows == 0:
         return
     target_gradient_kernel[(triton.cdiv(num_rows, TABLE_ROWS),)](
-        table,
-        logprobs,
-        targets,
-        dlogits,
-        num_rows,
-        vocabulary,
-        dlogits.stride(0),
-        table.stride(0),
-        **_constants(PRECISE=_precise(dlogits), ROWS=TABLE_ROWS),
-    )
+        table, logprobs, targets, dlogits, num_rows, vocabulary, dlogits.stride(0), table.stride(0),
+        **launch_options(PRECISE=_precise(dlogits), ROWS=TABLE_ROWS),
+    )  # fmt: skip

@@ -1,16 +1,9 @@
-"""Triton schedules of the forward pass of `token_logprobs`: the LM head's product, reduced over
-the vocabulary before it leaves the multiprocessor.
+"""The forward pass of `token_logprobs` on CUDA: the LM head's product, reduced over the vocabulary
+before it leaves the multiprocessor.
 
-Shapes: hidden [T, H], weight [V, H], one temperature per row -> block statistics [3, blocks, T]
-    fp32; with targets [T] their scaled logits [T] fp32.
-Dtypes and rounding points: operands fp32, bf16, fp16; logits fp32, never rounded.
-Order: `token_logprobs.ORDER`; the product is the one of `matmul.ORDER`.
-Invariant to: T, the position of a row, tiles, warps, stages, copies by pointer or by descriptor,
-    fused or read from memory.
-Varies with: H, V, dtype.
-Backward: `token_gradient_triton`.
-Errors: none; `token_logprobs` checks.
-Cost: one product of [T, H] by [H, V]; see benchmarks/results/h200.json.
+Shapes, dtypes, order, invariance: those of `token_logprobs`; logits are fp32, never rounded, in the
+    order of `matmul`. Errors: none; `token_logprobs` checks.
+Cost: one product of [T, H] by [H, V].
 """
 
 from __future__ import annotations
@@ -30,6 +23,7 @@ from rl_consistency.kernels.sampling.statistics_triton import (
     VOCABULARY_BLOCK,
     block_statistics,
     empty_partials,
+    launch_options,
     scaled_logits,
     store_statistics,
 )
@@ -41,7 +35,7 @@ from rl_consistency.kernels.token_logprobs.schedules import (
 TARGET_ROWS = 64
 """Rows of one program of the target kernel."""
 
-# Columns past the vocabulary in its last tile: far enough down to weigh nothing, and finite.
+# In place of columns past the vocabulary: so low that their exp is 0, and finite.
 OUTSIDE = tl.constexpr(-1.0e38)
 
 
@@ -58,20 +52,9 @@ def tile_position(tile, num_rows, vocabulary, BLOCK_M: tl.constexpr, BLOCK_N: tl
 
 @triton.jit
 def logits_tile(
-    hidden,
-    weight,
-    row,
-    column,
-    num_rows,
-    vocabulary,
-    width,
-    hidden_stride,
-    weight_stride,
-    TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    hidden, weight, row, column, num_rows, vocabulary, width, hidden_stride, weight_stride,
+    TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """[BLOCK_M, BLOCK_N] logits in the matmul order; zeros outside."""
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if TMA:
@@ -103,18 +86,9 @@ def halves(x, R: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def reduce_block(
-    z,
-    temperature,
-    partials,
-    row,
-    column,
-    num_rows,
-    vocabulary,
-    num_blocks,
-    plane,
-    UNIT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
+    z, temperature, partials, row, column, num_rows, vocabulary, num_blocks, plane,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
     """Statistics of one vocabulary block of a tile: z [BLOCK_M, 128]."""
     s = scaled_logits(z, temperature, UNIT)
     if column + VOCABULARY_BLOCK > vocabulary:
@@ -129,44 +103,18 @@ def reduce_block(
 
 @triton.jit(do_not_specialize=["num_rows", "plane"])
 def statistics_kernel(
-    hidden,
-    weight,
-    temperature,
-    partials,
-    num_rows,
-    vocabulary,
-    width,
-    hidden_stride,
-    weight_stride,
-    num_blocks,
-    plane,
-    UNIT: tl.constexpr,
-    TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr,
-):
+    hidden, weight, temperature, partials, num_rows, vocabulary, width, hidden_stride,
+    weight_stride, num_blocks, plane,
+    UNIT: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
     tiles = tl.cdiv(num_rows, BLOCK_M) * tl.cdiv(vocabulary, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
         row, column = tile_position(tile, num_rows, vocabulary, BLOCK_M, BLOCK_N, GROUP)
         z = logits_tile(
-            hidden,
-            weight,
-            row,
-            column,
-            num_rows,
-            vocabulary,
-            width,
-            hidden_stride,
-            weight_stride,
-            TMA,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-        )
+            hidden, weight, row, column, num_rows, vocabulary, width, hidden_stride, weight_stride,
+            TMA, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
         rows = row + tl.arange(0, BLOCK_M)
         t = tl.load(temperature + rows, mask=rows < num_rows, other=1.0)
         if BLOCK_N == VOCABULARY_BLOCK:
@@ -176,53 +124,26 @@ def statistics_kernel(
         else:
             left, right = halves(z, BLOCK_M, BLOCK_N)
             reduce_block(
-                left,
-                t,
-                partials,
-                row,
-                column,
-                num_rows,
-                vocabulary,
-                num_blocks,
-                plane,
-                UNIT,
+                left, t, partials, row, column, num_rows, vocabulary, num_blocks, plane, UNIT,
                 BLOCK_M,
-            )
+            )  # fmt: skip
             column += VOCABULARY_BLOCK
             reduce_block(
-                right,
-                t,
-                partials,
-                row,
-                column,
-                num_rows,
-                vocabulary,
-                num_blocks,
-                plane,
-                UNIT,
+                right, t, partials, row, column, num_rows, vocabulary, num_blocks, plane, UNIT,
                 BLOCK_M,
-            )
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def target_kernel(
-    hidden,
-    weight,
-    targets,
-    temperature,
-    scaled,
-    num_rows,
-    vocabulary,
-    width,
-    hidden_stride,
-    weight_stride,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Each target's logit / temperature: the diagonal of a product with the targets' rows, since
-    the bits of a product do not depend on which tile an element is in. NaN for a target outside
-    the vocabulary."""
+    hidden, weight, targets, temperature, scaled, num_rows, vocabulary, width, hidden_stride,
+    weight_stride, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Each target's logit / temperature; NaN for a target outside the vocabulary.
+
+    It is the diagonal of a product with the targets' rows of the weight: the bits of a product do
+    not depend on the tile that an element is in.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < num_rows
     target = tl.load(targets + row, mask=mask, other=-1)
@@ -243,83 +164,62 @@ def target_kernel(
     tl.store(scaled + row, tl.where(inside, s, float("nan")), mask=mask)
 
 
-def launch_plan(
-    table: tuple[Schedule, ...], index: int, hidden: Tensor, vocabulary: int
-) -> tuple[Schedule, int]:
-    """Schedule and number of programs of a product with the LM head."""
-    plan = table[index]
-    tiles = -(-hidden.shape[0] // plan.block_m) * -(-vocabulary // plan.block_n)
-    programs = min(tiles, plan.programs * sm_count(hidden.device))
-    return plan, programs
-
-
-def launch_operand(tensor: Tensor, block: list[int], plan: Schedule) -> Any:
+def launch_operand(tensor: Tensor, block: list[int], schedule: Schedule) -> Any:
     """The tensor as the schedule's kernel takes it: by descriptor or by pointer."""
-    return TensorDescriptor.from_tensor(tensor, block) if plan.kind == "tma" else tensor
+    return TensorDescriptor.from_tensor(tensor, block) if schedule.kind == "tma" else tensor
 
 
-def launch_blocks(plan: Schedule, programs: int, **constants: bool) -> dict[str, Any]:
-    """The schedule as a kernel's constants and options, with constants of the kernel's own."""
-    return {
-        **constants,
-        "TMA": plan.kind == "tma",
-        "BLOCK_M": plan.block_m,
-        "BLOCK_N": plan.block_n,
-        "BLOCK_K": plan.block_k,
-        "GROUP": plan.group,
-        "PROGRAMS": programs,
-        "FLATTEN": plan.flatten,
-        "num_warps": plan.warps,
-        "num_stages": plan.stages,
-        "enable_fp_fusion": False,
-    }
+def launch_product(
+    kernel: Any,
+    schedule: Schedule,
+    hidden: Tensor,
+    weight: Tensor,
+    of_rows: Tensor,
+    out: Any,
+    *strides: int,
+    **constants: bool,
+) -> None:
+    """Run a kernel over the tiles of hidden @ weight.T.
+
+    Args:
+        of_rows: what the kernel reads per row: temperatures, or the gradient table.
+        out: what it writes, as `launch_operand` gives it.
+        strides: numbers that address `out` and `of_rows`.
+        constants: constants of the kernel that do not come from the schedule.
+    """
+    (num_rows, width), vocabulary = hidden.shape, weight.shape[0]
+    tiles = triton.cdiv(num_rows, schedule.block_m) * triton.cdiv(vocabulary, schedule.block_n)
+    programs = min(tiles, schedule.programs * sm_count(hidden.device))
+    kernel[(programs,)](
+        launch_operand(hidden, [schedule.block_m, schedule.block_k], schedule),
+        launch_operand(weight, [schedule.block_n, schedule.block_k], schedule), of_rows, out,
+        num_rows, vocabulary, width, hidden.stride(0), weight.stride(0), *strides, **constants,
+        TMA=schedule.kind == "tma", BLOCK_M=schedule.block_m, BLOCK_N=schedule.block_n,
+        BLOCK_K=schedule.block_k, GROUP=schedule.group, PROGRAMS=programs, FLATTEN=schedule.flatten,
+        num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
-def _statistics_fake(
-    hidden: Tensor, weight: Tensor, temperature: Tensor, unit_temperature: bool, schedule: int
-) -> Tensor:
-    return empty_partials(hidden.shape[0], weight.shape[0], hidden.device)
-
-
-@kernel_op(fake=_statistics_fake)
+@kernel_op(fake=lambda hidden, weight, *_: empty_partials(len(hidden), len(weight), hidden.device))
 def token_statistics(
-    hidden: Tensor, weight: Tensor, temperature: Tensor, unit_temperature: bool, schedule: int
+    hidden: Tensor, weight: Tensor, temperature: Tensor, unit_temperature: bool, schedule: str
 ) -> Tensor:
     """Block statistics of (hidden @ weight.T) / temperature: [3, blocks, T] fp32.
 
-    `unit_temperature` says that every temperature is 1; `schedule` is an index of
+    `unit_temperature` says that every temperature is 1; `schedule` is a name of
     `STATISTICS_SCHEDULES`.
     """
-    num_rows, width = hidden.shape
-    vocabulary = weight.shape[0]
-    partials = empty_partials(num_rows, vocabulary, hidden.device)
-    if num_rows == 0:
-        return partials
-    plan, programs = launch_plan(STATISTICS_SCHEDULES, schedule, hidden, vocabulary)
-    statistics_kernel[(programs,)](
-        launch_operand(hidden, [plan.block_m, plan.block_k], plan),
-        launch_operand(weight, [plan.block_n, plan.block_k], plan),
-        temperature,
-        partials,
-        num_rows,
-        vocabulary,
-        width,
-        hidden.stride(0),
-        weight.stride(0),
-        partials.shape[1],
-        partials.stride(0),
-        **launch_blocks(plan, programs, UNIT=unit_temperature),
-    )
+    partials = empty_partials(hidden.shape[0], weight.shape[0], hidden.device)
+    if hidden.shape[0]:
+        launch_product(
+            statistics_kernel, STATISTICS_SCHEDULES[schedule], hidden, weight, temperature,
+            partials, partials.shape[1], partials.stride(0),
+            UNIT=unit_temperature,
+        )  # fmt: skip
     return partials
 
 
-def _targets_fake(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, unit_temperature: bool
-) -> Tensor:
-    return torch.empty_like(temperature)
-
-
-@kernel_op(fake=_targets_fake)
+@kernel_op(fake=lambda hidden, weight, targets, temperature, *_: torch.empty_like(temperature))
 def token_target_logits(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, unit_temperature: bool
 ) -> Tensor:
@@ -330,20 +230,9 @@ def token_target_logits(
         return scaled
     # An fp32 product keeps its operands in registers, so its tile is smaller.
     rows, inner = (16, FP32_STEP) if hidden.dtype == torch.float32 else (TARGET_ROWS, 64)
-    constants: dict[str, Any] = {"UNIT": unit_temperature, "ROWS": rows, "BLOCK_K": inner}
-    options: dict[str, Any] = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
     target_kernel[(triton.cdiv(num_rows, rows),)](
-        hidden,
-        weight,
-        targets,
-        temperature,
-        scaled,
-        num_rows,
-        weight.shape[0],
-        width,
-        hidden.stride(0),
-        weight.stride(0),
-        **constants,
-        **options,
-    )
+        hidden, weight, targets, temperature, scaled, num_rows, weight.shape[0], width,
+        hidden.stride(0), weight.stride(0),
+        **launch_options(UNIT=unit_temperature, ROWS=rows, BLOCK_K=inner, num_stages=3),
+    )  # fmt: skip
     return scaled

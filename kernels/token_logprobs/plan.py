@@ -1,28 +1,33 @@
-"""How one call of `token_logprobs` runs on CUDA: its chunks of rows and which schedules they take.
+"""How one call of `token_logprobs` runs on CUDA: its chunks of rows, its schedules, and whether the
+first chunk's logits wait for the backward pass instead of being computed again.
 
-A plan changes no bit; a test runs several and compares.
+No plan changes a bit; a test compares several.
+
+State: `KeptLogits` refers to the logits that wait, at most one call's in the process. They lie in
+the memory that the LM head's fp32 gradient takes later; to keep more would raise the peak.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from rl_consistency.kernels.gradient_fold.op import GradientBuffer
 from rl_consistency.kernels.sampling.op import SamplingRows
-from rl_consistency.kernels.token_logprobs.schedules import (
-    GRADIENT_SCHEDULES,
-    STATISTICS_SCHEDULES,
-    UNFUSED,
-    pick,
-)
+from rl_consistency.kernels.token_logprobs.schedules import UNFUSED, pick
 
 TRUNCATED_SHARE = 4
-"""One in so many rows of a fused plan's chunk: backward writes 8 bytes of logits and 2 of gradient
-per vocabulary entry where a row truncates, and those 2 alone in a fused plan."""
+"""Chunks have so many times fewer rows where a row truncates: backward then writes 8 bytes of
+logits and 2 of gradient per vocabulary entry, instead of the 2 alone."""
 
 STATISTICS_CHUNK = 8192
 """Rows of one fused forward product; its block statistics take V/10 bytes a row."""
+
+KEPT_WIDTH = 3072
+"""Hidden size from which writing and reading a logit takes less time than computing it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +36,10 @@ class Plan:
 
     chunk_tokens: int
     """Rows whose logits or logit gradients exist at one time."""
-    statistics: int
-    """Index of `STATISTICS_SCHEDULES`, or `UNFUSED`."""
-    gradient: int
-    """Index of `GRADIENT_SCHEDULES`, or `UNFUSED`."""
+    statistics: str
+    """Name in `STATISTICS_SCHEDULES`, or `UNFUSED`."""
+    gradient: str
+    """Name in `GRADIENT_SCHEDULES`, or `UNFUSED`."""
     keeps_logits: bool = False
     """Whether the first chunk's logits wait in memory for the backward pass."""
 
@@ -47,16 +52,43 @@ class Plan:
 def choose_plan(
     hidden: Tensor, weight: Tensor, rows: SamplingRows, chunk_tokens: int | None = None
 ) -> Plan:
-    """The plan for one call: fused unless a row truncates, chunks that keep what is written for
-    them to about half the size of the LM head's fp32 gradient."""
-    # Asked of all rows at once: what is selected from them later asks the device nothing more.
+    """The plan for one call: fused unless a row truncates. What is written for a chunk is about
+    half the size of the LM head's fp32 gradient."""
+    # Both are read here, of all rows: rows selected later keep the answers without another copy.
     truncates, _ = rows.truncates, rows.unit_temperature
     wanted = weight.shape[1] // TRUNCATED_SHARE if truncates else weight.shape[1]
     chunk_tokens = chunk_tokens or max(128, wanted // 128 * 128)
-    if truncates:
-        return Plan(chunk_tokens=chunk_tokens, statistics=UNFUSED, gradient=UNFUSED)
-    return Plan(
-        chunk_tokens=chunk_tokens,
-        statistics=pick(STATISTICS_SCHEDULES, hidden, weight),
-        gradient=pick(GRADIENT_SCHEDULES, hidden, weight),
+    schedule = UNFUSED if truncates else pick(hidden, weight)
+    return Plan(chunk_tokens=chunk_tokens, statistics=schedule, gradient=schedule)
+
+
+class KeptLogits:
+    """The logits that wait for a backward pass."""
+
+    _logits: weakref.ref[Tensor] | None = None
+
+    @classmethod
+    def note(cls, logits: Tensor) -> None:
+        """Remember logits that a graph keeps."""
+        cls._logits = weakref.ref(logits)
+
+    @classmethod
+    def exist(cls) -> bool:
+        """Whether the logits noted last are still in memory."""
+        return cls._logits is not None and cls._logits() is not None
+
+
+def keeps_logits(
+    weight: Tensor, rows: SamplingRows, plan: Plan, weight_grad: GradientBuffer | None
+) -> bool:
+    """Whether keeping a chunk's logits saves time and does not raise the peak of memory: a gradient
+    at least as large has to be allocated after they are freed."""
+    return (
+        weight.requires_grad
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and max(KEPT_WIDTH, plan.chunk_tokens) <= weight.shape[1]
+        and (weight_grad is None or weight_grad.parameter.grad is None)
+        and not rows.truncates
+        and not KeptLogits.exist()
     )

@@ -1,7 +1,7 @@
-"""Schedules of the fused LM head on CUDA, and which one a call gets.
+"""Schedules of the LM head's fused products on CUDA, and which one a call gets.
 
-Every entry gives the same bytes, so a schedule may be chosen by any size, the number of rows
-included. A test and `verify` run through the tables and compare.
+Every schedule gives the same bytes, so any size may choose one, the number of rows included. A test
+and `verify` run all of them and compare.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 
-UNFUSED = -1
-"""The schedule that writes a chunk's logits to memory and reads them back."""
+UNFUSED = "unfused"
+"""In place of a schedule: write a chunk's logits to memory and read them back."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Schedule:
     """How the LM head's product is cut into programs; neutral to the bits."""
 
@@ -43,77 +43,34 @@ class Schedule:
             )
 
 
-def _tma(block_m: int, block_n: int, warps: int, stages: int, **options: int | bool) -> Schedule:
-    return Schedule(
-        kind="tma",
-        block_m=block_m,
-        block_n=block_n,
-        block_k=64,
-        warps=warps,
-        stages=stages,
-        **options,  # type: ignore[arg-type]
-    )
+# `pick` takes "tma" and "pointer"; the others differ from them in every way a schedule can, for the
+# comparison of bytes. Only 256-wide tiles are flattened: with 128-wide ones the compiler waits for
+# every matrix step before the next.
+STATISTICS_SCHEDULES = {
+    "tma": Schedule("tma", 128, 256, 64, 8, 4, group=16, flatten=True),
+    "tma tall": Schedule("tma", 256, 128, 64, 8, 4),
+    "tma pair": Schedule("tma", 128, 128, 64, 4, 3, programs=2),
+    "pointer": Schedule("pointer", 128, 128, 32, 8, 3),
+    "pointer low": Schedule("pointer", 16, 256, 64, 4, 3),
+}
+"""Of the forward product, whose accumulator is reduced in registers."""
+
+GRADIENT_SCHEDULES = {
+    "tma": Schedule("tma", 128, 256, 64, 8, 3, flatten=True),
+    "tma tall": Schedule("tma", 256, 128, 64, 8, 3),
+    "tma pair": Schedule("tma", 128, 128, 64, 4, 3, programs=2),
+    "pointer": Schedule("pointer", 128, 128, 32, 8, 3),
+    "pointer low": Schedule("pointer", 16, 256, 64, 4, 3),
+}
+"""Of the product that backward turns into logit gradients."""
 
 
-def _pointer(block_m: int, block_n: int, block_k: int, warps: int, stages: int) -> Schedule:
-    return Schedule(
-        kind="pointer",
-        block_m=block_m,
-        block_n=block_n,
-        block_k=block_k,
-        warps=warps,
-        stages=stages,
-    )
+def pick(hidden: Tensor, weight: Tensor) -> str:
+    """Name of the schedule for these operands, in both tables, or `UNFUSED`.
 
-
-# The accumulator is reduced in registers; flattened loops of 128-wide tiles make the compiler wait
-# for every MMA before the next, so only 256-wide ones are here.
-STATISTICS_SCHEDULES = (
-    _tma(128, 256, 8, 4, group=16, flatten=True),
-    _tma(128, 256, 8, 4, flatten=True),
-    _tma(128, 256, 8, 4, group=16),
-    _tma(128, 256, 8, 4),
-    _tma(256, 128, 8, 4),
-    _tma(128, 128, 4, 3, programs=2),
-    _tma(128, 128, 4, 3, programs=2, group=16),
-    _tma(64, 256, 4, 2, programs=2),
-    _pointer(128, 128, 32, 8, 3),
-    _pointer(16, 256, 64, 4, 3),
-    _pointer(64, 128, 64, 4, 3),
-    _pointer(32, 128, 32, 4, 3),
-)
-
-GRADIENT_SCHEDULES = (
-    _tma(128, 256, 8, 3, flatten=True),
-    _tma(128, 256, 8, 3),
-    _tma(128, 256, 8, 4),
-    _tma(128, 256, 8, 3, group=16),
-    _tma(128, 256, 8, 3, group=16, flatten=True),
-    _tma(256, 128, 8, 3),
-    _tma(128, 128, 4, 3, programs=2),
-    _tma(128, 128, 4, 3, programs=2, group=16),
-    _tma(64, 256, 4, 2, programs=2),
-    _pointer(128, 128, 32, 8, 3),
-    _pointer(16, 256, 64, 4, 3),
-    _pointer(64, 128, 64, 4, 3),
-    _pointer(32, 128, 32, 4, 3),
-)
-
-# The first TMA and the first pointer entry of a table are the ones in use; fp32 products run on the
-# ordinary units, where reading the logits back costs nothing beside them.
-
-
-def takes_tma(*operands: Tensor) -> bool:
-    """Whether all operands can be copied by tile descriptors."""
-    return has_tma(operands[0].device) and all(
-        t.data_ptr() % 16 == 0 and t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0
-        for t in operands
-    )
-
-
-def pick(table: tuple[Schedule, ...], hidden: Tensor, weight: Tensor) -> int:
-    """Index of the schedule for these operands, or `UNFUSED`."""
+    An fp32 product takes so long that reading its logits back costs nothing in comparison.
+    """
     if hidden.dtype == torch.float32:
         return UNFUSED
-    kind = "tma" if takes_tma(hidden, weight) else "pointer"
-    return next(i for i, schedule in enumerate(table) if schedule.kind == kind)
+    described = has_tma(hidden.device) and takes_descriptors(hidden, weight)
+    return "tma" if described else "pointer"

@@ -11,17 +11,20 @@ from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.probe import probe_tokens
 
-op = importlib.import_module("rl_consistency.kernels.token_logprobs.op")
+cpu, cuda = (
+    importlib.import_module(f"rl_consistency.kernels.token_logprobs.{device}")
+    for device in ("cpu", "cuda")
+)
 
 CHUNK = 16
 """Tokens whose logit gradients exist at one time, so that a micro-batch has several."""
 MICRO_BATCHES = ((9, 33), (2, 47))
 """Lengths of the sequences of each."""
 POINTS = {
-    "between chunks of the LM head": ("token_logprobs", "matmul_nn", 2),
-    "between layers": ("linear", "matmul_nn", 8),
-    "in a layer": ("linear", "fold_outer", 8),
-    "after every layer": ("embedding", "fold_rows", 1),
+    "between chunks of the LM head": ("token_logprobs.lm_head", "matmul_nn", 2),
+    "between layers": ("linear.op", "matmul_nn", 8),
+    "in a layer": ("linear.op", "fold_outer", 8),
+    "after every layer": ("embedding.op", "fold_rows", 1),
 }
 """Where memory runs out -> a kernel's module, what it calls there, and at which call."""
 MODELS = [("tiny-qwen3", torch.bfloat16), ("tiny-llama", torch.float32)]
@@ -30,9 +33,9 @@ MODELS = [("tiny-qwen3", torch.bfloat16), ("tiny-llama", torch.float32)]
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
-    choose_plan = op.choose_plan
-    monkeypatch.setattr(op, "CPU_CHUNK", CHUNK)
-    monkeypatch.setattr(op, "choose_plan", lambda *given: choose_plan(*given[:3], CHUNK))
+    choose_plan = cuda.choose_plan
+    monkeypatch.setattr(cpu, "CHUNK_TOKENS", CHUNK)
+    monkeypatch.setattr(cuda, "choose_plan", lambda *given: choose_plan(*given[:3], CHUNK))
     return request.param
 
 

@@ -12,7 +12,8 @@ from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
 from rl_consistency.kernels.gradient_fold.op import accumulator_dtype
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
-from rl_consistency.kernels.rms_norm import wide_triton as rms_norm_triton
+from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
+from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.rotary import rotation_triton as rotary_triton
 from rl_consistency.kernels.rotary.op import rotary_table
 from rl_consistency.kernels.sampling import draw_triton as sampling_triton
@@ -174,7 +175,7 @@ def _compare_norm(
     weight, dy = setup.drawn((width,), 5, 0.1), setup.drawn(tuple(x.shape), 6, 0.01)
 
     def normed(schedule: rms_norm_schedules.Schedule | None) -> tuple[Tensor, Tensor, Tensor]:
-        return rms_norm_triton.rms_norm_fwd(x.view(-1, width), residual, weight, eps, schedule)
+        return rms_norm_fwd(x.view(-1, width), residual, weight, eps, schedule)
 
     def forward(schedule: rms_norm_schedules.Schedule) -> Tensor:
         y, total, rstd = normed(schedule)
@@ -186,9 +187,7 @@ def _compare_norm(
     normalized = x if residual is None else total
 
     def gradients(schedule: rms_norm_schedules.Schedule | None) -> Tensor:
-        dx, sums = rms_norm_triton.rms_norm_bwd(
-            dy, dtotal, normalized, weight, rstd, heads, True, schedule
-        )
+        dx, sums = rms_norm_bwd(dy, dtotal, normalized, weight, rstd, heads, True, schedule)
         return torch.cat([dx.float().view(-1, width), sums])
 
     entries = norm_backward_entries(width, heads)

@@ -180,16 +180,16 @@ def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
     logits = lm_head_logits(hidden, weight)
     fused = setup.dtype != torch.float32
 
-    def from_logits(schedule: int) -> Tensor:
+    def from_logits(schedule: str) -> Tensor:
         return vocabulary_statistics_triton.vocabulary_row_statistics(
-            logits, temperature, False, schedule
+            logits, temperature, False, None, schedule
         )
 
-    def with_product(schedule: int) -> Tensor:
+    def with_product(schedule: str) -> Tensor:
         return token_logprobs_triton.token_statistics(hidden, weight, temperature, False, schedule)
 
     partials = schedules_alike(
-        tally, "rows", range(len(vocabulary_statistics_triton.ROW_SCHEDULES)), from_logits
+        tally, "rows", list(vocabulary_statistics_triton.ROW_SCHEDULES), from_logits
     )
     top, log_normalizer, entropy = vocabulary_statistics_triton.vocabulary_combine(partials)
     dlogprobs, dentropy = (
@@ -201,7 +201,7 @@ def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
     expected = torch.empty_like(logits, dtype=setup.dtype)
     token_gradient_triton.token_row_gradient(logits, table, expected, False)
 
-    def gradient(schedule: int) -> Tensor:
+    def gradient(schedule: str) -> Tensor:
         dlogits = torch.empty_like(expected)
         token_gradient_triton.token_gradient(hidden, weight, table, dlogits, False, schedule)
         return dlogits
@@ -209,12 +209,12 @@ def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
     if not fused:
         return
     schedules = token_logprobs_schedules
-    tma = schedules.takes_tma(hidden, weight, expected)
+    tma = has_tma(setup.device) and takes_descriptors(hidden, weight, expected)
     for name, entries, run, whole in (
         ("fused statistics", schedules.STATISTICS_SCHEDULES, with_product, partials),
         ("fused gradient", schedules.GRADIENT_SCHEDULES, gradient, expected),
     ):
-        usable = [i for i, s in enumerate(entries) if tma or s.kind == "pointer"]
+        usable = [name for name, s in entries.items() if tma or s.kind == "pointer"]
         tally.equal(f"{name}, against logits", whole, schedules_alike(tally, name, usable, run))
 
 

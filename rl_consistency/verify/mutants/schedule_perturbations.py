@@ -21,7 +21,8 @@ from rl_consistency.kernels.linear import few_rows_triton as linear_triton
 from rl_consistency.kernels.matmul import product_triton as matmul_triton
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
-from rl_consistency.kernels.rms_norm import wide_triton as rms_norm_triton
+from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
+from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.rotary import rotation_triton as rotary_triton
 from rl_consistency.kernels.sampling import statistics_triton as vocabulary_statistics_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
@@ -87,7 +88,7 @@ def _large_launchers() -> list[Pair]:
 
     def mutant_statistics(*args: Any) -> Tensor:
         found = statistics(*args)
-        return found.bfloat16().float() if args[3:] == (1,) else found
+        return found.bfloat16().float() if args[3:] == (None, "4x4") else found
 
     return [
         (product, mutant_product),
@@ -123,8 +124,8 @@ def _fused_launchers() -> list[Pair]:
 def _row_launchers() -> list[Pair]:
     """Ops that treat rows one by one."""
     rotate, fold = rotary_triton.rotary_fwd, gradient_rows_triton.launch_rows
-    norm = rms_norm_triton.rms_norm_fwd
-    norm_backward: Callable[..., Any] = rms_norm_triton.rms_norm_bwd
+    norm = rms_norm_fwd
+    norm_backward: Callable[..., Any] = rms_norm_bwd
     find, tile = sampling_support_triton.vocabulary_support, sampling_support_triton.TILE
     candidates = rms_norm_schedules.candidates
 

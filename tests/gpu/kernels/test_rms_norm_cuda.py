@@ -5,9 +5,10 @@ from torch import nn
 
 from rl_consistency.kernels.gradient_fold.op import GradientBuffer
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
+from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm, rms_norm_reference
 from rl_consistency.kernels.rms_norm.schedules import block_width, candidates, pick_backward
-from rl_consistency.kernels.rms_norm.wide_triton import rms_norm_bwd, rms_norm_fwd
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT, assert_within
 from rl_consistency.verify.laws import cuts_alike, judged, rows_alike, schedules_alike
 from rl_consistency.verify.probe import probe

@@ -18,7 +18,7 @@ from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_row_statistics,
     vocabulary_shifted,
 )
-from rl_consistency.kernels.token_logprobs import kept as token_logprobs_kept
+from rl_consistency.kernels.token_logprobs import plan as token_logprobs_plan
 from rl_consistency.kernels.token_logprobs.backward_triton import (
     token_gradient,
     token_gradient_table,
@@ -198,12 +198,9 @@ def test_every_statistics_schedule_gives_the_same_bytes(vocabulary, unit, dtype)
     temperature = torch.ones_like(temperatures()) if unit else temperatures()
     logits = lm_head_logits(hidden, weight)
     expected = vocabulary_row_statistics(logits, temperature, unit)
-    for i, schedule in enumerate(ROW_SCHEDULES):
-        partials = vocabulary_row_statistics(logits, temperature, unit, i)
-        assert same_bytes(partials, expected), schedule
-    for i, schedule in enumerate(STATISTICS_SCHEDULES):
-        partials = token_statistics(hidden, weight, temperature, unit, i)
-        assert same_bytes(partials, expected), schedule
+    found = [vocabulary_row_statistics(logits, temperature, unit, None, n) for n in ROW_SCHEDULES]
+    found += [token_statistics(hidden, weight, temperature, unit, n) for n in STATISTICS_SCHEDULES]
+    assert all(same_bytes(partials, expected) for partials in found)
     scaled = vocabulary_shifted(logits, temperature, torch.zeros_like(temperature), unit)
     picked = scaled.gather(1, targets[:, None])[:, 0]
     assert same_bytes(token_target_logits(hidden, weight, targets, temperature, unit), picked)
@@ -211,8 +208,7 @@ def test_every_statistics_schedule_gives_the_same_bytes(vocabulary, unit, dtype)
 
 def test_scaling_rounds_like_a_division():
     logits = probe((ROWS, V)).cuda()
-    zeros = torch.zeros(ROWS, device="cuda")
-    scaled = vocabulary_shifted(logits, temperatures(), zeros, False)
+    scaled = vocabulary_shifted(logits, temperatures(), torch.zeros(ROWS, device="cuda"), False)
     assert same_bytes(scaled, logits / temperatures()[:, None])
 
 
@@ -228,12 +224,12 @@ def test_every_gradient_schedule_gives_the_same_bytes(vocabulary, dtype):
     expected = torch.empty(ROWS, vocabulary, dtype=dtype, device="cuda")
     token_row_gradient(logits, table, expected, False)
     room = -(-vocabulary // 64) * 64
-    for i, schedule in enumerate(GRADIENT_SCHEDULES):
+    for name in GRADIENT_SCHEDULES:
         got = torch.full((ROWS, room), torch.nan, dtype=dtype, device="cuda")
-        token_gradient(hidden, weight, table, got[:, :vocabulary], False, i)
-        assert same_bytes(got[:, :vocabulary], expected), schedule
+        token_gradient(hidden, weight, table, got[:, :vocabulary], False, name)
+        assert same_bytes(got[:, :vocabulary], expected), name
         # A descriptor stores whole lines of 16 bytes: the rest of a row's last line is nobody's.
-        assert got[:, -(-vocabulary // 8) * 8 :].isnan().all(), schedule
+        assert got[:, -(-vocabulary // 8) * 8 :].isnan().all(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -350,12 +346,12 @@ def test_logits_past_two_to_the_31_elements():
     plain = torch.zeros(tokens, device="cuda")
     table = token_gradient_table(rows.temperature, *[plain] * 3, plain + 1, plain, targets, IGNORED)
     last = slice(tokens - 16, tokens)
-    for i, schedule in enumerate(GRADIENT_SCHEDULES):
+    for name, schedule in GRADIENT_SCHEDULES.items():
         if schedule.block_m >= 64:
-            token_gradient(hidden, weight, table, room, True, i)
+            token_gradient(hidden, weight, table, room, True, name)
             few = torch.empty_like(room[:16])
-            token_gradient(hidden[last], weight, table[:, last], few, True, i)
-            assert same_bytes(room[last], few), schedule
+            token_gradient(hidden[last], weight, table[:, last], few, True, name)
+            assert same_bytes(room[last], few), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -367,7 +363,7 @@ def test_kept_logits_change_no_byte_and_no_peak(dtype, monkeypatch):
     found, peaks = [], []
     # The first round certifies products, which takes memory of its own.
     for kept_width in (2 * width, width) * 2:
-        monkeypatch.setattr(token_logprobs_kept, "KEPT_WIDTH", kept_width)
+        monkeypatch.setattr(token_logprobs_plan, "KEPT_WIDTH", kept_width)
         gc.collect()  # what the round before left in cycles would be freed in the middle of this
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

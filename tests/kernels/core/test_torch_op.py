@@ -12,18 +12,14 @@ from torch.testing._internal.optests.generate_tests import OpCheckError
 from rl_consistency.kernels.attention.op import attention_packed_fwd
 from rl_consistency.kernels.core.kernels_hash import KERNELS
 from rl_consistency.kernels.core.torch_op import NAMESPACE
-from rl_consistency.kernels.rms_norm.wide_triton import rms_norm_fwd_op
+from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd_op
 from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_combine,
     vocabulary_row_statistics,
 )
 from rl_consistency.kernels.token_logprobs.backward_triton import token_gradient_table
 from rl_consistency.kernels.token_logprobs.op import IGNORED
-from rl_consistency.kernels.token_logprobs.schedules import (
-    GRADIENT_SCHEDULES,
-    STATISTICS_SCHEDULES,
-    pick,
-)
+from rl_consistency.kernels.token_logprobs.schedules import pick
 from rl_consistency.verify.probe import probe
 
 T, H, N, V = 24, 64, 48, 304
@@ -133,12 +129,12 @@ CASES = {
     "rms_norm_fwd_op": lambda g: (g.x, g.x, g.norm, 1e-6),
     "rotary_op": rotary_operands,
     "token_gradient": lambda g: (
-        g.x, g.head, g.table, g.room(), False, pick(GRADIENT_SCHEDULES, g.x, g.head),
+        g.x, g.head, g.table, g.room(), False, pick(g.x, g.head),
     ),
     "token_gradient_table": lambda g: g.scores,
     "token_row_gradient": lambda g: (g.logits, g.table, g.room(), False),
     "token_statistics": lambda g: (
-        g.x, g.head, g.temperature, False, pick(STATISTICS_SCHEDULES, g.x, g.head),
+        g.x, g.head, g.temperature, False, pick(g.x, g.head),
     ),
     "token_target_gradient": lambda g: (g.table, g.temperature, g.targets, g.room()),
     "token_target_logits": lambda g: (g.x, g.head, g.targets, g.temperature, False),

@@ -5,11 +5,18 @@ import torch
 import torch.nn.functional as F
 
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
-from rl_consistency.kernels.rms_norm import wide_triton as rms_norm_triton
-from rl_consistency.kernels.rms_norm.narrow_triton import fits, rms_norm_narrow_bwd
+from rl_consistency.kernels.rms_norm import backward_triton
+from rl_consistency.kernels.rms_norm.backward_triton import fits, rms_norm_bwd, rms_norm_bwd_op
+from rl_consistency.kernels.rms_norm.forward_triton import (
+    Rows,
+    rms_norm_fwd,
+    rms_norm_fwd_op,
+    rows_of,
+)
 from rl_consistency.kernels.rms_norm.op import rms_norm_reference
 from rl_consistency.kernels.rms_norm.schedules import (
     MAX_WIDTH,
+    NARROW,
     NarrowSchedule,
     Schedule,
     block_width,
@@ -17,12 +24,6 @@ from rl_consistency.kernels.rms_norm.schedules import (
     pick_backward,
     pick_forward,
     within_shared,
-)
-from rl_consistency.kernels.rms_norm.wide_triton import (
-    rms_norm_bwd,
-    rms_norm_bwd_op,
-    rms_norm_fwd,
-    rms_norm_fwd_op,
 )
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
@@ -105,7 +106,7 @@ def test_every_schedule_gives_the_same_bytes():
     for rows in sorted({s.rows for s in candidates(64)}):
         assert same_bytes(rms_norm_fwd(x, None, weight, EPS, Schedule(4, rows=rows))[0], y)
     expected = rms_norm_bwd(dy, None, x, weight, rstd, 2, True)
-    shapes = {replace(s, warps=4, registers=None) for s in candidates(64, 2)}
+    shapes = {replace(s, warps=4) for s in candidates(64, 2)}
     shapes.add(Schedule(4, split=4))
     for schedule in shapes:
         found = rms_norm_bwd(dy, None, x, weight, rstd, 2, True, schedule)
@@ -115,14 +116,11 @@ def test_every_schedule_gives_the_same_bytes():
         assert same_bytes(rms_norm_bwd(dy, y, x, weight, rstd, 2, True, schedule)[0], dx)
 
 
-def narrow_bwd(dy, dtotal, x, weight, rstd, heads, with_sums, *schedule):
+def narrow_bwd(dy, dtotal, x, weight, rstd, heads, with_sums, schedule=NARROW):
     """`rms_norm_bwd` by the kernel for narrow rows alone."""
-    dx = torch.full(x.shape, torch.nan, dtype=x.dtype)
-    sums = torch.full((-(-len(x) // 16) if with_sums else 0, x.shape[-1]), torch.nan)
-    rows = [rms_norm_triton._rows(t) for t in (dy, x, dtotal) if t is not None]
+    rows = [rows_of(t) for t in (dy, x, dtotal) if t is not None]
     assert all(fits(r, x.shape[-1], len(rstd), heads) for r in rows)
-    rms_norm_narrow_bwd(rows, weight, rstd, dx, sums, heads, *schedule)
-    return dx, sums
+    return rms_norm_bwd(dy, dtotal, x, weight, rstd, heads, with_sums, schedule)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
@@ -167,7 +165,8 @@ def test_every_schedule_of_narrow_rows_gives_the_same_bytes():
 
 def test_narrow_rows_have_a_kernel_of_their_own(monkeypatch):
     taken = []
-    monkeypatch.setattr(rms_norm_triton, "rms_norm_narrow_bwd", lambda *a: taken.append(a))
+    kernel = {(i,): lambda *operands, **options: taken.append(options) for i in range(99)}
+    monkeypatch.setattr(backward_triton, "_narrow_kernel", kernel)
 
     def takes(x, heads, *schedule):
         taken.clear()
@@ -185,15 +184,19 @@ def test_narrow_rows_have_a_kernel_of_their_own(monkeypatch):
 
 
 def test_what_the_kernel_of_narrow_rows_cannot_address():
-    x, rows = torch.ones(1), 2**31 - 2 * 16 * 8 - 1
-    assert fits((x, 128, 0, 1), 128, rows, 8)
-    assert not fits((x, 128, 0, 1), 128, rows + 1, 8)
-    assert fits((x, 2**26, 128, 8), 128, 80, 8)
-    assert not fits((x, 2**27, 128, 8), 128, 80, 8)
-    assert fits((x, 2**23, 0, 1), 128, 80, 8)
-    assert not fits((x, 2**24, 0, 1), 128, 80, 8)
-    assert not fits((x, 128, 2**28, 8), 128, 80, 8)
-    assert not fits((x, 512, 128, 4), 128, 80, 8)
+    rows = 2**31 - 2 * 16 * 8 - 1
+
+    def fitting(outer, inner, count, num_rows=80):
+        return fits(Rows(None, outer, inner, count), 128, num_rows, 8)
+
+    assert fitting(128, 0, 1, rows)
+    assert not fitting(128, 0, 1, rows + 1)
+    assert fitting(2**26, 128, 8)
+    assert not fitting(2**27, 128, 8)
+    assert fitting(2**23, 0, 1)
+    assert not fitting(2**24, 0, 1)
+    assert not fitting(128, 2**28, 8)
+    assert not fitting(512, 128, 4)
 
 
 def test_chunks_that_are_no_power_of_two_of_rows_go_side_by_side():

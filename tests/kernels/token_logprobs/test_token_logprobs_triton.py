@@ -15,8 +15,8 @@ from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_row_statistics,
     vocabulary_shifted,
 )
-from rl_consistency.kernels.token_logprobs import kept as token_logprobs_kept
-from rl_consistency.kernels.token_logprobs import op as token_logprobs
+from rl_consistency.kernels.token_logprobs import cuda as token_logprobs_cuda
+from rl_consistency.kernels.token_logprobs import plan as token_logprobs_plan
 from rl_consistency.kernels.token_logprobs.backward_triton import (
     token_gradient,
     token_gradient_table,
@@ -30,6 +30,7 @@ from rl_consistency.kernels.token_logprobs.forward_triton import (
 from rl_consistency.kernels.token_logprobs.op import (
     IGNORED,
     lm_head_logits,
+    token_logprobs,
     token_logprobs_reference,
     triton_token_logprobs,
 )
@@ -50,7 +51,7 @@ ROWS, H, V = 24, 72, 300
 
 
 def pointers(table):
-    return [i for i, schedule in enumerate(table) if schedule.kind == "pointer"]
+    return [name for name, schedule in table.items() if schedule.kind == "pointer"]
 
 
 def same_bytes(a, b):
@@ -133,12 +134,12 @@ def test_every_way_to_reduce_the_vocabulary_gives_the_same_bytes():
     temperature = torch.linspace(0.5, 2.0, ROWS)
     logits = hidden.float() @ weight.float().t()
     expected = vocabulary_row_statistics(logits, temperature, False)
-    for i, schedule in enumerate(ROW_SCHEDULES):
-        partials = vocabulary_row_statistics(logits, temperature, False, i)
-        assert same_bytes(partials, expected), schedule
-    for i in pointers(STATISTICS_SCHEDULES):
-        partials = token_statistics(hidden, weight, temperature, False, i)
-        assert same_bytes(partials, expected), STATISTICS_SCHEDULES[i]
+    for name in ROW_SCHEDULES:
+        partials = vocabulary_row_statistics(logits, temperature, False, None, name)
+        assert same_bytes(partials, expected), name
+    for name in pointers(STATISTICS_SCHEDULES):
+        partials = token_statistics(hidden, weight, temperature, False, name)
+        assert same_bytes(partials, expected), name
     scaled = vocabulary_shifted(logits, temperature, torch.zeros(ROWS), False)
     assert_within(scaled, logits / temperature[:, None], "elementwise", torch.float32)
     picked = scaled.gather(1, targets()[:, None])[:, 0]
@@ -148,8 +149,9 @@ def test_every_way_to_reduce_the_vocabulary_gives_the_same_bytes():
 def test_knowing_that_the_temperature_is_one_changes_no_byte():
     hidden, weight = exact_operands()
     ones = torch.ones(ROWS)
-    index = pointers(STATISTICS_SCHEDULES)[0]
-    known, asked = (token_statistics(hidden, weight, ones, unit, index) for unit in (True, False))
+    known, asked = (
+        token_statistics(hidden, weight, ones, unit, "pointer") for unit in (True, False)
+    )
     assert same_bytes(known, asked)
 
 
@@ -167,10 +169,10 @@ def test_every_way_to_a_logit_gradient_gives_the_same_bytes():
     for dtype in (torch.bfloat16, torch.float32):
         expected = torch.empty(ROWS, V, dtype=dtype)
         token_row_gradient(logits, table, expected, False)
-        for i in pointers(GRADIENT_SCHEDULES):
+        for name in pointers(GRADIENT_SCHEDULES):
             got = torch.full((ROWS, V + 5), torch.nan, dtype=dtype)[:, :V]
-            token_gradient(hidden, weight, table, got, False, i)
-            assert same_bytes(got, expected), GRADIENT_SCHEDULES[i]
+            token_gradient(hidden, weight, table, got, False, name)
+            assert same_bytes(got, expected), name
 
 
 def test_the_targets_entry_alone_is_rewritten():
@@ -201,7 +203,7 @@ def test_the_chunk_does_not_matter():
 
 
 def test_logits_are_kept_for_one_backward_pass_at_a_time(monkeypatch):
-    monkeypatch.setattr(token_logprobs_kept, "KEPT_WIDTH", 16)
+    monkeypatch.setattr(token_logprobs_plan, "KEPT_WIDTH", 16)
     hidden, weight = exact_operands()
     head, rows = nn.Parameter(weight), SamplingRows.uniform(ROWS)
     buffer = GradientBuffer(head)
@@ -261,12 +263,12 @@ def test_truncated_gradients_match_the_cpu_order(monkeypatch):
     hidden, weight = operands()
     best = lm_head_logits(hidden, weight).argmax(1)
     results = []
-    for scorer in (token_logprobs.token_logprobs, triton_token_logprobs):
+    for scorer in (token_logprobs, triton_token_logprobs):
         leaves = [t.clone().requires_grad_() for t in (hidden, weight)]
         scores = scorer(*leaves, best, mixed_rows())
         torch.autograd.backward(scores, list(probe((2, ROWS), seed=6).unbind(0)))
         results.append([*scores, *(leaf.grad for leaf in leaves)])
-        monkeypatch.setattr(token_logprobs, "distribution", triton_distribution)
+        monkeypatch.setattr(token_logprobs_cuda, "distribution", triton_distribution)
     for expected, got in zip(*results, strict=True):
         assert_within(got, expected, "reduction", torch.float32)
 
@@ -316,7 +318,6 @@ def test_a_schedule_off_the_vocabulary_blocks_is_refused():
 
 def test_a_block_left_out_fails_the_same_check():
     hidden, weight = exact_operands()
-    index = pointers(STATISTICS_SCHEDULES)[0]
-    partials = token_statistics(hidden, weight, torch.ones(ROWS), True, index)
+    partials = token_statistics(hidden, weight, torch.ones(ROWS), True, "pointer")
     whole, short = vocabulary_combine(partials), vocabulary_combine(partials[:, :-1].contiguous())
     assert not same_bytes(whole[1], short[1])

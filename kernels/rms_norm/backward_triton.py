@@ -1,0 +1,377 @@
+"""RMSNorm backward on CUDA: dx, and the sums of dweight's steps. Two kernels give the same bytes.
+
+Shapes, dtypes, order, invariance: those of `rms_norm`.
+Errors: ValueError on rows wider than one program holds (`block_width`).
+Cost: memory-bound; reads dy, x (and the sum's gradient), writes dx, and 1/16 of an fp32 row per
+    token for dweight.
+
+One program takes one step of the fold, which is eight chunks of two tokens.
+
+`_wide_kernel` takes any rows. It goes through the chunks one after another, each in SPLIT parts of
+ROWS rows.
+
+`_narrow_kernel` takes short rows, several of a token (q/k-norm), that `fits` admits. It holds the
+eight chunks side by side: chunks lie over lanes and warps, a chunk's rows over registers. So a
+thread adds terms of dweight on its own, and warps exchange sums once a step. A chunk's rows, filled
+up to ROWS * SPLIT, a power of two, come in SPLIT parts: row 8 * r + c of a part's tile
+[8 * ROWS, BLOCK_H] is row r * SPLIT + part of chunk c.
+"""
+
+# Pyright does not know Triton's launches, loops and constexpr arguments.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.torch_op import kernel_op
+from rl_consistency.kernels.gradient_fold.op import STEP
+from rl_consistency.kernels.rms_norm.forward_triton import (
+    Rows,
+    load_rows,
+    mean_of,
+    row_tree,
+    rows_of,
+)
+from rl_consistency.kernels.rms_norm.schedules import (
+    CHUNK_TOKENS,
+    NARROW,
+    NarrowSchedule,
+    Schedule,
+    block_width,
+    chunk_rows,
+    is_narrow,
+    pick_backward,
+    within_shared,
+)
+
+
+@triton.jit
+def _dx(gradient, normalized, weight, rstd, R: tl.constexpr, H: tl.constexpr,
+        BLOCK_H: tl.constexpr):  # fmt: skip
+    """dx of rows [R, BLOCK_H] in fp32; weight [BLOCK_H], rstd [R, 1]."""
+    weighted = gradient * weight[None, :]
+    mean = mean_of(row_tree(weighted * normalized, R, BLOCK_H), R, H)[:, None]
+    return rstd * (weighted - normalized * mean)
+
+
+@triton.jit
+def column_tree(x, R: tl.constexpr, N: tl.constexpr):
+    """[R, N] -> [N]: the halving tree over the rows, row i plus row i + R/2 first."""
+    for level in tl.static_range(R.bit_length() - 1):
+        x = tl.sum(tl.reshape(x, (2, R >> (level + 1), N)), axis=0)
+    return tl.reshape(x, (N,))
+
+
+@triton.jit
+def _wide_part(
+    dy, x, dtotal, weight, rstd_ptr, dx_ptr, row, valid, H: tl.constexpr, DY_INNER: tl.constexpr,
+    X_INNER: tl.constexpr, DTOTAL_INNER: tl.constexpr, HAS_DTOTAL: tl.constexpr, R: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Store dx of rows [R]; their terms of dweight, [R, BLOCK_H]."""
+    column = tl.arange(0, BLOCK_H)
+    inside = valid[:, None] & (column < H)[None, :]
+    rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)[:, None]
+    gradient = load_rows(dy, row, column, inside, DY_INNER).to(tl.float32)
+    normalized = load_rows(x, row, column, inside, X_INNER).to(tl.float32) * rstd
+    if HAS_DTOTAL:
+        added = load_rows(dtotal, row, column, inside, DTOTAL_INNER)
+    terms = gradient * normalized
+    dx = _dx(gradient, normalized, weight.to(tl.float32), rstd, R, H, BLOCK_H)
+    dx = dx.to(dx_ptr.dtype.element_ty)
+    if HAS_DTOTAL:
+        # Two gradients meet, both of the model's dtype.
+        dx = (dx.to(tl.float32) + added.to(tl.float32)).to(dx.dtype)
+    tl.store(dx_ptr + row[:, None] * H + column[None, :], dx, mask=inside)
+    return terms
+
+
+@triton.jit
+def _wide_parts(
+    dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H: tl.constexpr,
+    DY_INNER: tl.constexpr, X_INNER: tl.constexpr, DTOTAL_INNER: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr, CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_H: tl.constexpr, PART: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Parts PART, PART + STRIDE, ... of the chunk from row `first`: dx is stored, the terms of
+    dweight [ROWS, BLOCK_H] are added by the halving tree over parts.
+    """
+    if STRIDE == SPLIT:
+        within = PART * ROWS + tl.arange(0, ROWS)
+        row = first + within
+        valid = (within < CHUNK_ROWS) & (row < num_rows)
+        return _wide_part(
+            dy, x, dtotal, weight, rstd_ptr, dx_ptr, row, valid, H, DY_INNER, X_INNER,
+            DTOTAL_INNER, HAS_DTOTAL, ROWS, BLOCK_H,
+        )  # fmt: skip
+    else:
+        low = _wide_parts(
+            dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H, DY_INNER, X_INNER,
+            DTOTAL_INNER, HAS_DTOTAL, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H, PART, 2 * STRIDE,
+        )  # fmt: skip
+        high = _wide_parts(
+            dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H, DY_INNER, X_INNER,
+            DTOTAL_INNER, HAS_DTOTAL, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H, PART + STRIDE, 2 * STRIDE,
+        )  # fmt: skip
+        return low + high
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _wide_kernel(
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, dtotal_ptr, dx_ptr, sums_ptr, num_rows,
+    dy_outer, dy_inner, x_outer, x_inner, dtotal_outer, dtotal_inner,
+    H: tl.constexpr, DY_INNER: tl.constexpr, X_INNER: tl.constexpr, DTOTAL_INNER: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr, HAS_SUMS: tl.constexpr, CHUNKS: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_H: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program, one step of the fold: chunk after chunk, each in SPLIT parts of ROWS rows."""
+    step = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_H)
+    weight = tl.load(weight_ptr + column, mask=column < H, other=0.0)
+    dy = (dy_ptr, dy_outer, dy_inner)
+    x = (x_ptr, x_outer, x_inner)
+    dtotal = (dtotal_ptr, dtotal_outer, dtotal_inner)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    for chunk in tl.range(0, CHUNKS, num_stages=STAGES):
+        first = (step * CHUNKS + chunk) * CHUNK_ROWS
+        terms = _wide_parts(
+            dy, x, dtotal, weight, rstd_ptr, dx_ptr, first, num_rows, H, DY_INNER, X_INNER,
+            DTOTAL_INNER, HAS_DTOTAL, CHUNK_ROWS, ROWS, SPLIT, BLOCK_H, 0, 1,
+        )  # fmt: skip
+        total += column_tree(terms, ROWS, BLOCK_H)
+    if HAS_SUMS:
+        tl.store(sums_ptr + step * H + column, total, mask=column < H)
+
+
+@triton.jit
+def _load_narrow(source, step, chunk, within, inside, HEADS: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Rows `within` of the step's chunks of a source (pointer, strides, INNER)."""
+    pointer, outer, inner, INNER = source
+    start = pointer + step.to(tl.int64) * (16 * HEADS // INNER) * outer
+    if INNER == 1:
+        offsets = (chunk * (2 * HEADS) + within) * outer
+    else:
+        offsets = (chunk * 2 + within // HEADS) * outer + within % HEADS * inner
+    column = tl.arange(0, BLOCK_H)
+    return tl.load(start + offsets[:, None] + column[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _narrow_part(
+    dy, x, dtotal, weight, rstd_ptr, dx_ptr, step, part, num_rows, H: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Store dx of a part; the eight chunks' terms of dweight, one after another [8 * BLOCK_H]."""
+    index = tl.arange(0, 8 * ROWS)
+    chunk, within = index % 8, index // 8 * SPLIT + part
+    in_step = chunk * (2 * HEADS) + within
+    row = step * (16 * HEADS) + in_step
+    valid = (within < 2 * HEADS) & (row < num_rows)
+    column = tl.arange(0, BLOCK_H)
+    inside = valid[:, None] & (column < H)[None, :]  # [8 * ROWS, BLOCK_H]
+    gradient = _load_narrow(dy, step, chunk, within, inside, HEADS, BLOCK_H).to(tl.float32)
+    value = _load_narrow(x, step, chunk, within, inside, HEADS, BLOCK_H).to(tl.float32)
+    if dtotal[0] is not None:
+        added = _load_narrow(dtotal, step, chunk, within, inside, HEADS, BLOCK_H)
+    rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)[:, None]
+    normalized = value * rstd
+    terms = gradient * normalized
+    dx = _dx(gradient, normalized, weight, rstd, 8 * ROWS, H, BLOCK_H)
+    dx = dx.to(dx_ptr.dtype.element_ty)
+    if dtotal[0] is not None:
+        # Two gradients meet, both of the model's dtype.
+        dx = (dx.to(tl.float32) + added.to(tl.float32)).to(dx.dtype)
+    start = dx_ptr + step.to(tl.int64) * (16 * HEADS * H)
+    tl.store(start + in_step[:, None] * H + column[None, :], dx, mask=inside)
+    for level in tl.static_range(ROWS.bit_length() - 1):
+        terms = tl.sum(tl.reshape(terms, (2, (ROWS >> (level + 1)) * 8 * BLOCK_H)), axis=0)
+    return tl.reshape(terms, (8 * BLOCK_H,))
+
+
+@triton.jit
+def _narrow_parts(
+    dy, x, dtotal, weight, rstd_ptr, dx_ptr, step, part, num_rows, H: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, LOOPS: tl.constexpr,
+    BLOCK_H: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Parts part, part + STRIDE, ...: dx is stored, terms of dweight are added by the halving tree.
+
+    The tree's last log2(LOOPS) levels are loops of two turns.
+    """
+    if STRIDE == SPLIT:
+        return _narrow_part(
+            dy, x, dtotal, weight, rstd_ptr, dx_ptr, step, part, num_rows, H, HEADS, ROWS, SPLIT,
+            BLOCK_H,
+        )  # fmt: skip
+    elif STRIDE < LOOPS:
+        # A zero in front of the sum changes a zero's sign only, which the step's sum drops.
+        total = tl.zeros((8 * BLOCK_H,), tl.float32)
+        for turn in tl.range(2, loop_unroll_factor=1):
+            total += _narrow_parts(
+                dy, x, dtotal, weight, rstd_ptr, dx_ptr, step, part + turn * STRIDE, num_rows, H,
+                HEADS, ROWS, SPLIT, LOOPS, BLOCK_H, 2 * STRIDE,
+            )  # fmt: skip
+        return total
+    else:
+        low = _narrow_parts(
+            dy, x, dtotal, weight, rstd_ptr, dx_ptr, step, part, num_rows, H, HEADS, ROWS, SPLIT,
+            LOOPS, BLOCK_H, 2 * STRIDE,
+        )  # fmt: skip
+        high = _narrow_parts(
+            dy, x, dtotal, weight, rstd_ptr, dx_ptr, step, part + STRIDE, num_rows, H, HEADS, ROWS,
+            SPLIT, LOOPS, BLOCK_H, 2 * STRIDE,
+        )  # fmt: skip
+        return low + high
+
+
+@triton.jit
+def _chain(x, N: tl.constexpr):
+    """[8 * N] -> [N]: zero plus eight rows one after another."""
+    even, odd = tl.split(tl.permute(tl.reshape(x, (2, 2, 2, N)), (3, 0, 1, 2)))
+    row0, row2 = tl.split(even)
+    row1, row3 = tl.split(odd)
+    row0, row4 = tl.split(row0)
+    row1, row5 = tl.split(row1)
+    row2, row6 = tl.split(row2)
+    row3, row7 = tl.split(row3)
+    return (((((((0.0 + row0) + row1) + row2) + row3) + row4) + row5) + row6) + row7
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _narrow_kernel(
+    dy_ptr, x_ptr, weight_ptr, rstd_ptr, dtotal_ptr, dx_ptr, sums_ptr, num_rows,
+    dy_outer, dy_inner, x_outer, x_inner, dtotal_outer, dtotal_inner,
+    H: tl.constexpr, DY_INNER: tl.constexpr, X_INNER: tl.constexpr, DTOTAL_INNER: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, LOOPS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """One program, one step of the fold; dtotal and sums may be None."""
+    step = tl.program_id(0)
+    column = tl.arange(0, BLOCK_H)
+    weight = tl.load(weight_ptr + column, mask=column < H, other=0.0).to(tl.float32)
+    terms = _narrow_parts(
+        (dy_ptr, dy_outer, dy_inner, DY_INNER), (x_ptr, x_outer, x_inner, X_INNER),
+        (dtotal_ptr, dtotal_outer, dtotal_inner, DTOTAL_INNER), weight, rstd_ptr, dx_ptr, step, 0,
+        num_rows, H, HEADS, ROWS, SPLIT, LOOPS, BLOCK_H, 1,
+    )  # fmt: skip
+    if sums_ptr is not None:
+        total = _chain(terms, BLOCK_H)
+        tl.store(sums_ptr + step.to(tl.int64) * H + column, total, mask=column < H)
+
+
+def rms_norm_bwd(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    rows_per_token: int,
+    with_sums: bool,
+    schedule: Schedule | NarrowSchedule | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dx, and the sums that dweight folds: [ceil(tokens / 16), H] fp32, no rows unless `with_sums`.
+
+    dy and x are [..., H], x being what was normalised; dtotal is x's gradient from its other use,
+    added after dx is rounded; rstd [rows] fp32 comes from the forward pass. The schedule's class
+    says which kernel runs; a `NarrowSchedule` is for operands that `fits` admits.
+    """
+    width, num_rows = x.shape[-1], rstd.shape[0]
+    chosen = schedule or pick_backward(width, rows_per_token)
+    dx, sums = _backward_fake(dy, dtotal, x, weight, rstd, rows_per_token, with_sums)
+    if dx.numel() == 0:
+        return dx, sums
+    operands = [rows_of(t) for t in (dy, x, dtotal) if t is not None]
+    narrow = schedule is None and is_narrow(width, rows_per_token)
+    if narrow and all(fits(rows, width, num_rows, rows_per_token) for rows in operands):
+        chosen = NARROW
+    if isinstance(chosen, NarrowSchedule):
+        kernel, options = _narrow_kernel, _narrow_options(chosen, width, rows_per_token)
+    else:
+        held = chunk_rows(rows_per_token) * block_width(width)
+        limit = (200 if has_tma(x.device) else 96) * 1024
+        chosen = within_shared(chosen, len(operands) * held * x.element_size(), limit)
+        kernel, options = _wide_kernel, _wide_options(chosen, rows_per_token)
+        options |= {"HAS_DTOTAL": dtotal is not None, "HAS_SUMS": with_sums}
+    of_dy, of_x, of_dtotal = (*operands, Rows(None, 0, 0, 1))[:3]
+    kernel[(-(-num_rows // (STEP * rows_per_token)),)](
+        of_dy.tensor, of_x.tensor, weight.contiguous(), rstd, of_dtotal.tensor, dx,
+        sums if with_sums else None, num_rows, of_dy.outer, of_dy.inner, of_x.outer, of_x.inner,
+        of_dtotal.outer, of_dtotal.inner, H=width, DY_INNER=of_dy.count, X_INNER=of_x.count,
+        DTOTAL_INNER=of_dtotal.count, BLOCK_H=block_width(width), enable_fp_fusion=False, **options,
+    )  # fmt: skip
+    return dx, sums
+
+
+def _wide_options(schedule: Schedule, rows_per_token: int) -> dict[str, Any]:
+    return {
+        "CHUNKS": STEP // CHUNK_TOKENS,
+        "CHUNK_ROWS": CHUNK_TOKENS * rows_per_token,
+        "ROWS": chunk_rows(rows_per_token) // schedule.split,
+        "SPLIT": schedule.split,
+        "STAGES": schedule.stages,
+        "num_warps": schedule.warps,
+    }
+
+
+def _narrow_options(schedule: NarrowSchedule, width: int, rows_per_token: int) -> dict[str, Any]:
+    held = chunk_rows(rows_per_token)
+    rows = min(schedule.rows, held)
+    return {
+        "HEADS": rows_per_token,
+        "ROWS": rows,
+        "SPLIT": held // rows,
+        # More than two parts unrolled do not fit the registers.
+        "LOOPS": max(schedule.loops, held // rows // 2),
+        "num_warps": max(block_width(width) // 32, 1),
+        "maxnreg": schedule.registers,
+    }
+
+
+def fits(rows: Rows, width: int, num_rows: int, rows_per_token: int) -> bool:
+    """Whether the narrow kernel can address a tensor.
+
+    Its rows have one stride, or one within a token and one between tokens; a step's offsets and the
+    number of rows fit 32 bits.
+    """
+    _, outer, inner, count = rows
+    if count not in (1, rows_per_token):
+        return False
+    reach = STEP * rows_per_token // count * outer + count * inner + width
+    return max(reach, num_rows + 2 * STEP * rows_per_token) < 2**31
+
+
+def _backward_fake(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    rows_per_token: int,
+    with_sums: bool,
+) -> tuple[Tensor, Tensor]:
+    steps = -(-rstd.shape[0] // (STEP * rows_per_token)) if with_sums else 0
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return dx, rstd.new_empty((steps, x.shape[-1]))
+
+
+@kernel_op(fake=_backward_fake)
+def rms_norm_bwd_op(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    rows_per_token: int,
+    with_sums: bool,
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm_bwd` as a compiler sees it: one opaque call."""
+    return rms_norm_bwd(dy, dtotal, x, weight, rstd, rows_per_token, with_sums)

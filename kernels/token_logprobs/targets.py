@@ -1,0 +1,34 @@
+"""Targets of `token_logprobs`: which rows are scored, and that their targets are tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""Target of a row that is not scored; its logprob and entropy are 0."""
+
+
+def require_targets(targets: Tensor, hidden: Tensor, vocabulary: int) -> None:
+    """Check the targets of rows of hidden states.
+
+    On CUDA this copies two numbers to the host. Graph capture allows no copy: a target that is no
+    token then has the logprob NaN.
+
+    Raises:
+        ValueError: targets that are not one int64 per row, or ids outside the vocabulary.
+    """
+    if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(
+            f"token_logprobs: targets {tuple(targets.shape)} {targets.dtype} for hidden "
+            f"{tuple(hidden.shape)}; one int64 target per row."
+        )
+    if targets.numel() == 0 or (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    scored = targets.masked_fill(targets == IGNORED, 0)
+    low, high = torch.stack(scored.aminmax()).tolist()
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"token_logprobs: targets span [{low}, {high}], the LM head has {vocabulary} rows. Use "
+            "the tokenizer that belongs to the model."
+        )
