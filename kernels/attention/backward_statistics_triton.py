@@ -5,8 +5,7 @@ The two kernels of `backward_triton` read lse as the forward pass left it and de
 one of `hopper/backward.py` reads both from one row for each of its tiles.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ seven products in all. `hopper/backward.py`, which hands chains of dq from tile 
 `attention_bwd` uses it where it fits.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -16,22 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.attention import schedules
 from rl_consistency.kernels.attention.backward_statistics_triton import delta_of
 from rl_consistency.kernels.attention.hopper import backward as attention_backward_hopper
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.attention.schedules import (
-    FIVE_PRODUCTS,
-    LOG2E,
-    PER_CALL,
-    UNSPECIALIZED,
-    Schedule,
-    admits,
-    describable,
-    in_five_products,
-    pick_backward_keys,
-    pick_backward_queries,
-    reach,
-)
+from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, Schedule
 from rl_consistency.kernels.attention.tiles_triton import (
     addresses,
     dense,
@@ -113,32 +101,23 @@ def attention_dq_kernel(
     first_position, last_position, low = keys_of(
         first_row, limit, limit, window, ROWS, GROUP, KEYS, WINDOWED
     )
-    high = last_position + 1
     dq = no_steps(ROWS, DIM, Q.dtype.element_ty)
+    full_low = low
     full_high = (first_position + 1) // KEYS * KEYS
     if WINDOWED:
         edge = tl.cdiv(tl.maximum(last_position - window + 1, 0), KEYS) * KEYS
         full_low = tl.minimum(tl.maximum(edge, low), tl.maximum(full_high, low))
+        full_high = tl.maximum(full_high, full_low)
+    # Keys before the first and after the last block that all rows see whole are masked.
+    for part in tl.static_range(0 if WINDOWED else 1, 3):
+        begin = low if part == 0 else full_low if part == 1 else full_high
+        end = full_low if part == 0 else full_high if part == 1 else last_position + 1
         dq = _fold_dq(
-            q, do, lse, rest, delta, position, low, full_low,
+            q, do, lse, rest, delta, position, begin, end,
             K, V, k_descriptor, v_descriptor, start_row, kv_head, limit, window, factor,
             stride_kt, stride_kh, stride_vt, stride_vh, dq,
-            KEYS, HEAD_DIM, DIM, SOURCE, True,
+            KEYS, HEAD_DIM, DIM, SOURCE, part != 1,
         )  # fmt: skip
-        low = full_low
-        full_high = tl.maximum(full_high, low)
-    dq = _fold_dq(
-        q, do, lse, rest, delta, position, low, full_high,
-        K, V, k_descriptor, v_descriptor, start_row, kv_head, limit, window, factor,
-        stride_kt, stride_kh, stride_vt, stride_vh, dq,
-        KEYS, HEAD_DIM, DIM, SOURCE, False,
-    )  # fmt: skip
-    dq = _fold_dq(
-        q, do, lse, rest, delta, position, full_high, high,
-        K, V, k_descriptor, v_descriptor, start_row, kv_head, limit, window, factor,
-        stride_kt, stride_kh, stride_vt, stride_vh, dq,
-        KEYS, HEAD_DIM, DIM, SOURCE, True,
-    )  # fmt: skip
     tl.store(
         addresses(dQ, token_row, own, stride_dqt, stride_dqh, DIM),
         (dq.to(tl.float32) * scale + 0.0).to(dQ.dtype.element_ty), mask=mask,
@@ -234,22 +213,24 @@ def attention_bwd(
     if max(layout.query_lens, default=0) == 0:
         return dq, dk, dv
     if key_schedule is None and query_schedule is None:
-        fused = in_five_products(layout, do, q, k, v)
+        fused = schedules.in_five_products(layout, do, q, k, v)
     else:
         fused = key_schedule is not None and key_schedule.specialized
     if fused:
-        if query_schedule is not None or not admits(FIVE_PRODUCTS, layout, do, q, k, v):
-            raise ValueError(UNSPECIALIZED)
+        if query_schedule is not None or not schedules.admits(
+            schedules.FIVE_PRODUCTS, layout, do, q, k, v
+        ):
+            raise ValueError(schedules.UNSPECIALIZED)
         attention_backward_hopper.attention_hopper_bwd(
             do, q, k, v, out, lse, (dq, dk, dv), layout, scale, window
         )
         return dq, dk, dv
     dim = max(triton.next_power_of_2(head_dim), 16)
     delta = delta_of(do, out, dim)
-    by_query = query_schedule or pick_backward_queries(q)
-    by_key = key_schedule or pick_backward_keys(q)
+    by_query = query_schedule or schedules.pick_backward(schedules.QUERIES_DESCRIPTORS, q)
+    by_key = key_schedule or schedules.pick_backward(schedules.KEYS_DESCRIPTORS, q)
     tables = layout.tables(q.device)
-    numbers = (tables.query_start, tables.query_len, reach(window), scale * LOG2E, scale)
+    numbers = (tables.query_start, tables.query_len, schedules.reach(window), scale * LOG2E, scale)
     strides = (*do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     shared = {
         "KV_HEADS": kv_heads,
@@ -260,7 +241,7 @@ def attention_bwd(
         "enable_fp_fusion": False,
     }
     tiles = layout.tiles(q.device, group, by_query.rows)
-    described = by_query.descriptors and describable(k, v)
+    described = by_query.descriptors and schedules.describable(k, v)
     attention_dq_kernel[(len(tiles) * kv_heads,)](
         do, q, k, v, *sources(described, [by_query.keys, 1, dim], k, v), lse, delta, dq, tiles,
         *numbers, *strides, *dq.stride()[:2], lse.stride(0), ROWS=by_query.rows,
@@ -268,7 +249,7 @@ def attention_bwd(
         num_stages=by_query.stages, **shared,
     )  # fmt: skip
     tiles = layout.key_tiles(q.device, by_key.keys)
-    described = by_key.descriptors and describable(do, q)
+    described = by_key.descriptors and schedules.describable(do, q)
     attention_dkv_kernel[(len(tiles) * kv_heads,)](
         do, q, k, v, *sources(described, [by_key.rows, 1, dim], do, q), lse, delta, dk, dv, tiles,
         *numbers, *strides, *dk.stride()[:2], *dv.stride()[:2], lse.stride(0),

@@ -5,8 +5,7 @@ of a tile in their order: its programs share out the columns of a head, and each
 chain of fused multiply-adds, upward over blocks.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -183,29 +182,17 @@ def attention_combine_kernel(
 def attention_split_fwd(call: ForwardCall, schedule: Schedule, programs: int) -> None:
     """Fill o and lse, the key blocks of each tile spread over `programs` programs."""
     written = call.memory_of_blocks()
-    shared = {
-        "KV_HEADS": call.kv_heads,
-        "GROUP": call.group,
-        "ROWS": schedule.rows,
-        "STORED": call.stored,
-        "KEYS": call.keys,
-        "HEAD_DIM": call.head_dim,
-        "DIM": call.dim,
-        "WINDOWED": call.windowed,
-        "num_stages": schedule.stages,
-        "enable_fp_fusion": False,
-    }
     attention_block_kernel[(call.grid, programs)](
         call.q, call.k, call.v, *written, call.tiles, *call.numbers, call.block_table, call.reach,
         call.factor, call.block_table.shape[1], call.most_blocks, *call.operand_strides,
-        SOURCE=0 if call.block_size is None else 1, BLOCK=call.block_size or 1,
-        num_warps=schedule.warps, **shared,
+        STORED=call.stored, SOURCE=0 if call.block_size is None else 1, BLOCK=call.block_size or 1,
+        num_warps=schedule.warps, **call.constants(schedule),
     )  # fmt: skip
     left, right = torch.empty(2, len(written[0]), dtype=torch.float32, device=call.q.device)
     columns = min(call.dim, COMBINED_COLUMNS)
     attention_combine_kernel[(call.grid, call.dim // columns)](
         call.out, call.lse, *written, left, right, call.tiles, *call.numbers, call.reach,
-        call.most_blocks, *call.result_strides, COLUMNS=columns, AHEAD=AHEAD,
+        call.most_blocks, *call.result_strides, STORED=call.stored, COLUMNS=columns, AHEAD=AHEAD,
         SCAN=max(16, triton.next_power_of_2(call.most_blocks)),
-        num_warps=max(1, call.stored // 4), **shared,
+        num_warps=max(1, call.stored // 4), **call.constants(schedule),
     )  # fmt: skip

@@ -3,45 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl_consistency.kernels.attention.schedules import Schedule
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardCall:
-    """What every forward kernel is launched with."""
+    """What every forward kernel is launched with.
+
+    Attributes:
+        q, k, v: [T, H, D]; [T, Hkv, D] packed, or [slots, Hkv, D] of a paged cache. The elements of
+            a head lie side by side.
+        out, lse: [T, H, D] and [T, H], written by the kernels.
+        tiles: [tiles, 2] int32: a sequence, and the tile's first row in it.
+        numbers: first row, number of queries and number of keys of each sequence, int32.
+        block_table: [sequences, blocks] int32, physical blocks of a paged cache.
+        block_size: tokens in one physical block; None where keys are packed.
+        keys: keys in one step of the fold.
+        most_blocks: steps of the fold that any tile needs, at most.
+        stored: rows of a tile that are written where programs share its key blocks.
+        reach, windowed: the window as kernels take it, and whether there is one.
+        factor: scale of the scores in log2 units.
+    """
 
     q: Tensor
-    """[T, H, D], the elements of a head side by side, as in k and v."""
     k: Tensor
-    """[T, Hkv, D] packed, or [slots, Hkv, D] of a paged cache."""
     v: Tensor
-    """The shape of `k`."""
     out: Tensor
-    """[T, H, D], written by the kernels."""
     lse: Tensor
-    """[T, H], written by the kernels."""
     tiles: Tensor
-    """[tiles, 2] int32: a sequence, and the tile's first row in it."""
     numbers: tuple[Tensor, Tensor, Tensor]
-    """First row, number of queries and number of keys of each sequence, int32."""
     block_table: Tensor
-    """[sequences, blocks] int32, physical blocks of a paged cache."""
     block_size: int | None
-    """Tokens in one physical block; None where keys are packed."""
     keys: int
-    """Keys in one step of the fold."""
     most_blocks: int
-    """Steps of the fold that any tile needs, at most."""
     stored: int
-    """Rows of a tile that are written where its key blocks are spread over programs."""
     reach: int
-    """The window, or a number longer than any sequence."""
     windowed: bool
-    """Whether the call has a window."""
     factor: float
-    """Scale of the scores, in log2 units."""
 
     @property
     def head_dim(self) -> int:
@@ -78,10 +81,26 @@ class ForwardCall:
         """Strides of a token and a head in o, and of a token in lse."""
         return (*self.out.stride()[:2], self.lse.stride(0))
 
+    def constants(self, schedule: Schedule) -> dict[str, Any]:
+        """Compile-time arguments and options that the Triton kernels share."""
+        return {
+            "KV_HEADS": self.kv_heads,
+            "GROUP": self.group,
+            "ROWS": schedule.rows,
+            "KEYS": self.keys,
+            "HEAD_DIM": self.head_dim,
+            "DIM": self.dim,
+            "WINDOWED": self.windowed,
+            "num_stages": schedule.stages,
+            "enable_fp_fusion": False,
+        }
+
     def memory_of_blocks(self) -> tuple[Tensor, Tensor, Tensor]:
         """fp32 memory for key blocks written one by one: m [places], lanes [places, 8] and
         acc [places, dim]."""
-        places, device = self.grid * self.most_blocks * self.stored, self.q.device
-        m = torch.empty(places, dtype=torch.float32, device=device)
-        lanes = torch.empty(places, 8, dtype=torch.float32, device=device)
-        return m, lanes, torch.empty(places, self.dim, dtype=torch.float32, device=device)
+        places = self.grid * self.most_blocks * self.stored
+        m, lanes, acc = (
+            torch.empty(shape, dtype=torch.float32, device=self.q.device)
+            for shape in ((places,), (places, 8), (places, self.dim))
+        )
+        return m, lanes, acc

@@ -6,8 +6,7 @@ schedule of a call and hands it to the kernels of `decode_triton` and `hopper` w
 of them give the same bits: every sum is a chain of matrix steps or an explicit tree.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -16,26 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.attention import schedules
 from rl_consistency.kernels.attention.decode_triton import attention_split_fwd
 from rl_consistency.kernels.attention.forward_call import ForwardCall
 from rl_consistency.kernels.attention.hopper.decode import attention_decode_fwd
 from rl_consistency.kernels.attention.hopper.forward import attention_hopper_fwd
 from rl_consistency.kernels.attention.layout import AttentionLayout, PagedAttention
-from rl_consistency.kernels.attention.schedules import (
-    LOG2E,
-    NO_RING,
-    PER_CALL,
-    UNSPECIALIZED,
-    Schedule,
-    admits,
-    describable,
-    key_block,
-    lse_dtype,
-    pick_forward,
-    programs_for,
-    reach,
-    slices_for,
-)
+from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule, key_block, lse_dtype
 from rl_consistency.kernels.attention.tiles_triton import (
     NEG_INF,
     addresses,
@@ -116,32 +102,22 @@ def attention_fwd_kernel(
     m = tl.full((ROWS,), NEG_INF, tl.float32)
     lanes = tl.zeros((ROWS, 8), tl.float32)
     acc = tl.zeros((ROWS, DIM), tl.float32)
-    # Blocks that every row sees whole need no mask. Low tiles mask all blocks: they are few.
-    full_high = tl.maximum((first_position + 1) // KEYS * KEYS, low)
+    # Blocks that every row sees whole need no mask. Low tiles mask all of their blocks.
+    full_low, full_high = low, tl.maximum((first_position + 1) // KEYS * KEYS, low)
     if ROWS <= 16:
         full_high = low
-    full_low = low
     if WINDOWED:
         edge = tl.cdiv(tl.maximum(last_position - window + 1, 0), KEYS) * KEYS
         full_low = tl.minimum(edge, full_high)
+    for part in tl.static_range(0 if WINDOWED else 1, 3):
+        begin = low if part == 0 else full_low if part == 1 else full_high
+        end = full_low if part == 0 else full_high if part == 1 else last_position + 1
         m, lanes, acc = _fold_keys(
-            m, lanes, acc, q, position, low, full_low, window, factor,
+            m, lanes, acc, q, position, begin, end, window, factor,
             K, V, k_descriptor, v_descriptor, table, start_row, kv_head, limit,
             stride_kt, stride_kh, stride_vt, stride_vh, BLOCK,
-            ROWS, KEYS, HEAD_DIM, DIM, SOURCE, True,
+            ROWS, KEYS, HEAD_DIM, DIM, SOURCE, part != 1,
         )  # fmt: skip
-    m, lanes, acc = _fold_keys(
-        m, lanes, acc, q, position, full_low, full_high, window, factor,
-        K, V, k_descriptor, v_descriptor, table, start_row, kv_head, limit,
-        stride_kt, stride_kh, stride_vt, stride_vh, BLOCK,
-        ROWS, KEYS, HEAD_DIM, DIM, SOURCE, False,
-    )  # fmt: skip
-    m, lanes, acc = _fold_keys(
-        m, lanes, acc, q, position, full_high, last_position + 1, window, factor,
-        K, V, k_descriptor, v_descriptor, table, start_row, kv_head, limit,
-        stride_kt, stride_kh, stride_vt, stride_vh, BLOCK,
-        ROWS, KEYS, HEAD_DIM, DIM, SOURCE, True,
-    )  # fmt: skip
     write_rows(
         OUT, LSE, m, lanes, acc, valid, token_row, head, stride_ot, stride_oh, stride_lse,
         ROWS, HEAD_DIM, DIM,
@@ -175,9 +151,9 @@ def attention_fwd(
     most_rows = max(layout.query_lens, default=0) * group
     if most_rows == 0:
         return out, lse
-    schedule = schedule or pick_forward(q, k, v, layout, most_rows)
-    if not admits(schedule, layout, q, k, v):
-        raise ValueError(NO_RING if schedule.ring else UNSPECIALIZED)
+    schedule = schedule or schedules.pick_forward(q, k, v, layout, most_rows)
+    if not schedules.admits(schedule, layout, q, k, v):
+        raise ValueError(schedules.NO_RING if schedule.ring else schedules.UNSPECIALIZED)
     tables = layout.tables(q.device)
     keys, longest = key_block(head_dim), max(layout.context_lens)
     call = ForwardCall(
@@ -193,9 +169,9 @@ def attention_fwd(
         keys=keys,
         most_blocks=-(-longest // keys),
         stored=1 << (min(most_rows, schedule.rows) - 1).bit_length(),
-        reach=reach(window),
+        reach=schedules.reach(window),
         windowed=window is not None,
-        factor=scale * LOG2E,
+        factor=scale * schedules.LOG2E,
     )
     if schedule.specialized:
         attention_hopper_fwd(call, longest)
@@ -204,10 +180,10 @@ def attention_fwd(
     places = schedule.resident * sm_count(q.device)
     programs = programs_per_tile
     if programs is None:
-        programs = programs_for(grid, call.most_blocks, most_rows, dim, places)
+        programs = schedules.programs_for(grid, call.most_blocks, most_rows, dim, places)
     if schedule.ring:
         tickets = layout.tickets(q.device, grid) if programs > 1 else None
-        slices = slices_for(grid, programs, dim, places) if tickets is not None else 1
+        slices = schedules.slices_for(grid, programs, dim, places) if tickets is not None else 1
         attention_decode_fwd(call, schedule, programs, slices if schedule.spread else 1, tickets)
     elif programs > 1:
         attention_split_fwd(call, schedule, programs)
@@ -219,14 +195,12 @@ def attention_fwd(
 def _walk_fwd(call: ForwardCall, schedule: Schedule) -> None:
     """Fill o and lse, one program for each tile."""
     paged = call.block_size is not None
-    described = schedule.descriptors and not paged and describable(call.k, call.v)
+    described = schedule.descriptors and not paged and schedules.describable(call.k, call.v)
     k, v = call.k, call.v
     attention_fwd_kernel[(call.grid,)](
         call.q, k, v, call.out, call.lse, *sources(described, [call.keys, 1, call.dim], k, v),
         call.tiles, *call.numbers, call.block_table, call.reach, call.factor,
         call.block_table.shape[1], *call.operand_strides, *call.result_strides,
-        KV_HEADS=call.kv_heads, GROUP=call.group, ROWS=schedule.rows, KEYS=call.keys,
-        HEAD_DIM=call.head_dim, DIM=call.dim, SOURCE=1 if paged else 2 if described else 0,
-        WINDOWED=call.windowed, BLOCK=call.block_size or 1, num_warps=schedule.warps,
-        num_stages=schedule.stages, enable_fp_fusion=False,
+        SOURCE=1 if paged else 2 if described else 0, BLOCK=call.block_size or 1,
+        num_warps=schedule.warps, **call.constants(schedule),
     )  # fmt: skip

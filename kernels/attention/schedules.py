@@ -8,6 +8,7 @@ compared with the fp32 one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 import triton
@@ -102,64 +103,44 @@ PREFILL_WIDE = Schedule(rows=64, warps=4, stages=1)
 FP32_FORWARD = Schedule(rows=16, warps=8, stages=1)
 FP32_CANDIDATE = Schedule(rows=16, warps=4, stages=1)
 PREFILL = (
-    PREFILL_HOPPER,
-    PREFILL_DESCRIPTORS,
-    PREFILL_POINTERS,
-    PREFILL_WIDE,
-    FP32_CANDIDATE,
-    FP32_FORWARD,
+    *(PREFILL_HOPPER, PREFILL_DESCRIPTORS, PREFILL_POINTERS, PREFILL_WIDE),
+    *(FP32_CANDIDATE, FP32_FORWARD),
 )
 
 DECODE_SPREAD = Schedule(rows=16, warps=4, stages=1, ring=3, spread=True, resident=1)
 DECODE_LAST = Schedule(rows=16, warps=4, stages=1, ring=3, resident=1)
 DECODE_DEEP = Schedule(rows=16, warps=4, stages=1, ring=6, spread=True, resident=1)
 DECODE_POINTERS = Schedule(rows=16, warps=4, stages=4)
-DECODE = (
-    DECODE_SPREAD,
-    DECODE_LAST,
-    DECODE_DEEP,
-    DECODE_POINTERS,
-    FP32_CANDIDATE,
-    FP32_FORWARD,
-)
+DECODE = (DECODE_SPREAD, DECODE_LAST, DECODE_DEEP, DECODE_POINTERS, FP32_CANDIDATE, FP32_FORWARD)
 """A ring for long tiles that programs share, for all others, and for at most one tile for each
-multiprocessor; then those of calls that a ring does not take."""
+multiprocessor; then the schedules of calls that a ring does not take."""
 
+BACKWARD_POINTERS = Schedule(rows=64, keys=64, warps=4, stages=2)
+BACKWARD_WIDE = Schedule(rows=32, keys=32, warps=8, stages=1)
 QUERIES_DESCRIPTORS = Schedule(rows=128, keys=64, warps=8, stages=3, descriptors=True)
-QUERIES_POINTERS = Schedule(rows=64, keys=64, warps=4, stages=2)
-QUERIES_WIDE = Schedule(rows=32, keys=32, warps=8, stages=1)
 BACKWARD_QUERIES = (
     QUERIES_DESCRIPTORS,
-    QUERIES_POINTERS,
+    BACKWARD_POINTERS,
     Schedule(rows=64, keys=32, warps=8, stages=1),
-    QUERIES_WIDE,
+    BACKWARD_WIDE,
 )
-"""dq by tiles of queries; the wide one is for fp32 too."""
-
+"""dq by tiles of queries; the wide entry is for fp32 too."""
 FIVE_PRODUCTS = Schedule(rows=64, keys=128, warps=12, stages=2, descriptors=True, specialized=True)
 KEYS_DESCRIPTORS = Schedule(rows=64, keys=64, warps=4, stages=2, descriptors=True)
-KEYS_POINTERS = Schedule(rows=64, keys=64, warps=4, stages=2)
-KEYS_WIDE = Schedule(rows=32, keys=32, warps=8, stages=1)
 BACKWARD_KEYS = (
     FIVE_PRODUCTS,
     KEYS_DESCRIPTORS,
-    KEYS_POINTERS,
+    BACKWARD_POINTERS,
     Schedule(rows=32, keys=64, warps=8, stages=1),
-    KEYS_WIDE,
+    BACKWARD_WIDE,
 )
-"""dk and dv by tiles of keys; the first makes dq as well."""
+"""dk and dv by tiles of keys; `FIVE_PRODUCTS` makes dq as well."""
 
 
 def pick_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, most_rows: int
 ) -> Schedule:
-    """The forward schedule of a call.
-
-    Args:
-        q, k, v: its operands.
-        layout: where they lie.
-        most_rows: most queries of a sequence, times the query heads of a KV head.
-    """
+    """The forward schedule of a call; `most_rows` is the most rows of a sequence and KV head."""
     few = most_rows <= FEW_ROWS
     if q.dtype == torch.float32 or (few and q.shape[2] > 128):
         return _fitting(q, FP32_FORWARD)
@@ -229,18 +210,11 @@ def slices_for(grid: int, programs: int, dim: int, places: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def pick_backward_queries(q: Tensor) -> Schedule:
-    """The schedule of the kernel of dq."""
+def pick_backward(described: Schedule, q: Tensor) -> Schedule:
+    """The schedule of one of the two backward kernels; `described` is its entry for sm_90."""
     if q.dtype == torch.float32 or q.shape[2] > 128:
-        return QUERIES_WIDE
-    return QUERIES_DESCRIPTORS if has_tma(q.device) else QUERIES_POINTERS
-
-
-def pick_backward_keys(q: Tensor) -> Schedule:
-    """The schedule of the kernel of dk and dv."""
-    if q.dtype == torch.float32 or q.shape[2] > 128:
-        return KEYS_WIDE
-    return KEYS_DESCRIPTORS if has_tma(q.device) else KEYS_POINTERS
+        return BACKWARD_WIDE
+    return described if has_tma(q.device) else BACKWARD_POINTERS
 
 
 def in_five_products(layout: AttentionLayout, *operands: Tensor) -> bool:
@@ -274,13 +248,8 @@ def backward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Sc
 
     fp32 has a pinned step over what is summed: keys for dq, queries for dk and dv.
     """
-    by_query = table is BACKWARD_QUERIES
-    summed = [s.keys if by_query else s.rows for s in table]
-    return [
-        s
-        for s, size in zip(table, summed, strict=True)
-        if dtype != torch.float32 or size == FP32_SUMMED
-    ]
+    summed = attrgetter("keys" if table is BACKWARD_QUERIES else "rows")
+    return [s for s in table if dtype != torch.float32 or summed(s) == FP32_SUMMED]
 
 
 def admits(schedule: Schedule, layout: AttentionLayout, *operands: Tensor) -> bool:

@@ -97,7 +97,7 @@ def visible(query, key, window):
 
 @triton.jit
 def finite(m, MASKED: tl.constexpr):
-    """m, or 0 for a row that has seen no key, from which -inf can be subtracted."""
+    """m, or 0 for a row that has seen no key: -inf minus -inf would be NaN."""
     if MASKED:
         m = tl.where(m == NEG_INF, 0.0, m)
     return m

@@ -13,10 +13,8 @@ and KV head lie upward in it. Devices start programs in the order of their ids, 
 promise it: a program that waits, waits for one that runs already.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
-# pyright: reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ from rl_consistency.kernels.attention.hopper.backward_copies import (
     tiles_before,
     walk,
 )
-from rl_consistency.kernels.attention.hopper.tiles import row_descriptor
+from rl_consistency.kernels.attention.hopper.tiles import barriers, row_descriptor
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, reach
 from rl_consistency.kernels.core.device import sm_count
@@ -147,10 +145,9 @@ def _send(
 @gluon.jit
 def _consume(
     K, V, dQ, dK, dV, q_bufs, do_bufs, lse_buf, delta_buf, k_bufs, v_bufs, ds_bufs, in_buf,
-    out_buf, full, done, ready, gone, free, programs, first_tiles, query_start, query_len,
-    window, num_tiles, factor, scale, stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt,
-    stride_dqh, stride_dkt, stride_dkh, stride_dvt, stride_dvh, GROUP: gl.constexpr,
-    DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    out_buf, full, done, ready, gone, free, place, factor, scale, stride_kt, stride_kh, stride_vt,
+    stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
+    GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """The eight computing warps: five products at each step.
 
@@ -162,9 +159,8 @@ def _consume(
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=D, k_width=2)
     columns: gl.constexpr = gl.SliceLayout(0, S)
     dtype: gl.constexpr = ds_bufs.dtype
-    kv_head, first_key, start_row, limit, first_tile, per_head = walk(
-        programs, first_tiles, query_start, query_len, window, num_tiles, GROUP, WINDOWED
-    )
+    kv_head, first_key, start_row, limit, first_tile, per_head = walk(place, GROUP, WINDOWED)
+    window, num_tiles = place[4], place[5]
     k_bufs.index(0).store(_rows(K, first_key, start_row, kv_head, limit, stride_kt, stride_kh, DIM))
     v_bufs.index(0).store(_rows(V, first_key, start_row, kv_head, limit, stride_vt, stride_vh, DIM))
     fence_async_shared()
@@ -242,40 +238,34 @@ def attention_backward_hopper_kernel(
     out_buf = gl.allocate_shared_memory(gl.float32, chain, chain_desc.layout)
     lse_buf = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], flat)
     delta_buf = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], flat)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full, done = barriers(STAGES), barriers(STAGES)
     # ready: in_buf holds dq so far. free: out_buf may be written. gone: a step has sent its dq.
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    gone = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready, free, gone = barriers(1).index(0), barriers(1).index(0), barriers(STAGES)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(done.index(i), count=1)
         mbarrier.init(gone.index(i), count=1)
     mbarrier.init(ready, count=1)
     mbarrier.init(free, count=1)
+    place = (programs, first_tiles, query_start, query_len, window, num_tiles)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
                 K, V, dQ, dK, dV, q_bufs, do_bufs, lse_buf, delta_buf, k_bufs, v_bufs, ds_bufs,
-                in_buf, out_buf, full, done, ready, gone, free, programs, first_tiles,
-                query_start, query_len, window, num_tiles, factor, scale, stride_kt, stride_kh,
-                stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh, stride_dvt,
-                stride_dvh, GROUP, DIM, WINDOWED,
+                in_buf, out_buf, full, done, ready, gone, free, place, factor, scale, stride_kt,
+                stride_kh, stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh,
+                stride_dvt, stride_dvh, GROUP, DIM, WINDOWED,
             )),
             (copy_queries, (
                 q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done,
-                programs, first_tiles, query_start, query_len, window, num_tiles, GROUP, DIM,
-                WINDOWED,
+                place, GROUP, DIM, WINDOWED,
             )),
             (fetch_chains, (
-                CHAINS, chain_desc, in_buf, counters, ready, gone, programs, first_tiles,
-                query_start, query_len, window, num_tiles, GROUP, DIM, WINDOWED,
+                CHAINS, chain_desc, in_buf, counters, ready, gone, place, GROUP, DIM, WINDOWED,
             )),
             (leave_chains, (
-                chain_desc, out_buf, counters, gone, free, programs, first_tiles, query_start,
-                query_len, window, num_tiles, GROUP, DIM, WINDOWED,
+                chain_desc, out_buf, counters, gone, free, place, GROUP, DIM, WINDOWED,
             )),
         ],
         [1, 1, 1],

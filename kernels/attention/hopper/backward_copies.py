@@ -10,9 +10,7 @@ next keys. Memory keeps fp32 exactly. A counter per tile of queries and head say
 keys have left their sums.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
-# pyright: reportOperatorIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -35,15 +33,13 @@ ROW = gl.constexpr(256)
 
 
 @gluon.jit
-def walk(
-    programs, first_tiles, query_start, query_len, window, num_tiles, GROUP: gl.constexpr,
-    WINDOWED: gl.constexpr,
-):  # fmt: skip
+def walk(place, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
     """What a program walks over.
 
     (KV head, first key, first row of its sequence, keys of its sequence, number of the sequence's
     first tile of queries for the group's first head, tiles of queries per head.)
     """
+    programs, first_tiles, query_start, query_len, window, num_tiles = place
     entry = programs + 3 * gl.program_id(0)
     sequence = gl.load(entry)
     first_key = gl.load(entry + 1)
@@ -78,15 +74,13 @@ def tiles_before(first_key, ahead, window, WINDOWED: gl.constexpr):
 
 @gluon.jit
 def copy_queries(
-    q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done, programs,
-    first_tiles, query_start, query_len, window, num_tiles, GROUP: gl.constexpr,
-    DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done, place,
+    GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """One warp: fill the ring with q, do and the two statistics of each step's queries."""
     lane = gl.arange(0, QUERIES, layout=gl.BlockedLayout([2], [32], [1], [0]))
-    kv_head, first_key, start_row, _limit, first_tile, per_head = walk(
-        programs, first_tiles, query_start, query_len, window, num_tiles, GROUP, WINDOWED
-    )
+    kv_head, first_key, start_row, _limit, first_tile, per_head = walk(place, GROUP, WINDOWED)
+    num_tiles = place[5]
     for step in range(GROUP * per_head):
         head, ahead, tile, slot, turn = step_at(step, first_key, first_tile, per_head, num_tiles)
         statistics = STATISTICS + tile.to(gl.int64) * (2 * QUERIES) + lane
@@ -162,15 +156,14 @@ def _prefetch(place, size):
 
 @gluon.jit
 def fetch_chains(
-    CHAINS, chain_desc, in_buf, counters, ready, gone, programs, first_tiles, query_start,
-    query_len, window, num_tiles, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    CHAINS, chain_desc, in_buf, counters, ready, gone, place,
+    GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """One warp: wait at each step until the keys before have left their sums of dq, and copy them
     in."""
     SIZE: gl.constexpr = QUERIES * DIM
-    _head, first_key, _row, _limit, first_tile, per_head = walk(
-        programs, first_tiles, query_start, query_len, window, num_tiles, GROUP, WINDOWED
-    )
+    _head, first_key, _row, _limit, first_tile, per_head = walk(place, GROUP, WINDOWED)
+    window, num_tiles = place[4], place[5]
     for step in range(GROUP * per_head):
         _head, ahead, tile, _slot, _turn = step_at(step, first_key, first_tile, per_head, num_tiles)
         before = tiles_before(first_key, ahead, window, WINDOWED)
@@ -190,13 +183,12 @@ def fetch_chains(
 
 @gluon.jit
 def leave_chains(
-    chain_desc, out_buf, counters, gone, free, programs, first_tiles, query_start, query_len,
-    window, num_tiles, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    chain_desc, out_buf, counters, gone, free, place,
+    GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """One warp: copy the sums of dq of each step to memory, and count them."""
-    _head, first_key, _row, _limit, first_tile, per_head = walk(
-        programs, first_tiles, query_start, query_len, window, num_tiles, GROUP, WINDOWED
-    )
+    _head, first_key, _row, _limit, first_tile, per_head = walk(place, GROUP, WINDOWED)
+    num_tiles = place[5]
     for step in range(GROUP * per_head):
         _head, ahead, tile, slot, turn = step_at(step, first_key, first_tile, per_head, num_tiles)
         mbarrier.wait(gone.index(slot), turn)

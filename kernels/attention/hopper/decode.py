@@ -7,8 +7,7 @@ spread over programs, each block is written to memory, and then all are folded i
 (`decode_fold`): by the program that finishes last, or by several, a slice of the columns each.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 
 from __future__ import annotations
 

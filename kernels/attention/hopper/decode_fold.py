@@ -7,8 +7,8 @@ slice each. Written blocks are copied through a ring of shared buffers, two ahea
 folded.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def scanned_layout(n):
 
 @gluon.jit
 def finite(m):
-    """m, or 0 for a row that has seen no key, from which -inf can be subtracted."""
+    """m, or 0 for a row that has seen no key: -inf minus -inf would be NaN."""
     return gl.where(m == NEG_INF, 0.0, m)
 
 

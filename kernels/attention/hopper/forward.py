@@ -8,9 +8,8 @@ block of keys a chain of matrix steps and the halving tree to eight lanes, then 
 blocks.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -36,6 +35,7 @@ from rl_consistency.kernels.attention.hopper.forward_producer import (
 )
 from rl_consistency.kernels.attention.hopper.tiles import (
     NEG_INF,
+    barriers,
     descriptor,
     halve,
     row_descriptor,
@@ -70,10 +70,9 @@ def _free(empty, done):
 
 
 @gluon.jit
-def _first_scores(
-    done, q_buf, k_bufs, k_full, k_empty, turns, WHICH: gl.constexpr, S: gl.constexpr
-):
+def _first_scores(done, q_buf, ring, turns, WHICH: gl.constexpr, S: gl.constexpr):
     """Scores [64, KEYS] of a block that `_consume_block` has not begun."""
+    k_bufs, _v_bufs, k_full, _v_full, k_empty, _v_empty = ring
     slot = done % STAGES
     mbarrier.wait(k_full.index(slot), (done // STAGES) & 1)
     scores = warpgroup_mma(
@@ -88,15 +87,16 @@ def _first_scores(
 
 @gluon.jit
 def _consume_block(
-    done, start, scores, q_buf, k_bufs, v_bufs, k_full, v_full, k_empty, v_empty, turns, taken,
-    position, window, factor, m, lanes, acc, DIM: gl.constexpr, MASKED: gl.constexpr,
-    WINDOWED: gl.constexpr, WHICH: gl.constexpr, S: gl.constexpr, P: gl.constexpr,
+    done, start, scores, q_buf, ring, turns, taken, position, window, factor, m, lanes, acc,
+    DIM: gl.constexpr, MASKED: gl.constexpr, WINDOWED: gl.constexpr, WHICH: gl.constexpr,
+    S: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """Fold the block of `scores` into m, lanes and acc, and return them behind the next scores.
 
     An unmasked block is never the last: it computes the scores of the block after it. A masked one
     returns its own scores, which nobody reads.
     """
+    k_bufs, v_bufs, k_full, v_full, k_empty, v_empty = ring
     dtype: gl.constexpr = v_bufs.dtype
     lane_layout: gl.constexpr = lanes.type.layout
     slot = done % STAGES
@@ -156,8 +156,7 @@ def _consume_block(
 
 @gluon.jit
 def _consume(
-    OUT, LSE, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty, v_empty, turns,
-    tiles, num_tiles, query_start, query_len, context_len, window, factor, stride_ot, stride_oh,
+    OUT, LSE, q_bufs, q_full, q_empty, ring, turns, place, factor, stride_ot, stride_oh,
     stride_lse, WHICH: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
@@ -166,12 +165,13 @@ def _consume(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    _k_bufs, _v_bufs, k_full, v_full, k_empty, v_empty = ring
+    window = place[5]
     done = gl.to_tensor(0)
-    for turn in range(count_tiles(num_tiles)):
+    for turn in range(count_tiles(place[1])):
         kv_head, first_row, start_row, q_len, limit, low, tile_count = tile(
-            tile_index(turn), tiles, query_start, query_len, context_len, window, KV_HEADS, GROUP,
-            WINDOWED,
-        )  # fmt: skip
+            tile_index(turn), place, KV_HEADS, GROUP, WINDOWED
+        )
         past = limit - q_len
         first = first_row + WHICH * CONSUMER_ROWS
         own = first + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, S))
@@ -191,23 +191,19 @@ def _consume(
         q_buf = q_bufs.index(buffer)
         mbarrier.wait(q_full.index(buffer), (turn // QUERY_BUFFERS) & 1)
         _take_turn(turns, taken, WHICH)
-        scores = _first_scores(done, q_buf, k_bufs, k_full, k_empty, turns, WHICH, S)
+        scores = _first_scores(done, q_buf, ring, turns, WHICH, S)
         for i in range(whole):
             scores, m, lanes, acc = _consume_block(
-                done + i, low + i * KEYS, scores, q_buf, k_bufs, v_bufs, k_full, v_full, k_empty,
-                v_empty, turns, taken + 1 + i, position, window, factor, m, lanes, acc, DIM, False,
-                WINDOWED, WHICH, S, P,
+                done + i, low + i * KEYS, scores, q_buf, ring, turns, taken + 1 + i, position,
+                window, factor, m, lanes, acc, DIM, False, WINDOWED, WHICH, S, P,
             )  # fmt: skip
         for i in range(whole, count):
             scores, m, lanes, acc = _consume_block(
-                done + i, low + i * KEYS, scores, q_buf, k_bufs, v_bufs, k_full, v_full, k_empty,
-                v_empty, turns, taken + 1 + i, position, window, factor, m, lanes, acc, DIM, True,
-                WINDOWED, WHICH, S, P,
+                done + i, low + i * KEYS, scores, q_buf, ring, turns, taken + 1 + i, position,
+                window, factor, m, lanes, acc, DIM, True, WINDOWED, WHICH, S, P,
             )  # fmt: skip
             if i + 1 < count:
-                scores = _first_scores(
-                    done + i + 1, q_buf, k_bufs, k_full, k_empty, turns, WHICH, S
-                )
+                scores = _first_scores(done + i + 1, q_buf, ring, turns, WHICH, S)
             else:
                 _give_turn(turns, WHICH)
         for i in range(count, tile_count):
@@ -247,13 +243,11 @@ def attention_hopper_kernel(
     )  # fmt: skip
     k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, DIM], k_desc.layout)
     v_bufs = gl.allocate_shared_memory(v_desc.dtype, [STAGES, KEYS, DIM], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * QUERY_BUFFERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2 * QUERY_BUFFERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full, q_empty = barriers(2 * QUERY_BUFFERS), barriers(2 * QUERY_BUFFERS)
+    k_full, v_full, k_empty, v_empty = (
+        barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES)
+    )  # fmt: skip
+    turns = barriers(2)
     for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(2 * QUERY_BUFFERS):
@@ -262,25 +256,25 @@ def attention_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
+        # Both consumers read every block.
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
+    ring = (k_bufs, v_bufs, k_full, v_full, k_empty, v_empty)
+    place = (tiles, num_tiles, query_start, query_len, context_len, window)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
-                OUT, LSE, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty, v_empty,
-                turns, tiles, num_tiles, query_start, query_len, context_len, window, factor,
-                stride_ot, stride_oh, stride_lse, UPPER, KV_HEADS, GROUP, DIM, WINDOWED,
+                OUT, LSE, q_bufs, q_full, q_empty, ring, turns, place, factor, stride_ot,
+                stride_oh, stride_lse, UPPER, KV_HEADS, GROUP, DIM, WINDOWED,
             )),
             (_consume, (
-                OUT, LSE, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty, v_empty,
-                turns, tiles, num_tiles, query_start, query_len, context_len, window, factor,
-                stride_ot, stride_oh, stride_lse, LOWER, KV_HEADS, GROUP, DIM, WINDOWED,
+                OUT, LSE, q_bufs, q_full, q_empty, ring, turns, place, factor, stride_ot,
+                stride_oh, stride_lse, LOWER, KV_HEADS, GROUP, DIM, WINDOWED,
             )),
             (produce, (
-                Q, V, q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full,
-                q_empty, k_empty, v_empty, tiles, num_tiles, query_start, query_len, context_len,
-                window, stride_qt, stride_qh, stride_vt, stride_vh, KV_HEADS, GROUP, DIM, WINDOWED,
+                Q, V, q_desc, k_desc, v_desc, q_bufs, q_full, q_empty, ring, place, stride_qt,
+                stride_qh, stride_vt, stride_vh, KV_HEADS, GROUP, DIM, WINDOWED,
             )),
         ],
         [4, 4],

@@ -4,9 +4,8 @@ Queries are copied a tile ahead, keys and values through a ring of `STAGES` bloc
 two barriers: `full`, the copy has arrived, and `empty`, all consumers have read it.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
-# pyright: reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -45,11 +44,9 @@ def tile_index(turn):
 
 
 @gluon.jit
-def tile(
-    index, tiles, query_start, query_len, context_len, window, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, WINDOWED: gl.constexpr,
-):  # fmt: skip
+def tile(index, place, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
     """(KV head, first row, row of the first token, queries, keys, first key, blocks) of a tile."""
+    tiles, _num_tiles, query_start, query_len, context_len, window = place
     sequence = gl.load(tiles + 2 * (index // KV_HEADS))
     first_row = gl.load(tiles + 2 * (index // KV_HEADS) + 1)
     q_len = gl.load(query_len + sequence)
@@ -109,8 +106,7 @@ def _load_queries(
 
 @gluon.jit
 def produce(
-    Q, V, q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty,
-    v_empty, tiles, num_tiles, query_start, query_len, context_len, window, stride_qt, stride_qh,
+    Q, V, q_desc, k_desc, v_desc, q_bufs, q_full, q_empty, ring, place, stride_qt, stride_qh,
     stride_vt, stride_vh, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):  # fmt: skip
@@ -120,21 +116,20 @@ def produce(
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     within = gl.arange(0, chunk, layout=gl.SliceLayout(1, layout))
+    k_bufs, v_bufs, k_full, v_full, k_empty, v_empty = ring
     done = gl.to_tensor(0)
-    tiles_here = count_tiles(num_tiles)
+    tiles_here = count_tiles(place[1])
     kv_head, first_row, start_row, q_len, limit, low, count = tile(
-        tile_index(done), tiles, query_start, query_len, context_len, window, KV_HEADS, GROUP,
-        WINDOWED,
-    )  # fmt: skip
+        tile_index(done), place, KV_HEADS, GROUP, WINDOWED
+    )
     _load_queries(
         Q, q_desc, q_bufs, q_full, q_empty, done, kv_head, first_row, start_row, q_len, stride_qt,
         stride_qh, GROUP, DIM, chunk, layout,
     )  # fmt: skip
     for turn in range(tiles_here):
         next_head, next_first, next_start, next_len, next_limit, next_low, next_count = tile(
-            tile_index(gl.minimum(turn + 1, tiles_here - 1)), tiles, query_start, query_len,
-            context_len, window, KV_HEADS, GROUP, WINDOWED,
-        )  # fmt: skip
+            tile_index(gl.minimum(turn + 1, tiles_here - 1)), place, KV_HEADS, GROUP, WINDOWED
+        )
         column = kv_head * DIM
         for i in range(count):
             start = low + i * KEYS

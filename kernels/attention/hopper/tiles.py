@@ -1,8 +1,7 @@
-"""What the sm_90 kernels of attention share: constants, the halving tree, writing out a tile of
-the forward pass, and descriptors."""
+"""What the sm_90 kernels of attention share: constants, the halving tree, barriers, descriptors,
+and writing out a tile of the forward pass."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -23,6 +23,12 @@ def halve(x, R: gl.constexpr, N: gl.constexpr):
     """[R, N] -> [R, N // 2]: element i plus element i + N // 2."""
     low, high = x.reshape(R, 2, N // 2).permute(0, 2, 1).split()
     return low + high
+
+
+@gluon.jit
+def barriers(N: gl.constexpr):
+    """N barriers in shared memory."""
+    return gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit

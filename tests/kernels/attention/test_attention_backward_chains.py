@@ -52,10 +52,11 @@ def steps_of(program, layout, group, window, before=copies.tiles_before.fn):
     `fetch_chains` and `leave_chains` find them."""
     query_tiles, first_tiles = layout.query_tiles(CPU, QUERIES)
     sizes = (Pointer(list(layout.query_starts)), Pointer(list(layout.query_lens)))
+    first = Pointer(first_tiles.tolist())
+    place = (Pointer(program), first, *sizes, window or 0, len(query_tiles))
     _head, first_key, _row, _limit, first_tile, per_head = copies.walk.fn(
-        Pointer(program), Pointer(first_tiles.tolist()), *sizes, window or 0, len(query_tiles),
-        group, window is not None,
-    )  # fmt: skip
+        place, group, window is not None
+    )
     for step in range(group * per_head):
         _head, ahead, tile, _slot, _turn = copies.step_at.fn(
             step, first_key, first_tile, per_head, len(query_tiles)
