@@ -1,11 +1,11 @@
-"""Triton schedules of the backward attention order: dq by query tiles, dk and dv by key tiles.
+"""The backward pass in Triton, for any GPU: one kernel for dq, one for dk and dv.
 
-Every gradient is one chain of matrix steps, so that tiles are free; nothing is added by atomics.
-Scores are computed twice, once for dq and once for dk and dv: seven products where
-`attention_backward_hopper`, which hands chains of dq from tile to tile, needs five.
+dq goes by tiles of queries, dk and dv by tiles of keys. Every gradient is one chain of matrix
+steps, so tiles may have any size, and nothing is added by atomics. Each kernel computes the scores:
+seven products in all. `hopper/backward.py`, which hands chains of dq from tile to tile, needs five;
+`attention_bwd` uses it where it fits.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -15,60 +15,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.attention import schedules
+from rl_consistency.kernels.attention.backward_statistics_triton import delta_of
 from rl_consistency.kernels.attention.hopper import backward as attention_backward_hopper
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.attention.schedules import (
-    BACKWARD_KEYS,
-    BACKWARD_QUERIES,
-    FIVE_PRODUCTS,
-    LOG2E,
-    NO_WINDOW,
-    UNSPECIALIZED,
-    Schedule,
-    admits,
+from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, Schedule
+from rl_consistency.kernels.attention.tiles_triton import (
+    addresses,
     dense,
-    describable,
-    in_five_products,
-    pick_backward,
+    keys_of,
+    load_rows,
+    rows_of,
     sources,
+    tile_of,
+    visible,
 )
-from rl_consistency.kernels.attention.tiles_triton import load_rows, rows_of, visible
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
-from rl_consistency.kernels.reduction.tree_fold_triton import tree_fold
 
 LOG2E_VALUE = tl.constexpr(LOG2E)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def attention_delta_kernel(
-    dO, OUT, DELTA, num_rows, stride_dot, stride_doh, stride_ot, stride_oh, HEADS: tl.constexpr,
-    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """delta = tree(do * o) for every query and head."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    token, head = row // HEADS, row % HEADS
-    dim = tl.arange(0, DIM)
-    mask = (row < num_rows)[:, None] & (dim < HEAD_DIM)[None, :]
-    do = tl.load(
-        dO + token[:, None] * stride_dot + head[:, None] * stride_doh + dim[None, :],
-        mask=mask, other=0.0,
-    )  # fmt: skip
-    o = tl.load(
-        OUT + token[:, None] * stride_ot + head[:, None] * stride_oh + dim[None, :],
-        mask=mask, other=0.0,
-    )  # fmt: skip
-    product = do.to(tl.float32) * o.to(tl.float32)
-    tl.store(DELTA + row, tree_fold(product, ROWS, DIM), mask=row < num_rows)
-
-
 @triton.jit
 def _log2_parts(lse):
-    """The log-sum-exp in log2 units as a large and a small fp32 part; an fp32 one has no second."""
+    """The log-sum-exp in log2 units as a large and a small fp32 part, 0 where lse is fp32."""
     wide = lse * LOG2E_VALUE
     large = wide.to(tl.float32)
     rest = tl.zeros_like(large)
     if lse.dtype == tl.float64:
-        # An infinite one, of a query past the end, leaves no rest.
+        # A query past the end has an infinite lse, which leaves no rest.
         rest = tl.where(tl.abs(large) == float("inf"), 0.0, wide - large.to(tl.float64))
         rest = rest.to(tl.float32)
     return large, rest
@@ -82,6 +56,7 @@ def _fold_dq(
     KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
+    """dq [ROWS, DIM] after the keys low .. high."""
     for start in tl.range(low, high, KEYS):
         k = load_rows(K, k_descriptor, K, start, row0, kv_head, limit, stride_kt, stride_kh, 1,
                        KEYS, HEAD_DIM, DIM, SOURCE, MASKED)  # fmt: skip
@@ -98,7 +73,7 @@ def _fold_dq(
     return dq
 
 
-@triton.jit(do_not_specialize=["tiles", "query_start", "query_len", "window"])
+@triton.jit(do_not_specialize=PER_CALL)
 def attention_dq_kernel(
     dO, Q, K, V, k_descriptor, v_descriptor, LSE, DELTA, dQ, tiles, query_start, query_len,
     window, factor, scale,
@@ -107,65 +82,49 @@ def attention_dq_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """dq of one tile of rows: a matrix-step fold over keys upward."""
-    tile = tl.program_id(0) // KV_HEADS
-    kv_head = tl.program_id(0) % KV_HEADS
-    sequence = tl.load(tiles + 2 * tile)
-    first_row = tl.load(tiles + 2 * tile + 1)
-    limit = tl.load(query_len + sequence)
-    start_row = tl.load(query_start + sequence)
+    """dq [T, H, HEAD_DIM] of one tile of ROWS rows of one KV head: a chain over keys upward.
+
+    Grid: tiles * KV heads. Carried from block to block of KEYS keys: dq [ROWS, DIM].
+    """
+    _sequence, kv_head, first_row, start_row, limit, _limit = tile_of(
+        tiles, query_start, query_len, query_len, KV_HEADS
+    )
     valid, token, head, position = rows_of(first_row, kv_head, limit, 0, ROWS, GROUP)
     token_row = (start_row + token).to(tl.int64)
-    dim = tl.arange(0, DIM)
-    mask = valid[:, None] & (dim < HEAD_DIM)[None, :]
-    q = tl.load(
-        Q + token_row[:, None] * stride_qt + head[:, None] * stride_qh + dim[None, :],
-        mask=mask, other=0.0,
-    )  # fmt: skip
-    do = tl.load(
-        dO + token_row[:, None] * stride_dot + head[:, None] * stride_doh + dim[None, :],
-        mask=mask, other=0.0,
-    )  # fmt: skip
+    own = head[:, None]
+    mask = valid[:, None] & (tl.arange(0, DIM) < HEAD_DIM)[None, :]
+    q = tl.load(addresses(Q, token_row, own, stride_qt, stride_qh, DIM), mask=mask, other=0.0)
+    do = tl.load(addresses(dO, token_row, own, stride_dot, stride_doh, DIM), mask=mask, other=0.0)
     lse = tl.load(LSE + token_row * stride_lse + head, mask=valid, other=0.0)
     lse, rest = _log2_parts(lse)
     delta = tl.load(DELTA + token_row * stride_lse + head, mask=valid, other=0.0)
-    first_position = first_row // GROUP
-    last_position = tl.minimum((first_row + ROWS - 1) // GROUP, limit - 1)
-    high = last_position + 1
-    low = 0
+    first_position, last_position, low = keys_of(
+        first_row, limit, limit, window, ROWS, GROUP, KEYS, WINDOWED
+    )
     dq = no_steps(ROWS, DIM, Q.dtype.element_ty)
+    full_low = low
     full_high = (first_position + 1) // KEYS * KEYS
     if WINDOWED:
-        low = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
         edge = tl.cdiv(tl.maximum(last_position - window + 1, 0), KEYS) * KEYS
         full_low = tl.minimum(tl.maximum(edge, low), tl.maximum(full_high, low))
+        full_high = tl.maximum(full_high, full_low)
+    # Keys before the first and after the last block that all rows see whole are masked.
+    for part in tl.static_range(0 if WINDOWED else 1, 3):
+        begin = low if part == 0 else full_low if part == 1 else full_high
+        end = full_low if part == 0 else full_high if part == 1 else last_position + 1
         dq = _fold_dq(
-            q, do, lse, rest, delta, position, low, full_low,
+            q, do, lse, rest, delta, position, begin, end,
             K, V, k_descriptor, v_descriptor, start_row, kv_head, limit, window, factor,
             stride_kt, stride_kh, stride_vt, stride_vh, dq,
-            KEYS, HEAD_DIM, DIM, SOURCE, True,
+            KEYS, HEAD_DIM, DIM, SOURCE, part != 1,
         )  # fmt: skip
-        low = full_low
-        full_high = tl.maximum(full_high, low)
-    dq = _fold_dq(
-        q, do, lse, rest, delta, position, low, full_high,
-        K, V, k_descriptor, v_descriptor, start_row, kv_head, limit, window, factor,
-        stride_kt, stride_kh, stride_vt, stride_vh, dq,
-        KEYS, HEAD_DIM, DIM, SOURCE, False,
-    )  # fmt: skip
-    dq = _fold_dq(
-        q, do, lse, rest, delta, position, full_high, high,
-        K, V, k_descriptor, v_descriptor, start_row, kv_head, limit, window, factor,
-        stride_kt, stride_kh, stride_vt, stride_vh, dq,
-        KEYS, HEAD_DIM, DIM, SOURCE, True,
-    )  # fmt: skip
     tl.store(
-        dQ + token_row[:, None] * stride_dqt + head[:, None] * stride_dqh + dim[None, :],
+        addresses(dQ, token_row, own, stride_dqt, stride_dqh, DIM),
         (dq.to(tl.float32) * scale + 0.0).to(dQ.dtype.element_ty), mask=mask,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tiles", "query_start", "query_len", "window"])
+@triton.jit(do_not_specialize=PER_CALL)
 def attention_dkv_kernel(
     dO, Q, K, V, do_descriptor, q_descriptor, LSE, DELTA, dK, dV, tiles, query_start, query_len,
     window, factor, scale,
@@ -174,26 +133,22 @@ def attention_dkv_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one tile of keys: a matrix-step fold over the group's heads, then queries."""
-    tile = tl.program_id(0) // KV_HEADS
-    kv_head = tl.program_id(0) % KV_HEADS
-    sequence = tl.load(tiles + 2 * tile)
-    first_key = tl.load(tiles + 2 * tile + 1)
-    limit = tl.load(query_len + sequence)
-    start_row = tl.load(query_start + sequence)
+    """dk and dv [T, Hkv, HEAD_DIM] of one tile of KEYS keys of one KV head: chains over the group's
+    heads upward, then over queries upward.
+
+    Grid: tiles * KV heads. Carried from block to block of QUERIES queries: dk and dv [KEYS, DIM].
+    """
+    _sequence, kv_head, first_key, start_row, limit, _limit = tile_of(
+        tiles, query_start, query_len, query_len, KV_HEADS
+    )
     key = first_key + tl.arange(0, KEYS)
     row = (start_row + key).to(tl.int64)
-    dim = tl.arange(0, DIM)
-    mask = (key < limit)[:, None] & (dim < HEAD_DIM)[None, :]
-    k = tl.load(
-        K + row[:, None] * stride_kt + kv_head * stride_kh + dim[None, :], mask=mask, other=0.0
-    )
-    v = tl.load(
-        V + row[:, None] * stride_vt + kv_head * stride_vh + dim[None, :], mask=mask, other=0.0
-    )
+    mask = (key < limit)[:, None] & (tl.arange(0, DIM) < HEAD_DIM)[None, :]
+    k = tl.load(addresses(K, row, kv_head, stride_kt, stride_kh, DIM), mask=mask, other=0.0)
+    v = tl.load(addresses(V, row, kv_head, stride_vt, stride_vh, DIM), mask=mask, other=0.0)
     dk = no_steps(KEYS, DIM, K.dtype.element_ty)
     dv = no_steps(KEYS, DIM, K.dtype.element_ty)
-    # One loop over the group's heads and their query tiles; several spill registers.
+    # One loop over heads and query tiles: two nested loops would spill registers.
     low = first_key // QUERIES * QUERIES
     high = limit
     if WINDOWED:
@@ -221,11 +176,11 @@ def attention_dkv_kernel(
         ds = p * (dp - delta[None, :])
         dk = matrix_step(ds.to(q.dtype), q, dk)
     tl.store(
-        dK + row[:, None] * stride_dkt + kv_head * stride_dkh + dim[None, :],
+        addresses(dK, row, kv_head, stride_dkt, stride_dkh, DIM),
         (dk.to(tl.float32) * scale + 0.0).to(dK.dtype.element_ty), mask=mask,
     )  # fmt: skip
     tl.store(
-        dV + row[:, None] * stride_dvt + kv_head * stride_dvh + dim[None, :],
+        addresses(dV, row, kv_head, stride_dvt, stride_dvh, DIM),
         (dv.to(tl.float32) + 0.0).to(dV.dtype.element_ty), mask=mask,
     )  # fmt: skip
 
@@ -257,32 +212,26 @@ def attention_bwd(
     dq, dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if max(layout.query_lens, default=0) == 0:
         return dq, dk, dv
-    reach = NO_WINDOW if window is None else min(window, NO_WINDOW)
-    factor = scale * LOG2E
     if key_schedule is None and query_schedule is None:
-        fused = in_five_products(layout, do, q, k, v)
+        fused = schedules.in_five_products(layout, do, q, k, v)
     else:
         fused = key_schedule is not None and key_schedule.specialized
     if fused:
-        if query_schedule is not None or not admits(FIVE_PRODUCTS, layout, do, q, k, v):
-            raise ValueError(UNSPECIALIZED)
+        if query_schedule is not None or not schedules.admits(
+            schedules.FIVE_PRODUCTS, layout, do, q, k, v
+        ):
+            raise ValueError(schedules.UNSPECIALIZED)
         attention_backward_hopper.attention_hopper_bwd(
-            do, q, k, v, out, lse, (dq, dk, dv), layout, scale, window, reach, factor
+            do, q, k, v, out, lse, (dq, dk, dv), layout, scale, window
         )
         return dq, dk, dv
     dim = max(triton.next_power_of_2(head_dim), 16)
-    delta = torch.empty_like(lse, dtype=torch.float32)
-    attention_delta_kernel[(triton.cdiv(rows * heads, 32),)](
-        do, out, delta, rows * heads, do.stride(0), do.stride(1), out.stride(0), out.stride(1),
-        HEADS=heads, ROWS=32, HEAD_DIM=head_dim, DIM=dim, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    by_query = query_schedule or pick_backward(BACKWARD_QUERIES, q, dim)
-    by_key = key_schedule or pick_backward(BACKWARD_KEYS, q, dim)
+    delta = delta_of(do, out, dim)
+    by_query = query_schedule or schedules.pick_backward(schedules.QUERIES_DESCRIPTORS, q)
+    by_key = key_schedule or schedules.pick_backward(schedules.KEYS_DESCRIPTORS, q)
     tables = layout.tables(q.device)
-    operands = (
-        do.stride(0), do.stride(1), q.stride(0), q.stride(1), k.stride(0), k.stride(1),
-        v.stride(0), v.stride(1),
-    )  # fmt: skip
+    numbers = (tables.query_start, tables.query_len, schedules.reach(window), scale * LOG2E, scale)
+    strides = (*do.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
     shared = {
         "KV_HEADS": kv_heads,
         "GROUP": group,
@@ -292,20 +241,18 @@ def attention_bwd(
         "enable_fp_fusion": False,
     }
     tiles = layout.tiles(q.device, group, by_query.rows)
-    key_tiles = layout.key_tiles(q.device, by_key.keys)
-    described = by_query.descriptors and describable(k, v)
+    described = by_query.descriptors and schedules.describable(k, v)
     attention_dq_kernel[(len(tiles) * kv_heads,)](
         do, q, k, v, *sources(described, [by_query.keys, 1, dim], k, v), lse, delta, dq, tiles,
-        tables.query_start, tables.query_len, reach, factor, scale, *operands,
-        dq.stride(0), dq.stride(1), lse.stride(0), ROWS=by_query.rows, KEYS=by_query.keys,
-        SOURCE=2 if described else 0, num_warps=by_query.warps, num_stages=by_query.stages,
-        **shared,
+        *numbers, *strides, *dq.stride()[:2], lse.stride(0), ROWS=by_query.rows,
+        KEYS=by_query.keys, SOURCE=2 if described else 0, num_warps=by_query.warps,
+        num_stages=by_query.stages, **shared,
     )  # fmt: skip
-    described = by_key.descriptors and describable(do, q)
-    attention_dkv_kernel[(len(key_tiles) * kv_heads,)](
-        do, q, k, v, *sources(described, [by_key.rows, 1, dim], do, q), lse, delta, dk, dv,
-        key_tiles, tables.query_start, tables.query_len, reach, factor, scale, *operands,
-        dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1), lse.stride(0),
+    tiles = layout.key_tiles(q.device, by_key.keys)
+    described = by_key.descriptors and schedules.describable(do, q)
+    attention_dkv_kernel[(len(tiles) * kv_heads,)](
+        do, q, k, v, *sources(described, [by_key.rows, 1, dim], do, q), lse, delta, dk, dv, tiles,
+        *numbers, *strides, *dk.stride()[:2], *dv.stride()[:2], lse.stride(0),
         QUERIES=by_key.rows, KEYS=by_key.keys, SOURCE=2 if described else 0,
         num_warps=by_key.warps, num_stages=by_key.stages, **shared,
     )  # fmt: skip

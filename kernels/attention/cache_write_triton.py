@@ -3,17 +3,17 @@
 Shapes: k, v [T, Hkv, D]; caches [num_blocks, block_size, Hkv, D]; slots [T] int64, block *
     block_size + offset.
 Dtypes and rounding points: any dtype, a copy of its bits.
-Order: none. Of rows with one slot any may be the last; only the dummy block's slots repeat.
+Order: none. Where tokens share a slot, any of them may be the last to be written; only slots of
+    the dummy block are shared.
 Invariant to: everything.
 Varies with: nothing.
 Backward: none; a cache has no gradient.
-Errors: ValueError on shapes, strides, dtypes and devices that do not fit. Nobody looks at the
-    slots, which would make the host wait: they are the caller's promise.
+Errors: ValueError on shapes, strides, dtypes and devices that do not fit. The caller vouches for
+    the slots: checking them would make the host wait.
 Cost: memory-bound; on CUDA one launch for keys and values.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def cache_write_kernel(
     k_ptr, v_ptr, key_cache, value_cache, slot_ptr, k_token, k_head, v_token, v_head,
     HEAD_DIM: tl.constexpr, ROW: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One token's keys and values, COLUMNS of its ROW = Hkv * D elements."""
+    """Copy COLUMNS of the ROW = Hkv * D elements of one token's keys and values into its slot.
+
+    Grid: (T, ROW / COLUMNS rounded up).
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -48,14 +51,12 @@ def cache_write(
     """Store new tokens' keys and values in their slots of one layer's cache.
 
     Args:
-        k: [T, Hkv, D].
-        v: like k.
-        key_cache: [num_blocks, block_size, Hkv, D], contiguous.
-        value_cache: like key_cache.
+        k, v: [T, Hkv, D].
+        key_cache, value_cache: [num_blocks, block_size, Hkv, D], contiguous.
         slots: [T] int64, each in [0, num_blocks * block_size).
     """
     tensors = {"k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
-    shapes = f"{', '.join(f'{name} {tuple(t.shape)}' for name, t in tensors.items())}"
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
     fits = k.shape == v.shape == (*slots.shape, *key_cache.shape[2:])
     if not fits or key_cache.shape != value_cache.shape or slots.dim() != 1:
         raise ValueError(

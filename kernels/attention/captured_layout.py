@@ -1,4 +1,4 @@
-"""A paged layout whose lengths only the device knows: for work captured in a CUDA graph."""
+"""The paged layout of work that is captured in a CUDA graph: only the device knows its lengths."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rl_consistency.kernels.attention.layout import (
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedPagedAttention(PagedAttention):
-    """The same number of queries of each sequence, with lengths that only the device knows.
+    """Equally many query rows for each sequence, with lengths that only the device knows.
 
-    For a CUDA graph: it is captured once and replayed with other numbers in `numbers`. What the
-    host lists say are upper bounds, which choose schedules and no bits. A sequence with fewer
-    queries than the others has them first; the rows behind them give 0.
+    A CUDA graph is captured once and replayed with other values in `numbers`. The host's lists are
+    upper bounds: they choose schedules, and no bit depends on them. A sequence that uses fewer of
+    its rows uses the first ones; the others give 0.
     """
 
     numbers: SequenceTables
-    """The lengths and block tables in force when the work runs; no more than the host's."""
+    """The lengths and block tables of the next run; no longer than the host's bounds."""
 
     @classmethod
     def of(
@@ -64,7 +64,7 @@ class CapturedPagedAttention(PagedAttention):
             )
 
     def owns(self, rows: int) -> bool:
-        """As its own, but with several queries each some rows may belong to no sequence."""
+        """Whether every row is a query: unknown, hence False, with several rows a sequence."""
         return max(self.query_lens, default=1) == 1 and super().owns(rows)
 
     def tables(self, device: torch.device) -> SequenceTables:
@@ -74,7 +74,7 @@ class CapturedPagedAttention(PagedAttention):
         return self.numbers.block_table
 
     def plan(self, group: int, window: int | None) -> TilePlan:
-        """Of the numbers in force now, which it reads: for a CPU, where nothing waits."""
+        """The plan of `numbers` as they are now, not kept; only a CPU asks for it."""
         return self.in_force().plan(group, window)
 
     def in_force(self) -> PagedAttention:

@@ -1,8 +1,7 @@
-"""The attention order on a CPU.
+"""The attention order on a CPU: forward by tiles of 16 rows, backward by tiles of 64 queries.
 
-Shapes, dtypes, order, invariance: those of `attention`.
-Errors: none.
-Cost: two batched products per block of 64 keys; keys are gathered per tile.
+Shapes, dtypes and order are those of `op.py`. Keys are gathered for every tile, and tiles or
+sequences are batched up to `GATHER_BYTES`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import (
     KEY_BLOCK,
-    ROW_TILE,
     AttentionLayout,
     PackedSequences,
     TilePlan,
@@ -23,7 +21,7 @@ from rl_consistency.kernels.matmul.op import tile_matmul
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 
 GATHER_BYTES = 64 << 20
-"""Upper bound on the fp32 keys gathered at a time; neutral to the bits."""
+"""Upper bound on the fp32 keys gathered at a time; no bit depends on it."""
 
 
 def attention_cpu_fwd(
@@ -96,20 +94,23 @@ def _fold_block(
     acc: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One step of the fold: q [n, Hkv, 16, D], k and v [n, 64, Hkv, D], seen [n, 16, 64]."""
-    n, kv_heads, _, head_dim = q.shape
+    """(m, length, acc) after one more block of keys.
+
+    q [n, Hkv, 16, D], k and v [n, 64, Hkv, D], seen [n, 16, 64]; m and length [n, Hkv, 16], acc
+    [n, Hkv, 16, D].
+    """
+    n, kv_heads, _, _ = q.shape
     dtype = v.dtype
-    k = k.transpose(1, 2).float().contiguous().view(n * kv_heads, KEY_BLOCK, head_dim)
-    v = v.transpose(1, 2).float().contiguous().view(n * kv_heads, KEY_BLOCK, head_dim)
-    scores = tile_matmul(q.view(n * kv_heads, ROW_TILE, head_dim), k.transpose(1, 2)) * scale
-    scores = scores.view(n, kv_heads, ROW_TILE, KEY_BLOCK)
-    scores = scores.masked_fill(~seen[:, None], -math.inf)
+    # [n, 64, Hkv, D] -> [n * Hkv, 64, D]
+    k, v = (x.transpose(1, 2).float().contiguous().flatten(0, 1) for x in (k, v))
+    scores = tile_matmul(q.flatten(0, 1), k.transpose(1, 2)) * scale
+    scores = scores.unflatten(0, (n, kv_heads)).masked_fill(~seen[:, None], -math.inf)
     new_m = torch.maximum(m, scores.amax(dim=-1))
     # A row that has seen no key yet keeps m = -inf; subtracting it would give NaN.
     shift = new_m.masked_fill(new_m == -math.inf, 0.0)
     rescale = torch.exp(m - shift)
     p = torch.exp(scores - shift.unsqueeze(-1)).to(dtype).float()
-    product = tile_matmul(p.view(n * kv_heads, ROW_TILE, KEY_BLOCK), v)
+    product = tile_matmul(p.flatten(0, 1), v)
     length = length * rescale + tree_sum(p)
     acc = acc * rescale.unsqueeze(-1) + product.view_as(acc)
     return new_m, length, acc
@@ -133,7 +134,10 @@ def attention_cpu_bwd(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv; rows that no sequence owns are 0."""
+    """dq, dk and dv; rows that no sequence owns are 0.
+
+    Sequences of equally many blocks are batched.
+    """
     delta = tree_sum(do.float() * out.float())
     gradients = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     lens = torch.tensor(list(layout.query_lens), dtype=torch.int64)

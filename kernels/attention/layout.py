@@ -1,14 +1,16 @@
 """Where the queries and keys of a call lie: packed sequences, or a paged cache.
 
-Both describe the same thing to the attention order: for every sequence its new queries, their
-positions, and the row in which each key of positions 0 .. context - 1 is stored. A layout is built
-once per forward pass and shared by all layers, which also share its tile plans.
+Both say the same to the attention order: the new queries of every sequence, their positions, and
+the row that holds each key of positions 0 .. context - 1. A layout is built once per forward pass.
+All layers share it, with its tables on the device and its lists of tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,9 +18,11 @@ from torch import Tensor
 from rl_consistency.kernels.attention.cache_write_triton import cache_write
 
 ROW_TILE = 16
-"""Query rows in one forward tile; the heads of a KV group at one position are neighbouring rows."""
+"""Query rows in one CPU tile; the heads of a KV group at one position are neighbouring rows."""
 KEY_BLOCK = 64
-"""Keys in one step of the softmax fold, counted from the sequence's own first token."""
+"""Keys in one step of the CPU's softmax fold, counted from the sequence's own first token."""
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def from_host(values: Tensor, device: torch.device) -> Tensor:
@@ -31,14 +35,14 @@ def from_host(values: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TilePlan:
-    """Index tensors of one layout for one number of query heads per KV head.
+    """Index tensors of the CPU schedule, for one number of query heads per KV head.
 
     Attributes:
         query_rows: [tiles, 16] row in the flattened [T * group] queries; 0 for filler.
         query_positions: [tiles, 16] position in the sequence; -1 for filler, which sees no key.
         sequence: [tiles] sequence of the tile.
         key_rows: [sequences, blocks * 64] storage row of each key; past the end the last key's row.
-        first_block, last_block: [tiles] key blocks any of the tile's rows can see.
+        first_block, last_block: [tiles] first and last key block that any row of the tile sees.
     """
 
     query_rows: Tensor
@@ -64,6 +68,19 @@ class SequenceTables:
     block_table: Tensor
 
 
+def _once(method: _Method) -> _Method:
+    """A method of a layout that is run once for each list of arguments."""
+
+    @wraps(method)
+    def call(self: AttentionLayout, *arguments: object) -> Any:
+        key = (method.__name__, *arguments)
+        if key not in self._kept:
+            self._kept[key] = method(self, *arguments)
+        return self._kept[key]
+
+    return cast("_Method", call)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionLayout:
     """Queries of a call by sequence.
@@ -78,15 +95,8 @@ class AttentionLayout:
     query_lens: Sequence[int]
     """Number of queries of each sequence."""
     context_lens: Sequence[int]
-    """Number of keys of each sequence, its queries' own included."""
-    _plans: dict[tuple[int, int | None], TilePlan] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _tables: dict[torch.device, SequenceTables] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _owned: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _tiles: dict[tuple[torch.device | float, ...], Tensor] = field(
+    """Number of keys of each sequence, those of its queries included."""
+    _kept: dict[tuple[object, ...], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -107,98 +117,35 @@ class AttentionLayout:
 
     def owns(self, rows: int) -> bool:
         """Whether each of the call's rows is a query of some sequence."""
-        if "rows" not in self._owned:
-            end = 0
-            for start, queries in sorted(zip(self.query_starts, self.query_lens, strict=True)):
-                if start > end:
-                    break
-                end = max(end, start + queries)
-            self._owned["rows"] = end
-        return self._owned["rows"] >= rows
+        return self._rows_from_first() >= rows
+
+    @_once
+    def _rows_from_first(self) -> int:
+        """Number of rows before the first one that no sequence owns."""
+        end = 0
+        for start, queries in sorted(zip(self.query_starts, self.query_lens, strict=True)):
+            if start > end:
+                break
+            end = max(end, start + queries)
+        return end
 
     def key_rows(self, width: int) -> Tensor:
         """[sequences, width] storage row of each key position, the last key's row past the end."""
         raise NotImplementedError
 
+    @_once
     def key_rows_on(self, device: torch.device) -> Tensor:
         """`key_rows` of all contexts on a device, copied once."""
-        key = (device, 0, 0)
-        if key not in self._tiles:
-            longest = max(self.context_lens, default=0)
-            self._tiles[key] = from_host(self.key_rows(max(longest, 1)), device)
-        return self._tiles[key]
+        return from_host(self.key_rows(max(self.context_lens, default=1) or 1), device)
 
+    @_once
     def plan(self, group: int, window: int | None) -> TilePlan:
-        """The tile plan for `group` query heads per KV head, made once."""
-        key = (group, window)
-        if key not in self._plans:
-            self._plans[key] = self._make_plan(group, window)
-        return self._plans[key]
-
-    def tables(self, device: torch.device) -> SequenceTables:
-        """The layout's numbers on a device, copied once."""
-        if device not in self._tables:
-            numbers = torch.tensor(
-                [list(self.query_starts), list(self.query_lens), list(self.context_lens)],
-                dtype=torch.int32,
-            )
-            starts, lens, contexts = from_host(numbers, device).unbind(0)
-            blocks = from_host(self.block_table(), device)
-            self._tables[device] = SequenceTables(starts, lens, contexts, blocks)
-        return self._tables[device]
-
-    def block_table(self) -> Tensor:
-        """[sequences, most blocks] int32 on the CPU; [1, 1] where keys are packed."""
-        return torch.zeros(1, 1, dtype=torch.int32)
-
-    def tiles(self, device: torch.device, group: int, rows_per_tile: int) -> Tensor:
-        """[tiles, 2] int32 on a device: a sequence, and the tile's first row in it.
-
-        A sequence's rows are its queries times the group's heads. Tiles that see most keys come
-        first, so that the last ones to run are short.
-        """
-        key = (device, group, rows_per_tile)
-        if key not in self._tiles:
-            lens = torch.tensor(list(self.query_lens), dtype=torch.int64)
-            past = torch.tensor(list(self.context_lens), dtype=torch.int64) - lens
-            counts = -(-(lens * group) // rows_per_tile)
-            sequence = torch.repeat_interleave(counts)
-            tile = torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
-            first = tile * rows_per_tile
-            reach = past[sequence] + first // group
-            order = torch.argsort(reach, descending=True, stable=True)
-            tiles = torch.stack([sequence, first], dim=1)[order].to(torch.int32)
-            self._tiles[key] = from_host(tiles.contiguous(), device)
-        return self._tiles[key]
-
-    def tickets(self, device: torch.device, count: int) -> Tensor:
-        """[count] int32 zeros on a device; each launch that counts in them leaves them zero.
-
-        A layout is for one stream at a time.
-
-        Raises:
-            RuntimeError: a graph is being captured and nothing was run before it: its replay
-                would count in memory that only the capture set to zero.
-        """
-        key = (device, -2, count)
-        if key not in self._tiles:
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "attention: this layout is captured before its first call; run the call once, "
-                    "then capture it."
-                )
-            self._tiles[key] = torch.zeros(count, dtype=torch.int32, device=device)
-        return self._tiles[key]
-
-    def _make_plan(self, group: int, window: int | None) -> TilePlan:
-        starts, queries, contexts = (
-            torch.tensor(list(values), dtype=torch.int64)
-            for values in (self.query_starts, self.query_lens, self.context_lens)
+        """The CPU's tile plan for `group` query heads per KV head, made once."""
+        starts, queries, contexts = map(
+            _int64, (self.query_starts, self.query_lens, self.context_lens)
         )
-        tiles = -(-(queries * group) // ROW_TILE)
-        sequence = torch.repeat_interleave(tiles)
-        tile_in_sequence = torch.arange(len(sequence)) - (tiles.cumsum(0) - tiles)[sequence]
-        flat = tile_in_sequence[:, None] * ROW_TILE + torch.arange(ROW_TILE)
+        sequence, first_row, _ = _cut([n * group for n in self.query_lens], ROW_TILE)
+        flat = first_row[:, None] + torch.arange(ROW_TILE)
         valid = flat < (queries * group)[sequence][:, None]
         token, head = flat // group, flat % group
         rows = ((starts[sequence][:, None] + token) * group + head).masked_fill(~valid, 0)
@@ -218,6 +165,48 @@ class AttentionLayout:
             first_block=first,
             last_block=last,
         )
+
+    @_once
+    def tables(self, device: torch.device) -> SequenceTables:
+        """The layout's numbers on a device, copied once."""
+        numbers = torch.tensor(
+            [list(self.query_starts), list(self.query_lens), list(self.context_lens)],
+            dtype=torch.int32,
+        )
+        starts, lens, contexts = from_host(numbers, device).unbind(0)
+        return SequenceTables(starts, lens, contexts, from_host(self.block_table(), device))
+
+    def block_table(self) -> Tensor:
+        """[sequences, most blocks] int32 on the CPU; [1, 1] where keys are packed."""
+        return torch.zeros(1, 1, dtype=torch.int32)
+
+    @_once
+    def tiles(self, device: torch.device, group: int, rows_per_tile: int) -> Tensor:
+        """[tiles, 2] int32 on a device: a sequence, and the tile's first row in it.
+
+        A sequence's rows are its queries times the group's heads. Tiles that see most keys come
+        first, so that the last ones to run are short.
+        """
+        sequence, first, _ = _cut([n * group for n in self.query_lens], rows_per_tile)
+        past = _int64(self.context_lens) - _int64(self.query_lens)
+        return _longest_first(past[sequence] + first // group, device, sequence, first)
+
+    @_once
+    def tickets(self, device: torch.device, count: int) -> Tensor:
+        """[count] int32 zeros on a device; each launch that counts in them leaves them zero.
+
+        A layout is for one stream at a time.
+
+        Raises:
+            RuntimeError: a graph is being captured and nothing was run before it: its replay
+                would count in memory that only the capture set to zero.
+        """
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "attention: this layout is captured before its first call; run the call once, "
+                "then capture it."
+            )
+        return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,71 +230,54 @@ class PackedSequences(AttentionLayout):
         """Sequences that begin at `starts` and have `lens` tokens each."""
         return cls(query_starts=starts, query_lens=lens, context_lens=lens)
 
+    @_once
     def key_tiles(self, device: torch.device, keys_per_tile: int) -> Tensor:
         """[tiles, 2] int32 on a device: a sequence, and the tile's first key in it.
 
         Tiles that most queries see come first, so that the last ones to run are short.
         """
-        # A key is seen by the queries after it, a query sees the keys before it: the same tiles.
-        key = (device, 0, keys_per_tile)
-        if key not in self._tiles:
-            lens = torch.tensor(list(self.query_lens), dtype=torch.int64)
-            counts = -(-lens // keys_per_tile)
-            sequence = torch.repeat_interleave(counts)
-            tile = torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
-            first = tile * keys_per_tile
-            order = torch.argsort(lens[sequence] - first, descending=True, stable=True)
-            tiles = torch.stack([sequence, first], dim=1)[order].to(torch.int32)
-            self._tiles[key] = from_host(tiles.contiguous(), device)
-        return self._tiles[key]
+        sequence, first, _ = _cut(self.query_lens, keys_per_tile)
+        # A key is seen by the queries after it.
+        queries = _int64(self.query_lens)[sequence] - first
+        return _longest_first(queries, device, sequence, first)
 
+    @_once
     def key_programs(
         self, device: torch.device, keys_per_tile: int, kv_heads: int, apart: float
     ) -> Tensor:
-        """[tiles * kv_heads, 3] int32 on a device: a sequence, the tile's first key in it, and the
-        KV head. The tiles of a sequence and head lie upward: `attention_backward_hopper` waits for
-        the earlier ones and would wait for ever otherwise.
+        """[tiles * kv_heads, 3] int32 on a device: a sequence, the tile's first key, the KV head.
 
-        Tiles of one sequence and head that run side by side wait for one another, then end
-        together, and the next ones do the same. So sequences and heads are set up to `apart` tiles
-        apart in the order: they end at different times, and their next tiles start one by one.
+        The tiles of a sequence and head lie upward: `hopper/backward.py` waits for the earlier ones
+        and would wait for ever otherwise. Tiles of one sequence and head that run side by side wait
+        for one another, end together, and leave the next ones to do the same. So sequences and
+        heads are set up to `apart` tiles apart in the order: they end at different times, and their
+        next tiles start one by one.
         """
-        key = (device, -3, keys_per_tile, kv_heads, apart)
-        if key not in self._tiles:
-            lens = torch.tensor(list(self.query_lens), dtype=torch.int64)
-            counts = -(-lens // keys_per_tile)
-            sequence = torch.repeat_interleave(counts)
-            tile = torch.arange(len(sequence)) - (counts.cumsum(0) - counts)[sequence]
-            head = torch.arange(kv_heads).repeat(len(sequence))
-            sequence = sequence.repeat_interleave(kv_heads)
-            first = tile.repeat_interleave(kv_heads) * keys_per_tile
-            place = (sequence * kv_heads + head).double() / (len(lens) * kv_heads)
-            reach = lens[sequence] - first - place * keys_per_tile * apart
-            order = torch.argsort(reach, descending=True, stable=True)
-            programs = torch.stack([sequence, first, head], dim=1)[order].to(torch.int32)
-            self._tiles[key] = from_host(programs.contiguous(), device)
-        return self._tiles[key]
+        sequence, first, _ = _cut(self.query_lens, keys_per_tile)
+        head = torch.arange(kv_heads).repeat(len(sequence))
+        sequence, first = (x.repeat_interleave(kv_heads) for x in (sequence, first))
+        lens = _int64(self.query_lens)
+        place = (sequence * kv_heads + head).double() / (len(lens) * kv_heads)
+        queries = lens[sequence] - first - place * keys_per_tile * apart
+        return _longest_first(queries, device, sequence, first, head)
 
+    @_once
     def query_tiles(self, device: torch.device, queries_per_tile: int) -> tuple[Tensor, Tensor]:
-        """Tiles of queries in the order of their sequences, int32 on a device: [tiles, 2] a
-        sequence, and the tile's first query in it; and [sequences] each sequence's first tile."""
-        key = (device, -1, queries_per_tile)
-        if key not in self._tiles:
-            lens = torch.tensor(list(self.query_lens), dtype=torch.int64)
-            counts = -(-lens // queries_per_tile)
-            before = counts.cumsum(0) - counts
-            sequence = torch.repeat_interleave(counts)
-            first = (torch.arange(len(sequence)) - before[sequence]) * queries_per_tile
-            tiles = torch.stack([sequence, first], dim=1).flatten()
-            # Behind one another in one tensor: one copy.
-            both = torch.cat([tiles, before]).to(torch.int32)
-            self._tiles[key] = from_host(both, device)
-        tiles, first_tiles = self._tiles[key].tensor_split([-len(self.query_lens)])
+        """Tiles of queries in the order of their sequences, int32 on a device.
+
+        Returns:
+            ([tiles, 2] a sequence and the tile's first query in it, [sequences] number of each
+            sequence's first tile).
+        """
+        sequence, first, before = _cut(self.query_lens, queries_per_tile)
+        tiles = torch.stack([sequence, first], dim=1).flatten()
+        # One tensor holds both: one copy.
+        both = from_host(torch.cat([tiles, before]).to(torch.int32), device)
+        tiles, first_tiles = both.tensor_split([len(tiles)])
         return tiles.view(-1, 2), first_tiles
 
     def key_rows(self, width: int) -> Tensor:
-        starts = torch.tensor(list(self.query_starts), dtype=torch.int64)
-        return starts[:, None] + _clamped_positions(self.context_lens, width)
+        return _int64(self.query_starts)[:, None] + _clamped_positions(self.context_lens, width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,7 +322,29 @@ class PagedAttention(AttentionLayout):
         cache_write(k, v, self.key_cache[layer], self.value_cache[layer], self.slot_mapping)
 
 
+def _int64(values: Sequence[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64)
+
+
+def _cut(lens: Sequence[int], per_tile: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tiles of sequences of `lens` rows, in their order.
+
+    Returns:
+        ([tiles] sequence, [tiles] first row in it, [sequences] number of the first tile), int64.
+    """
+    counts = -(-_int64(lens) // per_tile)
+    before = counts.cumsum(0) - counts
+    sequence = torch.repeat_interleave(counts)
+    return sequence, (torch.arange(len(sequence)) - before[sequence]) * per_tile, before
+
+
+def _longest_first(length: Tensor, device: torch.device, *columns: Tensor) -> Tensor:
+    """[tiles, columns] int32 on a device, tiles of most `length` first."""
+    order = torch.argsort(length, descending=True, stable=True)
+    return from_host(torch.stack(columns, dim=1)[order].to(torch.int32).contiguous(), device)
+
+
 def _clamped_positions(context_lens: Sequence[int], width: int) -> Tensor:
     """[sequences, width] key positions, the last key's past the end of a sequence."""
-    last = torch.tensor(list(context_lens), dtype=torch.int64).sub(1).clamp(min=0)
+    last = _int64(context_lens).sub(1).clamp(min=0)
     return torch.minimum(torch.arange(width)[None, :], last[:, None])

@@ -7,10 +7,10 @@ Dtypes and rounding points: fp32, bf16, fp16; scores, statistics and accumulator
     probabilities rounded to the dtype of v before they are multiplied with v (on a CPU before they
     are summed, too); o rounded once. Backward: probabilities and score gradients rounded to the
     dtype before their products.
-Order: `ORDER` below.
+Order: ORDER below, `attention`.
 Invariant to: the other sequences, the number of queries in the call (prefill, chunk, decode), the
-    placement of keys, the block size of the cache, tiles of queries, rows no sequence owns (they
-    give 0). Backward on CUDA expects finite neighbours: a NaN in another sequence may spread.
+    placement of keys, the block size of the cache, tiles of queries, rows that no sequence owns
+    (they give 0). Backward on CUDA expects finite neighbours: a NaN in another sequence may spread.
 Varies with: D, the window, and the key's distance from its sequence's start (block borders).
 Backward: dq, dk, dv without atomics; packed layout only. lse has no gradient.
 Errors: TypeError on dtypes, ValueError on shapes, devices, layout and autocast.
@@ -48,24 +48,35 @@ HEAD_DIM_MULTIPLE = 16
 ORDER = ReductionOrder(
     id="attention",
     version=3,
-    cpu=(
-        "On a CPU: keys in blocks of 64 counted from the sequence's first token. Per block: s = "
-        "(q.k in the matmul order over D) * scale; m' = max(m, max s); a = exp(m - m'); p = exp(s"
-        " - m') rounded to the dtype of v; l = l*a + tree(p); acc = acc*a + (p.v in the matmul "
-        "order over the block). o = acc/l, lse = m + log(l). Backward in tiles of 64 queries by "
-        "64 keys, both counted from the sequence's start: p = exp(s - lse), ds = p*(dp - "
-        "tree(do*o)), both rounded to the dtype; dq folds over key tiles upward; dk and dv fold "
-        "over query tiles upward, in each first over the group's heads upward. On CUDA: blocks of"
-        " 128 keys (64 where D > 128), s.c with c = scale*log2(e). Each block on its own: m_b = "
-        "max(s)*c, p = exp2(fma(s, c, -m_b)), l_b = p halved to eight lanes, acc_b = p rounded to"
-        " the dtype times v in matrix steps from zero. The left fold over blocks: m' = max(m, "
-        "m_b), a = exp2(m - m'), b = exp2(m_b - m'), l = fma(l_b, b, l*a), acc = fma(acc_b, b, "
-        "acc*a). o = acc*(1/tree(l)), lse = (m + log2 tree(l))*ln 2. Backward: p = exp2(fma(s, c,"
-        " -lse*log2(e))), ds = p*(dp - tree(do*o)), both rounded; dq one chain of matrix steps "
-        "over keys upward, dk and dv one over the group's heads, then queries, upward; times "
-        "scale. fp32: lse is kept in fp64, and a step of dq sums 32 keys, one of dk and dv 32 "
-        "queries, from zero, into fp64. Negative zero becomes positive zero."
-    ),
+    cpu="""\
+Blocks of 64 keys, counted from the sequence's first token. From m = -inf, l = acc = 0, upward:
+    s = (q.k in the matmul order over D) * scale; m' = max(m, max s); a = exp(m - m')
+    p = exp(s - m') rounded to the dtype of v
+    l = l*a + tree(p); acc = acc*a + (p.v in the matmul order over the block); m = m'
+o = acc/l; lse = m + log(l)
+Backward in tiles of 64 queries by 64 keys, both counted from the sequence's first token:
+    p = exp(s - lse); ds = p*(do.v - tree(do*o)); both rounded to the dtype
+    dq += ds.k over key tiles upward
+    dk += ds.q, dv += p.do over query tiles upward, each first summed over the group's heads upward
+    dq, dk times scale
+-0 becomes +0.""",
+    cuda="""\
+Blocks of 128 keys (64 where D > 128), counted from the sequence's first token; c = scale*log2(e).
+Each block on its own, products in matrix steps from zero:
+    s = q.k; m_b = max(s)*c; p = exp2(fma(s, c, -m_b)); l_b = p halved to eight lanes
+    acc_b = (p rounded to the dtype).v
+From m = -inf, l = acc = 0, over blocks upward:
+    m' = max(m, m_b); a = exp2(m - m'); b = exp2(m_b - m')
+    l = fma(l_b, b, l*a); acc = fma(acc_b, b, acc*a); m = m'
+o = acc*(1/tree(l)); lse = (m + log2 tree(l))*ln 2
+Backward:
+    p = exp2(fma(s, c, -lse*log2(e))); ds = p*(do.v - tree(do*o)); both rounded to the dtype
+    dq = ds.k, one chain of matrix steps over keys upward
+    dk = ds.q, dv = p.do, one chain each over the group's heads upward, then over queries upward
+    dq, dk times scale
+fp32: lse is kept in fp64; a step of dq sums 32 keys from zero, one of dk and dv 32 queries, into
+fp64.
+-0 becomes +0.""",
 )
 
 
@@ -82,8 +93,7 @@ def attention_varlen(
 
     Args:
         q: [T, H, D].
-        k: [T, Hkv, D].
-        v: [T, Hkv, D].
+        k, v: [T, Hkv, D].
         layout: where each sequence lies among the T rows.
         scale: factor on the scores.
         window: each query sees itself and the `window - 1` tokens before it; None sees all.
@@ -109,17 +119,9 @@ def attention_paged(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same attention with keys and values read from a layer's paged cache.
+    """The same attention, without gradient, with keys and values read from a layer's paged cache.
 
-    Args:
-        q: [T, H, D] queries of the new tokens, whose keys have been written already.
-        paged: the call's layout and caches.
-        layer: which cache to read.
-        scale: factor on the scores.
-        window: as in `attention_varlen`.
-
-    Returns:
-        (o [T, H, D], lse [T, H] fp32), without gradient.
+    `q` has the queries of the new tokens, whose keys `paged.write` has stored already.
     """
     k, v = (
         cache.view(-1, *cache.shape[2:])
@@ -176,82 +178,20 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grad_outputs):
         q, k, v, out, lse = ctx.saved_tensors
-        dq, dk, dv = _backward(
-            grad_outputs[0], q, k, v, out, lse, ctx.layout, ctx.scale, ctx.window
-        )
-        return dq, dk, dv, None, None, None
-
-
-def _fake_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: list[int],
-    lens: list[int],
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
-
-
-@kernel_op(fake=_fake_fwd)
-def attention_packed_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: list[int],
-    lens: list[int],
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
-    """`attention_varlen` on CUDA for a compiler: the layout as two lists."""
-    return attention_fwd(q, k, v, PackedSequences.of(starts, lens), scale, window)
-
-
-def _fake_bwd(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    starts: list[int],
-    lens: list[int],
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-@kernel_op(fake=_fake_bwd)
-def attention_packed_bwd(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    starts: list[int],
-    lens: list[int],
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Its gradients."""
-    layout = PackedSequences.of(starts, lens)
-    return attention_bwd(do, q, k, v, out, lse, layout, scale, window)
+        call = (grad_outputs[0], q, k, v, out, lse, ctx.layout, ctx.scale, ctx.window)
+        return *_backward(*call), None, None, None
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    if q.is_cuda:
-        seen = torch.compiler.is_compiling() or not plain((q, k, v))
-        if seen and isinstance(layout, PackedSequences):
-            return attention_packed_fwd(
-                q, k, v, list(layout.query_starts), list(layout.query_lens), scale, window
-            )
-        return attention_fwd(q, k, v, layout, scale, window)
-    return attention_cpu_fwd(q, k, v, layout, scale, window)
+    """(o, lse), lse in `lse_dtype` on CUDA."""
+    if not q.is_cuda:
+        return attention_cpu_fwd(q, k, v, layout, scale, window)
+    if isinstance(layout, PackedSequences) and _observed(q, k, v):
+        starts, lens = list(layout.query_starts), list(layout.query_lens)
+        return attention_packed_fwd(q, k, v, starts, lens, scale, window)
+    return attention_fwd(q, k, v, layout, scale, window)
 
 
 def _backward(
@@ -265,20 +205,60 @@ def _backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if q.is_cuda:
-        if torch.compiler.is_compiling() or not plain((do, q, k, v)):
-            return attention_packed_bwd(
-                do, q, k, v, out, lse, list(layout.query_starts), list(layout.query_lens), scale,
-                window,
-            )  # fmt: skip
-        return attention_bwd(do, q, k, v, out, lse, layout, scale, window)
-    return attention_cpu_bwd(do, q, k, v, out, lse, layout, scale, window)
+    """(dq, dk, dv); `lse` as `_forward` gave it."""
+    if not q.is_cuda:
+        return attention_cpu_bwd(do, q, k, v, out, lse, layout, scale, window)
+    if _observed(do, q, k, v):
+        starts, lens = list(layout.query_starts), list(layout.query_lens)
+        return attention_packed_bwd(do, q, k, v, out, lse, starts, lens, scale, window)
+    return attention_bwd(do, q, k, v, out, lse, layout, scale, window)
+
+
+def _observed(*operands: Tensor) -> bool:
+    """Whether a compiler or a class of tensors has to see a registered op."""
+    return torch.compiler.is_compiling() or not plain(operands)
+
+
+def _fake_fwd(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
+
+
+@kernel_op(fake=_fake_fwd)
+def attention_packed_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: list[int],
+    lens: list[int],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """`attention_fwd` of packed sequences as a registered op: the layout as two lists."""
+    return attention_fwd(q, k, v, PackedSequences.of(starts, lens), scale, window)
+
+
+@kernel_op(fake=lambda do, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
+def attention_packed_bwd(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: list[int],
+    lens: list[int],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_bwd` as a registered op."""
+    layout = PackedSequences.of(starts, lens)
+    return attention_bwd(do, q, k, v, out, lse, layout, scale, window)
 
 
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None
 ) -> Tensor:
-    """One sequence, q [T, H, D], k and v [T, Hkv, D], in fp64; for accuracy tests only."""
+    """o of one sequence, q [T, H, D], k and v [T, Hkv, D], in fp64; for accuracy tests only."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)

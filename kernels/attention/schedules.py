@@ -1,7 +1,8 @@
-"""Schedules of the attention order on CUDA, and which one a call gets.
+"""The schedules of attention on CUDA, and the rules that pick one for a call.
 
-Every entry gives the same bytes, so a schedule may be chosen by any size, the number of queries
-included. A test and `verify` run through the tables and compare.
+Every schedule gives the same bytes, so a rule may look at any size, the number of queries included.
+Tests and `verify` run through the tables and compare. An entry that no rule picks is there to be
+compared with the fp32 one.
 """
 
 from __future__ import annotations
@@ -12,17 +13,14 @@ from operator import attrgetter
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rl_consistency.kernels.attention.hopper import decode as attention_decode
-from rl_consistency.kernels.attention.hopper import forward as attention_hopper
-from rl_consistency.kernels.attention.hopper.backward_chains import chain_bytes
-from rl_consistency.kernels.attention.hopper.decode_fold import NARROWEST
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.core.device import has_tma, has_wgmma, shared_memory, sm_count
 
 LOG2E = 1.4426950408889634
 NO_WINDOW = 1 << 30
+"""The window of a call without one: longer than any sequence, and added to a position still an
+int32."""
 UNSPECIALIZED = (
     "attention: specialised warps need sm_90, packed bf16 or fp16 operands, head_dim 64 or 128 and "
     "whole rows of heads; leave the schedule out to have one chosen."
@@ -31,15 +29,25 @@ NO_RING = (
     "attention: a ring of buffers needs sm_90, a paged cache, bf16 or fp16, head_dim 64 or 128 and "
     "rows 32 bytes apart; leave the schedule out to have one chosen."
 )
+FEW_ROWS = 64
+"""Up to this many rows of a sequence and KV head, a call takes a decode schedule."""
 SPLIT_ROWS = 16
-"""Rows of a tile up to which its key blocks may be written out one by one."""
+"""Up to this many rows, the key blocks of a tile may be spread over programs."""
 SPLIT_BYTES = 256 << 20
-"""The most memory that blocks written out one by one may take; beyond it tiles are not split."""
+"""The most memory that spread key blocks may take; beyond it tiles are not split."""
 SPREAD_ROWS = 256
-"""Written rows of a tile from which its fold takes longer than waiting for all of its programs."""
-
+"""From this many written rows of a tile, several programs fold faster than the last one alone."""
+NARROWEST = 8
+"""Columns of the narrowest slice that a program folds: 32 bytes, and as many as there are lanes."""
+CHAIN_BYTES = 2 << 30
+"""The most memory that the sums of dq may take; beyond it two kernels share the backward pass."""
 FP32_SUMMED = 32
 """Keys of one fp32 step of dq, and queries of one of dk and dv; part of the order."""
+PER_CALL = (
+    "tickets", "tiles", "num_tiles", "first_tiles", "programs", "query_start", "query_len",
+    "context_len", "tables", "num_blocks", "slots", "window",
+)  # fmt: skip
+"""Kernel arguments whose values differ from call to call: Triton compiles one kernel for all."""
 
 
 def key_block(head_dim: int) -> int:
@@ -47,137 +55,120 @@ def key_block(head_dim: int) -> int:
     return 128 if head_dim <= 128 else 64
 
 
+def reach(window: int | None) -> int:
+    """A call's window as the kernels take it."""
+    return NO_WINDOW if window is None else min(window, NO_WINDOW)
+
+
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """That of the log-sum-exp kept for the backward pass: fp32 probabilities are recomputed from
-    it, and its rounding would be the largest error of their gradients.
+    """The dtype of the log-sum-exp that is kept for the backward pass.
+
+    fp32 probabilities are computed again from it. Rounded to fp32, it would be the largest error of
+    their gradients, so it is kept in fp64.
     """
     return torch.float64 if dtype == torch.float32 else torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How a pass is cut into programs; every field is neutral to the bits."""
+    """How a pass is cut into programs; no field changes a bit."""
 
     rows: int
     """Rows of a program's tile."""
     keys: int = 0
     """Keys of a backward tile; the forward pass takes the order's key block."""
     warps: int
-    """With `stages` fixed by the kernel where warps are specialised or there is a ring."""
+    """Warps of a program; fixed by the kernel where warps are specialised or there is a ring."""
     stages: int
+    """Tiles in flight; fixed by the kernel as `warps` are."""
     descriptors: bool = False
     """Whether packed keys are read through tensor descriptors (sm_90)."""
     specialized: bool = False
-    """Whether warps are specialised (sm_90): `attention_hopper`, and backward
-    `attention_backward_hopper`, one kernel for all three gradients."""
+    """Whether warps are specialised (sm_90): `hopper/forward.py`, and `hopper/backward.py`, one
+    kernel for all three gradients."""
     ring: int = 0
-    """Buffers through which paged keys and values are copied ahead (`attention_decode`, sm_90)."""
-    fused: bool = False
-    """Whether the blocks of a tile that a ring's programs share are folded by them, or by a kernel
-    of its own."""
+    """Shared buffers through which `hopper/decode.py` copies paged keys and values (sm_90)."""
     spread: bool = False
-    """Whether several of those programs fold, a slice of the columns each, where the whole launch
-    is on the device at once; or the last of them folds all. Needs `fused` and a true `resident`."""
+    """Where programs of a ring share a tile: whether several of them fold what all have written, a
+    slice of the columns each, if the whole launch is on the device at once. Otherwise the last
+    program folds."""
     resident: int = 2
-    """Programs that a multiprocessor is given where the blocks of a tile are shared."""
-    overlap: bool = False
-    """Whether a ring's launch overlaps the end of the kernel ahead."""
+    """Programs of one multiprocessor where the key blocks of a tile are spread over programs."""
 
 
+PREFILL_HOPPER = Schedule(rows=128, warps=12, stages=2, descriptors=True, specialized=True)
+PREFILL_DESCRIPTORS = Schedule(rows=128, warps=8, stages=3, descriptors=True)
+PREFILL_POINTERS = Schedule(rows=64, warps=4, stages=2)
+PREFILL_WIDE = Schedule(rows=64, warps=4, stages=1)
+FP32_FORWARD = Schedule(rows=16, warps=8, stages=1)
+FP32_CANDIDATE = Schedule(rows=16, warps=4, stages=1)
 PREFILL = (
-    Schedule(rows=128, warps=12, stages=2, descriptors=True, specialized=True),
-    Schedule(rows=128, warps=8, stages=2, descriptors=True),
-    Schedule(rows=128, warps=8, stages=3, descriptors=True),
-    Schedule(rows=128, warps=8, stages=2),
-    Schedule(rows=64, warps=4, stages=2),
-    Schedule(rows=64, warps=4, stages=1),
-    Schedule(rows=16, warps=4, stages=2),
-    Schedule(rows=16, warps=4, stages=1),
-    Schedule(rows=16, warps=8, stages=1),
+    *(PREFILL_HOPPER, PREFILL_DESCRIPTORS, PREFILL_POINTERS, PREFILL_WIDE),
+    *(FP32_CANDIDATE, FP32_FORWARD),
 )
-SPREAD, LAST, DEEP = (
-    Schedule(rows=16, warps=4, stages=1, ring=3, fused=True, spread=True, resident=1, overlap=True),
-    Schedule(rows=16, warps=4, stages=1, ring=3, fused=True, resident=1, overlap=True),
-    Schedule(rows=16, warps=4, stages=1, ring=6, fused=True, spread=True, resident=1, overlap=True),
-)
-"""Few queries and a paged cache: long shared tiles, all others, and at most one tile for each
-multiprocessor."""
-DECODE = (
-    SPREAD,
-    LAST,
-    DEEP,
-    Schedule(rows=16, warps=4, stages=1, ring=3, fused=True),
-    Schedule(rows=16, warps=4, stages=1, ring=3),
-    Schedule(rows=16, warps=4, stages=1, ring=2, fused=True, resident=3, overlap=True),
-    Schedule(rows=16, warps=4, stages=1, ring=5, resident=1, overlap=True),
-    Schedule(rows=16, warps=4, stages=4),
-    Schedule(rows=16, warps=4, stages=5),
-    Schedule(rows=16, warps=8, stages=4),
-    Schedule(rows=16, warps=8, stages=5),
-    Schedule(rows=16, warps=4, stages=2),
-    Schedule(rows=64, warps=4, stages=3),
-    Schedule(rows=16, warps=4, stages=1),
-    Schedule(rows=16, warps=8, stages=1),
-)
+
+DECODE_SPREAD = Schedule(rows=16, warps=4, stages=1, ring=3, spread=True, resident=1)
+DECODE_LAST = Schedule(rows=16, warps=4, stages=1, ring=3, resident=1)
+DECODE_DEEP = Schedule(rows=16, warps=4, stages=1, ring=6, spread=True, resident=1)
+DECODE_POINTERS = Schedule(rows=16, warps=4, stages=4)
+DECODE = (DECODE_SPREAD, DECODE_LAST, DECODE_DEEP, DECODE_POINTERS, FP32_CANDIDATE, FP32_FORWARD)
+"""A ring for long tiles that programs share, for all others, and for at most one tile for each
+multiprocessor; then the schedules of calls that a ring does not take."""
+
+BACKWARD_POINTERS = Schedule(rows=64, keys=64, warps=4, stages=2)
+BACKWARD_WIDE = Schedule(rows=32, keys=32, warps=8, stages=1)
+QUERIES_DESCRIPTORS = Schedule(rows=128, keys=64, warps=8, stages=3, descriptors=True)
 BACKWARD_QUERIES = (
-    Schedule(rows=128, keys=64, warps=8, stages=3, descriptors=True),
-    Schedule(rows=128, keys=64, warps=8, stages=2, descriptors=True),
-    Schedule(rows=128, keys=128, warps=8, stages=2, descriptors=True),
-    Schedule(rows=64, keys=128, warps=4, stages=2, descriptors=True),
-    Schedule(rows=128, keys=64, warps=8, stages=2),
-    Schedule(rows=64, keys=64, warps=4, stages=2),
+    QUERIES_DESCRIPTORS,
+    BACKWARD_POINTERS,
     Schedule(rows=64, keys=32, warps=8, stages=1),
-    Schedule(rows=32, keys=32, warps=8, stages=1),
+    BACKWARD_WIDE,
 )
+"""dq by tiles of queries; the wide entry is for fp32 too."""
+FIVE_PRODUCTS = Schedule(rows=64, keys=128, warps=12, stages=2, descriptors=True, specialized=True)
+KEYS_DESCRIPTORS = Schedule(rows=64, keys=64, warps=4, stages=2, descriptors=True)
 BACKWARD_KEYS = (
-    Schedule(rows=64, keys=128, warps=12, stages=2, descriptors=True, specialized=True),
-    Schedule(rows=64, keys=64, warps=4, stages=2, descriptors=True),
-    Schedule(rows=64, keys=128, warps=8, stages=2, descriptors=True),
-    Schedule(rows=64, keys=128, warps=8, stages=3, descriptors=True),
-    Schedule(rows=32, keys=128, warps=8, stages=3, descriptors=True),
-    Schedule(rows=32, keys=128, warps=8, stages=2),
-    Schedule(rows=64, keys=64, warps=4, stages=2),
+    FIVE_PRODUCTS,
+    KEYS_DESCRIPTORS,
+    BACKWARD_POINTERS,
     Schedule(rows=32, keys=64, warps=8, stages=1),
-    Schedule(rows=32, keys=32, warps=8, stages=1),
+    BACKWARD_WIDE,
 )
+"""dk and dv by tiles of keys; `FIVE_PRODUCTS` makes dq as well."""
 
 
 def pick_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, most_rows: int
 ) -> Schedule:
-    half = q.dtype.itemsize == 2 and q.shape[2] <= 128
-    if most_rows <= 64:
-        if not half:
-            return _wide(q, DECODE[-1])
-        chosen = next(s for s in DECODE if admits(s, layout, q, k, v))
-        return _pick_ring(q, k.shape[1], layout, most_rows) if chosen.ring else chosen
-    if not half:
-        return _wide(q, PREFILL[-1] if q.dtype == torch.float32 else PREFILL[5])
+    """The forward schedule of a call; `most_rows` is the most rows of a sequence and KV head."""
+    few = most_rows <= FEW_ROWS
+    if q.dtype == torch.float32 or (few and q.shape[2] > 128):
+        return _fitting(q, FP32_FORWARD)
+    if q.shape[2] > 128:
+        return _fitting(q, PREFILL_WIDE)
+    if few:
+        if not admits(DECODE_LAST, layout, q, k, v):
+            return DECODE_POINTERS
+        return _pick_ring(q, k.shape[1], layout, most_rows)
     if not has_tma(q.device):
-        return PREFILL[4]
-    return PREFILL[0] if admits(PREFILL[0], layout, q, k, v) else PREFILL[2]
+        return PREFILL_POINTERS
+    return PREFILL_HOPPER if admits(PREFILL_HOPPER, layout, q, k, v) else PREFILL_DESCRIPTORS
 
 
 def _pick_ring(q: Tensor, kv_heads: int, layout: AttentionLayout, most_rows: int) -> Schedule:
-    """By the host's numbers, which bound those of a captured launch from above."""
+    """By the host's lengths, which a captured launch does not exceed."""
     multiprocessors = sm_count(q.device)
     grid = len(layout.query_lens) * -(-most_rows // SPLIT_ROWS) * kv_heads
     blocks = -(-max(layout.context_lens) // key_block(q.shape[2]))
     if programs_for(grid, blocks, most_rows, q.shape[2], multiprocessors) > 1:
-        return SPREAD if blocks * most_rows >= SPREAD_ROWS else LAST
-    # A block is two buffers; where the ring would hold a whole context, nothing waits for depth.
-    deep = grid <= multiprocessors and 2 * blocks > DEEP.ring
-    return DEEP if deep else LAST
+        return DECODE_SPREAD if blocks * most_rows >= SPREAD_ROWS else DECODE_LAST
+    # A block takes two buffers. A ring that would hold the whole context gains nothing from depth.
+    deep = grid <= multiprocessors and 2 * blocks > DECODE_DEEP.ring
+    return DECODE_DEEP if deep else DECODE_LAST
 
 
-def forward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Schedule]:
-    """The schedules of a forward table for a dtype: fp32 products hold their operands in registers,
-    and taller tiles would keep them in local memory."""
-    return [s for s in table if dtype != torch.float32 or (s.rows == SPLIT_ROWS and not s.ring)]
-
-
-def _wide(q: Tensor, schedule: Schedule) -> Schedule:
-    """The schedule of fp32 and of heads above 128, whose key blocks need much shared memory.
+def _fitting(q: Tensor, schedule: Schedule) -> Schedule:
+    """The schedule of fp32 or of heads above 128, whose key blocks need much shared memory.
 
     Raises:
         ValueError: the device has less.
@@ -194,36 +185,11 @@ def _wide(q: Tensor, schedule: Schedule) -> Schedule:
     return schedule
 
 
-def pick_backward(table: tuple[Schedule, ...], q: Tensor, dim: int) -> Schedule:
-    """The table's schedule for one of the two kernels, dq's or that of dk and dv."""
-    if q.dtype == torch.float32 or dim > 128:
-        return table[-1]
-    two = [s for s in table if not s.specialized]
-    return two[0] if has_tma(q.device) else two[-3]
-
-
-FIVE_PRODUCTS = next(s for s in BACKWARD_KEYS if s.specialized)
-CHAIN_BYTES = 2 << 30
-"""The most memory that the sums of dq may take; beyond it two kernels share the work."""
-
-
-def in_five_products(layout: AttentionLayout, *operands: Tensor) -> bool:
-    """Whether one kernel makes all gradients of a call, `operands` being do, q, k and v."""
-    if not isinstance(layout, PackedSequences) or not admits(FIVE_PRODUCTS, layout, *operands):
-        return False
-    return chain_bytes(layout, *operands[1].shape[1:]) <= CHAIN_BYTES
-
-
-def backward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Schedule]:
-    """The schedules of a backward table for a dtype: fp32 takes a pinned step over what is summed,
-    keys for dq and queries for dk and dv."""
-    summed = attrgetter("keys" if table is BACKWARD_QUERIES else "rows")
-    return [s for s in table if dtype != torch.float32 or summed(s) == FP32_SUMMED]
-
-
 def programs_for(grid: int, most_blocks: int, most_rows: int, dim: int, places: int) -> int:
-    """Enough programs to fill the device's `places`; 1 where the tiles alone do, and where their
-    blocks would take more than `SPLIT_BYTES`."""
+    """Programs over which each tile's key blocks are spread, enough to fill the device's `places`.
+
+    1 where the tiles alone fill it, and where written blocks would take more than `SPLIT_BYTES`.
+    """
     if most_rows > SPLIT_ROWS or most_blocks < 4:
         return 1
     written = grid * most_blocks * triton.next_power_of_2(most_rows)
@@ -244,37 +210,80 @@ def slices_for(grid: int, programs: int, dim: int, places: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
+def pick_backward(described: Schedule, q: Tensor) -> Schedule:
+    """The schedule of one of the two backward kernels; `described` is its entry for sm_90."""
+    if q.dtype == torch.float32 or q.shape[2] > 128:
+        return BACKWARD_WIDE
+    return described if has_tma(q.device) else BACKWARD_POINTERS
+
+
+def in_five_products(layout: AttentionLayout, *operands: Tensor) -> bool:
+    """Whether one kernel makes all gradients of a call; `operands` are do, q, k and v."""
+    if not isinstance(layout, PackedSequences) or not admits(FIVE_PRODUCTS, layout, *operands):
+        return False
+    return chain_bytes(layout, *operands[1].shape[1:]) <= CHAIN_BYTES
+
+
+def chain_bytes(layout: PackedSequences, heads: int, head_dim: int) -> int:
+    """Bytes of the fp32 sums of dq that `FIVE_PRODUCTS` keeps in memory, tiles filled up.
+
+    0 where one tile of keys holds every sequence.
+    """
+    if max(layout.query_lens, default=0) <= FIVE_PRODUCTS.keys:
+        return 0
+    tiles = sum(-(-n // FIVE_PRODUCTS.rows) for n in layout.query_lens)
+    return 4 * tiles * FIVE_PRODUCTS.rows * heads * head_dim
+
+
+def forward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Schedule]:
+    """The schedules of a forward table for a dtype.
+
+    fp32 products hold their operands in registers, and taller tiles would spill them.
+    """
+    return [s for s in table if dtype != torch.float32 or (s.rows == SPLIT_ROWS and not s.ring)]
+
+
+def backward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Schedule]:
+    """The schedules of a backward table for a dtype.
+
+    fp32 has a pinned step over what is summed: keys for dq, queries for dk and dv.
+    """
+    summed = attrgetter("keys" if table is BACKWARD_QUERIES else "rows")
+    return [s for s in table if dtype != torch.float32 or summed(s) == FP32_SUMMED]
+
+
 def admits(schedule: Schedule, layout: AttentionLayout, *operands: Tensor) -> bool:
-    """Whether a schedule can run a call at all; what it needs of a device is found when it runs."""
+    """Whether a schedule can run a call; whether it fits the device is found when it runs."""
     if not schedule.specialized and not schedule.ring:
         return True
-    kind, kernels = (
-        (PackedSequences, attention_hopper)
-        if schedule.specialized
-        else (PagedAttention, attention_decode)
+    kind, line = (PackedSequences, 16) if schedule.specialized else (PagedAttention, 32)
+    return (
+        isinstance(layout, kind)
+        and has_wgmma(operands[0].device)
+        and all(
+            x.itemsize == 2
+            and x.shape[2] in (64, 128)
+            and _on_lines(x, line)
+            and (schedule.ring > 0 or _heads_in_one_row(x))
+            for x in operands
+        )
     )
-    fits = isinstance(layout, kind) and has_wgmma(operands[0].device)
-    return fits and kernels.takes(*operands)
 
 
-def dense(x: Tensor) -> Tensor:
-    """x, or a copy of it where the elements of a head do not lie side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def sources(described: bool, box: list[int], *tensors: Tensor) -> list[Tensor | TensorDescriptor]:
-    """Each [T, heads, D] tensor behind a descriptor of `box`, or as it is."""
-    if not described:
-        return list(tensors)
-    return [TensorDescriptor(x, list(x.shape), list(x.stride()), box) for x in tensors]
+def _heads_in_one_row(x: Tensor) -> bool:
+    """Whether the heads of each token of [T, heads, D] lie side by side."""
+    return x.stride(1) == x.shape[2] and x.stride(0) >= x.shape[1] * x.shape[2]
 
 
 def describable(*tensors: Tensor) -> bool:
-    """Whether a tensor descriptor can address the tensors: sm_90, 16-byte aligned rows."""
-    return all(
-        has_tma(x.device)
-        and x.data_ptr() % 16 == 0
+    """Whether tensor descriptors can address [T, heads, D] tensors: sm_90, 16-byte aligned rows."""
+    return all(has_tma(x.device) and _on_lines(x, 16) for x in tensors)
+
+
+def _on_lines(x: Tensor, line: int) -> bool:
+    """Whether [T, heads, D] starts on 16 bytes, its rows `line` bytes apart or a multiple of it."""
+    return (
+        x.data_ptr() % 16 == 0
         and x.stride(2) == 1
-        and all(x.stride(i) * x.itemsize % 16 == 0 for i in (0, 1))
-        for x in tensors
+        and all(x.stride(i) * x.itemsize % line == 0 for i in (0, 1))
     )

@@ -1,22 +1,60 @@
-"""What attention kernels share: rows of a tile, how they are read and written, what they see."""
+"""What the Triton kernels of attention share: which rows a tile has, which keys they see, how both
+are read, one block of keys on its own, and how a finished tile is written."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rl_consistency.kernels.reduction.tree_fold_triton import tree_fold
+from rl_consistency.kernels.reduction.tree_fold_triton import fold_to_lanes, tree_fold
 
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
+def tile_of(tiles, query_start, query_len, context_len, KV_HEADS: tl.constexpr):
+    """(sequence, KV head, first row, row of the first token, queries, keys) of a program's tile."""
+    tile = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
+    sequence = tl.load(tiles + 2 * tile)
+    first_row = tl.load(tiles + 2 * tile + 1)
+    q_len = tl.load(query_len + sequence)
+    limit = tl.load(context_len + sequence)
+    return sequence, kv_head, first_row, tl.load(query_start + sequence), q_len, limit
+
+
+@triton.jit
+def keys_of(
+    first_row, q_len, limit, window,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """(position of a tile's first row, of its last row, the first key they see, on a block)."""
+    first_position = limit - q_len + first_row // GROUP
+    last_position = tl.minimum(limit - q_len + (first_row + ROWS - 1) // GROUP, limit - 1)
+    low = 0
+    if WINDOWED:
+        low = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
+    return first_position, last_position, low
+
+
+@triton.jit
 def rows_of(first_row, pid_head, query_len, past, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """(valid, token in the sequence, head, position) of a tile's rows, each [ROWS]."""
+    """(valid, token in the sequence, head, position) of a tile's rows, each [ROWS].
+
+    Row r of a sequence and KV head is query r // GROUP, head r % GROUP of the group.
+    """
     row = first_row + tl.arange(0, ROWS)
     token = row // GROUP
     return row < query_len * GROUP, token, pid_head * GROUP + row % GROUP, past + token
+
+
+@triton.jit
+def addresses(base, row, head, stride_row, stride_head, DIM: tl.constexpr):
+    """[ROWS, DIM] pointers to rows of [T, heads, D]; `head` is a number, or [ROWS, 1]."""
+    return base + row[:, None] * stride_row + head * stride_head + tl.arange(0, DIM)[None, :]
 
 
 @triton.jit
@@ -25,7 +63,10 @@ def load_rows(
     KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     SOURCE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Rows `start .. start + KEYS` of one sequence and head, [KEYS, DIM]; past `limit` zeros."""
+    """Rows start .. start + KEYS of one sequence and head, [KEYS, DIM], zeros past `limit`.
+
+    SOURCE: 0 packed, by pointer; 1 a paged cache, through `table`; 2 packed, by descriptor.
+    """
     if SOURCE == 2 and not MASKED:
         # Rows past the sequence are never in an unmasked block.
         tile = descriptor.load([row0 + start, head, 0])
@@ -38,7 +79,7 @@ def load_rows(
         row = block.to(tl.int64) * block_size + key % block_size
     else:
         row = (row0 + key).to(tl.int64)
-    pointer = base + row[:, None] * stride_row + head * stride_head + dim[None, :]
+    pointer = addresses(base, row, head, stride_row, stride_head, DIM)
     if MASKED or SOURCE == 1:
         mask = (key < limit)[:, None] & (dim < HEAD_DIM)[None, :]
         return tl.load(pointer, mask=mask, other=0.0)
@@ -56,10 +97,26 @@ def visible(query, key, window):
 
 @triton.jit
 def finite(m, MASKED: tl.constexpr):
-    """m, or 0 for a row that has seen no key, from which -inf can be subtracted."""
+    """m, or 0 for a row that has seen no key: -inf minus -inf would be NaN."""
     if MASKED:
         m = tl.where(m == NEG_INF, 0.0, m)
     return m
+
+
+@triton.jit
+def block_sums(
+    q, k, v, position, start, window, factor,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One block of keys on its own: m [ROWS] in log2 units, lanes [ROWS, 8], acc [ROWS, DIM]."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
+    if MASKED:
+        key = start + tl.arange(0, KEYS)
+        scores = tl.where(visible(position[:, None], key[None, :], window), scores, NEG_INF)
+    m = tl.max(scores, 1) * factor
+    p = tl.exp2(tl.fma(scores, factor, -finite(m, MASKED)[:, None]))
+    acc = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return m, fold_to_lanes(p, ROWS, KEYS), acc
 
 
 @triton.jit
@@ -67,14 +124,26 @@ def write_rows(
     OUT, LSE, m, lanes, acc, valid, token_row, head, stride_ot, stride_oh, stride_lse,
     ROWS: tl.constexpr, HEAD_DIM, DIM: tl.constexpr,
 ):  # fmt: skip
-    dim = tl.arange(0, DIM)
+    """Divide a tile's sums and write o and lse: m [ROWS], lanes [ROWS, 8], acc [ROWS, DIM]."""
     length = tree_fold(lanes, ROWS, 8)
     seen = length > 0
     out = acc * tl.div_rn(1.0, tl.where(seen, length, 1.0))[:, None] + 0.0
-    pointer = OUT + token_row[:, None] * stride_ot + head[:, None] * stride_oh + dim[None, :]
-    mask = valid[:, None] & (dim < HEAD_DIM)[None, :]
+    pointer = addresses(OUT, token_row, head[:, None], stride_ot, stride_oh, DIM)
+    mask = valid[:, None] & (tl.arange(0, DIM) < HEAD_DIM)[None, :]
     tl.store(pointer, out.to(OUT.dtype.element_ty), mask=mask)
     if LSE.dtype.element_ty == tl.float64:
         m, length = m.to(tl.float64), length.to(tl.float64)
     lse = tl.where(seen, (m + tl.log2(length)) * LN2, NEG_INF)
     tl.store(LSE + token_row * stride_lse + head, lse, mask=valid)
+
+
+def dense(x: Tensor) -> Tensor:
+    """x, or a copy of it where the elements of a head do not lie side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def sources(described: bool, box: list[int], *tensors: Tensor) -> list[Tensor | TensorDescriptor]:
+    """Each [T, heads, D] tensor behind a descriptor of `box`, or as it is."""
+    if not described:
+        return list(tensors)
+    return [TensorDescriptor(x, list(x.shape), list(x.stride()), box) for x in tensors]

@@ -15,7 +15,7 @@ GOLDEN = {
     "rotary/v1": "e2972e84bb90ff1a",
     "glu/v2": "86a18d72da5e919d",
     "embedding/v1": "391fba717c26b627",
-    "attention/v3": "0a310ec0c2c60b17",
+    "attention/v3": "f232c100fdedf463",
     "sampling_support/v3": "1250b1d5be76a86c",
     "token_logprobs/v2": "d373f10ce82bb4ce",
     "masked_reduction/v1": "dfa46690c0a83b45",

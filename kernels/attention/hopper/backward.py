@@ -1,22 +1,20 @@
-"""The backward attention order on sm_90 in five products: one schedule, with specialised warps.
+"""The backward pass on sm_90 in five products: one kernel with specialised warps.
 
-A program owns 128 keys of one KV head, as `attention_dkv_kernel` does, and also carries dq on: it
-takes the fp32 sums that the keys before its own have left in memory (`attention_backward_chains`),
-continues them and leaves them to the next, or rounds them if its keys are the last. The bits are
-those of the two kernels of `attention_backward_triton`, with scores computed once.
+A program owns 128 keys of one KV head, as in `attention_dkv_kernel`, and carries dq on as well: it
+takes the fp32 sums that the keys before its own have left in memory, continues them, and leaves
+them to the next keys, or rounds them if its keys are the last (`backward_copies`). The bits are
+those of the two kernels of `backward_triton`, with scores computed once.
 
-A step is a tile of queries. The scores of the next one are begun behind this one's products, and dq
-is made before dk and leaves under dk's product, so that the matrix units have work meanwhile.
+A step is a tile of queries. To keep the matrix units busy, a step begins the scores of the next one
+behind its own products, and computes dq before dk, so that dq leaves during dk's product.
 
-A program's keys come from a table, `PackedSequences.key_programs`, in which the tiles of a sequence
-and KV head lie upward, and devices start programs in the order of their ids, without promising it:
-whoever waits, waits for a program that runs already.
+The table `PackedSequences.key_programs` says which keys a program owns. The tiles of one sequence
+and KV head lie upward in it. Devices start programs in the order of their ids, though they do not
+promise it: a program that waits, waits for one that runs already.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
-# pyright: reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -29,38 +27,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from rl_consistency.kernels.attention.hopper.backward_chains import (
+from rl_consistency.kernels.attention.backward_statistics_triton import statistics_of
+from rl_consistency.kernels.attention.hopper.backward_copies import (
+    KEYS,
+    QUERIES,
     ROW,
+    STAGES,
     chain_layout,
+    copy_queries,
     empty_chains,
     fetch_chains,
     leave_chains,
-)
-from rl_consistency.kernels.attention.hopper.backward_producer import (
-    KEYS,
-    QUERIES,
-    STAGES,
-    copy_queries,
     step_at,
     tiles_before,
     walk,
 )
-from rl_consistency.kernels.attention.hopper.forward import boxed_layout
+from rl_consistency.kernels.attention.hopper.tiles import barriers, row_descriptor
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.attention.statistics_triton import statistics_of
+from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, reach
 from rl_consistency.kernels.core.device import sm_count
 
-SPREAD = 1.25
-"""How far sequences and KV heads are set apart in the order of programs (`tiles_apart`): by more
-than the programs of one that run at a time, so that those that end together share no chain.
-Neutral to the bits, and measured (ADR 7)."""
+APART = 1.25
+"""How far apart sequences and KV heads lie in the order of programs, as a multiple of the programs
+of one that run at a time: those that end together then share no chain. Measured (ADR 7); no bit
+depends on it."""
 
 
 @gluon.jit
 def _rows(X, first, start_row, head, limit, stride_t, stride_h, DIM: gl.constexpr):
-    """128 rows of one head, zeros past the sequence."""
+    """[KEYS, DIM] rows of one head, zeros past the sequence."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [8, 1], [1, 0])
     key = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
@@ -72,7 +68,7 @@ def _rows(X, first, start_row, head, limit, stride_t, stride_h, DIM: gl.constexp
 
 @gluon.jit
 def _write(X, value, first, start_row, head, limit, stride_t, stride_h, DIM: gl.constexpr):
-    """Store rows of one head that the sequence has, from a matrix layout."""
+    """Store `value` [rows, DIM] in the rows of one head that the sequence has."""
     layout: gl.constexpr = value.type.layout
     rows: gl.constexpr = value.shape[0]
     row = first + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
@@ -85,19 +81,21 @@ def _write(X, value, first, start_row, head, limit, stride_t, stride_h, DIM: gl.
 
 @gluon.jit
 def _product(own, rows, S: gl.constexpr):
-    """Begin own rows^T: [KEYS, QUERIES]."""
+    """Begin the product own rows^T, [KEYS, QUERIES]."""
     nothing = gl.zeros([KEYS, QUERIES], gl.float32, S)
     return warpgroup_mma(own, rows.permute([1, 0]), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _probabilities(scores, lse, ahead, window, factor, WINDOWED: gl.constexpr):
-    """exp2(scores * factor - lse), 0 where a query does not see a key. `ahead`: the tile's first
-    query minus the program's first key."""
+    """p [KEYS, QUERIES] = exp2(scores * factor - lse), 0 where a query does not see a key.
+
+    `ahead` is the tile's first query minus the program's first key.
+    """
     S: gl.constexpr = scores.type.layout
     scores, shift = gl.broadcast(scores, -gl.expand_dims(lse, 0))
     p = gl.exp2(gl.fma(scores, gl.full_like(scores, factor), shift))
-    # Query minus key, taken apart into what a thread has and constants: it costs no registers.
+    # Query minus key, split into a part of the thread and constants, which costs no registers.
     key = gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(1, S)), 1)
     query = gl.expand_dims(gl.arange(0, QUERIES, layout=gl.SliceLayout(0, S)), 0)
     own = key // 16 * 16 + key % 8 - query % 8 // 2 * 2
@@ -110,8 +108,8 @@ def _probabilities(scores, lse, ahead, window, factor, WINDOWED: gl.constexpr):
 
 @gluon.jit
 def _zero(step):
-    """0, of which the compiler does not know that it is the same at every step: what is derived
-    from it is worked out again instead of being kept in registers that a step does not have."""
+    """0, without telling the compiler that it is the same at every step: it then computes addresses
+    again instead of keeping them in registers that a step does not have."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -119,8 +117,8 @@ def _zero(step):
 
 @gluon.jit
 def _next_scores(k_buf, q_bufs, full, step, steps, S: gl.constexpr):
-    """Begin the scores of the step after this one. After the last there is nothing to begin: its
-    own again, for nobody, since a branch would cost every step."""
+    """Begin the scores of the next step. The last step begins its own scores once more, and no one
+    reads them: a branch would cost every step."""
     after = gl.minimum(step + 1, steps - 1)
     mbarrier.wait(full.index(after % STAGES), (after // STAGES) & 1)
     return _product(k_buf, q_bufs.index(after % STAGES), S)
@@ -131,7 +129,7 @@ def _send(
     dQ, out_buf, free, dq, step, ahead, first_key, start_row, head, limit, scale, stride_dqt,
     stride_dqh, DIM: gl.constexpr,
 ):  # fmt: skip
-    """Let dq of a step go: rounded after the last keys, or to memory for the keys that follow."""
+    """Round dq of a step if these are its last keys, or leave it to `leave_chains`."""
     mbarrier.wait(free, step & 1 ^ 1)
     if ahead < KEYS:
         _write(
@@ -147,21 +145,22 @@ def _send(
 @gluon.jit
 def _consume(
     K, V, dQ, dK, dV, q_bufs, do_bufs, lse_buf, delta_buf, k_bufs, v_bufs, ds_bufs, in_buf,
-    out_buf, full, done, ready, gone, free, programs, first_tiles, query_start, query_len,
-    window, num_tiles, factor, scale, stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt,
-    stride_dqh, stride_dkt, stride_dkh, stride_dvt, stride_dvh, GROUP: gl.constexpr,
-    DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    out_buf, full, done, ready, gone, free, place, factor, scale, stride_kt, stride_kh, stride_vt,
+    stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
+    GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """The five products of each step."""
+    """The eight computing warps: five products at each step.
+
+    Carried from step to step in registers: dk and dv [KEYS, DIM].
+    """
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
     D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, DIM, 16])
     C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 2, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=D, k_width=2)
     columns: gl.constexpr = gl.SliceLayout(0, S)
     dtype: gl.constexpr = ds_bufs.dtype
-    kv_head, first_key, start_row, limit, first_tile, per_head = walk(
-        programs, first_tiles, query_start, query_len, window, num_tiles, GROUP, WINDOWED
-    )
+    kv_head, first_key, start_row, limit, first_tile, per_head = walk(place, GROUP, WINDOWED)
+    window, num_tiles = place[4], place[5]
     k_bufs.index(0).store(_rows(K, first_key, start_row, kv_head, limit, stride_kt, stride_kh, DIM))
     v_bufs.index(0).store(_rows(V, first_key, start_row, kv_head, limit, stride_vt, stride_vh, DIM))
     fence_async_shared()
@@ -183,7 +182,7 @@ def _consume(
         delta = gl.expand_dims(delta_buf.index(slot).load(columns), 0)
         dp = warpgroup_mma_wait(1, deps=[dp])
         ds = (p * (dp - delta)).to(dtype)
-        # Chains that no earlier key has begun start from zero; the last keys' become dq.
+        # A chain that no earlier keys have begun starts from zero.
         begun = tiles_before(first_key, ahead, window, WINDOWED) > 0
         mbarrier.wait(ready, step & 1)
         view = in_buf._reinterpret(gl.float32, [QUERIES, DIM], chain_layout(DIM))
@@ -198,8 +197,8 @@ def _consume(
             dQ, out_buf, free, dq, step, ahead, first_key, start_row, kv_head * GROUP + head,
             limit, scale, stride_dqt, stride_dqh, DIM,
         )  # fmt: skip
-        # The compiler puts barriers of the warps around every arrival: the fewer the better, and
-        # where the matrix units have work in the meantime.
+        # The compiler puts barriers of all warps around every arrival. These stand where the matrix
+        # units have work meanwhile.
         coming = _next_scores(k_buf, q_bufs, full, step, steps, S)
         gl.thread_barrier()
         mbarrier.arrive(gone.index(slot), count=1)
@@ -212,16 +211,18 @@ def _consume(
     _write(dV, dv + 0.0, first_key, start_row, kv_head, limit, stride_dvt, stride_dvh, DIM)
 
 
-@gluon.jit(
-    do_not_specialize=["programs", "first_tiles", "query_start", "query_len", "window", "num_tiles"]
-)
+@gluon.jit(do_not_specialize=PER_CALL)
 def attention_backward_hopper_kernel(
     K, V, dQ, dK, dV, CHAINS, STATISTICS, counters, q_desc, do_desc, chain_desc, programs,
     first_tiles, query_start, query_len, window, num_tiles, factor, scale,
     stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh,
     stride_dvt, stride_dvh, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """All gradients that one tile of keys of one KV head gives."""
+    """dk and dv [Tkv, Hkv, DIM] of one tile of keys of one KV head, and its part of dq [T, H, DIM].
+
+    Grid: one program for each entry of `programs`. STATISTICS [heads * tiles, 2, QUERIES] holds lse
+    in log2 units and delta, CHAINS the sums of dq, `counters` [heads * tiles] starts at 0.
+    """
     dtype: gl.constexpr = q_desc.dtype
     owned: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -237,40 +238,34 @@ def attention_backward_hopper_kernel(
     out_buf = gl.allocate_shared_memory(gl.float32, chain, chain_desc.layout)
     lse_buf = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], flat)
     delta_buf = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], flat)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # in_buf holds dq so far; out_buf may be written; dq of a step has gone, before all is done.
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    gone = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full, done = barriers(STAGES), barriers(STAGES)
+    # ready: in_buf holds dq so far. free: out_buf may be written. gone: a step has sent its dq.
+    ready, free, gone = barriers(1).index(0), barriers(1).index(0), barriers(STAGES)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(done.index(i), count=1)
         mbarrier.init(gone.index(i), count=1)
     mbarrier.init(ready, count=1)
     mbarrier.init(free, count=1)
+    place = (programs, first_tiles, query_start, query_len, window, num_tiles)
     fence_async_shared()
     gl.warp_specialize(
         [
             (_consume, (
                 K, V, dQ, dK, dV, q_bufs, do_bufs, lse_buf, delta_buf, k_bufs, v_bufs, ds_bufs,
-                in_buf, out_buf, full, done, ready, gone, free, programs, first_tiles,
-                query_start, query_len, window, num_tiles, factor, scale, stride_kt, stride_kh,
-                stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh, stride_dvt,
-                stride_dvh, GROUP, DIM, WINDOWED,
+                in_buf, out_buf, full, done, ready, gone, free, place, factor, scale, stride_kt,
+                stride_kh, stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh,
+                stride_dvt, stride_dvh, GROUP, DIM, WINDOWED,
             )),
             (copy_queries, (
                 q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done,
-                programs, first_tiles, query_start, query_len, window, num_tiles, GROUP, DIM,
-                WINDOWED,
+                place, GROUP, DIM, WINDOWED,
             )),
             (fetch_chains, (
-                CHAINS, chain_desc, in_buf, counters, ready, gone, programs, first_tiles,
-                query_start, query_len, window, num_tiles, GROUP, DIM, WINDOWED,
+                CHAINS, chain_desc, in_buf, counters, ready, gone, place, GROUP, DIM, WINDOWED,
             )),
             (leave_chains, (
-                chain_desc, out_buf, counters, gone, free, programs, first_tiles, query_start,
-                query_len, window, num_tiles, GROUP, DIM, WINDOWED,
+                chain_desc, out_buf, counters, gone, free, place, GROUP, DIM, WINDOWED,
             )),
         ],
         [1, 1, 1],
@@ -279,10 +274,12 @@ def attention_backward_hopper_kernel(
 
 
 def tiles_apart(layout: PackedSequences, kv_heads: int, multiprocessors: int) -> float:
-    """`SPREAD` times the programs of one sequence and KV head that run at a time; 0 where fewer
-    than two of them do, which do not wait for one another."""
+    """`APART` times the programs of one sequence and KV head that run at a time.
+
+    0 where fewer than two of them run: they do not wait for one another.
+    """
     resident = multiprocessors / (len(layout.query_lens) * kv_heads)
-    return SPREAD * resident if resident >= 2 else 0.0
+    return APART * resident if resident >= 2 else 0.0
 
 
 def attention_hopper_bwd(
@@ -296,8 +293,6 @@ def attention_hopper_bwd(
     layout: PackedSequences,
     scale: float,
     window: int | None,
-    reach: int,
-    factor: float,
 ) -> None:
     """Fill dq, dk and dv; the chains take `chain_bytes`."""
     heads, head_dim = q.shape[1:]
@@ -305,22 +300,16 @@ def attention_hopper_bwd(
     dq, dk, dv = gradients
     tables = layout.tables(device)
     query_tiles, first_tiles = layout.query_tiles(device, QUERIES.value)
-    num_tiles = len(query_tiles)
     statistics, counters = statistics_of(do, out, lse, layout, QUERIES.value)
     chains, chain_desc = empty_chains(layout, heads, head_dim, device)
-    box = [QUERIES.value, head_dim]
-    boxed = boxed_layout(box, q.dtype)
-    q_desc, do_desc = (
-        TensorDescriptor(x, [x.shape[0], heads * head_dim], [x.stride(0), 1], box, boxed)
-        for x in (q, do)
-    )
+    q_desc, do_desc = (row_descriptor(x, QUERIES.value) for x in (q, do))
     apart = tiles_apart(layout, kv_heads, sm_count(device))
     programs = layout.key_programs(device, KEYS.value, kv_heads, apart)
     attention_backward_hopper_kernel[(len(programs),)](
         k, v, dq, dk, dv, chains, statistics, counters, q_desc, do_desc, chain_desc, programs,
-        first_tiles, tables.query_start, tables.query_len, reach, num_tiles, factor, scale,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), dq.stride(0), dq.stride(1),
-        dk.stride(0), dk.stride(1), dv.stride(0), dv.stride(1),
+        first_tiles, tables.query_start, tables.query_len, reach(window), len(query_tiles),
+        scale * LOG2E, scale, *k.stride()[:2], *v.stride()[:2],
+        *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2],
         GROUP=heads // kv_heads, DIM=head_dim, WINDOWED=window is not None,
         num_warps=8, maxnreg=168, enable_fp_fusion=False,
     )  # fmt: skip

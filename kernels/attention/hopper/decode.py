@@ -1,25 +1,23 @@
-"""The attention order for few queries and a paged cache on sm_90: one schedule of decode.
+"""Decode on sm_90: few queries of each sequence, keys in a paged cache.
 
 A program copies keys and values through a ring of shared buffers, several copies ahead of its
-matrix steps, so that memory never waits for arithmetic. Same sums as `attention_triton`: per block
-of keys a chain of matrix steps and the halving tree to eight lanes, then the left fold over blocks.
-Where the blocks of a tile are spread over programs, each is written out on its own, and then all
-of them are folded in order: by the program that finishes last, by several of the programs, a slice
-of the columns each (`attention_decode_fold`), or by a kernel of its own.
+matrix steps. The sums are those of `forward_triton`: per block of keys a chain of matrix steps and
+the halving tree to eight lanes, then the left fold over blocks. Where the blocks of a tile are
+spread over programs, each block is written to memory, and then all are folded in their order
+(`decode_fold`): by the program that finishes last, or by several, a slice of the columns each.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rl_consistency.kernels.attention.forward_call import ForwardCall
 from rl_consistency.kernels.attention.hopper.decode_fold import (
     all_written,
     finite,
@@ -27,18 +25,19 @@ from rl_consistency.kernels.attention.hopper.decode_fold import (
     fold_written,
     write_block,
 )
-from rl_consistency.kernels.attention.hopper.rows import NEG_INF, WARPS, halve, write_rows
+from rl_consistency.kernels.attention.hopper.tiles import NEG_INF, WARPS, halve, write_rows
+from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule
 
 ROWS = gl.constexpr(16)
 KEYS = gl.constexpr(128)
 REGISTERS = 504
-"""Of a multiprocessor for each thread of one program, shared out among those resident; a thread
-cannot have more than 255."""
+"""Registers of a multiprocessor divided by the threads of one program. Resident programs share
+them; a thread cannot have more than 255."""
 
 
 @gluon.jit
 def _entries(table, start, limit, BLOCK: gl.constexpr):
-    """Physical blocks of the keys from `start`, one a thread."""
+    """Physical blocks [KEYS] of the keys from `start`, one a thread."""
     key = start + gl.arange(0, KEYS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     return gl.load(table + key // BLOCK, mask=key < limit, other=0)
 
@@ -48,7 +47,8 @@ def _copy(
     buffer, base, entries, start, end, limit, stride_row, BLOCK: gl.constexpr, DIM: gl.constexpr
 ):
     """Start copying the keys or values from `start`, zeros past `limit`; one group of copies."""
-    # Eight rows a thread lie in one block of a cache, mostly, and their copies in distinct banks.
+    # The eight rows of a thread mostly lie in one block of the cache, and their copies in distinct
+    # banks of shared memory.
     layout: gl.constexpr = gl.BlockedLayout([8, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     if start < end:
@@ -74,41 +74,33 @@ def _probabilities(
     m = gl.max(scores, axis=1) * factor
     shift = gl.expand_dims(-finite(m), 1) + gl.zeros_like(scores)
     p = gl.exp2(gl.fma(scores, factor + gl.zeros_like(scores), shift))
-    # Two levels within a thread's registers; then a layout in which the others are so, too.
+    # Two levels of the tree lie within a thread's registers. In the next layout the others do.
     spread: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, WARPS], [1, 0])
     part = gl.convert_layout(halve(halve(p, ROWS, 128), ROWS, 64), spread)
     part = halve(halve(part, ROWS, 32), ROWS, 16)
     return m, p, gl.convert_layout(part, LANES)
 
 
-@gluon.jit(
-    do_not_specialize=[
-        "tickets",
-        "tiles",
-        "query_start",
-        "query_len",
-        "context_len",
-        "tables",
-        "window",
-        "num_blocks",
-        "slots",
-    ]
-)
+@gluon.jit(do_not_specialize=PER_CALL)
 def attention_decode_kernel(
     Q, K, V, OUT, LSE, block_m, block_lanes, block_acc, tickets,
     tiles, query_start, query_len, context_len, tables, window, factor, num_blocks, slots,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
     stride_lse,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STORED: gl.constexpr, DIM: gl.constexpr,
-    BLOCK: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr, FUSED: gl.constexpr,
-    RING: gl.constexpr, OVERLAP: gl.constexpr, SLICES: gl.constexpr,
+    BLOCK: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr, RING: gl.constexpr,
+    SLICES: gl.constexpr,
 ):  # fmt: skip
-    """The num_programs(1)-th part of the key blocks of one tile of one KV head."""
-    if OVERLAP:
-        # Nothing is read before the kernel ahead is done, and the next one starts no sooner: what
-        # it finds then, all kernels ahead of this one have written.
-        gdc_wait()
-        gdc_launch_dependents()
+    """o [T, H, DIM] and lse [T, H] of one tile of ROWS rows of one KV head.
+
+    Grid: (tiles * KV heads, programs of a tile); each program takes an equal share of the tile's
+    key blocks. Carried from block to block: m [ROWS], lanes [ROWS, 8] and acc [ROWS, DIM]; with
+    SPLIT nothing is carried, each block is written to block_m, block_lanes and block_acc instead.
+    """
+    # The launch overlaps the end of the kernel ahead. Nothing is read before that kernel is done,
+    # and the next one starts no sooner: all it reads has been written by then.
+    gdc_wait()
+    gdc_launch_dependents()
     S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     rows: gl.constexpr = gl.SliceLayout(1, S)
     lane_layout: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, WARPS], [1, 0])
@@ -137,8 +129,8 @@ def attention_decode_kernel(
     end = gl.minimum(begin + share, last_position + 1)
     count = gl.maximum(gl.cdiv(end - begin, KEYS), 0)
 
-    # The ring holds K, V, K, V ...; `fill` is the block that is copied next, RING - 1 buffers
-    # ahead of the one in use, and `entries` where it lies. Those of the next one are under way.
+    # The ring holds K, V, K, V ... The block at `fill` is copied next, RING - 1 buffers ahead of
+    # the one in use; `entries` says where it lies, `coming` where the block after it does.
     k_base = K + kv_head * stride_kh
     v_base = V + kv_head * stride_vh
     fill = begin
@@ -167,7 +159,7 @@ def attention_decode_kernel(
     first_slot = gl.program_id(0).to(gl.int64) * slots
     for i in range(count):
         start = begin + i * KEYS
-        # The wait is a barrier, too: the buffer behind the one awaited is free.
+        # Once all threads have waited, the buffer behind the one awaited is free.
         async_copy.wait_group(RING - 2)
         gl.thread_barrier()
         if RING % 2 == 1:
@@ -206,24 +198,22 @@ def attention_decode_kernel(
             m, lane_m, lanes, acc = fold_block(m, lane_m, lanes, acc, block_max, part, product)
     async_copy.wait_group(0)
     if SPLIT:
-        if FUSED:
-            # All of this program's stores come before its ticket, and the last ticket before the
-            # reads.
-            gl.thread_barrier()
-            ticket = tickets + gl.program_id(0)
-            if all_written(ticket, SLICES):
-                WIDTH: gl.constexpr = DIM // SLICES
-                # Every slice folds the lanes and writes the same lse.
-                column = gl.program_id(1) * WIDTH if SLICES > 1 else 0
-                place = first_slot * STORED
-                all_m, all_lanes, all_acc = fold_written(
-                    ticket, block_m + place, block_lanes + place * 8,
-                    block_acc + place * DIM + column, tile_count, STORED, WIDTH, DIM,
-                )  # fmt: skip
-                write_rows(
-                    OUT + column, LSE, all_m, all_lanes, all_acc, first_row, kv_head, start_row,
-                    q_len, stride_ot, stride_oh, stride_lse, STORED, GROUP, WIDTH,
-                )  # fmt: skip
+        # All of this program's stores come before its ticket, and the last ticket before the reads.
+        gl.thread_barrier()
+        ticket = tickets + gl.program_id(0)
+        if all_written(ticket, SLICES):
+            WIDTH: gl.constexpr = DIM // SLICES
+            # Every slice folds the lanes and writes the same lse.
+            column = gl.program_id(1) * WIDTH if SLICES > 1 else 0
+            place = first_slot * STORED
+            all_m, all_lanes, all_acc = fold_written(
+                ticket, block_m + place, block_lanes + place * 8,
+                block_acc + place * DIM + column, tile_count, STORED, WIDTH, DIM,
+            )  # fmt: skip
+            write_rows(
+                OUT + column, LSE, all_m, all_lanes, all_acc, first_row, kv_head, start_row,
+                q_len, stride_ot, stride_oh, stride_lse, STORED, GROUP, WIDTH,
+            )  # fmt: skip
     else:
         write_rows(
             OUT, LSE, m, lanes, acc, first_row, kv_head, start_row, q_len,
@@ -231,63 +221,34 @@ def attention_decode_kernel(
         )  # fmt: skip
 
 
-def takes(q: Tensor, *cached: Tensor) -> bool:
-    """Whether operands [T, heads, D] fit: 16-bit, D 64 or 128, rows and heads 32 bytes apart."""
-    return q.dtype.itemsize == 2 and all(
-        x.shape[2] in (64, 128)
-        and x.stride(2) == 1
-        and x.data_ptr() % 16 == 0
-        and all(x.stride(i) * x.itemsize % 32 == 0 for i in (0, 1))
-        for x in (q, *cached)
-    )
-
-
 def attention_decode_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    written: tuple[Tensor, Tensor, Tensor] | None,
-    tickets: Tensor | None,
-    tiles: Tensor,
-    numbers: tuple[Tensor, Tensor, Tensor],
-    tables: Tensor,
-    *,
-    window: int | None,
-    reach: int,
-    factor: float,
-    block_size: int,
+    call: ForwardCall,
+    schedule: Schedule,
     programs: int,
-    slots: int,
-    stored: int,
-    ring: int,
-    resident: int,
-    overlap: bool,
     slices: int,
+    tickets: torch.Tensor | None,
 ) -> None:
-    """Fill `out` and `lse` for the tiles of 16 rows, each over `programs` programs.
+    """Fill o and lse for tiles of 16 rows, each over `programs` programs.
 
     Args:
-        written: block_m [places], block_lanes [places, 8] and block_acc [places, D], fp32, where
-            blocks are spread over programs.
-        tickets: [tiles * KV heads] zeros, and zeros afterwards; None leaves the fold of what is
-            written to another kernel.
+        call: what to compute.
+        schedule: one with a ring.
+        programs: of each tile.
         slices: programs of a tile that fold D / slices of its columns each, a power of two up to
             `programs` and D / 8. With more than one they wait for all of the tile's programs, so
             that the whole launch must fit on the device at once; the driver refuses it otherwise.
+        tickets: [tiles * KV heads] zeros, and zeros afterwards; None for one program a tile.
     """
-    kv_heads, head_dim = k.shape[1:]
-    # Without a split nothing is written or counted; any pointers do.
-    block_m, block_lanes, block_acc = written or (lse, lse, lse)
-    attention_decode_kernel[(len(tiles) * kv_heads, programs)](
-        q, k, v, out, lse, block_m, block_lanes, block_acc, tiles if tickets is None else tickets,
-        tiles, *numbers, tables, reach, factor, tables.shape[1], slots,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        out.stride(0), out.stride(1), lse.stride(0),
-        KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, STORED=stored, DIM=head_dim,
-        BLOCK=block_size, WINDOWED=window is not None, SPLIT=written is not None,
-        FUSED=tickets is not None, RING=ring, OVERLAP=overlap, SLICES=slices,
-        num_warps=WARPS.value, maxnreg=min(REGISTERS // resident, 255), launch_pdl=overlap,
+    lse, tiles = call.lse, call.tiles
+    # One program a tile writes no blocks and counts nothing: any pointers do.
+    written = (lse, lse, lse) if tickets is None else call.memory_of_blocks()
+    attention_decode_kernel[(call.grid, programs)](
+        call.q, call.k, call.v, call.out, lse, *written, tiles if tickets is None else tickets,
+        tiles, *call.numbers, call.block_table, call.reach, call.factor, call.block_table.shape[1],
+        call.most_blocks, *call.operand_strides, *call.result_strides,
+        KV_HEADS=call.kv_heads, GROUP=call.group, STORED=call.stored, DIM=call.head_dim,
+        BLOCK=call.block_size, WINDOWED=call.windowed, SPLIT=tickets is not None,
+        RING=schedule.ring, SLICES=slices, num_warps=WARPS.value,
+        maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
         launch_cooperative_grid=slices > 1, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,13 +1,14 @@
-"""How `attention_decode` folds the blocks of a tile that several programs have written.
+"""The left fold over blocks of keys in `hopper/decode.py`: block by block as they are computed, or
+over the blocks of a tile that several programs have written to memory.
 
-The left fold over blocks of the attention order, for some columns of a tile: each block's sums are
-scaled to the running maximum and added, first to last. A column's fold knows nothing of the other
-columns, so that a tile's columns may be folded by one program or by as many as there are slices.
-Written blocks are copied through a ring of shared buffers, two ahead of the one that is folded.
+Each block's sums are scaled to the running maximum and added, first to last. A column's fold does
+not read the other columns, so one program may fold all columns of a tile or several programs a
+slice each. Written blocks are copied through a ring of shared buffers, two ahead of the one that is
+folded.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -15,22 +16,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from rl_consistency.kernels.attention.hopper.rows import NEG_INF, WARPS
+from rl_consistency.kernels.attention.hopper.tiles import NEG_INF, WARPS
 
 BUFFERS = gl.constexpr(3)
-"""Of the fold's ring; it is written for three."""
+"""Buffers of the fold's ring; the code below is written for three."""
 WRITTEN_FLOATS = gl.constexpr(9216)
-"""Of written blocks in one buffer."""
+"""Most numbers of written blocks in one buffer."""
 MOST_BLOCKS = gl.constexpr(128)
-"""In one buffer."""
-NARROWEST = 8
-"""Columns of a slice: two copies of 16 bytes, and as many as a block has lanes."""
+"""Most blocks in one buffer."""
 
 
 @gluon.constexpr_function
 def folded_layout(rows, columns, lanes):
-    """Of [rows, columns] sums, each with one thread where there are enough of them; or of the
-    lanes, with their rows in the same threads."""
+    """The layout of [rows, columns] sums, or of the lanes with their rows in the same threads."""
     each = min(4, max(1, rows * columns // 128))
     threads = min(32, columns // each)
     across = max(1, columns // (threads * each))
@@ -41,7 +39,7 @@ def folded_layout(rows, columns, lanes):
 
 @gluon.constexpr_function
 def blocks_at_once(rows, columns):
-    """Written blocks in one buffer, with their lanes."""
+    """How many written blocks, with their lanes, one buffer holds."""
     n = MOST_BLOCKS.value
     while n * rows * (columns + 8) > WRITTEN_FLOATS.value:
         n //= 2
@@ -49,21 +47,21 @@ def blocks_at_once(rows, columns):
 
 
 def shared_bytes(rows: int, columns: int) -> int:
-    """Of shared memory that a program's fold holds at once: its ring, and the factors."""
+    """Shared memory of a program's fold: its ring and the factors."""
     blocks = int(blocks_at_once(rows, columns))
     return 4 * blocks * rows * (BUFFERS.value * (columns + 8) + 2)
 
 
 @gluon.constexpr_function
 def scanned_layout(n):
-    """Of [n, rows] maxima, the blocks of a row in one warp."""
+    """The layout of [n, rows] maxima: the blocks of a row in one warp."""
     threads = min(32, n)
     return gl.BlockedLayout([max(1, n // 32), 1], [threads, 32 // threads], [1, 4], [0, 1])
 
 
 @gluon.jit
 def finite(m):
-    """m, or 0 for a row that has seen no key, from which -inf can be subtracted."""
+    """m, or 0 for a row that has seen no key: -inf minus -inf would be NaN."""
     return gl.where(m == NEG_INF, 0.0, m)
 
 
@@ -76,7 +74,7 @@ def scaled(block, right, running, left):
 
 @gluon.jit
 def fold_block(m, lane_m, lanes, acc, block_max, block_lanes, block_acc):
-    """The sums after one more block; lane_m is m in the layout of the lanes' rows."""
+    """(m, lane_m, lanes, acc) after one more block; lane_m is m in the layout of the lanes."""
     lane_rows: gl.constexpr = lane_m.type.layout
     new_m = gl.maximum(m, block_max)
     lane_max = gl.convert_layout(block_max, lane_rows)
@@ -111,10 +109,10 @@ def write_block(
 
 @gluon.jit
 def all_written(ticket, SLICES: gl.constexpr):
-    """Count this program, whose blocks are written, in its tile's ticket. Whether it folds: with
-    one slice the last program does, otherwise the first ones, once all have been counted.
+    """Count this program, which has written its blocks, in its tile's ticket; whether it folds.
 
-    Those that wait never end unless all programs of the tile are on the device together.
+    With one slice the last program folds. With more, the first SLICES programs do, after waiting
+    until all have been counted: all programs of the tile must be on the device together.
     """
     if SLICES == 1:
         folds = gl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == gl.num_programs(1) - 1
@@ -132,14 +130,14 @@ def all_written(ticket, SLICES: gl.constexpr):
                 }""",
                 "=&r,l,r", [ticket, gl.num_programs(1)], dtype=gl.int32, is_pure=False, pack=1,
             )  # fmt: skip
-    # No thread is still waiting when one of its program leaves.
+    # No thread of this program is still waiting when another one leaves.
     gl.thread_barrier()
     return folds
 
 
 @gluon.jit
 def _leave(ticket, SLICES: gl.constexpr):
-    """Count this program once more; the last of those that fold leaves the ticket as it was."""
+    """Count this program once more; the last one that folds sets the ticket back to 0."""
     if SLICES == 1:
         gl.store(ticket, 0)
     else:
@@ -158,7 +156,7 @@ def _copy(
     STORED: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
     """Start copying N written blocks from `first`, zeros from `count` on; one group of copies."""
-    # Of 16 bytes each, and so past the first cache, which does not know what others wrote.
+    # Copies of 16 bytes bypass the first cache, which may hold what memory held before.
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WIDTH, WIDTH // 4], [WARPS, 1], [1, 0])
     row = first * STORED + gl.arange(0, N * STORED, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
@@ -184,8 +182,8 @@ def _maxima(block_m, first, count, STORED: gl.constexpr, N: gl.constexpr):
     every = gl.expand_dims(row < STORED, 0)
     known = gl.expand_dims(block < count, 1) & every
     maxima = gl.load(block_m + at, known, NEG_INF, cache_modifier=".cg")
-    # The last block is before the first of those that there are not: what they are folded into has
-    # its maximum, and without it a row that only the last block has seen would be scaled to zero.
+    # The first place past the end has the last block before it. Without that block's maximum, a row
+    # that no earlier block has seen would be scaled to zero there.
     known = gl.expand_dims((block > 0) & (block <= count), 1) & every
     before = gl.load(block_m + at - STORED, known, NEG_INF, cache_modifier=".cg")
     return maxima, before
@@ -220,20 +218,20 @@ def fold_written(
         _copy(acc_ring.index(j), lanes_ring.index(j), block_acc, block_lanes, j * N, count,
               STORED, WIDTH, DIM, N)  # fmt: skip
     maxima, before = _maxima(block_m, 0, count, STORED, N)
-    # While the first reads are under way.
+    # The first reads are under way meanwhile.
     _leave(ticket, DIM // WIDTH)
     m = gl.full([STORED], float("-inf"), gl.float32, gl.SliceLayout(0, scanned))
     lanes = gl.zeros([STORED, 8], gl.float32, lane_layout)
     acc = gl.zeros([STORED, WIDTH], gl.float32, layout)
     slot = count * 0
     for first in range(0, count, N):
-        # After this barrier the buffer behind the one awaited is free, and so are the factors.
+        # After this barrier the buffer behind the one awaited is free, and the factors are.
         async_copy.wait_group(1)
         gl.thread_barrier()
         ahead = gl.where(slot == 0, 2, slot - 1)
         _copy(acc_ring.index(ahead), lanes_ring.index(ahead), block_acc, block_lanes,
               first + 2 * N, count, STORED, WIDTH, DIM, N)  # fmt: skip
-        # A running maximum is exact in any order: the factors of all N folds are made at once.
+        # A running maximum is exact in any order: the factors of all N folds are computed at once.
         running = gl.associative_scan(before, 0, _larger)
         running = gl.maximum(running, gl.expand_dims(m, 0) + gl.zeros_like(running))
         shift = finite(gl.maximum(running, maxima))

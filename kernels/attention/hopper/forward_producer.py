@@ -1,12 +1,11 @@
-"""What feeds the consumers of `attention_hopper`: which tiles a program has, and their copies.
+"""The producer warps of `hopper/forward.py`: which tiles a program has, and the copies of them.
 
-Queries come a tile ahead, keys and values through a ring of `STAGES` blocks. Every buffer has two
-barriers, one that it is full and one that all who read it are done with it.
+Queries are copied a tile ahead, keys and values through a ring of `STAGES` blocks. Every buffer has
+two barriers: `full`, the copy has arrived, and `empty`, all consumers have read it.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
-# pyright: reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ CONSUMER_ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(128)
 STAGES = gl.constexpr(2)
 QUERY_BUFFERS = gl.constexpr(2)
-"""Tiles whose queries are in shared memory at a time."""
+"""Tiles whose queries are in shared memory at one time."""
 
 
 @gluon.jit
@@ -30,9 +29,11 @@ def count_tiles(num_tiles):
 
 @gluon.jit
 def tile_index(turn):
-    """This program's turn-th tile. Tiles lie longest first, and a round of them is dealt backward
-    where the number of the round has an odd count of ones: neither the first nor the last program
-    has the longer one of every round, and no step of the lengths falls in with it."""
+    """This program's turn-th tile.
+
+    Tiles lie longest first and are dealt to the programs in rounds. A round whose number has an odd
+    count of one bits is dealt backward, so that no program gets the longest tile of every round.
+    """
     ones = turn ^ (turn >> 8)
     ones = ones ^ (ones >> 4)
     ones = ones ^ (ones >> 2)
@@ -43,9 +44,9 @@ def tile_index(turn):
 
 
 @gluon.jit
-def tile(index, tiles, query_start, query_len, context_len, window, KV_HEADS: gl.constexpr,
-          GROUP: gl.constexpr, WINDOWED: gl.constexpr):  # fmt: skip
-    """(head, first row, first token's row, queries, context, first key, blocks) of a tile."""
+def tile(index, place, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
+    """(KV head, first row, row of the first token, queries, keys, first key, blocks) of a tile."""
+    tiles, _num_tiles, query_start, query_len, context_len, window = place
     sequence = gl.load(tiles + 2 * (index // KV_HEADS))
     first_row = gl.load(tiles + 2 * (index // KV_HEADS) + 1)
     q_len = gl.load(query_len + sequence)
@@ -65,13 +66,13 @@ def _load_queries(
     Q, q_desc, q_bufs, q_full, q_empty, turn, kv_head, first_row, start_row, q_len, stride_qt,
     stride_qh, GROUP: gl.constexpr, DIM: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Fill the buffers of both consumers for the turn-th tile of this program."""
+    """Fill both consumers' query buffers for the program's turn-th tile."""
     first_buffer = turn % QUERY_BUFFERS * 2
     phase = (turn // QUERY_BUFFERS) & 1
     for which in gl.static_range(2):
         mbarrier.wait(q_empty.index(first_buffer + which), phase ^ 1)
     if CONSUMER_ROWS % GROUP == 0:
-        # Whole tokens. Rows behind the sequence are another's; nothing is written for them.
+        # Whole tokens. Rows behind the sequence belong to another; no result is written for them.
         tokens: gl.constexpr = CONSUMER_ROWS // GROUP
         for which in gl.static_range(2):
             token_row = start_row + first_row // GROUP + which * tokens
@@ -105,28 +106,21 @@ def _load_queries(
 
 @gluon.jit
 def produce(
-    Q, V, q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, k_full, v_full, q_empty, k_empty,
-    v_empty, tiles, num_tiles, query_start, query_len, context_len, window, stride_qt, stride_qh,
+    Q, V, q_desc, k_desc, v_desc, q_bufs, q_full, q_empty, ring, place, stride_qt, stride_qh,
     stride_vt, stride_vh, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """Fill the query buffers, a tile ahead, and the ring of blocks, tile after tile."""
+    """Copy the program's tiles one after another: blocks of keys and values through the ring, and
+    queries a tile ahead."""
     chunk: gl.constexpr = 32
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     within = gl.arange(0, chunk, layout=gl.SliceLayout(1, layout))
+    k_bufs, v_bufs, k_full, v_full, k_empty, v_empty = ring
     done = gl.to_tensor(0)
-    tiles_here = count_tiles(num_tiles)
+    tiles_here = count_tiles(place[1])
     kv_head, first_row, start_row, q_len, limit, low, count = tile(
-        tile_index(done),
-        tiles,
-        query_start,
-        query_len,
-        context_len,
-        window,
-        KV_HEADS,
-        GROUP,
-        WINDOWED,
+        tile_index(done), place, KV_HEADS, GROUP, WINDOWED
     )
     _load_queries(
         Q, q_desc, q_bufs, q_full, q_empty, done, kv_head, first_row, start_row, q_len, stride_qt,
@@ -134,9 +128,8 @@ def produce(
     )  # fmt: skip
     for turn in range(tiles_here):
         next_head, next_first, next_start, next_len, next_limit, next_low, next_count = tile(
-            tile_index(gl.minimum(turn + 1, tiles_here - 1)), tiles, query_start, query_len,
-            context_len, window, KV_HEADS, GROUP, WINDOWED,
-        )  # fmt: skip
+            tile_index(gl.minimum(turn + 1, tiles_here - 1)), place, KV_HEADS, GROUP, WINDOWED
+        )
         column = kv_head * DIM
         for i in range(count):
             start = low + i * KEYS
@@ -154,7 +147,7 @@ def produce(
                     v_desc, [start_row + start, column], v_full.index(slot), v_bufs.index(slot)
                 )
             else:
-                # Rows after the sequence are another's: NaN there times probability 0 is NaN.
+                # Rows behind the sequence belong to another: a NaN there times 0 would be NaN.
                 for c in gl.static_range(KEYS // chunk):
                     key = start + c * chunk + within
                     key_offset = (start_row + key).to(gl.int64) * stride_vt + kv_head * stride_vh
@@ -165,14 +158,14 @@ def produce(
                 fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(v_full.index(slot), count=1)
-            # Any earlier the buffer would be waited for: the tile before this one is done with it
-            # when the slot of this one's second block is free.
+            # The tile before this one has freed the next tile's query buffer once the slot of this
+            # one's second block is free. Any earlier the producer would wait for it.
             if (i == gl.minimum(count - 1, 1)) & (turn + 1 < tiles_here):
                 _load_queries(
                     Q, q_desc, q_bufs, q_full, q_empty, turn + 1, next_head, next_first, next_start,
                     next_len, stride_qt, stride_qh, GROUP, DIM, chunk, layout,
                 )  # fmt: skip
-            # No warp may fall behind by a whole round of the buffers, whose phases repeat.
+            # No warp may fall behind by a whole round of the buffers: their phases repeat.
             gl.thread_barrier()
             done += 1
         kv_head, first_row, start_row, q_len = next_head, next_first, next_start, next_len

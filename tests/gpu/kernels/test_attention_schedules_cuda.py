@@ -13,7 +13,6 @@ from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
-from rl_consistency.kernels.attention.hopper import forward as attention_hopper
 from rl_consistency.kernels.attention.layout import (
     PackedSequences,
     SequenceTables,
@@ -25,17 +24,17 @@ from rl_consistency.kernels.attention.schedules import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
     DECODE,
-    DEEP,
     FIVE_PRODUCTS,
-    LAST,
     PREFILL,
-    SPREAD,
     admits,
     backward_entries,
     forward_entries,
     in_five_products,
 )
-from rl_consistency.kernels.core.device import has_tma, has_wgmma
+from rl_consistency.kernels.attention.schedules import DECODE_DEEP as DEEP
+from rl_consistency.kernels.attention.schedules import DECODE_LAST as LAST
+from rl_consistency.kernels.attention.schedules import DECODE_SPREAD as SPREAD
+from rl_consistency.kernels.core.device import has_wgmma
 from rl_consistency.verify.compile_ahead import compile_ahead
 from tests.gpu.kernels.attention_cases import (
     BF16,
@@ -89,8 +88,7 @@ def assert_same_bytes_where_they_fit(calls):
 @pytest.mark.parametrize("case", SCHEDULE_CASES, ids=name)
 def test_every_prefill_schedule_gives_the_same_bytes(case):
     q, k, v, _, layout = packed(case, range(len(LENGTHS)))
-    takes = has_tma(DEVICE) and attention_hopper.takes(q, k, v)
-    table = [s for s in forward_entries(PREFILL, case.dtype) if takes or not s.specialized]
+    table = [s for s in forward_entries(PREFILL, case.dtype) if admits(s, layout, q, k, v)]
     call = partial(attention_fwd, q, k, v, layout, *case.options.values())
     results = assert_same_bytes_where_they_fit([partial(call, schedule=s) for s in table])
     for schedule, found in zip(table, results, strict=True):

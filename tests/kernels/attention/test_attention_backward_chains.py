@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_consistency.kernels.attention.hopper import backward_producer as producer
+from rl_consistency.kernels.attention.hopper import backward_copies as copies
 from rl_consistency.kernels.attention.hopper.backward import tiles_apart
 from rl_consistency.kernels.attention.layout import PackedSequences
 
-KEYS, QUERIES = producer.KEYS.value, producer.QUERIES.value
+KEYS, QUERIES = copies.KEYS.value, copies.QUERIES.value
 CPU = torch.device("cpu")
 MULTIPROCESSORS = 132
 """Of the device whose order of programs is walked; fewer may be free."""
@@ -42,22 +42,23 @@ def on_the_host(monkeypatch):
         maximum=max,
         cdiv=lambda a, b: -(-a // b),
     )
-    monkeypatch.setattr(producer, "gl", language)
+    monkeypatch.setattr(copies, "gl", language)
     for name in ("KEYS", "QUERIES", "STAGES"):
-        monkeypatch.setattr(producer, name, getattr(producer, name).value)
+        monkeypatch.setattr(copies, name, getattr(copies, name).value)
 
 
-def steps_of(program, layout, group, window, before=producer.tiles_before.fn):
+def steps_of(program, layout, group, window, before=copies.tiles_before.fn):
     """(tile of queries and head, tiles of keys before, whether these are the last) of each step, as
     `fetch_chains` and `leave_chains` find them."""
     query_tiles, first_tiles = layout.query_tiles(CPU, QUERIES)
     sizes = (Pointer(list(layout.query_starts)), Pointer(list(layout.query_lens)))
-    _head, first_key, _row, _limit, first_tile, per_head = producer.walk.fn(
-        Pointer(program), Pointer(first_tiles.tolist()), *sizes, window or 0, len(query_tiles),
-        group, window is not None,
-    )  # fmt: skip
+    first = Pointer(first_tiles.tolist())
+    place = (Pointer(program), first, *sizes, window or 0, len(query_tiles))
+    _head, first_key, _row, _limit, first_tile, per_head = copies.walk.fn(
+        place, group, window is not None
+    )
     for step in range(group * per_head):
-        _head, ahead, tile, _slot, _turn = producer.step_at.fn(
+        _head, ahead, tile, _slot, _turn = copies.step_at.fn(
             step, first_key, first_tile, per_head, len(query_tiles)
         )
         yield tile, before(first_key, ahead, window or 0, window is not None), ahead < KEYS

@@ -4,15 +4,15 @@ Its bytes are compared in tests/gpu."""
 import pytest
 import torch
 
-from rl_consistency.kernels.attention.hopper.backward import SPREAD, tiles_apart
-from rl_consistency.kernels.attention.hopper.backward_chains import (
+from rl_consistency.kernels.attention.hopper.backward import APART, tiles_apart
+from rl_consistency.kernels.attention.hopper.backward_copies import (
+    QUERIES,
     ROW,
-    chain_bytes,
     chain_layout,
     empty_chains,
 )
-from rl_consistency.kernels.attention.hopper.backward_producer import QUERIES
 from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.attention.schedules import chain_bytes
 
 
 def test_sums_of_dq_take_no_memory_where_one_tile_of_keys_holds_every_sequence():
@@ -34,7 +34,7 @@ def test_a_box_of_the_chains_is_a_tile_and_all_tiles_fit(dim, lens):
 
 def test_only_programs_that_wait_for_one_another_are_set_apart():
     two = PackedSequences.of([0, 2048], [2048, 2048])
-    assert tiles_apart(two, 8, 132) == SPREAD * 132 / 16
+    assert tiles_apart(two, 8, 132) == APART * 132 / 16
     assert tiles_apart(two, 40, 132) == 0.0
 
 

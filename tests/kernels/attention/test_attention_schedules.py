@@ -5,13 +5,14 @@ import torch
 
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.hopper.decode import KEYS, REGISTERS
-from rl_consistency.kernels.attention.hopper.decode_fold import NARROWEST, shared_bytes
+from rl_consistency.kernels.attention.hopper.decode_fold import shared_bytes
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.kernels.attention.schedules import (
     DECODE,
-    DEEP,
-    LAST,
-    SPREAD,
+    DECODE_DEEP,
+    DECODE_LAST,
+    DECODE_SPREAD,
+    NARROWEST,
     pick_forward,
     programs_for,
     slices_for,
@@ -47,26 +48,27 @@ def picked(contexts, queries=1, heads=32, kv_heads=8, dim=128):
 
 def test_long_tiles_shared_by_programs_are_folded_in_slices():
     for contexts in ([32768], [8192] * 4, [8192, 1, 1, 1], [8192] * 8):
-        assert picked(contexts) == SPREAD
+        assert picked(contexts) == DECODE_SPREAD
 
 
 def test_short_tiles_shared_by_programs_are_folded_by_the_last():
-    assert picked([2048]) == picked([8191 - 127] * 4) == picked([8192], heads=16) == LAST
+    assert picked([2048]) == picked([8191 - 127] * 4) == picked([8192], heads=16) == DECODE_LAST
 
 
 def test_at_most_a_tile_for_each_multiprocessor_takes_a_deep_ring():
-    assert picked([8192] * 9) == picked([32768] * 16) == picked([8192] * 4, queries=5) == DEEP
+    assert picked([8192] * 9) == picked([32768] * 16) == DECODE_DEEP
+    assert picked([8192] * 4, queries=5) == DECODE_DEEP
 
 
 def test_more_tiles_than_multiprocessors_and_contexts_that_a_ring_holds_do_not():
-    assert picked([8192] * 17) == picked([384] * 16) == picked([384]) == LAST
+    assert picked([8192] * 17) == picked([384] * 16) == picked([384]) == DECODE_LAST
 
 
 def test_blocks_that_would_take_too_much_memory_are_not_shared(monkeypatch):
     assert programs_for(8, 256, 4, 128, 132) == 16
     monkeypatch.setattr(attention_schedules, "SPLIT_BYTES", 8 * 256 * 4 * 139 * 4 - 1)
     assert programs_for(8, 256, 4, 128, 132) == 1
-    assert picked([32768]) == DEEP
+    assert picked([32768]) == DECODE_DEEP
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -84,7 +86,7 @@ def test_slices_are_folded_only_where_the_whole_launch_fits_the_device(dim):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_programs_that_wait_for_one_another_fit_a_multiprocessor_together(schedule, dim):
     """The launch counts on `resident` of them; ring and fold do not live at the same time."""
-    assert schedule.ring and schedule.fused
+    assert schedule.ring
     threads = 32 * schedule.warps
     assert schedule.resident * threads * min(REGISTERS // schedule.resident, 255) <= 1 << 16
     for slices in (1, 2, 4, 8, 16):

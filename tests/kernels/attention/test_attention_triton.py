@@ -8,6 +8,7 @@ import torch
 from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import op as cpu
 from rl_consistency.kernels.attention import schedules as attention_schedules
+from rl_consistency.kernels.attention.backward_statistics_triton import statistics_of
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.layout import PackedSequences
@@ -23,7 +24,6 @@ from rl_consistency.kernels.attention.schedules import (
     in_five_products,
     key_block,
 )
-from rl_consistency.kernels.attention.statistics_triton import statistics_of
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within

@@ -1,17 +1,21 @@
-"""What the Gluon schedules of the forward attention order share: the tree, and how a tile ends."""
+"""What the sm_90 kernels of attention share: constants, the halving tree, barriers, descriptors,
+and writing out a tile of the forward pass."""
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
 WARPS = gl.constexpr(4)
-"""Of every group of warps that holds rows of a tile."""
+"""Warps of each group that holds rows of a tile."""
 
 
 @gluon.jit
@@ -22,17 +26,24 @@ def halve(x, R: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
+def barriers(N: gl.constexpr):
+    """N barriers in shared memory."""
+    return gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
 def write_rows(
     OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh, stride_lse,
     R: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """Divide the sums of rows first .. first + R of a sequence and write them.
+    """Divide the sums of rows first .. first + R of a sequence and write o and lse.
 
-    m [R] in log2 units, lanes [R, 8], acc [R, DIM].
+    m [R] is the maximum in log2 units, lanes [R, 8] the sum of probabilities before the last three
+    levels of its tree, acc [R, DIM] their product with the values.
     """
     summed: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
-    # One thread a row, so that the last three levels of the tree stay in its registers.
+    # One thread a row: the last three levels of the tree stay in its registers.
     single = gl.convert_layout(lanes, gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0]))
     total = halve(halve(halve(single, R, 8), R, 4), R, 2)
     length = gl.convert_layout(total.reshape(R), summed)
@@ -54,3 +65,21 @@ def write_rows(
     gl.store(pointer, gl.convert_layout(out.to(OUT.dtype.element_ty), rows), mask=mask)
     lse = gl.convert_layout(lse, gl.SliceLayout(1, rows))
     gl.store(LSE + token_row * stride_lse + head, lse, mask=valid)
+
+
+_BOXED: dict[tuple[object, ...], gl.NVMMASharedLayout] = {}
+
+
+def descriptor(x: Tensor, box: list[int], shape: list[int], strides: list[int]) -> TensorDescriptor:
+    """x, seen as `shape` and `strides`, for copies of one box at a time."""
+    key = (*box, x.dtype)
+    if key not in _BOXED:
+        kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
+        _BOXED[key] = gl.NVMMASharedLayout.get_default_for(box, kind)
+    return TensorDescriptor(x, shape, strides, box, _BOXED[key])
+
+
+def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """[T, heads, D] with its heads side by side, for copies of `rows` rows of one head."""
+    tokens, heads, head_dim = x.shape
+    return descriptor(x, [rows, head_dim], [tokens, heads * head_dim], [x.stride(0), 1])

@@ -1,0 +1,106 @@
+"""One call of `attention_fwd` as its kernels see it: operands, results, tiles and numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.attention.schedules import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardCall:
+    """What every forward kernel is launched with.
+
+    Attributes:
+        q, k, v: [T, H, D]; [T, Hkv, D] packed, or [slots, Hkv, D] of a paged cache. The elements of
+            a head lie side by side.
+        out, lse: [T, H, D] and [T, H], written by the kernels.
+        tiles: [tiles, 2] int32: a sequence, and the tile's first row in it.
+        numbers: first row, number of queries and number of keys of each sequence, int32.
+        block_table: [sequences, blocks] int32, physical blocks of a paged cache.
+        block_size: tokens in one physical block; None where keys are packed.
+        keys: keys in one step of the fold.
+        most_blocks: steps of the fold that any tile needs, at most.
+        stored: rows of a tile that are written where programs share its key blocks.
+        reach, windowed: the window as kernels take it, and whether there is one.
+        factor: scale of the scores in log2 units.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    tiles: Tensor
+    numbers: tuple[Tensor, Tensor, Tensor]
+    block_table: Tensor
+    block_size: int | None
+    keys: int
+    most_blocks: int
+    stored: int
+    reach: int
+    windowed: bool
+    factor: float
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.q.shape[2]
+
+    @property
+    def dim(self) -> int:
+        """D filled up to a power of two of at least 16."""
+        return max(1 << (self.head_dim - 1).bit_length(), 16)
+
+    @property
+    def kv_heads(self) -> int:
+        """Hkv."""
+        return self.k.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q.shape[1] // self.kv_heads
+
+    @property
+    def grid(self) -> int:
+        """Tiles times KV heads."""
+        return len(self.tiles) * self.kv_heads
+
+    @property
+    def operand_strides(self) -> tuple[int, ...]:
+        """Strides of a token and a head in q, k and v."""
+        return (*self.q.stride()[:2], *self.k.stride()[:2], *self.v.stride()[:2])
+
+    @property
+    def result_strides(self) -> tuple[int, ...]:
+        """Strides of a token and a head in o, and of a token in lse."""
+        return (*self.out.stride()[:2], self.lse.stride(0))
+
+    def constants(self, schedule: Schedule) -> dict[str, Any]:
+        """Compile-time arguments and options that the Triton kernels share."""
+        return {
+            "KV_HEADS": self.kv_heads,
+            "GROUP": self.group,
+            "ROWS": schedule.rows,
+            "KEYS": self.keys,
+            "HEAD_DIM": self.head_dim,
+            "DIM": self.dim,
+            "WINDOWED": self.windowed,
+            "num_stages": schedule.stages,
+            "enable_fp_fusion": False,
+        }
+
+    def memory_of_blocks(self) -> tuple[Tensor, Tensor, Tensor]:
+        """fp32 memory for key blocks written one by one: m [places], lanes [places, 8] and
+        acc [places, dim]."""
+        places = self.grid * self.most_blocks * self.stored
+        m, lanes, acc = (
+            torch.empty(shape, dtype=torch.float32, device=self.q.device)
+            for shape in ((places,), (places, 8), (places, self.dim))
+        )
+        return m, lanes, acc

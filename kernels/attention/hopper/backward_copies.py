@@ -1,0 +1,211 @@
+"""The copying warps of `hopper/backward.py`: a program's steps, and what goes in and out at each.
+
+A program owns `KEYS` keys of one KV head. Its steps are the tiles of `QUERIES` queries that see
+them, for one head of the group after another. One warp copies the queries of each step in, through
+a ring of `STAGES` slots. Two more carry the chains of dq through memory.
+
+dq of a tile of queries is one chain of matrix steps over keys, upward. Each program takes the fp32
+sums that the keys before its own have left in memory, continues them, and leaves them there for the
+next keys. Memory keeps fp32 exactly. A counter per tile of queries and head says how many tiles of
+keys have left their sums.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.attention.schedules import FIVE_PRODUCTS, chain_bytes
+
+KEYS = gl.constexpr(FIVE_PRODUCTS.keys)
+QUERIES = gl.constexpr(FIVE_PRODUCTS.rows)
+STAGES = gl.constexpr(FIVE_PRODUCTS.stages)
+"""Tiles of queries in shared memory at one time; at 128 columns no third fits beside the chains."""
+ROW = gl.constexpr(256)
+"""fp32 sums in a row of the chains, as their descriptor sees them."""
+
+
+@gluon.jit
+def walk(place, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
+    """What a program walks over.
+
+    (KV head, first key, first row of its sequence, keys of its sequence, number of the sequence's
+    first tile of queries for the group's first head, tiles of queries per head.)
+    """
+    programs, first_tiles, query_start, query_len, window, num_tiles = place
+    entry = programs + 3 * gl.program_id(0)
+    sequence = gl.load(entry)
+    first_key = gl.load(entry + 1)
+    kv_head = gl.load(entry + 2)
+    limit = gl.load(query_len + sequence)
+    first_tile = kv_head * GROUP * num_tiles + gl.load(first_tiles + sequence)
+    high = limit
+    if WINDOWED:
+        high = gl.minimum(limit, first_key + KEYS - 1 + window)
+    per_head = gl.cdiv(high - first_key, QUERIES)
+    return kv_head, first_key, gl.load(query_start + sequence), limit, first_tile, per_head
+
+
+@gluon.jit
+def step_at(step, first_key, first_tile, per_head, num_tiles):
+    """(head of the group, first query minus first key, number of the tile, slot of the ring, round
+    of the ring) of a step. Steps go over the group's heads upward, then over queries upward."""
+    head = step // per_head
+    ahead = step % per_head * QUERIES
+    tile = first_tile + head * num_tiles + (first_key + ahead) // QUERIES
+    return head, ahead, tile, step % STAGES, (step // STAGES) & 1
+
+
+@gluon.jit
+def tiles_before(first_key, ahead, window, WINDOWED: gl.constexpr):
+    """How many tiles of keys before the program's own the queries of a step see."""
+    first = first_key * 0
+    if WINDOWED:
+        first = gl.maximum(first_key + ahead - window + 1, 0) // KEYS
+    return first_key // KEYS - first
+
+
+@gluon.jit
+def copy_queries(
+    q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done, place,
+    GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
+):  # fmt: skip
+    """One warp: fill the ring with q, do and the two statistics of each step's queries."""
+    lane = gl.arange(0, QUERIES, layout=gl.BlockedLayout([2], [32], [1], [0]))
+    kv_head, first_key, start_row, _limit, first_tile, per_head = walk(place, GROUP, WINDOWED)
+    num_tiles = place[5]
+    for step in range(GROUP * per_head):
+        head, ahead, tile, slot, turn = step_at(step, first_key, first_tile, per_head, num_tiles)
+        statistics = STATISTICS + tile.to(gl.int64) * (2 * QUERIES) + lane
+        lse = gl.load(statistics)
+        delta = gl.load(statistics + QUERIES)
+        at = [start_row + first_key + ahead, (kv_head * GROUP + head) * DIM]
+        mbarrier.wait(done.index(slot), turn ^ 1)
+        mbarrier.expect(full.index(slot), 2 * QUERIES * DIM * 2)
+        tma.async_copy_global_to_shared(q_desc, at, full.index(slot), q_bufs.index(slot))
+        tma.async_copy_global_to_shared(do_desc, at, full.index(slot), do_bufs.index(slot))
+        lse_buf.index(slot).store(lse)
+        delta_buf.index(slot).store(delta)
+        gl.thread_barrier()
+        mbarrier.arrive(full.index(slot), count=1)
+
+
+def empty_chains(
+    layout: PackedSequences, heads: int, head_dim: int, device: torch.device
+) -> tuple[Tensor, TensorDescriptor]:
+    """Memory for the chains, [heads * tiles * QUERIES * head_dim / ROW, ROW] fp32, and its
+    descriptor, whose box is one tile."""
+    box = [QUERIES.value * head_dim // ROW.value, ROW.value]
+    # Without chains nothing is read, but a descriptor has to describe something.
+    rows = max(chain_bytes(layout, heads, head_dim) // (4 * ROW.value), box[0])
+    chains = torch.empty(rows, ROW.value, dtype=torch.float32, device=device)
+    plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return chains, TensorDescriptor(chains, [rows, ROW.value], [ROW.value, 1], box, plain)
+
+
+@gluon.constexpr_function
+def chain_layout(dim):
+    """The shared layout of [QUERIES, dim] sums in the order in which the matrix units hold them.
+
+    The four sums of a thread lie side by side, in two rows and two columns, then those of a warp.
+    """
+    bases = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    bases += [[0, 1 << i] for i in range(3, (dim // 2).bit_length() - 1)]
+    return gl.SharedLinearLayout(bases + [[16, 0], [32, 0], [0, dim // 2]])
+
+
+@gluon.jit
+def _until(counter, count):
+    """Wait until a counter has reached a number.
+
+    This program's copy engine then sees what the others' wrote before they counted.
+    """
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred short;
+        again:
+        ld.acquire.gpu.global.s32 $0, [$1];
+        setp.lt.s32 short, $0, $2;
+        @short bra again;
+        fence.proxy.async.global;
+        }""",
+        "=&r,l,r", [counter, count], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _prefetch(place, size):
+    """Bring `size` bytes into the second-level cache."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred one;
+        elect.sync _|one, 0xffffffff;
+        @one cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r", [place, size], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def fetch_chains(
+    CHAINS, chain_desc, in_buf, counters, ready, gone, place,
+    GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
+):  # fmt: skip
+    """One warp: wait at each step until the keys before have left their sums of dq, and copy them
+    in."""
+    SIZE: gl.constexpr = QUERIES * DIM
+    _head, first_key, _row, _limit, first_tile, per_head = walk(place, GROUP, WINDOWED)
+    window, num_tiles = place[4], place[5]
+    for step in range(GROUP * per_head):
+        _head, ahead, tile, _slot, _turn = step_at(step, first_key, first_tile, per_head, num_tiles)
+        before = tiles_before(first_key, ahead, window, WINDOWED)
+        _until(counters + tile, before)
+        if before > 0:
+            _prefetch(CHAINS + tile.to(gl.int64) * SIZE, before * 0 + SIZE * 4)
+        # The step before has sent its sums by then, so it no longer uses this buffer and barrier.
+        last = step + STAGES - 1
+        mbarrier.wait(gone.index(last % STAGES), (last // STAGES) & 1 ^ 1)
+        if before > 0:
+            mbarrier.expect(ready, SIZE * 4)
+            at = [tile * (SIZE // ROW), 0]
+            tma.async_copy_global_to_shared(chain_desc, at, ready, in_buf)
+        else:
+            mbarrier.arrive(ready, count=1)
+
+
+@gluon.jit
+def leave_chains(
+    chain_desc, out_buf, counters, gone, free, place,
+    GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
+):  # fmt: skip
+    """One warp: copy the sums of dq of each step to memory, and count them."""
+    _head, first_key, _row, _limit, first_tile, per_head = walk(place, GROUP, WINDOWED)
+    num_tiles = place[5]
+    for step in range(GROUP * per_head):
+        _head, ahead, tile, slot, turn = step_at(step, first_key, first_tile, per_head, num_tiles)
+        mbarrier.wait(gone.index(slot), turn)
+        # The last keys have rounded dq: no program continues it.
+        if ahead >= KEYS:
+            at = [tile * (QUERIES * DIM // ROW), 0]
+            tma.async_copy_shared_to_global(chain_desc, at, out_buf)
+            tma.store_wait(0)
+            gl.thread_barrier()
+            mbarrier.arrive(free, count=1)
+            # The wait above says that out_buf has been read. Before counting, wait until memory has
+            # been written as well.
+            gl.inline_asm_elementwise(
+                "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, 0;", "=r,r",
+                [step], dtype=gl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+            gl.thread_barrier()
+            gl.atomic_add(counters + tile, 1, sem="release", scope="gpu")
+        else:
+            mbarrier.arrive(free, count=1)
