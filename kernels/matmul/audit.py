@@ -3,10 +3,10 @@
 `cublaslt` asks `due` at each library call and records the rows it computed again. The differences
 are counted on the device, so nothing waits until somebody reads them: `schedule_audit` reads all
 counters and withdraws the certificate of each product sampled since the reading before, if any of
-them differed. The counters belong to the process, whoever reads them.
+them differed. The counters are process-wide.
 
-Who keeps something that library products computed (a CUDA graph, cached keys and values) notes the
-`generation` it was made in and drops it when the number has grown.
+The rollout keeps CUDA graphs and cached keys that library products computed. It notes the
+`generation` they were made in and drops them when the number has grown.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from rl_consistency.models.patch import patched_session
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.completion import Completion, FailedRequestsError
-from rl_consistency.rollout.device.device_state import restricts_support
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.drafter import Drafter, PromptLookupDrafter
 from rl_consistency.rollout.progress import ProgressCallback
@@ -302,7 +301,7 @@ class RolloutEngine:
         self._runner.warm_up(
             batch_sizes,
             drafts=range(sampling.speculation + 1),
-            truncates=restricts_support(sampling),
+            truncates=sampling.restricts_support,
             longest=longest,
         )
 

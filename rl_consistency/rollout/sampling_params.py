@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from rl_consistency.rollout.drafter import MAX_DRAFT
 
@@ -91,6 +92,11 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         object.__setattr__(self, "stop", _strings(self.stop))
 
+    @property
+    def restricts_support(self) -> bool:
+        """Whether some tokens may be ruled out."""
+        return self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
     """ValueError unless the value is an integer, no less than `low` and no more than `high`."""
@@ -114,28 +120,23 @@ def _real(name: str, value: object) -> float:
         return math.inf  # out of every range
 
 
-def _token_ids(value: object) -> tuple[int, ...]:
-    message = f"stop_token_ids must be a sequence of token ids (integers >= 0), got {value!r}"
-    if isinstance(value, (str, bytes)):
-        raise ValueError(message)
+def _token_ids(value: Any) -> tuple[int, ...]:
     try:
-        token_ids = tuple(operator.index(token) for token in value)  # type: ignore[union-attr]
-    except TypeError as error:
-        raise ValueError(message) from error
-    if any(token < 0 for token in token_ids):
-        raise ValueError(message)
+        token_ids = (-1,) if isinstance(value, (str, bytes)) else tuple(map(operator.index, value))
+    except TypeError:
+        token_ids = (-1,)
+    if min(token_ids, default=0) < 0:
+        raise ValueError(
+            f"stop_token_ids must be a sequence of token ids (integers >= 0), got {value!r}"
+        )
     return token_ids
 
 
-def _strings(value: object) -> tuple[str, ...]:
-    message = (
-        f"stop must be a sequence of strings, none of them empty or with U+FFFD, got {value!r}"
-    )
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise ValueError(message)
-    strings = tuple(value)
-    if not all(
-        isinstance(string, str) and string and _REPLACEMENT not in string for string in strings
-    ):
-        raise ValueError(message)
+def _strings(value: Any) -> tuple[str, ...]:
+    is_text = isinstance(value, (str, bytes)) or not isinstance(value, Iterable)
+    strings: tuple[Any, ...] = ("",) if is_text else tuple(value)
+    if not all(isinstance(s, str) and s and _REPLACEMENT not in s for s in strings):
+        raise ValueError(
+            f"stop must be a sequence of strings, none of them empty or with U+FFFD, got {value!r}"
+        )
     return strings

@@ -179,7 +179,9 @@ def test_a_model_moved_to_the_gpu_after_its_engine_is_refused(small_model):
             engine.generate([[1, 2]], SamplingParams())
 
 
-def test_nothing_computed_with_a_struck_product_is_used_again(small_model, monkeypatch, tmp_path):
+def test_nothing_computed_with_a_withdrawn_product_is_used_again(
+    small_model, monkeypatch, tmp_path
+):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(audit, "_counts", audit._Counts())
     monkeypatch.setattr(cublaslt, "_by_device", {})

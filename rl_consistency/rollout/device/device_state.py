@@ -17,7 +17,6 @@ from torch import Tensor
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.rollout.device.random_stream import KEY_WORDS, stream_keys
 from rl_consistency.rollout.device.staging import to_device
-from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.sequence import RolloutSequence
 
 
@@ -64,7 +63,7 @@ class DeviceState:
         self._words[:KEY_WORDS, slot] = keys[0]
         self._words[KEY_WORDS, slot] = params.top_k
         self._shares[:, slot] = (params.temperature, params.top_p, params.min_p)
-        self._truncates[slot] = restricts_support(params)
+        self._truncates[slot] = params.restricts_support
         self._tables[slot] = self.dummy_block
         self._num_blocks[slot] = 0
         self._stale[slot] = None
@@ -146,8 +145,3 @@ class DeviceState:
         # Moves no bit, and one graph then serves all temperatures.
         rows = rows.knowing(truncates=truncates, unit_temperature=False)
         return rows, words[:KEY_WORDS].t()
-
-
-def restricts_support(params: SamplingParams) -> bool:
-    """Whether some tokens may be ruled out by `params`."""
-    return params.temperature == 0 or params.top_k > 0 or params.top_p < 1 or params.min_p > 0

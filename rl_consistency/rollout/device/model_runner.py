@@ -182,13 +182,7 @@ class ModelRunner:
         truncates: bool = False,
         longest: int | None = None,
     ) -> None:
-        """Capture the graphs of decode steps ahead of time; see `RolloutEngine.warm_up`.
-
-        Args:
-            batch_sizes: numbers of sequences decoding together; None is all up to the most.
-            drafts: lengths of the drafts to verify.
-            truncates: whether any sequence restricts its support.
-            longest: tokens of the longest sequence, for stock attention; None is the most possible.
+        """Capture graphs for drafts of these lengths ahead of time; see `RolloutEngine.warm_up`.
 
         Raises:
             ValueError: a batch size out of range.

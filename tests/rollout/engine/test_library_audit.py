@@ -1,4 +1,4 @@
-"""A library product that was struck is reported, and nothing computed with it is used again."""
+"""A library product that was withdrawn is reported, and nothing computed with it is used again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Differs = Callable[[Key], None]
 
 @pytest.fixture
 def differs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Differs:
-    """Says that a sample of a product was found to differ, which nobody has read of yet."""
+    """Says that a sample of a product was found to differ, not read yet."""
     monkeypatch.setattr(audit, "_counts", audit._Counts())
     held = Certificates(tmp_path / "certificates.json", {}, lambda key, m: 0)
     monkeypatch.setattr(cublaslt, "_by_device", {CPU: held})
@@ -51,8 +51,8 @@ def engine(model: Any) -> RolloutEngine:
     return RolloutEngine(model, eos_token_id=None, kv_block_size=4, num_kv_blocks=64)
 
 
-def told(act: Callable[[], Any]) -> list[str]:
-    """What is warned of meanwhile."""
+def warnings_of(act: Callable[[], Any]) -> list[str]:
+    """The warnings while `act` runs."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         act()
@@ -60,47 +60,49 @@ def told(act: Callable[[], Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("reads_before", [False, True])
-def test_a_struck_product_is_told_of_once_and_stays_struck(
+def test_a_withdrawn_product_is_warned_of_once(
     engine: RolloutEngine, differs: Differs, reads_before: bool
 ) -> None:
     look = engine._weights.library_generation
-    assert told(look) == [] and look() == 0
+    assert warnings_of(look) == [] and look() == 0
     for count, key in enumerate(KEYS, start=1):
         differs(key)
         if reads_before:  # such as a trainer, or another engine
             assert audit.schedule_audit().found == 1
-        [message] = told(look)
+        [message] = warnings_of(look)
         assert f"withdrawn: {key.name}." in message
-        assert told(look) == [] and look() == count
+        assert warnings_of(look) == [] and look() == count
 
 
-def test_nobody_is_told_of_what_was_struck_before_it_came(model: Any, differs: Differs) -> None:
+def test_an_engine_does_not_warn_of_what_was_withdrawn_before_it_was_built(
+    model: Any, differs: Differs
+) -> None:
     differs(KEYS[0])
     engine = RolloutEngine(model, eos_token_id=None, kv_block_size=4)
     look = engine._weights.library_generation
-    assert told(look) == [] and look() == 1
+    assert warnings_of(look) == [] and look() == 1
 
 
-def test_both_of_two_engines_are_told(model: Any, differs: Differs) -> None:
+def test_both_of_two_engines_are_warnings_of(model: Any, differs: Differs) -> None:
     engines = [RolloutEngine(model, eos_token_id=None, kv_block_size=4) for _ in range(2)]
     streams = [engine.stream([PROMPT], PARAMS) for engine in engines]
     differs(KEYS[0])
     for stream in streams:
-        [message] = told(partial(list, stream))
+        [message] = warnings_of(partial(list, stream))
         assert KEYS[0].name in message
 
 
-def test_an_engine_whose_stream_was_closed_is_told_when_the_next_begins(
+def test_an_engine_whose_stream_was_closed_warns_when_the_next_begins(
     engine: RolloutEngine, differs: Differs
 ) -> None:
     stream = engine.stream([PROMPT], PARAMS)
     differs(KEYS[0])
-    assert told(stream.close) == []
-    assert len(told(partial(engine.generate, [PROMPT], PARAMS))) == 1
+    assert warnings_of(stream.close) == []
+    assert len(warnings_of(partial(engine.generate, [PROMPT], PARAMS))) == 1
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
-def test_a_rollout_tells_of_what_was_struck_before_it_or_during_it(
+def test_a_rollout_warns_of_what_was_withdrawn_before_it_or_during_it(
     engine: RolloutEngine, differs: Differs, when: str
 ) -> None:
     def found_in_the_middle() -> None:
@@ -111,12 +113,14 @@ def test_a_rollout_tells_of_what_was_struck_before_it_or_during_it(
     if when == "before":
         differs(KEYS[0])
     generate = partial(engine.generate, [PROMPT], PARAMS)
-    [message] = told(found_in_the_middle if when == "during" else generate)
+    [message] = warnings_of(found_in_the_middle if when == "during" else generate)
     assert KEYS[0].name in message
-    assert told(generate) == []
+    assert warnings_of(generate) == []
 
 
-def test_keys_cached_before_a_strike_are_dropped(engine: RolloutEngine, differs: Differs) -> None:
+def test_keys_cached_before_a_withdrawal_are_dropped(
+    engine: RolloutEngine, differs: Differs
+) -> None:
     def hits() -> int:
         engine.generate([PROMPT], PARAMS)
         return engine.stats.prefix_hit_tokens
@@ -128,7 +132,7 @@ def test_keys_cached_before_a_strike_are_dropped(engine: RolloutEngine, differs:
     assert hits() == 16
 
 
-def test_graphs_captured_before_a_strike_are_dropped(
+def test_graphs_captured_before_a_withdrawal_are_dropped(
     engine: RolloutEngine, differs: Differs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropped: list[int] = []
@@ -142,5 +146,5 @@ def test_graphs_captured_before_a_strike_are_dropped(
     for count, key in enumerate(KEYS, start=1):
         differs(key)
         for again in (False, True):
-            assert len(told(lambda: engine.warm_up(PARAMS, batch_sizes=[]))) == (not again)
+            assert len(warnings_of(lambda: engine.warm_up(PARAMS, batch_sizes=[]))) == (not again)
             assert len(dropped) == count
