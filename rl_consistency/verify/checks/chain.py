@@ -267,10 +267,8 @@ def _loss(tokens: int) -> Any:
 
     def share(scored: TokenLogprobs, group: Sequence[int]) -> Tensor:
         total = scored.logprobs.new_zeros(())
-        for i, part in zip(
-            group, zip(scored.split(), scored.entropy.split(scored.lengths)), strict=True
-        ):
-            logprobs, entropy = part
+        entropies = scored.entropy.split(scored.lengths)
+        for i, logprobs, entropy in zip(group, scored.split(), entropies, strict=True):
             advantage = (-1.0) ** i * (0.5 + 0.1 * i)
             total = total - (advantage * logprobs + 0.01 * entropy).sum() / tokens
         return total

@@ -211,8 +211,7 @@ def test_every_statistics_schedule_gives_the_same_bytes(vocabulary, unit, dtype)
 
 def test_scaling_rounds_like_a_division():
     logits = probe((ROWS, V)).cuda()
-    zeros = torch.zeros(ROWS, device="cuda")
-    scaled = vocabulary_shifted(logits, temperatures(), zeros, False)
+    scaled = vocabulary_shifted(logits, temperatures(), torch.zeros(ROWS, device="cuda"), False)
     assert same_bytes(scaled, logits / temperatures()[:, None])
 
 
