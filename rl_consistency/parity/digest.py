@@ -32,11 +32,6 @@ def gradient_digest(model: Tensors) -> str:
     return _digest(model)
 
 
-def tensor_digest(name: str, tensor: Tensor | None) -> str:
-    """Hexadecimal SHA-256 of one named tensor."""
-    return _digest({name: tensor})
-
-
 def _digest(tensors: Mapping[str, Tensor | None]) -> str:
     state = hashlib.sha256()
     for name in sorted(tensors):

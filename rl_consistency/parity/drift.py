@@ -9,7 +9,7 @@ figure: a single NaN makes the means NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -250,10 +250,6 @@ class DriftTotals:
 
     def add(self, report: DriftReport) -> None:
         self.report = report if self.report is None else self.report.merge(report)
-
-    def extend(self, reports: Iterable[DriftReport]) -> None:
-        for report in reports:
-            self.add(report)
 
     def state_dict(self) -> dict:
         """Plain numbers, for a checkpoint."""

@@ -40,20 +40,6 @@ class StockShadow:
     """Forward and backward passes over all sequences; None when no micro-batch size was given."""
 
 
-def measure_stock_drift(
-    session: PatchSession,
-    sequences: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int],
-    *,
-    temperature: float = 1.0,
-    batch_size: int = 64,
-) -> DriftReport:
-    """The drift of `shadow_stock_path`."""
-    return shadow_stock_path(
-        session, sequences, prompt_lengths, temperature=temperature, batch_size=batch_size
-    ).drift
-
-
 def shadow_stock_path(
     session: PatchSession,
     sequences: Sequence[Sequence[int]],

@@ -56,59 +56,40 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Tiny model -> its whole configuration; one of every family."""
 
-_QWEN3 = {
-    "model_type": "qwen3",
-    "vocab_size": 151_936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-    "bos_token_id": 151_643,
-    "eos_token_id": 151_645,
-}
+
+def _published(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "vocab_size": 151_936,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "bos_token_id": 151_643,
+        "eos_token_id": 151_645,
+        "tie_word_embeddings": tied,
+    }
+
 
 REAL_PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "qwen3-0.6b": _QWEN3
+        "qwen3-0.6b": _published(1024, 3072, 28, 16, tied=True),
+        "qwen3-1.7b": _published(2048, 6144, 28, 16, tied=True),
+        "qwen3-8b": _published(4096, 12_288, 36, 32, tied=False),
+        "llama3-8b": _published(4096, 14_336, 32, 32, tied=False)
         | {
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "tie_word_embeddings": True,
-        },
-        "qwen3-1.7b": _QWEN3
-        | {
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "tie_word_embeddings": True,
-        },
-        "qwen3-8b": _QWEN3
-        | {
-            "hidden_size": 4096,
-            "intermediate_size": 12_288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "tie_word_embeddings": False,
-        },
-        "llama3-8b": {
             "model_type": "llama",
             "vocab_size": 128_256,
-            "hidden_size": 4096,
-            "intermediate_size": 14_336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
             "max_position_embeddings": 8192,
             "rms_norm_eps": 1e-5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
             "bos_token_id": 128_000,
             "eos_token_id": 128_001,
-            "tie_word_embeddings": False,
         },
     }
 )

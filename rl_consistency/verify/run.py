@@ -10,14 +10,16 @@ import torch
 
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.settings import numeric_settings
-from rl_consistency.verify.checks import attention as attention_checks
-from rl_consistency.verify.checks import chain as chain_checks
-from rl_consistency.verify.checks import fold as fold_checks
-from rl_consistency.verify.checks import identity as identity_checks
-from rl_consistency.verify.checks import rollout as rollout_checks
-from rl_consistency.verify.checks import row_schedule as row_schedule_checks
-from rl_consistency.verify.checks import rows as op_checks
-from rl_consistency.verify.checks import schedule as schedule_checks
+from rl_consistency.verify.checks import (
+    attention,
+    chain,
+    fold,
+    identity,
+    rollout,
+    row_schedule,
+    rows,
+    schedule,
+)
 from rl_consistency.verify.checks.accuracy import check_accuracy
 from rl_consistency.verify.checks.accuracy_cases import ACCURACY_CASES, PARTS
 from rl_consistency.verify.checks.chain import Chain
@@ -26,83 +28,67 @@ from rl_consistency.verify.claims import Check, Result, Tally
 from rl_consistency.verify.processes import Job, run_in_processes
 from rl_consistency.verify.targets import DTYPE_NAMES, Target
 
-MAX_TOKENS = 17
-"""Tokens generated per completion; more than one cache block of 16."""
-
 OpCheck = Callable[[Tally, OpSetup], None]
 ChainCheck = Callable[[Tally, Chain], None]
 
 OP_CHECKS: tuple[tuple[str, str, str, OpCheck], ...] = (
-    ("C1", "linear", "rows: y, dX", op_checks.check_linear),
-    ("C1", "rms_norm", "rows: y, dx", op_checks.check_rms_norm),
-    ("C1", "rotary", "rows: q, k, dq, dk; table", op_checks.check_rotary),
-    ("C1", "glu", "rows: y and gradients", op_checks.check_glu),
-    ("C1", "embedding", "rows", op_checks.check_embedding),
-    ("C1", "attention", "packed: o, lse", attention_checks.check_attention),
-    ("C1", "attention backward", "packed: dq, dk, dv", attention_checks.check_attention_backward),
-    (
-        "C1",
-        "paged attention",
-        "chunks, decode, cache blocks",
-        attention_checks.check_paged_attention,
+    ("C1", "linear", "rows: y, dX", rows.check_linear),
+    ("C1", "rms_norm", "rows: y, dx", rows.check_rms_norm),
+    ("C1", "rotary", "rows: q, k, dq, dk; table", rows.check_rotary),
+    ("C1", "glu", "rows: y and gradients", rows.check_glu),
+    ("C1", "embedding", "rows", rows.check_embedding),
+    ("C1", "attention", "packed: o, lse", attention.check_attention),
+    ("C1", "attention backward", "packed: dq, dk, dv", attention.check_attention_backward),
+    ("C1", "paged attention", "chunks, decode, cache blocks", attention.check_paged_attention),
+    ("C1", "token_logprobs", "rows, truncated too; dhidden", rows.check_token_logprobs),
+    ("C1", "masked_reduction", "padding", rows.check_masked_reduction),
+    ("C1", "gradient_norm", "storage, threads", rows.check_gradient_norm),
+    ("C3", "linear", "dW, dbias: cuts, filler", fold.check_linear_fold),
+    ("C3", "rms_norm", "dweight: cuts, filler", fold.check_rms_norm_fold),
+    ("C3", "embedding", "dweight: cuts, filler", fold.check_embedding_fold),
+    ("C3", "token_logprobs", "dW of the LM head: cuts, filler", fold.check_lm_head_fold),
+    *(
+        ("C6", op, "values, gradients", partial(check_accuracy, op=op))
+        for op in ACCURACY_CASES
+        if op not in PARTS
     ),
-    ("C1", "token_logprobs", "rows, truncated too; dhidden", op_checks.check_token_logprobs),
-    ("C1", "masked_reduction", "padding", op_checks.check_masked_reduction),
-    ("C1", "gradient_norm", "storage, threads", op_checks.check_gradient_norm),
-    ("C3", "linear", "dW, dbias: cuts, filler", fold_checks.check_linear_fold),
-    ("C3", "rms_norm", "dweight: cuts, filler", fold_checks.check_rms_norm_fold),
-    ("C3", "embedding", "dweight: cuts, filler", fold_checks.check_embedding_fold),
-    ("C3", "token_logprobs", "dW of the LM head: cuts, filler", fold_checks.check_lm_head_fold),
 )
 """(claim, subject, what is varied, check) for every op and dtype."""
 
 SCHEDULE_CHECKS: tuple[tuple[str, OpCheck], ...] = (
-    ("matmul", schedule_checks.check_matmul_schedules),
-    ("fused products", schedule_checks.check_fused_product_schedules),
-    ("gradient fold", schedule_checks.check_gradient_fold_schedules),
-    ("attention", schedule_checks.check_attention_schedules),
-    ("token_logprobs", schedule_checks.check_token_logprobs_schedules),
-    ("glu", row_schedule_checks.check_glu_schedules),
-    ("rotary", row_schedule_checks.check_rotary_schedules),
-    ("rms_norm", row_schedule_checks.check_rms_norm_schedules),
-    ("gradient rows", row_schedule_checks.check_gradient_row_schedules),
-    ("sampling", row_schedule_checks.check_sampling_schedules),
+    ("matmul", schedule.check_matmul_schedules),
+    ("fused products", schedule.check_fused_product_schedules),
+    ("gradient fold", schedule.check_gradient_fold_schedules),
+    ("attention", schedule.check_attention_schedules),
+    ("token_logprobs", schedule.check_token_logprobs_schedules),
+    ("glu", row_schedule.check_glu_schedules),
+    ("rotary", row_schedule.check_rotary_schedules),
+    ("rms_norm", row_schedule.check_rms_norm_schedules),
+    ("gradient rows", row_schedule.check_gradient_row_schedules),
+    ("sampling", row_schedule.check_sampling_schedules),
 )
 """(op, check) for every table of schedules; on a GPU only, the CPU having one schedule per op."""
 
 CHAIN_CHECKS: tuple[tuple[str, str, str, ChainCheck], ...] = (
-    ("C1", "chain, packed", "batch, order, neighbours, gaps", chain_checks.check_packed_chain),
-    ("C1", "chain, padded", "left, right, position resets", chain_checks.check_padded_chain),
-    ("C1", "chain, paged", "chunks, decode, cache blocks", chain_checks.check_paged_chain),
-    ("C1", "chain, logprobs", "batch, padding, LM head rows", chain_checks.check_logprob_chain),
+    ("C1", "chain, packed", "batch, order, neighbours, gaps", chain.check_packed_chain),
+    ("C1", "chain, padded", "left, right, position resets", chain.check_padded_chain),
+    ("C1", "chain, paged", "chunks, decode, cache blocks", chain.check_paged_chain),
+    ("C1", "chain, logprobs", "batch, padding, LM head rows", chain.check_logprob_chain),
+    ("C1", "rollout engine", "batch, chunks, sharing, preemption", rollout.check_engine),
     (
-        "C1",
-        "rollout engine",
-        "batch, chunks, sharing, preemption",
-        partial(rollout_checks.check_engine, max_tokens=MAX_TOKENS),
+        *("C2", "rollout and training", "packed, padded; truncated sampling"),
+        rollout.check_rollout_against_training,
     ),
-    (
-        "C2",
-        "rollout and training",
-        "packed, padded; truncated sampling",
-        partial(rollout_checks.check_rollout_against_training, max_tokens=MAX_TOKENS),
-    ),
-    ("C3", "chain, regrouped", "micro-batches, padding, gaps", chain_checks.check_gradient_chain),
-    (
-        "C3",
-        "chain, recomputed",
-        "gradient checkpointing",
-        chain_checks.check_gradient_checkpointing,
-    ),
+    ("C3", "chain, regrouped", "micro-batches, padding, gaps", chain.check_gradient_chain),
+    ("C3", "chain, recomputed", "gradient checkpointing", chain.check_gradient_checkpointing),
 )
 """(claim, subject, what is varied, check) for every model and dtype."""
 
 PROCESS_CHECKS = (
-    ("C7", "fingerprint", "orders, strictness, settings", identity_checks.check_fingerprint),
-    ("C7", "one function", "rollout and training", identity_checks.check_one_function),
+    ("C7", "fingerprint", "orders, strictness, settings", identity.check_fingerprint),
+    ("C7", "one function", "rollout and training", identity.check_one_function),
 )
 """(claim, subject, what is varied, check), once per process."""
-
 
 CHAIN_BYTES = 15 * 2**30
 """Device memory of the checks of a model of real shape beside its parameters: activations, logits
@@ -129,31 +115,28 @@ LARGE_PARAMETERS = 50_000_000
 def process_checks(device: torch.device = CPU) -> list[Check]:
     """Checks that no model or dtype takes part in."""
     return [
-        _check(claim, subject, what, partial(_with_device, body, device), scope="process")
+        Check(
+            claim=claim,
+            subject=subject,
+            what=what,
+            scope="process",
+            body=partial(body, device=device),
+        )
         for claim, subject, what, body in PROCESS_CHECKS
     ]
 
 
-def _with_device(body: Callable[..., None], device: torch.device, tally: Tally) -> None:
-    body(tally, device)
-
-
 def op_checks_in(setup: OpSetup) -> list[Check]:
     """Checks of every op in one dtype, at one set of sizes."""
-    accuracy = [op for op in ACCURACY_CASES if op not in PARTS]
-    rows = OP_CHECKS + tuple(
-        ("C6", op, "values, gradients", partial(check_accuracy, op=op)) for op in accuracy
-    )
-    return [_op_check(*row, setup) for row in rows]
+    return [_op_check(*row, setup) for row in OP_CHECKS]
 
 
 def schedule_checks_in(setup: OpSetup) -> list[Check]:
     """Checks of every table of schedules, on a GPU; else none."""
     if setup.device.type != "cuda":
         return []
-    rows = [("C1", f"schedules: {op}", "every entry of the table") for op, _ in SCHEDULE_CHECKS]
-    bodies = [body for _, body in SCHEDULE_CHECKS]
-    return [_op_check(*row, body, setup) for row, body in zip(rows, bodies, strict=True)]
+    what = "every entry of the table"
+    return [_op_check("C1", f"schedules: {op}", what, body, setup) for op, body in SCHEDULE_CHECKS]
 
 
 def _op_check(claim: str, subject: str, what: str, body: OpCheck, setup: OpSetup) -> Check:
@@ -163,7 +146,7 @@ def _op_check(claim: str, subject: str, what: str, body: OpCheck, setup: OpSetup
             body(tally, setup)
 
     scope = f"{setup.shapes.name} {DTYPE_NAMES[setup.dtype]}".lstrip()
-    return _check(claim, subject, what, held, scope=scope)
+    return Check(claim=claim, subject=subject, what=what, scope=scope, body=held)
 
 
 @contextmanager
@@ -171,14 +154,14 @@ def chain_checks_of(target: Target) -> Iterator[list[Check]]:
     """Checks of one whole model, which is built and patched for the length of the block."""
     model = target.build()
     with patch(model):
-        chain = Chain(model, target.sweep)
+        built = Chain(model, target.sweep)
         yield [
-            _check(
-                claim,
-                subject,
-                what,
-                lambda tally, body=body: body(tally, chain),
+            Check(
+                claim=claim,
+                subject=subject,
+                what=what,
                 scope=target.scope,
+                body=lambda tally, body=body: body(tally, built),
             )
             for claim, subject, what, body in CHAIN_CHECKS
         ]
@@ -304,7 +287,3 @@ def run_checks(
     for job in jobs:
         job.run(on_start, found)
     return results
-
-
-def _check(claim: str, subject: str, what: str, body: Callable[..., None], *, scope: str) -> Check:
-    return Check(claim=claim, subject=subject, what=what, scope=scope, body=body)

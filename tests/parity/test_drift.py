@@ -154,7 +154,8 @@ def test_merged_reports_equal_the_report_of_the_whole():
     a, b = logprobs(100), logprobs(100).clone()
     b[37:] += 0.25
     whole, totals = compare_logprobs(a, b), DriftTotals()
-    totals.extend(map(compare_logprobs, a.split([10, 50, 40]), b.split([10, 50, 40])))
+    for ours, theirs in zip(a.split([10, 50, 40]), b.split([10, 50, 40]), strict=True):
+        totals.add(compare_logprobs(ours, theirs))
     merged = totals.report
     assert merged is not None
     for name, value in vars(whole).items():
@@ -172,7 +173,8 @@ def test_merging_never_hides_a_nan():
 
 def test_clean_merges_keep_a_ratio_of_exactly_one():
     totals = DriftTotals()
-    totals.extend(compare_logprobs(logprobs(n), logprobs(n)) for n in (3, 7, 11, 13))
+    for n in (3, 7, 11, 13):
+        totals.add(compare_logprobs(logprobs(n), logprobs(n)))
     assert totals.report is not None and totals.report.passed
     assert totals.report.ratio_mean == 1.0
 

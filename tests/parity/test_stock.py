@@ -6,12 +6,16 @@ from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.parity import stock
 from rl_consistency.parity.digest import gradient_digest, parameter_digest
-from rl_consistency.parity.stock import measure_stock_drift, shadow_stock_path
+from rl_consistency.parity.stock import shadow_stock_path
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 FAMILIES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
 PROMPTS = [4, 7, 1, 5, 2]
 LENGTHS = [9, 30, 12, 6, 21]
+
+
+def measure_stock_drift(session, sequences, prompts, **options):
+    return shadow_stock_path(session, sequences, prompts, **options).drift
 
 
 def build(family="qwen3", dtype=torch.float32):

@@ -14,7 +14,7 @@ from rl_consistency.models.forward import lm_head_weight, packed_hidden_states, 
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.parity.first_divergence import first_divergence, recorded
-from rl_consistency.parity.gradients import Regrouping, check_gradients, lay_out
+from rl_consistency.parity.gradients import Regrouping, check_gradients, gradients_kept, lay_out
 from rl_consistency.verify.checks.paged_calls import paged_calls, paged_plans
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.probe import probe_tokens
@@ -267,8 +267,8 @@ def _loss(tokens: int) -> Any:
 
     def share(scored: TokenLogprobs, group: Sequence[int]) -> Tensor:
         total = scored.logprobs.new_zeros(())
-        for i, part in zip(group, zip(scored.split(), _split_entropy(scored)), strict=True):
-            logprobs, entropy = part
+        entropies = scored.entropy.split(scored.lengths)
+        for i, logprobs, entropy in zip(group, scored.split(), entropies, strict=True):
             advantage = (-1.0) ** i * (0.5 + 0.1 * i)
             total = total - (advantage * logprobs + 0.01 * entropy).sum() / tokens
         return total
@@ -276,22 +276,14 @@ def _loss(tokens: int) -> Any:
     return share
 
 
-def _split_entropy(scored: TokenLogprobs) -> list[Tensor]:
-    return list(scored.entropy.split(scored.lengths))
-
-
 def _gradients(chain: Chain) -> dict[str, Tensor]:
     sequences, prompts = _step(chain)
-    kept = [(p, p.grad) for p in chain.model.parameters()]
-    try:
+    with gradients_kept(chain.model):
         chain.model.zero_grad(set_to_none=True)
         scored = token_logprobs(chain.model, sequences, prompt_lengths=prompts)
         loss = _loss(sum(map(len, sequences)) - sum(prompts))
         loss(scored, range(len(sequences))).backward()
         return {name: p.grad for name, p in chain.model.named_parameters() if p.grad is not None}
-    finally:
-        for parameter, gradient in kept:
-            parameter.grad = gradient
 
 
 def _token(sample: int, first: int = 0) -> Any:

@@ -20,6 +20,9 @@ from rl_consistency.verify.checks.chain import Chain
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.probe import probe_tokens
 
+MAX_TOKENS = 17
+"""Tokens generated per completion; more than one cache block of 16."""
+
 SAMPLES = 3
 """Completions of one prompt."""
 
@@ -58,9 +61,9 @@ class RolloutProbe:
     sampling: list[SamplingParams]
 
     @classmethod
-    def of(cls, chain: Chain, max_tokens: int) -> RolloutProbe:
+    def of(cls, chain: Chain) -> RolloutProbe:
         """Prompts for a chain's model: the first two begin alike, the last repeats the fourth."""
-        room = chain.config.max_position_embeddings - max_tokens
+        room = chain.config.max_position_embeddings - MAX_TOKENS
         lengths = [min(n, room) for n in PROMPT_LENGTHS]
         prompts = probe_tokens(lengths, chain.config.vocab_size, seed=3)
         prompts[1] = [*prompts[0][:33], *prompts[1][33:]]
@@ -70,7 +73,7 @@ class RolloutProbe:
             [
                 SamplingParams(
                     n=SAMPLES,
-                    max_tokens=max_tokens,
+                    max_tokens=MAX_TOKENS,
                     seed=11,
                     **SAMPLING[i % len(SAMPLING)],  # type: ignore[arg-type]
                 )
@@ -119,9 +122,9 @@ def servings(chain: Chain) -> Iterator[Serving]:
         yield Serving("no CUDA graphs", {"cuda_graphs": False})
 
 
-def check_engine(tally: Tally, chain: Chain, max_tokens: int) -> None:
+def check_engine(tally: Tally, chain: Chain) -> None:
     """Tokens and logprobs of the engine under every serving against its default."""
-    probe = RolloutProbe.of(chain, max_tokens)
+    probe = RolloutProbe.of(chain)
     expected, stats = probe.generate(chain, Serving("default"))
     tally.expect("prefix sharing took place", any(s.prefix_hit_tokens for s in stats))
     for serving in servings(chain):
@@ -137,9 +140,9 @@ def check_engine(tally: Tally, chain: Chain, max_tokens: int) -> None:
 
 
 @torch.no_grad()
-def check_rollout_against_training(tally: Tally, chain: Chain, max_tokens: int) -> None:
+def check_rollout_against_training(tally: Tally, chain: Chain) -> None:
     """Behaviour logprobs against `token_logprobs`, packed and padded: the ratio is exactly 1."""
-    probe = RolloutProbe.of(chain, max_tokens)
+    probe = RolloutProbe.of(chain)
     compared = 0
     for serving in (Serving("default"), Serving("chunked", {"prefill_chunk_size": 7})):
         completions, _ = probe.generate(chain, serving)
