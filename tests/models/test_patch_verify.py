@@ -52,19 +52,6 @@ def tokens(model, length=130):
     return torch.tensor(probe_tokens([length], model.config.vocab_size))
 
 
-def state_bytes(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def outputs(model):
-    """Logits and the gradients of all parameters, of one sequence."""
-    model.zero_grad()
-    logits = model(tokens(model)).logits
-    logits.float().log_softmax(-1)[:, :, 0].sum().backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    return gradients | {"logits": logits.detach()}
-
-
 class LoraLinear(nn.Linear):
     def forward(self, input):
         return super().forward(input) * 2.0
