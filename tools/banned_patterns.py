@@ -1,8 +1,8 @@
 """Refuses constructs that break bit-reproducibility or hide failures.
 
 Usage: banned_patterns.py [FILE_OR_DIRECTORY ...] (default: the repository). Prints `file:line: what
-and why` for each finding and exits 1 if there is any. The syntax tree is read, not the text, so
-comments, docstrings and strings that merely name a construct are no findings.
+and why` for each finding and exits 1 if there is any. It reads the syntax tree, so comments,
+docstrings and strings may name a construct.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _is_unsafe_load(node: ast.AST) -> bool:
 
 
 def _swallows(handler: ast.ExceptHandler) -> bool:
-    """Whether it catches errors nobody named; to undo work and re-raise, BaseException will do."""
+    """Whether it catches errors without naming them. A handler that raises again may catch all."""
     caught = _names(handler.type)
     last = handler.body[-1]
     raises_again = isinstance(last, ast.Raise) and last.exc is None
@@ -71,8 +71,8 @@ def _counts(node: ast.Call) -> bool:
 
 
 def _counter(node: ast.AST) -> ast.AST | None:
-    """The atomic addition of a count that `node` leaves unread or asks for one value, if any: a
-    number drawn from it would differ from run to run."""
+    """The atomic addition of a count that `node` allows: its result is unused, or compared with
+    `==`. A number taken from the counter would differ from run to run."""
     if isinstance(node, ast.Expr):
         call = node.value
     elif isinstance(node, ast.Compare) and [type(op) for op in node.ops] == [ast.Eq]:

@@ -1,7 +1,7 @@
 """The typed batch that every loss reads, and the few numbers that shape the loss.
 
-A batch is flat: one entry per *scored* token, sequence by sequence, positions ascending. Padding
-never reaches a loss, so no loss can be wrong about it.
+A batch is flat: one entry per *scored* token, sequence by sequence, positions ascending. It
+holds no padding, so a loss has none to mask.
 """
 
 import math
@@ -68,37 +68,17 @@ class TokenBatch:
                 raise ValueError(
                     f"{field.name} must be [{tokens}] (the sum of lengths), got {list(value.shape)}"
                 )
-        self._check_order()
-
-    def _check_order(self) -> None:
         ids = self.sequence_ids.tolist()
         filled = [length for length in self.lengths if length]
         starts = [0, *accumulate(filled)]
-        runs = [set(ids[start:end]) for start, end in pairwise(starts)]
-        heads = [ids[start] for start in starts[:-1]]
-        ascending = all(low < high for low, high in pairwise(heads))
-        if not ascending or any(len(run) != 1 for run in runs):
+        firsts = [ids[start] for start in starts[:-1]]
+        ascending = all(low < high for low, high in pairwise(firsts))
+        if not ascending or any(len(set(ids[a:b])) != 1 for a, b in pairwise(starts)):
             raise ValueError(
                 "sequence_ids must hold one id per sequence, strictly ascending from sequence to "
-                f"sequence, as lengths cuts them; got first ids {heads[:8]} for {filled[:8]}. "
+                f"sequence, as lengths cuts them; got first ids {firsts[:8]} for {filled[:8]}. "
                 "Sort the sequences by sample id before building the batch"
             )
-
-    @property
-    def num_tokens(self) -> int:
-        return self.logprobs.numel()
-
-    def select(self, first: int, last: int) -> "TokenBatch":
-        """The micro-batch of the sequences first <= i < last; tensors are views of this batch."""
-        if not 0 <= first < last <= len(self.lengths):
-            raise ValueError(
-                f"select needs 0 <= first < last <= {len(self.lengths)}, got {first}, {last}"
-            )
-        start = sum(self.lengths[:first])
-        tokens = slice(start, start + sum(self.lengths[first:last]))
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        cut = {name: v[tokens] if isinstance(v, Tensor) else v for name, v in values.items()}
-        return TokenBatch(**{**cut, "lengths": self.lengths[first:last]})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,11 +46,11 @@ class Experience:
     sequences: list[list[int]]
     prompt_lengths: list[int]
     old_logprobs: list[Tensor]
-    reference_logprobs: list[Tensor] | None
     advantages: Tensor
     """[S] fp32."""
     keep: Tensor | None
     """[S] bool, False where a sample is left out of the loss; None keeps all."""
+    reference_logprobs: list[Tensor] | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -58,43 +58,33 @@ class Experience:
         return [len(t) for t in self.old_logprobs]
 
 
+@dataclass(eq=False, kw_only=True)
 class GRPOTrainer:
     """One GRPO step at a time; the caller owns the loop over steps, checkpoints and tracking."""
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        engine: RolloutEngine,
-        optimizer: PolicyOptimizer,
-        accelerator: Accelerator,
-        *,
-        config: RunConfig,
-        train: PromptSet,
-        evaluation: PromptSet | None,
-        rewards: Sequence[RewardFunction],
-        hook: TrainerHook,
-        reference: Any = None,
-    ):
-        self._model = model
-        self._tokenizer = tokenizer
-        self._engine = engine
-        self._optimizer = optimizer
-        self._accelerator = accelerator
-        self._config = config
-        self._train = train
-        self._evaluation = evaluation
-        self._rewards = rewards
-        self._hook = hook
-        self._reference = reference
+    model: Any
+    """The patched policy."""
+    tokenizer: Any
+    engine: RolloutEngine
+    optimizer: PolicyOptimizer
+    accelerator: Accelerator
+    config: RunConfig
+    train: PromptSet
+    evaluation: PromptSet | None
+    rewards: Sequence[RewardFunction]
+    hook: TrainerHook
+    reference: Any = None
+    """The patched, frozen policy of the KL term; None without that term."""
+
+    def __post_init__(self) -> None:
+        config, algorithm = self.config, self.config.algorithm
+        self._sampling = config.sampling
         self._order = DataOrder(
-            len(train.prompts),
+            len(self.train.prompts),
             config.rollout.prompts_per_step,
             config.run.seed,
             config.data.shuffle,
         )
-        self._sampling = config.sampling
-        algorithm = config.algorithm
         self._loss_config = LossConfig(
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
@@ -102,7 +92,7 @@ class GRPOTrainer:
             entropy_coefficient=algorithm.entropy_coefficient,
         )
         # Of the weights the policy has now (initial or from a checkpoint), later of each update.
-        self._weights_digest = model_digest(model)
+        self._weights_digest = model_digest(self.model)
         self._times: dict[str, float] = {}
 
     def step(self, step: int) -> Metrics:
@@ -117,15 +107,15 @@ class GRPOTrainer:
         self._times = {"rollout": 0.0, "training": 0.0, "optimizer": 0.0}
         with self._timed("rollout"):
             examples, completions = self._roll_out(step)
-        statistics = self._engine.stats
+        statistics = self.engine.stats
         metrics, experience = self._experience(step, examples, completions)
         metrics |= _rollout_metrics(statistics)
-        metrics["learning_rate"] = self._optimizer.learning_rate
+        metrics["learning_rate"] = self.optimizer.learning_rate
         metrics |= self._learn(experience)
-        self._weights_digest = metrics["rollout/weights_digest"] = model_digest(self._model)
-        metrics |= self._hook.on_step_end()
+        self._weights_digest = metrics["rollout/weights_digest"] = model_digest(self.model)
+        metrics |= self.hook.on_step_end()
         tokens = sum(experience.lengths)
-        passes = self._config.algorithm.epochs_per_rollout
+        passes = self.config.algorithm.epochs_per_rollout
         trained = passes * sum(len(sequence) for sequence in experience.sequences)
         metrics |= {f"time/{name}_seconds": seconds for name, seconds in self._times.items()}
         metrics["time/rollout_tokens_per_second"] = tokens / self._times["rollout"]
@@ -139,38 +129,38 @@ class GRPOTrainer:
 
         Errors are those of the rollout in `step`.
         """
-        if self._evaluation is None:
+        if self.evaluation is None:
             return {}
-        limit = self._config.training.eval_samples or len(self._evaluation.prompts)
-        examples = list(self._evaluation.examples[:limit])
+        limit = self.config.training.eval_samples or len(self.evaluation.prompts)
+        examples = list(self.evaluation.examples[:limit])
         greedy = replace(self._sampling, n=1, temperature=0.0)
-        completions = self._engine.generate(
-            self._evaluation.prompts[:limit], greedy, weights_digest=self._weights_digest
+        completions = self.engine.generate(
+            self.evaluation.prompts[:limit], greedy, weights_digest=self._weights_digest
         )
-        rewards = compute_rewards(self._rewards, examples, self._texts(completions))
+        rewards = compute_rewards(self.rewards, examples, self._texts(completions))
         return {"eval/reward": fmean(rewards.total)}
 
     def _roll_out(self, step: int) -> tuple[list[Example], list[Completion]]:
         index = self._order.batch(step - 1)
-        completions = self._engine.generate(
-            [self._train.prompts[i] for i in index],
+        completions = self.engine.generate(
+            [self.train.prompts[i] for i in index],
             self._sampling,
             prompt_ids=list(self._order.draws(step - 1)),
             weights_digest=self._weights_digest,
         )
-        return [self._train.examples[index[c.prompt_index]] for c in completions], completions
+        return [self.train.examples[index[c.prompt_index]] for c in completions], completions
 
     def _experience(
         self, step: int, examples: list[Example], completions: list[Completion]
     ) -> tuple[Metrics, Experience]:
-        prompts = [self._train.prompts[example.id] for example in examples]
+        prompts = [self.train.prompts[example.id] for example in examples]
         sequences = [
             [*prompt, *completion.token_ids]
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         prompt_lengths = [len(prompt) for prompt in prompts]
         old_logprobs = [completion.token_logprobs for completion in completions]
-        metrics = self._hook.on_rollout(
+        metrics = self.hook.on_rollout(
             Rollout(
                 step=step,
                 sequences=sequences,
@@ -179,9 +169,9 @@ class GRPOTrainer:
                 sampling=self._sampling,
             )
         )
-        rewards = compute_rewards(self._rewards, examples, self._texts(completions))
+        rewards = compute_rewards(self.rewards, examples, self._texts(completions))
         shaped = torch.tensor(rewards.total, dtype=torch.float32)
-        algorithm, longest = self._config.algorithm, self._sampling.max_tokens
+        algorithm, longest = self.config.algorithm, self._sampling.max_tokens
         lengths = [len(t) for t in old_logprobs]
         keep = None
         if algorithm.overlong == "penalty":
@@ -198,18 +188,21 @@ class GRPOTrainer:
             "completion/cut_fraction": cut / len(completions),
         }
         metrics |= {f"reward/{name}": fmean(v) for name, v in rewards.by_function.items()}
-        return metrics, Experience(
+        experience = Experience(
             sequences=sequences,
             prompt_lengths=prompt_lengths,
             old_logprobs=old_logprobs,
-            reference_logprobs=self._reference_logprobs(sequences, prompt_lengths),
             advantages=advantages,
             keep=keep,
         )
+        if self.reference is not None:
+            scored = self._score(self.reference, experience, list(range(len(sequences))))
+            experience = replace(experience, reference_logprobs=scored)
+        return metrics, experience
 
     def _learn(self, experience: Experience) -> Metrics:
         metrics: Metrics = {}
-        algorithm = self._config.algorithm
+        algorithm = self.config.algorithm
         size = len(experience.sequences) // algorithm.updates_per_rollout
         updates: list[LossOutput] = []
         norms: list[float] = []
@@ -219,13 +212,13 @@ class GRPOTrainer:
                 outputs, logprobs = self._backward(experience, part)
                 if not updates:
                     rest = list(range(first + size, len(experience.sequences)))
-                    logprobs += self._score(self._model, experience, rest)
-                    metrics |= self._hook.on_training_logprobs(logprobs)
-                metrics |= self._hook.on_gradients(
+                    logprobs += self._score(self.model, experience, rest)
+                    metrics |= self.hook.on_training_logprobs(logprobs)
+                metrics |= self.hook.on_gradients(
                     self._gradient_step(experience, part, first_of_step=not updates)
                 )
                 with self._timed("optimizer"):
-                    norms.append(self._optimizer.step())
+                    norms.append(self.optimizer.step())
                 updates.append(merge_outputs(outputs))
         return metrics | _mean_metrics(updates) | {"gradient_norm": fmean(norms)}
 
@@ -241,9 +234,9 @@ class GRPOTrainer:
         logprobs: list[Tensor] = []
         for group in self._micro_batches(part):
             with self._timed("training"):
-                scored = self._forward(self._model, experience, group)
+                scored = self._forward(self.model, experience, group)
                 output = self._loss(experience, part, scored, group)
-                self._accelerator.backward(output.loss)
+                self.accelerator.backward(output.loss)
             outputs.append(output)
             logprobs += [t.detach() for t in scored.split()]
         return outputs, logprobs
@@ -269,7 +262,7 @@ class GRPOTrainer:
         keep = None if experience.keep is None else experience.keep[list(group)]
         weights = token_weights(
             scored.lengths,
-            self._config.algorithm.loss,
+            self.config.algorithm.loss,
             num_sequences_global=len(part),
             max_tokens=self._sampling.max_tokens,
             total_tokens=sum(experience.lengths[i] for i in part),
@@ -292,7 +285,7 @@ class GRPOTrainer:
         )
 
     def _forward(self, model: Any, experience: Experience, group: list[int]) -> TokenLogprobs:
-        layout = "packed" if self._config.training.layout == "packed" else "right_padded"
+        layout = "packed" if self.config.training.layout == "packed" else "right_padded"
         inputs, mask = lay_out([experience.sequences[i] for i in group], layout, model.device)
         return token_logprobs(
             model,
@@ -311,37 +304,22 @@ class GRPOTrainer:
                 for logprobs in self._forward(model, experience, group).split()
             ]
 
-    def _reference_logprobs(
-        self, sequences: list[list[int]], prompt_lengths: list[int]
-    ) -> list[Tensor] | None:
-        if self._reference is None:
-            return None
-        unscored = Experience(
-            sequences=sequences,
-            prompt_lengths=prompt_lengths,
-            old_logprobs=[],
-            reference_logprobs=None,
-            advantages=torch.empty(0),
-            keep=None,
-        )
-        return self._score(self._reference, unscored, list(range(len(sequences))))
-
     def _micro_batches(self, part: list[int]) -> Iterator[list[int]]:
-        size = self._config.training.micro_batch_size
+        size = self.config.training.micro_batch_size
         for start in range(0, len(part), size):
             yield part[start : start + size]
 
     def _texts(self, completions: Sequence[Completion]) -> list[str]:
-        return self._tokenizer.batch_decode(
+        return self.tokenizer.batch_decode(
             [completion.token_ids for completion in completions], skip_special_tokens=True
         )
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         """Add the seconds of the block, with the device's work, to the times of the step."""
-        started = finished_seconds(self._model.device)
+        started = finished_seconds(self.model.device)
         yield
-        seconds = finished_seconds(self._model.device) - started
+        seconds = finished_seconds(self.model.device) - started
         self._times[name] = self._times.get(name, 0.0) + seconds
 
 

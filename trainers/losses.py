@@ -4,10 +4,10 @@
     term = -clipped surrogate + kl_coefficient * k3 - entropy_coefficient * entropy
 
 A weight is computed from *global* counts, so a token contributes the same bits to the gradient
-however the global batch is cut into micro-batches: everything up to the sum is elementwise, built
-only of operations whose bits do not depend on a value's place in its tensor, and the gradient of
-the sum is exactly 1. The *value* of a sum does depend on the cut: report
-`merge_outputs(outputs).loss`, which sums once, in order.
+however the global batch is cut into micro-batches: everything before the sum is elementwise, the
+bits of each operation do not depend on a value's place in its tensor, and the gradient of the sum
+is exactly 1. The *value* of a sum does depend on the cut: report `merge_outputs(outputs).loss`,
+which sums once, in order.
 
 Sources: PPO (clipped surrogate), DeepSeekMath (GRPO, k3 against a reference), Dr. GRPO (constant
 length normaliser), DAPO (token-level normaliser, clip-higher).
@@ -78,9 +78,8 @@ def token_weights(
     dr_grpo: 1 / (num_sequences_global * max_tokens): no length enters, so no length is favoured
     dapo:    1 / total_tokens: the mean over all tokens of the global batch
 
-    The counts are those of the global batch of one optimizer step. `keep` ([S], bool) gives the
-    tokens of a dropped sequence the weight 0; it does not change the counts, which stay the
-    caller's to choose.
+    The counts are those of the global batch of one optimizer step. `keep` ([S], bool) is False for
+    a dropped sequence, whose tokens get the weight 0; it does not change the counts.
 
     Raises: ValueError on an unknown kind, a count missing for the kind or too small for these
     lengths.
@@ -127,9 +126,8 @@ def policy_loss(batch: TokenBatch, weights: Tensor, config: LossConfig) -> LossO
     batch.
     """
     if weights.shape != batch.logprobs.shape or weights.dtype != torch.float32:
-        raise ValueError(
-            f"weights must be fp32 [{batch.num_tokens}], got {weights.dtype} {list(weights.shape)}"
-        )
+        expected, got = list(batch.logprobs.shape), f"{weights.dtype} {list(weights.shape)}"
+        raise ValueError(f"weights must be fp32 {expected}, got {got}")
     ratio = torch.exp(batch.logprobs - batch.old_logprobs)
     surrogate, clipped = _clipped_surrogate(ratio, batch.advantages, config)
     term = -surrogate

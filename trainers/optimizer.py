@@ -67,7 +67,7 @@ class PolicyOptimizer:
         return float(self._schedule.get_last_lr()[0])
 
     def step(self) -> float:
-        """Clip, update and start the gradients afresh.
+        """Clip the gradients, update the weights and drop the gradients.
 
         Returns:
             The gradient norm before clipping.
@@ -94,7 +94,7 @@ class PolicyOptimizer:
         return norm
 
     def zero_grad(self) -> None:
-        """Drop all gradients, so that the next fold starts from zero."""
+        """Drop all gradients: the next backward pass starts from zero."""
         for parameter in (*self._parameters, *self._masters):
             parameter.grad = None
 

@@ -31,7 +31,6 @@ from rl_consistency.trainers.data.tokenizer import byte_tokenizer, load_tokenize
 
 VOCABULARY_MULTIPLE = 16
 """A built policy's vocabulary is padded to a multiple of this."""
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _FAMILIES: dict[str, tuple[Any, Any]] = {
@@ -51,9 +50,12 @@ def load_policy(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model of a recipe, on `device` in `policy.dtype`, and its tokenizer.
 
-    A built model's weights are a function of its sizes and `seed`. The global random state is left
-    as it was. Nothing is downloaded unless `policy.hub` is set, and code that comes with a model is
-    never run. Raises PolicyError or, from the tokenizer, ValueError.
+    A built model's weights are a function of its sizes and `seed`. The global random state stays as
+    it was. Only `policy.hub` downloads anything, and code that comes with a model is never run.
+
+    Raises:
+        PolicyError: the policy cannot be loaded or built.
+        ValueError: the tokenizer cannot be loaded.
     """
     if policy.path is not None:
         _check_directory(policy.path)
@@ -90,7 +92,7 @@ def build_model(
         **({"sliding_window": None} if build.architecture == "mistral" else {}),
     )
     with torch.random.fork_rng(devices=[]):
-        # Drawn on the CPU whatever the run's device; torch.manual_seed would seed the GPUs as well.
+        # The CPU draws for every device; torch.manual_seed would seed the GPUs too.
         torch.default_generator.manual_seed(seed)
         return model_class(config).to(dtype)
 
@@ -118,7 +120,7 @@ def _tokenizer(policy: PolicySection, section: TokenizerSection) -> PreTrainedTo
 
 
 def _check_directory(path: Path) -> None:
-    """PolicyError unless `path` is a model directory with unquantised weights."""
+    """Refuse a path that is not a model directory with unquantised weights."""
     if not path.is_dir():
         raise PolicyError(
             f"policy.path: no model directory {path}: give a directory that save_pretrained wrote "

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
-from types import TracebackType
 from typing import Any
 
 from rl_consistency.trainers.data.examples import Example
@@ -28,13 +27,13 @@ RewardCallable = Callable[..., Any]
 
 
 class RewardError(ValueError):
-    """A reward function that cannot be found or did not do its work; names it and the sample."""
+    """A reward function that cannot be found or gave no usable score; names it and the sample."""
 
 
 def exact_match(
     prompts: list[str], completions: list[str], answers: list[str], **extra: Any
 ) -> list[float]:
-    """1 where the completion is the answer, white space at either end aside, else 0."""
+    """1 where completion and answer are equal, white space at the ends ignored, else 0."""
     return [
         float(completion.strip() == answer.strip())
         for completion, answer in zip(completions, answers, strict=True)
@@ -93,10 +92,7 @@ class RewardFunction:
 
     name: str
     """Its name in the recipe."""
-
     function: RewardCallable
-    """What computes it."""
-
     weight: float = 1.0
     """Its factor in the sum."""
 
@@ -107,7 +103,6 @@ class Rewards:
 
     total: list[float]
     """Weighted sum per completion, added in the order of the functions."""
-
     by_function: dict[str, list[float]]
     """Unweighted scores per completion, by function name."""
 
@@ -140,7 +135,7 @@ def resolve(name: str) -> RewardCallable:
 def compute_rewards(
     functions: Sequence[RewardFunction], examples: Sequence[Example], completions: Sequence[str]
 ) -> Rewards:
-    """The rewards of `completions`, the i-th being one of `examples[i]`.
+    """The rewards of `completions`; the i-th answers `examples[i]`.
 
     Raises RewardError, naming function and sample, when a function raises, or returns another
     number of scores than there are completions, or a score that is no finite number.
@@ -221,10 +216,9 @@ def _sample(index: int, examples: Sequence[Example], completions: Sequence[str])
 
 
 class _Caught:
-    """Holds what foreign code raised, so that it can be raised again with its sample named.
+    """Holds what a reward function raised, so that it can be raised again with its sample named.
 
-    Reward functions are written by others and may raise anything. An interrupt or an exit is not
-    theirs and passes through.
+    Others write reward functions, which may raise anything. An interrupt or an exit passes through.
     """
 
     error: Exception | None = None
@@ -232,11 +226,6 @@ class _Caught:
     def __enter__(self) -> _Caught:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         self.error = error if isinstance(error, Exception) else None
         return self.error is not None

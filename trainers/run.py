@@ -271,11 +271,11 @@ class _Run:
             warn=self.announce,
         )
         self.trainer = GRPOTrainer(
-            self.model,
-            self.tokenizer,
-            engine,
-            self.optimizer,
-            self.accelerator,
+            model=self.model,
+            tokenizer=self.tokenizer,
+            engine=engine,
+            optimizer=self.optimizer,
+            accelerator=self.accelerator,
             config=config,
             train=self.train_set,
             evaluation=self.eval_set,

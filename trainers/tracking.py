@@ -101,7 +101,7 @@ class ConsoleTable:
             return
         self._recent.append((step, dict(metrics)))
         if self._live is None:
-            # Refreshed by hand: no thread of its own, and no frame between two steps.
+            # auto_refresh would start a thread, and draw frames between two steps.
             self._live = Live(console=self._console, auto_refresh=False)
             self._live.start()
         self._live.update(self._table(), refresh=True)

@@ -90,7 +90,7 @@ def module_kinds() -> dict[str, type[CanonicalModule]]:
 
 @cache
 def canonical_class(mixin: type[CanonicalModule], stock: type[nn.Module]) -> type[nn.Module]:
-    """`stock` with `mixin` in front, under its own name, which save_pretrained writes down."""
+    """`stock` with `mixin` in front; keeps the name, which save_pretrained writes to the config."""
     return type(stock.__name__, (mixin, stock), {"__module__": mixin.__module__})
 
 

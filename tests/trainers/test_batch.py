@@ -21,7 +21,6 @@ def fields_of(lengths, ids, **changes):
 
 def test_a_batch_keeps_what_it_was_given():
     batch = TokenBatch(**fields_of([2, 0, 1], [3, 4, 9]))
-    assert batch.num_tokens == 3
     assert batch.sequence_ids.tolist() == [3, 3, 9]
     assert batch.reference_logprobs is None and batch.entropy is None
 
@@ -60,16 +59,6 @@ def test_sequences_out_of_logical_order_are_refused(ids):
 def test_a_batch_without_tokens_is_refused():
     with pytest.raises(ValueError, match="at least one scored token"):
         TokenBatch(**fields_of([0, 0], [0, 1]))
-
-
-def test_select_takes_whole_sequences_and_shares_storage():
-    batch = TokenBatch(**fields_of([2, 1, 3], [0, 1, 2], entropy=torch.arange(6.0)))
-    part = batch.select(1, 3)
-    assert part.lengths == [1, 3] and part.entropy is not None
-    assert part.entropy.tolist() == [2, 3, 4, 5]
-    assert part.logprobs.data_ptr() == batch.logprobs[2:].data_ptr()
-    with pytest.raises(ValueError, match="select needs"):
-        batch.select(2, 4)
 
 
 def test_per_token_repeats_each_value_and_refuses_another_count():

@@ -64,11 +64,11 @@ def make_trainer(tiny_run):
         models.append(model)
         stack.enter_context(patch(model))
         return GRPOTrainer(
-            model,
-            tokenizer,
-            RolloutEngine(model, eos_token_id=258, num_kv_blocks=64),
-            PolicyOptimizer(model, config.optimizer, accelerator, total_steps=8),
-            accelerator,
+            model=model,
+            tokenizer=tokenizer,
+            engine=RolloutEngine(model, eos_token_id=258, num_kv_blocks=64),
+            optimizer=PolicyOptimizer(model, config.optimizer, accelerator, total_steps=8),
+            accelerator=accelerator,
             config=config,
             train=prompts,
             evaluation=prompts,
@@ -157,7 +157,7 @@ def test_the_first_rollout_compares_the_weights_that_the_trainer_was_given(make_
     """Those of a checkpoint, when a run is resumed."""
     trainer = make_trainer(RecordingHook())
     with torch.no_grad():
-        next(trainer._model.parameters()).mul_(1.5)
+        next(trainer.model.parameters()).mul_(1.5)
     with pytest.raises(ConsistencyError, match="the weights were handed over with digest"):
         trainer.step(1)
 

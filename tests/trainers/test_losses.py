@@ -39,6 +39,14 @@ def one_token(logprob, old, advantage, **changes):
     return TokenBatch(**(values | changes))
 
 
+def micro_batch(batch, first, last):
+    """The sequences first <= i < last of a batch."""
+    start = sum(batch.lengths[:first])
+    end = start + sum(batch.lengths[first:last])
+    cut = {k: v[start:end] for k, v in vars(batch).items() if isinstance(v, torch.Tensor)}
+    return TokenBatch(**cut, lengths=batch.lengths[first:last])
+
+
 def weights_of(lengths, kind):
     counts = {
         "num_sequences_global": len(LENGTHS),
@@ -54,7 +62,7 @@ def loss_and_gradient(batch, cuts, kind, loss=policy_loss, weights=weights_of):
     config = LossConfig(clip_high=0.28, kl_coefficient=0.05, entropy_coefficient=0.01)
     outputs, gradients, first = [], [], 0
     for size in cuts:
-        part = batch.select(first, first + size)
+        part = micro_batch(batch, first, first + size)
         leaf = part.logprobs.clone().requires_grad_()
         part = TokenBatch(**{**vars(part), "logprobs": leaf})
         output = loss(part, weights(part.lengths, kind), config)
@@ -181,13 +189,13 @@ def test_mutant_weights_from_local_counts_are_seen():
 def test_mutant_adding_the_losses_of_micro_batches_is_seen():
     batch = batch_of([64, 96, 33, 80] * 3)
     config = LossConfig()
-    weights = token_weights(batch.lengths, "dapo", total_tokens=batch.num_tokens)
+    weights = token_weights(batch.lengths, "dapo", total_tokens=sum(batch.lengths))
     whole = policy_loss(batch, weights, config).loss
     outputs, start = [], 0
     for first, last in [(0, 3), (3, 8), (8, 12)]:
-        part = batch.select(first, last)
-        outputs.append(policy_loss(part, weights[start : start + part.num_tokens], config))
-        start += part.num_tokens
+        part = micro_batch(batch, first, last)
+        outputs.append(policy_loss(part, weights[start : start + sum(part.lengths)], config))
+        start += sum(part.lengths)
     added = outputs[0].loss + outputs[1].loss + outputs[2].loss
     assert not same_bytes(added, whole)
     assert same_bytes(merge_outputs(outputs).loss, whole)

@@ -230,22 +230,15 @@ def _shown(value: Any) -> str:
 
 def _hint(location: tuple[int | str, ...]) -> str:
     """What the unknown key at `location` may have been meant to be."""
-    key = str(location[-1])
-    if moved := MOVED.get(".".join(map(str, location))):
+    *section, key = (part for part in location if isinstance(part, str))
+    if moved := MOVED.get(".".join([*section, key])):
         return f"give {moved}"
-    siblings = _fields(location[:-1])
-    elsewhere = [path for path in _all_paths(RunConfig) if path.split(".")[-1] == key]
+    known = [path.split(".") for path in _all_paths(RunConfig)]
+    siblings = [path[-1] for path in known if path[:-1] == section]
+    elsewhere = [".".join(path) for path in known if path[-1] == key]
     if near := difflib.get_close_matches(key, siblings, n=1) or elsewhere:
         return f"did you mean {near[0]}?"
     return f"the keys here are {', '.join(siblings)}"
-
-
-def _fields(location: tuple[int | str, ...]) -> list[str]:
-    model: type[BaseModel] = RunConfig
-    for part in location:
-        if isinstance(part, str):
-            model = _models_in(model.model_fields[part].annotation)[0]
-    return list(model.model_fields)
 
 
 def _all_paths(model: type[BaseModel]) -> Iterator[str]:

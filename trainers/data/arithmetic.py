@@ -3,19 +3,16 @@
     prompt "3+5+2+8="   completion "8,10,18"   answer "18"
 
 Every step of a completion is a small addition, so a tiny model learns the form in a few supervised
-steps. Some of the worked examples may stop early (`incomplete_targets`), and a policy that imitates
-them
-does too; reinforcement, which only sees whether the final sum is right, mends that. A problem is a
-pure function
-of (seed, split, index). Training and evaluation never share a sum: the text of a sum, and nothing
-else, decides which of the two it belongs to.
+steps. Some worked examples may stop early (`incomplete_targets`). A policy that imitates them stops
+early too; reinforcement learning, which rewards the right final sum, corrects that. A problem is a
+pure function of (seed, split, index). Training and evaluation never share a sum: the text of a sum
+alone decides which of the two it belongs to.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import accumulate, count
-from typing import Literal
+from typing import Any, Literal
 
 from rl_consistency.trainers.data.examples import Example, keyed_integer
 
@@ -60,21 +57,10 @@ def problems(
     seed: int,
     split: Split,
     size: int,
-    *,
-    num_terms: int,
-    max_value: int,
-    incomplete_targets: float = 0.0,
+    **sizes: Any,
 ) -> list[Example]:
-    """The first `size` problems of `split`."""
-    make = partial(
-        problem,
-        seed,
-        split,
-        num_terms=num_terms,
-        max_value=max_value,
-        incomplete_targets=incomplete_targets,
-    )
-    return [make(index) for index in range(size)]
+    """The first `size` problems of `split`; see `problem`."""
+    return [problem(seed, split, index, **sizes) for index in range(size)]
 
 
 def split_of(prompt: str) -> Split:

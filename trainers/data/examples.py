@@ -1,8 +1,7 @@
 """Examples, where they come from, and the order they are visited in.
 
-Reading drops nothing: a line that cannot be used is an error that names file and line. The order is
-counter based: which examples a step sees is a function of (seed, step), so a resumed run needs the
-step index and nothing else.
+Reading drops nothing: a line that cannot be used is an error that names file and line. Which
+examples a step sees is a function of (seed, step), so a resumed run needs only the step index.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,16 +31,12 @@ class Example:
 
     id: int
     """Place in its data set, from 0."""
-
     prompt: str
     """The text given to the model, template applied."""
-
     answer: str
     """What reward functions compare with."""
-
     target: str
     """The completion that the warm start imitates, without the end token."""
-
     extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Further fields, handed to reward functions by name."""
 
@@ -99,12 +94,10 @@ def _record(line: bytes, place: str) -> dict[str, Any]:
         raise DataError(f"{place}: blank; remove the line")
 
     def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        record = dict(pairs)
-        if len(record) != len(pairs):
-            names = [name for name, _ in pairs]
-            repeated = sorted({name for name in names if names.count(name) > 1})
+        names = [name for name, _ in pairs]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise DataError(f"{place}: the field {', '.join(repeated)} stands more than once")
-        return record
+        return dict(pairs)
 
     try:
         record = json.loads(line.decode("utf-8"), object_pairs_hook=without_repeats)
@@ -162,8 +155,9 @@ def encode_prompt(
     return token_ids
 
 
-def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
-    """A permutation of range(size), a pure function of its arguments."""
+@lru_cache(maxsize=4)
+def epoch_order(seed: int, epoch: int, size: int) -> Sequence[int]:
+    """A permutation of range(size), a pure function of its arguments; not to be changed."""
     return sorted(
         range(size), key=lambda index: (keyed_integer(seed, "order", epoch, index), index)
     )
@@ -173,20 +167,17 @@ def epoch_order(seed: int, epoch: int, size: int) -> list[int]:
 class DataOrder:
     """Which examples a step sees: draw number n is entry n mod size of epoch n // size.
 
-    Step s takes the draws s * batch_size onward: every epoch visits every example once, and a batch
-    may span two epochs. A draw number never repeats: it, rather than the example's id, identifies a
-    prompt in a random stream that must differ from epoch to epoch.
+    Step s takes batch_size draws from s * batch_size on. Every epoch visits every example once, and
+    a batch may span two epochs. A draw number never repeats, so it identifies a prompt in a random
+    stream that must differ from epoch to epoch; the example's id would not.
     """
 
     size: int
     """Number of examples."""
-
     batch_size: int
     """Examples per step."""
-
     seed: int = 0
     """Seeds the permutations."""
-
     shuffle: bool = True
     """False visits every epoch in the order of the data."""
 
@@ -209,16 +200,5 @@ class DataOrder:
         """The indices of the examples of `step`, in the order of its draws."""
         return [self._order(n // self.size)[n % self.size] for n in self.draws(step)]
 
-    @cached_property
-    def _orders(self) -> dict[int, Sequence[int]]:
-        return {}
-
     def _order(self, epoch: int) -> Sequence[int]:
-        if not self.shuffle:
-            return range(self.size)
-        if epoch not in self._orders:
-            # A batch spans at most two epochs: only the newest earlier one is worth keeping.
-            for stale in [known for known in self._orders if known != epoch - 1]:
-                del self._orders[stale]
-            self._orders[epoch] = epoch_order(self.seed, epoch, self.size)
-        return self._orders[epoch]
+        return epoch_order(self.seed, epoch, self.size) if self.shuffle else range(self.size)

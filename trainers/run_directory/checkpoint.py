@@ -1,12 +1,12 @@
-"""Checkpoints: a model directory that also holds what is needed to go on as if never stopped.
+"""Checkpoints: a model directory that also holds what a run needs to continue bit for bit.
 
     checkpoints/step_000030/
         config.json, model.safetensors, tokenizer files     loadable by from_pretrained
         optimizer.safetensors                               moments and master weights
         trainer.json                                        step, schedule, totals, fingerprint
 
-A checkpoint is written beside its place, flushed, and moved into it at the end: an interrupt or a
-full disk leaves the previous one whole. No file of it is executed on load.
+A checkpoint is written under a temporary name, flushed, and renamed at the end: an interrupt or a
+full disk leaves the previous one whole. Loading it runs none of its files.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ def save_checkpoint(
             "sha256": {name: _sha256(partial / name) for name in (WEIGHTS, OPTIMIZER)},
         }
         (partial / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        _flush(partial)
+        _flush(*partial.rglob("*"), partial)
         replaced = target.with_name(target.name + _REPLACED)
         if target.exists():
             os.replace(target, replaced)
         os.replace(partial, target)
         shutil.rmtree(replaced, ignore_errors=True)
-        _flush_directory(directory)
+        _flush(directory)
     for old in list_checkpoints(directory)[:-keep]:
         (old / STATE).unlink()  # first: what is half removed must not be listed
         shutil.rmtree(old)
@@ -129,8 +129,8 @@ def read_weights(file: Path) -> dict[str, Tensor]:
         return load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{file} is missing, truncated or damaged ({error}); restore it, or start the run anew "
-            "with --overwrite."
+            f"{file} is missing, truncated or damaged ({error}); restore it, or start the run "
+            "again with --overwrite."
         ) from error
 
 
@@ -169,7 +169,7 @@ def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
     Raises:
         CheckpointError: missing, truncated or damaged files, or another fingerprint.
     """
-    state = _state(path)
+    state = _read_state(path)
     difference = fingerprint.difference(Fingerprint(state["fingerprint"]))
     if difference:
         raise CheckpointError(
@@ -203,14 +203,8 @@ def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
         CheckpointError: names, shapes or dtypes do not fit; nothing has been copied.
     """
     own = dict(model.named_parameters())
-    misfits = sorted(
-        name
-        for name in own.keys() | weights.keys()
-        if name not in own
-        or name not in weights
-        or (own[name].shape, own[name].dtype) != (weights[name].shape, weights[name].dtype)
-    )
-    if misfits:
+    shapes, given = ({k: (v.shape, v.dtype) for k, v in t.items()} for t in (own, weights))
+    if misfits := sorted(n for n in own.keys() | weights.keys() if shapes.get(n) != given.get(n)):
         raise CheckpointError(
             f"the checkpoint does not fit the policy: {len(misfits)} tensors differ, the first is "
             f"{misfits[0]}. Use the recipe it was written with."
@@ -224,12 +218,12 @@ def _weights(model: Any) -> dict[str, Tensor]:
     return {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
 
 
-def _state(path: Path) -> dict[str, Any]:
+def _read_state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads((path / STATE).read_text("utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(
-            f"{path} is not a readable checkpoint: {error}. Resume from another one, or start anew."
+            f"{path} is not a readable checkpoint: {error}. Resume from another, or start again."
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(
@@ -249,19 +243,11 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _flush(directory: Path) -> None:
-    for path in directory.rglob("*"):
-        if path.is_dir():
-            _flush_directory(path)
-            continue
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())
-    _flush_directory(directory)
-
-
-def _flush_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _flush(*paths: Path) -> None:
+    """Wait until files and directories are on the disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,9 +1,7 @@
-"""Python's, numpy's and torch's global random states, for checkpoints.
+"""The global random states of Python, numpy and torch, for checkpoints.
 
-Torch has one for the CPU and one for the GPU, the latter kept only where a GPU is in use.
-
-Our own sampling and data order are counter-based and need none of this; reward functions and data
-code of others may draw from any of the three.
+Torch's GPU state is kept only where a GPU is in use. Our sampling and data order are counter-based
+and need none of these states; the reward functions of others may draw from any of them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,325 @@
+import copy
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rl_consistency.models import modules
+from rl_consistency.models.families import UnsupportedModelError
+from rl_consistency.models.modules import CanonicalModule
+from rl_consistency.models.patch import patch, patched_part, patched_session
+from rl_consistency.numerics import settings
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.strict import OPS, strict
+from rl_consistency.verify.presets import PRESETS, build_preset
+from rl_consistency.verify.probe import probe_tokens
+
+
+@pytest.fixture
+def nothing_held(monkeypatch):
+    """Sessions that other tests of this process left open hold no settings here."""
+    gc.collect()
+    monkeypatch.setattr(settings, "_held", settings._Held())
+
+
+def tiny(model_type="llama", **options):
+    shape = {
+        "vocab_size": 61,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+    }
+    config = AutoConfig.for_model(model_type, **(shape | options))
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def tokens(model, length=130):
+    return torch.tensor(probe_tokens([length], model.config.vocab_size))
+
+
+class LoraLinear(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * 2.0
+
+
+def lora(model):
+    layer = model.model.layers[1].self_attn
+    layer.q_proj = LoraLinear(layer.q_proj.in_features, layer.q_proj.out_features, bias=False)
+
+
+def dropout(model):
+    model.model.layers[0].mlp.drop = nn.Dropout(0.1)
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=61)),
+            "gpt2",
+        ),
+        (
+            lambda: tiny(
+                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+            ),
+            "rope_type 'dynamic'",
+        ),
+        (lambda: tiny(attention_dropout=0.1), "attention_dropout=0.1"),
+        (lambda: tiny().to(torch.float8_e4m3fn), "fp8 is not covered"),
+        (lambda: tiny().double(), "torch.float64"),
+        (lambda: nn.Linear(3, 3), "Linear is not a Hugging Face model"),
+        (lambda: nn.Sequential(tiny()), "Sequential is not a Hugging Face model"),
+    ],
+    ids=["gpt2", "dynamic", "dropout", "fp8", "fp64", "linear", "wrapper"],
+)
+def test_an_uncovered_model_is_refused_untouched(model, message):
+    model = model()
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(UnsupportedModelError, match=message):
+        patch(model)
+    assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lora, r"module model.layers.1.self_attn.q_proj \(LoraLinear\) has no canonical order"),
+        (dropout, r"module model.layers.0.mlp.drop \(Dropout\) has no canonical order"),
+        (lambda m: m.model.norm.bfloat16(), "model.norm.weight is torch.bfloat16"),
+    ],
+    ids=["lora", "dropout module", "mixed dtypes"],
+)
+def test_an_uncovered_module_is_named(change, message):
+    model = tiny()
+    change(model)
+    with pytest.raises(UnsupportedModelError, match=message):
+        patch(model)
+    assert not any(isinstance(module, CanonicalModule) for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_verify_passes_while_the_patch_is_live(preset, dtype):
+    model = build_preset(preset, dtype)
+    with patch(model) as session:
+        session.verify()
+        assert session.live and session.model is model
+    assert not session.live
+
+
+def test_verify_fails_after_restore():
+    session = patch(model := build_preset("tiny-llama"))
+    session.restore()
+    with pytest.raises(ConsistencyError, match="patch is not live: the whole model"):
+        session.verify()
+    del model
+
+
+def test_a_part_of_a_module_that_is_not_patched_is_refused():
+    for model in (nn.Linear(2, 2), build_preset("tiny-llama")):
+        with pytest.raises(ValueError, match="not patched"):
+            patched_part(model, "lm_head")
+
+
+def test_verify_names_a_class_that_was_swapped_back():
+    model = build_preset("tiny-llama")
+    with patch(model) as session:
+        model.model.layers[1].mlp.up_proj.__class__ = nn.Linear
+        with pytest.raises(ConsistencyError, match="module model.layers.1.mlp.up_proj runs its"):
+            session.verify()
+        with pytest.raises(ValueError, match="not patched"):
+            patched_session(model)
+
+
+class Projection(nn.Module):
+    """In place of a module that the patch knows, under its name."""
+
+    def __init__(self, kept):
+        super().__init__()
+        self.kept = kept
+
+
+def shadow(model):
+    mlp = model.model.layers[1].mlp
+    mlp.__dict__["up_proj"] = nn.Linear(mlp.up_proj.in_features, mlp.up_proj.out_features)
+
+
+def shadow_by_class(model):
+    attention = model.model.layers[0].self_attn
+    attention.__class__ = type("Other", (type(attention),), {"o_proj": nn.Linear(2, 2)})
+
+
+def replace(model):
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj = copy.deepcopy(mlp.up_proj)
+
+
+def replace_container(model):
+    model.model.layers = nn.ModuleList(model.model.layers)
+
+
+def wrap(model):
+    model.model.layers[0] = Projection(model.model.layers[0])
+
+
+def rename(model):
+    attention = model.model.layers[0].self_attn
+    attention._modules["query"] = attention._modules.pop("q_proj")
+
+
+def vanish(model):
+    del model.model.norm
+
+
+@pytest.mark.parametrize(
+    "change, name",
+    [
+        (shadow, "model.layers.1.mlp.up_proj"),
+        (shadow_by_class, "model.layers.0.self_attn.o_proj"),
+        (replace, "model.layers.1.mlp.up_proj"),
+        (replace_container, "model.layers"),
+        (wrap, "model.layers.0"),
+        (rename, "model.layers.0.self_attn.q_proj"),
+        (vanish, "model.norm"),
+    ],
+)
+def test_a_module_that_forward_would_not_find_undoes_the_patch(change, name):
+    model = build_preset("tiny-llama")
+    session = patch(model)
+    assert session.live
+    change(model)
+    assert not session.live
+    with pytest.raises(ConsistencyError, match=f"not live: module {name} "):
+        session.verify()
+
+
+def test_a_reference_to_a_parent_does_not_stop_the_patch_from_being_checked():
+    model = build_preset("tiny-llama")
+    with patch(model) as session:
+        model.model.norm.above = model
+        assert session.live
+        model.model.norm = copy.copy(model.model.norm)
+        assert not session.live
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_verify_fails_when_an_op_is_on_its_stock_path(op):
+    model = build_preset("tiny-llama")
+    refused = pytest.raises(ConsistencyError, match=f"stock path here: {op}")
+    with patch(model) as session, strict(except_={op}), refused:
+        session.verify()
+
+
+def test_verify_fails_when_a_setting_was_changed(nothing_held):
+    model = build_preset("tiny-llama")
+    before = torch.get_float32_matmul_precision()
+    with patch(model) as session:
+        torch.set_float32_matmul_precision("medium")
+        with pytest.raises(ConsistencyError, match="float32_matmul_precision is 'medium'"):
+            session.verify()
+    assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_verify_sees_a_matrix_product_that_depends_on_its_rows(preset, monkeypatch):
+    """The classes are in place, the bytes are not: an order that changes below 16 rows."""
+
+    def mutant(x, weight, bias=None, **buffers):
+        flip = torch.arange(x.shape[-1]).flip(0)
+        if x.shape[-2] < 32:
+            return F.linear(x[..., flip].contiguous(), weight[:, flip].contiguous(), bias)
+        return F.linear(x, weight, bias)
+
+    model = build_preset(preset)
+    with patch(model) as session:
+        session.verify()
+        monkeypatch.setattr(modules, "linear", mutant)
+        with pytest.raises(ConsistencyError, match="probe tokens depend on their neighbours"):
+            session.verify()
+
+
+def test_a_parameter_replaced_after_patching_is_refused():
+    model = build_preset("tiny-llama")
+    with patch(model):
+        layer = model.model.layers[0].mlp.up_proj
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+        with pytest.raises(ValueError, match="Linear.weight was replaced after patch"):
+            model(tokens(model))
+
+
+def test_a_session_outliving_its_model_says_so():
+    session = patch(Qwen3ForCausalLM(Qwen3Config(**tiny_qwen3_shape())))
+    gc.collect()
+    with pytest.raises(ValueError, match="no longer exists"):
+        session.verify()
+
+
+def tiny_qwen3_shape():
+    return {
+        "vocab_size": 31,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
+
+
+def test_a_forward_replaced_on_the_instance_is_refused_before_and_noticed_after():
+    model = tiny("qwen3")
+    norm = model.model.norm
+    norm.forward = norm.forward
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm .*replaced on the instance"):
+        patch(model)
+    del norm.forward
+    with patch(model) as session:
+        norm.forward = norm.forward
+        with pytest.raises(ConsistencyError, match=r"model\.norm"):
+            session.verify()
+
+
+def test_a_bare_decoder_is_refused():
+    with pytest.raises(UnsupportedModelError, match="takes the Qwen3ForCausalLM itself"):
+        patch(tiny("qwen3").model)
+
+
+def test_restoring_inside_a_stock_block_leaves_the_stock_model():
+    model = tiny("qwen3")
+    before = [type(m) for m in model.modules()]
+    session = patch(model)
+    with session.stock():
+        session.restore()
+    assert [type(m) for m in model.modules()] == before
+
+
+def test_the_stock_path_has_the_numeric_settings_from_before_the_patch():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with patch(model := tiny()) as session:
+            assert torch.get_float32_matmul_precision() == "highest"
+            with session.stock():
+                assert torch.get_float32_matmul_precision() == "high"
+            assert torch.get_float32_matmul_precision() == "highest"
+            with session.stock():
+                session.restore()
+            assert torch.get_float32_matmul_precision() == "high"
+        assert not isinstance(model, CanonicalModule)
+    finally:
+        torch.set_float32_matmul_precision(before)
