@@ -95,7 +95,8 @@ def _machine(args: argparse.Namespace, case_seconds: float) -> timing.Machine:
     device = torch.device(args.device)
     if device.type != "cuda" or not torch.cuda.is_available():
         raise ValueError("the benches measure an NVIDIA GPU (sm_80 or later); none is here.")
-    torch.cuda.set_device(device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
     machine = timing.Machine(torch.device("cuda", torch.cuda.current_device()), case_seconds)
     if args.seconds is not None:
         machine.deadline = time.perf_counter() + args.seconds

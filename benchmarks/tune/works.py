@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -68,35 +69,32 @@ def by_name(schedules: Iterable[Any], call: Callable[[Any], Op]) -> dict[str, Op
     return {label(schedule): call(schedule) for schedule in schedules}
 
 
-def matmul_works(device: torch.device, rows: Sequence[int] = ROWS) -> Iterator[Work]:
+def matmul_works(device: torch.device) -> Iterator[Work]:
     """y = x W^T ("nt") and dx = dy W ("nn") at every shape of the bench."""
-    for m in rows:
-        for layout in ("nt", "nn"):
-            for weight in WEIGHTS:
-                n, k = (weight.n, weight.k) if layout == "nt" else (weight.k, weight.n)
 
-                def product(schedule: Any, layout: str = layout) -> Op:
-                    return lambda a, b: matmul_fwd(a, b, None, layout, BF16, schedule)
+    def operands(m: int, k: int, weight: tuple[int, int]) -> tuple[Tensor, ...]:
+        return normal(device, m, k), normal(device, *weight)
 
-                def library(a: Tensor, b: Tensor, layout: str = layout) -> Tensor:
-                    return library_product(a, b, None, layout, BF16)
+    def product(schedule: Any, layout: str) -> Op:
+        return lambda a, b: matmul_fwd(a, b, None, layout, BF16, schedule)
 
-                def operands(
-                    m: int = m, k: int = k, right: tuple[int, int] = (weight.n, weight.k)
-                ) -> tuple[Tensor, ...]:
-                    return normal(device, m, k), normal(device, *right)
+    def library(a: Tensor, b: Tensor, layout: str) -> Tensor:
+        return library_product(a, b, None, layout, BF16)
 
-                yield Work(
-                    op="matmul",
-                    shape={"layout": layout, "m": m, "n": n, "k": k},
-                    operands=operands,
-                    candidates=by_name(matmul_candidates(m), product),
-                    picked=matmul.pick(m, n, k, BF16, layout, True).name,
-                    others={
-                        "cublas": Way(call=library, context=library_defaults),
-                        "cublaslt": Way(call=library, context=numeric_settings),
-                    },
-                )
+    for m, layout, w in itertools.product(ROWS, ("nt", "nn"), WEIGHTS):
+        n, k = (w.n, w.k) if layout == "nt" else (w.k, w.n)
+        stock = partial(library, layout=layout)
+        yield Work(
+            op="matmul",
+            shape={"layout": layout, "m": m, "n": n, "k": k},
+            operands=partial(operands, m, k, (w.n, w.k)),
+            candidates=by_name(matmul_candidates(m), partial(product, layout=layout)),
+            picked=matmul.pick(m, n, k, BF16, layout, True).name,
+            others={
+                "cublas": Way(call=stock, context=library_defaults),
+                "cublaslt": Way(call=stock, context=numeric_settings),
+            },
+        )
 
 
 def matmul_candidates(m: int) -> list[Any]:
@@ -118,17 +116,16 @@ def fold_works(device: torch.device) -> Iterator[Work]:
 
         return call
 
+    def operands(tokens: int, n: int, k: int) -> tuple[Tensor, ...]:
+        gradient = normal(device, n, k, dtype=torch.float32)
+        return gradient, normal(device, tokens, n), normal(device, tokens, k)
+
     for tokens, n, k in FOLD_SHAPES:
-
-        def operands(tokens: int = tokens, n: int = n, k: int = k) -> tuple[Tensor, ...]:
-            gradient = normal(device, n, k, dtype=torch.float32)
-            return gradient, normal(device, tokens, n), normal(device, tokens, k)
-
         picked = fold_outer.pick(tokens, n, k, BF16, tma=tma, processors=sm_count(device))
         yield Work(
             op="fold",
             shape={"tokens": tokens, "n": n, "k": k},
-            operands=operands,
+            operands=partial(operands, tokens, n, k),
             candidates=by_name(fold_outer.candidates(BF16, tma=tma), fold),
             picked=label(picked),
         )
@@ -136,61 +133,64 @@ def fold_works(device: torch.device) -> Iterator[Work]:
 
 def norm_works(device: torch.device) -> Iterator[Work]:
     """RMSNorm of hidden states, with and without the residual addition, and of heads."""
+
+    def operands(shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+        x, other, dy = (normal(device, *shape) for _ in range(3))
+        weight = torch.rand(shape[-1], dtype=BF16, device=device) + 0.5
+        return x, other, dy, weight, torch.rand(x.numel() // shape[-1], device=device)
+
+    def forward(schedule: Any, residual: bool) -> Op:
+        return lambda x, other, dy, weight, rstd: rms_norm_fwd(
+            x, other if residual else None, weight, 1e-6, schedule
+        )
+
+    def backward(schedule: Any, residual: bool, heads: int) -> Op:
+        chosen = None if schedule is rms_norm.NARROW else schedule
+
+        def call(x: Tensor, other: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Any:
+            dtotal = other if residual else None
+            dx, sums = rms_norm_bwd(dy, dtotal, x, weight, rstd, heads, True, chosen)
+            return dx, folded_step_sums(sums, BF16)
+
+        return call
+
     shapes = [(shape, residual) for shape in NORM_SHAPES for residual in (False, True)]
     for shape, residual in [*shapes, *((shape, False) for shape in HEAD_SHAPES)]:
         width, heads = shape[-1], shape[1] if len(shape) == 3 else 1
-
-        def operands(shape: tuple[int, ...] = shape) -> tuple[Tensor, ...]:
-            x, other, dy = (normal(device, *shape) for _ in range(3))
-            weight = torch.rand(shape[-1], dtype=BF16, device=device) + 0.5
-            return x, other, dy, weight, torch.rand(x.numel() // shape[-1], device=device)
-
-        def forward(schedule: Any, residual: bool = residual) -> Op:
-            return lambda x, other, dy, weight, rstd: rms_norm_fwd(
-                x, other if residual else None, weight, 1e-6, schedule
-            )
-
-        def backward(schedule: Any, residual: bool = residual, heads: int = heads) -> Op:
-            chosen = None if schedule is rms_norm.NARROW else schedule
-
-            def call(x: Tensor, other: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Any:
-                dtotal = other if residual else None
-                dx, sums = rms_norm_bwd(dy, dtotal, x, weight, rstd, heads, True, chosen)
-                return dx, folded_step_sums(sums, BF16)
-
-            return call
-
+        work = partial(
+            Work,
+            shape={"rows": shape[0], "heads": heads, "width": width},
+            operands=partial(operands, shape),
+        )
+        name = "add_rms_norm" if residual else "rms_norm"
+        call = partial(forward, residual=residual)
+        yield work(
+            op=f"{name} forward",
+            candidates=by_name(rms_norm.candidates(width), call),
+            picked=label(rms_norm.pick_forward(width)),
+        )
         narrow = rms_norm.is_narrow(width, heads)
-        schedules = rms_norm.candidates(width, heads)
         picked = rms_norm.NARROW if narrow else rms_norm.pick_backward(width, heads)
-        for op, candidates, today in (
-            ("forward", by_name(rms_norm.candidates(width), forward), rms_norm.pick_forward(width)),
-            ("backward", by_name(dict.fromkeys([picked, *schedules]), backward), picked),
-        ):
-            yield Work(
-                op=f"{'add_' if residual else ''}rms_norm {op}",
-                shape={"rows": shape[0], "heads": heads, "width": width},
-                operands=operands,
-                candidates=candidates,
-                picked=label(today),
-            )
+        schedules = dict.fromkeys([picked, *rms_norm.candidates(width, heads)])
+        call = partial(backward, residual=residual, heads=heads)
+        yield work(op=f"{name} backward", candidates=by_name(schedules, call), picked=label(picked))
 
 
 def rotary_works(device: torch.device) -> Iterator[Work]:
     """Rotation of queries and keys; the backward pass is the same kernel, the sine negated."""
-    for tokens, heads, kv_heads, head_dim in ROTARY_SHAPES:
 
-        def operands(sizes: tuple[int, ...] = (tokens, heads, kv_heads, head_dim)) -> Any:
-            t, h, kv, d = sizes
-            angles = torch.rand(2, t, d // 2, device=device)
-            return normal(device, t, h, d), normal(device, t, kv, d), *angles.unbind(0)
+    def operands(tokens: int, heads: int, kv_heads: int, dim: int) -> tuple[Tensor, ...]:
+        q, k = normal(device, tokens, heads, dim), normal(device, tokens, kv_heads, dim)
+        return q, k, *torch.rand(2, tokens, dim // 2, device=device).unbind(0)
 
+    for shape in ROTARY_SHAPES:
         yield Work(
             op="rotary",
-            shape={"tokens": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim},
-            operands=operands,
+            shape=dict(zip(("tokens", "heads", "kv_heads", "head_dim"), shape, strict=True)),
+            operands=partial(operands, *shape),
             candidates=by_name(
-                rotary.CANDIDATES, lambda s: lambda *rows: rotary.rotary_fwd(*rows, False, s)
+                rotary.CANDIDATES,
+                lambda s: lambda q, k, cos, sin: rotary.rotary_fwd(q, k, cos, sin, False, s),
             ),
             picked=label(rotary.pick()),
         )
@@ -224,17 +224,16 @@ def embedding_works(device: torch.device) -> Iterator[Work]:
 
         return call
 
+    def operands(tokens: int, width: int) -> tuple[Tensor, ...]:
+        uniform = torch.rand(tokens, dtype=torch.float64, device=device)
+        ids = (VOCABULARY**uniform).long().clamp(max=VOCABULARY - 1)
+        return torch.zeros(VOCABULARY, width, device=device), ids, normal(device, tokens, width)
+
     for tokens, width in EMBEDDING_SHAPES:
-
-        def operands(tokens: int = tokens, width: int = width) -> tuple[Tensor, ...]:
-            uniform = torch.rand(tokens, dtype=torch.float64, device=device)
-            ids = (VOCABULARY**uniform).long().clamp(max=VOCABULARY - 1)
-            return torch.zeros(VOCABULARY, width, device=device), ids, normal(device, tokens, width)
-
         yield Work(
             op="embedding backward",
             shape={"tokens": tokens, "width": width},
-            operands=operands,
+            operands=partial(operands, tokens, width),
             candidates=by_name(fold_rows.CANDIDATES, fold),
             picked=label(fold_rows.CANDIDATES[0]),
         )
@@ -242,60 +241,65 @@ def embedding_works(device: torch.device) -> Iterator[Work]:
 
 def logprobs_works(device: torch.device) -> Iterator[Work]:
     """The LM head's block statistics, and its logit gradients for one chunk of tokens."""
-    for tokens, width in LOGPROB_SHAPES:
 
-        def operands(tokens: int = tokens, width: int = width) -> tuple[Tensor, ...]:
-            weight = torch.randn(VOCABULARY, width, dtype=BF16, device=device) * width**-0.5
-            return normal(device, tokens, width), weight, torch.ones(tokens, device=device)
+    def operands(tokens: int, width: int) -> tuple[Tensor, ...]:
+        weight = torch.randn(VOCABULARY, width, dtype=BF16, device=device) * width**-0.5
+        return normal(device, tokens, width), weight, torch.ones(tokens, device=device)
 
-        def gradient_operands(width: int = width, make: Any = operands) -> tuple[Tensor, ...]:
-            hidden, weight, divisor = make(width)
-            partials = token_statistics(hidden, weight, divisor, True, 0)
-            grads = torch.randn(2, width, device=device).unbind(0)
-            targets = torch.randint(VOCABULARY, (width,), device=device)
-            numbers = vocabulary_combine(partials)
-            table = token_gradient_table(divisor, *numbers, *grads, targets, IGNORED)
-            return hidden, weight, table, weight.new_empty(width, VOCABULARY)
-
-        def unfused(hidden: Tensor, weight: Tensor, divisor: Tensor) -> Tensor:
-            pieces = [
-                vocabulary_row_statistics(matmul_nt(h, weight), divisor[: len(h)], True)
-                for h in hidden.split(weight.shape[1])
-            ]
-            return torch.cat(pieces, dim=2)
-
-        def unfused_gradient(h: Tensor, weight: Tensor, table: Tensor, room: Tensor) -> Tensor:
-            token_row_gradient(matmul_nt(h, weight), table, room, True)
-            return room
-
-        def gradient(h: Tensor, w: Tensor, table: Tensor, room: Tensor, index: int) -> Tensor:
-            token_gradient(h, w, table, room, True, index)
-            return room
-
-        tables = (logprobs.STATISTICS_SCHEDULES, logprobs.GRADIENT_SCHEDULES)
-        fused = (
-            lambda i: (
-                lambda hidden, weight, divisor: token_statistics(hidden, weight, divisor, True, i)
-            ),
-            lambda i: partial(gradient, index=i),
+    def statistics(index: int) -> Op:
+        return lambda hidden, weight, divisor: token_statistics(
+            hidden, weight, divisor, True, index
         )
-        for op, table, call, slow, make, rows in zip(
-            ("statistics", "gradient"),
-            tables,
-            fused,
-            (unfused, unfused_gradient),
-            (operands, gradient_operands),
-            (tokens, width),
-            strict=True,
-        ):
-            tiled = {label(s): call(i) for i, s in enumerate(table) if s.kind == "tma"}
-            yield Work(
-                op=f"token_logprobs {op}",
-                shape={"rows": rows, "width": width, "vocabulary": VOCABULARY},
-                operands=make,
-                candidates=tiled | {"unfused": slow},
-                picked=next(iter(tiled)),
-            )
+
+    def unfused_statistics(hidden: Tensor, weight: Tensor, divisor: Tensor) -> Tensor:
+        pieces = [
+            vocabulary_row_statistics(matmul_nt(h, weight), divisor[: len(h)], True)
+            for h in hidden.split(weight.shape[1])
+        ]
+        return torch.cat(pieces, dim=2)
+
+    def gradient_operands(width: int) -> tuple[Tensor, ...]:
+        hidden, weight, divisor = operands(width, width)
+        partials = token_statistics(hidden, weight, divisor, True, 0)
+        top, log_normalizer, entropy = vocabulary_combine(partials)
+        dlogprobs, dentropy = torch.randn(2, width, device=device).unbind(0)
+        targets = torch.randint(VOCABULARY, (width,), device=device)
+        table = token_gradient_table(
+            divisor, top, log_normalizer, entropy, dlogprobs, dentropy, targets, IGNORED
+        )
+        return hidden, weight, table, weight.new_empty(width, VOCABULARY)
+
+    def gradient(index: int) -> Op:
+        def call(hidden: Tensor, weight: Tensor, table: Tensor, room: Tensor) -> Tensor:
+            token_gradient(hidden, weight, table, room, True, index)
+            return room
+
+        return call
+
+    def unfused_gradient(hidden: Tensor, weight: Tensor, table: Tensor, room: Tensor) -> Tensor:
+        token_row_gradient(matmul_nt(hidden, weight), table, room, True)
+        return room
+
+    def tiled(table: Sequence[Any], call: Callable[[int], Op]) -> dict[str, Op]:
+        return {label(s): call(i) for i, s in enumerate(table) if s.kind == "tma"}
+
+    for tokens, width in LOGPROB_SHAPES:
+        forward = tiled(logprobs.STATISTICS_SCHEDULES, statistics)
+        yield Work(
+            op="token_logprobs statistics",
+            shape={"rows": tokens, "width": width},
+            operands=partial(operands, tokens, width),
+            candidates=forward | {"unfused": unfused_statistics},
+            picked=next(iter(forward)),
+        )
+        backward = tiled(logprobs.GRADIENT_SCHEDULES, gradient)
+        yield Work(
+            op="token_logprobs gradient",
+            shape={"rows": width, "width": width},
+            operands=partial(gradient_operands, width),
+            candidates=backward | {"unfused": unfused_gradient},
+            picked=next(iter(backward)),
+        )
 
 
 OPS: dict[str, Callable[[torch.device], Iterator[Work]]] = {
