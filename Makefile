@@ -42,18 +42,16 @@ lint: .venv/.ready-dev
 gpu-test:
 	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist load --maxschedchunk 1
 
-# DEVICE=cuda measures the GPU of this machine with its own torch; without it, this CPU.
+# DEVICE=cuda measures the GPU of this machine with its own torch; without it, accuracy on this CPU.
 ifeq ($(DEVICE),cuda)
 bench: gpu-test
-	$(GPU_PYTHON) -m rl_consistency bench ops --json benchmarks/results/h200.json
-	$(GPU_PYTHON) -m rl_consistency bench model --json benchmarks/results/h200.json
-	$(GPU_PYTHON) -m rl_consistency bench rollout --json benchmarks/results/h200.json
-	$(GPU_PYTHON) -m benchmarks.rollout.profile --record
-	$(GPU_PYTHON) -m benchmarks.readme
+	$(GPU_PYTHON) -m benchmarks ops --json benchmarks/results/h200.json
+	$(GPU_PYTHON) -m benchmarks train --json benchmarks/results/h200.json
+	$(GPU_PYTHON) -m benchmarks rollout --json benchmarks/results/h200.json
+	$(GPU_PYTHON) -m benchmarks speed-doc
 else
 bench: .venv/.ready-dev test
-	$(BIN)/python -m benchmarks.accuracy
-	$(BIN)/python -m benchmarks.speed
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks accuracy --json benchmarks/results/cpu_accuracy.json
 endif
 
 # torch first and alone: the index it may come from need not hold its dependencies, which the next

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
@@ -41,20 +41,21 @@ def batch_invariant_matmul() -> Callable[[Tensor, Tensor], Tensor] | None:
     return None if module is None else module.matmul_persistent
 
 
-@contextmanager
-def batch_invariant_mode() -> Iterator[None]:
-    """Its matmul, log_softmax and mean in place of torch's, inside the block."""
-    module = import_module("batch_invariant_ops")
-    module.enable_batch_invariant_mode()
-    try:
-        yield
-    finally:
-        module.disable_batch_invariant_mode()
+def batch_invariant_mode() -> Callable[[], AbstractContextManager[None]] | None:
+    """A context with its matmul, log_softmax and mean in place of those of torch."""
+    module = _peer("batch_invariant_ops")
+    if module is None:
+        return None
 
+    @contextmanager
+    def mode() -> Iterator[None]:
+        module.enable_batch_invariant_mode()
+        try:
+            yield
+        finally:
+            module.disable_batch_invariant_mode()
 
-def has_batch_invariant_ops() -> bool:
-    """Whether `batch_invariant_mode` can be entered."""
-    return _present("batch_invariant_ops")
+    return mode
 
 
 def liger(name: str) -> Callable[..., Any] | None:
@@ -82,13 +83,10 @@ def _replaced(module: ModuleType, values: dict[str, Any]) -> Iterator[None]:
 
 
 def patch_by_liger(model: nn.Module) -> Callable[[], Any] | None:
-    """Patch a Qwen3 causal LM; None where Liger is not installed.
+    """Patch a Qwen3 causal LM; returns a context to run it in, or None without Liger.
 
-    Liger also replaces functions of the modelling file, for every model of the process; they are
-    put back at once.
-
-    Returns:
-        A context to run the model in, with Liger's functions in place.
+    Liger also replaces functions of the modelling file, for every model of the process. They are
+    put back at once; the context brings them in again.
     """
     patches = _peer("liger_kernel", ".transformers")
     if patches is None:

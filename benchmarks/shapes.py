@@ -1,4 +1,4 @@
-"""Sizes that `rl-consistency bench` measures: those of the models people train with it."""
+"""Sizes that the benches measure: those of the models people train with this library."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Timing on a CUDA device: contestants interleaved in one process, medians, cold cache.
 
-A contestant's operands are rotated (several copies, together larger than the cache) or the cache is
-overwritten before each call, so that weights come from memory as they do inside a model. Short
-calls are timed as one CUDA graph over all copies; longer ones by events, the device held back until
-the host has queued the whole call. What stock and peers run under are the process-wide library
-settings as this process found them; ours runs under `numeric_settings`.
+A contestant's operands rotate (several copies, together larger than the cache) or the cache is
+overwritten before each call, because inside a model weights come from memory too. Short calls are
+timed as one CUDA graph over all copies. Longer calls are timed by events, and the device is held
+back until the host has queued the whole call. Stock and peers run under the library settings that
+this process started with, ours under `numeric_settings`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from triton.errors import TritonError
 
 from rl_consistency.numerics.settings import SETTINGS, numeric_settings
@@ -54,34 +53,31 @@ LIBRARY_DEFAULTS = tuple(setting.read() for setting in SETTINGS)
 def library_defaults() -> Iterator[None]:
     """Process-wide numeric settings as torch ships them, inside the block."""
     before = tuple(setting.read() for setting in SETTINGS)
-    _write(LIBRARY_DEFAULTS)
+
+    def write(values: Sequence[Any]) -> None:
+        for setting, value in zip(SETTINGS, values, strict=True):
+            if setting.read() != value:
+                setting.write(value)
+
+    write(LIBRARY_DEFAULTS)
     try:
         yield
     finally:
-        _write(before)
-
-
-def _write(values: Sequence[Any]) -> None:
-    for setting, value in zip(SETTINGS, values, strict=True):
-        if setting.read() != value:
-            setting.write(value)
+        write(before)
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to do the work.
-
-    Attributes:
-        calls: the work on each copy of its operands.
-        context: entered around every call, outside what is timed.
-    """
+    """One way to do the work."""
 
     calls: Sequence[Call]
+    """The work on each copy of its operands."""
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Entered around every call, outside what is timed."""
 
     @classmethod
     def of(cls, call: Call) -> Contestant:
-        """One that has a single copy."""
+        """A contestant with one copy of its operands."""
         return cls((call,))
 
 
@@ -103,7 +99,7 @@ class Race:
     memory: bool = False
     """Whether the peak memory of one call is measured."""
     unavailable: Mapping[str, str] = field(default_factory=dict)
-    """Ways that were found not to run when the case was prepared."""
+    """Ways that could not be prepared, and why."""
 
 
 @dataclass(frozen=True)
@@ -119,17 +115,13 @@ class Ceilings:
 
 
 class Machine:
-    """The device under test.
+    """The device under test; the rounds of one case take about `case_seconds`."""
 
-    Args:
-        device: where contestants run.
-        case_seconds: time to spend on the rounds of one case.
-    """
-
-    def __init__(self, device: torch.device, case_seconds: float = 0.25):
+    def __init__(self, device: torch.device, case_seconds: float):
         self.device = device
         self.case_seconds = case_seconds
         self.deadline: float | None = None
+        """A time of `perf_counter` past which a long case raises `OutOfTime`."""
         properties = torch.cuda.get_device_properties(device)
         self.cache_bytes: int = properties.L2_cache_size
         self._total_bytes: int = properties.total_memory
@@ -174,6 +166,12 @@ class Machine:
         self._trim()
         return _fields(race, medians, peaks, self.ceilings.seconds(race), unavailable)
 
+    def alone(self, contestant: Contestant) -> float:
+        """Median seconds of one contestant in a CUDA graph."""
+        seconds = self._interleaved({"alone": self._prepared(contestant, "graph")}, "graph")
+        self._trim()
+        return seconds["alone"]
+
     def _prepared(self, contestant: Contestant, clock: Clock) -> Callable[[int], float]:
         """Warm up, and give the function that times round i in seconds."""
         calls, host = contestant.calls, 0.0
@@ -193,7 +191,6 @@ class Machine:
         with contestant.context(), torch.cuda.graph(graph):
             for call in calls:
                 call()
-        # The pool of the graph holds what the last call gave back; nothing else refers to it.
         return lambda _: self._replay_time(graph, len(calls))
 
     def _event_time(self, contestant: Contestant, i: int, hold: int) -> float:
@@ -243,8 +240,8 @@ class Machine:
         return {name: median(values) for name, values in samples.items()}
 
     def _peak(self, contestant: Contestant, before: int) -> int:
-        """Bytes at the peak of a call beyond those before the contestant's first one, so that what
-        it keeps from call to call is counted."""
+        """Bytes at the peak of a call beyond those before the contestant's first call, so that
+        what it keeps from call to call counts."""
         gc.collect()
         torch.cuda.reset_peak_memory_stats(self.device)
         with contestant.context():
@@ -264,16 +261,11 @@ class Machine:
         a, b = (torch.randn(size, size, device=self.device, dtype=torch.bfloat16) for _ in range(2))
         product = torch.empty_like(a)
 
-        def copy() -> Tensor:
-            return target.copy_(source)
-
-        def multiply() -> Tensor:
-            return torch.mm(a, b.t(), out=product)
-
-        timers = {
-            name: self._prepared(Contestant.of(call), "events")
-            for name, call in (("copy", copy), ("multiply", multiply))
+        calls: dict[str, Call] = {
+            "copy": lambda: target.copy_(source),
+            "multiply": lambda: torch.mm(a, b.t(), out=product),
         }
+        timers = {n: self._prepared(Contestant.of(call), "events") for n, call in calls.items()}
         seconds = self._interleaved(timers, "events")
         return Ceilings(2 * source.numel() / seconds["copy"], 2 * size**3 / seconds["multiply"])
 

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import rl_consistency
+from benchmarks.__main__ import _parser
 from benchmarks.rollout.suites import rollout_suites
-from rl_consistency.cli.main import _parser
 from rl_consistency.verify.presets import build_preset
 
 TEXT = (Path(__file__).resolve().parents[1] / "docs/rollout.md").read_text("utf-8")
@@ -26,11 +26,10 @@ def test_every_suite_is_explained_and_every_command_parses():
     explained = set(re.findall(r"^\| `(rollout_\w+)` \|", TEXT, re.M))
     named = {re.sub(r"decode_.*", "decode_MODEL", suite.name) for suite in rollout_suites()}
     assert explained == named
-    commands = re.findall(r"^rl-consistency (.+?)(?:  +#.*)?$", TEXT, re.M)
-    assert len(commands) == 5
+    commands = re.findall(r"^python -m benchmarks (.+?)(?:  +#.*)?$", TEXT, re.M)
+    assert len(commands) == 4
     for command in commands:
-        arguments = command.split()
-        _parser(arguments).parse_args(arguments)
+        _parser().parse_args(command.split())
 
 
 def test_every_name_of_the_package_is_exported():

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.shapes import CACHE_BLOCK, HEAD_DIM
-from benchmarks.suite import Bench, Case, normal
-from benchmarks.timing import Contestant, Race
+from benchmarks.suite import Case, normal
+from benchmarks.timing import Contestant, Machine, Race
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 
@@ -33,13 +33,9 @@ Heads = tuple[int, int]
 def prefill_cases(
     work: str, heads: Sequence[Heads], lengths: Sequence[int], tokens: int
 ) -> list[Case]:
-    """Causal self-attention over packed sequences of one length.
+    """Causal self-attention over packed sequences of one length, `tokens` in all.
 
-    Args:
-        work: `attention forward` or `attention backward`.
-        heads: (query heads, key and value heads).
-        lengths: of each sequence.
-        tokens: of all sequences together.
+    `work` is `attention forward` or `attention backward`; heads are (query, key and value) heads.
     """
     run = {"attention forward": _forward, "attention backward": _backward}[work]
     return [
@@ -53,7 +49,7 @@ def prefill_cases(
     ]
 
 
-def _forward(heads: Heads, length: int, count: int, bench: Bench) -> dict[str, Any]:
+def _forward(heads: Heads, length: int, count: int, bench: Machine) -> dict[str, Any]:
     q, k, v = _packed(heads, length * count, bench)
     layout = PackedSequences.of(range(0, length * count, length), [length] * count)
     batched = [_batched(x, count) for x in (q, k, v)]
@@ -67,7 +63,7 @@ def _forward(heads: Heads, length: int, count: int, bench: Bench) -> dict[str, A
     )
 
 
-def _backward(heads: Heads, length: int, count: int, bench: Bench) -> dict[str, Any]:
+def _backward(heads: Heads, length: int, count: int, bench: Machine) -> dict[str, Any]:
     leaves = [x.requires_grad_() for x in _packed(heads, length * count, bench)]
     q, k, v = leaves
     layout = PackedSequences.of(range(0, length * count, length), [length] * count)
@@ -112,7 +108,7 @@ def decode_cases(
     ]
 
 
-def _decode(heads: Heads, batch: int, context: int, bench: Bench) -> dict[str, Any]:
+def _decode(heads: Heads, batch: int, context: int, bench: Machine) -> dict[str, Any]:
     kv_heads, blocks = heads[1], batch * context // CACHE_BLOCK
     cached_bytes = 2 * 2 * batch * context * kv_heads * HEAD_DIM
     layers = min(bench.copies(cached_bytes), MAX_LAYERS)
@@ -142,9 +138,7 @@ def _decode(heads: Heads, batch: int, context: int, bench: Bench) -> dict[str, A
     stock_q = q.unsqueeze(2)
     return bench.measure(
         Race(
-            ours=Contestant(
-                [partial(_paged, q, paged, layer) for layer in range(layers)],
-            ),
+            ours=Contestant([partial(_paged, q, paged, layer) for layer in range(layers)]),
             stock=_stock(
                 *(
                     partial(_sdpa, stock_q, k, v, causal=False)
@@ -172,7 +166,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=SCALE, enable_gqa=True)
 
 
-def _packed(heads: Heads, rows: int, bench: Bench) -> list[Tensor]:
+def _packed(heads: Heads, rows: int, bench: Machine) -> list[Tensor]:
     return [normal(bench, rows, count, HEAD_DIM) for count in (heads[0], heads[1], heads[1])]
 
 

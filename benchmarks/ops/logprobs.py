@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.peers import liger_cross_entropy, not_installed
-from benchmarks.suite import Bench, Case, normal
-from benchmarks.timing import Contestant, Race
+from benchmarks.suite import Case, normal
+from benchmarks.timing import Contestant, Machine, Race
 from rl_consistency.kernels.gradient_fold.op import GradientBuffer
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import token_logprobs
@@ -30,13 +30,13 @@ def token_logprobs_cases(tokens: int, widths: Sequence[int], vocabulary: int) ->
     ]
 
 
-def _logprobs(tokens: int, width: int, vocabulary: int, bench: Bench) -> dict[str, Any]:
+def _logprobs(tokens: int, width: int, vocabulary: int, bench: Machine) -> dict[str, Any]:
     hidden, weight = normal(bench, tokens, width), normal(bench, vocabulary, width) * width**-0.5
     targets = torch.randint(0, vocabulary, (tokens,), device=bench.device)
     rows = SamplingRows.uniform(tokens, device=bench.device)
 
     def step(loss: Callable[[Tensor, Tensor], Tensor]) -> Contestant:
-        """One way to the loss, on leaves of its own that share the data."""
+        """One way to compute the loss, on its own leaves that share the data."""
         leaves = [nn.Parameter(x) for x in (hidden, weight)]
 
         def run() -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks.peers import batch_invariant_matmul, not_installed
 from benchmarks.shapes import WeightShape
-from benchmarks.suite import Bench, Case, normal
-from benchmarks.timing import Contestant, Race
+from benchmarks.suite import Case, normal
+from benchmarks.timing import Contestant, Machine, Race
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.schedules import pick, prefers_library
@@ -21,33 +21,21 @@ GRAPH_ROWS = 256
 """Up to so many rows a product is timed in a CUDA graph, as rollout runs it."""
 
 
-def forward_cases(weights: Sequence[WeightShape], rows: Sequence[int]) -> list[Case]:
-    """y = x weight^T for every weight and number of rows."""
+def product_cases(layout: str, weights: Sequence[WeightShape], rows: Sequence[int]) -> list[Case]:
+    """Every weight with every number of rows.
+
+    Layout "nt" is y = x weight^T; "nn" is dx = dy weight, where K is the weight's first dimension.
+    """
+    work = {"nt": "matmul forward", "nn": "matmul dX"}[layout]
+    sizes = [(w.n, w.k) if layout == "nt" else (w.k, w.n) for w in weights]
     return [
-        Case(
-            work="matmul forward",
-            shape={"m": m, "n": w.n, "k": w.k},
-            run=partial(_product, "nt", m, w.n, w.k),
-        )
-        for w in weights
+        Case(work=work, shape={"m": m, "n": n, "k": k}, run=partial(_product, layout, m, n, k))
+        for n, k in sizes
         for m in rows
     ]
 
 
-def input_gradient_cases(weights: Sequence[WeightShape], rows: Sequence[int]) -> list[Case]:
-    """dx = dy weight for every weight and number of rows; K is the weight's first dimension."""
-    return [
-        Case(
-            work="matmul dX",
-            shape={"m": m, "n": w.k, "k": w.n},
-            run=partial(_product, "nn", m, w.k, w.n),
-        )
-        for w in weights
-        for m in rows
-    ]
-
-
-def _product(layout: str, m: int, n: int, k: int, bench: Bench) -> dict[str, Any]:
+def _product(layout: str, m: int, n: int, k: int, bench: Machine) -> dict[str, Any]:
     """[m, k] times a weight, [n, k] or [k, n], that gives n columns."""
     graph = m <= GRAPH_ROWS
     copies = bench.copies(2 * (m * k + n * k)) if graph else 1
@@ -77,16 +65,10 @@ def _product(layout: str, m: int, n: int, k: int, bench: Bench) -> dict[str, Any
             operations=2.0 * m * n * k,
         )
     )
-    return fields | {"schedule": _schedule(layout, m, n, k, graph)}
-
-
-def _schedule(layout: str, m: int, n: int, k: int, graph: bool) -> str:
-    """The schedule that the table gives on a device with tile copies, in short."""
-    s = pick(m, n, k, torch.bfloat16, layout, True)
-    text = f"{s.kind} {s.block_m}x{s.block_n}x{s.block_k}, {s.warps} warps, {s.stages} stages"
+    schedule = pick(m, n, k, torch.bfloat16, layout, True).name
     if not graph and prefers_library(m, n, k, torch.bfloat16, layout):
-        return f"library where certified, else {text}"
-    return text
+        schedule = f"library where certified, else {schedule}"
+    return fields | {"schedule": schedule}
 
 
 def gradient_fold_cases(weights: Sequence[WeightShape], tokens: Sequence[int]) -> list[Case]:
@@ -102,7 +84,7 @@ def gradient_fold_cases(weights: Sequence[WeightShape], tokens: Sequence[int]) -
     ]
 
 
-def _fold(tokens: int, n: int, k: int, bench: Bench) -> dict[str, Any]:
+def _fold(tokens: int, n: int, k: int, bench: Machine) -> dict[str, Any]:
     dy, x = normal(bench, tokens, n), normal(bench, tokens, k)
     ours, stock = (torch.zeros(n, k, device=bench.device) for _ in range(2))
 

@@ -1,29 +1,27 @@
-"""Exact speculation on a text that is mostly copied, whose copying a random model really does.
+"""Exact speculation on a text that is mostly copied, by a random model that really copies.
 
-Random weights copy nothing, so some are set by hand: the projections out of attention and MLP are
-zero, which leaves a token's embedding as its hidden state, and the LM head, untied from it, answers
-token i with token sigma(i), sigma being one random cycle through the vocabulary. All kernels run at
-their full size on numbers as wide as any other's; only what comes out of them is ignored.
+Random weights copy nothing, so some are set by hand. The projections out of attention and MLP are
+zero, which leaves a token's embedding as its hidden state; the untied LM head answers token i with
+token sigma(i), where sigma is one random cycle through the vocabulary. All kernels run at their
+full size on ordinary numbers; only what comes out of them is ignored.
 
 The prompt holds a stretch of that cycle with one token in twenty replaced, and ends right before
-the stretch: what the model writes then is the prompt's text without the replacements, as an edit of
-a long text would be. Drafts looked up in the prompt are right but for the places that were edited.
+the stretch. The model then writes the prompt's text without the replacements, as an edit of a long
+text would be. Drafts looked up in the prompt are right except at the edited places.
 """
 
 from __future__ import annotations
 
 import random
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.rollout.cases import engine_for
-from benchmarks.rollout.measure import Generation, release_memory, timed_generation
-from benchmarks.rollout.models import DTYPE, ModelShelf
+from benchmarks.rollout.generation import Generation, engine_for, timed_generation
+from benchmarks.rollout.models import DTYPE, ModelShelf, release_memory
 from benchmarks.rollout.workload import Workload, requests
-from benchmarks.suite import Bench, Case
+from benchmarks.timing import Machine
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.verify.presets import preset_config
@@ -32,33 +30,11 @@ EDITED = 0.05
 """Share of the prompt's tokens that the text deviates from."""
 
 SPECULATION = 7
-TASK = (
-    "the text of the prompt with 5 % of its tokens edited; the LM head is set to a cycle through "
-    "the vocabulary and attention and MLP are computed and multiplied by zero"
-)
+"""Most tokens of a draft."""
 
 
-def copying_case(
-    shelf: ModelShelf, name: str, batch: int, *, new_tokens: int, speculation: int = SPECULATION
-) -> Case:
+def copying(shelf: ModelShelf, name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
     """Decode time of a token without drafts over that with them, bytes compared."""
-    workload = Workload(
-        groups=batch,
-        group_size=1,
-        prompt_len=new_tokens + 1,
-        longest=new_tokens,
-        shortest=new_tokens,
-    )
-    return Case(
-        work="edit a text",
-        shape={"model": name, **workload.shape, "speculation": speculation},
-        run=partial(_copying, shelf, name, workload, speculation),
-    )
-
-
-def _copying(
-    shelf: ModelShelf, name: str, workload: Workload, speculation: int, bench: Bench
-) -> dict[str, Any]:
     shelf.clear(bench.device)
     model, cycle = copying_model(name, bench.device)
     prompts = [edited_stretch(cycle, workload.prompt_len, i) for i in range(workload.sequences)]
@@ -67,30 +43,25 @@ def _copying(
         with patch(model):
             engine = engine_for(model, workload)
             for _ in ("capture", "measure"):
-                for width in (0, speculation):
+                for width in (0, SPECULATION):
                     sampling = requests(workload.lengths(), speculation=width)
-                    found[width] = timed_generation(
-                        engine, prompts, sampling, bench.device, bench.deadline
-                    )
+                    found[width] = timed_generation(engine, prompts, sampling, bench)
     finally:
         del model
         release_memory(bench.device)
-    plain, drafted = found[0], found[speculation]
+    plain, drafted = found[0], found[SPECULATION]
     check_equal(plain, drafted)
     rates = {w: g.after_first_tokens().tokens_per_second for w, g in found.items()}
-    statistics = drafted.statistics
     return {
-        "ours_us": 1e6 / rates[speculation],
+        "ours_us": 1e6 / rates[SPECULATION],
         "stock_us": 1e6 / rates[0],
         "stock": "plain decoding",
-        "ratio": rates[speculation] / rates[0],
-        "tokens_per_second": {"ours": rates[speculation], "plain": rates[0]},
+        "ratio": rates[SPECULATION] / rates[0],
+        "tokens_per_second": {"ours": rates[SPECULATION], "plain": rates[0]},
         "figures": {
-            "acceptance_rate": statistics.acceptance_rate,
-            "steps": statistics.steps,
+            "acceptance_rate": drafted.statistics.acceptance_rate,
+            "steps": drafted.statistics.steps,
             "plain/steps": plain.statistics.steps,
-            "copied_share": copied_share(plain, prompts),
-            "task": TASK,
         },
     }
 
@@ -137,13 +108,3 @@ def check_equal(plain: Generation, drafted: Generation) -> None:
             raise ConsistencyError(
                 f"sequence {a.prompt_index} decodes to other bytes with speculation than without"
             )
-
-
-def copied_share(generation: Generation, prompts: list[list[int]]) -> float:
-    """Share of the generated tokens that stand at the same place in the prompt's text."""
-    same = total = 0
-    for completion in generation.completions:
-        pairs = list(zip(completion.token_ids, prompts[completion.prompt_index], strict=False))
-        same += sum(a == b for a, b in pairs)
-        total += len(pairs)
-    return same / total

@@ -1,16 +1,15 @@
 """A GRPO step end to end: rollout, the training forward and backward passes, the update.
 
-Strict is this library's engine and scoring. Stock is what is left without it: the same engine with
-stock ops (Hugging Face's own `generate` is many times slower, see its rows), then the unpatched
-Hugging Face model on the padded batch, with log_softmax of the completions' logits. Optimizer, loss
-and micro-batches are the same; rewards are a function of the tokens. All completions are as long,
-so that stock pads nothing.
+Strict is this library's engine and scoring. Stock is the same engine with stock ops, then the
+unpatched Hugging Face model on the padded batch, with log_softmax of the completions' logits.
+(Hugging Face's own `generate` is many times slower; it has its own rows.) Optimizer, loss and
+micro-batches are the same; rewards are a function of the tokens. All completions are as long, so
+that stock pads nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -19,16 +18,16 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from benchmarks.rollout.cases import MODES, Mode, engine_for
-from benchmarks.rollout.measure import timed_generation
+from benchmarks.rollout.decoding import MODES
+from benchmarks.rollout.generation import engine_for, timed_generation
 from benchmarks.rollout.models import ModelShelf
 from benchmarks.rollout.workload import Workload, requests
-from benchmarks.suite import Bench, Case
+from benchmarks.timing import Machine
 from rl_consistency.models.patch import patched_session
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.numerics.strict import strict
-from rl_consistency.parity.drift import DriftReport, compare_logprobs
+from rl_consistency.parity.drift import compare_logprobs
 from rl_consistency.trainers.advantages import group_advantages
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 from rl_consistency.trainers.config.learning_sections import OptimizerSection
@@ -36,72 +35,46 @@ from rl_consistency.trainers.losses import policy_loss, token_weights
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 
 LEARNING_RATE = 1e-6
+MICRO_BATCH = 16
+"""Sequences of one backward pass."""
+
+PHASES = ("rollout", "training", "update")
 
 Score = Callable[[Any, list[list[int]]], Tensor]
 """Model, sequences -> [N] fp32 logprobs of the completions' tokens, differentiable."""
 
 
-def grpo_step_case(
-    shelf: ModelShelf, name: str, workload: Workload, *, micro_batch: int, rounds: int
-) -> Case:
-    """Time of a step with stock ops over that with canonical ones, and whose tokens drift."""
-    return Case(
-        work="GRPO step",
-        shape={"model": name, **workload.shape, "micro_batch": micro_batch},
-        run=partial(_grpo_step, shelf, name, workload, micro_batch, rounds),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTimes:
-    """Seconds of each phase, and the drift between rollout and training."""
-
-    rollout: float
-    training: float
-    update: float
-    drift: DriftReport
-
-    @property
-    def seconds(self) -> float:
-        return self.rollout + self.training + self.update
-
-
-def _grpo_step(
-    shelf: ModelShelf, name: str, workload: Workload, micro_batch: int, rounds: int, bench: Bench
+def grpo_step(
+    shelf: ModelShelf, name: str, workload: Workload, rounds: int, bench: Machine
 ) -> dict[str, Any]:
+    """Time of a step with stock ops over that with canonical ones, and whose tokens drift."""
     shelf.clear(bench.device)
-    found: dict[Mode, list[StepTimes]] = {mode: [] for mode in MODES}
+    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     try:
         with shelf.patched(name, bench.device) as model:
             model.train()
-            stepper = _Stepper(model, workload, micro_batch, bench)
+            stepper = _Stepper(model, workload, bench)
             for i in range(rounds + 1):
                 for mode in MODES:
                     times = stepper.step(mode, i)
-                    if i > 0:  # the first captures graphs and compiles kernels
+                    if i > 0:  # the first step captures graphs and compiles kernels
                         found[mode].append(times)
             del stepper
     finally:
         shelf.clear(bench.device)  # its weights have been trained
-    seconds = {mode: median(t.seconds for t in runs) for mode, runs in found.items()}
-    tokens = workload.sequences * workload.longest
-    figures = {
-        f"{mode}/{phase}_seconds": median(getattr(t, phase) for t in runs)
-        for mode, runs in found.items()
-        for phase in ("rollout", "training", "update")
-    }
+    ours, stock = (median(sum(t[p] for p in PHASES) for t in found[mode]) for mode in MODES)
+    figures = {}
     for mode, runs in found.items():
-        figures[f"{mode}/tokens"] = sum(t.drift.tokens for t in runs)
-        figures[f"{mode}/mismatched_tokens"] = sum(t.drift.mismatched_tokens for t in runs)
+        figures |= {f"{mode}/{p}_seconds": median(t[p] for t in runs) for p in PHASES}
+        for count in ("tokens", "mismatched_tokens"):
+            figures[f"{mode}/{count}"] = sum(t[count] for t in runs)
+    tokens = workload.sequences * workload.longest
     return {
-        "ours_us": seconds["strict"] * 1e6,
-        "stock_us": seconds["stock"] * 1e6,
+        "ours_us": ours * 1e6,
+        "stock_us": stock * 1e6,
         "stock": "the same engine with stock ops, Hugging Face training",
-        "ratio": seconds["stock"] / seconds["strict"],
-        "tokens_per_second": {
-            "ours": tokens / seconds["strict"],
-            "stock": tokens / seconds["stock"],
-        },
+        "ratio": stock / ours,
+        "tokens_per_second": {"ours": tokens / ours, "stock": tokens / stock},
         "figures": figures,
     }
 
@@ -109,10 +82,9 @@ def _grpo_step(
 class _Stepper:
     """Takes steps of one policy, canonical or stock."""
 
-    def __init__(self, model: Any, workload: Workload, micro_batch: int, bench: Bench) -> None:
+    def __init__(self, model: Any, workload: Workload, bench: Machine) -> None:
         self._model = model
         self._workload = workload
-        self._micro_batch = micro_batch
         self._bench = bench
         self._engine = engine_for(model, workload)
         self._optimizer = PolicyOptimizer(
@@ -122,37 +94,37 @@ class _Stepper:
             total_steps=100,
         )
 
-    def step(self, mode: Mode, i: int) -> StepTimes:
-        """Roll out, learn, update."""
-        device = self._bench.device
+    def step(self, mode: str, i: int) -> dict[str, float]:
+        """Roll out, learn, update: seconds of each phase, tokens, and mismatched tokens."""
+        device, workload = self._bench.device, self._workload
         started = finished_seconds(device)
         sequences, old_logprobs = self._roll_out(mode, i)
         rolled_out = finished_seconds(device)
-        score = partial(_scored, prompt_len=self._workload.prompt_len)
         if mode == "strict":
+            lengths = [workload.prompt_len] * MICRO_BATCH
+            score = partial(_scored, prompt_lengths=lengths)
             logprobs = self._learn(score, sequences, old_logprobs)
         else:
-            score = partial(stock_scored, new_tokens=self._workload.longest)
+            score = partial(stock_scored, new_tokens=workload.longest)
             with patched_session(self._model).stock():
                 logprobs = self._learn(score, sequences, old_logprobs)
         trained = finished_seconds(device)
         self._optimizer.step()
         updated = finished_seconds(device)
-        return StepTimes(
-            rollout=rolled_out - started,
-            training=trained - rolled_out,
-            update=updated - trained,
-            drift=compare_logprobs(torch.cat(old_logprobs), logprobs.cpu()),
-        )
+        drift = compare_logprobs(torch.cat(old_logprobs), logprobs.cpu())
+        return {
+            "rollout": rolled_out - started,
+            "training": trained - rolled_out,
+            "update": updated - trained,
+            "tokens": drift.tokens,
+            "mismatched_tokens": drift.mismatched_tokens,
+        }
 
-    def _roll_out(self, mode: Mode, i: int) -> tuple[list[list[int]], list[Tensor]]:
-        workload, bench = self._workload, self._bench
-        prompts = workload.prompts(f"grpo {mode} {i}", self._model.config.vocab_size)
+    def _roll_out(self, mode: str, i: int) -> tuple[list[list[int]], list[Tensor]]:
+        prompts = self._workload.prompts(f"grpo {mode} {i}", self._model.config.vocab_size)
+        sampling = requests(self._workload.lengths())
         with strict(mode == "strict"):
-            generation = timed_generation(
-                self._engine, prompts, requests(workload.lengths()), bench.device, bench.deadline
-            )
-        completions = generation.completions
+            completions = timed_generation(self._engine, prompts, sampling, self._bench).completions
         sequences = [[*prompts[c.prompt_index], *c.token_ids] for c in completions]
         return sequences, [c.token_logprobs for c in completions]
 
@@ -160,17 +132,16 @@ class _Stepper:
         self, score: Score, sequences: list[list[int]], old_logprobs: Sequence[Tensor]
     ) -> Tensor:
         """Gradients of the step; returns the [N] logprobs that training computed."""
-        workload, size = self._workload, self._micro_batch
+        new_tokens = self._workload.longest
         rewards = [float(sequence[-1] % 2) for sequence in sequences]
         rewards[0] = 2.0  # no group structure may leave every advantage 0
-        advantages = group_advantages(rewards, workload.group_size)
+        advantages = group_advantages(rewards, self._workload.group_size)
         found = []
-        for first in range(0, len(sequences), size):
-            part = slice(first, first + size)
+        for first in range(0, len(sequences), MICRO_BATCH):
+            part = slice(first, first + MICRO_BATCH)
             logprobs = score(self._model, sequences[part])
-            lengths = [workload.longest] * len(sequences[part])
+            device, lengths = logprobs.device, [new_tokens] * len(sequences[part])
             ids = torch.arange(first, first + len(lengths))
-            device = logprobs.device
             batch = TokenBatch(
                 logprobs=logprobs,
                 old_logprobs=torch.cat(list(old_logprobs[part])).to(device),
@@ -178,19 +149,17 @@ class _Stepper:
                 sequence_ids=per_token(ids, lengths).to(device),
                 lengths=lengths,
             )
-            weights = token_weights(
-                lengths,
-                "dapo",
-                total_tokens=workload.longest * len(sequences),
-                device=device,
-            )
+            total = new_tokens * len(sequences)
+            weights = token_weights(lengths, "dapo", total_tokens=total, device=device)
             policy_loss(batch, weights, LossConfig()).loss.backward()
             found.append(logprobs.detach())
         return torch.cat(found)
 
 
-def _scored(model: Any, sequences: list[list[int]], *, prompt_len: int) -> Tensor:
-    return token_logprobs(model, sequences, prompt_lengths=[prompt_len] * len(sequences)).logprobs
+def _scored(model: Any, sequences: list[list[int]], *, prompt_lengths: list[int]) -> Tensor:
+    return token_logprobs(
+        model, sequences, prompt_lengths=prompt_lengths[: len(sequences)]
+    ).logprobs
 
 
 def stock_scored(model: Any, sequences: list[list[int]], *, new_tokens: int) -> Tensor:

@@ -1,16 +1,15 @@
-"""The models `bench rollout` generates with: one at a time on the device, random or from disk."""
+"""The models that the rollout benches generate with: one at a time, random or from disk."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.rollout.measure import release_memory
 from rl_consistency.models.patch import patch
 from rl_consistency.verify.presets import build_preset, known_presets
 
@@ -18,16 +17,16 @@ DTYPE = torch.bfloat16
 
 
 class ModelShelf:
-    """Holds the model that was asked for last, as consecutive cases often share one."""
+    """Holds the model that was asked for last, because consecutive cases often share one."""
 
     def __init__(self) -> None:
         self._name: str | None = None
         self._model: Any = None
 
     def model(self, name: str, device: torch.device) -> Any:
-        """The model, stock and in bf16: a preset with random weights, or a directory.
+        """The stock model in bf16: a preset with random weights, or a model directory.
 
-        The one held before is freed first, and the caches and graphs of the case before.
+        Frees the caches and graphs of the case before, and first the model held before.
         """
         release_memory(device)
         if name != self._name:
@@ -38,7 +37,7 @@ class ModelShelf:
 
     @contextmanager
     def patched(self, name: str, device: torch.device) -> Iterator[Any]:
-        """The model under a patch; one that a failure may have left behind is not kept."""
+        """The model under a patch; a model that a failure left behind is not kept."""
         model = self.model(name, device)
         try:
             with patch(model):
@@ -58,10 +57,15 @@ def built(name: str, device: torch.device) -> Any:
     """A preset with random weights drawn on the device, or a model directory's weights."""
     if name in known_presets():
         return build_preset(name, DTYPE, device=device)
-    path = Path(name)
-    if not (path / "config.json").is_file():
-        raise ValueError(f"{name} is neither a preset nor a directory with a model's config.json.")
     model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=DTYPE, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        name, dtype=DTYPE, local_files_only=True, trust_remote_code=False, use_safetensors=True
     )
     return model.to(device).eval()
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what dropped models, caches and graphs held."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

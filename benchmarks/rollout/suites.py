@@ -1,131 +1,109 @@
-"""The suites of `rl-consistency bench rollout`, and the workload a caller describes."""
+"""The suites of `python -m benchmarks rollout`."""
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from benchmarks.options import BATCH, NEW_TOKENS, PROMPT_LEN, rollout_options
-from benchmarks.rollout.cases import (
-    MODES,
-    decode_case,
-    idle_case,
-    long_context_case,
-    roofline_case,
-)
-from benchmarks.rollout.copying import copying_case
-from benchmarks.rollout.grpo import grpo_step_case
+from benchmarks.rollout.copying import SPECULATION, copying
+from benchmarks.rollout.decoding import decode, long_context, steady_step
+from benchmarks.rollout.grpo import MICRO_BATCH, grpo_step
 from benchmarks.rollout.models import ModelShelf
-from benchmarks.rollout.peers import (
-    GENERATE,
-    GENERATE_BATCH,
-    hugging_face_case,
-    public_engines_case,
-)
-from benchmarks.rollout.table import OWN
+from benchmarks.rollout.others import GENERATE, GENERATE_BATCH, hugging_face, public_engines
 from benchmarks.rollout.workload import Workload
-from benchmarks.suite import Suite
+from benchmarks.suite import Case, Suite
 
-GROUP_SIZE = 8
-SMALL, LARGE = "qwen3-0.6b", "qwen3-8b"
-DECODED = (SMALL, "qwen3-1.7b", LARGE)
-"""Presets whose decode throughput is measured."""
+BATCH, PROMPT_LEN, NEW_TOKENS, GROUP_SIZE = 256, 512, 1024, 8
+SMALL, MIDDLE, LARGE = "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"
+OWN = "rollout_own"
+"""The suite of a caller's workload; no bar is over it."""
 
 
-def own_workload(args: argparse.Namespace) -> Suite | None:
-    """The suite of the workload that the options describe; None where there is no such option.
+def case(
+    work: str, run: Callable[..., dict[str, Any]], name: str, workload: Workload, **more: int
+) -> Case:
+    """A row of a model on a workload; `run` takes the machine."""
+    return Case(work=work, shape={"model": name, **workload.shape, **more}, run=run)
+
+
+def own_suite(name: str, batch: int, prompt_len: int, new_tokens: int) -> Suite:
+    """Decode throughput of any preset or model directory on the caller's sizes.
 
     Raises:
-        ValueError: a number out of range, or no model in the directory.
+        ValueError: a size below 1.
     """
-    if not rollout_options(args):
-        return None
-    for name in ("batch", "prompt_len", "new_tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1.")
-    if args.model is not None and not (args.model / "config.json").is_file():
-        raise ValueError(f"--model {args.model}: no directory with a config.json.")
-    batch, new_tokens = args.batch or BATCH, args.new_tokens or NEW_TOKENS
     group_size = GROUP_SIZE if batch % GROUP_SIZE == 0 else 1
     workload = Workload(
         groups=batch // group_size,
         group_size=group_size,
-        prompt_len=args.prompt_len or PROMPT_LEN,
+        prompt_len=prompt_len,
         longest=new_tokens,
         shortest=min(32, new_tokens),
     )
-    name = str(args.model) if args.model is not None else args.preset or SMALL
-    modes = MODES if args.mode is None else (args.mode,)
-    case = decode_case(ModelShelf(), name, workload, modes=modes)
-    return Suite(OWN, "a workload of the caller's", [case])
+    run = partial(decode, ModelShelf(), name, workload)
+    return Suite(OWN, [case("decode", run, name, workload)])
 
 
 def rollout_suites(*, quick: bool = False) -> list[Suite]:
-    """The suites behind the bars; `quick` keeps small workloads of each."""
+    """The suites that the bars are over; `quick` keeps small workloads of each."""
     shelf = ModelShelf()
+
+    def steady(name: str, workload: Workload) -> Case:
+        return case("decode step", partial(steady_step, shelf, name, workload), name, workload)
+
+    def copied(batch: int) -> Case:
+        new_tokens = 128 if quick else 512
+        workload = Workload.equal(batch, 1, new_tokens + 1, new_tokens)
+        run = partial(copying, shelf, SMALL, workload)
+        return case("edit a text", run, SMALL, workload, speculation=SPECULATION)
+
+    public = Workload.equal(BATCH // GROUP_SIZE, GROUP_SIZE, PROMPT_LEN, 128)
+    long = 8192 if quick else 32768
+    context = {"model": SMALL, "long": long, "short": 1024, "new_tokens": 64}
+    grpo = Workload.equal(2 if quick else 8, GROUP_SIZE, 256, 64 if quick else 256)
+    step = partial(grpo_step, shelf, SMALL, grpo, 1 if quick else 2)
     first, *larger = _decode_suites(shelf, quick)
     return [
         first,
         Suite(
             "rollout_roofline",
-            "bytes of a decode step over the copy bandwidth",
             [
-                roofline_case(shelf, LARGE, batch, prompt_len=960, new_tokens=32 if quick else 96)
+                steady(LARGE, Workload.equal(batch, 1, 960, 32 if quick else 96))
                 for batch in ((64,) if quick else (64, 128, 256))
             ],
         ),
         Suite(
             "rollout_idle",
-            "share of decoding in which the GPU waits",
             [
-                idle_case(shelf, SMALL, batch, prompt_len=PROMPT_LEN, new_tokens=128)
+                # The smallest model: its steps leave the host the least time.
+                steady(SMALL, Workload.equal(batch // GROUP_SIZE, GROUP_SIZE, PROMPT_LEN, 128))
                 for batch in ((32,) if quick else (32, 64, 256))
             ],
         ),
         _hugging_face_suite(shelf, quick),
         Suite(
             "rollout_public",
-            "public engines on the same prompts and lengths",
-            [public_engines_case(shelf, SMALL, _equal_lengths(BATCH, 128))],
+            [case("public engines", partial(public_engines, shelf, SMALL, public), SMALL, public)],
         ),
-        Suite(
-            "rollout_speculation",
-            "prompt-lookup drafts on a copied text against plain decoding",
-            [
-                copying_case(shelf, SMALL, batch, new_tokens=128 if quick else 512)
-                for batch in ((1,) if quick else (1, 8))
-            ],
-        ),
+        Suite("rollout_speculation", [copied(batch) for batch in ((1,) if quick else (1, 8))]),
         Suite(
             "rollout_long_context",
-            "one sequence behind 32k tokens against 1k",
-            [long_context_case(shelf, SMALL, 8192 if quick else 32768, 1024, new_tokens=64)],
-        ),
-        Suite(
-            "rollout_grpo_step",
-            "rollout, training passes and update, strict against stock",
             [
-                grpo_step_case(
-                    shelf,
-                    SMALL,
-                    Workload(
-                        groups=2 if quick else 8,
-                        group_size=GROUP_SIZE,
-                        prompt_len=256,
-                        longest=64 if quick else 256,
-                        shortest=64 if quick else 256,
-                    ),
-                    micro_batch=16,
-                    rounds=1 if quick else 2,
+                Case(
+                    work="one sequence",
+                    shape=context,
+                    run=partial(long_context, shelf, SMALL, long, 1024, 64),
                 )
             ],
         ),
+        Suite("rollout_grpo_step", [case("GRPO step", step, SMALL, grpo, micro_batch=MICRO_BATCH)]),
         *larger,  # stock ops take the longest here, and time may be short
     ]
 
 
 def _decode_suites(shelf: ModelShelf, quick: bool) -> list[Suite]:
-    """One for each shape, so that each can be measured by itself."""
+    """One suite for each shape, so that each can be measured by itself."""
     workload = Workload(
         groups=8 if quick else BATCH // GROUP_SIZE,
         group_size=GROUP_SIZE,
@@ -135,37 +113,25 @@ def _decode_suites(shelf: ModelShelf, quick: bool) -> list[Suite]:
     return [
         Suite(
             f"rollout_decode_{name}",
-            "decode throughput against the same engine with stock ops",
-            [decode_case(shelf, name, workload)],
+            [case("decode", partial(decode, shelf, name, workload), name, workload)],
         )
-        for name in DECODED
-        if not quick or name == SMALL
+        for name in ((SMALL,) if quick else (SMALL, MIDDLE, LARGE))
     ]
 
 
 def _hugging_face_suite(shelf: ModelShelf, quick: bool) -> Suite:
-    count = 64 if quick else BATCH
-    generate = _equal_lengths(count, 16 if quick else 128)
-    batched = _equal_lengths(count, 8 if quick else 32)
+    groups = 8 if quick else BATCH // GROUP_SIZE
+    generate = Workload.equal(groups, GROUP_SIZE, PROMPT_LEN, 16 if quick else 128)
+    batched = Workload.equal(groups, GROUP_SIZE, PROMPT_LEN, 8 if quick else 32)
+    chosen = [
+        (SMALL, generate, "generate", GENERATE),
+        (SMALL, batched, "generate_batch", GENERATE_BATCH),
+        (MIDDLE, generate, "generate", GENERATE),
+    ]
     return Suite(
         "rollout_hugging_face",
-        "new tokens per second against Hugging Face's generate and generate_batch",
         [
-            hugging_face_case(shelf, name, workload, work, ways)
-            for name, workload, work, ways in (
-                (SMALL, generate, "generate", GENERATE),
-                (SMALL, batched, "generate_batch", GENERATE_BATCH),
-                *([] if quick else [(DECODED[1], generate, "generate", GENERATE)]),
-            )
+            case(work, partial(hugging_face, shelf, name, workload, ways), name, workload)
+            for name, workload, work, ways in chosen[: 2 if quick else 3]
         ],
-    )
-
-
-def _equal_lengths(sequences: int, new_tokens: int) -> Workload:
-    return Workload(
-        groups=sequences // GROUP_SIZE,
-        group_size=GROUP_SIZE,
-        prompt_len=PROMPT_LEN,
-        longest=new_tokens,
-        shortest=new_tokens,
     )

@@ -1,36 +1,31 @@
-"""vLLM on given prompts, in a process of its own: `bench_rollout_peers` starts it.
+"""vLLM on given prompts, in a process of its own, started by `benchmarks.rollout.others`.
 
-`python -m benchmarks.rollout.vllm DIR [--batch-invariant]` reads a model and
-prompts.json from DIR; the last line it prints is JSON. Batch-invariant mode is chosen by a variable
-that vLLM reads when it is imported.
+`python -m benchmarks.rollout.vllm DIR [--batch-invariant]` reads a model and prompts.json from DIR
+and prints one line of JSON at the end. vLLM reads the choice of mode from its environment when it
+is imported.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import sys
 import time
 from importlib import import_module
 from pathlib import Path
 
 
-def main() -> None:
-    """Generate twice and report the second run."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--batch-invariant", action="store_true")
-    args = parser.parse_args()
-    if args.batch_invariant:
+def main(directory: str, *options: str) -> None:
+    """Generate twice; the second time counts."""
+    if "--batch-invariant" in options:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
-    work = json.loads((args.directory / "prompts.json").read_text(encoding="utf-8"))
+    work = json.loads((Path(directory) / "prompts.json").read_text(encoding="utf-8"))
     vllm = import_module("vllm")
-    engine = vllm.LLM(model=str(args.directory), skip_tokenizer_init=True, dtype="bfloat16")
+    engine = vllm.LLM(model=directory, skip_tokenizer_init=True, dtype="bfloat16")
     sampling = vllm.SamplingParams(
         max_tokens=work["new_tokens"], ignore_eos=True, temperature=1.0, detokenize=False
     )
-    vocabulary_shift = (0, 1)  # other prompts the second time: none is in the prefix cache
-    for shift in vocabulary_shift:
+    for shift in (0, 1):  # other prompts the second time: none is in the prefix cache
         prompts = [
             {"prompt_token_ids": [max(t - shift, 0) for t in prompt]} for prompt in work["prompts"]
         ]
@@ -42,4 +37,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

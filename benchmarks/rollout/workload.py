@@ -1,6 +1,6 @@
-"""What `bench rollout` asks of an engine, and the bytes a decode step cannot do without.
+"""What the rollout benches ask of an engine, and the bytes that a decode step cannot do without.
 
-Prompts and lengths are functions of fixed seeds, so that all ways of generating are given the same
+Prompts and lengths are functions of fixed seeds, so that every way of generating gets the same
 work. Every run of a workload draws fresh prompts: no cache may know them from the run before.
 """
 
@@ -30,8 +30,6 @@ class Workload:
 
     Example: Workload(groups=32, group_size=8, prompt_len=512, longest=1024) is a GRPO batch of 256
     sequences whose 32 to 1024 new tokens average about 420.
-
-    Raises: ValueError on a count below 1 or lengths in the wrong order.
     """
 
     groups: int
@@ -40,15 +38,23 @@ class Workload:
     longest: int
     """Most new tokens of a sequence."""
     shortest: int = 32
-    """Fewest; equal to `longest` they are all as long."""
-    seed: int = 0
+    """Fewest new tokens; all sequences are as long where it equals `longest`."""
 
     def __post_init__(self) -> None:
-        for name in ("groups", "group_size", "prompt_len", "longest", "shortest"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.shortest > self.longest:
-            raise ValueError(f"shortest ({self.shortest}) must not exceed longest ({self.longest})")
+        counts = (self.groups, self.group_size, self.prompt_len, self.shortest)
+        if min(counts) < 1 or self.shortest > self.longest:
+            raise ValueError(f"{self}: counts must be at least 1 and shortest at most longest.")
+
+    @classmethod
+    def equal(cls, groups: int, group_size: int, prompt_len: int, new_tokens: int) -> Workload:
+        """A workload whose sequences are all as long."""
+        return cls(
+            groups=groups,
+            group_size=group_size,
+            prompt_len=prompt_len,
+            longest=new_tokens,
+            shortest=new_tokens,
+        )
 
     @property
     def sequences(self) -> int:
@@ -66,32 +72,31 @@ class Workload:
 
     def lengths(self) -> list[int]:
         """New tokens of each sequence: lognormal, clipped to [shortest, longest]."""
-        draw = random.Random(self.seed)
+        draw = random.Random(0)
         middle = math.log(max(MEDIAN_SHARE * self.longest, 1.0))
         return [
             min(max(round(draw.lognormvariate(middle, SPREAD)), self.shortest), self.longest)
             for _ in range(self.sequences)
         ]
 
-    def prompts(
-        self, run: int | str, vocabulary: int, prompt_len: int | None = None
-    ) -> list[list[int]]:
+    def prompts(self, run: str, vocabulary: int, prompt_len: int | None = None) -> list[list[int]]:
         """One prompt per sequence, equal within a group; other ones for every `run`."""
-        draw, length = random.Random(f"{self.seed} {run}"), prompt_len or self.prompt_len
+        draw, length = random.Random(f"0 {run}"), prompt_len or self.prompt_len
         distinct = [draw.choices(range(vocabulary), k=length) for _ in range(self.groups)]
         return [distinct[i // self.group_size] for i in range(self.sequences)]
 
     def warm_up_lengths(self) -> list[int]:
-        """Lengths that take a batch through its sizes from all sequences to one in few steps."""
-        steps = [
-            1 + WARM_UP_STEPS * (level + 1) for level in drop_levels(self.sequences, WARM_UP_DROP)
-        ]
-        return [min(length, self.longest) for length in steps]
+        """Lengths that take a batch through its sizes from all sequences to one in few steps:
+        `WARM_UP_DROP` end at a time until so many are left, which end one by one."""
+        many = max(self.sequences - WARM_UP_DROP, 0)
+        above = -(-many // WARM_UP_DROP)
+        levels = [i // WARM_UP_DROP for i in range(many)]
+        levels += [above + i for i in range(self.sequences - many)]
+        return [min(1 + WARM_UP_STEPS * (level + 1), self.longest) for level in levels]
 
     def warm_up_prompt_lens(self) -> list[int]:
         """Prompts behind which the longest sequence crosses each power of two that it will meet:
-        stock attention is captured for contexts up to such a power.
-        """
+        stock attention is captured for contexts up to such a power."""
         end = self.prompt_len + self.longest
         powers = (1 << k for k in range(self.prompt_len.bit_length(), end.bit_length()))
         return [self.prompt_len, *(p for p in powers if self.prompt_len < p < end)]
@@ -104,16 +109,6 @@ class Workload:
         )
 
 
-def drop_levels(sequences: int, drop: int) -> list[int]:
-    """For each sequence, how many batch sizes are seen before it ends.
-
-    `drop` end at a time until `drop` are left, which end one by one.
-    """
-    many = max(sequences - drop, 0)
-    above = -(-many // drop)
-    return [i // drop for i in range(many)] + [above + i for i in range(sequences - many)]
-
-
 def requests(lengths: Sequence[int], **options: Any) -> list[SamplingParams]:
     """Sampling parameters of each sequence: so many tokens, whatever they are."""
     return [SamplingParams(max_tokens=n, ignore_eos=True, **options) for n in lengths]
@@ -123,9 +118,9 @@ def requests(lengths: Sequence[int], **options: Any) -> list[SamplingParams]:
 class DecodeBytes:
     """Bytes that decoding must read from memory.
 
-    A step reads every weight once (of an embedding that is not the LM head's only a few rows,
-    which are not counted) and, for each sequence, the keys and values of all its tokens. What it
-    writes and its activations are left out: they are under a percent of that.
+    A step reads every weight once (of an embedding that is not the LM head only a few rows, which
+    are not counted) and, for each sequence, the keys and values of all its tokens. What it writes
+    and its activations are under a percent of that and are left out.
     """
 
     weights: int

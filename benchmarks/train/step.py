@@ -1,7 +1,7 @@
 """One training step of a whole model, forward and backward, against Hugging Face and its patches.
 
-Timed by the host's clock: what a trainer waits for. All contestants have models of their own with
-the same random weights, see the same tokens, and begin with no gradient.
+Timed by the host's clock: what a trainer waits for. All contestants have their own models with the
+same random weights, see the same tokens, and begin with no gradient.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import shapes
-from benchmarks.peers import (
-    batch_invariant_mode,
-    has_batch_invariant_ops,
-    not_installed,
-    patch_by_liger,
-)
-from benchmarks.suite import Bench, Case, Suite
-from benchmarks.timing import UNAVAILABLE, Contestant, Race
+from benchmarks.peers import batch_invariant_mode, not_installed, patch_by_liger
+from benchmarks.suite import Case, Suite
+from benchmarks.timing import UNAVAILABLE, Contestant, Machine, Race
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.verify.presets import build_preset
+
+
+def training_suites(*, quick: bool = False) -> list[Suite]:
+    """The suite of `python -m benchmarks train`: 16k tokens; `quick` keeps the smallest case."""
+    cases = training_step_cases(shapes.STEP_MODELS, shapes.STEP_BATCHES)
+    return [Suite("training_step", cases[:1] if quick else cases)]
 
 
 def training_step_cases(models: Sequence[str], batches: Sequence[tuple[int, int]]) -> list[Case]:
@@ -41,13 +42,13 @@ def training_step_cases(models: Sequence[str], batches: Sequence[tuple[int, int]
     ]
 
 
-def _step(name: str, count: int, length: int, bench: Bench) -> dict[str, Any]:
-    def model() -> nn.Module:
+def _step(name: str, count: int, length: int, bench: Machine) -> dict[str, Any]:
+    def model() -> Any:
         return build_preset(name, torch.bfloat16, device=bench.device).train()
 
     stock_model, liger_model, own_model = model(), model(), model()
     generator = torch.Generator().manual_seed(0)
-    vocabulary = stock_model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    vocabulary = stock_model.get_input_embeddings().num_embeddings
     ids = torch.randint(0, vocabulary, (count, length), generator=generator).to(bench.device)
     stock = hugging_face_step(stock_model, ids)
 
@@ -58,8 +59,9 @@ def _step(name: str, count: int, length: int, bench: Bench) -> dict[str, Any]:
         liger, unavailable["liger"] = None, f"{type(error).__name__}: {error}"[:200]
     if liger is not None:
         peers["liger"] = Contestant((hugging_face_step(liger_model, ids),), liger)
-    if has_batch_invariant_ops():
-        peers["batch_invariant_ops"] = Contestant((stock,), batch_invariant_mode)
+    mode = batch_invariant_mode()
+    if mode is not None:
+        peers["batch_invariant_ops"] = Contestant((stock,), mode)
     with patch(own_model):
         return bench.measure(
             Race(
@@ -88,7 +90,6 @@ def hugging_face_step(model: nn.Module, ids: Tensor) -> Callable[[], Tensor]:
 
 def own_step(model: nn.Module, ids: Tensor) -> Callable[[], Tensor]:
     """The same over the packed tokens of a patched model."""
-
     count, length = ids.shape
     batch = PackedBatch.from_tokens(ids.flatten(), [length] * count)
 
@@ -100,12 +101,3 @@ def own_step(model: nn.Module, ids: Tensor) -> Callable[[], Tensor]:
         return loss.detach()
 
     return step
-
-
-def model_suites(*, quick: bool = False) -> list[Suite]:
-    """The suites of `rl-consistency bench model`; `quick` keeps the smallest."""
-    models = shapes.STEP_MODELS[:1] if quick else shapes.STEP_MODELS
-    batches = shapes.STEP_BATCHES[:1] if quick else shapes.STEP_BATCHES
-    cases = training_step_cases(models, batches)
-    what = "forward + backward of 16k tokens against Hugging Face"
-    return [Suite("training_step", what, cases)]

@@ -13,7 +13,6 @@ COMMANDS = {
     "train": "run a recipe: rollouts, GRPO steps, and the drift of every one of them",
     "verify": "check every claim by bytes, op by op and on whole models",
     "report": "render the HTML page of a run directory",
-    "bench": "time ops, training steps and generation against stock, on a GPU",
 }
 """Subcommand -> help. All but `report` are `add_arguments` and `run` of `cli.<name>`."""
 

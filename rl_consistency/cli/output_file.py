@@ -26,20 +26,6 @@ def require_writable(option: str, file: Path) -> None:
         raise _refusal(option, file, error) from error
 
 
-def require_writable_directory(option: str, directory: Path) -> None:
-    """Refuse a directory that takes no new files; leaves nothing there.
-
-    Raises:
-        OSError: names the option, the directory and what is wrong with it.
-    """
-    if not directory.is_dir():
-        raise FileNotFoundError(f"{option} {directory}: not an existing directory.")
-    try:
-        _try_a_file(directory, "")
-    except OSError as error:
-        raise _refusal(option, directory, error) from error
-
-
 def write_whole(file: Path, text: str) -> None:
     """Write a file in one piece: what was there stays until all of the text is written.
 

@@ -6,11 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_consistency.cli.output_file import (
-    require_writable,
-    require_writable_directory,
-    write_whole,
-)
+from rl_consistency.cli.output_file import require_writable, write_whole
 
 READ_ONLY = Path("/proc")
 """Takes no files, not even from root."""
@@ -80,7 +76,6 @@ def test_asking_leaves_nothing_and_changes_nothing(tmp_path):
     file.write_text("kept")
     before = state(tmp_path)
     require_writable("--json", file)
-    require_writable_directory("--plot", tmp_path)
     assert state(tmp_path) == before
 
 
@@ -125,12 +120,3 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
     write_whole(pipe, "content")
     assert os.read(reader, 100) == b"content" and pipe.is_fifo()
     os.close(reader)
-
-
-@pytest.mark.parametrize("directory", ["absent", "file", "/proc"])
-def test_a_directory_that_takes_no_files_is_refused(tmp_path, directory):
-    (tmp_path / "file").write_text("kept")
-    before = state(tmp_path)
-    with pytest.raises(OSError, match=f"--plot .*{directory}: "):
-        require_writable_directory("--plot", tmp_path / directory)
-    assert state(tmp_path) == before

@@ -1,0 +1,356 @@
+"""What the benches found: rows, the bars they are held against, and the file that keeps both."""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_consistency.cli.output_file import write_whole
+
+Shape = Mapping[str, int | str]
+
+VLLM = "vllm batch-invariant"
+"""Name of the peer behind the bar `rollout_public`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measurement. Times are medians in microseconds; None where nothing was timed."""
+
+    suite: str
+    work: str
+    """What was computed, such as `matmul forward`."""
+    shape: Shape
+    dtype: str
+    ours_us: float | None = None
+    stock_us: float | None = None
+    """The fastest of the stock ways."""
+    stock: str | None = None
+    """Its name, where there are several."""
+    peers: Mapping[str, float] = field(default_factory=dict)
+    """Name to microseconds: public projects, and every stock way where there are several."""
+    ratio: float | None = None
+    """stock_us / ours_us."""
+    ceiling_fraction: float | None = None
+    """Time at the measured ceiling (copy bandwidth or large matmul, the slower) / ours_us."""
+    schedule: str | None = None
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Name to bytes allocated at the peak beyond the operands; `ours`, `stock` and peers."""
+    tokens_per_second: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float | int | str] = field(default_factory=dict)
+    """Further figures by name."""
+    error_ratio: float | None = None
+    """Our error against fp64 over stock's."""
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Stock ways and peers that do not run here, and why."""
+    error: str | None = None
+    """Why there is no measurement."""
+
+
+Figure = Callable[[Sequence[Row]], float | None]
+"""The figure of a bar from the rows of its suites; None where they do not give one."""
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    """The geometric mean of positive values; None of none."""
+    logs = [math.log(value) for value in values]
+    return math.exp(math.fsum(logs) / len(logs)) if logs else None
+
+
+def ratios(rows: Sequence[Row]) -> list[float]:
+    """Stock time / our time of every row that has it."""
+    return [row.ratio for row in rows if row.ratio is not None]
+
+
+def _lowest(rows: Sequence[Row]) -> float | None:
+    return min(ratios(rows), default=None)
+
+
+def _geomean(rows: Sequence[Row]) -> float | None:
+    return geometric_mean(ratios(rows))
+
+
+def _lowest_share(rows: Sequence[Row]) -> float | None:
+    return min((r.ceiling_fraction for r in rows if r.ceiling_fraction is not None), default=None)
+
+
+def _bandwidth(rows: Sequence[Row]) -> float | None:
+    """The lowest share of the copy bandwidth at 8k x 4096 and up."""
+    return _lowest_share(
+        [r for r in rows if int(r.shape["tokens"]) >= 8192 and int(r.shape["width"]) >= 4096]
+    )
+
+
+def _against_peer(peer: str) -> Figure:
+    """The lowest peer time / our time; None unless every row has the peer."""
+
+    def figure(rows: Sequence[Row]) -> float | None:
+        timed = [(r.peers.get(peer), r.ours_us) for r in rows if r.ours_us]
+        found = [theirs / ours for theirs, ours in timed if theirs]
+        return min(found) if found and len(found) == len(timed) else None
+
+    return figure
+
+
+def _memory_against(peer: str) -> Figure:
+    """The highest peak of ours / the peer's; None unless every row has both."""
+
+    def figure(rows: Sequence[Row]) -> float | None:
+        peaks = [r.peak_bytes for r in rows if r.ours_us is not None]
+        found = [p["ours"] / p[peer] for p in peaks if {"ours", peer} <= p.keys()]
+        return max(found) if found and len(found) == len(peaks) else None
+
+    return figure
+
+
+def _highest(name: str) -> Figure:
+    """The highest of one of the rows' further figures."""
+    return lambda rows: max(
+        (float(r.figures[name]) for r in rows if name in r.figures), default=None
+    )
+
+
+def _stock_drifts(rows: Sequence[Row]) -> float | None:
+    """Mismatched tokens of strict; infinite where stock has none, because then nothing is shown."""
+    strict, stock = (_highest(f"{m}/mismatched_tokens")(rows) for m in ("strict", "stock"))
+    return strict if stock is None or stock > 0 else math.inf
+
+
+def _largest_error(rows: Sequence[Row]) -> float | None:
+    return max((r.error_ratio for r in rows if r.error_ratio is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A target: `figure`, computed from the rows of some suites, compared with `bar` by `sign`."""
+
+    what: str
+    names: str
+    """The suites, separated by spaces."""
+    sign: str
+    bar: float
+    figure: Figure = _lowest
+
+    @property
+    def suites(self) -> tuple[str, ...]:
+        return tuple(self.names.split())
+
+    def reached(self, figure: float | None) -> bool:
+        """Whether the figure meets the bar; no figure does not."""
+        if figure is None or not math.isfinite(figure):
+            return False
+        return COMPARISONS[self.sign](figure, self.bar)
+
+
+COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+_MATMUL = "matmul_forward matmul_dx"
+_DECODE = "rollout_decode_qwen3-0.6b rollout_decode_qwen3-1.7b rollout_decode_qwen3-8b"
+
+BARS: Mapping[str, Bar] = {
+    "matmul_geomean": Bar(
+        "matmul forward and dX against cuBLAS, geometric mean", _MATMUL, ">=", 1.0, _geomean
+    ),
+    "matmul_lowest": Bar("matmul forward and dX against cuBLAS, lowest", _MATMUL, ">=", 0.93),
+    "gradient_fold_geomean": Bar(
+        "dW fold against cuBLAS + add, geometric mean", "gradient_fold", ">=", 0.95, _geomean
+    ),
+    "attention_forward": Bar(
+        "attention forward against the best SDPA, lowest", "attention_forward", ">=", 0.85
+    ),
+    "attention_backward": Bar(
+        "attention backward against the best SDPA, lowest", "attention_backward", ">=", 0.8
+    ),
+    "attention_decode": Bar(
+        "paged decode against SDPA on contiguous KV, lowest", "attention_decode", ">=", 1.0
+    ),
+    "elementwise_bandwidth": Bar(
+        "memory-bound ops: share of a copy's bandwidth", "elementwise", ">=", 0.85, _bandwidth
+    ),
+    "elementwise_eager": Bar(
+        "memory-bound ops against eager torch, lowest", "elementwise", ">", 1.0
+    ),
+    "token_logprobs_stock": Bar(
+        "token_logprobs against log_softmax of full logits, lowest", "token_logprobs", ">", 1.0
+    ),
+    "token_logprobs_liger": Bar(
+        "token_logprobs against Liger, lowest", "token_logprobs", ">", 1.0, _against_peer("liger")
+    ),
+    "token_logprobs_memory": Bar(
+        "its peak memory / Liger's", "token_logprobs", "<=", 1.0, _memory_against("liger")
+    ),
+    "token_logprobs_memory_fp32": Bar(
+        "its peak memory / Liger's in fp32",
+        "token_logprobs",
+        "<=",
+        1.0,
+        _memory_against("liger fp32"),
+    ),
+    "training_step_stock": Bar(
+        "training step against Hugging Face with SDPA, lowest", "training_step", ">=", 1.15
+    ),
+    "training_step_liger": Bar(
+        "training step against Liger, lowest", "training_step", ">=", 1.0, _against_peer("liger")
+    ),
+    "accuracy": Bar(
+        "error against fp64 / stock's, highest of all ops", "accuracy", "<=", 1.05, _largest_error
+    ),
+    "rollout_decode": Bar(
+        "decoding 256 sequences against the same engine with stock ops", _DECODE, ">=", 0.97
+    ),
+    "rollout_hugging_face": Bar(
+        "generation against Hugging Face, lowest", "rollout_hugging_face", ">=", 10.0
+    ),
+    "rollout_public": Bar(
+        "generation against batch-invariant vLLM", "rollout_public", ">=", 1.0, _against_peer(VLLM)
+    ),
+    "rollout_roofline": Bar(
+        "8B decode step: share of a copy's bandwidth", "rollout_roofline", ">=", 0.65, _lowest_share
+    ),
+    "rollout_idle": Bar(
+        "GPU idle in decoding, share of the time", "rollout_idle", "<", 0.05, _highest("idle_share")
+    ),
+    "rollout_speculation": Bar(
+        "n-gram speculation on a copied text against plain", "rollout_speculation", ">=", 1.5
+    ),
+    "rollout_long_context": Bar(
+        "a token at 32k / at 1k of context",
+        "rollout_long_context",
+        "<=",
+        1.6,
+        _highest("times_short"),
+    ),
+    "rollout_grpo_step": Bar("GRPO step against stock ops", "rollout_grpo_step", ">=", 0.97),
+    "rollout_grpo_drift": Bar(
+        "mismatched tokens of those steps", "rollout_grpo_step", "<=", 0.0, _stock_drifts
+    ),
+}
+"""Name to target. The lowest or highest is over every row of the suites: no row can hide."""
+
+
+def judge(rows: Sequence[Row], complete: Mapping[str, bool]) -> dict[str, dict[str, Any]]:
+    """Every bar's figure, and whether it is met.
+
+    Args:
+        rows: all rows there are.
+        complete: suite to whether all of its rows were measured without an error. A bar over a
+            suite that is absent or incomplete is not met, whatever its figure.
+
+    Returns:
+        name -> {what, figure, sign, bar, complete, met}.
+    """
+    found = {}
+    for name, bar in BARS.items():
+        figure = bar.figure([r for r in rows if r.suite in bar.suites])
+        whole = all(complete.get(suite, False) for suite in bar.suites)
+        found[name] = {
+            "what": bar.what,
+            "figure": figure,
+            "sign": bar.sign,
+            "bar": bar.bar,
+            "complete": whole,
+            "met": whole and bar.reached(figure),
+        }
+    return found
+
+
+@dataclass(frozen=True)
+class Results:
+    """The content of a results file."""
+
+    rows: tuple[Row, ...] = ()
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Device, versions, commit and kernels hash of the latest run, and `suites`: those of each."""
+
+    @property
+    def bars(self) -> dict[str, dict[str, Any]]:
+        """See `judge`."""
+        suites = self.meta.get("suites", {})
+        return judge(self.rows, {name: record["complete"] for name, record in suites.items()})
+
+    def of(self, prefix: str) -> list[Row]:
+        """Rows of the suites whose names begin so."""
+        return [row for row in self.rows if row.suite.startswith(prefix)]
+
+    def merged(
+        self, suite: str, rows: Sequence[Row], meta: Mapping[str, Any], record: Mapping[str, Any]
+    ) -> Results:
+        """With the rows and the record of one suite replaced in their place, and the run's meta
+        over the old one."""
+        first = next((i for i, r in enumerate(self.rows) if r.suite == suite), len(self.rows))
+        after = (r for r in self.rows[first:] if r.suite != suite)
+        suites = {**self.meta.get("suites", {}), suite: dict(record)}
+        merged = (*self.rows[:first], *rows, *after)
+        return Results(merged, {**self.meta, **meta, "suites": suites})
+
+
+def load(path: Path, device: str | None = None) -> Results:
+    """Read a results file; an absent one is empty.
+
+    Args:
+        path: the file.
+        device: name of the device about to be measured; None accepts any.
+
+    Raises:
+        ValueError: the file is damaged, or holds another device's results.
+    """
+    if not path.exists():
+        return Results()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        results = Results(tuple(Row(**row) for row in content["rows"]), dict(**content["meta"]))
+        results.bars  # noqa: B018  # a row that a bar cannot read would stop every later `save`
+        recorded = results.meta.get("device")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no results file of `python -m benchmarks`: {error}") from error
+    if device is not None and recorded not in (None, device):
+        raise ValueError(
+            f"{path} holds results of {recorded!r} and this is {device!r}; give another --json."
+        )
+    return results
+
+
+def save(path: Path, results: Results) -> None:
+    """Write a results file in one piece: one line for each row, without its empty fields."""
+    rows = [
+        json.dumps(
+            {k: v for k, v in asdict(row).items() if v is not None and (v != {} or k == "shape")}
+        )
+        for row in results.rows
+    ]
+    rest = json.dumps({"bars": results.bars, "meta": dict(results.meta)}, indent=1)
+    listed = "[\n  " + ",\n  ".join(rows) + "\n ]" if rows else "[]"
+    write_whole(path, f'{{\n "rows": {listed},\n{rest[2:]}\n')
+
+
+def compare(old: Results, new: Results) -> Iterator[str]:
+    """Lines that hold the same cases of two files side by side: new time / old time by suite, and
+    every bar's two figures."""
+    before = {_key(row): row for row in old.rows}
+    pairs = [(before[_key(row)], row) for row in new.rows if _key(row) in before]
+    yield f"{'suite':24} {'cases':>5}  new / old time: ours mean, lowest, highest; stock mean"
+    for suite in dict.fromkeys(row.suite for row in new.rows):
+        same = [(a, b) for a, b in pairs if b.suite == suite]
+        ours = [b.ours_us / a.ours_us for a, b in same if a.ours_us and b.ours_us]
+        stock = [b.stock_us / a.stock_us for a, b in same if a.stock_us and b.stock_us]
+        if ours:
+            theirs = geometric_mean(stock)
+            yield (
+                f"{suite:24} {len(ours):5d}  {geometric_mean(ours):.3f}  {min(ours):.3f}  "
+                f"{max(ours):.3f}  {'-' if theirs is None else f'{theirs:.3f}'}"
+            )
+    yield f"{'bar':28} {'old':>8} {'new':>8}  target"
+    before_bars = old.bars
+    for name, bar in new.bars.items():
+        figures = (before_bars[name]["figure"], bar["figure"])
+        cells = " ".join(f"{'-':>8}" if f is None else f"{f:8.3f}" for f in figures)
+        verdict = "met" if bar["met"] else "missed"
+        yield f"{name:28} {cells}  {bar['sign']} {bar['bar']:.2f} {verdict}"
+
+
+def _key(row: Row) -> str:
+    return json.dumps([row.suite, row.work, dict(row.shape), row.dtype], sort_keys=True)

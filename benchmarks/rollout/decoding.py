@@ -1,0 +1,150 @@
+"""Decoding measured: against stock ops, the memory's bandwidth, the idle device, long contexts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.rollout.generation import Generation, Window, engine_for, timed_generation
+from benchmarks.rollout.models import ModelShelf
+from benchmarks.rollout.workload import DecodeBytes, Workload, requests, tokens_attended
+from benchmarks.timing import Machine
+from rl_consistency.numerics.strict import strict
+from rl_consistency.rollout.engine import RolloutEngine
+
+MODES = ("strict", "stock")
+"""Ours, and the same engine with stock ops."""
+
+SETTLING_STEPS = 12
+"""Steps of a constant batch before it counts: the first of them captures the graph."""
+
+
+def decode(shelf: ModelShelf, name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
+    """Decode throughput of one engine, its ops canonical and stock; times are of one token."""
+    found: dict[str, dict[str, float]] = {}
+    with shelf.patched(name, bench.device) as model:
+        engine, needed = engine_for(model, workload), DecodeBytes.of(model)
+        vocabulary = model.config.vocab_size
+        for mode in MODES:
+            warm_up(engine, workload, vocabulary, mode, bench)
+        prompts = workload.prompts(f"{name} 0", vocabulary)
+        for mode in MODES:
+            with strict(mode == "strict"):
+                generation = timed_generation(engine, prompts, requests(workload.lengths()), bench)
+            found[mode] = _figures(generation, workload, needed, bench)
+    ours, stock = (found[mode]["decode_tokens_per_second"] for mode in MODES)
+    return {
+        "ours_us": 1e6 / ours,
+        "stock_us": 1e6 / stock,
+        "stock": "the same engine with stock ops",
+        "ratio": ours / stock,
+        "ceiling_fraction": found["strict"]["roofline_share"],
+        "tokens_per_second": {"ours": ours, "stock": stock},
+        "figures": {f"{mode}/{key}": v for mode, f in found.items() for key, v in f.items()},
+    }
+
+
+def warm_up(
+    engine: RolloutEngine, workload: Workload, vocabulary: int, mode: str, bench: Machine
+) -> None:
+    """Capture the graphs of every batch size, for stock attention at every context it meets."""
+    prompt_lens = workload.warm_up_prompt_lens() if mode == "stock" else [workload.prompt_len]
+    for prompt_len in prompt_lens:
+        prompts = workload.prompts(f"warm-up {mode}", vocabulary, prompt_len)
+        with strict(mode == "strict"):
+            timed_generation(engine, prompts, requests(workload.warm_up_lengths()), bench)
+
+
+def _figures(
+    generation: Generation, workload: Workload, needed: DecodeBytes, bench: Machine
+) -> dict[str, float]:
+    window, statistics = generation.decoding(), generation.statistics
+    prefill_seconds = generation.ticks[generation.prefill_end].seconds
+    lengths = workload.lengths()
+    attended = sum(tokens_attended(workload.prompt_len, n) for n in lengths)
+    # Tokens of mixed steps, before the window, are a share of a percent of all.
+    attended *= window.tokens / sum(n - 1 for n in lengths)
+    least = needed.read(window.steps, attended) / bench.ceilings.copy_bandwidth
+    return {
+        "seconds": generation.seconds,
+        "new_tokens_per_second": generation.new_tokens_per_second,
+        "decode_tokens_per_second": window.tokens_per_second,
+        "steps": statistics.steps,
+        "prefill_tokens_per_second": statistics.prefill_tokens / prefill_seconds,
+        "preemptions": statistics.preemptions,
+        "first_token_seconds": generation.first_token_seconds,
+        "mean_first_token_seconds": statistics.mean_seconds_to_first_token,
+        "host_ms_per_step": 1e3 * statistics.host_seconds_per_step,
+        "roofline_share": least / window.seconds,
+        **_idle(window),
+    }
+
+
+def _idle(window: Window) -> dict[str, float]:
+    return {} if window.idle_share is None else {"idle_share": window.idle_share}
+
+
+def steady_step(shelf: ModelShelf, name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
+    """One decode step in a steady state: the share of its time in which the device waits, and the
+    bytes it must read over the copy bandwidth, over its time.
+
+    The bytes count only where no two sequences share a prompt; else the chip's own memory would
+    serve keys and values.
+    """
+    with shelf.patched(name, bench.device) as model:
+        needed = DecodeBytes.of(model)
+        window = steady_window(model, workload, bench)
+    if window.idle_share is None and bench.device.type == "cuda":
+        raise RuntimeError("no CUDA graph was replayed: decoding did not run through graphs")
+    fields = {
+        "ours_us": window.step_seconds * 1e6,
+        "tokens_per_second": {"ours": window.tokens_per_second},
+        "figures": _idle(window),
+    }
+    if workload.group_size > 1:
+        return fields
+    attended = steady_attention(workload, window)
+    read = needed.read(window.steps, attended)
+    fields["figures"] |= {
+        "context": attended / window.steps / workload.sequences,
+        "weight_bytes": needed.weights,
+        "kv_bytes": attended * needed.per_token / window.steps,
+        "bytes_per_second": read / window.seconds,
+    }
+    share = read / bench.ceilings.copy_bandwidth / window.seconds
+    return fields | {"ceiling_fraction": share}
+
+
+def steady_window(model: Any, workload: Workload, bench: Machine) -> Window:
+    """The steady state of a workload whose sequences are all as long."""
+    engine = engine_for(model, workload)
+    prompts = workload.prompts("steady", model.config.vocab_size)
+    lengths = requests(workload.lengths())
+    # The last step has fewer rows, so a graph of its own.
+    generation = timed_generation(engine, prompts, lengths, bench, warm_up=lengths[0])
+    return generation.steady(min(SETTLING_STEPS, workload.longest // 4))
+
+
+def steady_attention(workload: Workload, window: Window) -> int:
+    """Keys read in a window in which every sequence gets one token a step."""
+    count, steps = workload.sequences, window.steps
+    first = count * workload.prompt_len + window.tokens_before
+    return steps * first + count * steps * (steps - 1) // 2
+
+
+def long_context(
+    shelf: ModelShelf, name: str, long: int, short: int, new_tokens: int, bench: Machine
+) -> dict[str, Any]:
+    """Time of a token of one sequence behind `long` tokens, over that behind `short` ones."""
+    seconds = {}
+    with shelf.patched(name, bench.device) as model:
+        for length in (short, long):
+            workload = Workload.equal(1, 1, length - new_tokens, new_tokens)
+            seconds[length] = steady_window(model, workload, bench).step_seconds
+    return {
+        "ours_us": seconds[long] * 1e6,
+        "tokens_per_second": {"ours": 1 / seconds[long]},
+        "figures": {
+            "short_us": seconds[short] * 1e6,
+            "times_short": seconds[long] / seconds[short],
+        },
+    }

@@ -1,0 +1,68 @@
+"""`python -m benchmarks`: arguments, refusals, the last line."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks.ops import suites as ops
+from benchmarks.results import load
+from benchmarks.suite import Case, Suite
+from benchmarks.timing import Ceilings
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+@pytest.mark.parametrize("what", ["ops", "rollout", "train", "tune"])
+def test_a_missing_gpu_is_one_line_and_status_2(capsys, what):
+    assert command.main([what]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: the benches measure an NVIDIA GPU (sm_80 or later); none is here."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("ops --only matmul_forward,nothing", "--only nothing: `ops` has matmul_forward, "),
+        ("train --only matmul_forward", "`train` has training_step"),
+        ("ops --seconds 0", "--seconds 0.0: must be a positive number"),
+        ("ops --seconds nan", "--seconds nan: must be a positive number"),
+        ("ops --json /absent/x.json", "not a file in an existing directory"),
+        ("rollout --model qwen3-8b --batch 0", "at least 1"),
+        ("tune nothing", "the ops are matmul, fold"),
+        ("tune fold --write", "--write goes with `tune matmul`"),
+    ],
+)
+def test_bad_input_is_one_message_and_status_2(capsys, arguments, message):
+    assert command.main(arguments.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error
+
+
+def test_a_run_saves_and_ends_with_a_line_of_json(monkeypatch, tmp_path, capsys):
+    def suites(*, quick):
+        good = Case(work="-", shape={}, run=lambda m: {"ours_us": 1.0, "ratio": 2.0})
+        bad = Case(work="bad", shape={}, run=lambda m: [][1])
+        return [Suite("gradient_fold", [good]), Suite("other", [bad])]
+
+    machine = SimpleNamespace(
+        device=torch.device("cpu"), ceilings=Ceilings(1.0, 1.0), deadline=None
+    )
+    monkeypatch.setattr(ops, "op_suites", suites)
+    monkeypatch.setattr(command, "_machine", lambda args, seconds: machine)
+    file = tmp_path / "gpu.json"
+    options = ["ops", "--json", str(file)]
+    assert command.main([*options, "--only", "gradient_fold"]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == {"failed": [], "figures": {"gradient_fold_geomean": 2.0}}
+    assert command.main(options) == 1
+    results = load(file)
+    assert [row.suite for row in results.rows] == ["gradient_fold", "other"]
+    assert results.meta["command"] == f"python -m benchmarks ops --json {file}"
+    assert command.main(["compare", str(file), str(file)]) == 0
+    assert "gradient_fold" in capsys.readouterr().out
+    file.write_text("{")
+    assert command.main(options) == 2
+    assert f"{file} is no results file" in capsys.readouterr().err

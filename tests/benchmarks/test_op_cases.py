@@ -1,0 +1,135 @@
+"""Every benchmark case runs, on a CPU and small, and times the same work on all sides."""
+
+import pytest
+import torch
+
+from benchmarks import peers as bench_peers
+from benchmarks.ops.attention import decode_cases, prefill_cases
+from benchmarks.ops.elementwise import elementwise_cases
+from benchmarks.ops.logprobs import token_logprobs_cases
+from benchmarks.ops.matmul import gradient_fold_cases, product_cases
+from benchmarks.ops.suites import accuracy_cases, op_suites
+from benchmarks.results import BARS
+from benchmarks.rollout.suites import rollout_suites
+from benchmarks.shapes import WeightShape
+from benchmarks.timing import Ceilings, _fields
+from benchmarks.train.step import training_step_cases, training_suites
+
+WEIGHTS = (WeightShape(48, 32, "here"), WeightShape(32, 96, "here"))
+TOLERANCE = {"attention": 0.02, "training": 0.01, "token_logprobs": 0.01}
+
+
+class Machine:
+    """Runs every contestant once instead of timing it, and keeps what they gave."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.results = {}
+        self.race = None
+
+    def copies(self, operand_bytes):
+        return 2
+
+    def measure(self, race):
+        self.race = race
+        contestants = {"ours": race.ours, **race.stock, **race.peers}
+        for name, contestant in contestants.items():
+            with contestant.context():
+                try:
+                    self.results[name] = [flat(call()) for call in contestant.calls]
+                except (RuntimeError, NotImplementedError):
+                    if name == "ours":
+                        raise
+        seconds = {name: 1.0 for name in self.results}
+        if not race.stock.keys() & seconds.keys():
+            seconds[next(iter(race.stock))] = 1.0  # no such backend on a CPU
+        return _fields(race, seconds, {}, Ceilings(1.0, 1.0).seconds(race), {})
+
+
+def flat(result):
+    parts = result if isinstance(result, (tuple, list)) else (result,)
+    return [part.detach().double() for part in parts]
+
+
+CASES = [
+    *product_cases("nt", WEIGHTS, (1, 17, 300)),
+    *product_cases("nn", WEIGHTS, (1, 300)),
+    *gradient_fold_cases(WEIGHTS, (32,)),
+    *prefill_cases("attention forward", ((4, 2),), (32, 64), 64),
+    *prefill_cases("attention backward", ((4, 2),), (32,), 64),
+    *decode_cases(((4, 2),), (1, 2), (32,)),
+    *elementwise_cases(((32, 256),), vocabulary=40),
+    *token_logprobs_cases(32, (16,), 50),
+    *training_step_cases(("tiny-qwen3",), ((2, 32),)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.work} {dict(c.shape)}")
+def test_ours_and_stock_do_the_same_work(case):
+    torch.manual_seed(0)
+    machine = Machine()
+    fields = case.run(machine)
+    assert fields["ours_us"] > 0 and fields["ratio"] > 0
+    race = machine.race
+    if race.clock == "events" and race.moved_bytes:
+        assert fields["ceiling_fraction"] > 0
+    compared = [n for n in race.stock if n in machine.results]
+    assert compared or case.work == "dW fold", "torch.mm widens its result on CUDA only"
+    limit = TOLERANCE.get(case.work.split()[0], 0.01)
+    for name in compared:
+        for ours, stock in zip(machine.results["ours"], machine.results[name], strict=True):
+            for mine, theirs in zip(ours, stock, strict=True):
+                if mine.shape != theirs.shape:  # heads before positions
+                    theirs = theirs.transpose(1, 2)
+                theirs = theirs.reshape(mine.shape)
+                if case.work == "rotary backward":
+                    continue  # the same cotangent values lie in another layout
+                assert (mine - theirs).norm() <= limit * theirs.norm(), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.work} {dict(c.shape)}")
+def test_a_peer_that_is_not_installed_is_named(case, monkeypatch):
+    monkeypatch.setattr(bench_peers, "_present", lambda module: False)
+    case.run(machine := Machine())
+    missing = [name for name, why in machine.race.unavailable.items() if why == "not installed"]
+    expected = {
+        "matmul": ["batch_invariant_ops"],
+        "training": ["liger_kernel", "batch_invariant_ops"],
+        "token_logprobs": ["liger_kernel"],
+        "rms_norm": ["liger"],
+        "add_rms_norm": ["liger"],
+        "rotary": ["liger"],
+        "swiglu": ["liger"],
+    }
+    assert missing == expected.get(case.work.split()[0], [])
+
+
+def test_the_embedding_gradient_adds_what_eager_adds():
+    (case,) = (c for c in elementwise_cases(((64, 16),), 8) if c.work == "embedding gradient")
+    machine = Machine()
+    case.run(machine)
+    ((ours,),), ((eager,),) = machine.results["ours"], machine.results["eager"]
+    assert (ours - eager).norm() < 0.01 * eager.norm() and ours.norm() > 0
+
+
+def test_a_wrong_contestant_would_be_noticed():
+    (case,) = product_cases("nt", WEIGHTS[:1], (300,))
+    machine = Machine()
+    case.run(machine)
+    ours, stock = machine.results["ours"][0][0], machine.results["cublas"][0][0]
+    assert (ours.roll(1, 0) - stock).norm() > 0.01 * stock.norm()
+
+
+def test_accuracy_rows_hold_the_error_ratio():
+    fields = accuracy_cases(())[0].run(Machine())
+    assert 0 < fields["error_ratio"] < 1.1 and "gradient_norm" in fields["figures"]
+
+
+def test_every_bar_names_suites_that_exist():
+    known = {suite.name for suite in [*op_suites(), *training_suites(), *rollout_suites()]}
+    assert {name for bar in BARS.values() for name in bar.suites} == known
+    for suites in (op_suites, training_suites, rollout_suites):
+        quick, whole = suites(quick=True), suites()
+        assert {suite.name for suite in quick} <= {suite.name for suite in whole}
+        assert sum(len(s.cases) for s in quick) < sum(len(s.cases) for s in whole)

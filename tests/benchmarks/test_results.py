@@ -1,0 +1,192 @@
+"""Benchmark results: rows, bars, and the file they are merged into."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from benchmarks.results import (
+    BARS,
+    VLLM,
+    Results,
+    Row,
+    compare,
+    geometric_mean,
+    judge,
+    load,
+    save,
+)
+
+META = {"device": "Test GPU", "commit": "abc", "versions": {"torch": "2.11", "triton": "3.6"}}
+RECORD = {"complete": True, "commit": "abc"}
+
+
+def row(suite="matmul_forward", ratio=1.0, **fields):
+    fields = {"work": suite, "shape": {"tokens": 8192, "width": 4096}, "dtype": "bfloat16"} | fields
+    times = {"ours_us": 10.0, "stock_us": 10.0 * ratio, "ratio": ratio} if ratio else {}
+    return Row(**{"suite": suite} | times | fields)
+
+
+def bar(name, rows, **complete):
+    suites = {suite: True for suite in BARS[name].suites} | complete
+    return judge(rows, suites)[name]
+
+
+def test_geometric_mean_and_lowest_run_over_forward_and_dx_together():
+    rows = [row(ratio=2.0), row(ratio=0.5), row("matmul_dx", ratio=1.0)]
+    geomean = bar("matmul_geomean", rows)
+    assert geomean["figure"] == pytest.approx(1.0)
+    assert geomean["met"] == (geomean["figure"] >= 1.0)
+    lowest = bar("matmul_lowest", rows)
+    assert (lowest["figure"], lowest["met"]) == (0.5, False)
+    assert bar("matmul_lowest", [row(ratio=0.93), row("matmul_dx", ratio=3.0)])["met"]
+
+
+def test_one_slow_row_misses_an_attention_bar():
+    rows = [row("attention_backward", r) for r in (1.4, 0.79)]
+    assert bar("attention_backward", rows)["met"] is False
+    assert bar("attention_backward", rows[:1])["met"] is True
+    assert bar("attention_forward", rows)["figure"] is None
+
+
+def test_faster_than_means_more_than_equal():
+    assert bar("elementwise_eager", [row("elementwise", 1.0)])["met"] is False
+    assert bar("elementwise_eager", [row("elementwise", 1.001)])["met"] is True
+    assert bar("attention_decode", [row("attention_decode", 1.0)])["met"] is True
+
+
+def test_the_bandwidth_bar_judges_large_shapes_only():
+    small = row("elementwise", shape={"tokens": 8192, "width": 1024}, ceiling_fraction=0.3)
+    large = row("elementwise", shape={"tokens": 8192, "width": 4096}, ceiling_fraction=0.86)
+    assert bar("elementwise_bandwidth", [small, large])["figure"] == 0.86
+    assert bar("elementwise_bandwidth", [small])["figure"] is None
+
+
+def test_a_peer_bar_needs_the_peer_in_every_row():
+    beside = row("token_logprobs", 1.5, peers={"liger": 12.0}, peak_bytes={"ours": 9, "liger": 10})
+    alone = row("token_logprobs", 1.5, peak_bytes={"ours": 9})
+    assert bar("token_logprobs_liger", [beside])["figure"] == pytest.approx(1.2)
+    assert bar("token_logprobs_liger", [beside])["met"]
+    assert bar("token_logprobs_memory", [beside])["figure"] == pytest.approx(0.9)
+    for name in ("token_logprobs_liger", "token_logprobs_memory"):
+        assert bar(name, [beside, alone])["figure"] is None
+        assert bar(name, [beside, alone])["met"] is False
+
+
+def test_an_upper_bar_is_missed_above_and_by_a_figure_that_is_not_finite():
+    assert bar("accuracy", [row("accuracy", None, error_ratio=1.04)])["met"]
+    assert not bar("accuracy", [row("accuracy", None, error_ratio=1.06)])["met"]
+    assert not bar("accuracy", [row("accuracy", None, error_ratio=float("inf"))])["met"]
+    assert not bar("accuracy", [row("accuracy", None, error_ratio=float("nan"))])["met"]
+
+
+def test_an_incomplete_suite_meets_no_bar():
+    found = bar("gradient_fold_geomean", [row("gradient_fold", 2.0)], gradient_fold=False)
+    assert (found["figure"], found["complete"], found["met"]) == (2.0, False, False)
+    one_half = bar("matmul_lowest", [row(ratio=2.0)], matmul_dx=False)
+    assert one_half["met"] is False
+
+
+def test_an_error_row_counts_in_no_figure():
+    failed = row("gradient_fold", None, error="RuntimeError: out of memory")
+    assert bar("gradient_fold_geomean", [failed])["figure"] is None
+    assert geometric_mean([]) is None
+
+
+def test_a_suite_replaces_its_own_rows_and_no_others(tmp_path):
+    file = tmp_path / "gpu.json"
+    results = Results((), {}).merged("matmul_forward", [row(ratio=0.5)], META, RECORD)
+    results = results.merged("elementwise", [row("elementwise", 3.0)], META, RECORD)
+    replaced = results.merged("matmul_forward", [row(ratio=0.7), row(ratio=0.8)], META, RECORD)
+    assert [r.ratio for r in replaced.rows] == [0.7, 0.8, 3.0]
+    save(file, results)
+    newer = META | {"commit": "def"}
+    again = load(file, "Test GPU").merged(
+        "matmul_forward", [row(ratio=1.5)], newer, RECORD | {"commit": "def"}
+    )
+    save(file, again)
+    content = json.loads(file.read_text())
+    assert {r["suite"]: r["ratio"] for r in content["rows"]} == {
+        "matmul_forward": 1.5,
+        "elementwise": 3.0,
+    }
+    assert content["meta"]["commit"] == "def"
+    assert content["meta"]["suites"]["elementwise"]["commit"] == "abc"
+    assert content["bars"]["matmul_lowest"]["figure"] == 1.5
+    assert set(content["bars"]) == set(BARS)
+    assert load(file).rows == again.rows
+    assert [p.name for p in tmp_path.iterdir()] == ["gpu.json"]
+
+
+def test_another_device_is_refused(tmp_path):
+    file = tmp_path / "gpu.json"
+    assert load(file, "Test GPU") == Results((), {})
+    save(file, Results((row(),), META))
+    with pytest.raises(ValueError, match="holds results of 'Test GPU' and this is 'Other'"):
+        load(file, "Other")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"meta": {}}',
+        '{"rows": [], "meta": []}',
+        '{"rows": [{"suite": "x"}], "meta": {}}',
+        json.dumps({"rows": [asdict(row()) | {"ratio": "fast"}], "meta": {}}),
+        json.dumps({"rows": [], "meta": {"suites": {"x": {}}}}),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name_and_kept(tmp_path, text):
+    file = tmp_path / "gpu.json"
+    file.write_text(text)
+    with pytest.raises(ValueError) as refusal:
+        load(file)
+    assert str(refusal.value).startswith(f"{file} is no results file of `python -m benchmarks`: ")
+    assert file.read_text() == text
+
+
+def test_two_files_are_compared_case_by_case():
+    old = Results((row(ratio=2.0), row("elementwise", 2.0)), META)
+    new = Results((row(ratio=2.0, ours_us=11.0), row("token_logprobs", 2.0)), META)
+    (line,) = (text for text in compare(old, new) if text.startswith("matmul_forward"))
+    assert line.split() == ["matmul_forward", "1", "1.100", "1.100", "1.100", "1.000"]
+    assert not any(
+        text.startswith(("elementwise ", "token_logprobs ")) for text in compare(old, new)
+    )
+    (bar_line,) = (text for text in compare(old, new) if text.startswith("matmul_lowest"))
+    assert bar_line.split()[1:3] == ["2.000", "2.000"]
+
+
+def rollout(suite, **fields):
+    return row(suite, None, shape={"model": "qwen3-0.6b"}, **fields)
+
+
+def test_decode_is_judged_by_the_slowest_shape_and_needs_all_three():
+    names = BARS["rollout_decode"].suites
+    rows = [row(name, ratio) for name, ratio in zip(names, (1.1, 0.96, 1.0), strict=True)]
+    assert bar("rollout_decode", rows)["figure"] == 0.96
+    assert not bar("rollout_decode", rows)["met"]
+    assert not bar("rollout_decode", rows[:1], **{names[1]: False})["met"]
+
+
+def test_rollout_bars_read_their_figures():
+    roofline = [rollout("rollout_roofline", ceiling_fraction=f) for f in (0.7, 0.66)]
+    elsewhere = rollout(BARS["rollout_decode"].suites[0], ceiling_fraction=0.6)
+    assert bar("rollout_roofline", [*roofline, elsewhere])["figure"] == 0.66
+    idle = [rollout("rollout_idle", figures={"idle_share": f}) for f in (0.01, 0.05)]
+    assert bar("rollout_idle", idle[:1])["met"] and not bar("rollout_idle", idle)["met"]
+    said = rollout("rollout_public", unavailable={"vllm": "not installed"})
+    assert bar("rollout_public", [said])["figure"] is None
+    beside = rollout("rollout_public", ours_us=10.0, peers={VLLM: 12.0})
+    assert bar("rollout_public", [beside])["figure"] == pytest.approx(1.2)
+
+
+def test_no_mismatch_counts_only_beside_a_stock_that_drifts():
+    def drift(strict, stock):
+        figures = {"strict/mismatched_tokens": strict, "stock/mismatched_tokens": stock}
+        return bar("rollout_grpo_drift", [rollout("rollout_grpo_step", figures=figures)])["met"]
+
+    assert drift(0, 7) and not drift(1, 7)
+    assert not drift(0, 0), "a check that stock passes shows nothing"

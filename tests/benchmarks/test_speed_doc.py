@@ -1,0 +1,100 @@
+"""docs/speed.md, the README's table and docs/accuracy.md are what the generators make."""
+
+import json
+
+import pytest
+
+from benchmarks import accuracy_doc, speed_doc
+from benchmarks.results import Results, Row, load
+from benchmarks.speed_doc import BEGIN, END, document, picture, readme_table, rewritten
+
+META = {
+    "device": "Test GPU",
+    "versions": {"torch": "2.11", "triton": "3.6"},
+    "kernels_sha256": "0" * 64,
+}
+
+
+def results(complete=True, ratio=1.28):
+    step = Row(
+        suite="training_step",
+        work="training step",
+        shape={"model": "qwen3-0.6b", "sequences": 16, "length": 1024},
+        dtype="bfloat16",
+        ours_us=250_000.0,
+        stock_us=320_000.0,
+        ratio=ratio,
+        tokens_per_second={"stock": 51_200.0, "ours": 65_536.0},
+    )
+    folds = [
+        Row(
+            suite="gradient_fold",
+            work="dW fold",
+            shape={"tokens": tokens, "n": 8, "k": 4},
+            dtype="bfloat16",
+            ratio=value,
+        )
+        for tokens, value in ((16, 0.5), (32, None))
+    ]
+    decode = Row(
+        suite="rollout_idle",
+        work="decode",
+        shape={"model": "qwen3-0.6b", "sequences": 256, "prompt": 512, "new_tokens": 1024},
+        dtype="bfloat16",
+        ratio=0.99,
+        ceiling_fraction=0.5,
+        tokens_per_second={"ours": 50_000.0, "stock": 50_505.0},
+        figures={"strict/idle_share": 0.021},
+        unavailable={"vllm": "not | installed"},
+    )
+    found = Results()
+    for rows in ([step], folds, [decode]):
+        record = {"complete": complete, "kernels_sha256": "0" * 64}
+        found = found.merged(rows[0].suite, rows, META, record)
+    return found
+
+
+def test_the_documents_are_those_of_the_results_file():
+    recorded = load(speed_doc.RESULTS)
+    readme = speed_doc.README.read_text("utf-8")
+    said = "run python -m benchmarks speed-doc"
+    assert rewritten(readme, readme_table(recorded)) == readme, said
+    assert speed_doc.DOC.read_text("utf-8") == document(recorded), said
+
+
+def test_the_accuracy_document_is_that_of_its_results_file():
+    content = json.loads(accuracy_doc.RESULTS.read_text("utf-8"))
+    assert accuracy_doc.DOC.read_text("utf-8") == accuracy_doc.document(content)
+
+
+def test_tables_are_made_of_rows():
+    text = document(results())
+    assert "| qwen3-0.6b, 16 x 1024 | 65,536 | 51,200 |" in text
+    assert "| tokens | 16 | 32 |\n| --- | ---: | ---: |\n| n 8, k 4 | 0.50 | error |" in text
+    assert (
+        "| qwen3-0.6b: decode, 256 x (512 + 1024) | 50,000 | stock 50,505 | 0.99 | 50% | 2.1% "
+        "| vllm: not / installed |" in text
+    )
+
+
+def test_a_missed_and_an_incomplete_bar_are_shown_as_such():
+    line = "| training step against Hugging Face with SDPA, lowest |"
+    assert f"{line} 1.28 | &gt;= 1.15 | yes |" in readme_table(results())
+    assert f"{line} 1.02 | &gt;= 1.15 | **no** |" in readme_table(results(ratio=1.02))
+    cut = readme_table(results(complete=False))
+    assert f"{line} 1.28 | &gt;= 1.15 | not all cases measured |" in cut
+    assert "| GRPO step against stock ops | - | &gt;= 0.97 | not measured |" in cut
+
+
+def test_only_what_is_between_the_markers_changes():
+    readme = rewritten(f"before\n{BEGIN}\nold\n{END}\nafter\n", "new\n")
+    assert readme == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    for text in ("", BEGIN, f"{BEGIN}{BEGIN}{END}"):
+        with pytest.raises(ValueError, match="exactly one"):
+            rewritten(text, "new")
+
+
+def test_figures_of_other_kernels_are_noticed_and_the_picture_has_a_line_per_suite():
+    assert speed_doc.other_kernels(results()) == ["training_step", "gradient_fold", "rollout_idle"]
+    (axes,) = picture(results()).axes
+    assert len(axes.get_yticklabels()) == 3

@@ -1,0 +1,95 @@
+"""The tune harness: candidates of other bytes are refused, winners become the matmul table."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.suite import OutOfTime
+from benchmarks.tune.harness import Way, Work, label, measured, tune, winner
+from benchmarks.tune.matmul_table import write_table
+from benchmarks.tune.works import OPS, matmul_candidates
+
+
+class Machine:
+    """Takes as long for a call as its result says."""
+
+    deadline = None
+
+    def copies(self, operand_bytes):
+        return 2
+
+    def alone(self, contestant):
+        assert len(contestant.calls) == 2
+        with contestant.context():
+            return float(contestant.calls[0]().shape[0]) * 1e-6
+
+
+def work(**changes):
+    """Addition in place; the candidate `wrong` gives other bytes."""
+
+    def add(x):
+        return x.add_(1.0)
+
+    fields = {
+        "op": "matmul",
+        "shape": {"layout": "nt", "m": 1, "n": 2, "k": 3},
+        "operands": lambda: (torch.arange(8.0),),
+        "candidates": {"slow": add, "wrong": lambda x: x + 1.001},
+        "picked": "slow",
+        "others": {"cublas": Way(call=add), "cublaslt": Way(call=add)},
+    }
+    return Work(**fields | changes)
+
+
+def test_a_candidate_of_other_bytes_is_refused_and_not_timed(capsys):
+    rows = tune([work()], Machine())
+    (row,) = rows.values()
+    assert row["refused"] == ["wrong"] and set(row["us"]) == {"slow", "cublas", "cublaslt"}
+    assert row["differing"] == {"cublas": 0, "cublaslt": 0}
+    assert "REFUSED: other bytes  wrong" in capsys.readouterr().out
+
+
+def test_a_call_that_writes_into_its_operands_is_compared_on_fresh_ones():
+    row = measured(work(candidates={"a": lambda x: x.add_(1.0), "b": lambda x: x + 1.0}), Machine())
+    assert row["refused"] == [] and set(row["us"]) == {"a", "b", "cublas", "cublaslt"}
+
+
+def test_what_a_file_has_is_not_measured_again(tmp_path):
+    file = tmp_path / "tune.json"
+    tune([work()], Machine(), file)
+    before = json.loads(file.read_text())
+    assert tune([work(operands=None)], Machine(), file) == before
+    late = SimpleNamespace(deadline=0.0, copies=lambda held: 1, alone=None)
+    with pytest.raises(OutOfTime):
+        measured(work(), late)
+    assert tune([work(op="other")], late, file) == before
+
+
+def test_the_fastest_schedule_and_a_faster_library_of_the_same_bytes_are_written(tmp_path):
+    def row(m, library_us, differing):
+        us = {"a": 10.0, "b": 8.0, "cublas": 1.0, "cublaslt": library_us}
+        shape = {"layout": "nt", "m": m, "n": 2, "k": 3}
+        found = {"cublas": 9, "cublaslt": differing}
+        return {"op": "matmul", "shape": shape, "us": us, "differing": found, "refused": []}
+
+    rows = {"1": row(1, 7.0, 0), "2": row(2, 7.0, 1), "3": row(3, 7.9, 0)}
+    assert winner(rows["1"]) == "b"
+    file = tmp_path / "table.py"
+    write_table(rows, "Test GPU", file)
+    names = {}
+    exec(file.read_text(), names)
+    assert names["MEASURED"] == tuple(("nt", m, 2, 3, "b", m == 1) for m in (1, 2, 3))
+
+
+def test_every_op_names_its_schedules_once_and_one_of_them_is_picked():
+    for op, works in OPS.items():
+        found = list(works(torch.device("cpu")))
+        assert found, op
+        for entry in found:
+            assert entry.picked in entry.candidates or op == "matmul", entry.key
+        assert len({entry.key for entry in found}) == len(found)
+    for m in (1, 64, 256, 4096):
+        names = [label(s) for s in matmul_candidates(m)]
+        assert names and len(set(names)) == len(names)
