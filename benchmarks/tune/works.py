@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,8 @@ from rl_consistency.kernels.matmul.cublaslt import library_product
 from rl_consistency.kernels.matmul.op import matmul_nt
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.rms_norm import schedules as rms_norm
-from rl_consistency.kernels.rms_norm.wide_triton import rms_norm_bwd, rms_norm_fwd
+from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
+from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.rotary import rotation_triton as rotary
 from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_combine,
@@ -192,7 +193,7 @@ def rotary_works(device: torch.device) -> Iterator[Work]:
                 rotary.CANDIDATES,
                 lambda s: lambda q, k, cos, sin: rotary.rotary_fwd(q, k, cos, sin, False, s),
             ),
-            picked=label(rotary.pick()),
+            picked=label(rotary.SCHEDULE),
         )
 
 
@@ -209,7 +210,7 @@ def glu_works(device: torch.device) -> Iterator[Work]:
                 shape={"tokens": shape[0], "width": shape[1]},
                 operands=lambda shape=shape: tuple(normal(device, *shape) for _ in range(3)),
                 candidates=by_name(glu.CANDIDATES, call),
-                picked=label(glu.pick()),
+                picked=label(glu.SCHEDULE),
             )
 
 
@@ -246,10 +247,8 @@ def logprobs_works(device: torch.device) -> Iterator[Work]:
         weight = torch.randn(VOCABULARY, width, dtype=BF16, device=device) * width**-0.5
         return normal(device, tokens, width), weight, torch.ones(tokens, device=device)
 
-    def statistics(index: int) -> Op:
-        return lambda hidden, weight, divisor: token_statistics(
-            hidden, weight, divisor, True, index
-        )
+    def statistics(name: str) -> Op:
+        return lambda hidden, weight, divisor: token_statistics(hidden, weight, divisor, True, name)
 
     def unfused_statistics(hidden: Tensor, weight: Tensor, divisor: Tensor) -> Tensor:
         pieces = [
@@ -260,7 +259,7 @@ def logprobs_works(device: torch.device) -> Iterator[Work]:
 
     def gradient_operands(width: int) -> tuple[Tensor, ...]:
         hidden, weight, divisor = operands(width, width)
-        partials = token_statistics(hidden, weight, divisor, True, 0)
+        partials = token_statistics(hidden, weight, divisor, True, "tma")
         top, log_normalizer, entropy = vocabulary_combine(partials)
         dlogprobs, dentropy = torch.randn(2, width, device=device).unbind(0)
         targets = torch.randint(VOCABULARY, (width,), device=device)
@@ -269,9 +268,9 @@ def logprobs_works(device: torch.device) -> Iterator[Work]:
         )
         return hidden, weight, table, weight.new_empty(width, VOCABULARY)
 
-    def gradient(index: int) -> Op:
+    def gradient(name: str) -> Op:
         def call(hidden: Tensor, weight: Tensor, table: Tensor, room: Tensor) -> Tensor:
-            token_gradient(hidden, weight, table, room, True, index)
+            token_gradient(hidden, weight, table, room, True, name)
             return room
 
         return call
@@ -280,8 +279,8 @@ def logprobs_works(device: torch.device) -> Iterator[Work]:
         token_row_gradient(matmul_nt(hidden, weight), table, room, True)
         return room
 
-    def tiled(table: Sequence[Any], call: Callable[[int], Op]) -> dict[str, Op]:
-        return {label(s): call(i) for i, s in enumerate(table) if s.kind == "tma"}
+    def tiled(table: Mapping[str, Any], call: Callable[[str], Op]) -> dict[str, Op]:
+        return {name: call(name) for name, s in table.items() if s.kind == "tma"}
 
     for tokens, width in LOGPROB_SHAPES:
         forward = tiled(logprobs.STATISTICS_SCHEDULES, statistics)
@@ -290,7 +289,7 @@ def logprobs_works(device: torch.device) -> Iterator[Work]:
             shape={"rows": tokens, "width": width},
             operands=partial(operands, tokens, width),
             candidates=forward | {"unfused": unfused_statistics},
-            picked=next(iter(forward)),
+            picked="tma",
         )
         backward = tiled(logprobs.GRADIENT_SCHEDULES, gradient)
         yield Work(
@@ -298,7 +297,7 @@ def logprobs_works(device: torch.device) -> Iterator[Work]:
             shape={"rows": width, "width": width},
             operands=partial(gradient_operands, width),
             candidates=backward | {"unfused": unfused_gradient},
-            picked=next(iter(backward)),
+            picked="tma",
         )
 
 
