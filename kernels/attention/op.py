@@ -31,11 +31,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
 from rl_consistency.kernels.attention.cpu import attention_cpu_bwd, attention_cpu_fwd, visible
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
-from rl_consistency.kernels.attention.layout import (
-    AttentionLayout,
-    PackedSequences,
-    PagedAttention,
-)
+from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.schedules import lse_dtype
 from rl_consistency.kernels.core.autograd import apply, once_differentiable, plain
 from rl_consistency.kernels.core.operand import require_operands
@@ -112,12 +108,7 @@ def attention_varlen(
 
 @torch.no_grad()
 def attention_paged(
-    q: Tensor,
-    paged: PagedAttention,
-    layer: int,
-    *,
-    scale: float,
-    window: int | None = None,
+    q: Tensor, paged: PagedAttention, layer: int, *, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """The same attention, without gradient, with keys and values read from a layer's paged cache.
 
@@ -133,12 +124,7 @@ def attention_paged(
 
 
 def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: AttentionLayout,
-    scale: float,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, window: int | None
 ) -> None:
     require_operands("attention", q=q, k=k, v=v)
     heads, head_dim = q.shape[-2:]

@@ -25,11 +25,7 @@ from rl_consistency.kernels.token_logprobs.forward_triton import (
     token_statistics,
     token_target_logits,
 )
-from rl_consistency.kernels.token_logprobs.lm_head import (
-    chunks,
-    lm_head_gradients,
-    lm_head_logits,
-)
+from rl_consistency.kernels.token_logprobs.lm_head import chunks, lm_head_gradients, lm_head_logits
 from rl_consistency.kernels.token_logprobs.plan import KeptLogits, Plan, choose_plan, keeps_logits
 from rl_consistency.kernels.token_logprobs.schedules import UNFUSED
 from rl_consistency.kernels.token_logprobs.targets import IGNORED

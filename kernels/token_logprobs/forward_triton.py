@@ -27,10 +27,7 @@ from rl_consistency.kernels.sampling.statistics_triton import (
     scaled_logits,
     store_statistics,
 )
-from rl_consistency.kernels.token_logprobs.schedules import (
-    STATISTICS_SCHEDULES,
-    Schedule,
-)
+from rl_consistency.kernels.token_logprobs.schedules import STATISTICS_SCHEDULES, Schedule
 
 TARGET_ROWS = 64
 """Rows of one program of the target kernel."""

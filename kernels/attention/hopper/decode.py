@@ -222,11 +222,7 @@ def attention_decode_kernel(
 
 
 def attention_decode_fwd(
-    call: ForwardCall,
-    schedule: Schedule,
-    programs: int,
-    slices: int,
-    tickets: torch.Tensor | None,
+    call: ForwardCall, schedule: Schedule, programs: int, slices: int, tickets: torch.Tensor | None
 ) -> None:
     """Fill o and lse for tiles of 16 rows, each over `programs` programs.
 
