@@ -1,9 +1,9 @@
 """The forward pass in Triton, for any GPU: each program walks over all keys of its tile.
 
-A program owns a tile of rows of one KV head: row r of a sequence is query r // group, head
-r % group of the group, so heads that share keys share their loads. `attention_fwd` also picks the
-schedule of a call and hands it to the kernels of `decode_triton` and `hopper` where they fit. All
-of them give the same bits: every sum is a chain of matrix steps or an explicit tree.
+A program owns a tile of rows of one KV head. Row r of a sequence is query r // group and head
+r % group of the group, so heads that share keys share loads. `attention_fwd` picks the schedule of
+a call, which may belong to `decode_triton` or `hopper`. All give the same bits: every sum is a
+chain of matrix steps or an explicit tree.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -81,10 +81,9 @@ def attention_fwd_kernel(
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr, WINDOWED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """o [T, H, HEAD_DIM] and lse [T, H] of one tile of ROWS rows of one KV head, from all its keys.
+    """o [T, H, HEAD_DIM] and lse [T, H] of one tile of ROWS rows of one KV head.
 
-    Grid: tiles * KV heads. Carried from block to block of KEYS keys: m [ROWS], lanes [ROWS, 8] and
-    acc [ROWS, DIM].
+    Grid: tiles * KV heads. Carried over blocks of keys: m [ROWS], lanes [ROWS, 8], acc [ROWS, DIM].
     """
     sequence, kv_head, first_row, start_row, q_len, limit = tile_of(
         tiles, query_start, query_len, context_len, KV_HEADS
@@ -102,7 +101,7 @@ def attention_fwd_kernel(
     m = tl.full((ROWS,), NEG_INF, tl.float32)
     lanes = tl.zeros((ROWS, 8), tl.float32)
     acc = tl.zeros((ROWS, DIM), tl.float32)
-    # Blocks that every row sees whole need no mask. Low tiles mask all of their blocks.
+    # Blocks that every row sees whole need no mask. Low tiles mask every block.
     full_low, full_high = low, tl.maximum((first_position + 1) // KEYS * KEYS, low)
     if ROWS <= 16:
         full_high = low
@@ -137,8 +136,8 @@ def attention_fwd(
 ) -> tuple[Tensor, Tensor]:
     """o [T, H, D] and lse [T, H] in `lse_dtype`; rows that no sequence owns are 0 and -inf.
 
-    `schedule` and `programs_per_tile` (over how many programs the key blocks of a tile of few rows
-    are spread) are for tests and tuning; any choice gives the same bits.
+    Tests and tuning give a `schedule` and the programs that share the key blocks of a tile of few
+    rows; neither changes a bit.
     """
     q, k, v = (dense(x) for x in (q, k, v))
     rows, heads, head_dim = q.shape
