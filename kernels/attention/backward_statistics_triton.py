@@ -38,9 +38,8 @@ def attention_delta_kernel(
 
 @triton.jit(do_not_specialize=PER_CALL)
 def attention_statistics_kernel(
-    dO, OUT, LSE, STATISTICS, counters, tiles, query_start, query_len, num_tiles,
-    stride_dot, stride_doh, stride_ot, stride_oh, stride_lse,
-    ROWS: tl.constexpr, DIM: tl.constexpr,
+    dO, OUT, LSE, STATISTICS, counters, tiles, query_start, query_len, num_tiles, stride_dot,
+    stride_doh, stride_ot, stride_oh, stride_lse, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Write one tile's row of STATISTICS [heads * tiles, 2, ROWS], lse in log2 units and delta, and
     set its counter to 0. Grid: (tiles, heads)."""

@@ -49,11 +49,9 @@ def _log2_parts(lse):
 
 @triton.jit
 def _fold_dq(
-    q, do, lse, rest, delta, position, low, high,
-    K, V, k_descriptor, v_descriptor, row0, kv_head, limit, window, factor,
-    stride_kt, stride_kh, stride_vt, stride_vh, dq,
-    KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr,
-    MASKED: tl.constexpr,
+    q, do, lse, rest, delta, position, low, high, K, V, k_descriptor, v_descriptor, row0, kv_head,
+    limit, window, factor, stride_kt, stride_kh, stride_vt, stride_vh, dq, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq [ROWS, DIM] after the keys low .. high."""
     for start in tl.range(low, high, KEYS):
@@ -74,12 +72,11 @@ def _fold_dq(
 
 @triton.jit(do_not_specialize=PER_CALL)
 def attention_dq_kernel(
-    dO, Q, K, V, k_descriptor, v_descriptor, LSE, DELTA, dQ, tiles, query_start, query_len,
-    window, factor, scale,
-    stride_dot, stride_doh, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
-    stride_dqt, stride_dqh, stride_lse,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr, WINDOWED: tl.constexpr,
+    dO, Q, K, V, k_descriptor, v_descriptor, LSE, DELTA, dQ, tiles, query_start, query_len, window,
+    factor, scale, stride_dot, stride_doh, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt,
+    stride_vh, stride_dqt, stride_dqh, stride_lse, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    SOURCE: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """dq [T, H, HEAD_DIM] of one tile of ROWS rows of one KV head: a chain over keys upward.
 
@@ -112,10 +109,9 @@ def attention_dq_kernel(
         begin = low if part == 0 else full_low if part == 1 else full_high
         end = full_low if part == 0 else full_high if part == 1 else last_position + 1
         dq = _fold_dq(
-            q, do, lse, rest, delta, position, begin, end,
-            K, V, k_descriptor, v_descriptor, start_row, kv_head, limit, window, factor,
-            stride_kt, stride_kh, stride_vt, stride_vh, dq,
-            KEYS, HEAD_DIM, DIM, SOURCE, part != 1,
+            q, do, lse, rest, delta, position, begin, end, K, V, k_descriptor, v_descriptor,
+            start_row, kv_head, limit, window, factor, stride_kt, stride_kh, stride_vt, stride_vh,
+            dq, KEYS, HEAD_DIM, DIM, SOURCE, part != 1,
         )  # fmt: skip
     tl.store(
         addresses(dQ, token_row, own, stride_dqt, stride_dqh, DIM),
@@ -126,9 +122,8 @@ def attention_dq_kernel(
 @triton.jit(do_not_specialize=PER_CALL)
 def attention_dkv_kernel(
     dO, Q, K, V, do_descriptor, q_descriptor, LSE, DELTA, dK, dV, tiles, query_start, query_len,
-    window, factor, scale,
-    stride_dot, stride_doh, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
-    stride_dkt, stride_dkh, stride_dvt, stride_dvh, stride_lse,
+    window, factor, scale, stride_dot, stride_doh, stride_qt, stride_qh, stride_kt, stride_kh,
+    stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt, stride_dvh, stride_lse,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip

@@ -34,12 +34,11 @@ COMBINED_COLUMNS = 8
 
 @triton.jit(do_not_specialize=PER_CALL)
 def attention_block_kernel(
-    Q, K, V, block_m, block_lanes, block_acc,
-    tiles, query_start, query_len, context_len, tables, window, factor, num_blocks, slots,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STORED: tl.constexpr,
-    KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr,
-    WINDOWED: tl.constexpr, BLOCK: tl.constexpr,
+    Q, K, V, block_m, block_lanes, block_acc, tiles, query_start, query_len, context_len, tables,
+    window, factor, num_blocks, slots, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt,
+    stride_vh, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    STORED: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    SOURCE: tl.constexpr, WINDOWED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sums of some key blocks of one tile; carries nothing from block to block.
 

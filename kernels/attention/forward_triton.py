@@ -52,9 +52,8 @@ def _fold(m, lanes, acc, block_m, block_lanes, block_acc, MASKED: tl.constexpr):
 
 @triton.jit
 def _fold_keys(
-    m, lanes, acc, q, position, low, high, window, factor,
-    K, V, k_descriptor, v_descriptor, table, row0, head, limit,
-    stride_kt, stride_kh, stride_vt, stride_vh, BLOCK: tl.constexpr,
+    m, lanes, acc, q, position, low, high, window, factor, K, V, k_descriptor, v_descriptor, table,
+    row0, head, limit, stride_kt, stride_kh, stride_vt, stride_vh, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     SOURCE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -73,13 +72,11 @@ def _fold_keys(
 
 @triton.jit(do_not_specialize=PER_CALL)
 def attention_fwd_kernel(
-    Q, K, V, OUT, LSE, k_descriptor, v_descriptor,
-    tiles, query_start, query_len, context_len, tables, window, factor, num_blocks,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
-    stride_lse,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr, WINDOWED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    Q, K, V, OUT, LSE, k_descriptor, v_descriptor, tiles, query_start, query_len, context_len,
+    tables, window, factor, num_blocks, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt,
+    stride_vh, stride_ot, stride_oh, stride_lse, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    SOURCE: tl.constexpr, WINDOWED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """o [T, H, HEAD_DIM] and lse [T, H] of one tile of ROWS rows of one KV head.
 
@@ -112,10 +109,9 @@ def attention_fwd_kernel(
         begin = low if part == 0 else full_low if part == 1 else full_high
         end = full_low if part == 0 else full_high if part == 1 else last_position + 1
         m, lanes, acc = _fold_keys(
-            m, lanes, acc, q, position, begin, end, window, factor,
-            K, V, k_descriptor, v_descriptor, table, start_row, kv_head, limit,
-            stride_kt, stride_kh, stride_vt, stride_vh, BLOCK,
-            ROWS, KEYS, HEAD_DIM, DIM, SOURCE, part != 1,
+            m, lanes, acc, q, position, begin, end, window, factor, K, V, k_descriptor,
+            v_descriptor, table, start_row, kv_head, limit, stride_kt, stride_kh, stride_vt,
+            stride_vh, BLOCK, ROWS, KEYS, HEAD_DIM, DIM, SOURCE, part != 1,
         )  # fmt: skip
     write_rows(
         OUT, LSE, m, lanes, acc, valid, token_row, head, stride_ot, stride_oh, stride_lse,
