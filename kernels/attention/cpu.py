@@ -130,7 +130,7 @@ def attention_cpu_bwd(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), 0 in rows that no sequence owns; sequences of as many blocks are batched."""
+    """(dq, dk, dv), 0 in rows that no sequence owns. Sequences of equal block count share a batch."""
     delta = tree_sum(do.float() * out.float())
     gradients = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     lens = torch.tensor(list(layout.query_lens), dtype=torch.int64)
@@ -160,7 +160,7 @@ def _backward_sequences(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of n sequences of equally many blocks, shaped as the operands [n, S, heads, D]."""
+    """Gradients of n sequences of equal block count, shaped as the operands [n, S, heads, D]."""
     n, length, heads, head_dim = operands[1].shape
     kv_heads = operands[2].shape[2]
     group = heads // kv_heads

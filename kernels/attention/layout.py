@@ -1,6 +1,6 @@
 """Where the queries and keys of a call lie: packed sequences, or a paged cache.
 
-A layout gives every sequence's new queries, their positions, and the row of each earlier key. It is
+A layout gives every sequence's new queries, their positions, and the row of each key it has. It is
 built once per forward pass; all layers share it, its tables on the device and its lists of tiles.
 """
 

@@ -70,7 +70,7 @@ class WrittenDistribution(Distribution):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReducedDistribution(Distribution):
-    """A distribution on CUDA: the given logits, which methods read again, and numbers per row."""
+    """A distribution on CUDA. Methods read the given logits again, so those must not change."""
 
     logits: Tensor  # [T, V] fp32 with unit column stride, unscaled
     divisor: Tensor  # [T] fp32 temperatures, 1 where greedy

@@ -51,7 +51,7 @@ def integer_mass(s):
 def listed_entries(
     entries, first, stop, UNIT: tl.constexpr, LISTED: tl.constexpr, TILE: tl.constexpr
 ):
-    """Scaled logits, keys and ids [TILE] of blocks [first, stop), of the list's if LISTED."""
+    """Scaled logits, keys and ids [TILE] of blocks first .. stop, or list places if LISTED."""
     logits, divisor, _, _, listed, vocabulary = entries
     lane = tl.arange(0, TILE)
     place = first + lane // VOCABULARY_BLOCK

@@ -40,7 +40,7 @@ from rl_consistency.kernels.sampling.statistics_triton import (
 from rl_consistency.kernels.sampling.support_triton import vocabulary_support
 
 MASS_UNIT = 2.0**40
-"""Units of the mass 1, which the most probable id has."""
+"""A mass is an integer in units of 1 / `MASS_UNIT`; the most probable id has the mass 1."""
 MAX_VOCABULARY = 2**22
 """The masses of so many ids add up to less than 2**63."""
 

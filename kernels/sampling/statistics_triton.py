@@ -186,7 +186,7 @@ def empty_partials(num_rows: int, vocabulary: int, device: torch.device) -> Tens
 def row_operands(
     logits: Tensor, temperature: Tensor, support: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """First operands of every kernel over rows of logits; any tensor does where no support is."""
+    """First operands of every kernel over rows of logits; kernels never read a missing support."""
     return logits, temperature, temperature if support is None else support
 
 

@@ -233,7 +233,7 @@ def vocabulary_support(
     unit_temperature: bool,
 ) -> Tensor:
     """Supports of logits [T, V] fp32 with unit column stride, [2, T] int32, as `statistics_triton`
-    reads them. The fields of `SamplingRows` are contiguous."""
+    reads them. The parameters are the fields of `SamplingRows`, contiguous."""
     num_rows, vocabulary = logits.shape
     device = logits.device
     support = torch.empty((2, num_rows), dtype=torch.int32, device=device)

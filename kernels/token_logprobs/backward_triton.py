@@ -5,7 +5,7 @@ Shapes: hidden [T, H], weight [V, H], or logits [T, V] fp32, and a table [6, T] 
 Dtypes, order, invariance, errors: those of `token_logprobs`.
 Cost: one product of [T, H] by [H, V], and one write of [T, V].
 
-A second kernel rewrites each row's target entry: a comparison of all ids would cost more.
+A second kernel rewrites each row's target entry; comparing every id with it would cost more.
 """
 
 from __future__ import annotations

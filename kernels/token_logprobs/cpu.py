@@ -1,4 +1,4 @@
-"""`token_logprobs` on a CPU: chunk by chunk a distribution, and in backward its logit gradients."""
+"""`token_logprobs` on a CPU, chunk by chunk: a distribution forward, logit gradients backward."""
 
 from __future__ import annotations
 

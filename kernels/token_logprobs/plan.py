@@ -18,12 +18,12 @@ from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.schedules import UNFUSED, pick
 
 TRUNCATED_SHARE = 4
-"""Chunks have so many times fewer rows where a row truncates: backward then writes 8 bytes of
-logits and 2 of gradient per vocabulary entry, instead of the 2 alone."""
+"""The factor by which chunks shrink if a row truncates: backward then writes 8 bytes of logits and
+2 of gradient per vocabulary entry, not just the 2."""
 STATISTICS_CHUNK = 8192
 """Rows of one fused forward product; its block statistics take V/10 bytes a row."""
 KEPT_WIDTH = 3072
-"""Hidden size from which writing and reading a logit takes less time than computing it."""
+"""The hidden size from which writing and reading a logit is faster than computing it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ def scanned_layout(n):
 
 @gluon.jit
 def finite(m):
-    """m, or 0 for a row that has seen no key: -inf - -inf would be NaN."""
+    """m, or 0 for a row that has seen no key: -inf minus -inf would be NaN."""
     return gl.where(m == NEG_INF, 0.0, m)
 
 
