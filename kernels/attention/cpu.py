@@ -130,7 +130,7 @@ def attention_cpu_bwd(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), 0 in rows that no sequence owns. Sequences of equal block count share a batch."""
+    """(dq, dk, dv), 0 in rows that no sequence owns; sequences of equal block count are batched."""
     delta = tree_sum(do.float() * out.float())
     gradients = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     lens = torch.tensor(list(layout.query_lens), dtype=torch.int64)
