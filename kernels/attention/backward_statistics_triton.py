@@ -1,8 +1,8 @@
-"""Two numbers of each query and head that the backward pass needs: the log-sum-exp of its scores,
-and delta = tree(do * o), which is subtracted from the gradients of its probabilities.
+"""Two numbers per query and head that the backward pass needs: lse, the log-sum-exp of the scores,
+and delta = tree(do * o), which is subtracted from the gradients of the probabilities.
 
-The two kernels of `backward_triton` read lse as the forward pass left it and delta row by row; the
-one of `hopper/backward.py` reads both from one row for each of its tiles.
+`backward_triton` reads delta row by row and lse as the forward pass left it; `hopper/backward.py`
+reads both from one row per tile.
 """
 
 # pyright: reportCallIssue=false
@@ -25,7 +25,7 @@ def attention_delta_kernel(
     dO, OUT, DELTA, num_rows, stride_dot, stride_doh, stride_ot, stride_oh, HEADS: tl.constexpr,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """DELTA [num_rows = T * HEADS], a program for ROWS of them."""
+    """DELTA [num_rows = T * HEADS], ROWS of them per program."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = row // HEADS, row % HEADS
     head = head[:, None]
@@ -38,14 +38,11 @@ def attention_delta_kernel(
 
 @triton.jit(do_not_specialize=PER_CALL)
 def attention_statistics_kernel(
-    dO, OUT, LSE, STATISTICS, counters, tiles, query_start, query_len, num_tiles,
-    stride_dot, stride_doh, stride_ot, stride_oh, stride_lse,
-    ROWS: tl.constexpr, DIM: tl.constexpr,
+    dO, OUT, LSE, STATISTICS, counters, tiles, query_start, query_len, num_tiles, stride_dot,
+    stride_doh, stride_ot, stride_oh, stride_lse, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """lse in log2 units and delta of one tile of queries and one head, and its counter set to 0.
-
-    Writes one row of STATISTICS [heads * tiles, 2, ROWS]. Grid: (tiles, heads).
-    """
+    """Write one tile's row of STATISTICS [heads * tiles, 2, ROWS], lse in log2 units and delta, and
+    set its counter to 0. Grid: (tiles, heads)."""
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(tiles + 2 * tile)
     position = tl.load(tiles + 2 * tile + 1) + tl.arange(0, ROWS)
@@ -54,7 +51,7 @@ def attention_statistics_kernel(
     mask = inside[:, None]
     do = tl.load(addresses(dO, row, head, stride_dot, stride_doh, DIM), mask=mask, other=0.0)
     o = tl.load(addresses(OUT, row, head, stride_ot, stride_oh, DIM), mask=mask, other=0.0)
-    # A query past the end gets an infinite normalizer, so its probabilities are 0.
+    # A query past the end gets an infinite lse, so its probabilities are 0.
     lse = tl.load(LSE + row * stride_lse + head, mask=inside, other=float("inf"))
     place = head * num_tiles + tile
     to = STATISTICS + place.to(tl.int64) * (2 * ROWS) + tl.arange(0, ROWS)
@@ -64,7 +61,7 @@ def attention_statistics_kernel(
 
 
 def delta_of(do: Tensor, out: Tensor, dim: int) -> Tensor:
-    """delta [T, H] fp32; `dim` is D filled up to a power of two."""
+    """delta [T, H] fp32; `dim` is D rounded up to a power of two."""
     tokens, heads, head_dim = do.shape
     delta = torch.empty(tokens, heads, dtype=torch.float32, device=do.device)
     attention_delta_kernel[(triton.cdiv(tokens * heads, 32),)](

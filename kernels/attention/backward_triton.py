@@ -1,9 +1,8 @@
 """The backward pass in Triton, for any GPU: one kernel for dq, one for dk and dv.
 
 dq goes by tiles of queries, dk and dv by tiles of keys. Every gradient is one chain of matrix
-steps, so tiles may have any size, and nothing is added by atomics. Each kernel computes the scores:
-seven products in all. `hopper/backward.py`, which hands chains of dq from tile to tile, needs five;
-`attention_bwd` uses it where it fits.
+steps without atomics, so tiles may have any size. Both kernels compute the scores: seven products
+in all. `attention_bwd` prefers `hopper/backward.py`, which needs five, where it fits.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -37,12 +36,12 @@ LOG2E_VALUE = tl.constexpr(LOG2E)
 
 @triton.jit
 def _log2_parts(lse):
-    """The log-sum-exp in log2 units as a large and a small fp32 part, 0 where lse is fp32."""
+    """lse in log2 units as a large and a small fp32 part; the small one is 0 where lse is fp32."""
     wide = lse * LOG2E_VALUE
     large = wide.to(tl.float32)
     rest = tl.zeros_like(large)
     if lse.dtype == tl.float64:
-        # A query past the end has an infinite lse, which leaves no rest.
+        # A query past the end has an infinite lse and no rest.
         rest = tl.where(tl.abs(large) == float("inf"), 0.0, wide - large.to(tl.float64))
         rest = rest.to(tl.float32)
     return large, rest
@@ -50,11 +49,9 @@ def _log2_parts(lse):
 
 @triton.jit
 def _fold_dq(
-    q, do, lse, rest, delta, position, low, high,
-    K, V, k_descriptor, v_descriptor, row0, kv_head, limit, window, factor,
-    stride_kt, stride_kh, stride_vt, stride_vh, dq,
-    KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr,
-    MASKED: tl.constexpr,
+    q, do, lse, rest, delta, position, low, high, K, V, k_descriptor, v_descriptor, row0, kv_head,
+    limit, window, factor, stride_kt, stride_kh, stride_vt, stride_vh, dq, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dq [ROWS, DIM] after the keys low .. high."""
     for start in tl.range(low, high, KEYS):
@@ -75,16 +72,15 @@ def _fold_dq(
 
 @triton.jit(do_not_specialize=PER_CALL)
 def attention_dq_kernel(
-    dO, Q, K, V, k_descriptor, v_descriptor, LSE, DELTA, dQ, tiles, query_start, query_len,
-    window, factor, scale,
-    stride_dot, stride_doh, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
-    stride_dqt, stride_dqh, stride_lse,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr, WINDOWED: tl.constexpr,
+    dO, Q, K, V, k_descriptor, v_descriptor, LSE, DELTA, dQ, tiles, query_start, query_len, window,
+    factor, scale, stride_dot, stride_doh, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt,
+    stride_vh, stride_dqt, stride_dqh, stride_lse, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    SOURCE: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """dq [T, H, HEAD_DIM] of one tile of ROWS rows of one KV head: a chain over keys upward.
 
-    Grid: tiles * KV heads. Carried from block to block of KEYS keys: dq [ROWS, DIM].
+    Grid: tiles * KV heads. Carried over blocks of keys: dq [ROWS, DIM].
     """
     _sequence, kv_head, first_row, start_row, limit, _limit = tile_of(
         tiles, query_start, query_len, query_len, KV_HEADS
@@ -108,15 +104,14 @@ def attention_dq_kernel(
         edge = tl.cdiv(tl.maximum(last_position - window + 1, 0), KEYS) * KEYS
         full_low = tl.minimum(tl.maximum(edge, low), tl.maximum(full_high, low))
         full_high = tl.maximum(full_high, full_low)
-    # Keys before the first and after the last block that all rows see whole are masked.
+    # Only blocks that every row sees whole need no mask.
     for part in tl.static_range(0 if WINDOWED else 1, 3):
         begin = low if part == 0 else full_low if part == 1 else full_high
         end = full_low if part == 0 else full_high if part == 1 else last_position + 1
         dq = _fold_dq(
-            q, do, lse, rest, delta, position, begin, end,
-            K, V, k_descriptor, v_descriptor, start_row, kv_head, limit, window, factor,
-            stride_kt, stride_kh, stride_vt, stride_vh, dq,
-            KEYS, HEAD_DIM, DIM, SOURCE, part != 1,
+            q, do, lse, rest, delta, position, begin, end, K, V, k_descriptor, v_descriptor,
+            start_row, kv_head, limit, window, factor, stride_kt, stride_kh, stride_vt, stride_vh,
+            dq, KEYS, HEAD_DIM, DIM, SOURCE, part != 1,
         )  # fmt: skip
     tl.store(
         addresses(dQ, token_row, own, stride_dqt, stride_dqh, DIM),
@@ -127,16 +122,15 @@ def attention_dq_kernel(
 @triton.jit(do_not_specialize=PER_CALL)
 def attention_dkv_kernel(
     dO, Q, K, V, do_descriptor, q_descriptor, LSE, DELTA, dK, dV, tiles, query_start, query_len,
-    window, factor, scale,
-    stride_dot, stride_doh, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
-    stride_dkt, stride_dkh, stride_dvt, stride_dvh, stride_lse,
+    window, factor, scale, stride_dot, stride_doh, stride_qt, stride_qh, stride_kt, stride_kh,
+    stride_vt, stride_vh, stride_dkt, stride_dkh, stride_dvt, stride_dvh, stride_lse,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """dk and dv [T, Hkv, HEAD_DIM] of one tile of KEYS keys of one KV head: chains over the group's
     heads upward, then over queries upward.
 
-    Grid: tiles * KV heads. Carried from block to block of QUERIES queries: dk and dv [KEYS, DIM].
+    Grid: tiles * KV heads. Carried over blocks of queries: dk and dv [KEYS, DIM].
     """
     _sequence, kv_head, first_key, start_row, limit, _limit = tile_of(
         tiles, query_start, query_len, query_len, KV_HEADS
@@ -164,7 +158,7 @@ def attention_dkv_kernel(
                        QUERIES, HEAD_DIM, DIM, SOURCE, SOURCE == 0)  # fmt: skip
         do = load_rows(dO, do_descriptor, dO, start, start_row, head, limit, stride_dot,
                         stride_doh, 1, QUERIES, HEAD_DIM, DIM, SOURCE, SOURCE == 0)  # fmt: skip
-        # A query past the end gets an infinite normalizer, so its probabilities are 0.
+        # A query past the end gets an infinite lse, so its probabilities are 0.
         lse = tl.load(LSE + token_row * stride_lse + head, mask=inside, other=float("inf"))
         delta = tl.load(DELTA + token_row * stride_lse + head, mask=inside, other=0.0)
         scores = tl.dot(k, tl.trans(q), input_precision="ieee")  # [KEYS, QUERIES]
@@ -201,8 +195,8 @@ def attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) in the dtype of q; rows that no sequence owns are 0.
 
-    The schedules are for tests and tuning; any choice gives the same bits. A specialised
-    `key_schedule` makes dq as well.
+    Tests and tuning give schedules; none changes a bit. A specialised `key_schedule` computes dq
+    as well.
     """
     do, q, k, v = (dense(x) for x in (do, q, k, v))
     rows, heads, head_dim = q.shape

@@ -1,15 +1,11 @@
 """cache[slot[t]] = new[t], for keys and values at once.
 
-Shapes: k, v [T, Hkv, D]; caches [num_blocks, block_size, Hkv, D]; slots [T] int64, block *
-    block_size + offset.
+Shapes: k, v [T, Hkv, D]; caches [num_blocks, block_size, Hkv, D]; slots [T] int64.
 Dtypes and rounding points: any dtype, a copy of its bits.
-Order: none. Where tokens share a slot, any of them may be the last to be written; only slots of
-    the dummy block are shared.
-Invariant to: everything.
-Varies with: nothing.
-Backward: none; a cache has no gradient.
-Errors: ValueError on shapes, strides, dtypes and devices that do not fit. The caller vouches for
-    the slots: checking them would make the host wait.
+Order: none. Of tokens that share a slot (only in the dummy block) any may be written last.
+Invariant to: everything. Varies with: nothing. Backward: none; a cache has no gradient.
+Errors: ValueError on shapes, strides, dtypes and devices. Slots are not checked: the host would
+    have to wait.
 Cost: memory-bound; on CUDA one launch for keys and values.
 """
 
@@ -30,10 +26,7 @@ def cache_write_kernel(
     k_ptr, v_ptr, key_cache, value_cache, slot_ptr, k_token, k_head, v_token, v_head,
     HEAD_DIM: tl.constexpr, ROW: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy COLUMNS of the ROW = Hkv * D elements of one token's keys and values into its slot.
-
-    Grid: (T, ROW / COLUMNS rounded up).
-    """
+    """Copy COLUMNS of a token's ROW = Hkv * D elements. Grid: (T, ROW / COLUMNS rounded up)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -48,12 +41,9 @@ def cache_write_kernel(
 def cache_write(
     k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
 ) -> None:
-    """Store new tokens' keys and values in their slots of one layer's cache.
+    """Store new tokens' k and v [T, Hkv, D] in their slots of one layer's cache.
 
-    Args:
-        k, v: [T, Hkv, D].
-        key_cache, value_cache: [num_blocks, block_size, Hkv, D], contiguous.
-        slots: [T] int64, each in [0, num_blocks * block_size).
+    The caches are contiguous; a slot is block * block_size + offset, below num_blocks * block_size.
     """
     tensors = {"k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())

@@ -1,4 +1,4 @@
-"""The paged layout of work that is captured in a CUDA graph: only the device knows its lengths."""
+"""The paged layout of calls that a CUDA graph captures: only the device knows their lengths."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from rl_consistency.kernels.attention.layout import (
 class CapturedPagedAttention(PagedAttention):
     """Equally many query rows for each sequence, with lengths that only the device knows.
 
-    A CUDA graph is captured once and replayed with other values in `numbers`. The host's lists are
-    upper bounds: they choose schedules, and no bit depends on them. A sequence that uses fewer of
-    its rows uses the first ones; the others give 0.
+    A CUDA graph replays with other values in `numbers`; the host's lists are upper bounds that only
+    choose schedules. A sequence that needs fewer rows uses the first ones; the others give 0.
     """
 
     numbers: SequenceTables
-    """The lengths and block tables of the next run; no longer than the host's bounds."""
+    """Lengths and block tables of the next run, within the host's bounds."""
 
     @classmethod
     def of(
@@ -64,7 +63,7 @@ class CapturedPagedAttention(PagedAttention):
             )
 
     def owns(self, rows: int) -> bool:
-        """Whether every row is a query: unknown, hence False, with several rows a sequence."""
+        """Whether every row is surely a query: False with several rows per sequence."""
         return max(self.query_lens, default=1) == 1 and super().owns(rows)
 
     def tables(self, device: torch.device) -> SequenceTables:
@@ -74,11 +73,11 @@ class CapturedPagedAttention(PagedAttention):
         return self.numbers.block_table
 
     def plan(self, group: int, window: int | None) -> TilePlan:
-        """The plan of `numbers` as they are now, not kept; only a CPU asks for it."""
+        """The plan of the current `numbers`, not kept; only a CPU asks for it."""
         return self.in_force().plan(group, window)
 
     def in_force(self) -> PagedAttention:
-        """The layout that `numbers` describe now, on the host."""
+        """The layout of the current `numbers`, on the host."""
         return PagedAttention(
             query_starts=self.numbers.query_start.tolist(),
             query_lens=self.numbers.query_len.tolist(),

@@ -1,7 +1,6 @@
 """The attention order on a CPU: forward by tiles of 16 rows, backward by tiles of 64 queries.
 
-Shapes, dtypes and order are those of `op.py`. Keys are gathered for every tile, and tiles or
-sequences are batched up to `GATHER_BYTES`.
+Keys are gathered for every tile; tiles or sequences are batched up to `GATHER_BYTES`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from rl_consistency.kernels.matmul.op import tile_matmul
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 
 GATHER_BYTES = 64 << 20
-"""Upper bound on the fp32 keys gathered at a time; no bit depends on it."""
+"""The most bytes of fp32 keys gathered at a time; no bit depends on it."""
 
 
 def attention_cpu_fwd(
@@ -94,11 +93,8 @@ def _fold_block(
     acc: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(m, length, acc) after one more block of keys.
-
-    q [n, Hkv, 16, D], k and v [n, 64, Hkv, D], seen [n, 16, 64]; m and length [n, Hkv, 16], acc
-    [n, Hkv, 16, D].
-    """
+    """(m, length, acc) after one more block of keys: q and acc [n, Hkv, 16, D], k and v
+    [n, 64, Hkv, D], seen [n, 16, 64], m and length [n, Hkv, 16]."""
     n, kv_heads, _, _ = q.shape
     dtype = v.dtype
     # [n, 64, Hkv, D] -> [n * Hkv, 64, D]
@@ -117,7 +113,7 @@ def _fold_block(
 
 
 def visible(positions: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """[..., rows, keys] bool: key not after the query and not before its window."""
+    """[..., rows, keys] bool: whether a key lies in the window that ends at the query."""
     distance = positions.unsqueeze(-1) - keys
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
@@ -134,10 +130,7 @@ def attention_cpu_bwd(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv; rows that no sequence owns are 0.
-
-    Sequences of equally many blocks are batched.
-    """
+    """(dq, dk, dv), 0 in rows that no sequence owns; sequences of equal block count are batched."""
     delta = tree_sum(do.float() * out.float())
     gradients = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     lens = torch.tensor(list(layout.query_lens), dtype=torch.int64)
@@ -167,7 +160,7 @@ def _backward_sequences(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of n sequences of equal block count; operands [n, S, heads, D], result the same."""
+    """Gradients of n sequences of equal block count, shaped as the operands [n, S, heads, D]."""
     n, length, heads, head_dim = operands[1].shape
     kv_heads = operands[2].shape[2]
     group = heads // kv_heads

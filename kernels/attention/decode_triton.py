@@ -1,8 +1,7 @@
-"""Decode in Triton, for any GPU: a tile of few rows whose key blocks are spread over programs.
+"""Decode in Triton, for any GPU: programs share the key blocks of a tile of few rows.
 
-One kernel writes every block's sums to memory, each block on its own. A second one folds the blocks
-of a tile in their order: its programs share out the columns of a head, and each column is the same
-chain of fused multiply-adds, upward over blocks.
+One kernel writes every block's sums to memory. A second one folds a tile's blocks in their order:
+each program takes some columns of a head, and each column is one chain of fused multiply-adds.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -35,17 +34,16 @@ COMBINED_COLUMNS = 8
 
 @triton.jit(do_not_specialize=PER_CALL)
 def attention_block_kernel(
-    Q, K, V, block_m, block_lanes, block_acc,
-    tiles, query_start, query_len, context_len, tables, window, factor, num_blocks, slots,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STORED: tl.constexpr,
-    KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr,
-    WINDOWED: tl.constexpr, BLOCK: tl.constexpr,
+    Q, K, V, block_m, block_lanes, block_acc, tiles, query_start, query_len, context_len, tables,
+    window, factor, num_blocks, slots, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt,
+    stride_vh, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    STORED: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    SOURCE: tl.constexpr, WINDOWED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The sums of some key blocks of one tile, each block on its own.
+    """The sums of some key blocks of one tile; carries nothing from block to block.
 
     Writes block_m [tiles * KV heads, slots, STORED], block_lanes [.., 8] and block_acc [.., DIM].
-    Grid: (tiles * KV heads, programs of a tile). Carries nothing from block to block.
+    Grid: (tiles * KV heads, programs of a tile).
     """
     sequence, kv_head, first_row, start_row, q_len, limit = tile_of(
         tiles, query_start, query_len, context_len, KV_HEADS
@@ -60,7 +58,7 @@ def attention_block_kernel(
     _first, last_position, low = keys_of(
         first_row, q_len, limit, window, ROWS, GROUP, KEYS, WINDOWED
     )
-    # A captured launch has one grid for all lengths: the tile's own blocks are shared out here.
+    # A captured launch has one grid for all lengths: each program takes its share of blocks here.
     share = tl.cdiv(tl.cdiv(last_position + 1 - low, KEYS), tl.num_programs(1)) * KEYS
     begin = low + tl.program_id(1) * share
     end = tl.minimum(begin + share, last_position + 1)
@@ -93,11 +91,11 @@ def _fold_ahead(
 ):  # fmt: skip
     """(lanes, acc) after the next AHEAD blocks, or the first `count` of them where MASKED.
 
-    Every offset is a constant, so that all loads are issued at once.
+    Constant offsets let all loads start at once.
     """
     for i in tl.static_range(AHEAD):
         if MASKED:
-            # Past the last block the left factor is 1 and what is added is 0.
+            # Past the last block the left factor is 1 and the summand is 0.
             inside = i < count
             a = tl.load(left + i * STORED, mask=inside, other=1.0)
             b = tl.load(right + i * STORED, mask=inside, other=0.0)
@@ -121,10 +119,10 @@ def attention_combine_kernel(
     KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr,
     WINDOWED: tl.constexpr, SCAN: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """o and lse of one tile from its written blocks, folded in order, for COLUMNS of the head.
+    """COLUMNS of o, and lse, of one tile from its written blocks, folded in order.
 
     Grid: (tiles * KV heads, DIM / COLUMNS). `left` and `right` [tiles * KV heads, slots, STORED]
-    are memory for the factors of each fold.
+    hold the factors of each fold.
     """
     _sequence, kv_head, first_row, start_row, q_len, limit = tile_of(
         tiles, query_start, query_len, context_len, KV_HEADS
@@ -138,8 +136,7 @@ def attention_combine_kernel(
     lane = tl.arange(0, 8)
     column = first_column + tl.arange(0, COLUMNS)
     first_slot = tl.program_id(0).to(tl.int64) * slots
-    # A running maximum is exact in any order, so the factors of all folds are computed at once. The
-    # chain over blocks is then one multiplication and one fused multiply-add.
+    # A running maximum is exact in any order, so the factors of all folds are computed at once.
     block = tl.arange(0, SCAN)
     cell = (first_slot + block)[None, :] * STORED + row[:, None]  # [STORED, SCAN]
     known = (block < count)[None, :]
@@ -180,7 +177,7 @@ def attention_combine_kernel(
 
 
 def attention_split_fwd(call: ForwardCall, schedule: Schedule, programs: int) -> None:
-    """Fill o and lse, the key blocks of each tile spread over `programs` programs."""
+    """Fill o and lse; `programs` programs share the key blocks of each tile."""
     written = call.memory_of_blocks()
     attention_block_kernel[(call.grid, programs)](
         call.q, call.k, call.v, *written, call.tiles, *call.numbers, call.block_table, call.reach,

@@ -13,57 +13,40 @@ from rl_consistency.kernels.attention.schedules import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardCall:
-    """What every forward kernel is launched with.
+    """What every forward kernel is launched with. The elements of a head lie side by side."""
 
-    Attributes:
-        q, k, v: [T, H, D]; [T, Hkv, D] packed, or [slots, Hkv, D] of a paged cache. The elements of
-            a head lie side by side.
-        out, lse: [T, H, D] and [T, H], written by the kernels.
-        tiles: [tiles, 2] int32: a sequence, and the tile's first row in it.
-        numbers: first row, number of queries and number of keys of each sequence, int32.
-        block_table: [sequences, blocks] int32, physical blocks of a paged cache.
-        block_size: tokens in one physical block; None where keys are packed.
-        keys: keys in one step of the fold.
-        most_blocks: steps of the fold that any tile needs, at most.
-        stored: rows of a tile that are written where programs share its key blocks.
-        reach, windowed: the window as kernels take it, and whether there is one.
-        factor: scale of the scores in log2 units.
-    """
-
-    q: Tensor
-    k: Tensor
+    q: Tensor  # [T, H, D]
+    k: Tensor  # [T, Hkv, D] packed, or [slots, Hkv, D] of a paged cache; v alike
     v: Tensor
-    out: Tensor
+    out: Tensor  # [T, H, D], and lse [T, H]: the kernels write both
     lse: Tensor
-    tiles: Tensor
-    numbers: tuple[Tensor, Tensor, Tensor]
-    block_table: Tensor
-    block_size: int | None
-    keys: int
-    most_blocks: int
-    stored: int
-    reach: int
+    tiles: Tensor  # [tiles, 2] int32: a sequence and the tile's first row in it
+    numbers: tuple[Tensor, Tensor, Tensor]  # first row, queries and keys of each sequence, int32
+    block_table: Tensor  # [sequences, blocks] int32, physical blocks of a paged cache
+    block_size: int | None  # tokens in one physical block; None where keys are packed
+    keys: int  # keys in one step of the fold
+    most_blocks: int  # steps of the longest tile's fold
+    stored: int  # rows that a tile writes where programs share its key blocks
+    reach: int  # the window as kernels take it
     windowed: bool
-    factor: float
+    factor: float  # scale of the scores in log2 units
 
     @property
     def head_dim(self) -> int:
-        """D."""
         return self.q.shape[2]
 
     @property
     def dim(self) -> int:
-        """D filled up to a power of two of at least 16."""
+        """D rounded up to a power of two of at least 16."""
         return max(1 << (self.head_dim - 1).bit_length(), 16)
 
     @property
     def kv_heads(self) -> int:
-        """Hkv."""
         return self.k.shape[1]
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.q.shape[1] // self.kv_heads
 
     @property
@@ -96,8 +79,7 @@ class ForwardCall:
         }
 
     def memory_of_blocks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """fp32 memory for key blocks written one by one: m [places], lanes [places, 8] and
-        acc [places, dim]."""
+        """fp32 memory for every key block's m [places], lanes [places, 8] and acc [places, dim]."""
         places = self.grid * self.most_blocks * self.stored
         m, lanes, acc = (
             torch.empty(shape, dtype=torch.float32, device=self.q.device)

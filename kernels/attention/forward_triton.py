@@ -1,9 +1,9 @@
 """The forward pass in Triton, for any GPU: each program walks over all keys of its tile.
 
-A program owns a tile of rows of one KV head: row r of a sequence is query r // group, head
-r % group of the group, so heads that share keys share their loads. `attention_fwd` also picks the
-schedule of a call and hands it to the kernels of `decode_triton` and `hopper` where they fit. All
-of them give the same bits: every sum is a chain of matrix steps or an explicit tree.
+A program owns a tile of rows of one KV head. Row r of a sequence is query r // group and head
+r % group of the group, so heads that share keys share loads. `attention_fwd` picks the schedule of
+a call, which may belong to `decode_triton` or `hopper`. All give the same bits: every sum is a
+chain of matrix steps or an explicit tree.
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
@@ -52,9 +52,8 @@ def _fold(m, lanes, acc, block_m, block_lanes, block_acc, MASKED: tl.constexpr):
 
 @triton.jit
 def _fold_keys(
-    m, lanes, acc, q, position, low, high, window, factor,
-    K, V, k_descriptor, v_descriptor, table, row0, head, limit,
-    stride_kt, stride_kh, stride_vt, stride_vh, BLOCK: tl.constexpr,
+    m, lanes, acc, q, position, low, high, window, factor, K, V, k_descriptor, v_descriptor, table,
+    row0, head, limit, stride_kt, stride_kh, stride_vt, stride_vh, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
     SOURCE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -73,18 +72,15 @@ def _fold_keys(
 
 @triton.jit(do_not_specialize=PER_CALL)
 def attention_fwd_kernel(
-    Q, K, V, OUT, LSE, k_descriptor, v_descriptor,
-    tiles, query_start, query_len, context_len, tables, window, factor, num_blocks,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
-    stride_lse,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIM: tl.constexpr, SOURCE: tl.constexpr, WINDOWED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    Q, K, V, OUT, LSE, k_descriptor, v_descriptor, tiles, query_start, query_len, context_len,
+    tables, window, factor, num_blocks, stride_qt, stride_qh, stride_kt, stride_kh, stride_vt,
+    stride_vh, stride_ot, stride_oh, stride_lse, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    SOURCE: tl.constexpr, WINDOWED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """o [T, H, HEAD_DIM] and lse [T, H] of one tile of ROWS rows of one KV head, from all its keys.
+    """o [T, H, HEAD_DIM] and lse [T, H] of one tile of ROWS rows of one KV head.
 
-    Grid: tiles * KV heads. Carried from block to block of KEYS keys: m [ROWS], lanes [ROWS, 8] and
-    acc [ROWS, DIM].
+    Grid: tiles * KV heads. Carried over blocks of keys: m [ROWS], lanes [ROWS, 8], acc [ROWS, DIM].
     """
     sequence, kv_head, first_row, start_row, q_len, limit = tile_of(
         tiles, query_start, query_len, context_len, KV_HEADS
@@ -102,7 +98,7 @@ def attention_fwd_kernel(
     m = tl.full((ROWS,), NEG_INF, tl.float32)
     lanes = tl.zeros((ROWS, 8), tl.float32)
     acc = tl.zeros((ROWS, DIM), tl.float32)
-    # Blocks that every row sees whole need no mask. Low tiles mask all of their blocks.
+    # Blocks that every row sees whole need no mask. Low tiles mask every block.
     full_low, full_high = low, tl.maximum((first_position + 1) // KEYS * KEYS, low)
     if ROWS <= 16:
         full_high = low
@@ -113,10 +109,9 @@ def attention_fwd_kernel(
         begin = low if part == 0 else full_low if part == 1 else full_high
         end = full_low if part == 0 else full_high if part == 1 else last_position + 1
         m, lanes, acc = _fold_keys(
-            m, lanes, acc, q, position, begin, end, window, factor,
-            K, V, k_descriptor, v_descriptor, table, start_row, kv_head, limit,
-            stride_kt, stride_kh, stride_vt, stride_vh, BLOCK,
-            ROWS, KEYS, HEAD_DIM, DIM, SOURCE, part != 1,
+            m, lanes, acc, q, position, begin, end, window, factor, K, V, k_descriptor,
+            v_descriptor, table, start_row, kv_head, limit, stride_kt, stride_kh, stride_vt,
+            stride_vh, BLOCK, ROWS, KEYS, HEAD_DIM, DIM, SOURCE, part != 1,
         )  # fmt: skip
     write_rows(
         OUT, LSE, m, lanes, acc, valid, token_row, head, stride_ot, stride_oh, stride_lse,
@@ -137,8 +132,8 @@ def attention_fwd(
 ) -> tuple[Tensor, Tensor]:
     """o [T, H, D] and lse [T, H] in `lse_dtype`; rows that no sequence owns are 0 and -inf.
 
-    `schedule` and `programs_per_tile` (over how many programs the key blocks of a tile of few rows
-    are spread) are for tests and tuning; any choice gives the same bits.
+    Tests and tuning give a `schedule` and the programs that share the key blocks of a tile of few
+    rows; neither changes a bit.
     """
     q, k, v = (dense(x) for x in (q, k, v))
     rows, heads, head_dim = q.shape

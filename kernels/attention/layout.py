@@ -1,8 +1,7 @@
 """Where the queries and keys of a call lie: packed sequences, or a paged cache.
 
-Both say the same to the attention order: the new queries of every sequence, their positions, and
-the row that holds each key of positions 0 .. context - 1. A layout is built once per forward pass.
-All layers share it, with its tables on the device and its lists of tiles.
+A layout gives every sequence's new queries, their positions, and the row of each key it has. It is
+built once per forward pass; all layers share it, its tables on the device and its lists of tiles.
 """
 
 from __future__ import annotations
@@ -18,58 +17,48 @@ from torch import Tensor
 from rl_consistency.kernels.attention.cache_write_triton import cache_write
 
 ROW_TILE = 16
-"""Query rows in one CPU tile; the heads of a KV group at one position are neighbouring rows."""
+"""Query rows in one CPU tile; the heads of a KV group at one position are neighbours."""
 KEY_BLOCK = 64
-"""Keys in one step of the CPU's softmax fold, counted from the sequence's own first token."""
+"""Keys in one step of the CPU's softmax fold, counted from the sequence's first token."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def from_host(values: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on the device, without waiting for the work queued there."""
+    """Copy a CPU tensor to the device without waiting for the work queued there."""
     if device.type == "cuda" and not values.is_cuda:
-        # From pageable memory the copy would wait for everything launched before it.
+        # A copy from pageable memory would wait for all earlier launches.
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
 class TilePlan:
-    """Index tensors of the CPU schedule, for one number of query heads per KV head.
-
-    Attributes:
-        query_rows: [tiles, 16] row in the flattened [T * group] queries; 0 for filler.
-        query_positions: [tiles, 16] position in the sequence; -1 for filler, which sees no key.
-        sequence: [tiles] sequence of the tile.
-        key_rows: [sequences, blocks * 64] storage row of each key; past the end the last key's row.
-        first_block, last_block: [tiles] first and last key block that any row of the tile sees.
-    """
+    """Index tensors of the CPU schedule, for one number of query heads per KV head."""
 
     query_rows: Tensor
+    """[tiles, 16] row in the flattened [T * group] queries; 0 for filler."""
     query_positions: Tensor
-    sequence: Tensor
+    """[tiles, 16] position in the sequence; -1 for filler, which sees no key."""
+    sequence: Tensor  # [tiles]
     key_rows: Tensor
-    first_block: Tensor
+    """[sequences, blocks * 64] storage row of each key; past the end the last key's row."""
+    first_block: Tensor  # [tiles], first and last key block that any row of the tile sees
     last_block: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceTables:
-    """One layout as int32 tensors on a GPU.
-
-    Attributes:
-        query_start, query_len, context_len: [sequences].
-        block_table: [sequences, most blocks] physical blocks, or [1, 1] when keys are packed.
-    """
+    """One layout as int32 tensors on a GPU: [sequences] numbers and the block table."""
 
     query_start: Tensor
     query_len: Tensor
     context_len: Tensor
-    block_table: Tensor
+    block_table: Tensor  # [sequences, most blocks] physical blocks; [1, 1] when keys are packed
 
 
 def _once(method: _Method) -> _Method:
-    """A method of a layout that is run once for each list of arguments."""
+    """Make a layout's method run once for each list of arguments."""
 
     @wraps(method)
     def call(self: AttentionLayout, *arguments: object) -> Any:
@@ -83,19 +72,13 @@ def _once(method: _Method) -> _Method:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionLayout:
-    """Queries of a call by sequence.
-
-    Raises:
-        ValueError: the lists differ in length, a length is negative, or a query lies past its
-            context.
-    """
+    """Queries of a call by sequence; ValueError on lengths that do not fit each other."""
 
     query_starts: Sequence[int]
-    """Row in the packed [T, ...] call where each sequence's queries begin."""
+    """Row of the call's [T, ...] tensors where each sequence's queries begin."""
     query_lens: Sequence[int]
-    """Number of queries of each sequence."""
     context_lens: Sequence[int]
-    """Number of keys of each sequence, those of its queries included."""
+    """Number of keys of each sequence, including the keys of its queries."""
     _kept: dict[tuple[object, ...], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -116,7 +99,7 @@ class AttentionLayout:
                 )
 
     def owns(self, rows: int) -> bool:
-        """Whether each of the call's rows is a query of some sequence."""
+        """Whether every row of the call is a query of some sequence."""
         return self._rows_from_first() >= rows
 
     @_once
@@ -130,17 +113,17 @@ class AttentionLayout:
         return end
 
     def key_rows(self, width: int) -> Tensor:
-        """[sequences, width] storage row of each key position, the last key's row past the end."""
+        """[sequences, width] storage row of each key position; past the end the last key's row."""
         raise NotImplementedError
 
     @_once
     def key_rows_on(self, device: torch.device) -> Tensor:
-        """`key_rows` of all contexts on a device, copied once."""
+        """`key_rows` of the longest context, copied to a device once."""
         return from_host(self.key_rows(max(self.context_lens, default=1) or 1), device)
 
     @_once
     def plan(self, group: int, window: int | None) -> TilePlan:
-        """The CPU's tile plan for `group` query heads per KV head, made once."""
+        """The CPU's tile plan for `group` query heads per KV head."""
         starts, queries, contexts = map(
             _int64, (self.query_starts, self.query_lens, self.context_lens)
         )
@@ -150,7 +133,7 @@ class AttentionLayout:
         token, head = flat // group, flat % group
         rows = ((starts[sequence][:, None] + token) * group + head).masked_fill(~valid, 0)
         positions = (contexts - queries)[sequence][:, None] + token
-        # A tile's first row is never filler, so its position is the tile's earliest.
+        # A tile's first row is never filler: its position is the tile's earliest.
         earliest, positions = positions[:, 0], positions.masked_fill(~valid, -1)
         last = positions.amax(dim=1) // KEY_BLOCK if len(sequence) else sequence
         first = torch.zeros_like(last)
@@ -182,10 +165,9 @@ class AttentionLayout:
 
     @_once
     def tiles(self, device: torch.device, group: int, rows_per_tile: int) -> Tensor:
-        """[tiles, 2] int32 on a device: a sequence, and the tile's first row in it.
+        """[tiles, 2] int32 on a device: a sequence and the tile's first row in it, longest first.
 
-        A sequence's rows are its queries times the group's heads. Tiles that see most keys come
-        first, so that the last ones to run are short.
+        A sequence's rows are its queries times the group's heads. The last tiles to run are short.
         """
         sequence, first, _ = _cut([n * group for n in self.query_lens], rows_per_tile)
         past = _int64(self.context_lens) - _int64(self.query_lens)
@@ -193,13 +175,9 @@ class AttentionLayout:
 
     @_once
     def tickets(self, device: torch.device, count: int) -> Tensor:
-        """[count] int32 zeros on a device; each launch that counts in them leaves them zero.
+        """[count] int32 zeros on a device, for one stream; a launch that counts leaves them zero.
 
-        A layout is for one stream at a time.
-
-        Raises:
-            RuntimeError: a graph is being captured and nothing was run before it: its replay
-                would count in memory that only the capture set to zero.
+        RuntimeError if a captured call comes first: only the capture would set them to zero.
         """
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
@@ -211,10 +189,9 @@ class AttentionLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedSequences(AttentionLayout):
-    """Whole sequences one after another, keys in the same rows as queries (training, scoring).
+    """Whole sequences whose keys lie in the rows of their queries (training, scoring).
 
-    Raises:
-        ValueError: a sequence whose keys are not those of its queries.
+    ValueError if a sequence's numbers of keys and queries differ.
     """
 
     def __post_init__(self) -> None:
@@ -232,12 +209,9 @@ class PackedSequences(AttentionLayout):
 
     @_once
     def key_tiles(self, device: torch.device, keys_per_tile: int) -> Tensor:
-        """[tiles, 2] int32 on a device: a sequence, and the tile's first key in it.
-
-        Tiles that most queries see come first, so that the last ones to run are short.
-        """
+        """[tiles, 2] int32 on a device: a sequence and the tile's first key, most queries first."""
         sequence, first, _ = _cut(self.query_lens, keys_per_tile)
-        # A key is seen by the queries after it.
+        # The queries from a key's position on see it.
         queries = _int64(self.query_lens)[sequence] - first
         return _longest_first(queries, device, sequence, first)
 
@@ -247,11 +221,10 @@ class PackedSequences(AttentionLayout):
     ) -> Tensor:
         """[tiles * kv_heads, 3] int32 on a device: a sequence, the tile's first key, the KV head.
 
-        The tiles of a sequence and head lie upward: `hopper/backward.py` waits for the earlier ones
-        and would wait for ever otherwise. Tiles of one sequence and head that run side by side wait
-        for one another, end together, and leave the next ones to do the same. So sequences and
-        heads are set up to `apart` tiles apart in the order: they end at different times, and their
-        next tiles start one by one.
+        The tiles of one sequence and head lie upward: each tile in `hopper/backward.py` waits for
+        the earlier ones, and would otherwise wait for ever. Such tiles end together if they run
+        side by side. So the order puts sequences and heads up to `apart` tiles apart: they end at
+        different times, and their next tiles start one by one.
         """
         sequence, first, _ = _cut(self.query_lens, keys_per_tile)
         head = torch.arange(kv_heads).repeat(len(sequence))
@@ -263,15 +236,11 @@ class PackedSequences(AttentionLayout):
 
     @_once
     def query_tiles(self, device: torch.device, queries_per_tile: int) -> tuple[Tensor, Tensor]:
-        """Tiles of queries in the order of their sequences, int32 on a device.
-
-        Returns:
-            ([tiles, 2] a sequence and the tile's first query in it, [sequences] number of each
-            sequence's first tile).
-        """
+        """(sequence and first query of each tile [tiles, 2], number of each sequence's first tile
+        [sequences]), both int32 on a device, in the order of the sequences."""
         sequence, first, before = _cut(self.query_lens, queries_per_tile)
         tiles = torch.stack([sequence, first], dim=1).flatten()
-        # One tensor holds both: one copy.
+        # One tensor holds both, so that one copy is enough.
         both = from_host(torch.cat([tiles, before]).to(torch.int32), device)
         tiles, first_tiles = both.tensor_split([len(tiles)])
         return tiles.view(-1, 2), first_tiles
@@ -282,18 +251,16 @@ class PackedSequences(AttentionLayout):
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAttention(AttentionLayout):
-    """New tokens of sequences whose keys and values live in a paged cache (rollout)."""
+    """New tokens of sequences whose keys and values lie in a paged cache (rollout)."""
 
     block_tables: Sequence[Sequence[int]]
     """Physical block ids of each sequence in logical order, covering its context."""
     slot_mapping: Tensor
-    """[T] int64, physical slot (block * block_size + offset) each new token is written to."""
+    """[T] int64, the slot (block * block_size + offset) that each new token is written to."""
     key_cache: Sequence[Tensor]
     """Per layer [num_blocks, block_size, num_kv_heads, head_dim]."""
     value_cache: Sequence[Tensor]
-    """Per layer, the shape of `key_cache`."""
     block_size: int
-    """Tokens in one physical block."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -327,11 +294,8 @@ def _int64(values: Sequence[int]) -> Tensor:
 
 
 def _cut(lens: Sequence[int], per_tile: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tiles of sequences of `lens` rows, in their order.
-
-    Returns:
-        ([tiles] sequence, [tiles] first row in it, [sequences] number of the first tile), int64.
-    """
+    """Cut sequences of `lens` rows, in their order, into tiles: (sequence [tiles], first row in it
+    [tiles], number of each sequence's first tile), int64."""
     counts = -(-_int64(lens) // per_tile)
     before = counts.cumsum(0) - counts
     sequence = torch.repeat_interleave(counts)
@@ -339,7 +303,7 @@ def _cut(lens: Sequence[int], per_tile: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _longest_first(length: Tensor, device: torch.device, *columns: Tensor) -> Tensor:
-    """[tiles, columns] int32 on a device, tiles of most `length` first."""
+    """[tiles, columns] int32 on a device, by `length` downward."""
     order = torch.argsort(length, descending=True, stable=True)
     return from_host(torch.stack(columns, dim=1)[order].to(torch.int32).contiguous(), device)
 

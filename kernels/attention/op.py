@@ -1,21 +1,18 @@
 """o = softmax(scale * q k^T + mask) v, causal, per sequence, as a fold over blocks of keys.
 
-Shapes: q [T, H, D], k and v [T, Hkv, D] (packed) or [num_blocks, block_size, Hkv, D] (paged); H a
-    multiple of Hkv (GQA), D a multiple of 16 up to 256 -> o [T, H, D], lse [T, H] fp32 (natural
-    log).
-Dtypes and rounding points: fp32, bf16, fp16; scores, statistics and accumulators fp32;
-    probabilities rounded to the dtype of v before they are multiplied with v (on a CPU before they
-    are summed, too); o rounded once. Backward: probabilities and score gradients rounded to the
-    dtype before their products.
+Shapes: q [T, H, D], k and v [T, Hkv, D] (packed) or [num_blocks, block_size, Hkv, D] (paged) ->
+    o [T, H, D], lse [T, H] fp32 (natural log). Hkv divides H (GQA); D: multiples of 16 up to 256.
+Dtypes and rounding points: fp32, bf16, fp16. Scores, statistics and accumulators are fp32.
+    Probabilities are rounded to the dtype of v before the product with v, on a CPU also before
+    their sum. o is rounded once. Backward rounds probabilities and score gradients before products.
 Order: ORDER below, `attention`.
-Invariant to: the other sequences, the number of queries in the call (prefill, chunk, decode), the
-    placement of keys, the block size of the cache, tiles of queries, rows that no sequence owns
-    (they give 0). Backward on CUDA expects finite neighbours: a NaN in another sequence may spread.
-Varies with: D, the window, and the key's distance from its sequence's start (block borders).
+Invariant to: other sequences, the number of queries in the call (prefill, chunk, decode), where
+    keys lie, the cache's block size, tiles, rows that no sequence owns (they give 0). Backward on
+    CUDA expects finite neighbours: a NaN in another sequence may spread.
+Varies with: D, the window, a key's distance from its sequence's start (block borders).
 Backward: dq, dk, dv without atomics; packed layout only. lse has no gradient.
 Errors: TypeError on dtypes, ValueError on shapes, devices, layout and autocast.
-Cost: on the CPU two batched products per block of 64 keys; keys are gathered per tile. On CUDA see
-    benchmarks/results/h200.json.
+Cost: on a CPU two batched products per 64 keys. On CUDA see benchmarks/results/h200.json.
 
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018); Dao et al.,
     FlashAttention (2022).
@@ -31,11 +28,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
 from rl_consistency.kernels.attention.cpu import attention_cpu_bwd, attention_cpu_fwd, visible
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
-from rl_consistency.kernels.attention.layout import (
-    AttentionLayout,
-    PackedSequences,
-    PagedAttention,
-)
+from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.schedules import lse_dtype
 from rl_consistency.kernels.core.autograd import apply, once_differentiable, plain
 from rl_consistency.kernels.core.operand import require_operands
@@ -98,8 +91,7 @@ def attention_varlen(
         scale: factor on the scores.
         window: each query sees itself and the `window - 1` tokens before it; None sees all.
 
-    Returns:
-        (o [T, H, D], lse [T, H] fp32).
+    Returns (o [T, H, D], lse [T, H] fp32).
     """
     _check(q, k, v, layout, scale, window)
     if k.shape[0] != q.shape[0]:
@@ -112,16 +104,11 @@ def attention_varlen(
 
 @torch.no_grad()
 def attention_paged(
-    q: Tensor,
-    paged: PagedAttention,
-    layer: int,
-    *,
-    scale: float,
-    window: int | None = None,
+    q: Tensor, paged: PagedAttention, layer: int, *, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same attention, without gradient, with keys and values read from a layer's paged cache.
+    """The same attention, without gradient, of keys and values in a layer's paged cache.
 
-    `q` has the queries of the new tokens, whose keys `paged.write` has stored already.
+    `q` [T, H, D] belongs to the new tokens; `paged.write` must have stored their keys and values.
     """
     k, v = (
         cache.view(-1, *cache.shape[2:])
@@ -133,12 +120,7 @@ def attention_paged(
 
 
 def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: AttentionLayout,
-    scale: float,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, window: int | None
 ) -> None:
     require_operands("attention", q=q, k=k, v=v)
     heads, head_dim = q.shape[-2:]
@@ -215,7 +197,7 @@ def _backward(
 
 
 def _observed(*operands: Tensor) -> bool:
-    """Whether a compiler or a class of tensors has to see a registered op."""
+    """Whether a compiler or a tensor subclass must see a registered op."""
     return torch.compiler.is_compiling() or not plain(operands)
 
 
@@ -233,7 +215,7 @@ def attention_packed_fwd(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention_fwd` of packed sequences as a registered op: the layout as two lists."""
+    """`attention_fwd` of packed sequences as a registered op, which takes the layout as lists."""
     return attention_fwd(q, k, v, PackedSequences.of(starts, lens), scale, window)
 
 

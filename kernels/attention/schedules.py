@@ -1,8 +1,7 @@
 """The schedules of attention on CUDA, and the rules that pick one for a call.
 
-Every schedule gives the same bytes, so a rule may look at any size, the number of queries included.
-Tests and `verify` run through the tables and compare. An entry that no rule picks is there to be
-compared with the fp32 one.
+Every schedule gives the same bytes, so a rule may look at any size. Tests and `verify` compare all
+entries of the tables. An entry that no rule picks is there for the comparison in fp32.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from rl_consistency.kernels.core.device import has_tma, has_wgmma, shared_memory
 
 LOG2E = 1.4426950408889634
 NO_WINDOW = 1 << 30
-"""The window of a call without one: longer than any sequence, and added to a position still an
-int32."""
+"""The window of a call without one: longer than any sequence; a position plus it fits an int32."""
 UNSPECIALIZED = (
     "attention: specialised warps need sm_90, packed bf16 or fp16 operands, head_dim 64 or 128 and "
     "whole rows of heads; leave the schedule out to have one chosen."
@@ -34,20 +32,20 @@ FEW_ROWS = 64
 SPLIT_ROWS = 16
 """Up to this many rows, the key blocks of a tile may be spread over programs."""
 SPLIT_BYTES = 256 << 20
-"""The most memory that spread key blocks may take; beyond it tiles are not split."""
+"""The most memory for spread key blocks; tiles that need more are not split."""
 SPREAD_ROWS = 256
-"""From this many written rows of a tile, several programs fold faster than the last one alone."""
+"""From this many written rows of a tile, several programs fold faster than one."""
 NARROWEST = 8
-"""Columns of the narrowest slice that a program folds: 32 bytes, and as many as there are lanes."""
+"""Columns of the narrowest slice that a program folds: 32 bytes, as many as lanes."""
 CHAIN_BYTES = 2 << 30
-"""The most memory that the sums of dq may take; beyond it two kernels share the backward pass."""
+"""The most memory for the sums of dq; where they need more, two kernels do the backward pass."""
 FP32_SUMMED = 32
 """Keys of one fp32 step of dq, and queries of one of dk and dv; part of the order."""
 PER_CALL = (
     "tickets", "tiles", "num_tiles", "first_tiles", "programs", "query_start", "query_len",
     "context_len", "tables", "num_blocks", "slots", "window",
 )  # fmt: skip
-"""Kernel arguments whose values differ from call to call: Triton compiles one kernel for all."""
+"""Kernel arguments that differ from call to call: Triton compiles one kernel for all values."""
 
 
 def key_block(head_dim: int) -> int:
@@ -63,37 +61,33 @@ def reach(window: int | None) -> int:
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the log-sum-exp that is kept for the backward pass.
 
-    fp32 probabilities are computed again from it. Rounded to fp32, it would be the largest error of
-    their gradients, so it is kept in fp64.
+    In fp32 models its rounding would be the largest error of the gradients: they keep it in fp64.
     """
     return torch.float64 if dtype == torch.float32 else torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How a pass is cut into programs; no field changes a bit."""
+    """How a pass is cut into programs; no field changes a bit.
 
-    rows: int
-    """Rows of a program's tile."""
-    keys: int = 0
-    """Keys of a backward tile; the forward pass takes the order's key block."""
+    The kernel fixes `warps` and `stages` where warps are specialised or there is a ring.
+    """
+
+    rows: int  # of a program's tile
+    keys: int = 0  # of a backward tile; the forward pass takes the order's key block
     warps: int
-    """Warps of a program; fixed by the kernel where warps are specialised or there is a ring."""
-    stages: int
-    """Tiles in flight; fixed by the kernel as `warps` are."""
+    stages: int  # tiles in flight
     descriptors: bool = False
     """Whether packed keys are read through tensor descriptors (sm_90)."""
     specialized: bool = False
-    """Whether warps are specialised (sm_90): `hopper/forward.py`, and `hopper/backward.py`, one
-    kernel for all three gradients."""
+    """Whether warps are specialised (sm_90): `hopper/forward.py` and `hopper/backward.py`."""
     ring: int = 0
     """Shared buffers through which `hopper/decode.py` copies paged keys and values (sm_90)."""
     spread: bool = False
-    """Where programs of a ring share a tile: whether several of them fold what all have written, a
-    slice of the columns each, if the whole launch is on the device at once. Otherwise the last
-    program folds."""
+    """Whether several programs fold a tile whose blocks programs of a ring have written, a slice of
+    the columns each. The whole launch must fit the device at once; else the last program folds."""
     resident: int = 2
-    """Programs of one multiprocessor where the key blocks of a tile are spread over programs."""
+    """Programs per multiprocessor where the key blocks of a tile are spread over programs."""
 
 
 PREFILL_HOPPER = Schedule(rows=128, warps=12, stages=2, descriptors=True, specialized=True)
@@ -112,8 +106,8 @@ DECODE_LAST = Schedule(rows=16, warps=4, stages=1, ring=3, resident=1)
 DECODE_DEEP = Schedule(rows=16, warps=4, stages=1, ring=6, spread=True, resident=1)
 DECODE_POINTERS = Schedule(rows=16, warps=4, stages=4)
 DECODE = (DECODE_SPREAD, DECODE_LAST, DECODE_DEEP, DECODE_POINTERS, FP32_CANDIDATE, FP32_FORWARD)
-"""A ring for long tiles that programs share, for all others, and for at most one tile for each
-multiprocessor; then the schedules of calls that a ring does not take."""
+"""Rings for long tiles that programs share, for other tiles, and for at most one tile per
+multiprocessor; then the schedules of calls that no ring admits."""
 
 BACKWARD_POINTERS = Schedule(rows=64, keys=64, warps=4, stages=2)
 BACKWARD_WIDE = Schedule(rows=32, keys=32, warps=8, stages=1)
@@ -134,13 +128,13 @@ BACKWARD_KEYS = (
     Schedule(rows=32, keys=64, warps=8, stages=1),
     BACKWARD_WIDE,
 )
-"""dk and dv by tiles of keys; `FIVE_PRODUCTS` makes dq as well."""
+"""dk and dv by tiles of keys; `FIVE_PRODUCTS` computes dq as well."""
 
 
 def pick_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, most_rows: int
 ) -> Schedule:
-    """The forward schedule of a call; `most_rows` is the most rows of a sequence and KV head."""
+    """The forward schedule; `most_rows` is the largest number of rows of a sequence and KV head."""
     few = most_rows <= FEW_ROWS
     if q.dtype == torch.float32 or (few and q.shape[2] > 128):
         return _fitting(q, FP32_FORWARD)
@@ -156,23 +150,20 @@ def pick_forward(
 
 
 def _pick_ring(q: Tensor, kv_heads: int, layout: AttentionLayout, most_rows: int) -> Schedule:
-    """By the host's lengths, which a captured launch does not exceed."""
+    """The ring for the host's lengths, which bound a captured launch."""
     multiprocessors = sm_count(q.device)
     grid = len(layout.query_lens) * -(-most_rows // SPLIT_ROWS) * kv_heads
     blocks = -(-max(layout.context_lens) // key_block(q.shape[2]))
     if programs_for(grid, blocks, most_rows, q.shape[2], multiprocessors) > 1:
         return DECODE_SPREAD if blocks * most_rows >= SPREAD_ROWS else DECODE_LAST
-    # A block takes two buffers. A ring that would hold the whole context gains nothing from depth.
+    # A block takes two buffers. Depth gains nothing where the ring would hold the whole context.
     deep = grid <= multiprocessors and 2 * blocks > DECODE_DEEP.ring
     return DECODE_DEEP if deep else DECODE_LAST
 
 
 def _fitting(q: Tensor, schedule: Schedule) -> Schedule:
-    """The schedule of fp32 or of heads above 128, whose key blocks need much shared memory.
-
-    Raises:
-        ValueError: the device has less.
-    """
+    """The schedule of fp32 or of heads above 128; ValueError if the device's shared memory is too
+    small for its key blocks."""
     columns = triton.next_power_of_2(q.shape[2])
     needed = q.dtype.itemsize * columns * (schedule.rows + 2 * key_block(q.shape[2]))
     limit = shared_memory(q.device)
@@ -186,9 +177,9 @@ def _fitting(q: Tensor, schedule: Schedule) -> Schedule:
 
 
 def programs_for(grid: int, most_blocks: int, most_rows: int, dim: int, places: int) -> int:
-    """Programs over which each tile's key blocks are spread, enough to fill the device's `places`.
+    """Programs that share each tile's key blocks: enough to fill the device's `places`.
 
-    1 where the tiles alone fill it, and where written blocks would take more than `SPLIT_BYTES`.
+    1 where the tiles alone fill it, or where written blocks would take more than `SPLIT_BYTES`.
     """
     if most_rows > SPLIT_ROWS or most_blocks < 4:
         return 1
@@ -201,8 +192,8 @@ def programs_for(grid: int, most_blocks: int, most_rows: int, dim: int, places: 
 def slices_for(grid: int, programs: int, dim: int, places: int) -> int:
     """Programs of a tile that fold a slice of its `dim` columns each: a power of two.
 
-    1 where the launch has more programs than the device's `places`: those that fold slices wait
-    for the others, which must be on the device with them.
+    1 where the launch exceeds the device's `places`: folding programs wait for all the others,
+    which must run at the same time.
     """
     if grid * programs > places:
         return 1
@@ -211,23 +202,23 @@ def slices_for(grid: int, programs: int, dim: int, places: int) -> int:
 
 
 def pick_backward(described: Schedule, q: Tensor) -> Schedule:
-    """The schedule of one of the two backward kernels; `described` is its entry for sm_90."""
+    """The schedule of a backward kernel; `described` is its entry for sm_90."""
     if q.dtype == torch.float32 or q.shape[2] > 128:
         return BACKWARD_WIDE
     return described if has_tma(q.device) else BACKWARD_POINTERS
 
 
 def in_five_products(layout: AttentionLayout, *operands: Tensor) -> bool:
-    """Whether one kernel makes all gradients of a call; `operands` are do, q, k and v."""
+    """Whether one kernel computes all gradients; `operands` are do, q, k and v."""
     if not isinstance(layout, PackedSequences) or not admits(FIVE_PRODUCTS, layout, *operands):
         return False
     return chain_bytes(layout, *operands[1].shape[1:]) <= CHAIN_BYTES
 
 
 def chain_bytes(layout: PackedSequences, heads: int, head_dim: int) -> int:
-    """Bytes of the fp32 sums of dq that `FIVE_PRODUCTS` keeps in memory, tiles filled up.
+    """Bytes of the fp32 sums of dq that `FIVE_PRODUCTS` keeps in memory, whole tiles.
 
-    0 where one tile of keys holds every sequence.
+    0 where every sequence fits one tile of keys.
     """
     if max(layout.query_lens, default=0) <= FIVE_PRODUCTS.keys:
         return 0
@@ -236,24 +227,20 @@ def chain_bytes(layout: PackedSequences, heads: int, head_dim: int) -> int:
 
 
 def forward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Schedule]:
-    """The schedules of a forward table for a dtype.
-
-    fp32 products hold their operands in registers, and taller tiles would spill them.
-    """
+    """A forward table's schedules for a dtype: low tiles for fp32, whose products would spill
+    registers otherwise."""
     return [s for s in table if dtype != torch.float32 or (s.rows == SPLIT_ROWS and not s.ring)]
 
 
 def backward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Schedule]:
-    """The schedules of a backward table for a dtype.
-
-    fp32 has a pinned step over what is summed: keys for dq, queries for dk and dv.
-    """
+    """A backward table's schedules for a dtype: fp32 pins the step over what is summed, keys for dq
+    and queries for dk and dv."""
     summed = attrgetter("keys" if table is BACKWARD_QUERIES else "rows")
     return [s for s in table if dtype != torch.float32 or summed(s) == FP32_SUMMED]
 
 
 def admits(schedule: Schedule, layout: AttentionLayout, *operands: Tensor) -> bool:
-    """Whether a schedule can run a call; whether it fits the device is found when it runs."""
+    """Whether a schedule can run a call; the launch finds out whether it fits the device."""
     if not schedule.specialized and not schedule.ring:
         return True
     kind, line = (PackedSequences, 16) if schedule.specialized else (PagedAttention, 32)
@@ -281,7 +268,7 @@ def describable(*tensors: Tensor) -> bool:
 
 
 def _on_lines(x: Tensor, line: int) -> bool:
-    """Whether [T, heads, D] starts on 16 bytes, its rows `line` bytes apart or a multiple of it."""
+    """Whether [T, heads, D] starts on 16 bytes and its rows lie multiples of `line` bytes apart."""
     return (
         x.data_ptr() % 16 == 0
         and x.stride(2) == 1

@@ -1,5 +1,5 @@
-"""What the Triton kernels of attention share: which rows a tile has, which keys they see, how both
-are read, one block of keys on its own, and how a finished tile is written."""
+"""What the Triton kernels of attention share: a tile's rows and keys, loads, one block's sums, and
+writing out a finished tile."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def keys_of(
     first_row, q_len, limit, window,
     ROWS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """(position of a tile's first row, of its last row, the first key they see, on a block)."""
+    """(position of a tile's first row, of its last row, start of the first key block they see)."""
     first_position = limit - q_len + first_row // GROUP
     last_position = tl.minimum(limit - q_len + (first_row + ROWS - 1) // GROUP, limit - 1)
     low = 0
@@ -53,7 +53,7 @@ def rows_of(first_row, pid_head, query_len, past, ROWS: tl.constexpr, GROUP: tl.
 
 @triton.jit
 def addresses(base, row, head, stride_row, stride_head, DIM: tl.constexpr):
-    """[ROWS, DIM] pointers to rows of [T, heads, D]; `head` is a number, or [ROWS, 1]."""
+    """[ROWS, DIM] pointers to rows of [T, heads, D]; `head` is one number or [ROWS, 1]."""
     return base + row[:, None] * stride_row + head * stride_head + tl.arange(0, DIM)[None, :]
 
 
@@ -68,7 +68,7 @@ def load_rows(
     SOURCE: 0 packed, by pointer; 1 a paged cache, through `table`; 2 packed, by descriptor.
     """
     if SOURCE == 2 and not MASKED:
-        # Rows past the sequence are never in an unmasked block.
+        # An unmasked block has no rows past the sequence.
         tile = descriptor.load([row0 + start, head, 0])
         return tl.reshape(tile, (KEYS, DIM))
     key = start + tl.arange(0, KEYS)
@@ -90,7 +90,7 @@ def load_rows(
 
 @triton.jit
 def visible(query, key, window):
-    """Whether a query sees a key, both broadcast against each other."""
+    """Whether a query sees a key; both are broadcast."""
     distance = query - key
     return (distance >= 0) & (distance < window)
 
@@ -108,7 +108,7 @@ def block_sums(
     q, k, v, position, start, window, factor,
     ROWS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys on its own: m [ROWS] in log2 units, lanes [ROWS, 8], acc [ROWS, DIM]."""
+    """Sums of one block of keys: m [ROWS] in log2 units, lanes [ROWS, 8], acc [ROWS, DIM]."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
     if MASKED:
         key = start + tl.arange(0, KEYS)
@@ -138,12 +138,12 @@ def write_rows(
 
 
 def dense(x: Tensor) -> Tensor:
-    """x, or a copy of it where the elements of a head do not lie side by side."""
+    """x, copied if the elements of a head do not lie side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def sources(described: bool, box: list[int], *tensors: Tensor) -> list[Tensor | TensorDescriptor]:
-    """Each [T, heads, D] tensor behind a descriptor of `box`, or as it is."""
+    """The [T, heads, D] tensors, each behind a descriptor of `box` if `described`."""
     if not described:
         return list(tensors)
     return [TensorDescriptor(x, list(x.shape), list(x.stride()), box) for x in tensors]

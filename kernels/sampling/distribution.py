@@ -23,8 +23,8 @@ class Distribution(ABC):
     """
 
     log_normalizer: Tensor
-    """[T] fp32, log of the sum of exp(scaled), without the row's maximum: adding a large one would
-    round away the low bits of every probability."""
+    """[T] fp32, log of the sum of exp(scaled), without the row's maximum, which would round away
+    low bits of every probability."""
 
     @property
     @abstractmethod
@@ -53,8 +53,7 @@ class Distribution(ABC):
 class WrittenDistribution(Distribution):
     """A distribution on a CPU: its scaled logits lie in memory."""
 
-    written: Tensor
-    """[T, V] fp32, the scaled logits."""
+    written: Tensor  # [T, V] fp32, the scaled logits
 
     @property
     def scaled(self) -> Tensor:
@@ -71,23 +70,14 @@ class WrittenDistribution(Distribution):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ReducedDistribution(Distribution):
-    """A distribution on CUDA: the logits as they were given, and a few numbers per row.
+    """A distribution on CUDA. Methods read the given logits again, so those must not change."""
 
-    Every method reads the logits again, so they must not change before.
-    """
-
-    logits: Tensor
-    """[T, V] fp32 with unit column stride, unscaled."""
-    divisor: Tensor
-    """[T] fp32 temperatures, 1 where greedy."""
-    unit_temperature: bool
-    """Whether every divisor is known to be 1."""
-    support: Tensor | None
-    """[2, T] int32, as `statistics_triton` reads it; None where every id is in the support."""
-    top: Tensor
-    """[T] fp32, the row's largest logit / temperature."""
-    row_entropy: Tensor
-    """[T] fp32, computed together with the normalizer."""
+    logits: Tensor  # [T, V] fp32 with unit column stride, unscaled
+    divisor: Tensor  # [T] fp32 temperatures, 1 where greedy
+    unit_temperature: bool  # whether every divisor is known to be 1
+    support: Tensor | None  # [2, T] int32 for `statistics_triton`; None: every id is in it
+    top: Tensor  # [T] fp32, the row's largest logit / temperature
+    row_entropy: Tensor  # [T] fp32
 
     @cached_property
     def scaled(self) -> Tensor:
@@ -103,10 +93,7 @@ class ReducedDistribution(Distribution):
 
     def draw(self, uniforms: Tensor) -> Tensor:
         """[T] int64: the first id whose cumulative weight exceeds u times the total, u [T] fp64 in
-        [0, 1).
-
-        An id weighs floor(p * 2**52), p = exp(scaled - log_normalizer) with the exp that `ORDER`
-        uses for masses. A row of NaN gives 0.
+        [0, 1). An id weighs floor(p * 2**52), with the exp of `ORDER`'s masses; a NaN row gives 0.
         """
         if uniforms.dtype != torch.float64 or uniforms.shape != self.log_normalizer.shape:
             raise ValueError(

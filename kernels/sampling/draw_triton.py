@@ -1,14 +1,12 @@
 """A token drawn from each row's distribution, and logprobs of given tokens, on CUDA.
 
 Shapes: logits [T, V] fp32, per-row numbers [T] -> token ids [T] int64; with ids, logprobs [T] fp32.
-Dtypes and rounding points: the logprob (logits / temperature - maximum) - log_normalizer in fp32,
-    as in `token_logprobs`; its exp in fp32, then an integer.
+Dtypes and rounding points: logprobs (logits / temperature - maximum) - log_normalizer in fp32, as
+    in `token_logprobs`; their exp in fp32, then an integer.
 Order: an id weighs floor(p * 2**52); integers add up exactly in any order.
 Errors: none; the caller checks.
 Cost: one read of the logits, and one block of 128 ids a row.
 """
-
-# Pyright does not know Triton's launches, loops and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -29,15 +27,9 @@ from rl_consistency.kernels.sampling.statistics_triton import (
     supported,
 )
 
-WEIGHT_BLOCKS = 16
-"""Vocabulary blocks of one program that adds up weights."""
-
-PICK_BLOCKS = 2048
-"""Blocks whose weights are searched together."""
-
-LOGPROB_ROWS = 128
-"""Rows of one program that looks up logprobs."""
-
+WEIGHT_BLOCKS = 16  # vocabulary blocks per program of `weights_kernel`
+PICK_BLOCKS = 2048  # blocks whose weights are searched together
+LOGPROB_ROWS = 128  # rows per program of `logprobs_kernel`
 WEIGHT_UNIT = tl.constexpr(2.0**52)
 
 
@@ -46,7 +38,7 @@ def logprobs_of(
     z, row, column, inside, temperature, support, top, log_normalizer, num_rows,
     UNIT: tl.constexpr, TRUNCATES: tl.constexpr,
 ):  # fmt: skip
-    """Logprobs of entries z [R, C] of rows [R], -inf outside the support; columns [R or 1, C]."""
+    """[R, C] logprobs of entries z of rows [R], -inf outside the support; columns [R or 1, C]."""
     s = scaled_logits(z, tl.load(temperature + row, mask=inside, other=1.0), UNIT)
     if TRUNCATES:
         s = supported(s, column, support, row, num_rows, inside)
@@ -81,8 +73,7 @@ def block_weights(
 @triton.jit
 def weights_kernel(
     logits, temperature, support, top, log_normalizer, weights, num_rows, vocabulary, num_blocks,
-    row_stride,
-    UNIT: tl.constexpr, TRUNCATES: tl.constexpr, BLOCKS: tl.constexpr,
+    row_stride, UNIT: tl.constexpr, TRUNCATES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Weight of each block: weights [T, num_blocks] int64."""
     row = tl.program_id(0).to(tl.int64)
@@ -108,7 +99,7 @@ def pick_kernel(
         block = first + tl.arange(0, BLOCKS)
         total += tl.sum(tl.load(weights + block, mask=block < num_blocks, other=0))
     threshold = (tl.load(uniforms + row) * total.to(tl.float64)).to(tl.int64)
-    # u * total may round up to the total; the draw is then the last id with any weight.
+    # u * total may round up to the total, which means the last id with any weight.
     threshold = tl.minimum(threshold, total - 1)
     passed = 0
     before = tl.full((), 0, tl.int64)
@@ -133,8 +124,7 @@ def pick_kernel(
 @triton.jit
 def logprobs_kernel(
     logits, temperature, support, top, log_normalizer, token_ids, logprobs, num_rows, vocabulary,
-    row_stride,
-    UNIT: tl.constexpr, TRUNCATES: tl.constexpr, ROWS: tl.constexpr,
+    row_stride, UNIT: tl.constexpr, TRUNCATES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Logprob of one id of each row; NaN for an id outside the vocabulary."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -163,8 +153,7 @@ def vocabulary_draw(
 ) -> Tensor:
     """Token ids [T] int64 at uniforms [T] fp64 in [0, 1); 0 where a row's weights are all 0 or NaN.
 
-    logits [T, V] fp32 with unit column stride; temperature, top and log_normalizer [T];
-    support [2, T] or None for every id; `unit_temperature` says that every temperature is 1.
+    The other arguments are the fields of `ReducedDistribution`.
     """
     num_rows, vocabulary = logits.shape
     token_ids = torch.empty((num_rows,), dtype=torch.int64, device=logits.device)

@@ -2,15 +2,12 @@
 
 A logit ranks by its integer key (`statistics_triton.order_key`), equal keys by lower id first.
 `search` finds the largest key that has a given weight at and above it; an entry weighs 1 for top-k
-and its mass for top-p. It cuts an interval of keys into nine again and again, and reads only the
-blocks of 128 ids whose maximum reaches the interval. Weights are integers, which add up exactly in
-any order.
+and its mass for top-p, integers that add up exactly in any order. Each pass cuts the interval of
+keys into nine, and reads only the blocks of 128 ids whose maximum reaches the interval.
 
-One program works on a row. It hands the row to these functions as `entries`: (logits, divisor,
-maximum, maxima of blocks, list of blocks, vocabulary).
+One program works on a row, `entries`: (logits, divisor, maximum, maxima of blocks, list of blocks,
+vocabulary).
 """
-
-# Pyright does not know Triton's launches, loops and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -25,23 +22,20 @@ from rl_consistency.kernels.sampling.statistics_triton import (
     scaled_logits,
 )
 
-OUTSIDE = tl.constexpr(-(2**31))
-"""A key below that of every logit."""
+OUTSIDE = tl.constexpr(-(2**31))  # below the key of every logit
 NAN_KEY = tl.constexpr(2**31 - 1)
-
 # What `weigh` adds up.
 MAXIMA = tl.constexpr(0)
 ENTRIES = tl.constexpr(1)
 MASSES = tl.constexpr(2)
-
 MASS_UNIT = tl.constexpr(2.0**40)
-# Adding it and subtracting it again rounds an fp64 below 2**51 to an integer, halves to even.
+# Adding and then subtracting it rounds an fp64 below 2**51 to an integer, halves to even.
 TO_INTEGER = tl.constexpr(1.5 * 2.0**52)
 
 
 @triton.jit
 def key_value(key):
-    """The fp32 whose key this is."""
+    """The fp32 that has this key."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
@@ -57,8 +51,7 @@ def integer_mass(s):
 def listed_entries(
     entries, first, stop, UNIT: tl.constexpr, LISTED: tl.constexpr, TILE: tl.constexpr
 ):
-    """Scaled logits, keys and ids [TILE] of the blocks at places [first, stop): of the list of
-    blocks if LISTED, else of the vocabulary."""
+    """Scaled logits, keys and ids [TILE] of blocks first .. stop, or list places if LISTED."""
     logits, divisor, _, _, listed, vocabulary = entries
     lane = tl.arange(0, TILE)
     place = first + lane // VOCABULARY_BLOCK
@@ -100,12 +93,11 @@ def search(
     target, low, high, reached, over, entries, stop, WEIGHT: tl.constexpr, UNIT: tl.constexpr,
     TILE: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The largest key in [low, high) with a weight of at least the target at and above it.
+    """(key, reached, over): the largest key in [low, high) whose weight at and above is at least
+    the target, that weight, and the weight above the key.
 
-    `reached` is the weight at and above low, at least the target; `over` is the weight at and above
-    high, below the target. Returns (key, reached, over); over is then the weight above the key. A
-    count that equals the target ends the search early: its key already separates the entries to
-    keep from the others.
+    The arguments `reached` and `over` are the weights at and above low and high. A count equal to
+    the target ends the search early: its key already separates the entries to keep.
     """
     going = (high - low > 1) & (reached >= target)
     while going:
@@ -125,7 +117,6 @@ def search(
 
 @triton.jit
 def row_maximum(tops, num_blocks, TILE: tl.constexpr):
-    """The largest key of a row, int32."""
     highest = tl.full((TILE,), OUTSIDE, tl.int32)
     for first in range(0, num_blocks, TILE):
         place = first + tl.arange(0, TILE)
@@ -136,7 +127,7 @@ def row_maximum(tops, num_blocks, TILE: tl.constexpr):
 
 @triton.jit
 def list_blocks(tops, listed, floor, num_blocks, TILE: tl.constexpr):
-    """Write the blocks whose maximum reaches the floor, in order, and return their number."""
+    """Write the blocks whose maximum reaches the floor, in order; return their number."""
     count = 0
     for first in range(0, num_blocks, TILE):
         place = first + tl.arange(0, TILE)
@@ -145,7 +136,7 @@ def list_blocks(tops, listed, floor, num_blocks, TILE: tl.constexpr):
         rank = tl.cumsum(active.to(tl.int32))
         tl.store(listed + count + rank - 1, place, mask=active)
         count += tl.sum(active.to(tl.int32))
-    # Threads read parts of the list that other threads wrote.
+    # Threads read what other threads have listed.
     tl.debug_barrier()
     return count
 

@@ -1,22 +1,18 @@
-"""The distribution a token is drawn from: logits / temperature, restricted by top-k, top-p and
-min-p.
+"""The distribution a token is drawn from: softmax(logits / temperature) within top-k, top-p, min-p.
 
 Shapes: logits [T, V] fp32, `SamplingRows` of T -> `Distribution` of T rows.
 Dtypes and rounding points: fp32; one division by the temperature, then one subtraction of the row's
     maximum; exp and log in fp32; the mass of top_p in integers.
 Order: sampling_support/v3, `ORDER` below.
-Invariant to: the other rows.
-Varies with: V.
+Invariant to: the other rows. Varies with: V.
 Backward: in `token_logprobs`; the support is a constant there.
-Errors: ValueError on parameters outside their ranges, and on a vocabulary too large for the
-    integer mass.
-Cost: on a CPU one stable sort of [T, V] where any row truncates. On CUDA memory-bound: one read of
-    the logits, two or three more where a row truncates. Only `Distribution.scaled` writes a tensor
-    of their size.
+Errors: ValueError on parameters out of range and on a vocabulary too large for the integer mass.
+Cost: on a CPU one stable sort of [T, V] where any row truncates. On CUDA one read of the logits,
+    two or three more where a row truncates.
 
-Rollout samples from this distribution and training recomputes it from bit-equal logits. So under
-truncation too, the logprob of a token is the one it was sampled with. top_p adds up integers
-because a device may add a running sum of floats in another order from call to call.
+Training recomputes from bit-equal logits the distribution that rollout samples from, so a token's
+logprob is the one it was sampled with, truncated or not. top_p adds up integers because a device
+may add a running sum of floats in another order from call to call.
 Source: Fan et al., top-k (2018); Holtzman et al., nucleus sampling (2020); Nguyen et al., min-p
     (2024).
 """
@@ -45,7 +41,6 @@ from rl_consistency.kernels.sampling.support_triton import vocabulary_support
 
 MASS_UNIT = 2.0**40
 """A mass is an integer in units of 1 / `MASS_UNIT`; the most probable id has the mass 1."""
-
 MAX_VOCABULARY = 2**22
 """The masses of so many ids add up to less than 2**63."""
 
@@ -77,15 +72,9 @@ ORDER = ReductionOrder(
 
 
 def distribution(logits: Tensor, rows: SamplingRows) -> Distribution:
-    """The sampling distribution of each row.
+    """The sampling distribution of each row of unscaled logits [T, V] fp32.
 
-    Args:
-        logits: [T, V] fp32, unscaled.
-        rows: T sampling parameters.
-
-    Raises:
-        TypeError: logits that are no fp32 matrix.
-        ValueError: another number of parameters than of rows.
+    TypeError unless logits are an fp32 matrix, ValueError unless `rows` has T entries.
     """
     if logits.dtype != torch.float32 or logits.dim() != 2:
         raise TypeError(
@@ -141,10 +130,7 @@ def _check_vocabulary(logits: Tensor) -> None:
 def sorted_support(
     scaled: Tensor, rows: SamplingRows, exp: Callable[[Tensor], Tensor] = torch.exp
 ) -> Tensor:
-    """[T, V] bool: the support of logits / temperature [T, V], found on a CPU by a sort.
-
-    Masses and min_p use `exp`.
-    """
+    """[T, V] bool: the support of logits / temperature, by a sort; masses and min_p use `exp`."""
     _check_vocabulary(scaled)
     ranked, order = torch.sort(scaled, dim=1, descending=True, stable=True)
     rank = torch.arange(scaled.shape[1], device=scaled.device)

@@ -1,16 +1,12 @@
 """Uniform numbers of Philox-4x32-10 by key and counter, on CUDA.
 
-Shapes: keys [n, 5] int64, positions [n] int64 -> [n] fp64.
+Shapes: keys [n, 5] int64 (`rollout.device.random_stream` says what they mean), positions [n] int64
+    -> [n] fp64.
 Dtypes and rounding points: integers throughout; 53 bits fill an fp64 exactly.
 Order: none; each number is computed by itself. Errors: none.
 Cost: one launch, some hundred integer instructions a row.
-
-`rl_consistency.rollout.device.random_stream` says what the words of a key mean.
-
 Source: Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
-
-# Pyright does not know Triton's launches, loops and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -22,9 +18,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.core.torch_op import kernel_op
 
-ROWS = 128
-"""Rows of one program."""
-
+ROWS = 128  # of one program
 ROUNDS = tl.constexpr(10)
 WORD = tl.constexpr(0xFFFFFFFF)
 MULTIPLIER_0 = tl.constexpr(0xD2511F53)

@@ -13,14 +13,10 @@ from torch import Tensor
 class SamplingRows:
     """Sampling parameters, one entry per row of logits."""
 
-    temperature: Tensor
-    """[T] fp32, >= 0; 0 is greedy."""
-    top_k: Tensor
-    """[T] int64, >= 0; 0 keeps all."""
-    top_p: Tensor
-    """[T] fp32 in (0, 1]; 1 keeps all."""
-    min_p: Tensor
-    """[T] fp32 in [0, 1]; 0 keeps all."""
+    temperature: Tensor  # [T] fp32, >= 0; 0 is greedy
+    top_k: Tensor  # [T] int64, >= 0; 0 keeps all
+    top_p: Tensor  # [T] fp32 in (0, 1]; 1 keeps all
+    min_p: Tensor  # [T] fp32 in [0, 1]; 0 keeps all
 
     @classmethod
     def uniform(
@@ -33,11 +29,7 @@ class SamplingRows:
         min_p: float = 0.0,
         device: torch.device | str = "cpu",
     ) -> SamplingRows:
-        """The same parameters for `count` rows.
-
-        Raises:
-            ValueError: a parameter outside its range.
-        """
+        """The same parameters for `count` rows; ValueError on one outside its range."""
         if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1):
             raise ValueError(
                 f"sampling: temperature {temperature}, top_k {top_k}, top_p {top_p}, min_p "
@@ -74,22 +66,21 @@ class SamplingRows:
         return rows.knowing(**self._known)
 
     def to(self, device: torch.device | str) -> SamplingRows:
-        """The same rows on a device. `truncates` and `unit_temperature` are read before the copy,
-        so that nothing has to wait for the device later."""
+        """The same rows on a device. The copy knows `truncates` and `unit_temperature`."""
         known = {"truncates": self.truncates, "unit_temperature": self.unit_temperature}
         rows = SamplingRows(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
         return rows.knowing(**known)
 
     @property
     def divisor(self) -> Tensor:
-        """[T] fp32 temperatures to divide by: 1 where greedy."""
+        """[T] fp32 temperatures, 1 where greedy."""
         return self.temperature.masked_fill(self.temperature == 0, 1.0)
 
     @cached_property
     def truncates(self) -> bool:
         """Whether any row restricts its support; selected rows keep the answer of their source.
 
-        It chooses a schedule and changes no bits. It is read from the device at most once.
+        It chooses a schedule and changes no bit.
         """
         return bool(
             ((self.temperature == 0) | (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0)).any()
@@ -97,16 +88,16 @@ class SamplingRows:
 
     @cached_property
     def unit_temperature(self) -> bool:
-        """Whether every temperature is known to be 1; changes no bits, like `truncates`."""
+        """Whether every temperature is known to be 1; changes no bit."""
         return bool((self.temperature == 1).all())
 
     @property
     def _known(self) -> dict[str, bool]:
-        """Which of the two answers above have been read already."""
+        """Those of the two answers above that have been read."""
         names = ("truncates", "unit_temperature")
         return {name: self.__dict__[name] for name in names if name in self.__dict__}
 
     def knowing(self, **answers: bool) -> SamplingRows:
-        """These rows, with answers for `truncates` and `unit_temperature` that need no reading."""
+        """These rows with known answers for `truncates` and `unit_temperature`."""
         self.__dict__.update(answers)
         return self

@@ -1,13 +1,11 @@
 """Maximum, normalizer and entropy of rows over the vocabulary, on CUDA.
 
-The vocabulary is cut into blocks of 128 ids. `block_statistics` reduces blocks, whether their
-logits come from memory, as here, or straight from the LM head's product (`token_logprobs`).
-`vocabulary_combine` folds the blocks of a row. The order is `sampling_support`; no tile and no
-number of warps changes it.
+`block_statistics` reduces blocks of 128 ids, whose logits come from memory (here) or from the LM
+head's product (`token_logprobs`). `vocabulary_combine` folds the blocks of a row. The order is
+`sampling_support`; no tile and no number of warps changes it.
 
-Where rows truncate, a support [2, T] int32 says which ids stay: those whose logit has a key above
-`support[0]`, and of those with this key the ids up to `support[1]`. Scaled logits outside it count
-as -inf. `support_triton` finds it.
+Where rows truncate, `support_triton` finds a support [2, T] int32. Ids stay if their logit's key is
+above `support[0]`, or equal to it and the id is at most `support[1]`. Other logits count as -inf.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ from rl_consistency.kernels.reduction.tree_fold_triton import (
     tree_fold,
 )
 
-BLOCK = 128
-"""Vocabulary ids in one block of the order."""
-
+BLOCK = 128  # vocabulary ids in one block of the order
 VOCABULARY_BLOCK = tl.constexpr(BLOCK)
 MOST_NEGATIVE = tl.constexpr(-3.0e38)
 
@@ -39,10 +35,8 @@ MOST_NEGATIVE = tl.constexpr(-3.0e38)
 class RowSchedule:
     """One way to walk rows of logits that lie in memory; neutral to the bits."""
 
-    rows: int
-    """Rows of one program."""
-    blocks: int
-    """Vocabulary blocks of one program."""
+    rows: int  # of one program
+    blocks: int  # vocabulary blocks of one program
     warps: int
 
 
@@ -51,8 +45,7 @@ ROW_SCHEDULES = {
     "4x4": RowSchedule(rows=4, blocks=4, warps=4),
     "2x16": RowSchedule(rows=2, blocks=16, warps=8),
 }
-"""By name: rows x blocks. "1x16" is in use; tests compare the bytes of the others with it."""
-
+"""By name, rows x blocks. "1x16" is in use; tests compare the others' bytes with it."""
 COMBINE_ROWS = 4
 SHIFT_COLUMNS = 2048
 
@@ -61,8 +54,8 @@ SHIFT_COLUMNS = 2048
 def scaled_logits(z, temperature, UNIT: tl.constexpr):
     """z [R, C] / temperature [R], correctly rounded; UNIT says that every temperature is 1.
 
-    A reciprocal and two fused steps round as a division does (Markstein 1990) at a third of its
-    cost. An infinite quotient is kept: its correction would be NaN.
+    A reciprocal and two fused steps round as a division does (Markstein 1990) and cost a third. An
+    infinite quotient is kept: its correction would be NaN.
     """
     if UNIT:
         return z
@@ -92,11 +85,8 @@ def supported(s, column, support, row, plane, inside):
 
 @triton.jit
 def block_statistics(low, high, R: tl.constexpr, GUARD: tl.constexpr):
-    """A block s in its two halves [R, 64] -> maximum, sum of exp(s - maximum), sum of
-    exp(s - maximum)*(s - maximum): [R].
-
-    GUARD admits entries of -inf, whole blocks of them too; it changes no other bit.
-    """
+    """A block s in two halves [R, 64] -> top = max s, the sum of e = exp(s - top) and the sum of
+    e * (s - top), each [R]. GUARD admits entries and blocks of -inf; it changes no other bit."""
     top = tl.max(tl.maximum(low, high), axis=1)
     base = tl.where(top == -float("inf"), 0.0, top) if GUARD else top
     low -= base[:, None]
@@ -114,13 +104,12 @@ def block_statistics(low, high, R: tl.constexpr, GUARD: tl.constexpr):
 
 @triton.jit
 def store_statistics(partials, plane, top, sums, weighted, row, block, num_rows, num_blocks):
-    """Write a block's three numbers of some rows to partials [3, num_blocks, num_rows]; a plane
-    is num_blocks * num_rows."""
+    """Write a block's three numbers to partials [3, num_blocks, num_rows], `plane` apart."""
     at = partials + block.to(tl.int64) * num_rows + row
     mask = (row < num_rows) & (block < num_blocks)
     tl.store(at, top, mask=mask)
     tl.store(at + plane, sums, mask=mask)
-    # Added twice, since 2 * plane may pass 2**31.
+    # Added twice because 2 * plane may exceed an int32.
     tl.store(at + plane + plane, weighted, mask=mask)
 
 
@@ -134,7 +123,7 @@ def row_statistics_kernel(
     inside = row < num_rows
     column = block[:, None] * VOCABULARY_BLOCK + tl.arange(0, VOCABULARY_BLOCK // 2)[None, :]
     at = logits + row.to(tl.int64)[:, None] * row_stride + column  # [ROWS * BLOCKS, 64]
-    # Two loads put an id and its partner in the first sum of the tree into one thread.
+    # Two loads put an id and its partner in the tree's first sum into one thread.
     low = tl.load(at, mask=inside[:, None] & (column < vocabulary), other=-float("inf"))
     column += VOCABULARY_BLOCK // 2
     at += VOCABULARY_BLOCK // 2
@@ -152,8 +141,7 @@ def row_statistics_kernel(
 def combine_kernel(
     partials, folded, num_rows, num_blocks, plane, ROWS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """partials [3, num_blocks, num_rows] -> folded [3, num_rows]: maximum, normalizer, weighted
-    sum."""
+    """partials [3, num_blocks, num_rows] -> maximum, normalizer, weighted sum [3, num_rows]."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     block = tl.arange(0, BLOCKS)[None, :]
     inside = (row < num_rows) & (block < num_blocks)
@@ -162,7 +150,7 @@ def combine_kernel(
     sums = tl.load(at + plane, mask=inside, other=0.0)
     weighted = tl.load(at + plane + plane, mask=inside, other=0.0)
     top = tl.max(tops, axis=1)
-    # A block without support has the maximum -inf and weighs 0, where -inf * 0 would be NaN.
+    # A block outside the support has the maximum -inf and weighs 0: -inf * 0 would be NaN.
     shift = tl.where(tops == -float("inf"), 0.0, tops - top[:, None])
     factor = tl.where(tops == -float("inf"), 0.0, exp_fp32(shift))
     weighted = tl.fma(sums, shift, weighted) * factor
@@ -190,7 +178,7 @@ def shift_kernel(
 
 
 def empty_partials(num_rows: int, vocabulary: int, device: torch.device) -> Tensor:
-    """Room for the statistics of every block: [3, blocks, num_rows] fp32."""
+    """Memory for the statistics of every block: [3, blocks, num_rows] fp32."""
     shape = (3, -(-vocabulary // BLOCK), num_rows)
     return torch.empty(shape, dtype=torch.float32, device=device)
 
@@ -198,8 +186,7 @@ def empty_partials(num_rows: int, vocabulary: int, device: torch.device) -> Tens
 def row_operands(
     logits: Tensor, temperature: Tensor, support: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """First operands of every kernel over rows of logits. In place of a missing support goes a
-    tensor that nothing reads."""
+    """First operands of every kernel over rows of logits; kernels never read a missing support."""
     return logits, temperature, temperature if support is None else support
 
 
@@ -216,11 +203,8 @@ def vocabulary_row_statistics(
     support: Tensor | None = None,
     schedule: str = "1x16",
 ) -> Tensor:
-    """Block statistics of logits [T, V] fp32 / temperature [T]: [3, blocks, T] fp32.
-
-    `unit_temperature` says that every temperature is 1; without a `support` every id is in;
-    `schedule` is a name of `ROW_SCHEDULES`.
-    """
+    """Block statistics [3, blocks, T] fp32 of logits [T, V] fp32 / temperature [T]; `schedule` is a
+    name of `ROW_SCHEDULES`."""
     num_rows, vocabulary = logits.shape
     partials = empty_partials(num_rows, vocabulary, logits.device)
     num_blocks = partials.shape[1]
@@ -239,10 +223,8 @@ def vocabulary_row_statistics(
 
 @kernel_op(fake=lambda partials: [partials.new_empty(partials.shape[2]) for _ in range(3)])
 def vocabulary_combine(partials: Tensor) -> list[Tensor]:
-    """Block statistics [3, blocks, T] -> [maximum, log-normalizer, entropy], each [T] fp32.
-
-    The logarithm and the entropy are inside the op, where no compiler rewrites them.
-    """
+    """Block statistics [3, blocks, T] -> [maximum, log-normalizer, entropy], each [T] fp32, all
+    inside the op, where no compiler rewrites them."""
     _, num_blocks, num_rows = partials.shape
     folded = partials.new_empty(3, num_rows)
     if num_rows:

@@ -8,12 +8,9 @@ Errors: none; the caller checks.
 Cost: one read of the logits of a row that truncates, one more where it has top_p without top_k.
     Then one program per row reads the blocks that reach the boundary some ten times.
 
-A support is a prefix of the ranks, so two numbers per row describe it: the key of its lowest logit,
-and the last id in the support that has this key. `key_search_triton` finds both by counting and
-weighing.
+A support is a prefix of the ranks: the key of its lowest logit and the last id with this key
+describe it. `key_search_triton` finds both by counting and weighing.
 """
-
-# Pyright does not know Triton's launches, loops and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -46,30 +43,18 @@ from rl_consistency.kernels.sampling.statistics_triton import (
     scaled_logits,
 )
 
-TOP_BLOCKS = 16
-"""Blocks of one program that takes maxima."""
-
-SPLIT_BLOCKS = 32
-"""Blocks of one program that adds up masses."""
-
-SPLIT_TILE = 512
-"""Ids that such a program handles at once."""
-
-TILE = 2048
-"""Ids that the one program of a row handles at once."""
-
-SPLITS = tl.constexpr(64)
-"""Sums of splits that this program reads at once."""
-
-PIVOTS = 8
-"""Keys that one pass compares with; it cuts an interval of keys into PIVOTS + 1."""
-
+TOP_BLOCKS = 16  # blocks per program of `maxima_kernel`
+SPLIT_BLOCKS = 32  # blocks per program of `masses_kernel`
+SPLIT_TILE = 512  # ids that it handles at once
+TILE = 2048  # ids that `support_kernel` handles at once
+SPLITS = tl.constexpr(64)  # sums of splits that it reads at once
+PIVOTS = 8  # keys that one pass compares with; it cuts an interval into PIVOTS + 1
 EVERY_ID = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def truncation(temperature, top_k, top_p, min_p, row, vocabulary):
-    """top_k, top_p and min_p of a row: 0, 1 and 0 where they keep all."""
+    """top_k, top_p and min_p of a row; 0, 1 and 0 keep all ids."""
     greedy = tl.load(temperature + row) == 0.0
     k = tl.where(greedy, 1, tl.load(top_k + row))
     p = tl.where(greedy, 1.0, tl.load(top_p + row))
@@ -79,7 +64,6 @@ def truncation(temperature, top_k, top_p, min_p, row, vocabulary):
 
 @triton.jit
 def row_divisor(temperature, row):
-    """[1] temperature to divide by."""
     t = tl.load(temperature + row + tl.arange(0, 1))
     return tl.where(t == 0.0, 1.0, t)
 
@@ -115,7 +99,7 @@ def maxima_kernel(
     logits, temperature, top_k, top_p, min_p, tops, vocabulary, num_blocks, row_stride,
     UNIT: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Largest key of each block: tops [T, num_blocks] int32. Rows that keep all are skipped."""
+    """Largest key of each block, tops [T, num_blocks] int32, in rows that truncate."""
     row = tl.program_id(0).to(tl.int64)
     k, p, m = truncation(temperature, top_k, top_p, min_p, row, vocabulary)
     if (k > 0) | (p < 1.0) | (m > 0.0):
@@ -133,8 +117,8 @@ def masses_kernel(
     logits, temperature, top_k, top_p, min_p, tops, masses, vocabulary, num_blocks, row_stride,
     UNIT: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """Mass at and above each of the first pivots in each split: [T, splits, PIVOTS] int64. Only
-    rows with top_p and without top_k need it."""
+    """Mass at and above each first pivot in each split, [T, splits, PIVOTS] int64, for rows with
+    top_p but no top_k."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     k, p, _ = truncation(temperature, top_k, top_p, min_p, row, vocabulary)
@@ -154,10 +138,9 @@ def masses_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def support_kernel(
     logits, temperature, top_k, top_p, min_p, tops, masses, listed, support, num_rows, vocabulary,
-    num_blocks, splits, row_stride,
-    UNIT: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
+    num_blocks, splits, row_stride, UNIT: tl.constexpr, TILE: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """support [2, num_rows] int32: the lowest key of each row, and the last id at this key."""
+    """support [2, num_rows] int32: each row's lowest key and the last id with this key."""
     row = tl.program_id(0).to(tl.int64)
     k, p, m = truncation(temperature, top_k, top_p, min_p, row, vocabulary)
     bound = tl.full((), OUTSIDE, tl.int64)
@@ -249,12 +232,8 @@ def vocabulary_support(
     min_p: Tensor,
     unit_temperature: bool,
 ) -> Tensor:
-    """Supports of logits [T, V] fp32 with unit column stride: [2, T] int32, as
-    `statistics_triton` reads them.
-
-    The parameters are those of `SamplingRows`, contiguous; `unit_temperature` says that every
-    temperature is 1.
-    """
+    """Supports of logits [T, V] fp32 with unit column stride, [2, T] int32, as `statistics_triton`
+    reads them. The parameters are the fields of `SamplingRows`, contiguous."""
     num_rows, vocabulary = logits.shape
     device = logits.device
     support = torch.empty((2, num_rows), dtype=torch.int32, device=device)

@@ -2,11 +2,10 @@
 
 Shapes: hidden [T, H], weight [V, H], or logits [T, V] fp32, and a table [6, T] of per-row numbers
     -> logit gradients [T, V] in the model dtype. `lm_head.py` has the products that follow.
-Dtypes, order, invariance: those of `token_logprobs`. Errors: none; `token_logprobs` checks.
+Dtypes, order, invariance, errors: those of `token_logprobs`.
 Cost: one product of [T, H] by [H, V], and one write of [T, V].
 
-A second kernel rewrites each row's target entry. That is cheaper than comparing every entry's id
-with the target in the product's epilogue.
+A second kernel rewrites each row's target entry; comparing every id with it would cost more.
 """
 
 from __future__ import annotations
@@ -28,22 +27,16 @@ from rl_consistency.kernels.token_logprobs.forward_triton import (
 )
 from rl_consistency.kernels.token_logprobs.schedules import GRADIENT_SCHEDULES
 
-ELEMENTWISE_COLUMNS = 2048
-"""Entries of one program that reads logits from memory."""
-
-TABLE_ROWS = 128
-"""Rows of one program that handles a few numbers per row."""
+ELEMENTWISE_COLUMNS = 2048  # entries of one program that reads logits from memory
+TABLE_ROWS = 128  # rows of one program that handles a few numbers per row
 
 
 @triton.jit
 def gradient_of(
-    z, table, plane, rows, num_rows, UNIT: tl.constexpr, PRECISE: tl.constexpr,
-    GUARD: tl.constexpr,
+    z, table, plane, rows, num_rows, UNIT: tl.constexpr, PRECISE: tl.constexpr, GUARD: tl.constexpr,
 ):  # fmt: skip
-    """Logit gradients [R, C] of logits z, as if no entry were its row's target.
-
-    PRECISE for results that are stored in fp32; GUARD admits entries of -inf.
-    """
+    """Logit gradients [R, C] of logits z, as if no entry were its row's target. PRECISE is for
+    results stored in fp32; GUARD admits entries of -inf."""
     mask = rows < num_rows
     s = scaled_logits(z, tl.load(table + rows, mask=mask, other=1.0), UNIT)
     top = tl.load(table + plane + rows, mask=mask, other=0.0)
@@ -59,9 +52,8 @@ def gradient_of(
 
 @triton.jit
 def store_gradient(
-    z, table, plane, dlogits, row, column, num_rows, vocabulary, stride,
-    UNIT: tl.constexpr, PRECISE: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    z, table, plane, dlogits, row, column, num_rows, vocabulary, stride, UNIT: tl.constexpr,
+    PRECISE: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = row + tl.arange(0, BLOCK_M)
     dz = gradient_of(z, table, plane, rows, num_rows, UNIT, PRECISE, False)
@@ -77,12 +69,11 @@ def store_gradient(
 @triton.jit(do_not_specialize=["num_rows", "plane"])
 def gradient_kernel(
     hidden, weight, table, dlogits, num_rows, vocabulary, width, hidden_stride, weight_stride,
-    dlogits_stride, plane,
-    UNIT: tl.constexpr, PRECISE: tl.constexpr, TMA: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    dlogits_stride, plane, UNIT: tl.constexpr, PRECISE: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile in two halves, which leaves shared memory for the operands."""
+    """Store a tile in two halves, which leaves shared memory for the operands."""
     tiles = tl.cdiv(num_rows, BLOCK_M) * tl.cdiv(vocabulary, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=FLATTEN):
         row, column = tile_position(tile, num_rows, vocabulary, BLOCK_M, BLOCK_N, GROUP)
@@ -119,9 +110,8 @@ def gradient_table_kernel(
     temperature, top, log_normalizer, entropy, dlogprobs, dentropy, targets, table, num_rows,
     IGNORED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The table of a row: temperature, maximum, log-normalizer, the coefficients a and b of
-    dlogits = p*(a + b*u), and the term that the target's entry adds. The last three are zero where
-    the row is ignored or greedy."""
+    """A row's numbers: temperature, maximum, log-normalizer, a and b of dlogits = p*(a + b*u), and
+    the target's extra term. The last three are 0 where the row is ignored or greedy."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < num_rows
     t = tl.load(temperature + row, mask=mask, other=0.0)
@@ -147,7 +137,7 @@ def target_gradient_kernel(
     table, logprobs, targets, dlogits, num_rows, vocabulary, stride, plane, PRECISE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite the logit gradient of each target, its own term included."""
+    """Overwrite the logit gradient of each target."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < num_rows
     target = tl.load(targets + row, mask=mask, other=-1)
@@ -164,7 +154,7 @@ def target_gradient_kernel(
 
 
 def _precise(dlogits: Tensor) -> bool:
-    """Whether gradients are stored with more digits than exp2 of a rounded product has."""
+    """Whether gradients keep more digits than exp2 of a rounded product has."""
     return dlogits.dtype == torch.float32
 
 
@@ -199,11 +189,10 @@ def token_gradient(
     unit_temperature: bool,
     schedule: str,
 ) -> None:
-    """Write the logit gradients of hidden's rows, as if they had no targets, into dlogits [T, V].
+    """Write logit gradients, as if rows had no targets, into dlogits [T, V].
 
-    `table` is [6, T], or some columns of a wider one; `schedule` is a name of `GRADIENT_SCHEDULES`.
-    A descriptor stores whole lines of 16 bytes, so the rest of the line that holds a row's last
-    entry is overwritten: rows of dlogits must be padded to 16 bytes.
+    `table` [6, T] may be columns of a wider one; `schedule` is a name of `GRADIENT_SCHEDULES`. Rows
+    of dlogits must be padded to 16 bytes, since a descriptor stores whole lines.
     """
     if hidden.shape[0] == 0:
         return
@@ -211,8 +200,7 @@ def token_gradient(
     launch_product(
         gradient_kernel, chosen, hidden, weight, table,
         launch_operand(dlogits, [chosen.block_m, chosen.block_n // 2], chosen), dlogits.stride(0),
-        table.stride(0),
-        UNIT=unit_temperature, PRECISE=_precise(dlogits),
+        table.stride(0), UNIT=unit_temperature, PRECISE=_precise(dlogits),
     )  # fmt: skip
 
 
@@ -237,7 +225,7 @@ def token_row_gradient(
 def token_target_gradient(
     table: Tensor, logprobs: Tensor, targets: Tensor, dlogits: Tensor
 ) -> None:
-    """Overwrite dlogits[t, targets[t]] with the gradient of a target; dlogits is [T, V]."""
+    """Overwrite dlogits[t, targets[t]] with the gradient of a target."""
     num_rows, vocabulary = dlogits.shape
     if num_rows == 0:
         return

@@ -1,4 +1,4 @@
-"""`token_logprobs` on a CPU: chunk by chunk a distribution, and in backward its logit gradients."""
+"""`token_logprobs` on a CPU, chunk by chunk: a distribution forward, logit gradients backward."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.gradient_fold.op import GradientBuffer
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.kernels.sampling.op import Distribution, SamplingRows, distribution
-from rl_consistency.kernels.token_logprobs.lm_head import (
-    chunks,
-    lm_head_gradients,
-    lm_head_logits,
-)
+from rl_consistency.kernels.token_logprobs.lm_head import chunks, lm_head_gradients, lm_head_logits
 from rl_consistency.kernels.token_logprobs.targets import IGNORED
 
 CHUNK_TOKENS = 1024

@@ -25,11 +25,7 @@ from rl_consistency.kernels.token_logprobs.forward_triton import (
     token_statistics,
     token_target_logits,
 )
-from rl_consistency.kernels.token_logprobs.lm_head import (
-    chunks,
-    lm_head_gradients,
-    lm_head_logits,
-)
+from rl_consistency.kernels.token_logprobs.lm_head import chunks, lm_head_gradients, lm_head_logits
 from rl_consistency.kernels.token_logprobs.plan import KeptLogits, Plan, choose_plan, keeps_logits
 from rl_consistency.kernels.token_logprobs.schedules import UNFUSED
 from rl_consistency.kernels.token_logprobs.targets import IGNORED
@@ -92,8 +88,8 @@ class _TritonTokenLogprobs(torch.autograd.Function):
             token_target_gradient(part, logprobs[span], targets[span], dlogits)
             return dlogits
 
-        # Kept logits are used up and freed before the gradient is allocated. A second backward pass
-        # over the same graph computes them again.
+        # Kept logits are freed before the gradient is allocated. A second backward pass computes
+        # them again.
         first = None if ctx.logits is None else write(spans[0], ctx.logits)
         ctx.logits = None
 
@@ -117,7 +113,7 @@ def _scores(
     if rows.truncates:
         one = distribution(lm_head_logits(hidden, weight), rows)
         safe = targets.masked_fill(targets == IGNORED, 0)
-        # Backward reads `scaled`, from which the maximum has already been subtracted.
+        # Backward reads `scaled`, which has the maximum subtracted already.
         top = torch.zeros_like(one.log_normalizer)
         return torch.stack([one.logprobs_of(safe), one.entropy(), one.log_normalizer, top])
     divisor, unit = rows.divisor, rows.unit_temperature
@@ -141,8 +137,7 @@ def _write_gradient(
     dlogits: Tensor,
     logits: Tensor | None,
 ) -> None:
-    """Fill dlogits [n, V] with gradients as if no entry were a target; given `logits` save their
-    product."""
+    """Fill dlogits [n, V] with gradients as if no entry were a target, from `logits` if given."""
     if rows.truncates:
         scaled = distribution(lm_head_logits(hidden, weight), rows).scaled
         token_row_gradient(scaled, table, dlogits, True)
@@ -154,7 +149,6 @@ def _write_gradient(
 
 
 def _logit_room(weight: Tensor, count: int) -> Tensor:
-    """[count, V] in the model dtype. Rows are padded to 64 elements, since a descriptor stores
-    whole lines of 16 bytes; nothing reads past column V."""
+    """[count, V] in the model dtype. A descriptor stores whole lines, so rows are padded to 64."""
     vocabulary = weight.shape[0]
     return weight.new_empty((count, -(-vocabulary // 64) * 64))[:, :vocabulary]

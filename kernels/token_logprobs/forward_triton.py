@@ -1,9 +1,8 @@
 """The forward pass of `token_logprobs` on CUDA: the LM head's product, reduced over the vocabulary
 before it leaves the multiprocessor.
 
-Shapes, dtypes, order, invariance: those of `token_logprobs`; logits are fp32, never rounded, in the
-    order of `matmul`. Errors: none; `token_logprobs` checks.
-Cost: one product of [T, H] by [H, V].
+Shapes, dtypes, order, invariance, errors: those of `token_logprobs`. Cost: one product of [T, H] by
+[H, V].
 """
 
 from __future__ import annotations
@@ -27,16 +26,10 @@ from rl_consistency.kernels.sampling.statistics_triton import (
     scaled_logits,
     store_statistics,
 )
-from rl_consistency.kernels.token_logprobs.schedules import (
-    STATISTICS_SCHEDULES,
-    Schedule,
-)
+from rl_consistency.kernels.token_logprobs.schedules import STATISTICS_SCHEDULES, Schedule
 
-TARGET_ROWS = 64
-"""Rows of one program of the target kernel."""
-
-# In place of columns past the vocabulary: so low that their exp is 0, and finite.
-OUTSIDE = tl.constexpr(-1.0e38)
+TARGET_ROWS = 64  # rows per program of `target_kernel`
+OUTSIDE = tl.constexpr(-1.0e38)  # for columns past the vocabulary: finite, and its exp is 0
 
 
 @triton.jit
@@ -139,11 +132,8 @@ def target_kernel(
     hidden, weight, targets, temperature, scaled, num_rows, vocabulary, width, hidden_stride,
     weight_stride, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Each target's logit / temperature; NaN for a target outside the vocabulary.
-
-    It is the diagonal of a product with the targets' rows of the weight: the bits of a product do
-    not depend on the tile that an element is in.
-    """
+    """Each target's logit / temperature, NaN outside the vocabulary: the diagonal of a product with
+    the targets' rows of the weight. No bit of a product depends on its tile."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < num_rows
     target = tl.load(targets + row, mask=mask, other=-1)
@@ -159,7 +149,7 @@ def target_kernel(
         acc = matrix_step(a, b, acc)
     s = scaled_logits(acc.to(tl.float32), tl.load(temperature + row, mask=mask, other=1.0), UNIT)
     diagonal = tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :]
-    # Adding -0 changes no number, not even +0: any order of this sum gives the diagonal's bits.
+    # Adding -0 changes no number, not even +0, so any order of this sum gives the diagonal's bits.
     s = tl.sum(tl.where(diagonal, s, -0.0), axis=1)
     tl.store(scaled + row, tl.where(inside, s, float("nan")), mask=mask)
 
@@ -179,14 +169,8 @@ def launch_product(
     *strides: int,
     **constants: bool,
 ) -> None:
-    """Run a kernel over the tiles of hidden @ weight.T.
-
-    Args:
-        of_rows: what the kernel reads per row: temperatures, or the gradient table.
-        out: what it writes, as `launch_operand` gives it.
-        strides: numbers that address `out` and `of_rows`.
-        constants: constants of the kernel that do not come from the schedule.
-    """
+    """Run a kernel over the tiles of hidden @ weight.T. It reads `of_rows` (temperatures, or the
+    gradient table) and writes `out`; `strides` address both."""
     (num_rows, width), vocabulary = hidden.shape, weight.shape[0]
     tiles = triton.cdiv(num_rows, schedule.block_m) * triton.cdiv(vocabulary, schedule.block_n)
     programs = min(tiles, schedule.programs * sm_count(hidden.device))
@@ -204,17 +188,13 @@ def launch_product(
 def token_statistics(
     hidden: Tensor, weight: Tensor, temperature: Tensor, unit_temperature: bool, schedule: str
 ) -> Tensor:
-    """Block statistics of (hidden @ weight.T) / temperature: [3, blocks, T] fp32.
-
-    `unit_temperature` says that every temperature is 1; `schedule` is a name of
-    `STATISTICS_SCHEDULES`.
-    """
+    """Block statistics [3, blocks, T] fp32 of (hidden @ weight.T) / temperature, by the named entry
+    of `STATISTICS_SCHEDULES`."""
     partials = empty_partials(hidden.shape[0], weight.shape[0], hidden.device)
     if hidden.shape[0]:
         launch_product(
             statistics_kernel, STATISTICS_SCHEDULES[schedule], hidden, weight, temperature,
-            partials, partials.shape[1], partials.stride(0),
-            UNIT=unit_temperature,
+            partials, partials.shape[1], partials.stride(0), UNIT=unit_temperature,
         )  # fmt: skip
     return partials
 
@@ -228,7 +208,7 @@ def token_target_logits(
     scaled = torch.empty_like(temperature)
     if num_rows == 0:
         return scaled
-    # An fp32 product keeps its operands in registers, so its tile is smaller.
+    # An fp32 product keeps its operands in registers, so its tile must be small.
     rows, inner = (16, FP32_STEP) if hidden.dtype == torch.float32 else (TARGET_ROWS, 64)
     target_kernel[(triton.cdiv(num_rows, rows),)](
         hidden, weight, targets, temperature, scaled, num_rows, weight.shape[0], width,

@@ -1,5 +1,4 @@
-"""The LM head's three products: logits of rows, and from logit gradients those of hidden states and
-weight.
+"""The LM head's three products: logits, and the gradients of hidden states and weight.
 
 Rows come in chunks, so that the logits or logit gradients of all rows never exist at one time.
 """
@@ -17,26 +16,13 @@ from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 
 
 def lm_head_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits of rows of hidden states.
-
-    Args:
-        hidden: [T, H].
-        weight: [V, H].
-
-    Returns:
-        [T, V] fp32, unrounded.
-    """
+    """Logits [T, V] fp32, unrounded, of hidden [T, H] and weight [V, H]."""
     require_head(hidden, weight)
     return matmul_nt(hidden, weight)
 
 
 def require_head(hidden: Tensor, weight: Tensor) -> None:
-    """Check the operands of the LM head.
-
-    Raises:
-        TypeError: dtypes.
-        ValueError: shapes, devices or autocast.
-    """
+    """Check the LM head's operands: TypeError on dtypes, ValueError on shapes, device, autocast."""
     require_operands("token_logprobs", hidden=hidden, weight=weight)
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -59,15 +45,10 @@ def lm_head_gradients(
     needs: Sequence[bool],
     weight_grad: GradientBuffer | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dhidden, dweight), each if needed, from logit gradients computed chunk by chunk.
+    """(dhidden, dweight), each if `needs` says so, chunk by chunk of all rows.
 
-    Args:
-        hidden: [T, H].
-        weight: [V, H].
-        spans: chunks that cover all rows.
-        logit_gradient: logit gradients [n, V] of a chunk, in the dtype of weight.
-        needs: whether hidden and whether weight need a gradient.
-        weight_grad: buffer that dweight is folded into; autograd then receives none.
+    `logit_gradient` gives a chunk's logit gradients [n, V] in the dtype of weight. If there is a
+    `weight_grad`, dweight is folded into it and autograd receives none.
     """
     # All memory is allocated before the weight's gradient is written to.
     dhidden = torch.empty_like(hidden) if needs[0] else None

@@ -3,8 +3,7 @@
 Shapes: hidden [T, H], weight [V, H], targets [T] int64, `SamplingRows` of T -> logprobs [T] fp32,
     entropy [T] fp32.
 Dtypes and rounding points: hidden and weight fp32, bf16, fp16. Logits stay fp32, where stock rounds
-    them to the model dtype. Logit gradients are rounded to the model dtype once, then hidden
-    gradients once.
+    them to the model dtype. Logit gradients, then hidden gradients, are rounded to it once.
 Order: token_logprobs/v2, `ORDER` below.
 Invariant to: the other rows, the chunk of tokens, which other positions are scored; on CUDA also
     whether the vocabulary is reduced within the product or read back from memory.
@@ -12,12 +11,11 @@ Varies with: H, V.
 Backward: to hidden in the matmul order over V; to weight by `gradient_fold` over the rows in order.
     The support is a constant.
 Errors: TypeError on dtypes, ValueError on shapes, targets, devices and autocast.
-Cost: memory chunk_tokens x V, never T x V: backward computes a chunk's logits again. On CUDA no
-    logits are written unless a row truncates or the operands are fp32; forward is one product,
-    backward three. Wide models keep the first chunk's logits for backward (`plan.keeps_logits`).
+Cost: memory chunk_tokens x V, never T x V: backward computes a chunk's logits again. On CUDA
+    forward is one product, backward three, without written logits unless a row truncates or
+    operands are fp32. Wide models keep the first chunk's logits for backward (`plan.keeps_logits`).
 
-Rollout reads its logits through `lm_head_logits` and its logprobs through the same `Distribution`,
-so both sides run the same function.
+Rollout uses the same `lm_head_logits` and `Distribution`.
 """
 
 from __future__ import annotations
@@ -78,13 +76,11 @@ def token_logprobs(
         weight: [V, H] of the LM head.
         targets: [T] int64; `IGNORED` (-100) where nothing is scored.
         rows: sampling parameters of the T rows.
-        chunk_tokens: rows whose logits or logit gradients exist at one time; neutral to the bits, a
-            multiple of 16. None chooses by the device.
+        chunk_tokens: rows whose logits or logit gradients exist at one time, a multiple of 16; it
+            changes no bit. None chooses by the device.
         weight_grad: buffer that the LM head's gradient is folded into.
 
-    Returns:
-        (logprobs [T] fp32, entropy [T] fp32), both 0 where the target is ignored, both
-        differentiable.
+    Returns differentiable (logprobs [T] fp32, entropy [T] fp32), both 0 where a target is ignored.
     """
     require_head(hidden, weight)
     if rows.temperature.shape != hidden.shape[:1]:

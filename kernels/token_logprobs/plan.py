@@ -1,10 +1,8 @@
-"""How one call of `token_logprobs` runs on CUDA: its chunks of rows, its schedules, and whether the
-first chunk's logits wait for the backward pass instead of being computed again.
+"""How one call of `token_logprobs` runs on CUDA: its chunks, its schedules, and whether backward
+reuses the first chunk's logits. No plan changes a bit; a test compares several.
 
-No plan changes a bit; a test compares several.
-
-State: `KeptLogits` refers to the logits that wait, at most one call's in the process. They lie in
-the memory that the LM head's fp32 gradient takes later; to keep more would raise the peak.
+State: `KeptLogits` refers to the kept logits of at most one call in the process. They take the
+memory that the LM head's fp32 gradient takes later; keeping more would raise the peak.
 """
 
 from __future__ import annotations
@@ -20,28 +18,22 @@ from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.schedules import UNFUSED, pick
 
 TRUNCATED_SHARE = 4
-"""Chunks have so many times fewer rows where a row truncates: backward then writes 8 bytes of
-logits and 2 of gradient per vocabulary entry, instead of the 2 alone."""
-
+"""The factor by which chunks shrink if a row truncates: backward then writes 8 bytes of logits and
+2 of gradient per vocabulary entry, not just the 2."""
 STATISTICS_CHUNK = 8192
 """Rows of one fused forward product; its block statistics take V/10 bytes a row."""
-
 KEPT_WIDTH = 3072
-"""Hidden size from which writing and reading a logit takes less time than computing it."""
+"""The hidden size from which writing and reading a logit is faster than computing it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How one call runs on CUDA; neutral to the bits."""
 
-    chunk_tokens: int
-    """Rows whose logits or logit gradients exist at one time."""
-    statistics: str
-    """Name in `STATISTICS_SCHEDULES`, or `UNFUSED`."""
-    gradient: str
-    """Name in `GRADIENT_SCHEDULES`, or `UNFUSED`."""
-    keeps_logits: bool = False
-    """Whether the first chunk's logits wait in memory for the backward pass."""
+    chunk_tokens: int  # rows whose logits or logit gradients exist at one time
+    statistics: str  # name in `STATISTICS_SCHEDULES`, or `UNFUSED`
+    gradient: str  # name in `GRADIENT_SCHEDULES`, or `UNFUSED`
+    keeps_logits: bool = False  # whether the first chunk's logits wait for backward
 
     @property
     def forward_chunk(self) -> int:
@@ -52,9 +44,9 @@ class Plan:
 def choose_plan(
     hidden: Tensor, weight: Tensor, rows: SamplingRows, chunk_tokens: int | None = None
 ) -> Plan:
-    """The plan for one call: fused unless a row truncates. What is written for a chunk is about
-    half the size of the LM head's fp32 gradient."""
-    # Both are read here, of all rows: rows selected later keep the answers without another copy.
+    """The plan for one call: fused unless a row truncates or operands are fp32. What a chunk writes
+    is about half the size of the LM head's fp32 gradient."""
+    # Both answers are read here: rows selected later keep them without another copy.
     truncates, _ = rows.truncates, rows.unit_temperature
     wanted = weight.shape[1] // TRUNCATED_SHARE if truncates else weight.shape[1]
     chunk_tokens = chunk_tokens or max(128, wanted // 128 * 128)
@@ -74,15 +66,15 @@ class KeptLogits:
 
     @classmethod
     def exist(cls) -> bool:
-        """Whether the logits noted last are still in memory."""
+        """Whether the latest noted logits are still in memory."""
         return cls._logits is not None and cls._logits() is not None
 
 
 def keeps_logits(
     weight: Tensor, rows: SamplingRows, plan: Plan, weight_grad: GradientBuffer | None
 ) -> bool:
-    """Whether keeping a chunk's logits saves time and does not raise the peak of memory: a gradient
-    at least as large has to be allocated after they are freed."""
+    """Whether keeping a chunk's logits saves time without a higher peak of memory: a gradient at
+    least as large must be allocated after they are freed."""
     return (
         weight.requires_grad
         and torch.is_grad_enabled()

@@ -1,7 +1,6 @@
 """Schedules of the LM head's fused products on CUDA, and which one a call gets.
 
-Every schedule gives the same bytes, so any size may choose one, the number of rows included. A test
-and `verify` run all of them and compare.
+Every schedule gives the same bytes, so any size may choose one. Tests and `verify` compare all.
 """
 
 from __future__ import annotations
@@ -21,20 +20,15 @@ UNFUSED = "unfused"
 class Schedule:
     """How the LM head's product is cut into programs; neutral to the bits."""
 
-    kind: str
-    """"tma": tiles copied by descriptor, sm_90 and later; "pointer": any GPU, any strides."""
+    kind: str  # "tma": tiles copied by descriptor, sm_90 on; "pointer": any GPU, any strides
     block_m: int
-    block_n: int
-    """Vocabulary ids of a tile: 128 or 256."""
+    block_n: int  # vocabulary ids of a tile: 128 or 256
     block_k: int
     warps: int
     stages: int
-    group: int = 8
-    """Row tiles that are walked together before the next column tile, for reuse in L2."""
-    programs: int = 1
-    """Programs of one multiprocessor; of two, one computes while the other reduces its tile."""
-    flatten: bool = False
-    """Load the next tile's operands while this one is reduced."""
+    group: int = 8  # row tiles walked before the next column tile, for reuse in L2
+    programs: int = 1  # per multiprocessor; of two, one computes while the other reduces
+    flatten: bool = False  # load the next tile's operands while this one is reduced
 
     def __post_init__(self) -> None:
         if self.block_n not in (128, 256) or self.kind not in ("tma", "pointer"):
@@ -43,9 +37,8 @@ class Schedule:
             )
 
 
-# `pick` takes "tma" and "pointer"; the others differ from them in every way a schedule can, for the
-# comparison of bytes. Only 256-wide tiles are flattened: with 128-wide ones the compiler waits for
-# every matrix step before the next.
+# `pick` takes "tma" and "pointer"; the others serve to compare bytes. Only 256-wide tiles are
+# flattened: with 128-wide ones the compiler waits for every matrix step before the next.
 STATISTICS_SCHEDULES = {
     "tma": Schedule("tma", 128, 256, 64, 8, 4, group=16, flatten=True),
     "tma tall": Schedule("tma", 256, 128, 64, 8, 4),
@@ -54,7 +47,6 @@ STATISTICS_SCHEDULES = {
     "pointer low": Schedule("pointer", 16, 256, 64, 4, 3),
 }
 """Of the forward product, whose accumulator is reduced in registers."""
-
 GRADIENT_SCHEDULES = {
     "tma": Schedule("tma", 128, 256, 64, 8, 3, flatten=True),
     "tma tall": Schedule("tma", 256, 128, 64, 8, 3),
@@ -66,10 +58,8 @@ GRADIENT_SCHEDULES = {
 
 
 def pick(hidden: Tensor, weight: Tensor) -> str:
-    """Name of the schedule for these operands, in both tables, or `UNFUSED`.
-
-    An fp32 product takes so long that reading its logits back costs nothing in comparison.
-    """
+    """Name of the schedule for these operands, in both tables; `UNFUSED` for fp32, whose product
+    takes so long that reading its logits back costs nothing in comparison."""
     if hidden.dtype == torch.float32:
         return UNFUSED
     described = has_tma(hidden.device) and takes_descriptors(hidden, weight)

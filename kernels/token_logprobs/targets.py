@@ -1,4 +1,4 @@
-"""Targets of `token_logprobs`: which rows are scored, and that their targets are tokens."""
+"""The check of `token_logprobs`'s targets, and the target of rows that are not scored."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ IGNORED = -100
 
 
 def require_targets(targets: Tensor, hidden: Tensor, vocabulary: int) -> None:
-    """Check the targets of rows of hidden states.
+    """ValueError unless targets are one int64 token id, or `IGNORED`, per row of hidden states.
 
-    On CUDA this copies two numbers to the host. Graph capture allows no copy: a target that is no
-    token then has the logprob NaN.
-
-    Raises:
-        ValueError: targets that are not one int64 per row, or ids outside the vocabulary.
+    On CUDA this copies two numbers to the host. Graph capture allows no copy: an id outside the
+    vocabulary then gets the logprob NaN.
     """
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(

@@ -1,16 +1,14 @@
 """The backward pass on sm_90 in five products: one kernel with specialised warps.
 
-A program owns 128 keys of one KV head, as in `attention_dkv_kernel`, and carries dq on as well: it
-takes the fp32 sums that the keys before its own have left in memory, continues them, and leaves
-them to the next keys, or rounds them if its keys are the last (`backward_copies`). The bits are
-those of the two kernels of `backward_triton`, with scores computed once.
+A program owns 128 keys of one KV head and continues the chains of dq that earlier keys have left in
+memory (`backward_copies`). The bits are those of the two kernels of `backward_triton`; scores are
+computed once.
 
-A step is a tile of queries. To keep the matrix units busy, a step begins the scores of the next one
+A step is a tile of queries. To keep the matrix units busy, a step starts the next step's scores
 behind its own products, and computes dq before dk, so that dq leaves during dk's product.
 
-The table `PackedSequences.key_programs` says which keys a program owns. The tiles of one sequence
-and KV head lie upward in it. Devices start programs in the order of their ids, though they do not
-promise it: a program that waits, waits for one that runs already.
+A program waits only for programs with lower ids (`PackedSequences.key_programs`). Devices start
+programs in the order of their ids, so those run already; no device promises this.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -50,8 +48,7 @@ from rl_consistency.kernels.core.device import sm_count
 
 APART = 1.25
 """How far apart sequences and KV heads lie in the order of programs, as a multiple of the programs
-of one that run at a time: those that end together then share no chain. Measured (ADR 7); no bit
-depends on it."""
+of one that run at a time. Measured (ADR 7); no bit depends on it."""
 
 
 @gluon.jit
@@ -68,7 +65,7 @@ def _rows(X, first, start_row, head, limit, stride_t, stride_h, DIM: gl.constexp
 
 @gluon.jit
 def _write(X, value, first, start_row, head, limit, stride_t, stride_h, DIM: gl.constexpr):
-    """Store `value` [rows, DIM] in the rows of one head that the sequence has."""
+    """Store `value` [rows, DIM] in rows of one head, up to the sequence's end."""
     layout: gl.constexpr = value.type.layout
     rows: gl.constexpr = value.shape[0]
     row = first + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
@@ -81,7 +78,7 @@ def _write(X, value, first, start_row, head, limit, stride_t, stride_h, DIM: gl.
 
 @gluon.jit
 def _product(own, rows, S: gl.constexpr):
-    """Begin the product own rows^T, [KEYS, QUERIES]."""
+    """Start the product own rows^T, [KEYS, QUERIES]."""
     nothing = gl.zeros([KEYS, QUERIES], gl.float32, S)
     return warpgroup_mma(own, rows.permute([1, 0]), nothing, use_acc=False, is_async=True)
 
@@ -95,7 +92,7 @@ def _probabilities(scores, lse, ahead, window, factor, WINDOWED: gl.constexpr):
     S: gl.constexpr = scores.type.layout
     scores, shift = gl.broadcast(scores, -gl.expand_dims(lse, 0))
     p = gl.exp2(gl.fma(scores, gl.full_like(scores, factor), shift))
-    # Query minus key, split into a part of the thread and constants, which costs no registers.
+    # Query minus key as a part of the thread and constants, which take no registers.
     key = gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(1, S)), 1)
     query = gl.expand_dims(gl.arange(0, QUERIES, layout=gl.SliceLayout(0, S)), 0)
     own = key // 16 * 16 + key % 8 - query % 8 // 2 * 2
@@ -108,8 +105,8 @@ def _probabilities(scores, lse, ahead, window, factor, WINDOWED: gl.constexpr):
 
 @gluon.jit
 def _zero(step):
-    """0, without telling the compiler that it is the same at every step: it then computes addresses
-    again instead of keeping them in registers that a step does not have."""
+    """0 that the compiler takes for a new value at every step: it then computes addresses again
+    instead of keeping them in registers."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, 0;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -117,8 +114,8 @@ def _zero(step):
 
 @gluon.jit
 def _next_scores(k_buf, q_bufs, full, step, steps, S: gl.constexpr):
-    """Begin the scores of the next step. The last step begins its own scores once more, and no one
-    reads them: a branch would cost every step."""
+    """Start the scores of the next step. The last step repeats its own, unread: a branch would cost
+    time in every step."""
     after = gl.minimum(step + 1, steps - 1)
     mbarrier.wait(full.index(after % STAGES), (after // STAGES) & 1)
     return _product(k_buf, q_bufs.index(after % STAGES), S)
@@ -129,7 +126,7 @@ def _send(
     dQ, out_buf, free, dq, step, ahead, first_key, start_row, head, limit, scale, stride_dqt,
     stride_dqh, DIM: gl.constexpr,
 ):  # fmt: skip
-    """Round dq of a step if these are its last keys, or leave it to `leave_chains`."""
+    """Round and store dq if these are its last keys, else leave it to `leave_chains`."""
     mbarrier.wait(free, step & 1 ^ 1)
     if ahead < KEYS:
         _write(
@@ -149,10 +146,7 @@ def _consume(
     stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
     GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """The eight computing warps: five products at each step.
-
-    Carried from step to step in registers: dk and dv [KEYS, DIM].
-    """
+    """The eight computing warps: five products per step; registers carry dk and dv [KEYS, DIM]."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
     D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, DIM, 16])
     C: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, DIM // 2, 16])
@@ -182,7 +176,7 @@ def _consume(
         delta = gl.expand_dims(delta_buf.index(slot).load(columns), 0)
         dp = warpgroup_mma_wait(1, deps=[dp])
         ds = (p * (dp - delta)).to(dtype)
-        # A chain that no earlier keys have begun starts from zero.
+        # A chain without earlier keys starts from zero.
         begun = tiles_before(first_key, ahead, window, WINDOWED) > 0
         mbarrier.wait(ready, step & 1)
         view = in_buf._reinterpret(gl.float32, [QUERIES, DIM], chain_layout(DIM))
@@ -197,8 +191,8 @@ def _consume(
             dQ, out_buf, free, dq, step, ahead, first_key, start_row, kv_head * GROUP + head,
             limit, scale, stride_dqt, stride_dqh, DIM,
         )  # fmt: skip
-        # The compiler puts barriers of all warps around every arrival. These stand where the matrix
-        # units have work meanwhile.
+        # The compiler puts barriers of all warps around every arrival: here the matrix units still
+        # have work.
         coming = _next_scores(k_buf, q_bufs, full, step, steps, S)
         gl.thread_barrier()
         mbarrier.arrive(gone.index(slot), count=1)
@@ -220,8 +214,8 @@ def attention_backward_hopper_kernel(
 ):  # fmt: skip
     """dk and dv [Tkv, Hkv, DIM] of one tile of keys of one KV head, and its part of dq [T, H, DIM].
 
-    Grid: one program for each entry of `programs`. STATISTICS [heads * tiles, 2, QUERIES] holds lse
-    in log2 units and delta, CHAINS the sums of dq, `counters` [heads * tiles] starts at 0.
+    Grid: one program per entry of `programs`. STATISTICS and `counters` come from `statistics_of`,
+    CHAINS (the sums of dq) from `empty_chains`.
     """
     dtype: gl.constexpr = q_desc.dtype
     owned: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], dtype)
@@ -239,7 +233,7 @@ def attention_backward_hopper_kernel(
     lse_buf = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], flat)
     delta_buf = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], flat)
     full, done = barriers(STAGES), barriers(STAGES)
-    # ready: in_buf holds dq so far. free: out_buf may be written. gone: a step has sent its dq.
+    # ready: in_buf holds dq so far. free: out_buf may be written. gone: a step's dq has left.
     ready, free, gone = barriers(1).index(0), barriers(1).index(0), barriers(STAGES)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)
@@ -274,10 +268,8 @@ def attention_backward_hopper_kernel(
 
 
 def tiles_apart(layout: PackedSequences, kv_heads: int, multiprocessors: int) -> float:
-    """`APART` times the programs of one sequence and KV head that run at a time.
-
-    0 where fewer than two of them run: they do not wait for one another.
-    """
+    """`APART` times the programs of one sequence and KV head that run at a time; 0 below two, which
+    do not wait for each other."""
     resident = multiprocessors / (len(layout.query_lens) * kv_heads)
     return APART * resident if resident >= 2 else 0.0
 
@@ -294,7 +286,7 @@ def attention_hopper_bwd(
     scale: float,
     window: int | None,
 ) -> None:
-    """Fill dq, dk and dv; the chains take `chain_bytes`."""
+    """Fill `gradients`, that is dq, dk and dv."""
     heads, head_dim = q.shape[1:]
     kv_heads, device = k.shape[1], q.device
     dq, dk, dv = gradients
@@ -308,8 +300,7 @@ def attention_hopper_bwd(
     attention_backward_hopper_kernel[(len(programs),)](
         k, v, dq, dk, dv, chains, statistics, counters, q_desc, do_desc, chain_desc, programs,
         first_tiles, tables.query_start, tables.query_len, reach(window), len(query_tiles),
-        scale * LOG2E, scale, *k.stride()[:2], *v.stride()[:2],
-        *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2],
-        GROUP=heads // kv_heads, DIM=head_dim, WINDOWED=window is not None,
+        scale * LOG2E, scale, *k.stride()[:2], *v.stride()[:2], *dq.stride()[:2], *dk.stride()[:2],
+        *dv.stride()[:2], GROUP=heads // kv_heads, DIM=head_dim, WINDOWED=window is not None,
         num_warps=8, maxnreg=168, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,13 +1,12 @@
 """The copying warps of `hopper/backward.py`: a program's steps, and what goes in and out at each.
 
 A program owns `KEYS` keys of one KV head. Its steps are the tiles of `QUERIES` queries that see
-them, for one head of the group after another. One warp copies the queries of each step in, through
-a ring of `STAGES` slots. Two more carry the chains of dq through memory.
+them, one head of the group after another. One warp copies each step's queries in, through a ring of
+`STAGES` slots. Two warps carry the chains of dq through memory.
 
-dq of a tile of queries is one chain of matrix steps over keys, upward. Each program takes the fp32
-sums that the keys before its own have left in memory, continues them, and leaves them there for the
-next keys. Memory keeps fp32 exactly. A counter per tile of queries and head says how many tiles of
-keys have left their sums.
+dq of a tile of queries is one chain of matrix steps over keys, upward. Each program loads the fp32
+sums of the keys before its own, continues them, and stores them for the next keys. A counter per
+tile of queries and head says how many tiles of keys have stored their sums.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
@@ -27,18 +26,15 @@ from rl_consistency.kernels.attention.schedules import FIVE_PRODUCTS, chain_byte
 KEYS = gl.constexpr(FIVE_PRODUCTS.keys)
 QUERIES = gl.constexpr(FIVE_PRODUCTS.rows)
 STAGES = gl.constexpr(FIVE_PRODUCTS.stages)
-"""Tiles of queries in shared memory at one time; at 128 columns no third fits beside the chains."""
+"""Tiles of queries in shared memory; at D = 128 no third fits beside the chains."""
 ROW = gl.constexpr(256)
 """fp32 sums in a row of the chains, as their descriptor sees them."""
 
 
 @gluon.jit
 def walk(place, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
-    """What a program walks over.
-
-    (KV head, first key, first row of its sequence, keys of its sequence, number of the sequence's
-    first tile of queries for the group's first head, tiles of queries per head.)
-    """
+    """(KV head, first key, its sequence's first row, its sequence's keys, number of the sequence's
+    first tile of queries for the group's first head, tiles of queries per head) of a program."""
     programs, first_tiles, query_start, query_len, window, num_tiles = place
     entry = programs + 3 * gl.program_id(0)
     sequence = gl.load(entry)
@@ -55,8 +51,8 @@ def walk(place, GROUP: gl.constexpr, WINDOWED: gl.constexpr):
 
 @gluon.jit
 def step_at(step, first_key, first_tile, per_head, num_tiles):
-    """(head of the group, first query minus first key, number of the tile, slot of the ring, round
-    of the ring) of a step. Steps go over the group's heads upward, then over queries upward."""
+    """(head of the group, first query minus first key, tile, slot and round of the ring) of a step.
+    Steps go over the group's heads upward, then over queries upward."""
     head = step // per_head
     ahead = step % per_head * QUERIES
     tile = first_tile + head * num_tiles + (first_key + ahead) // QUERIES
@@ -65,7 +61,7 @@ def step_at(step, first_key, first_tile, per_head, num_tiles):
 
 @gluon.jit
 def tiles_before(first_key, ahead, window, WINDOWED: gl.constexpr):
-    """How many tiles of keys before the program's own the queries of a step see."""
+    """How many tiles of keys before the program's own a step's queries see."""
     first = first_key * 0
     if WINDOWED:
         first = gl.maximum(first_key + ahead - window + 1, 0) // KEYS
@@ -100,10 +96,10 @@ def copy_queries(
 def empty_chains(
     layout: PackedSequences, heads: int, head_dim: int, device: torch.device
 ) -> tuple[Tensor, TensorDescriptor]:
-    """Memory for the chains, [heads * tiles * QUERIES * head_dim / ROW, ROW] fp32, and its
-    descriptor, whose box is one tile."""
+    """Memory for the chains, [heads * tiles * QUERIES * head_dim / ROW, ROW] fp32, and a descriptor
+    of it with one tile per box."""
     box = [QUERIES.value * head_dim // ROW.value, ROW.value]
-    # Without chains nothing is read, but a descriptor has to describe something.
+    # A descriptor needs memory even where no chain is read.
     rows = max(chain_bytes(layout, heads, head_dim) // (4 * ROW.value), box[0])
     chains = torch.empty(rows, ROW.value, dtype=torch.float32, device=device)
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -112,10 +108,8 @@ def empty_chains(
 
 @gluon.constexpr_function
 def chain_layout(dim):
-    """The shared layout of [QUERIES, dim] sums in the order in which the matrix units hold them.
-
-    The four sums of a thread lie side by side, in two rows and two columns, then those of a warp.
-    """
+    """The shared layout of [QUERIES, dim] sums in the matrix units' order: the four sums of a
+    thread (two rows, two columns) side by side, then the sums of a warp."""
     bases = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     bases += [[0, 1 << i] for i in range(3, (dim // 2).bit_length() - 1)]
     return gl.SharedLinearLayout(bases + [[16, 0], [32, 0], [0, dim // 2]])
@@ -123,10 +117,7 @@ def chain_layout(dim):
 
 @gluon.jit
 def _until(counter, count):
-    """Wait until a counter has reached a number.
-
-    This program's copy engine then sees what the others' wrote before they counted.
-    """
+    """Wait until a counter reaches `count`; copies then see what was written before it counted."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred short;
@@ -159,8 +150,7 @@ def fetch_chains(
     CHAINS, chain_desc, in_buf, counters, ready, gone, place,
     GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """One warp: wait at each step until the keys before have left their sums of dq, and copy them
-    in."""
+    """One warp: at each step, wait for the earlier keys' sums of dq and copy them in."""
     SIZE: gl.constexpr = QUERIES * DIM
     _head, first_key, _row, _limit, first_tile, per_head = walk(place, GROUP, WINDOWED)
     window, num_tiles = place[4], place[5]
@@ -170,7 +160,7 @@ def fetch_chains(
         _until(counters + tile, before)
         if before > 0:
             _prefetch(CHAINS + tile.to(gl.int64) * SIZE, before * 0 + SIZE * 4)
-        # The step before has sent its sums by then, so it no longer uses this buffer and barrier.
+        # The step before must have sent its sums: it used the same buffer and barrier.
         last = step + STAGES - 1
         mbarrier.wait(gone.index(last % STAGES), (last // STAGES) & 1 ^ 1)
         if before > 0:
@@ -192,15 +182,14 @@ def leave_chains(
     for step in range(GROUP * per_head):
         _head, ahead, tile, slot, turn = step_at(step, first_key, first_tile, per_head, num_tiles)
         mbarrier.wait(gone.index(slot), turn)
-        # The last keys have rounded dq: no program continues it.
+        # The last keys have rounded dq, which no program continues.
         if ahead >= KEYS:
             at = [tile * (QUERIES * DIM // ROW), 0]
             tma.async_copy_shared_to_global(chain_desc, at, out_buf)
             tma.store_wait(0)
             gl.thread_barrier()
             mbarrier.arrive(free, count=1)
-            # The wait above says that out_buf has been read. Before counting, wait until memory has
-            # been written as well.
+            # out_buf has been read. Before counting, memory must have been written as well.
             gl.inline_asm_elementwise(
                 "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, 0;", "=r,r",
                 [step], dtype=gl.int32, is_pure=False, pack=1,

@@ -1,10 +1,9 @@
 """Decode on sm_90: few queries of each sequence, keys in a paged cache.
 
 A program copies keys and values through a ring of shared buffers, several copies ahead of its
-matrix steps. The sums are those of `forward_triton`: per block of keys a chain of matrix steps and
-the halving tree to eight lanes, then the left fold over blocks. Where the blocks of a tile are
-spread over programs, each block is written to memory, and then all are folded in their order
-(`decode_fold`): by the program that finishes last, or by several, a slice of the columns each.
+matrix steps. The bits are those of `forward_triton`. Where programs share a tile, they write every
+block to memory; then the last program folds all blocks in order (`decode_fold`), or several fold a
+slice of the columns each.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -31,8 +30,7 @@ from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule
 ROWS = gl.constexpr(16)
 KEYS = gl.constexpr(128)
 REGISTERS = 504
-"""Registers of a multiprocessor divided by the threads of one program. Resident programs share
-them; a thread cannot have more than 255."""
+"""Registers of a multiprocessor per thread of one program, for all resident programs together."""
 
 
 @gluon.jit
@@ -46,9 +44,8 @@ def _entries(table, start, limit, BLOCK: gl.constexpr):
 def _copy(
     buffer, base, entries, start, end, limit, stride_row, BLOCK: gl.constexpr, DIM: gl.constexpr
 ):
-    """Start copying the keys or values from `start`, zeros past `limit`; one group of copies."""
-    # The eight rows of a thread mostly lie in one block of the cache, and their copies in distinct
-    # banks of shared memory.
+    """Start copying the keys or values from `start`, zeros past `limit`, as one group."""
+    # A thread's eight rows mostly lie in one cache block, their copies in distinct banks.
     layout: gl.constexpr = gl.BlockedLayout([8, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     if start < end:
@@ -74,7 +71,7 @@ def _probabilities(
     m = gl.max(scores, axis=1) * factor
     shift = gl.expand_dims(-finite(m), 1) + gl.zeros_like(scores)
     p = gl.exp2(gl.fma(scores, factor + gl.zeros_like(scores), shift))
-    # Two levels of the tree lie within a thread's registers. In the next layout the others do.
+    # Two levels of the tree lie within a thread's registers; in the next layout the others do.
     spread: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, WARPS], [1, 0])
     part = gl.convert_layout(halve(halve(p, ROWS, 128), ROWS, 64), spread)
     part = halve(halve(part, ROWS, 32), ROWS, 16)
@@ -83,22 +80,20 @@ def _probabilities(
 
 @gluon.jit(do_not_specialize=PER_CALL)
 def attention_decode_kernel(
-    Q, K, V, OUT, LSE, block_m, block_lanes, block_acc, tickets,
-    tiles, query_start, query_len, context_len, tables, window, factor, num_blocks, slots,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
-    stride_lse,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STORED: gl.constexpr, DIM: gl.constexpr,
-    BLOCK: gl.constexpr, WINDOWED: gl.constexpr, SPLIT: gl.constexpr, RING: gl.constexpr,
-    SLICES: gl.constexpr,
+    Q, K, V, OUT, LSE, block_m, block_lanes, block_acc, tickets, tiles, query_start, query_len,
+    context_len, tables, window, factor, num_blocks, slots, stride_qt, stride_qh, stride_kt,
+    stride_kh, stride_vt, stride_vh, stride_ot, stride_oh, stride_lse, KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr, STORED: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr,
+    WINDOWED: gl.constexpr, SPLIT: gl.constexpr, RING: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
     """o [T, H, DIM] and lse [T, H] of one tile of ROWS rows of one KV head.
 
-    Grid: (tiles * KV heads, programs of a tile); each program takes an equal share of the tile's
-    key blocks. Carried from block to block: m [ROWS], lanes [ROWS, 8] and acc [ROWS, DIM]; with
-    SPLIT nothing is carried, each block is written to block_m, block_lanes and block_acc instead.
+    Grid: (tiles * KV heads, programs of a tile), with equal shares of the tile's key blocks.
+    Carried over blocks: m [ROWS], lanes [ROWS, 8] and acc [ROWS, DIM]; with SPLIT nothing, each
+    block is written to block_m, block_lanes and block_acc instead.
     """
     # The launch overlaps the end of the kernel ahead. Nothing is read before that kernel is done,
-    # and the next one starts no sooner: all it reads has been written by then.
+    # and the next kernel starts no sooner.
     gdc_wait()
     gdc_launch_dependents()
     S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
@@ -123,14 +118,14 @@ def attention_decode_kernel(
         low = gl.maximum(past + first_row // GROUP - window + 1, 0) // KEYS * KEYS
     last_position = gl.minimum(past + (first_row + ROWS - 1) // GROUP, limit - 1)
     tile_count = gl.maximum(gl.cdiv(last_position + 1 - low, KEYS), 0)
-    # A captured launch has one grid for all lengths: the tile's own blocks are shared out here.
+    # A captured launch has one grid for all lengths: each program takes its share of blocks here.
     share = gl.cdiv(tile_count, gl.num_programs(1)) * KEYS
     begin = low + gl.program_id(1) * share
     end = gl.minimum(begin + share, last_position + 1)
     count = gl.maximum(gl.cdiv(end - begin, KEYS), 0)
 
-    # The ring holds K, V, K, V ... The block at `fill` is copied next, RING - 1 buffers ahead of
-    # the one in use; `entries` says where it lies, `coming` where the block after it does.
+    # The ring holds K, V, K, V ... The block at `fill` is copied next, RING - 1 buffers ahead;
+    # `entries` says where it lies, `coming` where the next one does.
     k_base = K + kv_head * stride_kh
     v_base = V + kv_head * stride_vh
     fill = begin
@@ -159,7 +154,7 @@ def attention_decode_kernel(
     first_slot = gl.program_id(0).to(gl.int64) * slots
     for i in range(count):
         start = begin + i * KEYS
-        # Once all threads have waited, the buffer behind the one awaited is free.
+        # Once all threads have waited, the buffer behind the awaited one is free.
         async_copy.wait_group(RING - 2)
         gl.thread_barrier()
         if RING % 2 == 1:
@@ -198,12 +193,12 @@ def attention_decode_kernel(
             m, lane_m, lanes, acc = fold_block(m, lane_m, lanes, acc, block_max, part, product)
     async_copy.wait_group(0)
     if SPLIT:
-        # All of this program's stores come before its ticket, and the last ticket before the reads.
+        # A program stores its blocks before it counts itself.
         gl.thread_barrier()
         ticket = tickets + gl.program_id(0)
         if all_written(ticket, SLICES):
             WIDTH: gl.constexpr = DIM // SLICES
-            # Every slice folds the lanes and writes the same lse.
+            # Every slice folds the lanes too, and writes the same lse.
             column = gl.program_id(1) * WIDTH if SLICES > 1 else 0
             place = first_slot * STORED
             all_m, all_lanes, all_acc = fold_written(
@@ -222,33 +217,23 @@ def attention_decode_kernel(
 
 
 def attention_decode_fwd(
-    call: ForwardCall,
-    schedule: Schedule,
-    programs: int,
-    slices: int,
-    tickets: torch.Tensor | None,
+    call: ForwardCall, schedule: Schedule, programs: int, slices: int, tickets: torch.Tensor | None
 ) -> None:
-    """Fill o and lse for tiles of 16 rows, each over `programs` programs.
+    """Fill o and lse for tiles of 16 rows, `programs` programs per tile.
 
-    Args:
-        call: what to compute.
-        schedule: one with a ring.
-        programs: of each tile.
-        slices: programs of a tile that fold D / slices of its columns each, a power of two up to
-            `programs` and D / 8. With more than one they wait for all of the tile's programs, so
-            that the whole launch must fit on the device at once; the driver refuses it otherwise.
-        tickets: [tiles * KV heads] zeros, and zeros afterwards; None for one program a tile.
+    `slices` programs of a tile, a power of two up to `programs` and D / 8, fold D / slices columns
+    each; the driver refuses more than one if the launch does not fit the device at once. `tickets`
+    [tiles * KV heads] are zeros before and after; None means one program per tile.
     """
     lse, tiles = call.lse, call.tiles
-    # One program a tile writes no blocks and counts nothing: any pointers do.
+    # Without tickets no block is written, so any pointers do.
     written = (lse, lse, lse) if tickets is None else call.memory_of_blocks()
     attention_decode_kernel[(call.grid, programs)](
         call.q, call.k, call.v, call.out, lse, *written, tiles if tickets is None else tickets,
         tiles, *call.numbers, call.block_table, call.reach, call.factor, call.block_table.shape[1],
-        call.most_blocks, *call.operand_strides, *call.result_strides,
-        KV_HEADS=call.kv_heads, GROUP=call.group, STORED=call.stored, DIM=call.head_dim,
-        BLOCK=call.block_size, WINDOWED=call.windowed, SPLIT=tickets is not None,
-        RING=schedule.ring, SLICES=slices, num_warps=WARPS.value,
-        maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
+        call.most_blocks, *call.operand_strides, *call.result_strides, KV_HEADS=call.kv_heads,
+        GROUP=call.group, STORED=call.stored, DIM=call.head_dim, BLOCK=call.block_size,
+        WINDOWED=call.windowed, SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices,
+        num_warps=WARPS.value, maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
         launch_cooperative_grid=slices > 1, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,10 +1,9 @@
-"""The left fold over blocks of keys in `hopper/decode.py`: block by block as they are computed, or
-over the blocks of a tile that several programs have written to memory.
+"""The left fold over blocks of keys in `hopper/decode.py`: of blocks as they are computed, or of
+blocks that several programs have written to memory.
 
-Each block's sums are scaled to the running maximum and added, first to last. A column's fold does
-not read the other columns, so one program may fold all columns of a tile or several programs a
-slice each. Written blocks are copied through a ring of shared buffers, two ahead of the one that is
-folded.
+Each block's sums are scaled to the running maximum and added, first to last. Columns are
+independent, so one program may fold all of a tile or several a slice each. Written blocks pass
+through a ring of shared buffers, copied two ahead of the fold.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -28,7 +27,7 @@ MOST_BLOCKS = gl.constexpr(128)
 
 @gluon.constexpr_function
 def folded_layout(rows, columns, lanes):
-    """The layout of [rows, columns] sums, or of the lanes with their rows in the same threads."""
+    """The layout of [rows, columns] sums, or of lanes with their rows in the same threads."""
     each = min(4, max(1, rows * columns // 128))
     threads = min(32, columns // each)
     across = max(1, columns // (threads * each))
@@ -39,7 +38,7 @@ def folded_layout(rows, columns, lanes):
 
 @gluon.constexpr_function
 def blocks_at_once(rows, columns):
-    """How many written blocks, with their lanes, one buffer holds."""
+    """Written blocks, with their lanes, that one buffer holds."""
     n = MOST_BLOCKS.value
     while n * rows * (columns + 8) > WRITTEN_FLOATS.value:
         n //= 2
@@ -111,8 +110,8 @@ def write_block(
 def all_written(ticket, SLICES: gl.constexpr):
     """Count this program, which has written its blocks, in its tile's ticket; whether it folds.
 
-    With one slice the last program folds. With more, the first SLICES programs do, after waiting
-    until all have been counted: all programs of the tile must be on the device together.
+    With one slice the last program folds. Otherwise the first SLICES programs do, after waiting for
+    all: the tile's programs must run at the same time.
     """
     if SLICES == 1:
         folds = gl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == gl.num_programs(1) - 1
@@ -130,14 +129,14 @@ def all_written(ticket, SLICES: gl.constexpr):
                 }""",
                 "=&r,l,r", [ticket, gl.num_programs(1)], dtype=gl.int32, is_pure=False, pack=1,
             )  # fmt: skip
-    # No thread of this program is still waiting when another one leaves.
+    # No thread goes on before all have seen the count.
     gl.thread_barrier()
     return folds
 
 
 @gluon.jit
 def _leave(ticket, SLICES: gl.constexpr):
-    """Count this program once more; the last one that folds sets the ticket back to 0."""
+    """Count this program again; the last one that folds sets the ticket back to 0."""
     if SLICES == 1:
         gl.store(ticket, 0)
     else:
@@ -155,8 +154,8 @@ def _copy(
     acc_buffer, lanes_buffer, block_acc, block_lanes, first, count,
     STORED: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
-    """Start copying N written blocks from `first`, zeros from `count` on; one group of copies."""
-    # Copies of 16 bytes bypass the first cache, which may hold what memory held before.
+    """Start copying N written blocks from `first`, zeros from `count` on, as one group."""
+    # Copies of 16 bytes bypass the first-level cache, which may be stale.
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WIDTH, WIDTH // 4], [WARPS, 1], [1, 0])
     row = first * STORED + gl.arange(0, N * STORED, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
@@ -174,7 +173,7 @@ def _copy(
 
 @gluon.jit
 def _maxima(block_m, first, count, STORED: gl.constexpr, N: gl.constexpr):
-    """Maxima [N, STORED] of the written blocks from `first`, and of the block before each."""
+    """Maxima [N, STORED] of the blocks from `first`, and of the block before each."""
     layout: gl.constexpr = scanned_layout(N)
     block = first + gl.arange(0, N, layout=gl.SliceLayout(1, layout))
     row = gl.arange(0, STORED, layout=gl.SliceLayout(0, layout))
@@ -182,8 +181,8 @@ def _maxima(block_m, first, count, STORED: gl.constexpr, N: gl.constexpr):
     every = gl.expand_dims(row < STORED, 0)
     known = gl.expand_dims(block < count, 1) & every
     maxima = gl.load(block_m + at, known, NEG_INF, cache_modifier=".cg")
-    # The first place past the end has the last block before it. Without that block's maximum, a row
-    # that no earlier block has seen would be scaled to zero there.
+    # The first place past the end needs the last block's maximum too: without it, a row that only
+    # this block has seen would be scaled to zero.
     known = gl.expand_dims((block > 0) & (block <= count), 1) & every
     before = gl.load(block_m + at - STORED, known, NEG_INF, cache_modifier=".cg")
     return maxima, before
@@ -196,7 +195,7 @@ def fold_written(
 ):  # fmt: skip
     """(m, lanes, acc) of WIDTH columns of a tile's `count` written blocks, folded in order.
 
-    Called by each of the DIM / WIDTH programs that fold the tile, once `all_written`.
+    Each of the DIM / WIDTH folding programs calls it after `all_written`.
     """
     N: gl.constexpr = blocks_at_once(STORED, WIDTH)
     STEP: gl.constexpr = min(N, 16)
@@ -218,20 +217,19 @@ def fold_written(
         _copy(acc_ring.index(j), lanes_ring.index(j), block_acc, block_lanes, j * N, count,
               STORED, WIDTH, DIM, N)  # fmt: skip
     maxima, before = _maxima(block_m, 0, count, STORED, N)
-    # The first reads are under way meanwhile.
     _leave(ticket, DIM // WIDTH)
     m = gl.full([STORED], float("-inf"), gl.float32, gl.SliceLayout(0, scanned))
     lanes = gl.zeros([STORED, 8], gl.float32, lane_layout)
     acc = gl.zeros([STORED, WIDTH], gl.float32, layout)
     slot = count * 0
     for first in range(0, count, N):
-        # After this barrier the buffer behind the one awaited is free, and the factors are.
+        # After this barrier the factors and the buffer behind the awaited one are free.
         async_copy.wait_group(1)
         gl.thread_barrier()
         ahead = gl.where(slot == 0, 2, slot - 1)
         _copy(acc_ring.index(ahead), lanes_ring.index(ahead), block_acc, block_lanes,
               first + 2 * N, count, STORED, WIDTH, DIM, N)  # fmt: skip
-        # A running maximum is exact in any order: the factors of all N folds are computed at once.
+        # A running maximum is exact in any order, so all N factors are computed at once.
         running = gl.associative_scan(before, 0, _larger)
         running = gl.maximum(running, gl.expand_dims(m, 0) + gl.zeros_like(running))
         shift = finite(gl.maximum(running, maxima))
@@ -240,7 +238,7 @@ def fold_written(
         m = gl.maximum(m, gl.max(maxima, 0))
         maxima, before = _maxima(block_m, first + N, count, STORED, N)
         gl.thread_barrier()
-        # Past the last block the left factor is 1 and what is added is 0.
+        # Past the last block the left factor is 1 and the summand is 0.
         for i in range(0, gl.minimum(count - first, N), STEP):
             for j in gl.static_range(STEP):
                 a, b = left_of.index(i + j).load(rows), right_of.index(i + j).load(rows)

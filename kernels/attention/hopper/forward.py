@@ -2,10 +2,8 @@
 
 A program has three groups of warps. A producer (`forward_producer`) copies queries, keys and values
 into shared memory. Two consumers own 64 rows of the tile each and take turns at the matrix unit. A
-turn is the product of one block's probabilities and values, then the scores of the next block; in
-that time the other consumer computes its exponentials. The sums are those of `forward_triton`: per
-block of keys a chain of matrix steps and the halving tree to eight lanes, then the left fold over
-blocks.
+turn is the product of one block's probabilities and values, then the next block's scores; meanwhile
+the other consumer computes its exponentials. The bits are those of `forward_triton`.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -45,33 +43,33 @@ from rl_consistency.kernels.attention.schedules import PER_CALL
 from rl_consistency.kernels.core.device import sm_count
 
 SHORT_KEYS = 8192
-"""Longest context for which programs are persistent; measured."""
+"""Longest context for which a program walks over several tiles; measured."""
 UPPER, LOWER = gl.constexpr(0), gl.constexpr(1)
 
 
 @gluon.jit
 def _take_turn(turns, taken, WHICH: gl.constexpr):
-    """Wait until the other consumer has given up the matrix unit; the upper one is first."""
+    """Wait until the other consumer has given up the matrix unit; UPPER is first."""
     mbarrier.wait(turns.index(WHICH), (taken & 1) ^ (1 - WHICH))
 
 
 @gluon.jit
 def _give_turn(turns, WHICH: gl.constexpr):
-    """Let the other consumer use the matrix unit: this one's scores are under way."""
+    """Let the other consumer use the matrix unit."""
     gl.thread_barrier()
     mbarrier.arrive(turns.index(1 - WHICH), count=1)
 
 
 @gluon.jit
 def _free(empty, done):
-    """Tell the producer that this consumer no longer reads the buffer of block `done`."""
+    """Tell the producer that this consumer has read the buffer of block `done`."""
     gl.thread_barrier()
     mbarrier.arrive(empty.index(done % STAGES), count=1)
 
 
 @gluon.jit
 def _first_scores(done, q_buf, ring, turns, WHICH: gl.constexpr, S: gl.constexpr):
-    """Scores [64, KEYS] of a block that `_consume_block` has not begun."""
+    """Scores [64, KEYS] of a block that `_consume_block` did not start."""
     k_bufs, _v_bufs, k_full, _v_full, k_empty, _v_empty = ring
     slot = done % STAGES
     mbarrier.wait(k_full.index(slot), (done // STAGES) & 1)
@@ -91,10 +89,10 @@ def _consume_block(
     DIM: gl.constexpr, MASKED: gl.constexpr, WINDOWED: gl.constexpr, WHICH: gl.constexpr,
     S: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
-    """Fold the block of `scores` into m, lanes and acc, and return them behind the next scores.
+    """(next scores, m, lanes, acc) after folding the block of `scores`.
 
-    An unmasked block is never the last: it computes the scores of the block after it. A masked one
-    returns its own scores, which nobody reads.
+    An unmasked block is never the last: it computes the next block's scores. A masked one returns
+    its own, which nothing reads.
     """
     k_bufs, v_bufs, k_full, v_full, k_empty, v_empty = ring
     dtype: gl.constexpr = v_bufs.dtype
@@ -160,8 +158,8 @@ def _consume(
     stride_lse, WHICH: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
     DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """One consumer: rows 64 * WHICH .. of each tile of the program, in a turn for every block of
-    keys and one before them for the first scores."""
+    """One consumer, of rows 64 * WHICH .. of each tile: a turn for the first scores, then one for
+    each block of keys."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
     P: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
@@ -182,7 +180,7 @@ def _consume(
         first_position = past + first // GROUP
         last_position = gl.minimum(past + (first + CONSUMER_ROWS - 1) // GROUP, limit - 1)
         count = gl.minimum(gl.cdiv(last_position + 1 - low, KEYS), tile_count)
-        # The last block counts as masked even where every row sees it whole: no block follows it.
+        # The last block counts as masked because no block follows it.
         whole = gl.minimum((first_position + 1 - low) // KEYS, count - 1)
         if WINDOWED:
             whole = 0
@@ -233,9 +231,8 @@ def attention_hopper_kernel(
 ):  # fmt: skip
     """o [T, H, DIM] and lse [T, H] of the program's tiles, 128 rows of one KV head each.
 
-    Grid: one program for each tile and KV head, or fewer that walk over them (`tile_index`).
-    Carried from block to block in registers: m [64], lanes [64, 8] and acc [64, DIM] of each
-    consumer.
+    Grid: one program per tile and KV head, or fewer that walk over them (`tile_index`). Each
+    consumer carries m [64], lanes [64, 8] and acc [64, DIM] over blocks in registers.
     """
     q_bufs = gl.allocate_shared_memory(
         k_desc.dtype, [2 * QUERY_BUFFERS, CONSUMER_ROWS, DIM],
@@ -292,8 +289,7 @@ def attention_hopper_fwd(call: ForwardCall, longest: int) -> None:
         queries = descriptor(q, box, list(q.shape), list(q.stride()))
     programs = call.grid
     if longest <= SHORT_KEYS:
-        # A program walks over several short tiles: it loads the next and stores the last one
-        # meanwhile.
+        # A program loads the next of several short tiles while it stores the last one.
         programs = min(programs, sm_count(q.device))
     attention_hopper_kernel[(programs,)](
         q, v, out, lse, queries, keys, values, call.tiles, call.grid, *call.numbers, call.reach,

@@ -1,7 +1,7 @@
 """The producer warps of `hopper/forward.py`: which tiles a program has, and the copies of them.
 
-Queries are copied a tile ahead, keys and values through a ring of `STAGES` blocks. Every buffer has
-two barriers: `full`, the copy has arrived, and `empty`, all consumers have read it.
+Queries are copied a tile ahead, keys and values through a ring of `STAGES` blocks. A buffer's two
+barriers say that its copy has arrived (`full`) and that all consumers have read it (`empty`).
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -31,8 +31,8 @@ def count_tiles(num_tiles):
 def tile_index(turn):
     """This program's turn-th tile.
 
-    Tiles lie longest first and are dealt to the programs in rounds. A round whose number has an odd
-    count of one bits is dealt backward, so that no program gets the longest tile of every round.
+    Tiles lie longest first and are dealt to programs in rounds, backward if the round's number has
+    an odd count of one bits: no program gets the longest tile of every round.
     """
     ones = turn ^ (turn >> 8)
     ones = ones ^ (ones >> 4)
@@ -72,7 +72,7 @@ def _load_queries(
     for which in gl.static_range(2):
         mbarrier.wait(q_empty.index(first_buffer + which), phase ^ 1)
     if CONSUMER_ROWS % GROUP == 0:
-        # Whole tokens. Rows behind the sequence belong to another; no result is written for them.
+        # Whole tokens. Rows past the sequence's end belong to another; they get no result.
         tokens: gl.constexpr = CONSUMER_ROWS // GROUP
         for which in gl.static_range(2):
             token_row = start_row + first_row // GROUP + which * tokens
@@ -110,8 +110,7 @@ def produce(
     stride_vt, stride_vh, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """Copy the program's tiles one after another: blocks of keys and values through the ring, and
-    queries a tile ahead."""
+    """Copy the program's tiles one after another."""
     chunk: gl.constexpr = 32
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
@@ -147,7 +146,7 @@ def produce(
                     v_desc, [start_row + start, column], v_full.index(slot), v_bufs.index(slot)
                 )
             else:
-                # Rows behind the sequence belong to another: a NaN there times 0 would be NaN.
+                # Rows past the sequence's end belong to another: a NaN there times 0 is NaN.
                 for c in gl.static_range(KEYS // chunk):
                     key = start + c * chunk + within
                     key_offset = (start_row + key).to(gl.int64) * stride_vt + kv_head * stride_vh
@@ -158,14 +157,14 @@ def produce(
                 fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(v_full.index(slot), count=1)
-            # The tile before this one has freed the next tile's query buffer once the slot of this
-            # one's second block is free. Any earlier the producer would wait for it.
+            # Once this tile's second block has a slot, the tile before has freed the next tile's
+            # query buffer. Any earlier the producer would have to wait.
             if (i == gl.minimum(count - 1, 1)) & (turn + 1 < tiles_here):
                 _load_queries(
                     Q, q_desc, q_bufs, q_full, q_empty, turn + 1, next_head, next_first, next_start,
                     next_len, stride_qt, stride_qh, GROUP, DIM, chunk, layout,
                 )  # fmt: skip
-            # No warp may fall behind by a whole round of the buffers: their phases repeat.
+            # Phases repeat, so no warp may fall behind by a whole round of the buffers.
             gl.thread_barrier()
             done += 1
         kv_head, first_row, start_row, q_len = next_head, next_first, next_start, next_len

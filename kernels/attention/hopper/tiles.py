@@ -1,5 +1,5 @@
-"""What the sm_90 kernels of attention share: constants, the halving tree, barriers, descriptors,
-and writing out a tile of the forward pass."""
+"""What the sm_90 kernels of attention share: the halving tree, barriers, descriptors, and writing
+out a tile of the forward pass."""
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 
@@ -36,14 +36,11 @@ def write_rows(
     OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh, stride_lse,
     R: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """Divide the sums of rows first .. first + R of a sequence and write o and lse.
-
-    m [R] is the maximum in log2 units, lanes [R, 8] the sum of probabilities before the last three
-    levels of its tree, acc [R, DIM] their product with the values.
-    """
+    """Divide the sums of rows first .. first + R of a sequence and write o and lse: m [R] in log2
+    units, lanes [R, 8] (the last three levels of the tree are left), acc [R, DIM]."""
     summed: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
-    # One thread a row: the last three levels of the tree stay in its registers.
+    # One thread per row: the last three levels of the tree stay in its registers.
     single = gl.convert_layout(lanes, gl.BlockedLayout([1, 8], [32, 1], [WARPS, 1], [1, 0]))
     total = halve(halve(halve(single, R, 8), R, 4), R, 2)
     length = gl.convert_layout(total.reshape(R), summed)
@@ -71,7 +68,7 @@ _BOXED: dict[tuple[object, ...], gl.NVMMASharedLayout] = {}
 
 
 def descriptor(x: Tensor, box: list[int], shape: list[int], strides: list[int]) -> TensorDescriptor:
-    """x, seen as `shape` and `strides`, for copies of one box at a time."""
+    """A descriptor of x, seen as `shape` and `strides`, that copies one box at a time."""
     key = (*box, x.dtype)
     if key not in _BOXED:
         kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
@@ -80,6 +77,6 @@ def descriptor(x: Tensor, box: list[int], shape: list[int], strides: list[int]) 
 
 
 def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """[T, heads, D] with its heads side by side, for copies of `rows` rows of one head."""
+    """A descriptor of [T, heads, D], heads side by side, that copies `rows` rows of one head."""
     tokens, heads, head_dim = x.shape
     return descriptor(x, [rows, head_dim], [tokens, heads * head_dim], [x.stride(0), 1])
