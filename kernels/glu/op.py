@@ -26,11 +26,7 @@ from torch import Tensor
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
-from rl_consistency.kernels.glu.activation_triton import (
-    ACTIVATIONS,
-    glu_bwd_op,
-    glu_fwd_op,
-)
+from rl_consistency.kernels.glu.activation_triton import ACTIVATIONS, glu_bwd_op, glu_fwd_op
 
 ORDER = ReductionOrder(
     id="glu",

@@ -44,15 +44,9 @@ def _pair(rows_ptr, row, columns, inside, last, stride, FIRST: tl.constexpr, P: 
 
 @triton.jit
 def _step_sums_kernel(
-    rows_ptr,
-    sums_ptr,
-    R,
-    C,
-    stride,
-    STEP_ROWS: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    rows_ptr, sums_ptr, R, C, stride,
+    STEP_ROWS: tl.constexpr, P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """The halving tree over one step's rows, filled with zeros to 16 * P of them."""
     step = tl.program_id(0)
     within = tl.arange(0, P * BLOCK_C)
@@ -94,15 +88,9 @@ def _load_steps(row, inside, count, C: tl.constexpr, BATCH: tl.constexpr):
 
 @triton.jit
 def _fold_steps_kernel(
-    sums_ptr,
-    buffer_ptr,
-    S,
-    stride,
-    FROM_ZERO: tl.constexpr,
-    C: tl.constexpr,
-    BATCH: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    sums_ptr, buffer_ptr, S, stride,
+    FROM_ZERO: tl.constexpr, C: tl.constexpr, BATCH: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Continue the buffer; FROM_ZERO starts an fp64 sum and rounds it to the buffer's dtype."""
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = columns < C

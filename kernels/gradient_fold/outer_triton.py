@@ -74,22 +74,10 @@ def store_part(acc, g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS: tl.constexpr,
 
 @triton.jit
 def _outer_pointer_kernel(
-    dy_ptr,
-    x_ptr,
-    g_ptr,
-    T,
-    N,
-    K,
-    stride_dy,
-    stride_x,
-    stride_gn,
-    stride_gk,
-    FRESH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    dy_ptr, x_ptr, g_ptr, T, N, K, stride_dy, stride_x, stride_gn, stride_gk,
+    FRESH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,
-):
+):  # fmt: skip
     tile_n, tile_k = tile_of(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
     first_n, first_k = tile_n * BLOCK_N, tile_k * BLOCK_K
     acc = load_part(g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, FRESH, BLOCK_N, BLOCK_K)
@@ -113,24 +101,10 @@ def _outer_pointer_kernel(
 
 @triton.jit
 def _outer_descriptor_tile(
-    index,
-    dy_desc,
-    x_desc,
-    extra_desc,
-    g_ptr,
-    T,
-    N,
-    K,
-    stride_gn,
-    stride_gk,
-    FRESH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EXTRA_N: tl.constexpr,
-    EXTRA_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    index, dy_desc, x_desc, extra_desc, g_ptr, T, N, K, stride_gn, stride_gk,
+    FRESH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXTRA_N: tl.constexpr,
+    EXTRA_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     EXTRA: tl.constexpr = EXTRA_N + EXTRA_K > 0
     HEIGHT: tl.constexpr = EXTRA_N if EXTRA_N else BLOCK_N
     WIDTH: tl.constexpr = EXTRA_K if EXTRA_K else BLOCK_K
@@ -167,24 +141,10 @@ def _outer_descriptor_tile(
 # Specialized for T = 1, the loop would be unrolled and operands kept beside the stored tile.
 @triton.jit(do_not_specialize=["T"])
 def _outer_tma_kernel(
-    dy_desc,
-    x_desc,
-    extra_desc,
-    g_ptr,
-    T,
-    N,
-    K,
-    stride_gn,
-    stride_gk,
-    FRESH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EXTRA_N: tl.constexpr,
-    EXTRA_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    GROUP: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-):
+    dy_desc, x_desc, extra_desc, g_ptr, T, N, K, stride_gn, stride_gk,
+    FRESH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXTRA_N: tl.constexpr,
+    EXTRA_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(0)
     if PERSISTENT:
         tiles = tl.cdiv(N, BLOCK_N + EXTRA_N) * tl.cdiv(K, BLOCK_K + EXTRA_K)

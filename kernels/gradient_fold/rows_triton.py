@@ -118,9 +118,7 @@ def _fold_run(rows_ptr, buffer_ptr, id_ptr, token_ptr, start, row_id, columns, T
         for i in tl.static_range(BATCH):
             # Adding -0 changes no value, not even -0.
             row = tl.load(
-                rows_ptr + tokens[i] * stride_row + columns,
-                mask=inside & (i < count),
-                other=-0.0,
+                rows_ptr + tokens[i] * stride_row + columns, mask=inside & (i < count), other=-0.0
             )
             rows = rows + (row,)
         start += BATCH
@@ -162,23 +160,11 @@ def _fold_short_runs(rows_ptr, buffer_ptr, id_ptr, token_ptr, first, columns, T,
 
 @triton.jit
 def _fold_rows_kernel(
-    rows_ptr,
-    buffer_ptr,
-    id_ptr,
-    token_ptr,
-    T,
-    V,
-    C,
-    stride_row,
-    stride_v,
-    stride_c,
+    rows_ptr, buffer_ptr, id_ptr, token_ptr, T, V, C, stride_row, stride_v, stride_c,
     narrow_programs,
-    GAP: tl.constexpr,
-    BATCH: tl.constexpr,
-    NARROW_C: tl.constexpr,
-    RUNS: tl.constexpr,
+    GAP: tl.constexpr, BATCH: tl.constexpr, NARROW_C: tl.constexpr, RUNS: tl.constexpr,
     BLOCK_C: tl.constexpr,
-):
+):  # fmt: skip
     """The programs of marks come first, since the longest runs take longest."""
     program = tl.program_id(0)
     if program < narrow_programs:

@@ -38,29 +38,11 @@ from rl_consistency.kernels.matmul.schedules import Schedule, pick_gate_up, pick
 
 @triton.jit(do_not_specialize=["M"])
 def qkv_kernel(
-    x_ptr,
-    wq_ptr,
-    wk_ptr,
-    wv_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bq_ptr,
-    bk_ptr,
-    bv_ptr,
-    M,
-    NQ,
-    NK,
-    NV,
-    K,
-    stride_x,
-    stride_w,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    x_ptr, wq_ptr, wk_ptr, wv_ptr, q_ptr, k_ptr, v_ptr, bq_ptr, bk_ptr, bv_ptr, M, NQ, NK, NV, K,
+    stride_x, stride_w,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-):
+):  # fmt: skip
     """Column tiles of the three results, one result after the other in the grid, by pointers.
 
     The weight is chosen before the loop over K, so there is one loop with one set of buffers.
@@ -98,19 +80,10 @@ def glu_tile(gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def gate_up_glu_tma_kernel(
-    x_desc,
-    gate_desc,
-    up_desc,
-    y_desc,
-    M,
-    N,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    x_desc, gate_desc, up_desc, y_desc, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     ACTIVATION: tl.constexpr,
-):
+):  # fmt: skip
     """One tile of both products and of their gated activation, copied by descriptors."""
     tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
@@ -125,22 +98,10 @@ def gate_up_glu_tma_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def gate_up_glu_pointer_kernel(
-    x_ptr,
-    gate_ptr,
-    up_ptr,
-    y_ptr,
-    M,
-    N,
-    K,
-    stride_x,
-    stride_gate,
-    stride_up,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    x_ptr, gate_ptr, up_ptr, y_ptr, M, N, K, stride_x, stride_gate, stride_up,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     ACTIVATION: tl.constexpr,
-):
+):  # fmt: skip
     """The same by pointers; rows of x and of the weights are contiguous."""
     tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -209,11 +170,7 @@ def _qkv_fake(
 
 
 def gate_up_glu_fwd(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    activation: str,
-    schedule: Schedule | None = None,
+    x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str, schedule: Schedule | None = None
 ) -> Tensor:
     """activation(x w_gate^T) * (x w_up^T) in one launch -> [M, N] in the dtype of x.
 

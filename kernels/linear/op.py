@@ -30,10 +30,7 @@ from rl_consistency.kernels.gradient_fold.op import (
     fold_outer,
     fold_parameter,
 )
-from rl_consistency.kernels.linear.few_rows_triton import (
-    gate_up_glu_op,
-    qkv_op,
-)
+from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_op, qkv_op
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.schedules import FUSED_ROWS
 

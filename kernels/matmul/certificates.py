@@ -29,11 +29,7 @@ from rl_consistency.kernels.core.kernels_hash import kernels_hash
 CACHE_VARIABLE = "RL_CONSISTENCY_CACHE"
 """Directory of the certificate files; `~/.cache/rl_consistency` without it."""
 
-LIBRARY_VARIABLES = (
-    "CUBLASLT_WORKSPACE_SIZE",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "NVIDIA_TF32_OVERRIDE",
-)
+LIBRARY_VARIABLES = ("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
 """What the library reads from the environment; part of what a certificate holds for."""
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

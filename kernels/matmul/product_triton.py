@@ -71,23 +71,10 @@ def add_bias(acc, bias_ptr, columns, N, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def tma_tile(
-    tile,
-    a_desc,
-    b_desc,
-    c_desc,
-    bias_ptr,
-    M,
-    N,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NT: tl.constexpr,
-    SWAP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+    tile, a_desc, b_desc, c_desc, bias_ptr, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    NT: tl.constexpr, SWAP: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     """One [BLOCK_M, BLOCK_N] tile of the result, copied by descriptors."""
     tile_m, tile_n = tile_position(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
     row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
@@ -119,24 +106,11 @@ def tma_tile(
 
 @triton.jit(do_not_specialize=["M"])
 def tma_kernel(
-    a_desc,
-    b_desc,
-    c_desc,
-    bias_ptr,
-    M,
-    N,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NT: tl.constexpr,
-    SWAP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    a_desc, b_desc, c_desc, bias_ptr, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    NT: tl.constexpr, SWAP: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PERSISTENT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Tiles by descriptor: one per program, or every num_programs-th one."""
     first = tl.program_id(0)
     if OVERLAP:
@@ -160,25 +134,11 @@ def tma_kernel(
 
 @triton.jit
 def pointer_tile(
-    tile,
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    bias_ptr,
-    M,
-    N,
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
+    tile, a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
     stride_cm,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-):
+):  # fmt: skip
     """One [BLOCK_M, BLOCK_N] tile of the result, any strides."""
     tile_m, tile_n = tile_position(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
     rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -203,24 +163,10 @@ def pointer_tile(
 
 @triton.jit(do_not_specialize=["M"])
 def pointer_kernel(
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    bias_ptr,
-    M,
-    N,
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    stride_cm,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-):
+):  # fmt: skip
     """Tiles by pointers, one per program."""
     pointer_tile(
         tl.program_id(0), a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K,

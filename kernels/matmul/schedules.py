@@ -155,11 +155,7 @@ POINTER_FP32 = _table(
 )
 """fp32 has no exact matrix unit: fused multiply-adds on the general cores, a step at a time."""
 
-QKV = _table(
-    "pointer-16x32x128-w4-s5",
-    "pointer-32x32x128-w4-s4",
-    "pointer-64x32x64-w4-s4",
-)
+QKV = _table("pointer-16x32x128-w4-s5", "pointer-32x32x128-w4-s4", "pointer-64x32x64-w4-s4")
 """For `few_rows_triton.qkv_fwd` in bf16 and fp16."""
 
 GATE_UP = _table(
@@ -174,10 +170,7 @@ GATE_UP = _table(
 """For `few_rows_triton.gate_up_glu_fwd` in bf16 and fp16; its programs hold two weight tiles a
 stage."""
 
-FEW_ROWS_FP32 = _table(
-    f"pointer-16x32x{FP32_STEP}-w4-s3",
-    f"pointer-32x32x{FP32_STEP}-w4-s3",
-)
+FEW_ROWS_FP32 = _table(f"pointer-16x32x{FP32_STEP}-w4-s3", f"pointer-32x32x{FP32_STEP}-w4-s3")
 """For both fused products in fp32."""
 
 FUSED_ROWS = 64
@@ -252,9 +245,7 @@ def _nearest(m: int, n: int, k: int, layout: str) -> Entry | None:
     rows = min((r for kind, r in TABLE if kind == measured and r >= bucket(m)), default=0)
     entries = TABLE.get((measured, rows), ())
     return min(
-        entries,
-        key=lambda e: (log2(e.n) - log2(n)) ** 2 + (log2(e.k) - log2(k)) ** 2,
-        default=None,
+        entries, key=lambda e: (log2(e.n) - log2(n)) ** 2 + (log2(e.k) - log2(k)) ** 2, default=None
     )
 
 

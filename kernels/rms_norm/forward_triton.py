@@ -126,11 +126,7 @@ def rows_of(x: Tensor) -> Rows:
 
 
 def rms_norm_fwd(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    schedule: Schedule | None = None,
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, schedule: Schedule | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The norm of x [..., H], or of x + residual rounded to the dtype.
 
