@@ -1,14 +1,12 @@
-"""Fused products for few rows: query, key and value in one launch, gate, up and GLU in another.
+"""Fused products for few rows: q, k and v in one launch; gate, up and GLU in one launch.
 
 Shapes: `qkv_fwd`: x [M, K], three weights [N_i, K], three biases [N_i] or None -> three [M, N_i].
     `gate_up_glu_fwd`: x [M, K], two weights [N, K] -> [M, N].
-Dtypes and rounding points: those of the unfused ops: each product is rounded to the dtype of x,
-    then the gated activation is computed in fp32 and rounded once.
+Dtypes and rounding points: those of the separate ops: each product is rounded to the dtype of x;
+    the gated activation is computed in fp32 and rounded once.
 Order: `matmul.ORDER` for each product, `glu.ORDER` for the activation.
-Invariant to: as `matmul`; fused or not.
-Varies with: as `matmul`.
-Backward: none; `linear.op` refuses these calls where a gradient is wanted.
-Errors: none; `linear.op` checks.
+Invariant to, varies with: as `matmul`; fused and separate ops give the same bytes.
+Backward, errors: none; `linear.op` checks, and refuses calls that want a gradient.
 Cost: one launch instead of three; each weight is read once.
 """
 
@@ -43,10 +41,10 @@ def qkv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Column tiles of the three results, one result after the other in the grid, by pointers.
+    """The tiles of q, then those of k, then those of v, by pointers.
 
-    The weight is chosen before the loop over K, so there is one loop with one set of buffers.
-    Descriptors could not be chosen like this.
+    A program chooses its weight before the loop over K, so one loop with one set of buffers is
+    compiled. Descriptors cannot be chosen at run time.
     """
     tile = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -71,8 +69,7 @@ def qkv_kernel(
 
 @triton.jit
 def glu_tile(gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The gated activation in fp32 of both products, which are first rounded to DTYPE as if they
-    were stored."""
+    """The gated activation of both products, rounded to DTYPE first, as separate ops do."""
     gate = gate.to(DTYPE).to(tl.float32)
     up = up.to(DTYPE).to(tl.float32)
     return glu_value(gate, up, ACTIVATION).to(DTYPE)
@@ -84,7 +81,7 @@ def gate_up_glu_tma_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of both products and of their gated activation, copied by descriptors."""
+    """One tile of the result, from one tile of each product; by descriptors."""
     tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -137,8 +134,8 @@ def qkv_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x times three weights in one launch -> three results in the dtype of x.
 
-    All sizes are positive; the biases are all there or all None. `schedule`, a pointer one,
-    changes no bit.
+    All sizes are positive. Either all biases are None or none is. `schedule` is a pointer schedule
+    and changes no bit.
     """
     x = dense_rows(x)
     wq, wk, wv = (weight.contiguous() for weight in (wq, wk, wv))
@@ -182,7 +179,7 @@ def gate_up_glu_fwd(
     if schedule is None:
         fits = takes_descriptors(x, w_gate, w_up, y)
         schedule = pick_gate_up(m, n, x.dtype, fits and has_tma(x.device))
-        # Two weight tiles a stage.
+        # A stage holds two weight tiles.
         schedule = schedule.within(SHARED_BYTES // 2, x.element_size(), x.element_size())
     bm, bn, bk = schedule.block_m, schedule.block_n, schedule.block_k
     tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
