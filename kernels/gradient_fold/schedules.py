@@ -40,8 +40,8 @@ class Schedule:
     stages: int
     """Operand tiles in flight."""
     extra_n: int = 0
-    """Output features of a second accumulator below the first (`tma` only). 128 + 64 makes a tile of
-    192, which is no power of two."""
+    """Output features of a second accumulator below the first, `tma` only. A tile of 192, no power
+    of two, is 128 + 64."""
     extra_k: int = 0
     """Input features of a second accumulator beside the first; not together with `extra_n`."""
     persistent: bool = False
@@ -49,7 +49,7 @@ class Schedule:
     resident: int = 1
     """Programs that share one multiprocessor."""
     rate: float = 1.0
-    """Measured speed of the loop; only `pick` reads it."""
+    """Measured relative speed of the loop; only `pick` reads it."""
 
     @property
     def tile(self) -> tuple[int, int]:

@@ -88,9 +88,9 @@ def attention_inputs(
 def gated_mlp(
     x: Tensor, gate: Projection, up: Projection, down: Projection, activation: str = "silu"
 ) -> Tensor:
-    """down(glu(gate(x), up(x))): x [..., K], gate and up to F columns, down from F to N -> [..., N].
+    """down(glu(gate(x), up(x))): x [..., K] -> [..., N].
 
-    `activation` is one of `glu.ACTIVATIONS`.
+    gate and up map K columns to F, down maps F to N; `activation` is one of `glu.ACTIVATIONS`.
     """
     operands = _MLPOperands(
         x_of_up=x, x_of_gate=x, activation=activation, down=down, up=up, gate=gate
@@ -99,13 +99,13 @@ def gated_mlp(
 
 
 # The order of the fields below is part of the bits. Autograd takes a flat list of operands. If a
-# tensor stands in it several times, autograd adds its gradients in the order of the list and rounds
-# each sum. Separate ops would send their gradients with the last op first. So the fields begin with
-# the last op: first x once per projection, then the parameters, which may be shared.
+# tensor stands in it several times, autograd adds its gradients one by one, in the order of the
+# list, to those of the tensor's other uses. Separate ops send theirs with the last op first. So the
+# fields begin with the last op: first x once per projection, then the parameters (maybe shared).
 
 
 class _AttentionOperands(NamedTuple):
-    """For each operand of `_AttentionInputs`: itself, whether it needs a gradient, or its gradient."""
+    """Per operand of `_AttentionInputs`: itself, whether it needs a gradient, or its gradient."""
 
     x_of_v: Any
     x_of_k: Any
@@ -139,7 +139,7 @@ _Operands = TypeVar("_Operands", _AttentionOperands, _MLPOperands)
 
 
 def _flat(operands: tuple[Any, ...]) -> list[Any]:
-    """The operands as autograd takes them, with the fields of a norm or projection in its place."""
+    """The operands in one list, with the fields of a norm or projection in its place."""
     flat = []
     for operand in operands:
         if isinstance(operand, (Projection, HeadNorm)):

@@ -79,7 +79,7 @@ def linear_qkv(
     Args:
         x: [..., K].
         weights: three [N_i, K].
-        biases: three [N_i] or None each.
+        biases: three, each [N_i] or None.
 
     Returns:
         Three [..., N_i].
