@@ -27,7 +27,7 @@ def observed() -> bool:
     """Whether a compiler, a tracer, autograd, a transform or a mode has to see a call made now.
 
     Forward-mode differentiation and `torch.func` count too: they raise an error for an op without a
-    rule. `make_fx(..., pre_dispatch=True)` is seen by the function mode it sets.
+    rule. `make_fx(..., pre_dispatch=True)` shows as the function mode it sets.
     """
     return (
         torch.compiler.is_compiling()

@@ -6,7 +6,7 @@ less accurate than a library that sums in blocks. So an fp32 step is summed from
 to an fp64 accumulator.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Errors: none. A token outside the table gives a row of NaN, so that the fault sh
 Cost: memory-bound; 16-byte loads and stores.
 """
 
-# Pyright does not know Triton's launches, loops and constexpr arguments.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

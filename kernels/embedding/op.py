@@ -45,7 +45,7 @@ def embedding(
         weight: [V, H].
         padding_idx: the token whose row receives no gradient.
         weight_grad: buffer that the gradient is folded into.
-        check_ids: whether to check the ids; False if the caller has checked them.
+        check_ids: whether to check the ids; False if the caller knows they are valid.
 
     Returns:
         [..., H] in the dtype of weight.

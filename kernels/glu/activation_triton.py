@@ -5,7 +5,7 @@ Cost: memory-bound up to about thirty instructions per element. So an element ta
     one reciprocal root and no branch.
 """
 
-# Pyright does not know Triton's launches, loops and constexpr arguments.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

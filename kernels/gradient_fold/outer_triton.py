@@ -30,7 +30,7 @@ GROUP = 8
 
 @triton.jit
 def tile_of(index, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """Row and column of a tile; the tiles of GROUP rows come first, column by column."""
+    """Row and column of a tile; within GROUP rows, tiles are numbered column by column."""
     rows, columns = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
     first = index // (GROUP * columns) * GROUP
     height = tl.minimum(rows - first, GROUP)

@@ -5,10 +5,10 @@ Errors: none; a token whose index is outside the table is skipped, as with -1.
 Cost: memory-bound. A row of the table is read and written once, a row of gradients read once.
 
 Tokens are first sorted by id; the tokens of one id keep their order and form a run. Most runs are
-short, but a few hold many of all tokens. So there are two kinds of programs. A wide program
-adds several runs of up to GAP tokens at once, one token of each per turn. A longer run has its own
-narrow programs, with many tokens in flight. A narrow program stands at every GAP-th position, a
-mark. A run of more than GAP tokens contains a mark, and the program at its first mark adds it.
+short, but a few hold a large share of the tokens. So there are two kinds of programs. A wide
+program adds several runs of up to GAP tokens at once, one token of each per turn. A narrow program
+adds one longer run, with many tokens in flight. It stands at every GAP-th position, a mark: a
+longer run contains a mark, and the program at its first mark adds it.
 """
 
 # Pyright does not know Triton's launches and constexpr arguments.

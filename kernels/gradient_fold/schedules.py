@@ -40,8 +40,8 @@ class Schedule:
     stages: int
     """Operand tiles in flight."""
     extra_n: int = 0
-    """Output features of a second accumulator below the first, `tma` only. A tile of 192, no power
-    of two, is 128 + 64."""
+    """Output features of a second accumulator below the first, `tma` only. A tile of 192 is
+    128 + 64, since a part must be a power of two."""
     extra_k: int = 0
     """Input features of a second accumulator beside the first; not together with `extra_n`."""
     persistent: bool = False

@@ -10,7 +10,7 @@ Backward, errors: none; `linear.op` checks, and refuses calls that want a gradie
 Cost: one launch instead of three; each weight is read once.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Two autograd functions for a decoder layer: everything from its input to attention's q, k and v
-(projections, head norms, rotation), and the gated MLP.
+"""Two autograd functions for a decoder layer: one computes attention's q, k and v (projections,
+head norms, rotation), the other the gated MLP.
 
 Shapes: `attention_inputs`: x [..., K] of T rows -> q [T, H, D], k and v [T, Hkv, D]. `gated_mlp`:
     x [..., K] -> [..., N].
@@ -69,7 +69,7 @@ def attention_inputs(
         x: [..., K].
         projections: of queries, keys and values, each to heads * head_dim columns.
         norms: of the heads of queries and of keys; empty for none.
-        cos: [T, D/2] fp32, like sin.
+        cos: [T, D/2] fp32.
         sin: [T, D/2] fp32.
         head_dim: D.
 

@@ -4,7 +4,7 @@ Shapes: `matmul_nt`: a [M, K], b [N, K], bias [N] -> [M, N]. `matmul_nn`: a [M, 
     [M, N]. On a CPU only: `row_matmul`: a [M, K], b [K, N] -> [M, N] fp32; `tile_matmul`:
     a [B, m, K], b [B, K, N] -> [B, m, N] fp32.
 Dtypes and rounding points: fp32, bf16, fp16; accumulation in fp32 (fp32 on CUDA: in fp64); bias
-    added in fp32; one rounding to `out_dtype`, in `row_matmul` and `tile_matmul` none.
+    added in fp32; one rounding to `out_dtype` (none in `row_matmul` and `tile_matmul`).
 Order: ORDER below, `matmul`.
 Invariant to: M, the position of a row, the other rows, the number of products in the batch.
 Varies with: K; the device. On a CPU also N, the library version and the number of threads.

@@ -12,7 +12,7 @@ Every launch turns off floating-point contraction, so that the compiler cannot f
 the bias with anything.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SHARED_BYTES = 227 * 1024
 """Shared memory of one program on sm_90. Pointer schedules use at most 99 KB."""
 
 GROUP_M = 8
-"""Row tiles that share a column tile before the next one, for reuse in L2."""
+"""Row tiles that programs walk together per column tile, for reuse in L2."""
 
 
 @triton.jit

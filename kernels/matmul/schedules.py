@@ -1,7 +1,7 @@
 """Schedules of the matmul order on CUDA, and which one a shape gets.
 
 All schedules give the same bytes, so `pick` may choose by any size, even by the number of rows. A
-test and `verify` run all of them and compare. Some shape gets each of them.
+test and `verify` run and compare all of them. Each is the choice for some shape.
 """
 
 from __future__ import annotations

@@ -34,11 +34,7 @@ def masked_sum(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """fp32 mean of the active values.
-
-    Raises:
-        ValueError: nothing is active.
-    """
+    """fp32 mean of the active values; ValueError when none is active."""
     active = _active(values, mask)
     if active.numel() == 0:
         raise ValueError(

@@ -5,7 +5,7 @@ differ. The halving tree is therefore written out: element i + N/2 is added to e
 halved. It is the tree of `row_reduction` over a power of two.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 

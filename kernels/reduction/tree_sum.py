@@ -2,7 +2,7 @@
 
 Shapes: [..., n] -> [...].
 Dtypes and rounding points: widened to fp32; every pairwise sum rounds once to fp32.
-Order: ORDER below, `row_reduction`: elementwise additions only, so all devices give one result.
+Order: ORDER below, `row_reduction`: elementwise additions only, so all devices agree.
 Invariant to: leading dimensions, strides, threads, device.
 Varies with: n.
 Backward: plain autograd; each element receives the gradient of its row unchanged.

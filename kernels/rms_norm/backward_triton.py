@@ -15,7 +15,7 @@ of dweight alone, and warps exchange sums once per step. Row 8 * r + c of a part
 [8 * ROWS, BLOCK_H] is row r * SPLIT + part of chunk c.
 """
 
-# Pyright does not know Triton's launches, loops and constexpr arguments.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 
@@ -86,7 +86,7 @@ def _wide_part(
     dx = _dx(gradient, normalized, weight.to(tl.float32), rstd, R, H, BLOCK_H)
     dx = dx.to(dx_ptr.dtype.element_ty)
     if HAS_DTOTAL:
-        # Two gradients meet, both of the model's dtype.
+        # Adds two gradients, each already rounded to the model's dtype.
         dx = (dx.to(tl.float32) + added.to(tl.float32)).to(dx.dtype)
     tl.store(dx_ptr + row[:, None] * H + column[None, :], dx, mask=inside)
     return terms
@@ -185,7 +185,7 @@ def _narrow_part(
     dx = _dx(gradient, normalized, weight, rstd, 8 * ROWS, H, BLOCK_H)
     dx = dx.to(dx_ptr.dtype.element_ty)
     if dtotal[0] is not None:
-        # Two gradients meet, both of the model's dtype.
+        # Adds two gradients, each already rounded to the model's dtype.
         dx = (dx.to(tl.float32) + added.to(tl.float32)).to(dx.dtype)
     start = dx_ptr + step.to(tl.int64) * (16 * HEADS * H)
     tl.store(start + in_step[:, None] * H + column[None, :], dx, mask=inside)

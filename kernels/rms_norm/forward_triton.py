@@ -8,7 +8,7 @@ Every sum is built from sums over an axis of two. Such a sum has only one order,
 give the same bytes.
 """
 
-# Pyright does not know Triton's launches, loops and constexpr arguments.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 

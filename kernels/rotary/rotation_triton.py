@@ -4,7 +4,7 @@ Shapes, dtypes, order, invariance: those of `rotary`. Errors: none.
 Cost: memory-bound; q and k are read and written once, cosines and sines read once per token.
 """
 
-# Pyright does not know Triton's launches, loops and constexpr arguments.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
