@@ -1,8 +1,7 @@
 """Autograd functions and kernels, called directly where nothing observes the call.
 
-`torch.autograd.Function.apply` and the dispatch of a `torch.library` op cost the host about ten
-microseconds each. A rollout's step or a backward pass makes hundreds of such calls and needs
-neither.
+`torch.autograd.Function.apply` and the dispatch of a `torch.library` op each cost the host about
+ten microseconds. A rollout step or a backward pass makes hundreds of such calls and needs neither.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad, function
 
 PLAIN = frozenset({Tensor, nn.Parameter})
-"""Classes of tensors that change nothing about the ops they are given to."""
+"""Tensor classes that do not intercept the ops called on them."""
 
 _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})
 
@@ -25,11 +24,10 @@ _NOTHING = nullcontext()
 
 
 def observed() -> bool:
-    """Whether a compiler, a tracer, autograd, a transform or a mode has to see the calls made here.
+    """Whether a compiler, a tracer, autograd, a transform or a mode has to see a call made now.
 
-    Forward-mode differentiation and `torch.func` count as well: they then raise their error for an
-    op without a rule. Tracing before dispatch (`make_fx(..., pre_dispatch=True)`) sets a function
-    mode.
+    Forward-mode differentiation and `torch.func` count too: they raise an error for an op without a
+    rule. `make_fx(..., pre_dispatch=True)` shows as the function mode it sets.
     """
     return (
         torch.compiler.is_compiling()
@@ -43,9 +41,9 @@ def observed() -> bool:
 
 
 def plain(operands: Iterable[Any]) -> bool:
-    """Whether a kernel can read all operands: numbers, and tensors of `PLAIN` on a CPU or CUDA.
+    """Whether a kernel can read all operands: constants, and tensors of `PLAIN` on a CPU or CUDA.
 
-    A tensor of another class may hold its values elsewhere; a list may hold such tensors.
+    A tensor of another class may keep its values elsewhere, and a list may contain such tensors.
     """
     for operand in operands:
         kind = type(operand)
@@ -58,12 +56,12 @@ def plain(operands: Iterable[Any]) -> bool:
 
 
 def unrecorded() -> AbstractContextManager[Any]:
-    """`torch.no_grad()`, at no cost where gradients are off already."""
+    """`torch.no_grad()`; free where gradients are off already."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's decorator of the same name, at no cost in a backward pass that is not recorded."""
+    """torch's decorator of this name; free in a backward pass that autograd does not record."""
     guarded = function.once_differentiable(backward)
 
     @wraps(backward)
@@ -74,7 +72,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Unrecorded:
-    """A forward pass's context where no backward pass will follow: it keeps nothing."""
+    """The context of a forward pass that no backward pass follows."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Keep nothing."""
@@ -87,7 +85,7 @@ class Unrecorded:
 
 
 def apply(recorded: type[torch.autograd.Function], *operands: Any) -> Any:
-    """`recorded.apply(*operands)`, or its forward pass alone where nothing observes the call."""
+    """`recorded.apply(*operands)`; only its forward pass where nothing observes the call."""
     if observed():
         return recorded.apply(*operands)
     return recorded.forward(Unrecorded(), *operands)

@@ -1,7 +1,6 @@
-"""What schedules ask before they choose: facts of an NVIDIA GPU, and whether operands fit tile
-descriptors.
+"""Facts that decide which schedule runs: the GPU's, and whether operands fit tile descriptors.
 
-State: the facts of each device are read once a process and cached here.
+State: this module reads a device's facts once per process and caches them.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from torch import Tensor
 from triton.compiler.compiler import max_shared_mem
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton kernels run in its CPU interpreter: for their logic only, no schedule but the
-pointer ones, and no bits of any GPU."""
+"""Whether kernels run in Triton's CPU interpreter. It runs pointer schedules only, to test their
+logic; its bits are not a GPU's."""
 
 MIN_CAPABILITY = (8, 0)
 """bf16 matrix units begin with Ampere."""
 
 DESCRIPTOR_BYTES = 16
-"""A tile descriptor asks for a tensor's start and row pitches to be multiples of this."""
+"""The address and the row pitches that a tile descriptor takes are multiples of this."""
 
 
 def sm_count(device: torch.device) -> int:
@@ -35,7 +34,7 @@ def has_tma(device: torch.device) -> bool:
 
 
 def has_wgmma(device: torch.device) -> bool:
-    """Whether the device has warp-group matrix instructions: sm_90 alone."""
+    """Whether the device has warp-group matrix instructions (only sm_90)."""
     return not INTERPRETED and capability(device) == (9, 0)
 
 
@@ -45,15 +44,15 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have; sm_90's in the interpreter."""
+    """Bytes of shared memory that one program may use; those of sm_90 in the interpreter."""
     return 227 << 10 if INTERPRETED else _shared_memory(device.index)
 
 
 def takes_descriptors(*tensors: Tensor) -> bool:
     """Whether tile descriptors can address the tensors, on a device that `has_tma`.
 
-    The last dimension is dense; the start and all other strides are multiples of
-    `DESCRIPTOR_BYTES`; rows do not overlap.
+    They can if the last dimension is dense, rows do not overlap, and the start and all other
+    strides are multiples of `DESCRIPTOR_BYTES`.
     """
     for tensor in tensors:
         *pitches, element = tensor.stride()

@@ -1,4 +1,4 @@
-"""Which kernels these are: what certificates and recorded measurements hold for."""
+"""The hash that says which kernels a certificate or a recorded measurement belongs to."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 @cache
 def kernels_hash(folder: Path = KERNELS) -> str:
-    """SHA-256 over what the code below `folder` means, file by file in order of their paths.
+    """SHA-256 over the paths and syntax trees of the files below `folder`, in order of the paths.
 
-    A file counts as its path in `folder` and its syntax tree. Comments, docstrings (bare strings
-    too: they document the name above) and layout do not count; every name, literal and statement
-    does. All versions of Python give one hash.
+    Every name, literal and statement counts. Comments, layout, docstrings and bare strings (they
+    document the name above) do not. All versions of Python give the same hash.
     """
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*.py"), key=lambda file: file.relative_to(folder).parts):
@@ -30,10 +29,10 @@ def kernels_hash(folder: Path = KERNELS) -> str:
 
 
 def _tokens(node: object) -> Iterator[str]:
-    """A syntax tree as strings, one list of them for one tree.
+    """A syntax tree as strings.
 
-    `ast.dump` would do but for fields that newer versions of Python add: they are empty where a
-    file does not use them, so an empty field is left out.
+    Unlike `ast.dump` it leaves out empty fields: newer versions of Python add fields, which are
+    empty where a file does not use them.
     """
     if isinstance(node, ast.AST):
         yield f"({type(node).__name__}"
@@ -57,7 +56,7 @@ def _tokens(node: object) -> Iterator[str]:
 
 
 def _is_string(statement: ast.stmt) -> bool:
-    """Whether it is a string that nothing reads: documentation."""
+    """Whether the statement is a bare string, which is documentation."""
     return (
         isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Constant)

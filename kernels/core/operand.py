@@ -1,4 +1,4 @@
-"""Checks that every op makes of its operands before it computes anything."""
+"""What every op checks about its operands before it computes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from torch import Tensor
 from rl_consistency.kernels.core.device import MIN_CAPABILITY, capability
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that the canonical orders are defined for. fp8 has no order here."""
+"""Dtypes that the canonical orders are defined for (fp8 is not)."""
 
 ALIGNMENT_BYTES = 64
-"""A CPU matrix library may treat the first elements of a misaligned operand apart, which changes
-how it cuts its sums."""
+"""A CPU matrix library may split off the first elements of a misaligned operand, which changes its
+sums."""
 
 
 def require_operands(op: str, **operands: Tensor | None) -> None:
-    """Check dtype, agreement of dtype and device, a device with a schedule, and no autocast.
-
-    The first operand is a tensor, others may be None.
+    """Check the operands of an op; the first is a tensor, others may be None.
 
     Raises:
         TypeError: a dtype outside `DTYPES`, or operands of different dtypes.
-        ValueError: operands on different devices, on a device without a schedule, or autocast on.
+        ValueError: different devices, a device without a schedule, or autocast is on.
     """
     tensors = iter(operands.values())
     first = next(tensors)
@@ -70,10 +68,10 @@ def _refuse(op: str, operands: dict[str, Tensor]) -> NoReturn:
 
 
 def require_device(op: str, tensor: Tensor) -> None:
-    """Refuse a device for which the op's order has no schedule.
+    """Check that the op's order has a schedule for the tensor's device.
 
     Raises:
-        ValueError: neither a CPU nor an NVIDIA GPU of compute capability 8.0 or later.
+        ValueError: neither a CPU nor the current NVIDIA GPU, of compute capability 8.0 or later.
     """
     device = tensor.device
     if device.type == "cpu":
@@ -84,7 +82,7 @@ def require_device(op: str, tensor: Tensor) -> None:
             f"Move the model to one of these, or switch this op to its stock path with "
             f"strict(except_={{{op!r}}})."
         )
-    # A traced graph runs where its inputs are.
+    # A compiled graph runs on the device of its inputs.
     if not torch.compiler.is_compiling() and device.index != torch.cuda.current_device():
         raise ValueError(
             f"{op}: the operands are on {device} but the current device is "
@@ -101,10 +99,10 @@ def require_device(op: str, tensor: Tensor) -> None:
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
-    """`tensor` itself where the elements of its last dimension lie side by side, else a copy."""
+    """`tensor` itself if its last dimension is dense, else a copy."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """`tensor` itself where it starts on a 64-byte boundary, else a copy that does."""
+    """`tensor` itself if it starts on a 64-byte boundary, else a copy that does."""
     return tensor if tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()

@@ -1,4 +1,4 @@
-"""What a canonical reduction order is, as data."""
+"""A canonical reduction order as data."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 class ReductionOrder:
     """The order in which one op adds up each of its output elements.
 
-    The pseudocode is the contract: any schedule that yields the same bits may stand behind it. A
-    run's fingerprint hashes `id`, `version` and the pseudocode of its device, so two programs that
-    add in different orders refuse to be compared.
+    The pseudocode is the contract: every schedule must give its bits. A run's fingerprint hashes
+    `id`, `version` and the pseudocode of its device, so runs with different orders cannot be
+    compared by mistake.
     """
 
     id: str
-    """Name of the op, unique in the registry."""
+    """Name of the op; unique."""
     version: int
-    """Raised whenever the same inputs would give other bits than before."""
+    """Raised by one whenever the same inputs would give other bits than before."""
     cpu: str
-    """The order and the rounding points on a CPU: pseudocode precise enough to write a second
-    schedule from."""
+    """Pseudocode of the order and the rounding points on a CPU. It is precise enough to write
+    another schedule from."""
     cuda: str | None = None
-    """The same on CUDA; None where both devices add alike."""
+    """The same on CUDA; None if both devices share one order."""
 
     def on(self, device_type: str) -> str:
         """The pseudocode for `cpu` or `cuda`."""

@@ -1,8 +1,7 @@
-"""Launchers as torch.library ops: a compiler sees one opaque call and keeps its order.
+"""Launchers as torch.library ops: a compiler sees one opaque call and cannot change its order.
 
-The registered op adds a schema (inferred from the type hints) and a fake implementation that gives
-shapes and dtypes without data. Where nothing observes the call and a kernel can read the operands
-(`autograd.observed`, `autograd.plain`), the launcher is called as a plain Python function.
+Where nothing observes a call and a kernel can read its operands (`autograd.observed`,
+`autograd.plain`), the launcher is called as a plain Python function.
 """
 
 from __future__ import annotations
@@ -25,15 +24,12 @@ _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 def kernel_op(
     *, fake: Callable[..., Any], mutates: tuple[str, ...] = ()
 ) -> Callable[[_Launcher], _Launcher]:
-    """Register a launcher as `torch.ops.rl_consistency.<its name>`.
+    """A decorator that registers a launcher as `torch.ops.rl_consistency.<its name>`.
 
     Args:
-        fake: the launcher's signature -> empty tensors of the results' shapes, dtypes and device;
-            None for a launcher that only mutates.
-        mutates: names of arguments that the launcher writes into.
-
-    Returns:
-        A decorator; the decorated function has the signature of the launcher.
+        fake: takes the launcher's arguments and returns empty results of the right shapes, dtypes
+            and device; returns None for a launcher that only mutates.
+        mutates: names of the arguments that the launcher writes into.
     """
 
     def register(launcher: _Launcher) -> _Launcher:
@@ -49,7 +45,7 @@ def kernel_op(
             if named or observed() or not plain(operands):
                 return op(*operands, **named)
             for index in written:
-                # As the op does: a backward pass that saved the tensor has to notice the change.
+                # The op does the same: a backward pass that saved the tensor notices the change.
                 increment_version(operands[index])
             return launcher(*operands)
 

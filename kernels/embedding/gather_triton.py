@@ -1,12 +1,12 @@
 """The embedding's gather on CUDA: rows of a table, copied.
 
 Shapes, dtypes, order, invariance: those of `embedding`.
-Errors: none. A token outside the table gives a row of NaN, which does not go unnoticed where the
+Errors: none. A token outside the table gives a row of NaN, so that the fault shows even where the
     host cannot check the ids (graph capture).
 Cost: memory-bound; 16-byte loads and stores.
 """
 
-# Pyright does not know Triton's launches, loops and constexpr arguments.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations

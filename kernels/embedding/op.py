@@ -2,14 +2,14 @@
 
 Shapes: token_ids [...] int64, weight [V, H] -> [..., H].
 Dtypes and rounding points: a copy; the gradient is accumulated in fp32.
-Order: embedding/v1, `ORDER` below.
+Order: ORDER below, `embedding`.
 Invariant to: everything except the token itself.
 Varies with: nothing.
 Backward: `fold_rows` of `gradient_fold`; `padding_idx` receives no gradient.
-Errors: TypeError on dtypes, ValueError on devices, autocast and ids outside the table. Where the
-    ids are not checked (`check_ids=False`, CUDA graph capture, a traced graph), an id outside the
+Errors: TypeError on dtypes, ValueError on devices, autocast and ids outside the table. Without the
+    check of the ids (`check_ids=False`, CUDA graph capture, a compiled graph), an id outside the
     table gives a row of NaN on CUDA.
-Cost: memory-bound. On CUDA the check of the ids waits for the device once per call.
+Cost: memory-bound. On CUDA the check makes the host wait once per call.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def embedding(
     Args:
         token_ids: [...] int64.
         weight: [V, H].
-        padding_idx: a token whose row receives no gradient.
+        padding_idx: the token whose row receives no gradient.
         weight_grad: buffer that the gradient is folded into.
-        check_ids: whether to check the ids; False where the caller knows that all are in the table.
+        check_ids: whether to check the ids; False if the caller knows they are valid.
 
     Returns:
         [..., H] in the dtype of weight.

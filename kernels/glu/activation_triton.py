@@ -1,11 +1,11 @@
 """The gated activations on CUDA, and their arithmetic for kernels that fuse them.
 
-Shapes, dtypes, order, invariance: those of `glu`; errors: none.
-Cost: memory-bound as long as an element costs at most about thirty instructions. So an element
-    takes one exponential, one reciprocal and no branch.
+Shapes, dtypes, order, invariance: those of `glu`. Errors: none.
+Cost: memory-bound up to about thirty instructions per element. So an element takes one exponential,
+    one reciprocal root and no branch.
 """
 
-# Pyright does not know Triton's launches, loops and constexpr arguments.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, contiguous_format, empty_like
 from rl_consistency.kernels.core.torch_op import kernel_op
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-"""A kernel knows an activation by its place here."""
+"""Kernels take an activation as its index here."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_LOW = tl.constexpr(1.925963033500211e-08)
@@ -33,7 +33,7 @@ Z_CUBIC = tl.constexpr(0.044715)
 
 @dataclass(frozen=True)
 class Schedule:
-    """How elements are dealt to programs; bit-neutral."""
+    """How programs share the elements; it changes no bit."""
 
     block: int
     """Elements of one program."""
@@ -41,7 +41,7 @@ class Schedule:
 
 
 SCHEDULE = Schedule(1024, 4)
-"""The one in use, for every shape."""
+"""The schedule of every shape."""
 
 CANDIDATES = tuple(
     Schedule(block, warps)
@@ -49,12 +49,12 @@ CANDIDATES = tuple(
     for warps in (2, 4, 8)
     if 8 <= block // (32 * warps) <= 64
 )
-"""What is timed against it and has to give its bytes."""
+"""Schedules to time and to compare."""
 
 
 @triton.jit
 def exp_negative(a):
-    """exp of fp32 a <= 0, about 1 ulp; 0 below -88, where results would be denormal."""
+    """exp of fp32 a <= 0, about 1 ulp; 0 below -88, where a result would be denormal."""
     a = tl.maximum(a, FLOOR)
     shifted = tl.fma(a, LOG2E, MAGIC)
     whole = shifted - MAGIC
@@ -65,9 +65,7 @@ def exp_negative(a):
 
 @triton.jit
 def sigmoid_terms(z):
-    """(e, d, r) with e = exp(-|z|), d = 1 + e and r about 1/d; sigmoid(|z|) is 1/d, sigmoid(-|z|)
-    is e/d.
-    """
+    """e = exp(-|z|), d = 1 + e and r, about 1/d. sigmoid(|z|) is 1/d and sigmoid(-|z|) is e/d."""
     e = exp_negative(-tl.abs(z))
     d = 1.0 + e
     root = tl.rsqrt(d)
@@ -76,10 +74,10 @@ def sigmoid_terms(z):
 
 @triton.jit
 def quotient(a, d, r):
-    """a / d for d in [1, 2], given r about 1/d; rounded correctly except at rare ties."""
+    """a / d for d in [1, 2], given r, about 1/d; rounded correctly except at rare ties."""
     q = a * r
     q = tl.fma(tl.fma(-d, q, a), r, q)
-    # Correcting an infinite quotient would give NaN; its gate is so large that d = 1.
+    # Correcting an infinite quotient would give NaN. Its gate is so large that d = 1.
     return tl.where(d == 1.0, a, q)
 
 
@@ -100,7 +98,7 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_with_derivative(x, ACTIVATION: tl.constexpr):
-    """The activation of fp32 x, its bits those of `activate`, and its derivative."""
+    """The bits of `activate`, and the derivative."""
     if ACTIVATION == 1:
         doubled = 1.0 + tl.math.erf(x * SQRT_HALF)
         density = exp_negative(-0.5 * x * x) * DENSITY
@@ -111,7 +109,7 @@ def activate_with_derivative(x, ACTIVATION: tl.constexpr):
     value = quotient(tl.where(positive, x, x * e), d, r)
     high = quotient(tl.full(d.shape, 1.0, tl.float32), d, r)
     low = quotient(e, d, r)
-    # high + low = 1, so each is one minus the other, without cancellation.
+    # high + low = 1, so each equals 1 minus the other, but without cancellation.
     slope = value * tl.where(positive, low, high)
     if ACTIVATION == 2:
         slope = slope * (Z_SCALE * (1.0 + (3.0 * Z_CUBIC) * (x * x)))
@@ -150,7 +148,7 @@ def _backward_kernel(
 
 
 def glu_fwd(gate: Tensor, up: Tensor, activation: str, schedule: Schedule = SCHEDULE) -> Tensor:
-    """activation(gate) * up, of the shape of gate."""
+    """activation(gate) * up, contiguous."""
     y = _forward_fake(gate, up, activation)
     if y.numel() == 0:
         return y
@@ -165,7 +163,7 @@ def glu_fwd(gate: Tensor, up: Tensor, activation: str, schedule: Schedule = SCHE
 def glu_bwd(
     dy: Tensor, gate: Tensor, up: Tensor, activation: str, schedule: Schedule = SCHEDULE
 ) -> tuple[Tensor, Tensor]:
-    """(dgate, dup), of the shape of gate."""
+    """dgate and dup, contiguous."""
     dgate, dup = _backward_fake(dy, gate, up, activation)
     if dgate.numel() == 0:
         return dgate, dup

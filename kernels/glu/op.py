@@ -3,10 +3,10 @@
 Shapes: gate [..., F], up [..., F] -> [..., F].
 Dtypes and rounding points: fp32, bf16, fp16 in and out; fp32 inside, one rounding at the end (stock
     rounds the activation as well).
-Order: glu/v2, `ORDER` below. Nothing is summed, but the formula of each device is pinned.
-Invariant to: position and size of the tensor. On a CPU this rules out `torch.sigmoid`, `silu`,
-    `gelu(tanh)` and `exp2`: their vectorized body and scalar tail differ, so the same value gives
-    other bits elsewhere in a tensor. exp and erf were measured to give the same.
+Order: ORDER below, `glu`. Nothing is summed; the order pins each device's formula.
+Invariant to: an element's position and the tensor's size. On a CPU this rules out `torch.sigmoid`,
+    `silu`, `gelu(tanh)` and `exp2`: their vectorized body and scalar tail differ in bits. Those of
+    exp and erf were measured to agree.
 Varies with: nothing.
 Backward: elementwise, fp32 inside, one rounding.
 Errors: TypeError on dtypes, ValueError on shapes, activations, devices and autocast.
@@ -26,11 +26,7 @@ from torch import Tensor
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
-from rl_consistency.kernels.glu.activation_triton import (
-    ACTIVATIONS,
-    glu_bwd_op,
-    glu_fwd_op,
-)
+from rl_consistency.kernels.glu.activation_triton import ACTIVATIONS, glu_bwd_op, glu_fwd_op
 
 ORDER = ReductionOrder(
     id="glu",
@@ -55,27 +51,16 @@ _Z_CUBIC = 0.044715
 
 
 def glu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
-    """Gated activation, elementwise.
+    """activation(gate) * up, elementwise: gate and up [..., F] -> [..., F] of the same dtype.
 
-    Args:
-        gate: [..., F], passed through the activation.
-        up: [..., F].
-        activation: one of `ACTIVATIONS`.
-
-    Returns:
-        The shape and dtype of gate.
+    `activation` is one of `ACTIVATIONS`.
     """
     require_gated(gate, up, activation)
     return apply(GLUFunction, gate, up, activation)
 
 
 def require_gated(gate: Tensor, up: Tensor, activation: str) -> None:
-    """Check the operands of `glu`.
-
-    Raises:
-        TypeError: dtypes.
-        ValueError: shapes, activation, devices or autocast.
-    """
+    """Check the operands of `glu`; raises what the module's Errors line says."""
     require_operands("glu", gate=gate, up=up)
     if activation not in ACTIVATIONS:
         raise ValueError(f"glu: activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}.")
@@ -118,10 +103,10 @@ def _activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 
 def _sigmoid_gated(x: Tensor, z: Tensor, slope: Tensor | float) -> tuple[Tensor, Tensor]:
-    """x * sigmoid(z) and its derivative, `slope` being dz/dx."""
+    """x * sigmoid(z) and its derivative; `slope` is dz/dx."""
     denominator = 1.0 + torch.exp(-z)
     value = x / denominator
-    # 1/(1 + exp(z)) is 1 - sigmoid(z), without cancellation.
+    # 1/(1 + exp(z)) is 1 - sigmoid(z) without cancellation.
     return value, 1.0 / denominator + value * (1.0 / (1.0 + torch.exp(z))) * slope
 
 

@@ -1,14 +1,12 @@
-"""Triton schedules of the gradient fold of columns: the halving tree of each step, then the steps
-upward.
+"""The gradient fold of columns in Triton: the halving tree of each step, then the steps upward.
 
-Shapes, dtypes, order, invariance: those of `gradient_fold`.
-Errors: none.
+Shapes, dtypes, order, invariance: those of `gradient_fold`. Errors: none.
 Cost: memory-bound.
 
 One program adds all steps of a column, and no other program reads what it writes.
 """
 
-# Triton gives the arguments of a kernel their meaning, and its types do not say so.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ STEP = 16
 """Tokens in one step of the fold."""
 
 BATCH = 64
-"""Step sums that a program of `fold_step_sums` has in flight."""
+"""Step sums that a program of `fold_step_sums` loads at once."""
 
 
 @triton.jit
 def _pair(rows_ptr, row, columns, inside, last, stride, FIRST: tl.constexpr, P: tl.constexpr):
-    """Rows FIRST and FIRST + 8 of sixteen, each of P rows of the matrix, added."""
+    """Group FIRST plus group FIRST + 8 of a step's sixteen groups of P rows."""
     low, high = row + FIRST * P, row + (FIRST + 8) * P
     a = tl.load(
         rows_ptr + low.to(tl.int64) * stride + columns, mask=inside & (low < last), other=0.0
@@ -44,16 +42,10 @@ def _pair(rows_ptr, row, columns, inside, last, stride, FIRST: tl.constexpr, P: 
 
 @triton.jit
 def _step_sums_kernel(
-    rows_ptr,
-    sums_ptr,
-    R,
-    C,
-    stride,
-    STEP_ROWS: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """The halving tree over one step's rows, filled with zeros to 16 * P of them."""
+    rows_ptr, sums_ptr, R, C, stride,
+    STEP_ROWS: tl.constexpr, P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The halving tree over one step's rows, filled up with zeros to 16 * P rows."""
     step = tl.program_id(0)
     within = tl.arange(0, P * BLOCK_C)
     columns = tl.program_id(1) * BLOCK_C + within % BLOCK_C
@@ -61,7 +53,7 @@ def _step_sums_kernel(
     first = step * STEP_ROWS
     row = first + within // BLOCK_C
     last = tl.minimum(first + STEP_ROWS, R)
-    # Four levels of the tree add registers of one thread; the other levels add the P rows left.
+    # The first four levels of the tree add registers of one thread; the others add the last P rows.
     even = _pair(rows_ptr, row, columns, inside, last, stride, 0, P) + _pair(
         rows_ptr, row, columns, inside, last, stride, 4, P
     )
@@ -85,7 +77,7 @@ def _step_sums_kernel(
 
 @triton.jit
 def _load_steps(row, inside, count, C: tl.constexpr, BATCH: tl.constexpr):
-    """The next BATCH step sums of a program's columns, zeros after the first `count`."""
+    """The next BATCH step sums of a program's columns; zeros after the first `count`."""
     steps = ()
     for i in tl.static_range(BATCH):
         steps = steps + (tl.load(row + i * C, mask=inside & (i < count), other=0.0),)
@@ -94,22 +86,16 @@ def _load_steps(row, inside, count, C: tl.constexpr, BATCH: tl.constexpr):
 
 @triton.jit
 def _fold_steps_kernel(
-    sums_ptr,
-    buffer_ptr,
-    S,
-    stride,
-    FROM_ZERO: tl.constexpr,
-    C: tl.constexpr,
-    BATCH: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Continue the buffer; FROM_ZERO starts an fp64 sum and rounds it to the buffer's dtype."""
+    sums_ptr, buffer_ptr, S, stride,
+    FROM_ZERO: tl.constexpr, C: tl.constexpr, BATCH: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Continue the buffer; FROM_ZERO starts from zero in fp64 and rounds to the buffer's dtype."""
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = columns < C
     pointers = buffer_ptr + columns.to(tl.int64) * stride
     row = sums_ptr + columns
-    # A batch is loaded one turn ahead. Inside a turn the compiler would put the loads between the
-    # additions, a few at a time.
+    # Each turn loads the next turn's batch. Within one turn the compiler would spread the loads
+    # between the additions.
     ahead = _load_steps(row, inside, S, C, BATCH)
     if FROM_ZERO:
         acc = tl.zeros((BLOCK_C,), tl.float64)
@@ -127,7 +113,7 @@ def _fold_steps_kernel(
 
 
 def step_sums(rows: Tensor, rows_per_token: int) -> Tensor:
-    """Halving tree over every step's rows: [T * rows_per_token, C] -> [ceil(T / 16), C] fp32."""
+    """The halving tree of each step: [T * rows_per_token, C] -> [ceil(T / 16), C] fp32."""
     rows = dense_rows(rows)
     num_rows, columns = rows.shape
     step = STEP * rows_per_token
@@ -135,17 +121,9 @@ def step_sums(rows: Tensor, rows_per_token: int) -> Tensor:
     padded = triton.next_power_of_2(rows_per_token)
     block = min(triton.next_power_of_2(columns), max(1024 // padded, 16))
     _step_sums_kernel[(sums.shape[0], triton.cdiv(columns, block))](
-        rows,
-        sums,
-        num_rows,
-        columns,
-        rows.stride(0),
-        STEP_ROWS=step,
-        P=padded,
-        BLOCK_C=block,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+        rows, sums, num_rows, columns, rows.stride(0), STEP_ROWS=step, P=padded, BLOCK_C=block,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return sums
 
 
@@ -158,9 +136,8 @@ def fold_step_sums(buffer: Tensor, sums: Tensor) -> None:
 
 @kernel_op(fake=lambda sums, dtype: sums.new_empty((sums.shape[1],), dtype=dtype))
 def folded_step_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """A fold of step sums [S, C] (fp32, contiguous) from zero, in fp64, rounded to fp32 and then
-    to `dtype`: [C].
-    """
+    """Fold step sums [S, C] (fp32, contiguous) from zero in fp64 -> [C], rounded to fp32 and then
+    to `dtype`."""
     if not sums.numel():
         return sums.new_zeros((sums.shape[1],), dtype=dtype)
     folded = sums.new_empty((sums.shape[1],), dtype=dtype)
@@ -169,21 +146,13 @@ def folded_step_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def launch_steps(buffer: Tensor, sums: Tensor, *, from_zero: bool, batch: int = BATCH) -> None:
-    """Fold step sums [S, C] with `batch` of them in flight."""
+    """Fold step sums [S, C], loading `batch` of them at once."""
     steps, columns = sums.shape
     block = 32
     _fold_steps_kernel[(-(-columns // block),)](
-        sums,
-        buffer,
-        steps,
-        buffer.stride(0),
-        FROM_ZERO=from_zero,
-        C=columns,
-        BATCH=batch,
-        BLOCK_C=block,
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
+        sums, buffer, steps, buffer.stride(0), FROM_ZERO=from_zero, C=columns, BATCH=batch,
+        BLOCK_C=block, num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @kernel_op(mutates=("buffer",), fake=lambda *_: None)

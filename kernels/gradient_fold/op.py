@@ -2,16 +2,14 @@
 
 Shapes: `fold_outer`: g [N, K], dy [T, N], x [T, K]. `fold_columns`: g [C], rows [R, C].
     `fold_rows`: g [V, C], index [T], rows [T, C].
-Dtypes and rounding points: operands fp32, bf16 or fp16, products exact; the accumulator g is
-    fp32, for columns, and on CUDA for every fp32 parameter, fp64; what is published in
-    `parameter.grad` is rounded once to fp32.
+Dtypes and rounding points: operands fp32, bf16 or fp16; exact products; g is fp32, or fp64 where
+    `accumulator_dtype` says so; `parameter.grad` is rounded once to fp32.
 Order: ORDER below, `gradient_fold`.
-Invariant to: where a sequence of tokens is cut into calls, as long as every cut falls on a multiple
-    of 16.
+Invariant to: where the tokens are cut into calls, if every cut falls on a multiple of 16.
 Varies with: the order of the tokens.
 Backward: none.
-Errors: `GradientBuffer` refuses a gradient it did not fold (ValueError); on CUDA the operands of
-    one fold share a dtype (TypeError).
+Errors: ValueError on a `parameter.grad` that `GradientBuffer` did not fold; on CUDA TypeError on
+    operands of two dtypes.
 Cost: one rank-16 update of g per 16 tokens; on a GPU g is read and written once per call.
 """
 
@@ -34,7 +32,7 @@ from rl_consistency.kernels.matmul.cublaslt import outer_from_zero
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 
 STEP = 16
-"""Tokens in one step of the fold. Sequences start on a multiple of it in the packed layout."""
+"""Tokens in one step of the fold. In the packed layout sequences start on a multiple of it."""
 
 ORDER = ReductionOrder(
     id="gradient_fold",
@@ -66,8 +64,8 @@ parameter.grad = fp32(the buffers of all places of the parameter, added in the o
 def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) -> None:
     """Continue `buffer` [N, K] (fp32, in place) over the tokens of dy [T, N] and x [T, K].
 
-    A `fresh` buffer counts as all zero, whatever it holds. On CUDA fp32 operands take an fp64
-    buffer (`accumulator_dtype`); an fp32 one is rounded at the end of every call.
+    A `fresh` buffer counts as all zero. On CUDA fp32 operands take an fp64 buffer; an fp32 one
+    would be rounded at the end of every call.
     """
     if buffer.is_cuda:
         require_operands("gradient_fold", dy=dy, x=x)
@@ -79,8 +77,8 @@ def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) ->
     dy, x = _whole_steps(dy), _whole_steps(x)
     for dy_step, x_step in zip(dy.split(STEP), x.split(STEP), strict=True):
         buffer.addmm_(dy_step.t(), x_step)
-    # A step of zero gradients turns -0 (an underflowed product) into +0. A packed layout with one
-    # more step of padding must give the same bits.
+    # A step of padding turns -0 (an underflowed product) into +0. Adding 0 gives the same bits
+    # without padding.
     buffer.add_(0.0)
 
 
@@ -95,9 +93,9 @@ def fold_columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1) -> No
 
 
 def fold_step_sums(buffer: Tensor, sums: Tensor) -> None:
-    """Continue `buffer` [C] (fp64 or fp32, in place) over the fp32 sums [S, C] of its steps.
+    """Continue `buffer` [C] (fp64 or fp32, in place) over its steps' fp32 sums [S, C].
 
-    For an op whose backward pass adds up the rows of a step itself, by the halving tree.
+    The caller has added the rows of each step by the halving tree.
     """
     if buffer.is_cuda:
         gradient_columns_triton.fold_step_sums(buffer, sums)
@@ -107,10 +105,8 @@ def fold_step_sums(buffer: Tensor, sums: Tensor) -> None:
 
 
 def fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Continue `buffer` [V, C] (fp32 or fp64, in place): row index[t] += rows[t], t upward.
-
-    A row whose index is -1 is left out.
-    """
+    """Continue `buffer` [V, C] (fp32 or fp64, in place): row index[t] += rows[t], t upward; an
+    index of -1 skips a row."""
     if buffer.is_cuda:
         gradient_fold_rows(buffer, index, rows)
         return
@@ -127,11 +123,11 @@ class GradientBuffer:
 
     A caller that gets a fresh `accumulator` must `commit` it, even if the fold fails.
 
-    A matrix with an fp32 accumulator and one use is folded directly into `parameter.grad`. Any
-    other parameter has a buffer for each of its uses (tied embeddings have two), so that the tokens
-    of one use never interrupt the fold of another. `parameter.grad` is then the sum of the buffers
-    in the order of the uses, written again after every backward pass. `optimizer.zero_grad()`
-    resets all buffers. The first use continues a gradient that was there before the first fold.
+    A parameter with an fp32 accumulator and one use is folded directly into `parameter.grad`. Any
+    other parameter has one buffer per use (tied embeddings have two), so that the fold of one use
+    does not interrupt another. After every backward pass, `parameter.grad` is the sum of the
+    buffers in the order of the uses. `optimizer.zero_grad()` resets them. The first use continues a
+    gradient that existed before the first fold.
     """
 
     def __init__(self, parameter: nn.Parameter, siblings: list[GradientBuffer] | None = None):
@@ -140,23 +136,23 @@ class GradientBuffer:
         self._siblings.append(self)
         self._in_place = siblings is None and accumulator_dtype(parameter) == torch.float32
         self._own: Tensor | None = None
-        # Weak: a gradient that the optimizer has dropped is not kept in memory.
+        # Weak, so that a gradient the optimizer has dropped leaves memory.
         self._published: tuple[TensorWeakRef, int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy: without the fold, since a copied parameter has no gradient."""
+        """A copy starts without a fold, since a copied parameter has no gradient."""
         return self.__dict__ | {"_own": None, "_published": None}
 
     @classmethod
     def beside_autograd(cls, parameter: nn.Parameter) -> GradientBuffer:
-        """A buffer that folds directly into `parameter.grad`, to which autograd adds too."""
+        """A buffer that folds directly into `parameter.grad`, where autograd also adds."""
         buffer = cls(parameter)
         buffer._in_place = True
         return buffer
 
     @classmethod
     def for_uses(cls, parameter: nn.Parameter, count: int) -> list[GradientBuffer]:
-        """One buffer per use, in the order in which the uses are added."""
+        """One buffer per use, in the order in which their sum adds them."""
         if count == 1:
             return [cls(parameter)]
         siblings: list[GradientBuffer] = []
@@ -166,11 +162,10 @@ class GradientBuffer:
         """The tensor to continue, of the parameter's shape, and whether it is fresh.
 
         Args:
-            zeroed: whether a fresh one is filled with zeros or left uninitialized.
+            zeroed: whether a fresh one holds zeros; otherwise it is uninitialized.
 
         Raises:
-            ValueError: the gradient present was not folded here (another dtype, or a tied
-                parameter's or a vector's gradient changed between two backward passes).
+            ValueError: `parameter.grad` is not fp32, or was changed between two backward passes.
         """
         parameter = self.parameter
         gradient = parameter.grad
@@ -198,7 +193,7 @@ class GradientBuffer:
             parameter.grad = _filled(parameter, torch.float32, zeroed)
             return parameter.grad
         own = _filled(parameter, accumulator_dtype(parameter), zeroed)
-        # `commit` writes all of it.
+        # `commit` writes every element.
         parameter.grad = torch.empty_like(parameter, dtype=torch.float32)
         self._own = own
         return own
@@ -211,7 +206,7 @@ class GradientBuffer:
         assert gradient is not None
         first, *others = [b._own for b in self._siblings if b._own is not None]
         if first.dtype == gradient.dtype:
-            # A table of embeddings is large: this makes no temporary and as few passes as possible.
+            # An embedding table is large: this takes no temporary and few passes.
             torch.add(first, others.pop(0) if others else 0.0, out=gradient)
             for other in others:
                 gradient.add_(other)
@@ -254,9 +249,8 @@ def _filled(parameter: Tensor, dtype: torch.dtype, zeroed: bool) -> Tensor:
 
 
 def accumulator_dtype(parameter: Tensor) -> torch.dtype:
-    """fp32, and fp64 where a fold in fp32 would lose digits over thousands of steps: for vectors,
-    and on CUDA for the matrices of an fp32 model, whose gradients are not rounded further.
-    """
+    """fp64 for vectors and, on CUDA, fp32 parameters, since thousands of steps in fp32 would lose
+    digits; otherwise fp32."""
     wide = parameter.dim() == 1 or (parameter.is_cuda and parameter.dtype == torch.float32)
     return torch.float64 if wide else torch.float32
 
@@ -268,14 +262,14 @@ def fold_parameter(
     *,
     overwrites: bool = False,
 ) -> Tensor | None:
-    """Fold the tokens of one call; the gradient that autograd gets for the parameter.
+    """Fold the tokens of one call and return the parameter's gradient for autograd.
 
     With a buffer, the fold continues it and autograd gets None. Without one, the fold starts from
     zero and autograd gets the result in the parameter's dtype.
 
     Args:
         fold: called with the accumulator and whether it is fresh.
-        overwrites: whether `fold` writes all of a fresh accumulator, which then need not be zero.
+        overwrites: whether `fold` writes every element of a fresh accumulator.
     """
     if buffer is None:
         make = torch.empty_like if overwrites else torch.zeros_like

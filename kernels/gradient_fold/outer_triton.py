@@ -1,14 +1,14 @@
 """Triton schedules of the gradient fold of outer products.
 
 Shapes, dtypes, order, invariance: those of `gradient_fold`.
-Errors: ValueError where an explicit schedule asks for descriptors that the operands do not allow.
-Cost: the rate of a matrix product plus one read and one write of the gradient.
+Errors: ValueError on a descriptor schedule for operands that descriptors cannot address.
+Cost: a matrix product, plus one read and one write of the gradient.
 
-One program loads an accumulator tile from the gradient, continues it and stores it. No program
-writes what another one reads, and no addition is atomic.
+A program loads its tile of the gradient, continues it and stores it. No program writes what another
+reads, and no addition is atomic.
 """
 
-# Triton gives the arguments of a kernel their meaning, and its types do not say so.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.gradient_fold.schedules import Schedule, pick
 
 GROUP = 8
-"""Rows of tiles walked together, so that neighbouring programs share operands in the L2 cache."""
+"""Rows of tiles that programs walk together, to share operands in the L2 cache."""
 
 
 @triton.jit
 def tile_of(index, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """Row and column of a tile, GROUP rows of tiles at a time."""
+    """Row and column of a tile; within GROUP rows, tiles are numbered column by column."""
     rows, columns = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
     first = index // (GROUP * columns) * GROUP
     height = tl.minimum(rows - first, GROUP)
@@ -41,7 +41,7 @@ def tile_of(index, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl
 @triton.jit
 def gradient_part(g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS: tl.constexpr,
                   COLUMNS: tl.constexpr):  # fmt: skip
-    """Pointers [ROWS, COLUMNS] into the gradient from (n, k), and which of them are inside."""
+    """Pointers [ROWS, COLUMNS] into the gradient from (n, k), and a mask of those inside it."""
     row = n + tl.arange(0, ROWS)
     column = k + tl.arange(0, COLUMNS)
     offsets = row.to(tl.int64)[:, None] * stride_gn + column.to(tl.int64)[None, :] * stride_gk
@@ -60,7 +60,7 @@ def load_part(g_ptr, n, k, N, K, stride_gn, stride_gk, FRESH: tl.constexpr, ROWS
 @triton.jit
 def store_part(acc, g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS: tl.constexpr,
                COLUMNS: tl.constexpr, HALVINGS: tl.constexpr):  # fmt: skip
-    """Store `acc`; piece by piece, its columns halved, where registers for pointers are short."""
+    """Store `acc`, its columns halved HALVINGS times to save registers for pointers."""
     if HALVINGS:
         FURTHER: tl.constexpr = HALVINGS - 1
         left, right = tl.split(tl.permute(tl.reshape(acc, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
@@ -74,22 +74,10 @@ def store_part(acc, g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS: tl.constexpr,
 
 @triton.jit
 def _outer_pointer_kernel(
-    dy_ptr,
-    x_ptr,
-    g_ptr,
-    T,
-    N,
-    K,
-    stride_dy,
-    stride_x,
-    stride_gn,
-    stride_gk,
-    FRESH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    dy_ptr, x_ptr, g_ptr, T, N, K, stride_dy, stride_x, stride_gn, stride_gk,
+    FRESH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
     GROUP: tl.constexpr,
-):
+):  # fmt: skip
     tile_n, tile_k = tile_of(tl.program_id(0), N, K, BLOCK_N, BLOCK_K, GROUP)
     first_n, first_k = tile_n * BLOCK_N, tile_k * BLOCK_K
     acc = load_part(g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, FRESH, BLOCK_N, BLOCK_K)
@@ -113,24 +101,10 @@ def _outer_pointer_kernel(
 
 @triton.jit
 def _outer_descriptor_tile(
-    index,
-    dy_desc,
-    x_desc,
-    extra_desc,
-    g_ptr,
-    T,
-    N,
-    K,
-    stride_gn,
-    stride_gk,
-    FRESH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EXTRA_N: tl.constexpr,
-    EXTRA_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    index, dy_desc, x_desc, extra_desc, g_ptr, T, N, K, stride_gn, stride_gk,
+    FRESH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXTRA_N: tl.constexpr,
+    EXTRA_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     EXTRA: tl.constexpr = EXTRA_N + EXTRA_K > 0
     HEIGHT: tl.constexpr = EXTRA_N if EXTRA_N else BLOCK_N
     WIDTH: tl.constexpr = EXTRA_K if EXTRA_K else BLOCK_K
@@ -152,7 +126,7 @@ def _outer_descriptor_tile(
         if EXTRA_K:
             extra = tl.dot(dy.T, extra_desc.load([t, extra_k]), extra)
         remaining -= BLOCK_T
-    # It is 0, but the compiler cannot see that: it computes the pointers again after the loop
+    # `none` is 0, which the compiler does not know. So it computes the pointers after the loop
     # instead of keeping them in registers.
     none = tl.maximum(remaining, 0)
     store_part(
@@ -164,27 +138,13 @@ def _outer_descriptor_tile(
         )
 
 
-# Specialized for T = 1, the loop would be unrolled and operands kept beside the stored tile.
+# A version specialized for T = 1 would unroll the loop and keep operands beside the stored tile.
 @triton.jit(do_not_specialize=["T"])
 def _outer_tma_kernel(
-    dy_desc,
-    x_desc,
-    extra_desc,
-    g_ptr,
-    T,
-    N,
-    K,
-    stride_gn,
-    stride_gk,
-    FRESH: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EXTRA_N: tl.constexpr,
-    EXTRA_K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    GROUP: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-):
+    dy_desc, x_desc, extra_desc, g_ptr, T, N, K, stride_gn, stride_gk,
+    FRESH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXTRA_N: tl.constexpr,
+    EXTRA_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
     first = tl.program_id(0)
     if PERSISTENT:
         tiles = tl.cdiv(N, BLOCK_N + EXTRA_N) * tl.cdiv(K, BLOCK_K + EXTRA_K)
@@ -201,7 +161,7 @@ def _outer_tma_kernel(
 
 
 def launch_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: Schedule) -> None:
-    """Run one schedule; operands [T, N] and [T, K] with dense rows, T > 0."""
+    """Run one schedule on operands [T, N] and [T, K] with dense rows, T > 0."""
     if schedule.kind != "pointer" and not takes_descriptors(dy, x):
         raise ValueError(
             f"gradient_fold: schedule {schedule.kind!r} copies by descriptor, which needs 16-byte "
@@ -227,14 +187,10 @@ def launch_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: S
         _outer_tma_kernel[(programs,)](
             TensorDescriptor.from_tensor(dy, [schedule.block_t, schedule.block_n]),
             TensorDescriptor.from_tensor(x, [schedule.block_t, schedule.block_k]),
-            _extra_descriptor(dy, x, schedule),
-            *sizes,
-            *buffer.stride(),
-            EXTRA_N=schedule.extra_n,
-            EXTRA_K=schedule.extra_k,
-            PERSISTENT=schedule.persistent,
+            _extra_descriptor(dy, x, schedule), *sizes, *buffer.stride(),
+            EXTRA_N=schedule.extra_n, EXTRA_K=schedule.extra_k, PERSISTENT=schedule.persistent,
             **blocks,
-        )
+        )  # fmt: skip
     else:
         _outer_pointer_kernel[(programs,)](
             dy, x, *sizes, dy.stride(0), x.stride(0), *buffer.stride(), **blocks
@@ -242,7 +198,7 @@ def launch_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: S
 
 
 def _extra_descriptor(dy: Tensor, x: Tensor, schedule: Schedule) -> TensorDescriptor:
-    """Of the operand tile that only the second accumulator needs; unused where there is none."""
+    """The descriptor of the tile that only the second accumulator reads; unused without one."""
     if schedule.extra_n:
         return TensorDescriptor.from_tensor(dy, [schedule.block_t, schedule.extra_n])
     columns = schedule.extra_k or schedule.block_k
@@ -251,19 +207,15 @@ def _extra_descriptor(dy: Tensor, x: Tensor, schedule: Schedule) -> TensorDescri
 
 @kernel_op(mutates=("buffer",), fake=lambda *_: None)
 def gradient_fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> None:
-    """Continue `buffer` [N, K] (fp32, or fp64 for fp32 operands) over the tokens of dy [T, N] and
-    x [T, K]; a fresh one counts as all zero, whatever it holds.
-    """
+    """`fold_outer` on CUDA; `buffer` is fp32, or fp64 for fp32 operands."""
     if min(*buffer.shape, dy.shape[0]) == 0:
         if fresh:
             buffer.zero_()
         return
     dy, x = dense_rows(dy), dense_rows(x)
     schedule = pick(
-        dy.shape[0],
-        *buffer.shape,
-        dy.dtype,
+        dy.shape[0], *buffer.shape, dy.dtype,
         tma=has_tma(buffer.device) and takes_descriptors(dy, x),
         processors=sm_count(buffer.device),
-    )
+    )  # fmt: skip
     launch_outer(buffer, dy, x, fresh, schedule)

@@ -1,17 +1,17 @@
-"""Triton schedules of the gradient fold of embedding rows: row index[t] += rows[t], t upward.
+"""The gradient fold of embedding rows in Triton: row index[t] += rows[t], t upward.
 
 Shapes, dtypes, order, invariance: those of `gradient_fold`.
 Errors: none; a token whose index is outside the table is skipped, as with -1.
 Cost: memory-bound. A row of the table is read and written once, a row of gradients read once.
 
 Tokens are first sorted by id; the tokens of one id keep their order and form a run. Most runs are
-short, but a few hold a large part of all tokens. So there are two kinds of programs. Runs of up to
-GAP tokens share a wide program, which adds one token of each run per turn. A longer run has narrow
-programs of its own, with many tokens in flight. A narrow program stands at every GAP-th position, a
-mark: a run of more than GAP tokens contains at least one, and its first mark does the work.
+short, but a few hold a large share of the tokens. So there are two kinds of programs. A wide
+program adds several runs of up to GAP tokens at once, one token of each per turn. A narrow program
+adds one longer run, with many tokens in flight. It stands at every GAP-th position, a mark: a
+longer run contains a mark, and the program at its first mark adds it.
 """
 
-# Triton gives the arguments of a kernel their meaning, and its types do not say so.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
 
@@ -28,7 +28,7 @@ from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.torch_op import kernel_op
 
 RANKED_TOKENS = 16384
-"""Up to this many tokens, comparing each with all others is faster than a sort."""
+"""Up to this many tokens, comparing each with all others is faster than sorting."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Schedule:
     """How programs share the runs; it changes no bit."""
 
     gap: int = 32
-    """Positions from mark to mark, a power of two: the longest run that shares a program."""
+    """Positions from mark to mark, and the longest run of a wide program; a power of two."""
     runs: int = 4
-    """Positions of a wide program, a power of two."""
+    """Positions of a wide program; a power of two."""
     block: int = 1024
     """Columns of a wide program."""
     batch: int = 32
-    """Tokens in flight in a narrow program."""
+    """Tokens that a narrow program loads at once."""
     narrow: int = 256
     """Columns of a narrow program."""
     warps: int = 4
@@ -57,25 +57,25 @@ CANDIDATES = (
     Schedule(gap=16, narrow=512),
     Schedule(runs=8, block=512),
 )
-"""Bit-equal schedules to time and to compare; `Schedule()` is run."""
+"""Schedules to time and to compare; the fold runs `Schedule()`."""
 
 
 @triton.jit
 def _known_ids(index_ptr, token, T, V):
-    """int32 ids of tokens; V stands for every index outside the table and after the last token."""
+    """int32 ids of tokens; V for an index outside the table or a token past the last."""
     row_id = tl.load(index_ptr + token, mask=token < T, other=-1)
     return tl.where((row_id >= 0) & (row_id < V), row_id, V).to(tl.int32)
 
 
 @triton.jit
 def _minus_smaller(index_ptr, other, bound, T, V):
-    """-1 where the id of a token in `other` is below `bound`, else 0."""
+    """-1 where the id of a token in `other` is below `bound`; else 0."""
     return (_known_ids(index_ptr, other, T, V)[None, :] - bound) >> 31
 
 
 @triton.jit
 def _rank_kernel(index_ptr, id_ptr, token_ptr, T, V, BLOCK_T: tl.constexpr, BLOCK_U: tl.constexpr):
-    """Puts BLOCK_T tokens at their places: after all with a smaller id, or the same id earlier."""
+    """Store BLOCK_T tokens at their places in the sort by id, then by token."""
     first = tl.program_id(0) * BLOCK_T
     token = first + tl.arange(0, BLOCK_T)
     row_id = _known_ids(index_ptr, token, T, V)
@@ -95,7 +95,7 @@ def _rank_kernel(index_ptr, id_ptr, token_ptr, T, V, BLOCK_T: tl.constexpr, BLOC
 
 @triton.jit
 def _next_tokens(id_ptr, token_ptr, start, row_id, T, BATCH: tl.constexpr):
-    """(how many of BATCH positions belong to the run, their tokens)."""
+    """How many of the next BATCH positions belong to the run, and their tokens."""
     position = start + tl.arange(0, BATCH)
     same = tl.load(id_ptr + position, mask=position < T, other=-1) == row_id
     tokens = ()
@@ -108,7 +108,7 @@ def _next_tokens(id_ptr, token_ptr, start, row_id, T, BATCH: tl.constexpr):
 @triton.jit
 def _fold_run(rows_ptr, buffer_ptr, id_ptr, token_ptr, start, row_id, columns, T, C, stride_row,
               stride_v, stride_c, BATCH: tl.constexpr):  # fmt: skip
-    """One run of any length, from position `start`."""
+    """Add one run of any length, from position `start`."""
     inside = columns < C
     pointers = buffer_ptr + row_id.to(tl.int64) * stride_v + columns.to(tl.int64) * stride_c
     count, tokens = _next_tokens(id_ptr, token_ptr, start, row_id, T, BATCH)
@@ -118,13 +118,11 @@ def _fold_run(rows_ptr, buffer_ptr, id_ptr, token_ptr, start, row_id, columns, T
         for i in tl.static_range(BATCH):
             # Adding -0 changes no value, not even -0.
             row = tl.load(
-                rows_ptr + tokens[i] * stride_row + columns,
-                mask=inside & (i < count),
-                other=-0.0,
+                rows_ptr + tokens[i] * stride_row + columns, mask=inside & (i < count), other=-0.0
             )
             rows = rows + (row,)
         start += BATCH
-        # Loaded before the additions, so that the next turn need not wait for them.
+        # Loaded before the additions, so that the next turn does not wait for them.
         count, tokens = _next_tokens(id_ptr, token_ptr, start, row_id, T, BATCH)
         for i in tl.static_range(BATCH):
             acc += rows[i].to(acc.dtype)
@@ -134,7 +132,7 @@ def _fold_run(rows_ptr, buffer_ptr, id_ptr, token_ptr, start, row_id, columns, T
 @triton.jit
 def _fold_short_runs(rows_ptr, buffer_ptr, id_ptr, token_ptr, first, columns, T, V, C, stride_row,
                      stride_v, stride_c, GAP: tl.constexpr, RUNS: tl.constexpr):  # fmt: skip
-    """The runs of up to GAP tokens that begin at one of RUNS positions."""
+    """Add the runs of up to GAP tokens that begin at one of RUNS positions."""
     position = first + tl.arange(0, RUNS)
     row_id = tl.load(id_ptr + position, mask=position < T, other=-1)
     previous = tl.load(id_ptr + position - 1, mask=(position > 0) & (position <= T), other=-1)
@@ -162,24 +160,12 @@ def _fold_short_runs(rows_ptr, buffer_ptr, id_ptr, token_ptr, first, columns, T,
 
 @triton.jit
 def _fold_rows_kernel(
-    rows_ptr,
-    buffer_ptr,
-    id_ptr,
-    token_ptr,
-    T,
-    V,
-    C,
-    stride_row,
-    stride_v,
-    stride_c,
+    rows_ptr, buffer_ptr, id_ptr, token_ptr, T, V, C, stride_row, stride_v, stride_c,
     narrow_programs,
-    GAP: tl.constexpr,
-    BATCH: tl.constexpr,
-    NARROW_C: tl.constexpr,
-    RUNS: tl.constexpr,
+    GAP: tl.constexpr, BATCH: tl.constexpr, NARROW_C: tl.constexpr, RUNS: tl.constexpr,
     BLOCK_C: tl.constexpr,
-):
-    """The programs of marks come first, since the longest runs take longest."""
+):  # fmt: skip
+    """The narrow programs come first, since the longest runs take longest."""
     program = tl.program_id(0)
     if program < narrow_programs:
         blocks = tl.cdiv(C, NARROW_C)
@@ -207,14 +193,14 @@ def _fold_rows_kernel(
 
 
 def ordered_tokens(index: Tensor, num_rows: int, *, ranked: bool) -> tuple[Tensor, Tensor]:
-    """Tokens in order of id, those of one id in their own order: (ids int32, tokens), both [T].
+    """Tokens sorted by id, then by token: (ids int32, tokens), both [T].
 
-    An id outside the table counts as `num_rows`. `ranked` counts for each token those before it, at
-    a cost of T squared; otherwise they are sorted.
+    An id outside the table counts as `num_rows`. `ranked` counts the predecessors of each token (T
+    squared comparisons); otherwise a stable sort runs.
     """
     if not ranked:
         known = index.masked_fill((index < 0) | (index >= num_rows), num_rows)
-        # 32-bit keys halve the passes of the sort, which is stable.
+        # 32-bit keys halve the passes of the sort.
         ids, tokens = torch.sort(known.to(torch.int32), stable=True)
         return ids, tokens
     count = index.shape[0]
@@ -227,7 +213,7 @@ def ordered_tokens(index: Tensor, num_rows: int, *, ranked: bool) -> tuple[Tenso
 
 @kernel_op(mutates=("buffer",), fake=lambda *_: None)
 def gradient_fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
-    """Continue `buffer` [V, C] (fp32 or fp64): row index[t] += rows[t], upward; -1 skips a row."""
+    """`fold_rows` on CUDA."""
     if min(*rows.shape) == 0:
         return
     ranked = index.shape[0] <= RANKED_TOKENS
@@ -246,21 +232,7 @@ def launch_rows(
     marks = triton.cdiv(count, schedule.gap) * triton.cdiv(columns, narrow)
     programs = marks + triton.cdiv(count, schedule.runs) * triton.cdiv(columns, block)
     _fold_rows_kernel[(programs,)](
-        rows,
-        buffer,
-        ids,
-        tokens,
-        count,
-        buffer.shape[0],
-        columns,
-        rows.stride(0),
-        *buffer.stride(),
-        marks,
-        GAP=schedule.gap,
-        BATCH=schedule.batch,
-        NARROW_C=narrow,
-        RUNS=schedule.runs,
-        BLOCK_C=block,
-        num_warps=schedule.warps,
-        enable_fp_fusion=False,
-    )
+        rows, buffer, ids, tokens, count, buffer.shape[0], columns, rows.stride(0),
+        *buffer.stride(), marks, GAP=schedule.gap, BATCH=schedule.batch, NARROW_C=narrow,
+        RUNS=schedule.runs, BLOCK_C=block, num_warps=schedule.warps, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,9 +1,8 @@
 """Schedules of the gradient fold of outer products on a GPU, and which one a shape gets.
 
-Every entry gives the same bits. A schedule may take any multiple of 16 tokens a step, since the
-multiply-accumulate instruction itself takes 16, and may hold any part of the matrix, since no
-element depends on another. It must not split the tokens. So a matrix of few tiles leaves
-multiprocessors idle, and `pick` chooses above all by how the tiles fill the GPU.
+All schedules give the same bits. A schedule may load any multiple of 16 tokens at once, since one
+instruction takes 16, and may hold any part of the matrix. It must not split the tokens. So few
+tiles leave multiprocessors idle, and `pick` chooses mainly by how the tiles fill the GPU.
 """
 
 from __future__ import annotations
@@ -17,40 +16,40 @@ import torch
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
 
 REGISTERS = 65536
-"""Of one multiprocessor, from sm_80 on."""
+"""Registers of one multiprocessor, from sm_80 on."""
 
 MAX_REGISTERS = 255
-"""Of one thread."""
+"""Registers of one thread."""
 
 Kind = Literal["tma", "pointer"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One way to run `fold_outer`: a tile of the gradient, continued over all tokens."""
+    """How `fold_outer` cuts the gradient into tiles; each is continued over all tokens."""
 
     kind: Kind
-    """`tma` copies operands by descriptor (sm_90), `pointer` takes any operand on any GPU."""
+    """`tma` copies operands by descriptor (sm_90); `pointer` takes any operand on any GPU."""
     block_n: int
-    """Output features (columns of dy) in a tile: the rows of the multiply-accumulate."""
+    """Output features (columns of dy) in a tile."""
     block_k: int
     """Input features (columns of x) in a tile."""
     block_t: int
-    """Tokens per trip of the loop; a multiple of 16."""
+    """Tokens loaded at once; a multiple of 16."""
     warps: int
     stages: int
     """Operand tiles in flight."""
     extra_n: int = 0
-    """Output features of a second accumulator below the first: 128 + 64 makes the tile of 192 that
-    a power of two cannot. `tma` only."""
+    """Output features of a second accumulator below the first, `tma` only. A tile of 192 is
+    128 + 64, since a part must be a power of two."""
     extra_k: int = 0
     """Input features of a second accumulator beside the first; not together with `extra_n`."""
     persistent: bool = False
-    """One program per resident slot walks over tiles, instead of one program per tile."""
+    """Programs that fit the GPU at once walk over all tiles, instead of one program per tile."""
     resident: int = 1
-    """Programs that fit one multiprocessor at once."""
+    """Programs that share one multiprocessor."""
     rate: float = 1.0
-    """Speed of the loop relative to the fastest entry; measured, used by `pick` only."""
+    """Measured relative speed of the loop; only `pick` reads it."""
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -59,7 +58,7 @@ class Schedule:
 
     @property
     def registers(self) -> int | None:
-        """Registers a thread may use for `resident` programs to fit; None where any number fits."""
+        """Most registers per thread for `resident` programs to fit; None for no limit."""
         share = REGISTERS // (self.resident * self.warps * 32) // 8 * 8
         return share if self.resident > 1 and share < MAX_REGISTERS else None
 
@@ -86,9 +85,9 @@ TMA = (
     _tma(128, 256, 64, 8, 3, persistent=True),
     _tma(128, 128, 64, 4, 3, resident=2, rate=0.9),
     _tma(64, 128, 64, 4, 4, resident=2, rate=0.65),
-    # A taller tile reads less from the L2 cache per product. It uses all registers.
+    # A taller tile reads less from the L2 cache per product, but uses all registers.
     _tma(128, 256, 64, 8, 3, extra_n=64, persistent=True, rate=1.02),
-    # These divide a 3072 by 1024 matrix and its transpose into 128 tiles, one per multiprocessor.
+    # These cut a 3072 by 1024 matrix or its transpose into 128 tiles, one per multiprocessor.
     _tma(128, 128, 64, 8, 4, extra_n=64, persistent=True, rate=0.88),
     _tma(128, 128, 64, 8, 4, extra_k=64, persistent=True, rate=0.88),
 )
@@ -103,14 +102,14 @@ WIDE = (
     _pointer(64, 64, FP32_STEP, 4, 2, resident=2, rate=0.2),
     _pointer(32, 32, FP32_STEP, 4, 2, resident=4, rate=0.1),
 )
-"""For fp32 operands: no matrix units in IEEE arithmetic, so small tiles of fused multiply-adds."""
+"""For fp32 operands: small tiles of fused multiply-adds, as matrix units have no IEEE fp32."""
 
 OVERHEAD_TOKENS = 512
-"""What loading, storing and launching a tile costs, in tokens of its loop."""
+"""The cost of launching, loading and storing a tile, in tokens of its loop."""
 
 
 def candidates(dtype: torch.dtype, *, tma: bool) -> tuple[Schedule, ...]:
-    """Every schedule for operands of a dtype; `tma`: device and operands admit descriptors."""
+    """All schedules for a dtype; `tma` says whether device and operands admit descriptors."""
     if dtype == torch.float32:
         return WIDE
     return TMA + POINTER if tma else POINTER

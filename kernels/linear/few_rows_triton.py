@@ -1,18 +1,16 @@
-"""Fused products for few rows: query, key and value in one launch, gate, up and GLU in another.
+"""Fused products for few rows: q, k and v in one launch; gate, up and GLU in one launch.
 
 Shapes: `qkv_fwd`: x [M, K], three weights [N_i, K], three biases [N_i] or None -> three [M, N_i].
     `gate_up_glu_fwd`: x [M, K], two weights [N, K] -> [M, N].
-Dtypes and rounding points: those of the unfused ops: each product is rounded to the dtype of x,
-    then the gated activation is computed in fp32 and rounded once.
+Dtypes and rounding points: those of the separate ops: each product is rounded to the dtype of x;
+    the gated activation is computed in fp32 and rounded once.
 Order: `matmul.ORDER` for each product, `glu.ORDER` for the activation.
-Invariant to: as `matmul`; fused or not.
-Varies with: as `matmul`.
-Backward: none; `linear.op` refuses these calls where a gradient is wanted.
-Errors: none; `linear.op` checks.
+Invariant to, varies with: as `matmul`; fused and separate ops give the same bytes.
+Backward, errors: none; `linear.op` checks, and refuses calls that want a gradient.
 Cost: one launch instead of three; each weight is read once.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -38,33 +36,15 @@ from rl_consistency.kernels.matmul.schedules import Schedule, pick_gate_up, pick
 
 @triton.jit(do_not_specialize=["M"])
 def qkv_kernel(
-    x_ptr,
-    wq_ptr,
-    wk_ptr,
-    wv_ptr,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    bq_ptr,
-    bk_ptr,
-    bv_ptr,
-    M,
-    NQ,
-    NK,
-    NV,
-    K,
-    stride_x,
-    stride_w,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    x_ptr, wq_ptr, wk_ptr, wv_ptr, q_ptr, k_ptr, v_ptr, bq_ptr, bk_ptr, bv_ptr, M, NQ, NK, NV, K,
+    stride_x, stride_w,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-):
-    """Column tiles of the three results, one result after the other in the grid, by pointers.
+):  # fmt: skip
+    """The tiles of q, then those of k, then those of v, by pointers.
 
-    The weight is chosen before the loop over K, so there is one loop with one set of buffers.
-    Descriptors could not be chosen like this.
+    A program chooses its weight before the loop over K, so one loop with one set of buffers is
+    compiled. Descriptors cannot be chosen at run time.
     """
     tile = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -89,8 +69,7 @@ def qkv_kernel(
 
 @triton.jit
 def glu_tile(gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
-    """The gated activation in fp32 of both products, which are first rounded to DTYPE as if they
-    were stored."""
+    """The gated activation of both products, rounded to DTYPE first, as separate ops do."""
     gate = gate.to(DTYPE).to(tl.float32)
     up = up.to(DTYPE).to(tl.float32)
     return glu_value(gate, up, ACTIVATION).to(DTYPE)
@@ -98,20 +77,11 @@ def glu_tile(gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def gate_up_glu_tma_kernel(
-    x_desc,
-    gate_desc,
-    up_desc,
-    y_desc,
-    M,
-    N,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    x_desc, gate_desc, up_desc, y_desc, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     ACTIVATION: tl.constexpr,
-):
-    """One tile of both products and of their gated activation, copied by descriptors."""
+):  # fmt: skip
+    """One tile of the result, from one tile of each product; by descriptors."""
     tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -125,22 +95,10 @@ def gate_up_glu_tma_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def gate_up_glu_pointer_kernel(
-    x_ptr,
-    gate_ptr,
-    up_ptr,
-    y_ptr,
-    M,
-    N,
-    K,
-    stride_x,
-    stride_gate,
-    stride_up,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    x_ptr, gate_ptr, up_ptr, y_ptr, M, N, K, stride_x, stride_gate, stride_up,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     ACTIVATION: tl.constexpr,
-):
+):  # fmt: skip
     """The same by pointers; rows of x and of the weights are contiguous."""
     tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -176,8 +134,8 @@ def qkv_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x times three weights in one launch -> three results in the dtype of x.
 
-    All sizes are positive; the biases are all there or all None. `schedule`, a pointer one,
-    changes no bit.
+    All sizes are positive. Either all biases are None or none is. `schedule` is a pointer schedule
+    and changes no bit.
     """
     x = dense_rows(x)
     wq, wk, wv = (weight.contiguous() for weight in (wq, wk, wv))
@@ -209,11 +167,7 @@ def _qkv_fake(
 
 
 def gate_up_glu_fwd(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor,
-    activation: str,
-    schedule: Schedule | None = None,
+    x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str, schedule: Schedule | None = None
 ) -> Tensor:
     """activation(x w_gate^T) * (x w_up^T) in one launch -> [M, N] in the dtype of x.
 
@@ -225,7 +179,7 @@ def gate_up_glu_fwd(
     if schedule is None:
         fits = takes_descriptors(x, w_gate, w_up, y)
         schedule = pick_gate_up(m, n, x.dtype, fits and has_tma(x.device))
-        # Two weight tiles a stage.
+        # A stage holds two weight tiles.
         schedule = schedule.within(SHARED_BYTES // 2, x.element_size(), x.element_size())
     bm, bn, bk = schedule.block_m, schedule.block_n, schedule.block_k
     tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)

@@ -1,20 +1,19 @@
-"""A decoder layer's ops around its attention as two autograd functions: the projections with their
-head norms and rotation before it, and the gated MLP after it.
+"""Two autograd functions for a decoder layer: one computes attention's q, k and v (projections,
+head norms, rotation), the other the gated MLP.
 
 Shapes: `attention_inputs`: x [..., K] of T rows -> q [T, H, D], k and v [T, Hkv, D]. `gated_mlp`:
     x [..., K] -> [..., N].
 Dtypes and rounding points: those of `linear`, `rms_norm`, `rotary` and `glu`.
 Order: those of the four ops. The bytes are those of the ops called one after another, forward and
     backward.
-Invariant to: as the ops.
-Varies with: as the ops.
+Invariant to, varies with: as the ops.
 Backward: that of each op, the last op first. An output without a gradient gives none to x or to
-    the parameters that it alone depends on. A function computes all its gradients at once:
-    `backward(inputs=...)` folds every parameter of a function on the way to the inputs.
-Errors: those of the ops. A compiler must not trace these functions: it has to see the ops.
-Cost: that of the ops without the host's time for a module call and an autograd node each. A
-    backward pass holds the gradients it was given and its parts of dx until it ends: for
-    `attention_inputs` (H + 2 Hkv) D + 2 K numbers per token more than the ops hold.
+    the parameters that only it depends on. `backward(inputs=...)` folds every parameter of a
+    function on the way to the inputs, since a function computes all its gradients at once.
+Errors: those of the ops. A compiler must trace the ops, not these functions.
+Cost: that of the ops, less the host's time for each module call and autograd node. A backward pass
+    keeps its incoming gradients and its parts of dx until it ends: `attention_inputs` holds
+    (H + 2 Hkv) D + 2 K numbers per token more than the ops.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from rl_consistency.kernels.rotary.op import RotaryFunction, require_rotary
 
 
 class Projection(NamedTuple):
-    """What `linear` takes beside x."""
+    """The arguments of `linear` other than x."""
 
     weight: Tensor
     """[N, K]."""
@@ -47,7 +46,7 @@ class Projection(NamedTuple):
 
 
 class HeadNorm(NamedTuple):
-    """What `rms_norm` takes beside the heads of a projection."""
+    """The arguments of `rms_norm` other than x."""
 
     weight: Tensor
     """[D]."""
@@ -64,10 +63,10 @@ def attention_inputs(
     sin: Tensor,
     head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of all rows, queries and keys normed and rotated.
+    """Queries, keys and values of T rows x [..., K]; queries and keys normed and rotated.
 
     Args:
-        x: [..., K], T rows.
+        x: [..., K].
         projections: of queries, keys and values, each to heads * head_dim columns.
         norms: of the heads of queries and of keys; empty for none.
         cos: [T, D/2] fp32.
@@ -80,35 +79,18 @@ def attention_inputs(
     q, k, v = projections
     q_norm, k_norm = norms or (_NO_NORM, _NO_NORM)
     operands = _AttentionOperands(
-        x_of_v=x,
-        x_of_k=x,
-        x_of_q=x,
-        cos=cos,
-        sin=sin,
-        head_dim=head_dim,
-        k_norm=k_norm,
-        q_norm=q_norm,
-        v=v,
-        k=k,
-        q=q,
-    )
+        x_of_v=x, x_of_k=x, x_of_q=x, cos=cos, sin=sin, head_dim=head_dim,
+        k_norm=k_norm, q_norm=q_norm, v=v, k=k, q=q,
+    )  # fmt: skip
     return apply(_AttentionInputs, *_flat(operands))
 
 
 def gated_mlp(
     x: Tensor, gate: Projection, up: Projection, down: Projection, activation: str = "silu"
 ) -> Tensor:
-    """down(glu(gate(x), up(x))).
+    """down(glu(gate(x), up(x))): x [..., K] -> [..., N].
 
-    Args:
-        x: [..., K].
-        gate: to F columns.
-        up: to F columns.
-        down: from F columns to N.
-        activation: one of `glu.ACTIVATIONS`.
-
-    Returns:
-        [..., N].
+    gate and up map K columns to F, down maps F to N; `activation` is one of `glu.ACTIVATIONS`.
     """
     operands = _MLPOperands(
         x_of_up=x, x_of_gate=x, activation=activation, down=down, up=up, gate=gate
@@ -116,15 +98,14 @@ def gated_mlp(
     return apply(_GatedMLP, *_flat(operands))
 
 
-# The order of the fields below is part of the bits. Autograd takes a flat list of operands. Where
-# one tensor stands in it several times, autograd adds its gradients in the order of the list to
-# what other uses of the tensor have sent, and rounds each sum. Separate ops would send theirs with
-# the last op first. So the fields begin with the last op: first x once per projection, then the
-# parameters, which may be shared.
+# The order of the fields below is part of the bits. Autograd takes a flat list of operands. If a
+# tensor stands in it several times, autograd adds its gradients one by one, in the order of the
+# list, to those of the tensor's other uses. Separate ops send theirs with the last op first. So the
+# fields begin with the last op: first x once per projection, then the parameters (maybe shared).
 
 
 class _AttentionOperands(NamedTuple):
-    """Operands of `_AttentionInputs`, or of each whether it needs a gradient, or its gradient."""
+    """Per operand of `_AttentionInputs`: itself, whether it needs a gradient, or its gradient."""
 
     x_of_v: Any
     x_of_k: Any
@@ -140,7 +121,7 @@ class _AttentionOperands(NamedTuple):
 
 
 class _MLPOperands(NamedTuple):
-    """Operands of `_GatedMLP`, or of each whether it needs a gradient, or its gradient."""
+    """The same for `_GatedMLP`."""
 
     x_of_up: Any
     x_of_gate: Any
@@ -152,13 +133,13 @@ class _MLPOperands(NamedTuple):
 
 _NO_NORM = HeadNorm._make([None] * 4)
 _NO_PROJECTION = Projection._make([None] * 4)
-"""A norm or projection that is absent, or that gets no gradients."""
+"""Stand for a norm or projection that is absent or gets no gradients."""
 
 _Operands = TypeVar("_Operands", _AttentionOperands, _MLPOperands)
 
 
 def _flat(operands: tuple[Any, ...]) -> list[Any]:
-    """The operands as autograd takes them: a norm or projection gives its fields in its place."""
+    """The operands in one list, with the fields of a norm or projection in its place."""
     flat = []
     for operand in operands:
         if isinstance(operand, (Projection, HeadNorm)):
@@ -169,7 +150,7 @@ def _flat(operands: tuple[Any, ...]) -> list[Any]:
 
 
 def _named(kind: type[_Operands], flat: Sequence[Any]) -> _Operands:
-    """What `_flat` gave, by name again."""
+    """The inverse of `_flat`."""
     left = iter(flat)
     return kind._make(
         field._make(islice(left, len(field._fields)))
@@ -185,25 +166,25 @@ def _field_types(kind: type[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 class _Part(Unrecorded):
-    """Autograd's context for one op inside a function of several.
+    """Autograd's context for one op inside a function of several ops.
 
-    Between the passes it holds no tensor: `_keep` hands them to autograd, `_in_reverse` brings them
-    back.
+    It holds no tensor between the passes: `_keep` gives them to autograd and `_in_reverse` gets
+    them back.
     """
 
     needs_input_grad: tuple[bool, ...] = ()
-    """Set before the op's backward pass is called."""
+    """Set before the op's backward pass."""
     saved_tensors: tuple[Any, ...] = ()
     count = 0
-    """Tensors that the op saved."""
+    """Number of tensors that the op saved."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Hold them until `_keep`."""
+        """Hold the tensors until `_keep`."""
         self.saved_tensors = tensors
 
 
 def _keep(ctx: Any, parts: list[_Part]) -> None:
-    """End of a forward pass: autograd saves the tensors of all parts, in the order of the parts."""
+    """End a forward pass: give the tensors of all parts to autograd."""
     ctx.save_for_backward(*[tensor for part in parts for tensor in part.saved_tensors])
     for part in parts:
         part.count, part.saved_tensors = len(part.saved_tensors), ()
@@ -213,11 +194,10 @@ def _keep(ctx: Any, parts: list[_Part]) -> None:
 def _in_reverse(ctx: Any) -> Iterator[_Part]:
     """The parts in a backward pass, last one first.
 
-    A part has its tensors until the next part is asked for. A tensor that autograd saved as it is
-    lives no longer than it would in a function of that part alone. A tensor that a hook makes on
-    unpacking (`save_on_cpu`, a checkpoint) lives longer: autograd unpacks those of all parts at the
-    start, once per part that saved it. It also checks all of them for changes in place, even those
-    of a part that gets no gradient.
+    A part holds its tensors until the next part is asked for. Tensors that a hook makes on
+    unpacking (`save_on_cpu`, a checkpoint) live longer: autograd unpacks those of all parts at the
+    start, once per part. It also checks all tensors for changes in place, even those of a part that
+    gets no gradient.
     """
     saved = list(ctx.saved_tensors)
     ctx.maybe_clear_saved_tensors()
@@ -267,18 +247,9 @@ class _AttentionInputs(torch.autograd.Function):
         del dk
         dx_of_q, q = _project_backward(next(parts), dq, needs.x_of_q, needs.q)
         gradients = _AttentionOperands(
-            x_of_v=dx_of_v,
-            x_of_k=dx_of_k,
-            x_of_q=dx_of_q,
-            cos=None,
-            sin=None,
-            head_dim=None,
-            k_norm=k_norm,
-            q_norm=q_norm,
-            v=v,
-            k=k,
-            q=q,
-        )
+            x_of_v=dx_of_v, x_of_k=dx_of_k, x_of_q=dx_of_q, cos=None, sin=None, head_dim=None,
+            k_norm=k_norm, q_norm=q_norm, v=v, k=k, q=q,
+        )  # fmt: skip
         return tuple(_flat(gradients))
 
 
@@ -329,10 +300,7 @@ def _in_heads(y: Tensor, head_dim: int) -> Tensor:
 def _project_backward(
     part: _Part, dy: Tensor | None, needs_x: bool, needs: Any
 ) -> tuple[Tensor | None, Projection]:
-    """(dx; gradients of the projection's operands). `needs` says of each whether it needs one.
-
-    dy may be split into heads.
-    """
+    """dx and the gradients of those operands that `needs` marks; dy may be split into heads."""
     if dy is None:
         return None, _NO_PROJECTION
     part.needs_input_grad = (needs_x, *needs)
@@ -344,7 +312,7 @@ def _project_backward(
 def _rotated_back(
     part: _Part, dq: Tensor | None, dk: Tensor | None, shapes: tuple[torch.Size, torch.Size]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dq and dk before the rotation. Where only one is given, the other counts as zeros."""
+    """dq and dk before the rotation; if one is None, it counts as zeros."""
     given = dk if dq is None else dq
     if given is None:
         return None, None
@@ -365,7 +333,7 @@ def _norm(part: _Part, x: Tensor, of: HeadNorm) -> Tensor:
 
 
 def _norm_backward(part: _Part, dy: Tensor | None, needs: Any) -> tuple[Tensor | None, HeadNorm]:
-    """(dx; gradients of the norm's operands). `needs` says of each whether it needs one."""
+    """dx and the gradients of those operands that `needs` marks."""
     if dy is None:
         return None, _NO_NORM
     part.needs_input_grad = (True, False, needs.weight)

@@ -5,13 +5,12 @@ Shapes: `linear`: x [..., K], weight [N, K], bias [N] -> [..., N]. `linear_qkv`:
 Dtypes and rounding points: fp32, bf16, fp16; fp32 accumulation, bias added in fp32, one rounding to
     the dtype of x.
 Order: ORDER below, `linear`.
-Invariant to: the number of rows, their positions and neighbours; the fused forms give the bytes of
-    the separate ops.
+Invariant to: the number of rows, their positions and neighbours; fused and separate ops.
 Varies with: K, N.
-Backward: dX = dY @ weight in the `matmul` order (N walked upward), rounded once; dW and dbias by
-    `gradient_fold`.
-Errors: TypeError on dtypes, ValueError on shapes, devices and autocast, and on a gradient asked of
-    a fused form.
+Backward: dX = dY @ weight in the `matmul` order (N upward), rounded once; dW and dbias by
+    `gradient_fold`. `linear_qkv` and `linear_glu` have none.
+Errors: TypeError on dtypes; ValueError on shapes, devices, autocast, and on `linear_qkv` and
+    `linear_glu` where a gradient is wanted.
 Cost: see `matmul` and `gradient_fold`.
 """
 
@@ -30,10 +29,7 @@ from rl_consistency.kernels.gradient_fold.op import (
     fold_outer,
     fold_parameter,
 )
-from rl_consistency.kernels.linear.few_rows_triton import (
-    gate_up_glu_op,
-    qkv_op,
-)
+from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_op, qkv_op
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.schedules import FUSED_ROWS
 
@@ -56,13 +52,13 @@ def linear(
     weight_grad: GradientBuffer | None = None,
     bias_grad: GradientBuffer | None = None,
 ) -> Tensor:
-    """Affine map of the last dimension, each row on its own.
+    """Affine map of the last dimension.
 
     Args:
         x: [..., K].
         weight: [N, K].
         bias: [N] or None.
-        weight_grad: buffer that dW is folded into; without one autograd receives dW, folded from
+        weight_grad: buffer that dW is folded into; without it autograd receives dW, folded from
             zero.
         bias_grad: the same for dbias.
 
@@ -78,18 +74,15 @@ def linear_qkv(
     weights: tuple[Tensor, Tensor, Tensor],
     biases: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`linear` of one x with three weights, without gradients; few rows on CUDA in one launch.
+    """The bytes of three calls of `linear`, without gradients; few rows on CUDA take one launch.
 
     Args:
         x: [..., K].
         weights: three [N_i, K].
-        biases: three [N_i], or three None.
+        biases: three, each [N_i] or None.
 
     Returns:
-        Three [..., N_i], the bytes of three calls of `linear`.
-
-    Raises:
-        ValueError: as `linear`; or a gradient is wanted.
+        Three [..., N_i].
     """
     _require_no_gradient("linear_qkv", x, *weights, *biases)
     for weight, bias in zip(weights, biases, strict=True):
@@ -107,19 +100,10 @@ def linear_qkv(
 
 
 def linear_glu(x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str = "silu") -> Tensor:
-    """`glu(linear(x, w_gate), linear(x, w_up))` without gradients; few rows on CUDA in one launch.
+    """The bytes of `glu(linear(x, w_gate), linear(x, w_up))`, without gradients.
 
-    Args:
-        x: [..., K].
-        w_gate: [N, K].
-        w_up: [N, K].
-        activation: one of `glu.ACTIVATIONS`.
-
-    Returns:
-        [..., N], the bytes of the three ops.
-
-    Raises:
-        ValueError: as `linear` and `glu`; or a gradient is wanted.
+    x is [..., K], w_gate and w_up are [N, K], `activation` is one of `glu.ACTIVATIONS`; the result
+    is [..., N]. Few rows on CUDA take one launch.
     """
     _require_no_gradient("linear_glu", x, w_gate, w_up)
     require_fitting("linear_glu", x, w_gate, None)
@@ -151,12 +135,7 @@ def _fusable(rows: Tensor, *weights: Tensor) -> bool:
 
 
 def require_fitting(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Check the operands of `linear`.
-
-    Raises:
-        TypeError: dtypes.
-        ValueError: shapes, devices or autocast.
-    """
+    """Check the operands of `linear`; raises what the module's Errors line says."""
     require_operands(op, x=x, weight=weight, bias=bias)
     if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(

@@ -1,12 +1,12 @@
 """The sampled audit of library products: every `AUDIT_EVERY`-th call is computed again in part.
 
-`cublaslt` asks `due` at each library call and records the rows it computed again. The differences
-are counted on the device, so nothing waits until somebody reads them: `schedule_audit` reads all
-counters and withdraws the certificate of each product sampled since the reading before, if any of
-them differed. The counters are process-wide.
+`cublaslt` asks `due` at each library call and records the rows it computed again. The device counts
+the differences, so the host waits only in `schedule_audit`, which reads the counters. If any row
+differed, it withdraws the certificate of every product sampled since the last reading. The counters
+are process-wide.
 
 The rollout keeps CUDA graphs and cached keys that library products computed. It notes the
-`generation` they were made in and drops them when the number has grown.
+`generation` it made them in and drops them once that number has grown.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from rl_consistency.kernels.matmul.certificates import Certificates, Key
 
 AUDIT_EVERY = 257
-"""Library calls from one audit to the next: a prime, or the same sites of a step would be audited
-again and again."""
+"""Library calls from one audit to the next. A prime, so that the audits reach every site of a
+step."""
 
 AUDIT_ROWS = 64
 """Rows of a result that an audit computes again."""
@@ -28,18 +28,18 @@ AUDIT_ROWS = 64
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What sampling found since the process began."""
+    """What the audits of this process have found."""
 
     calls: int
     """Library calls."""
     audited: int
-    """Of these, calls of which a sample of rows was computed again."""
+    """Calls of which a sample of rows was computed again."""
     differing: int
-    """Elements of the samples that differed. Anything but 0 breaks the promise."""
+    """Sampled elements that differed; anything but 0 breaks the promise."""
     found: int
-    """Of these, those found since the report before."""
+    """Of `differing`, those found since the last report."""
     struck: list[str]
-    """Names of the products that lost their certificate through it, in order of withdrawal."""
+    """Names of the products that lost their certificate, in order of withdrawal."""
 
 
 @dataclass
@@ -51,17 +51,17 @@ class _Counts:
     on_device: dict[torch.device, Tensor] = field(default_factory=dict)
     """Elements that differed since the last reading, [] int64."""
     pending: dict[tuple[Certificates, Key], None] = field(default_factory=dict)
-    """Products sampled since the last reading, and who certified them."""
+    """Products sampled since the last reading, with their certificates."""
 
 
 _counts = _Counts()
 
 
 def schedule_audit() -> AuditReport:
-    """Read the counters, for which the host waits, and withdraw what is found to differ.
+    """Read the counters (the host waits) and report.
 
-    If any sampled element differed, every product sampled since the report before loses its
-    certificate. Raises nothing: the caller decides what a difference means.
+    If an element differed, every product sampled since the last report loses its certificate. The
+    caller decides what a difference means; nothing is raised.
     """
     found = 0
     for counter in _counts.on_device.values():
@@ -79,20 +79,20 @@ def schedule_audit() -> AuditReport:
 
 
 def generation() -> int:
-    """Number of withdrawals so far; the host waits for the devices.
+    """Number of withdrawals so far (the host waits).
 
-    What was computed in an earlier generation may come from a product that differs.
+    What an earlier generation computed may come from a product that differs.
     """
     return len(schedule_audit().struck)
 
 
 def withdrawn_since(generation: int) -> list[str]:
-    """Names of the products withdrawn after a generation, as far as they have been read."""
+    """Names of the products withdrawn since a generation; reads no counter."""
     return _counts.struck[generation:]
 
 
 def due() -> bool:
-    """Count one library call; whether it is to be audited."""
+    """Count one library call and say whether to audit it."""
     _counts.calls += 1
     if _counts.calls % AUDIT_EVERY:
         return False
@@ -101,16 +101,16 @@ def due() -> bool:
 
 
 def sampled_rows(count: int, device: torch.device) -> Tensor:
-    """At most `AUDIT_ROWS` indices spread over `count` rows; they move from audit to audit."""
+    """At most `AUDIT_ROWS` indices spread over `count` rows; other ones at each audit."""
     number = min(AUDIT_ROWS, count)
     first = _counts.audited * 31 % count
     return (torch.arange(number, device=device) * count // number + first) % count
 
 
 def record(certificates: Certificates, key: Key, found: Tensor, expected: Tensor) -> None:
-    """Count where the library's rows differ from those computed again; the host does not wait."""
+    """Count the elements of `found` that differ from `expected`; the host does not wait."""
     _counts.pending[certificates, key] = None
-    # The first call may be an evaluation's; an inference tensor could not be added to later.
+    # The first call may run in inference mode, and an inference tensor cannot be added to later.
     with torch.inference_mode(False):
         if found.device not in _counts.on_device:
             zero = torch.zeros((), dtype=torch.int64, device=found.device)

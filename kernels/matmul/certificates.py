@@ -1,9 +1,9 @@
 """Certificates that the vendor library's products have the canonical bytes, kept in a file.
 
-A certificate is the finding of one comparison: for a layout, dtypes, bias, N, K and power-of-two
-range of M, how many elements of the library's products differed from the Triton schedule's. It
-holds for one identity of device, driver and versions, and each identity has its own file. Processes
-that share a file merge their findings; a certificate that is bad or struck in one process stays so.
+A certificate says how many elements of the library's products differed from the Triton schedule's,
+for one layout, dtypes, bias, N, K and power-of-two range of M. It holds for one device, driver and
+set of versions (an identity), and each identity has its own file. Processes that share a file merge
+their findings. A certificate that is bad or struck in one process stays so in all.
 """
 
 from __future__ import annotations
@@ -27,14 +27,10 @@ import triton
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
 
 CACHE_VARIABLE = "RL_CONSISTENCY_CACHE"
-"""Directory of the certificate files; `~/.cache/rl_consistency` without it."""
+"""Names the directory of the certificate files; the default is `~/.cache/rl_consistency`."""
 
-LIBRARY_VARIABLES = (
-    "CUBLASLT_WORKSPACE_SIZE",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "NVIDIA_TF32_OVERRIDE",
-)
-"""What the library reads from the environment; part of what a certificate holds for."""
+LIBRARY_VARIABLES = ("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
+"""Environment variables that the library reads; part of the identity."""
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -44,39 +40,39 @@ class Key:
     """What one certificate covers."""
 
     layout: str
-    """"nt", "nn", or "tn" for dW, whose rows are the tokens summed over."""
+    """"nt", "nn", or "tn" for dW (its rows are tokens)."""
     dtype: torch.dtype
     out_dtype: torch.dtype
     bias: bool
     n: int
     k: int
     rows: int
-    """The largest row count of the range; the smallest is half of it plus one."""
+    """The largest number of rows; the range begins at half of it plus one."""
 
     @classmethod
     def of(
         cls, layout: str, dtype: torch.dtype, out_dtype: torch.dtype, bias: bool, *mnk: int
     ) -> Key:
-        """The key of one product, given M, N and K."""
+        """The key of one product; `mnk` is M, N, K."""
         m, n, k = mnk
         return _key(layout, dtype, out_dtype, bias, n, k, 1 << (m - 1).bit_length())
 
     @cached_property
     def name(self) -> str:
-        """The key in the file."""
+        """How the file spells the key."""
         dtypes = f"{_DTYPE_NAMES[self.dtype]}/{_DTYPE_NAMES[self.out_dtype]}"
         bias = "bias" if self.bias else "plain"
         return f"{self.layout}/{dtypes}/{bias}/n{self.n}/k{self.k}/m{self.rows}"
 
     def sample(self, m: int) -> list[int]:
-        """Row counts to compare: the range's edges, its middle, and `m`."""
+        """Numbers of rows to compare: the range's ends, its middle and `m`."""
         low = max(self.rows // 2 + 1, 2)
         counts = {low, (low + self.rows) // 2, self.rows, m}
-        # dW is certified for whole steps of the fold only.
+        # Certificates of dW cover whole steps of the fold only.
         return sorted(c for c in counts if self.layout != "tn" or c % 16 == 0)
 
     def probe_bytes(self) -> int:
-        """Memory for operands and both results at the largest row count."""
+        """Memory of a comparison with the most rows."""
         shapes = (self.rows, self.k), (self.n, self.k), (self.rows, self.n)
         if self.layout == "tn":
             shapes = (self.rows, self.n), (self.rows, self.k), (self.n, self.k)
@@ -85,7 +81,7 @@ class Key:
 
 
 _key = cache(Key)
-"""One object per key, so that its name is spelled once."""
+"""One object per key, so that its name is computed once."""
 
 
 @dataclass
@@ -93,11 +89,11 @@ class Certificate:
     """The finding for one key."""
 
     differing: int
-    """Elements that differed when it was made; 0 admits."""
+    """Elements that differed in the comparisons; 0 admits the library."""
     rows: list[int]
-    """Row counts that were compared."""
+    """Numbers of rows that were compared."""
     struck: str = ""
-    """Why it was withdrawn later; empty while it holds."""
+    """Why the certificate was withdrawn; empty while it holds."""
 
     @property
     def holds(self) -> bool:
@@ -106,11 +102,7 @@ class Certificate:
 
     @classmethod
     def parse(cls, entry: dict[str, Any]) -> Certificate:
-        """A finding as a file holds it.
-
-        Raises:
-            TypeError: other fields, or a value of another type.
-        """
+        """A finding from its entry in a file; TypeError for other fields or types."""
         finding = cls(**entry)
         types = type(finding.differing), type(finding.rows), type(finding.struck)
         if types != (int, list, str) or any(type(count) is not int for count in finding.rows):
@@ -119,11 +111,11 @@ class Certificate:
 
 
 class Certificates:
-    """Findings by key, kept in one file for one identity of device and versions.
+    """Findings by key, in one file.
 
     Args:
         path: the file; read now, rewritten when a finding is added.
-        identity: what the findings hold for; a file of another identity is replaced.
+        identity: device and versions that the findings hold for; a file of others is replaced.
         compare: (key, number of rows) -> elements that differ between library and Triton.
     """
 
@@ -137,10 +129,10 @@ class Certificates:
 
     @classmethod
     def of_device(cls, device: torch.device, compare: Callable[[Key, int], int]) -> Certificates:
-        """Those of a device and of the versions that are installed."""
+        """The certificates of a device with the installed versions."""
         identity = _identity(device)
         name = "".join(c if c.isalnum() else "_" for c in identity["device"])
-        # One file per identity: another environment neither reads nor replaces what was struck.
+        # With one file per identity, no environment replaces what another has struck.
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
         path = cache_directory() / f"matmul_certificates_{name}_{digest}.json"
         return cls(path, identity, compare)
@@ -155,9 +147,9 @@ class Certificates:
         Args:
             key: the product's key.
             m: its number of rows.
-            make: compare now where there is no certificate. False while a CUDA graph is captured:
-                nothing audits its replays, so only row counts that were compared are admitted.
-            to_the_row: compare `m` rows too, where a certificate was made for other counts.
+            make: make a missing certificate now. False while a CUDA graph is captured: nothing
+                audits its replays, so only numbers of rows that were compared are admitted.
+            to_the_row: compare `m` rows too if the certificate was made with others.
         """
         finding = self._findings.get(key.name)
         if finding is None and make:
@@ -174,7 +166,7 @@ class Certificates:
         return make or m in finding.rows
 
     def strike(self, key: Key, reason: str) -> None:
-        """Withdraw a certificate, in the file too."""
+        """Withdraw a certificate, also in the file."""
         finding = self._findings.setdefault(key.name, Certificate(0, []))
         finding.struck = reason
         self._write()
@@ -198,7 +190,7 @@ class Certificates:
     def _write(self) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Two processes that read and replace at once would lose what one of them struck.
+            # Without the lock, two processes that write at once could lose what one has struck.
             with self._path.with_suffix(".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self._merge()
@@ -211,7 +203,7 @@ class Certificates:
             )
 
     def _merge(self) -> None:
-        """Add what other processes found; what is bad or struck in either stays so."""
+        """Add the file's findings; a certificate bad or struck in either stays so."""
         for name, other in self._read().items():
             mine = self._findings.setdefault(name, other)
             mine.struck = mine.struck or other.struck
@@ -230,7 +222,7 @@ class Certificates:
 
 
 def cache_directory() -> Path:
-    """Where certificate files are kept; the only place that reads `CACHE_VARIABLE`."""
+    """The directory of the certificate files; only this function reads `CACHE_VARIABLE`."""
     named = os.environ.get(CACHE_VARIABLE)
     return Path(named) if named else Path.home() / ".cache" / "rl_consistency"
 
@@ -254,7 +246,7 @@ def _identity(device: torch.device) -> dict[str, str]:
 def _library_version() -> str:
     major = str(torch.version.cuda).partition(".")[0]
     try:
-        # torch has loaded it already, so its bare name is enough.
+        # Its bare name is enough, since torch has loaded it.
         version = ctypes.CDLL(f"libcublasLt.so.{major}").cublasLtGetVersion
     except OSError:
         return "unknown"
@@ -264,9 +256,8 @@ def _library_version() -> str:
 
 @cache
 def _driver_version() -> str:
-    """The CUDA version that the driver's library supports and the driver's release, such as
-    "13000/580.159.04": either may change without the other.
-    """
+    """The CUDA version that the driver supports and its release, such as "13000/580.159.04"; either
+    may change alone."""
     return f"{_supported_version()}/{_driver_release()}"
 
 

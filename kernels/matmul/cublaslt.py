@@ -1,20 +1,17 @@
 """The vendor library as a schedule of the matmul order, where its bytes are certified.
 
-cuBLASLt without split K walks K upward into one fp32 accumulator, which is the canonical order; but
-its heuristics may hand a shape to a kernel that does not. So a call goes there only with a
-certificate: for its layout, dtypes, bias, N, K and power-of-two range of M the library's bytes were
-equal to the Triton schedule's, on this device, with this driver and these versions. Certificates
-are made on first use and kept in a file; `audit` checks some library calls again on a sample of
-rows.
+cuBLASLt without split K walks K upward into one fp32 accumulator, which is the canonical order. But
+its heuristics may give a shape to a kernel that does not. So a call goes to the library only with a
+certificate (see `certificates`) that its bytes were equal to the Triton schedule's. A certificate
+is made on first use and kept in a file. `audit` checks some calls again on a sample of rows.
 
 Shapes: as `matmul`; `outer_from_zero`: dy [T, N], x [T, K] -> out [N, K] fp32.
 Dtypes and rounding points: as `matmul`.
-Order: `matmul.ORDER`; `outer_from_zero` that of `gradient_fold` from an accumulator of zeros.
-Invariant to: as `matmul`.
-Varies with: nothing else; a difference found strikes the certificate.
+Order: `matmul.ORDER`; for `outer_from_zero` that of `gradient_fold` from zero.
+Invariant to, varies with: as `matmul`; a difference found strikes the certificate.
 Backward: none.
-Errors: none here; `audit.schedule_audit` reports, callers judge. A damaged certificate file warns.
-Cost: a certificate takes eight products once per key; an audit one gather of 64 rows.
+Errors: none; `audit.schedule_audit` reports differences, a damaged certificate file warns.
+Cost: eight products once per certificate, 64 rows of one product per audit.
 """
 
 from __future__ import annotations
@@ -35,28 +32,28 @@ from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import prefers_library
 
 ALIGNMENT = 256
-"""Bytes an operand starts on: the library chooses by alignment, and certificates are made with
-fresh tensors."""
+"""Bytes. The library chooses its kernel by alignment, and certificates are made with fresh tensors,
+which start on a multiple of this."""
 
 PROBE_BYTES = 2**32
-"""The most memory that the making of a certificate may take; larger products stay with Triton."""
+"""The most memory that making a certificate may take; larger products stay with Triton."""
 
 _CUBLASLT = torch._C._BlasBackend.Cublaslt
 
 
 _by_device: dict[torch.device, Certificates] = {}
-"""Process-wide: the certificates of each device, read from its file on first use."""
+"""Process-wide: the certificates of each device."""
 
 _to_the_row: ContextVar[bool] = ContextVar("certified_to_the_row", default=False)
-"""Whether the code that runs now is inside `certified_to_the_row`."""
+"""Whether the code runs inside `certified_to_the_row`."""
 
 
 @contextmanager
 def certified_to_the_row() -> Iterator[None]:
     """Inside the block, certificates also compare each product's own number of rows.
 
-    A captured CUDA graph uses the library only for numbers of rows that were compared, and no
-    certificate is made during capture. So run in this block what is captured next.
+    Run in this block what you capture next. A CUDA graph uses the library only for numbers of rows
+    that were compared, and nothing is compared during capture.
     """
     token = _to_the_row.set(True)
     try:
@@ -68,7 +65,7 @@ def certified_to_the_row() -> Iterator[None]:
 def product(
     a: Tensor, b: Tensor, bias: Tensor | None, layout: str, out_dtype: torch.dtype
 ) -> Tensor | None:
-    """The library's product, or None where it is not the faster schedule or not certified."""
+    """The library's product, or None if it is not faster or not certified."""
     m, k = a.shape
     n = b.shape[0 if layout == "nt" else 1]
     if not prefers_library(m, n, k, a.dtype, layout) or not settings_in_force():
@@ -91,10 +88,9 @@ def product(
 
 
 def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
-    """out [N, K] fp32 <- dy [T, N]^T x [T, K] by the library, where it is certified.
+    """out [N, K] fp32 <- dy [T, N]^T x [T, K] by the library, if it is faster and certified.
 
-    Returns:
-        Whether it was; False leaves `out` as it is.
+    Returns whether it did; False leaves `out` as it is.
     """
     (tokens, n), k = dy.shape, x.shape[1]
     if not prefers_library(tokens, n, k, dy.dtype, "tn") or not settings_in_force():
@@ -115,12 +111,12 @@ def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
 
 
 def settings_in_force() -> bool:
-    """Whether the process-wide settings under which certificates are made hold now.
+    """Whether the process-wide settings that certificates are made under hold now.
 
-    `numerics.settings.numeric_settings` holds them; without them the library is not used.
+    `numerics.settings.numeric_settings` sets them. Without them the library is not used.
     """
-    # What `torch.backends.cuda` reads, without its attribute look-ups: this is asked before every
-    # product. The reductions are pairs, the second of which allows split K.
+    # These are the getters behind `torch.backends.cuda`: every product asks, and attributes are
+    # slower. A reduction's setting is a pair; its second value allows split K.
     c = torch._C
     return c._get_blas_preferred_backend() == _CUBLASLT and not any(
         (
@@ -135,7 +131,7 @@ def settings_in_force() -> bool:
 def library_product(
     a: Tensor, b: Tensor, bias: Tensor | None, layout: str, out_dtype: torch.dtype
 ) -> Tensor:
-    """The product as the vendor library computes it."""
+    """The vendor library's product."""
     right = b.t() if layout == "nt" else b
     if bias is not None:
         return torch.addmm(bias, a, right)
@@ -145,13 +141,13 @@ def library_product(
 
 
 def library_outer(dy: Tensor, x: Tensor, out: Tensor) -> None:
-    """out <- dy^T x as the vendor library computes it, negative zero as positive zero."""
+    """out <- dy^T x by the vendor library, with -0 turned into +0."""
     torch.mm(dy.t(), x, out_dtype=torch.float32, out=out)
     out.add_(0.0)
 
 
 def canonical_outer(dy: Tensor, x: Tensor) -> Tensor:
-    """dy^T x [N, K] fp32 by the Triton schedule, negative zero as positive zero."""
+    """dy^T x [N, K] fp32 by the Triton schedule, with -0 turned into +0."""
     return matmul_fwd(dy.t(), x, None, "nn", torch.float32).add_(0.0)
 
 
@@ -185,8 +181,7 @@ def compare(
 
 
 def _as_certified(matrix: Tensor) -> bool:
-    """Whether a matrix lies in memory as those that certificates are made with: rows one after
-    another, each on a 16-byte line."""
+    """Whether a matrix lies in memory like those of certificates: contiguous, 16-byte rows."""
     columns = matrix.shape[1]
     return (
         type(matrix) in PLAIN
@@ -204,7 +199,7 @@ def _admitted(device: torch.device, key: Key, m: int, capturing: bool) -> bool:
 
 
 def _has_room(device: torch.device, key: Key) -> bool:
-    """Whether a certificate can be made without running the device out of memory."""
+    """Whether the device has the memory to make a certificate."""
     if key.probe_bytes() > PROBE_BYTES:
         return False
     free, _ = torch.cuda.mem_get_info(device)
@@ -213,7 +208,7 @@ def _has_room(device: torch.device, key: Key) -> bool:
 
 
 def certificates(device: torch.device) -> Certificates:
-    """The certificates of a device, read from its file on first use."""
+    """The certificates of a device; the first call reads them from its file."""
     if device not in _by_device:
         _by_device[device] = Certificates.of_device(device, lambda key, m: compare(device, key, m))
     return _by_device[device]

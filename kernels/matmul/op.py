@@ -1,23 +1,21 @@
-"""y = a @ b for a batch of independent rows: the order that every other product builds on.
+"""y = a @ b, row by row: the order that all other products build on.
 
 Shapes: `matmul_nt`: a [M, K], b [N, K], bias [N] -> [M, N]. `matmul_nn`: a [M, K], b [K, N] ->
     [M, N]. On a CPU only: `row_matmul`: a [M, K], b [K, N] -> [M, N] fp32; `tile_matmul`:
     a [B, m, K], b [B, K, N] -> [B, m, N] fp32.
-Dtypes and rounding points: fp32, bf16, fp16; fp32 accumulation (of fp32 on CUDA: fp64); bias added
-    in fp32; one rounding to `out_dtype`. `row_matmul` and `tile_matmul` leave it to the caller.
+Dtypes and rounding points: fp32, bf16, fp16; accumulation in fp32 (fp32 on CUDA: in fp64); bias
+    added in fp32; one rounding to `out_dtype` (none in `row_matmul` and `tile_matmul`).
 Order: ORDER below, `matmul`.
 Invariant to: M, the position of a row, the other rows, the number of products in the batch.
-Varies with: K; the device. On a CPU also N (the two fix the library's walk over K), the library
-    version, the thread count.
+Varies with: K; the device. On a CPU also N, the library version and the number of threads.
 Backward: none here; `linear`, `attention` and `token_logprobs` differentiate.
 Errors: none here; callers check their operands.
-Cost: 1 to 2 times a plain `torch.mm` on the CPU (measured on 2 cores, M = 300); on CUDA see
-    docs/speed.md.
+Cost: on a CPU 1 to 2 times a plain `torch.mm` (2 cores, M = 300); on CUDA see docs/speed.md.
 
 On a CPU the product runs as equal tiles of 16 rows. A matrix library chooses its code path by the
-shape of one product, so equal shapes give equal bits wherever the row stands. Both paddings avoid
-other code paths: a lone product may be split over threads, and a ragged N takes an edge path. With
-N a multiple of 16 and at least two tiles, no row changed for any M, position or thread count tried.
+shape of a product, so tiles of one shape give a row the same bits at every position. The paddings
+avoid other code paths: the library may split a lone product over threads, and it treats a ragged N
+apart. With both, no row changed for any M, position or number of threads that was tried.
 """
 
 from __future__ import annotations
@@ -56,16 +54,9 @@ y[m, n] = round(fp32(acc[m, n]) + fp32(bias[n]))
 def matmul_nt(
     a: Tensor, b: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """a @ b^T + bias, rounded once; each row's bits depend on that row, `b` and `bias` only.
+    """a [M, K] @ b [N, K]^T + bias [N] -> [M, N], rounded once to `out_dtype` (fp32, bf16 or fp16).
 
-    Args:
-        a: [M, K].
-        b: [N, K], the dtype of `a`.
-        bias: [N] or None.
-        out_dtype: fp32, bf16 or fp16.
-
-    Returns:
-        [M, N] in `out_dtype`.
+    a, b and bias share a dtype. A row's bits depend only on that row, `b` and `bias`.
     """
     if a.is_cuda:
         return _cuda_product(a, b, bias, "nt", out_dtype)
@@ -74,15 +65,9 @@ def matmul_nt(
 
 
 def matmul_nn(a: Tensor, b: Tensor, *, out_dtype: torch.dtype = torch.float32) -> Tensor:
-    """a @ b, rounded once; each row's bits depend on that row and `b` alone.
+    """a [M, K] @ b [K, N] -> [M, N], rounded once to `out_dtype` (fp32, bf16 or fp16).
 
-    Args:
-        a: [M, K].
-        b: [K, N], the dtype of `a`.
-        out_dtype: fp32, bf16 or fp16.
-
-    Returns:
-        [M, N] in `out_dtype`.
+    a and b share a dtype. A row's bits depend only on that row and `b`.
     """
     if a.is_cuda:
         return _cuda_product(a, b, None, "nn", out_dtype)
@@ -105,14 +90,9 @@ def _cuda_product(
 
 
 def row_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Product of rows with one shared matrix; each row's bits depend on that row and `b` alone.
+    """a [M, K] @ b [K, N] -> [M, N] fp32 on a CPU; a row's bits depend only on that row and `b`.
 
-    Args:
-        a: [M, K], any supported dtype.
-        b: [K, N], may be a transposed view.
-
-    Returns:
-        [M, N] fp32.
+    `b` may be a transposed view.
     """
     num_rows, inner = a.shape
     num_columns = b.shape[1]
@@ -128,14 +108,9 @@ def row_matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def tile_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product of equal tiles; each product's bits depend on its own operands alone.
+    """a [B, m, K] @ b [B, K, N] -> [B, m, N] on a CPU, all fp32; N is a multiple of 16.
 
-    Args:
-        a: [B, m, K] fp32.
-        b: [B, K, N] fp32; N a multiple of 16.
-
-    Returns:
-        [B, m, N] fp32.
+    A product's bits depend only on its own operands.
     """
     count = a.shape[0]
     if count < MIN_TILES:

@@ -1,19 +1,18 @@
-"""Triton schedules of the matmul order: y = a b^T + bias or a b, one fp32 accumulator per output.
+"""Triton schedules of the matmul order: y = a b^T + bias or a b.
 
 Shapes: a [M, K]; b [N, K] (layout "nt") or [K, N] ("nn"); bias [N] or None -> [M, N].
-Dtypes and rounding points, order: `matmul.ORDER`.
-Invariant to: M, the position of a row, tiles, warps, stages, which operand feeds the rows of the
-    MMA, copies by pointer or by descriptor.
+Dtypes and rounding points, order: those of `matmul`.
+Invariant to: M, the position of a row, every field of a `Schedule`.
 Varies with: K; operand dtype.
 Backward: none.
-Errors: ValueError where an explicit schedule asks for descriptors that the operands do not allow.
+Errors: ValueError on a descriptor schedule for operands that descriptors cannot address.
 Cost: see docs/speed.md.
 
-Every launch turns off floating-point contraction, so that the epilogue's addition of the bias is
-the same instruction whatever the compiler could fuse around it.
+Every launch turns off floating-point contraction, so that the compiler cannot fuse the addition of
+the bias with anything.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.matmul.schedules import Schedule, pick
 
 SHARED_BYTES = 227 * 1024
-"""Shared memory of one program on sm_90. Pointer schedules fit in 99 KB."""
+"""Shared memory of one program on sm_90. Pointer schedules use at most 99 KB."""
 
 GROUP_M = 8
-"""Row tiles that are walked together before the next column tile, for reuse in L2."""
+"""Row tiles that programs walk together per column tile, for reuse in L2."""
 
 
 @triton.jit
 def tile_position(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Row and column tile of a tile's number: GROUP_M row tiles share their column tiles."""
+    """The row tile and the column tile of a tile's number."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     group = tile // (GROUP_M * tiles_n)
@@ -71,23 +70,10 @@ def add_bias(acc, bias_ptr, columns, N, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def tma_tile(
-    tile,
-    a_desc,
-    b_desc,
-    c_desc,
-    bias_ptr,
-    M,
-    N,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NT: tl.constexpr,
-    SWAP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+    tile, a_desc, b_desc, c_desc, bias_ptr, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    NT: tl.constexpr, SWAP: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
     """One [BLOCK_M, BLOCK_N] tile of the result, copied by descriptors."""
     tile_m, tile_n = tile_position(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
     row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
@@ -119,29 +105,16 @@ def tma_tile(
 
 @triton.jit(do_not_specialize=["M"])
 def tma_kernel(
-    a_desc,
-    b_desc,
-    c_desc,
-    bias_ptr,
-    M,
-    N,
-    K,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NT: tl.constexpr,
-    SWAP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PERSISTENT: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Tiles by descriptor: one per program, or every num_programs-th one."""
+    a_desc, b_desc, c_desc, bias_ptr, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    NT: tl.constexpr, SWAP: tl.constexpr, SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PERSISTENT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Tiles by descriptors: one per program, or every num_programs-th."""
     first = tl.program_id(0)
     if OVERLAP:
-        # Nothing is read or written before the kernel ahead ends. It may be an optimizer's step,
-        # which writes weights.
+        # No load or store runs before the previous kernel ends: it may be an optimizer that writes
+        # the weights.
         gdc_launch_dependents()
         gdc_wait()
     if PERSISTENT:
@@ -160,25 +133,11 @@ def tma_kernel(
 
 @triton.jit
 def pointer_tile(
-    tile,
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    bias_ptr,
-    M,
-    N,
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
+    tile, a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn,
     stride_cm,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-):
+):  # fmt: skip
     """One [BLOCK_M, BLOCK_N] tile of the result, any strides."""
     tile_m, tile_n = tile_position(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
     rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -192,7 +151,7 @@ def pointer_tile(
         a = tl.load(a_ptrs, mask=(rows < M)[:, None] & (steps < left)[None, :], other=0.0)
         b = tl.load(b_ptrs, mask=(steps < left)[:, None] & (columns < N)[None, :], other=0.0)
         acc = matrix_step(a, b, acc)
-        # In 64 bits: a pitch of 2**25 elements times BLOCK_K passes 2**31.
+        # In 64 bits: BLOCK_K times a pitch of 2**25 elements exceeds 2**31.
         a_ptrs += tl.full((), BLOCK_K, tl.int64) * stride_ak
         b_ptrs += tl.full((), BLOCK_K, tl.int64) * stride_bk
     acc = add_bias(acc.to(tl.float32), bias_ptr, columns, N, HAS_BIAS)
@@ -203,24 +162,10 @@ def pointer_tile(
 
 @triton.jit(do_not_specialize=["M"])
 def pointer_kernel(
-    a_ptr,
-    b_ptr,
-    c_ptr,
-    bias_ptr,
-    M,
-    N,
-    K,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    stride_cm,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-):
+):  # fmt: skip
     """Tiles by pointers, one per program."""
     pointer_tile(
         tl.program_id(0), a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K,
@@ -246,9 +191,6 @@ def matmul_fwd(
     """a [M, K] times b [N, K] ("nt") or [K, N] ("nn"), plus bias -> [M, N] in `out_dtype`.
 
     M, N and K are positive. `schedule` changes no bit; None picks one.
-
-    Raises:
-        ValueError: a descriptor schedule for operands that only pointers can reach.
     """
     bias = None if bias is None else bias.contiguous()
     c = _matmul_fake(a, b, bias, layout, out_dtype)
@@ -279,7 +221,7 @@ def matmul_fwd(
 
 
 def launch_options(schedule: Schedule) -> dict[str, Any]:
-    """What every kernel of a schedule is launched with."""
+    """Launch arguments that all kernels of a schedule share."""
     return {
         "BLOCK_M": schedule.block_m,
         "BLOCK_N": schedule.block_n,
@@ -309,18 +251,11 @@ def _launch_tma(
         TensorDescriptor.from_tensor(a, [block_m, block_k]),
         TensorDescriptor.from_tensor(b, b_block),
         TensorDescriptor.from_tensor(c, [block_m, stored]),
-        bias,
-        a.shape[0],
-        c.shape[1],
-        a.shape[1],
-        NT=layout == "nt",
-        SWAP=schedule.swap,
-        SPLIT=schedule.split,
-        PERSISTENT=schedule.persistent,
-        OVERLAP=schedule.overlap and not INTERPRETED,
-        launch_pdl=schedule.overlap,
-        **options,
-    )
+        bias, a.shape[0], c.shape[1], a.shape[1],
+        NT=layout == "nt", SWAP=schedule.swap, SPLIT=schedule.split,
+        PERSISTENT=schedule.persistent, OVERLAP=schedule.overlap and not INTERPRETED,
+        launch_pdl=schedule.overlap, **options,
+    )  # fmt: skip
 
 
 @kernel_op(fake=_matmul_fake)

@@ -1,8 +1,7 @@
 """Schedules of the matmul order on CUDA, and which one a shape gets.
 
-Every entry gives the same bytes, so a schedule may be chosen by any size, the number of rows
-included. A test and `verify` run all entries of a table and compare. Each entry is one that a
-`pick` function returns for some shape.
+All schedules give the same bytes, so `pick` may choose by any size, even by the number of rows. A
+test and `verify` run and compare all of them. Each is the choice for some shape.
 """
 
 from __future__ import annotations
@@ -17,40 +16,37 @@ from rl_consistency.kernels.core.matrix_step import FP32_STEP
 from rl_consistency.kernels.matmul.table import MEASURED
 
 ACCUMULATOR_BYTES = 4
-"""Of one element: fp32."""
+"""Bytes of one fp32 element."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How one product is cut into programs.
-
-    `block_m` counts rows of `a`, `block_n` columns of the result, `block_k` the part of K held at
-    once; none of them is part of the order.
-    """
+    """How one product is cut into programs; no field is part of the order."""
 
     kind: str
     """"tma": tiles copied by descriptor, sm_90 and later; "pointer": any GPU, any strides."""
     block_m: int
+    """Rows of `a` per tile."""
     block_n: int
+    """Columns of the result per tile."""
     block_k: int
+    """Elements of K that a program holds at once."""
     warps: int
     stages: int
     persistent: bool = False
-    """One program per multiprocessor walks several tiles; its stores overlap the next tile."""
+    """One program per multiprocessor computes several tiles; its stores overlap the next tile."""
     split: bool = False
     """The tile is stored in two halves, which leaves shared memory for one more stage."""
     swap: bool = False
-    """Columns of the result are the rows of the MMA: few rows of `a` then fill a warp-group MMA."""
+    """The transposed product is computed, so that few rows of `a` fill a warp-group MMA."""
     overlap: bool = False
-    """The program starts while the kernel before it ends, and waits for that end before it reads
-    or writes anything (programmatic dependent launch, sm_90)."""
+    """The program starts before the previous kernel ends, but reads and writes only after it
+    (programmatic dependent launch, sm_90)."""
 
     @classmethod
     def named(cls, name: str) -> Schedule:
-        """The schedule of a name such as `tma-128x256x64-w8-s4-persistent`.
-
-        The name gives the kind, `block_m` x `block_n` x `block_k`, warps, stages and flags.
-        """
+        """The schedule of a name: `tma-128x256x64-w8-s4-persistent` gives the kind, the blocks
+        M x N x K, warps, stages and flags."""
         kind, blocks, warps, stages, *flags = name.split("-")
         block_m, block_n, block_k = map(int, blocks.split("x"))
         return cls(
@@ -71,17 +67,17 @@ class Schedule:
         return "-".join([self.kind, blocks, f"w{self.warps}", f"s{self.stages}", *flags])
 
     def shared_bytes(self, in_bytes: int, out_bytes: int) -> int:
-        """Shared memory of one program, from above, given the bytes per element."""
+        """Upper bound of a program's shared memory, given the bytes per element."""
         operands = self.stages * (self.block_m + self.block_n) * self.block_k * in_bytes
         stored = self.block_m * self.block_n * out_bytes // (2 if self.split else 1)
-        # A program of one tile stores its result where its operands were. But where a descriptor
-        # copies the fp32 accumulator itself, the compiler gives it memory of its own.
+        # A program of one tile stores its result where its operands were. But the compiler gives an
+        # fp32 accumulator that a descriptor copies memory of its own.
         unchanged = self.kind == "tma" and out_bytes == ACCUMULATOR_BYTES
         shares = not self.persistent and not unchanged
         return (max(operands, stored) if shares else operands + stored) + 1024
 
     def within(self, limit: int, in_bytes: int, out_bytes: int) -> Schedule:
-        """This schedule, with fewer stages where `limit` bytes of shared memory ask for it."""
+        """This schedule with as many stages as fit `limit` bytes of shared memory."""
         fitting = self
         while fitting.shared_bytes(in_bytes, out_bytes) > limit and fitting.stages > 1:
             fitting = replace(fitting, stages=fitting.stages - 1)
@@ -109,7 +105,7 @@ MEDIUM = _table(
     "tma-64x256x64-w4-s4",
     "tma-64x64x128-w4-s5",
 )
-"""For a few hundred rows: tiles small enough to occupy every multiprocessor."""
+"""For a few hundred rows: tiles small enough to keep all multiprocessors busy."""
 
 DECODE = _table(
     "tma-16x32x256-w4-s6",
@@ -143,23 +139,19 @@ POINTER = _table(
     "pointer-64x64x64-w4-s4",
     "pointer-128x128x32-w8-s4",
 )
-"""For any GPU from sm_80, and for operands that no descriptor can describe."""
+"""For any GPU from sm_80 on, and for operands that no descriptor can address."""
 
 CANDIDATES = LARGE + MEDIUM + DECODE + POINTER
-"""Every schedule of `pick` for bf16 and fp16."""
+"""All schedules of `pick` for bf16 and fp16."""
 
 POINTER_FP32 = _table(
     f"pointer-16x32x{FP32_STEP}-w4-s3",
     f"pointer-64x64x{FP32_STEP}-w8-s3",
     f"pointer-128x64x{FP32_STEP}-w8-s3",
 )
-"""fp32 has no exact matrix unit: fused multiply-adds on the general cores, a step at a time."""
+"""For fp32, which no matrix unit multiplies exactly: fused multiply-adds, one step at a time."""
 
-QKV = _table(
-    "pointer-16x32x128-w4-s5",
-    "pointer-32x32x128-w4-s4",
-    "pointer-64x32x64-w4-s4",
-)
+QKV = _table("pointer-16x32x128-w4-s5", "pointer-32x32x128-w4-s4", "pointer-64x32x64-w4-s4")
 """For `few_rows_triton.qkv_fwd` in bf16 and fp16."""
 
 GATE_UP = _table(
@@ -171,33 +163,29 @@ GATE_UP = _table(
     "pointer-32x32x128-w4-s4",
     "pointer-64x32x64-w4-s4",
 )
-"""For `few_rows_triton.gate_up_glu_fwd` in bf16 and fp16; its programs hold two weight tiles a
-stage."""
+"""For `few_rows_triton.gate_up_glu_fwd` in bf16 and fp16: two weight tiles per stage."""
 
-FEW_ROWS_FP32 = _table(
-    f"pointer-16x32x{FP32_STEP}-w4-s3",
-    f"pointer-32x32x{FP32_STEP}-w4-s3",
-)
+FEW_ROWS_FP32 = _table(f"pointer-16x32x{FP32_STEP}-w4-s3", f"pointer-32x32x{FP32_STEP}-w4-s3")
 """For both fused products in fp32."""
 
 FUSED_ROWS = 64
-"""The most rows for which one launch of three products, or of two and the GLU, is chosen."""
+"""The most rows for which one launch computes q, k and v, or gate, up and GLU."""
 
 MAX_BUCKET = 16384
-"""The largest bucket of row counts; larger products share it."""
+"""The largest bucket; all larger numbers of rows share it."""
 
 _BY_NAME = {s.name: s for s in (*CANDIDATES, *POINTER_FP32, *QKV, *GATE_UP, *FEW_ROWS_FP32)}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A measured winner: the weight's shape and the schedule that was fastest for it."""
+    """The fastest schedule measured for a weight's shape."""
 
     n: int
     k: int
     schedule: Schedule
     library: bool = False
-    """Whether the vendor library was faster still, where it is certified to give these bytes."""
+    """Whether the vendor library gave the same bytes in less time."""
 
 
 def _measured() -> dict[tuple[str, int], list[Entry]]:
@@ -212,18 +200,14 @@ TABLE = _measured()
 
 
 def bucket(m: int) -> int:
-    """The power of two that a number of rows is rounded up to, at most `MAX_BUCKET`."""
+    """`m` rounded up to a power of two, at most `MAX_BUCKET`."""
     return min(1 << max(m - 1, 0).bit_length(), MAX_BUCKET)
 
 
 @cache
 def pick(m: int, n: int, k: int, dtype: torch.dtype, layout: str, tma: bool) -> Schedule:
-    """The schedule for [m, k] times a weight that gives n columns.
-
-    Args:
-        layout: "nt" for a weight [n, k], "nn" for [k, n].
-        tma: whether device and operands allow copies by descriptor.
-    """
+    """The schedule for [m, k] times a weight [n, k] (layout "nt") or [k, n] ("nn"); `tma` says
+    whether device and operands allow copies by descriptor."""
     if dtype == torch.float32:
         return _pick_fp32(m)
     if not tma:
@@ -234,10 +218,7 @@ def pick(m: int, n: int, k: int, dtype: torch.dtype, layout: str, tma: bool) -> 
 
 @cache
 def prefers_library(m: int, n: int, k: int, dtype: torch.dtype, layout: str) -> bool:
-    """Whether the vendor library is the faster schedule, should it be certified.
-
-    For layout "tn" (dW, see `cublaslt.outer_from_zero`) m is the number of tokens.
-    """
+    """Whether the vendor library is expected to be faster. For layout "tn" (dW) m counts tokens."""
     if m < 2 or dtype == torch.float32:
         return False
     if layout == "tn":
@@ -247,14 +228,12 @@ def prefers_library(m: int, n: int, k: int, dtype: torch.dtype, layout: str) -> 
 
 
 def _nearest(m: int, n: int, k: int, layout: str) -> Entry | None:
-    """The measured shape next to this one, of the next larger number of rows; None beyond all."""
+    """The nearest measured shape in the next bucket that was measured; None above all buckets."""
     measured = layout if any(kind == layout for kind, _ in TABLE) else "nt"
     rows = min((r for kind, r in TABLE if kind == measured and r >= bucket(m)), default=0)
     entries = TABLE.get((measured, rows), ())
     return min(
-        entries,
-        key=lambda e: (log2(e.n) - log2(n)) ** 2 + (log2(e.k) - log2(k)) ** 2,
-        default=None,
+        entries, key=lambda e: (log2(e.n) - log2(n)) ** 2 + (log2(e.k) - log2(k)) ** 2, default=None
     )
 
 

@@ -1,4 +1,5 @@
-"""Measured winners of the matmul order's schedules; written by `benchmarks/tune/matmul.py`.
+"""Measured winners of the matmul order's schedules; written by
+`python -m benchmarks tune matmul --write`.
 
 Rows: (layout, rows, n, k, schedule, whether the vendor library was faster still).
 Measured on: device NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0.

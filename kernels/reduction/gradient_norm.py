@@ -3,10 +3,10 @@
 Shapes: any number of tensors of any shape -> scalar.
 Dtypes and rounding points: widened to fp32; squares and sums in fp32; one square root.
 Order: ORDER below, `gradient_norm`.
-Invariant to: how the gradients were accumulated (they are bytes by then), threads.
+Invariant to: the number of threads.
 Varies with: the order of the tensors; pass them in `named_parameters()` order.
 Backward: none.
-Errors: none; non-finite gradients give a non-finite norm, for the caller to report.
+Errors: none. Non-finite gradients give a non-finite norm, which the caller reports.
 Cost: 3 n elementwise operations.
 """
 

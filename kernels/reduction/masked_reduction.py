@@ -1,11 +1,11 @@
-"""Sum and mean of the active values of a batch, in an order that padding cannot change.
+"""Sum and mean of the active values of a batch, in an order that padding does not change.
 
 Shapes: values [...], mask [...] bool or None -> scalar.
 Dtypes and rounding points: widened to fp32; fp32 tree; the mean divides once.
 Order: ORDER below, `masked_reduction`.
 Invariant to: padding, packing and the values at inactive places (NaN included).
 Varies with: the logical order of the active values.
-Backward: each active value receives the scalar's gradient (divided by the count for the mean).
+Backward: plain autograd; each active value receives the scalar's gradient (the mean's / count).
 Errors: ValueError on a mask of another shape, and on the mean of nothing.
 Cost: one gather and 2n additions.
 """
@@ -34,11 +34,7 @@ def masked_sum(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """fp32 mean of the active values.
-
-    Raises:
-        ValueError: nothing is active.
-    """
+    """fp32 mean of the active values; ValueError when none is active."""
     active = _active(values, mask)
     if active.numel() == 0:
         raise ValueError(

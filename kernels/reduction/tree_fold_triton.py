@@ -1,11 +1,11 @@
-"""Row sums and exponentials for Triton kernels, in an order that no layout can change.
+"""Row sums and exponentials for Triton kernels, with the same bits in every register layout.
 
-`tl.sum` adds in an order that depends on the layout of a tile in registers, so two schedules of one
-op may differ. The halving tree here is written out as additions of slices: element i + N/2 is added
-to element i, then N is halved. It is the tree of `row_reduction` over a power of two.
+The order of `tl.sum` depends on a tile's layout in registers, so two schedules of one op may
+differ. The halving tree is therefore written out: element i + N/2 is added to element i, then N is
+halved. It is the tree of `row_reduction` over a power of two.
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 
@@ -28,7 +28,7 @@ def halve(x, R: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def tree_fold(x, R: tl.constexpr, N: tl.constexpr):
-    """[R, N] -> [R], N a power of two: the whole halving tree."""
+    """[R, N] -> [R]: the whole halving tree; N is a power of two."""
     for level in tl.static_range(N.bit_length() - 1):
         x = halve(x, R, N >> level)
     return tl.reshape(x, (R,))
@@ -36,17 +36,17 @@ def tree_fold(x, R: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def halve_across(x, R: tl.constexpr, N: tl.constexpr):
-    """`halve` for tiles whose halves lie in different threads; the same bits.
+    """The bits of `halve`, faster for a tile whose halves lie in different threads.
 
-    A sum of two elements has only one order. The compiler shuffles the elements between threads;
-    for `halve` it would first move both into one thread.
+    The compiler exchanges elements by shuffles; for `halve` it would first move both to one thread.
+    A sum of two elements has only one order.
     """
     return tl.sum(tl.reshape(x, (R, 2, N // 2)), axis=1)
 
 
 @triton.jit
 def fold_to_lanes(x, R: tl.constexpr, N: tl.constexpr):
-    """[R, N] -> [R, 8], N a power of two of at least 8: the tree without its last three levels."""
+    """[R, N] -> [R, 8]: the tree without its last three levels; N is a power of two >= 8."""
     for level in tl.static_range(N.bit_length() - 4):
         x = halve(x, R, N >> level)
     return x
@@ -56,14 +56,14 @@ def fold_to_lanes(x, R: tl.constexpr, N: tl.constexpr):
 def exp_fp32(x):
     """exp of fp32, about 1 ulp: -inf gives 0, NaN stays, results below the denormals are 0.
 
-    `tl.exp` multiplies by log2(e) before it rounds to the exponential's argument, which costs
-    |x| * 2**-24 of relative accuracy; here the integer part is subtracted first.
+    `tl.exp` rounds x * log2(e), which costs |x| * 2**-24 of relative accuracy. This function
+    subtracts the integer part first.
     """
     bounded = tl.minimum(tl.maximum(x, -104.0), 89.0)
     whole = tl.floor(tl.fma(bounded, LOG2E, 0.5))
     rest = tl.fma(whole, -LN2_LOW, tl.fma(whole, -LN2_HIGH, bounded))
     value = tl.exp2(rest * LOG2E)
-    # 2**whole may be denormal or beyond the largest exponent; its halves are not.
+    # 2**whole may be denormal or overflow; a factor with half of its exponent is neither.
     exponent = whole.to(tl.int32)
     half = exponent >> 1
     value = value * ((half + 127) << 23).to(tl.float32, bitcast=True)

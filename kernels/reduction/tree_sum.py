@@ -2,16 +2,15 @@
 
 Shapes: [..., n] -> [...].
 Dtypes and rounding points: widened to fp32; every pairwise sum rounds once to fp32.
-Order: ORDER below, `row_reduction`. It consists of elementwise additions only, so every device
-    gives the same bits.
+Order: ORDER below, `row_reduction`: elementwise additions only, so all devices agree.
 Invariant to: leading dimensions, strides, threads, device.
 Varies with: n.
 Backward: plain autograd; each element receives the gradient of its row unchanged.
 Errors: none (an empty row sums to 0).
 Cost: 2n additions a row, memory-bound.
 
-Source: pairwise summation (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2);
-its error grows with log2(n), not n.
+Source: pairwise summation (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2).
+Its error grows with log2(n), not with n.
 """
 
 from __future__ import annotations
@@ -35,15 +34,7 @@ sum = x[0]
 
 
 def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
-    """Sum over one dimension in the halving order.
-
-    Args:
-        x: any shape, floating.
-        dim: the dimension summed away.
-
-    Returns:
-        fp32, the shape of `x` without `dim`.
-    """
+    """Sum floating x over `dim` in the halving order -> fp32, the shape of x without `dim`."""
     x = x.float().movedim(dim, -1)
     n = x.shape[-1]
     if n == 0:

@@ -1,23 +1,23 @@
 """SHA-256 of names, dtypes, shapes and exact 128-bit sums over the bytes of tensors.
 
 Shapes: any number of named tensors of any shape, dtype and strides -> 64 hexadecimal digits.
-Dtypes and rounding points: integers only; a tensor is read as 32-bit words, the last one filled
-    with zeros.
-Order: none. Word w at index i counts mix((i << 32) | w), and a second mix of that; both are added
-    modulo 2**64, so in any order.
+Dtypes and rounding points: integers only. A tensor is read as 32-bit words; zeros fill the last.
+Order: any. Word w at index i adds mix((i << 32) | w) to one sum and a second mix of that to
+    another, both modulo 2**64.
 Invariant to: device, strides, order of the tensors, how they are cut up.
 Varies with: every bit and its place, names, shapes, dtypes.
 Backward: none.
 Errors: ValueError on a name given twice and on tensors beyond 16 GiB.
-Cost: one read of the weights; on CUDA one launch for all tensors of a device and one wait.
+Cost: one read of the weights; on CUDA one launch and one wait per device.
 
-It tells equal weights from different ones. It does not protect against weights made to collide.
+The digest tells equal weights from different ones. It is no protection against weights that were
+made to collide.
 
-Source: the mix is the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
-number generators", OOPSLA 2014), with the constants of its variant 13.
+Source: the mix is SplitMix64's finalizer, variant 13 (Steele, Lea, Flood: "Fast splittable
+pseudorandom number generators", OOPSLA 2014).
 """
 
-# Kernels are launched through Triton's indexing, which type stubs describe as plain functions.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ MAX_BYTES = WORD_BYTES << 32
 """An index has 32 bits."""
 
 CPU_CHUNK = 1 << 16
-"""Words that a CPU mixes at a time, so that they stay in its cache."""
+"""Words that a CPU mixes at a time; they fit its cache."""
 
 TILE = 1024
-"""Words of one step of a program."""
+"""Words that a program adds per step."""
 
 SPAN = 1 << 16
-"""Words of one program."""
+"""Words that one program adds."""
 
 LINE_BYTES = 16
-"""Where the words start on a multiple of this, a thread reads so many bytes at a time."""
+"""A thread reads this many bytes at a time if the words start on a multiple of it."""
 
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
 """Two for the first mix, one for the second."""
@@ -79,7 +79,7 @@ def weights_digest(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _words(name: str, tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """The tensor's bytes in order as (int32 words, index of the first)."""
+    """The tensor's bytes in order, in pieces (int32 words, index of the first word)."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     if len(flat) > MAX_BYTES:
         raise ValueError(
@@ -104,12 +104,12 @@ def _sums(pieces: list[tuple[str, Tensor, int]]) -> list[list[int]]:
 
 
 def _cpu_sums(words: Tensor, first: int) -> list[int]:
-    # The device is named because a default device may be set.
+    # The caller may have set a default device.
     steps = torch.arange(CPU_CHUNK, device="cpu") << 32
     totals = torch.zeros(2, dtype=torch.int64, device="cpu")
     for start in range(0, len(words), CPU_CHUNK):
         chunk = words[start : start + CPU_CHUNK].to(torch.int64).bitwise_and_(0xFFFFFFFF)
-        # The shifted index wraps at 2**64 as everything here does.
+        # The shifted index wraps at 2**64, like all sums here.
         x = chunk.add_(steps[: len(chunk)]).add_(_signed((first + start) << 32))
         x = _spread(x, 30).mul_(_signed(MULTIPLIERS[0]))
         x = _spread(x, 27).mul_(_signed(MULTIPLIERS[1]))
@@ -121,7 +121,7 @@ def _cpu_sums(words: Tensor, first: int) -> list[int]:
 
 
 def _spread(x: Tensor, bits: int) -> Tensor:
-    """x ^ (x >> bits) of unsigned numbers held in int64, in place."""
+    """x ^ (x >> bits) in place; int64 x holds unsigned numbers."""
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
@@ -132,7 +132,7 @@ def _signed(number: int) -> int:
 
 @triton.jit
 def mixed(words, index, first):
-    """Both mixes of int32 words, each with its place in the tensor: uint64."""
+    """Both mixes (uint64) of int32 words and of their indices in the tensor."""
     x = ((first + index).to(tl.uint64) << 32) | words.to(tl.uint32, bitcast=True).to(tl.uint64)
     x = (x ^ (x >> 30)) * FIRST
     x = (x ^ (x >> 27)) * SECOND
@@ -143,8 +143,8 @@ def mixed(words, index, first):
 
 @triton.jit
 def words_kernel(spans, sums, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """Both sums over each span (address, number of words, index of the first): spans [S, 3] int64
-    -> sums [S, 2] int64."""
+    """Both sums over each span. spans [S, 3] int64 holds the address, the number of words and the
+    index of the first; sums is [S, 2] int64."""
     span = tl.program_id(0)
     words = tl.load(spans + span * 3).to(tl.pointer_type(tl.int32))
     if ALIGNED:
@@ -155,7 +155,7 @@ def words_kernel(spans, sums, ALIGNED: tl.constexpr, TILE: tl.constexpr):
     once = tl.zeros((TILE,), tl.uint64)
     twice = tl.zeros((TILE,), tl.uint64)
     whole = num_words // TILE * TILE
-    # Whole tiles load without a mask: a mask would allow only one word per load.
+    # With a mask, each load would read only one word.
     for start in range(0, whole, TILE):
         x, y = mixed(tl.load(words + start + lane), start + lane, first)
         once += x
@@ -169,9 +169,9 @@ def words_kernel(spans, sums, ALIGNED: tl.constexpr, TILE: tl.constexpr):
 
 
 def words_sums(words: list[Tensor], firsts: list[int]) -> list[list[int]]:
-    """Both sums, modulo 2**64, of pieces of int32 words that begin at indices `firsts`.
+    """Both sums, modulo 2**64, of pieces of int32 words; piece i begins at index `firsts[i]`.
 
-    The pieces are not empty and lie on one device; the host waits for it once.
+    No piece is empty. All lie on one device, and the host waits for it once.
     """
     device, host = words[0].device, torch.device("cpu")
     addresses = torch.tensor([piece.data_ptr() for piece in words], device=host)

@@ -1,23 +1,21 @@
-"""RMSNorm backward on CUDA: dx, and the sums of dweight's steps. Two kernels give the same bytes.
+"""RMSNorm backward on CUDA: dx, and the step sums of dweight. Two kernels give the same bytes.
 
 Shapes, dtypes, order, invariance: those of `rms_norm`.
 Errors: ValueError on rows wider than one program holds (`block_width`).
-Cost: memory-bound; reads dy, x (and the sum's gradient), writes dx, and 1/16 of an fp32 row per
-    token for dweight.
+Cost: memory-bound; reads dy, x (and the sum's gradient); writes dx and one fp32 row per 16 tokens.
 
-One program takes one step of the fold, which is eight chunks of two tokens.
+One program computes one step of the fold, which is eight chunks of two tokens. It takes the rows of
+a chunk, filled up to ROWS * SPLIT (a power of two), in SPLIT parts of ROWS rows.
 
-`_wide_kernel` takes any rows. It goes through the chunks one after another, each in SPLIT parts of
-ROWS rows.
+`_wide_kernel` takes any rows, one chunk after another.
 
-`_narrow_kernel` takes short rows, several of a token (q/k-norm), that `fits` admits. It holds the
-eight chunks side by side: chunks lie over lanes and warps, a chunk's rows over registers. So a
-thread adds terms of dweight on its own, and warps exchange sums once a step. A chunk's rows, filled
-up to ROWS * SPLIT, a power of two, come in SPLIT parts: row 8 * r + c of a part's tile
+`_narrow_kernel` takes tokens of several short rows (q/k-norm) that `fits` admits, all eight chunks
+at once. Chunks lie over lanes and warps, the rows of a chunk over registers. So a thread adds terms
+of dweight alone, and warps exchange sums once per step. Row 8 * r + c of a part's tile
 [8 * ROWS, BLOCK_H] is row r * SPLIT + part of chunk c.
 """
 
-# Pyright does not know Triton's launches, loops and constexpr arguments.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 
@@ -76,7 +74,7 @@ def _wide_part(
     X_INNER: tl.constexpr, DTOTAL_INNER: tl.constexpr, HAS_DTOTAL: tl.constexpr, R: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Store dx of rows [R]; their terms of dweight, [R, BLOCK_H]."""
+    """Store dx of rows [R] and return their terms of dweight [R, BLOCK_H]."""
     column = tl.arange(0, BLOCK_H)
     inside = valid[:, None] & (column < H)[None, :]
     rstd = tl.load(rstd_ptr + row, mask=valid, other=0.0)[:, None]
@@ -88,7 +86,7 @@ def _wide_part(
     dx = _dx(gradient, normalized, weight.to(tl.float32), rstd, R, H, BLOCK_H)
     dx = dx.to(dx_ptr.dtype.element_ty)
     if HAS_DTOTAL:
-        # Two gradients meet, both of the model's dtype.
+        # Adds two gradients, each already rounded to the model's dtype.
         dx = (dx.to(tl.float32) + added.to(tl.float32)).to(dx.dtype)
     tl.store(dx_ptr + row[:, None] * H + column[None, :], dx, mask=inside)
     return terms
@@ -101,9 +99,8 @@ def _wide_parts(
     HAS_DTOTAL: tl.constexpr, CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr, PART: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Parts PART, PART + STRIDE, ... of the chunk from row `first`: dx is stored, the terms of
-    dweight [ROWS, BLOCK_H] are added by the halving tree over parts.
-    """
+    """Store dx of parts PART, PART + STRIDE, ... of the chunk from row `first`; return their terms
+    of dweight [ROWS, BLOCK_H], added by the halving tree over parts."""
     if STRIDE == SPLIT:
         within = PART * ROWS + tl.arange(0, ROWS)
         row = first + within
@@ -133,7 +130,7 @@ def _wide_kernel(
     CHUNK_ROWS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_H: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program, one step of the fold: chunk after chunk, each in SPLIT parts of ROWS rows."""
+    """One step of the fold, chunk after chunk."""
     step = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_H)
     weight = tl.load(weight_ptr + column, mask=column < H, other=0.0)
@@ -170,7 +167,7 @@ def _narrow_part(
     dy, x, dtotal, weight, rstd_ptr, dx_ptr, step, part, num_rows, H: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Store dx of a part; the eight chunks' terms of dweight, one after another [8 * BLOCK_H]."""
+    """Store dx of a part and return its terms of dweight, chunk after chunk [8 * BLOCK_H]."""
     index = tl.arange(0, 8 * ROWS)
     chunk, within = index % 8, index // 8 * SPLIT + part
     in_step = chunk * (2 * HEADS) + within
@@ -188,7 +185,7 @@ def _narrow_part(
     dx = _dx(gradient, normalized, weight, rstd, 8 * ROWS, H, BLOCK_H)
     dx = dx.to(dx_ptr.dtype.element_ty)
     if dtotal[0] is not None:
-        # Two gradients meet, both of the model's dtype.
+        # Adds two gradients, each already rounded to the model's dtype.
         dx = (dx.to(tl.float32) + added.to(tl.float32)).to(dx.dtype)
     start = dx_ptr + step.to(tl.int64) * (16 * HEADS * H)
     tl.store(start + in_step[:, None] * H + column[None, :], dx, mask=inside)
@@ -203,17 +200,15 @@ def _narrow_parts(
     HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, LOOPS: tl.constexpr,
     BLOCK_H: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Parts part, part + STRIDE, ...: dx is stored, terms of dweight are added by the halving tree.
-
-    The tree's last log2(LOOPS) levels are loops of two turns.
-    """
+    """Store dx of parts part, part + STRIDE, ...; return their terms of dweight, added by the
+    halving tree over parts. Its last log2(LOOPS) levels are loops of two turns."""
     if STRIDE == SPLIT:
         return _narrow_part(
             dy, x, dtotal, weight, rstd_ptr, dx_ptr, step, part, num_rows, H, HEADS, ROWS, SPLIT,
             BLOCK_H,
         )  # fmt: skip
     elif STRIDE < LOOPS:
-        # A zero in front of the sum changes a zero's sign only, which the step's sum drops.
+        # Starting from 0 changes only the sign of a zero, and `_chain` starts from 0 too.
         total = tl.zeros((8 * BLOCK_H,), tl.float32)
         for turn in tl.range(2, loop_unroll_factor=1):
             total += _narrow_parts(
@@ -235,7 +230,7 @@ def _narrow_parts(
 
 @triton.jit
 def _chain(x, N: tl.constexpr):
-    """[8 * N] -> [N]: zero plus eight rows one after another."""
+    """[8 * N] -> [N]: 0 plus eight rows, one after another."""
     even, odd = tl.split(tl.permute(tl.reshape(x, (2, 2, 2, N)), (3, 0, 1, 2)))
     row0, row2 = tl.split(even)
     row1, row3 = tl.split(odd)
@@ -254,7 +249,7 @@ def _narrow_kernel(
     HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, LOOPS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """One program, one step of the fold; dtotal and sums may be None."""
+    """One step of the fold; dtotal and sums may be None."""
     step = tl.program_id(0)
     column = tl.arange(0, BLOCK_H)
     weight = tl.load(weight_ptr + column, mask=column < H, other=0.0).to(tl.float32)
@@ -278,11 +273,11 @@ def rms_norm_bwd(
     with_sums: bool,
     schedule: Schedule | NarrowSchedule | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """dx, and the sums that dweight folds: [ceil(tokens / 16), H] fp32, no rows unless `with_sums`.
+    """dx, and the step sums of dweight: [ceil(tokens / 16), H] fp32, no rows unless `with_sums`.
 
-    dy and x are [..., H], x being what was normalised; dtotal is x's gradient from its other use,
-    added after dx is rounded; rstd [rows] fp32 comes from the forward pass. The schedule's class
-    says which kernel runs; a `NarrowSchedule` is for operands that `fits` admits.
+    x [..., H] is what was normalised. dtotal, its gradient from another use, is added after dx is
+    rounded. rstd [rows] fp32 comes from the forward pass. The schedule's class says which kernel
+    runs; a `NarrowSchedule` is for operands that `fits` admits.
     """
     width, num_rows = x.shape[-1], rstd.shape[0]
     chosen = schedule or pick_backward(width, rows_per_token)
@@ -329,7 +324,7 @@ def _narrow_options(schedule: NarrowSchedule, width: int, rows_per_token: int) -
         "HEADS": rows_per_token,
         "ROWS": rows,
         "SPLIT": held // rows,
-        # More than two parts unrolled do not fit the registers.
+        # Registers hold at most two unrolled parts.
         "LOOPS": max(schedule.loops, held // rows // 2),
         "num_warps": max(block_width(width) // 32, 1),
         "maxnreg": schedule.registers,
@@ -337,11 +332,8 @@ def _narrow_options(schedule: NarrowSchedule, width: int, rows_per_token: int) -
 
 
 def fits(rows: Rows, width: int, num_rows: int, rows_per_token: int) -> bool:
-    """Whether the narrow kernel can address a tensor.
-
-    Its rows have one stride, or one within a token and one between tokens; a step's offsets and the
-    number of rows fit 32 bits.
-    """
+    """Whether the narrow kernel can address a tensor: its rows have one stride, or one within a
+    token and one between tokens; a step's offsets and the number of rows fit 32 bits."""
     _, outer, inner, count = rows
     if count not in (1, rows_per_token):
         return False

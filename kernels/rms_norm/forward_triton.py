@@ -1,15 +1,14 @@
-"""RMSNorm forward on CUDA: the norm of rows, with or without a residual addition in front.
+"""RMSNorm forward on CUDA: the norm of rows, optionally after adding a residual.
 
-Shapes, dtypes, order, invariance: those of `rms_norm`. The two device functions of its tree over H,
-`row_tree` and `mean_of`, serve the backward kernels too.
+Shapes, dtypes, order, invariance: those of `rms_norm`.
 Errors: ValueError on rows wider than one program holds (`block_width`).
 Cost: memory-bound; reads x (and the residual), writes y (and the sum).
 
-Every sum is built of sums over an axis of two. Such a sum has one order, whatever registers its
-operands lie in, so every schedule gives the same bytes.
+Every sum is built from sums over an axis of two. Such a sum has only one order, so all schedules
+give the same bytes.
 """
 
-# Pyright does not know Triton's launches, loops and constexpr arguments.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # pyright: reportAttributeAccessIssue=false
 
@@ -26,14 +25,13 @@ from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.rms_norm.schedules import Schedule, block_width, pick_forward
 
 MAX_INNER = 256
-"""Rows of one token that a kernel is compiled for; a view with more is copied."""
+"""Most rows of one token that a kernel is compiled for; a view with more is copied."""
 
 
 @triton.jit
 def row_tree(x, R: tl.constexpr, N: tl.constexpr):
-    """[R, N] -> [R], N a power of two of at least 8: element i plus i + 4 of every eight
-    neighbours, then i plus i + 2, then both; then the halving tree over the N / 8 groups.
-    """
+    """[R, N] -> [R], N a power of two >= 8: a halving tree in every eight neighbours, then one over
+    the N / 8 groups."""
     x = tl.reshape(x, (R, N // 8, 8))
     for level in tl.static_range(3):
         x = tl.sum(tl.reshape(x, (R, N // 8, 2, 4 >> level)), axis=2)
@@ -44,7 +42,7 @@ def row_tree(x, R: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def mean_of(total, R: tl.constexpr, H: tl.constexpr):
-    """total [R] / H; the quotient by a power of two is the product with its inverse."""
+    """total [R] / H; for a power of two, total * (1 / H) has the same bits."""
     if H & (H - 1) == 0:
         return total * (1.0 / H)
     return tl.div_rn(total, tl.full((R,), H, tl.float32))
@@ -52,7 +50,7 @@ def mean_of(total, R: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def row_offsets(row, stride_outer, stride_inner, INNER: tl.constexpr):
-    """Where rows begin in a tensor [outer, INNER, H] of any strides."""
+    """Offsets of rows in a tensor [outer, INNER, H] of any strides."""
     if INNER == 1:
         return row.to(tl.int64) * stride_outer
     return (row // INNER).to(tl.int64) * stride_outer + (row % INNER) * stride_inner
@@ -81,7 +79,7 @@ def _forward_kernel(
     if HAS_RESIDUAL:
         source = (residual_ptr, residual_outer, residual_inner)
         residual = load_rows(source, row, column, inside, RESIDUAL_INNER)
-        # The sum is rounded to the model's dtype before it is normalised, as without the fusion.
+        # The separate addition also rounds the sum to the model's dtype.
         x = (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
         tl.store(total_ptr + written, x, mask=inside)
     x = x.to(tl.float32)
@@ -101,11 +99,11 @@ class Rows(NamedTuple):
     inner: int
     """Elements from one row of a group to the next."""
     count: int
-    """Rows of a group: 1 where one stride leads through all rows."""
+    """Rows of a group; 1 if all rows have one stride."""
 
 
 def rows_of(x: Tensor) -> Rows:
-    """The rows of x [..., H], copied where a kernel could not address them."""
+    """The rows of x [..., H], copied if a kernel cannot address them."""
     if x.is_contiguous():
         return Rows(x, x.shape[-1], 0, 1)
     stride, count = 0, 1
@@ -126,17 +124,11 @@ def rows_of(x: Tensor) -> Rows:
 
 
 def rms_norm_fwd(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    schedule: Schedule | None = None,
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, schedule: Schedule | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm of x [..., H], or of x + residual rounded to the dtype.
+    """y, total = x + residual (empty without a residual) and rstd = 1/sqrt(mean square + eps).
 
-    Returns:
-        (y, x + residual, 1/sqrt(mean square + eps)): shapes of x, of x (empty without a residual),
-        and [rows] fp32.
+    x, y and total are [..., H]; rstd is [rows] fp32.
     """
     width = x.shape[-1]
     schedule = schedule or pick_forward(width)

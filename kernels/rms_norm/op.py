@@ -1,17 +1,15 @@
 """y = x / sqrt(mean(x^2) + eps) * weight, over the last dimension; also of x + residual.
 
-Shapes: x [..., H], weight [H] -> [..., H]. Used for hidden states and, per head, for queries and
-    keys (qk-norm).
+Shapes: x [..., H], weight [H] -> [..., H]. Used for hidden states and for heads (qk-norm).
 Dtypes and rounding points: fp32, bf16, fp16 in and out; fp32 inside, one rounding at the end (stock
-    rounds twice in bf16). A residual sum is rounded to the dtype before it is normalised. So are
-    the sum's two gradients before they are added.
-Order: rms_norm/v2, `ORDER` below.
+    rounds twice in bf16). x + residual is rounded to the dtype before the norm; so are the sum's
+    two gradients before they are added.
+Order: ORDER below, `rms_norm`.
 Invariant to: the number of rows, their positions and neighbours.
 Varies with: H.
 Backward: dx row by row; dweight by `gradient_fold` over steps of 16 tokens with all their heads.
 Errors: TypeError on dtypes, ValueError on shapes, devices and autocast.
-Cost: memory-bound; about 3 H extra elementwise operations for the tree. On a GPU one launch
-    forward, two backward, every operand read once.
+Cost: memory-bound. On a GPU one launch forward, two backward, and every operand is read once.
 
 Source: Zhang and Sennrich, Root Mean Square Layer Normalization (2019).
 """
@@ -61,8 +59,8 @@ def rms_norm(
         x: [..., H].
         weight: [H].
         eps: added to the mean square.
-        rows_per_token: rows of one token in x (the number of heads for qk-norm), so that the fold's
-            steps fall between tokens.
+        rows_per_token: rows of one token in x (qk-norm: the number of heads); a step of the fold
+            takes whole tokens.
         weight_grad: buffer that dweight is folded into.
 
     Returns:
@@ -80,7 +78,7 @@ def add_rms_norm(
     *,
     weight_grad: GradientBuffer | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(norm of x + residual, x + residual), with the bytes of the two ops run one by one.
+    """(norm of x + residual, x + residual), with the bytes of the two separate ops.
 
     residual has the shape and dtype of x; the other arguments are those of `rms_norm`.
     """
@@ -96,12 +94,7 @@ def add_rms_norm(
 
 
 def require_norm(op: str, weight: Tensor, **operands: Tensor) -> None:
-    """Check the operands of `rms_norm`; one of them is x.
-
-    Raises:
-        TypeError: dtypes.
-        ValueError: shapes, devices or autocast.
-    """
+    """Check the operands of `rms_norm`; raises what the module's Errors line says."""
     require_operands(op, **operands, weight=weight)
     if weight.shape != operands["x"].shape[-1:]:
         raise ValueError(
@@ -111,7 +104,7 @@ def require_norm(op: str, weight: Tensor, **operands: Tensor) -> None:
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """y of x; with a residual (on CUDA only) y of total = x + residual, and total."""
+    """y; with a residual (only on CUDA) y and total = x + residual."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps, rows_per_token, weight_grad):
@@ -121,7 +114,7 @@ class RMSNormFunction(torch.autograd.Function):
         else:
             assert residual is None
             total, wide = x, x.float()
-            # Every code path rounds division and square root alike; rsqrt differs between them.
+            # All code paths round division and square root alike, but not rsqrt.
             rstd = 1.0 / torch.sqrt(tree_sum(wide * wide) / x.shape[-1] + eps).unsqueeze(-1)
             y = ((wide * rstd) * weight.float()).to(x.dtype)
         ctx.save_for_backward(x if residual is None else total, weight, rstd)

@@ -1,7 +1,7 @@
 """Schedules of RMSNorm on CUDA, and which one a row width gets.
 
-Every schedule gives the same bytes, which a test shows for all `candidates`. The tables hold what
-was fastest on an H200.
+All schedules give the same bytes, which a test shows for `candidates`. The tables hold the fastest
+ones on an H200, as `python -m benchmarks tune rms_norm` measured them.
 """
 
 from __future__ import annotations
@@ -10,29 +10,29 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 MAX_WIDTH = 16384
-"""Widest row of one program. Backward spills some registers above 8192 (fp32: from 8192 on)."""
+"""Widest row of one program. The backward pass spills registers above 8192 (fp32: from 8192 on)."""
 
 CHUNK_TOKENS = 2
-"""Tokens whose rows are added by a tree before the step's sum continues; part of the order."""
+"""Tokens whose rows one tree adds before the step's sum continues; part of the order."""
 
 MIN_BLOCK = 8
 """Elements in a group of `row_tree`."""
 
 SCRATCH_BYTES = 32 * 1024
-"""Shared memory left for the sums that warps exchange; an upper bound."""
+"""Upper bound of the shared memory in which warps exchange sums."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How rows are dealt to programs; bit-neutral."""
+    """How programs share the rows; it changes no bit."""
 
     warps: int
     rows: int = 1
     """Rows that a forward program holds at once."""
     split: int = 1
-    """Parts in which a backward program goes through the rows of a chunk, a power of two."""
+    """Parts in which a backward program takes the rows of a chunk; a power of two."""
     stages: int = 1
-    """Chunks that a backward program has in flight in shared memory; 1 loads into registers."""
+    """Chunks that a backward program loads ahead into shared memory; 1 loads into registers."""
 
 
 FORWARD: dict[int, Schedule] = {
@@ -46,7 +46,7 @@ FORWARD: dict[int, Schedule] = {
     8192: Schedule(8),
     16384: Schedule(16),
 }
-"""Row width, rounded up to a power of two -> schedule of the forward pass."""
+"""Row width, rounded up to a power of two -> forward schedule."""
 
 BACKWARD: dict[int, Schedule] = {
     64: Schedule(4),
@@ -64,14 +64,14 @@ BACKWARD: dict[int, Schedule] = {
 
 @dataclass(frozen=True)
 class NarrowSchedule:
-    """How the narrow kernel of the backward pass goes through its step; bit-neutral."""
+    """How the narrow backward kernel goes through its step; it changes no bit."""
 
     rows: int
-    """Rows of each chunk that are held at once, a power of two."""
+    """Rows of each chunk that a program holds at once; a power of two."""
     loops: int
-    """Turns, a power of two, in which the other rows follow; the parts of a turn are unrolled."""
+    """Turns in which a program takes all rows; a power of two. The parts of a turn are unrolled."""
     registers: int
-    """Limit of a thread's registers."""
+    """Most registers of a thread."""
 
 
 NARROW = NarrowSchedule(rows=4, loops=4, registers=128)
@@ -82,11 +82,7 @@ NARROW_WIDTH = 256
 
 
 def block_width(width: int) -> int:
-    """Columns a program holds for rows of `width` elements.
-
-    Raises:
-        ValueError: rows wider than `MAX_WIDTH`.
-    """
+    """Columns that a program holds for rows of `width`; ValueError above `MAX_WIDTH`."""
     if width > MAX_WIDTH:
         raise ValueError(
             f"rms_norm: rows of {width} elements on a GPU; at most {MAX_WIDTH} fit one program. "
@@ -110,8 +106,8 @@ def _power_of_two(n: int) -> int:
 
 
 def candidates(width: int, rows_per_token: int | None = None) -> list[Schedule]:
-    """Schedules worth timing: of the forward pass, or of the wide backward kernel for so many rows
-    per token."""
+    """Schedules worth timing: of the wide backward kernel, or of the forward pass if
+    `rows_per_token` is None."""
     block = block_width(width)
     if rows_per_token is None:
         tiles = (1, 2) if block >= 1024 else (2048 // block, 4096 // block)
@@ -150,6 +146,6 @@ def pick_backward(width: int, rows_per_token: int) -> Schedule:
 
 @cache
 def within_shared(schedule: Schedule, chunk_bytes: int, limit: int) -> Schedule:
-    """The schedule, with fewer chunks of `chunk_bytes` in flight where shared memory is short."""
+    """The schedule with as many stages of `chunk_bytes` as fit `limit` bytes of shared memory."""
     stages = min(schedule.stages, 1 + (limit - SCRATCH_BYTES) // chunk_bytes)
     return replace(schedule, stages=max(stages, 1))

@@ -4,15 +4,15 @@ Shapes: q [T, H, D], k [T, Hkv, D], cos and sin [T, D/2] -> rotated q and k. Ele
     half pairs with i + D/2.
 Dtypes and rounding points: q and k in fp32, bf16, fp16; cos and sin fp32; two products and one sum,
     each rounded to fp32 (no fused multiply-add), then one rounding to the dtype.
-Order: rotary/v1, `ORDER` below. A CPU and a GPU give the same bytes.
+Order: ORDER below, `rotary`. A CPU and a GPU give the same bytes.
 Invariant to: everything except a token's own values and position.
 Varies with: nothing.
-Backward: the inverse rotation, same rounding points.
+Backward: the inverse rotation, with the same rounding points.
 Errors: TypeError on dtypes, ValueError on shapes, devices and autocast.
 Cost: memory-bound; on a GPU q and k in one launch.
 
-A model has one table of cosines and sines, computed in fp64 on the CPU and rounded once. A call
-looks its positions up in it, so an angle cannot depend on what else is in the call.
+A model computes one table of cosines and sines in fp64 on the CPU and rounds it once. A call looks
+its positions up there, so an angle does not depend on the other tokens of the call.
 Source: Su et al., RoFormer (2021); the half-split pairing is that of the Hugging Face models.
 """
 
@@ -56,28 +56,13 @@ def rotary_table(inv_freq: Tensor, num_positions: int, scaling: float = 1.0) -> 
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their positions.
-
-    Args:
-        q: [T, H, D].
-        k: [T, Hkv, D].
-        cos: [T, D/2] fp32.
-        sin: [T, D/2] fp32.
-
-    Returns:
-        (q, k), rotated, in their shapes and dtype.
-    """
+    """q [T, H, D] and k [T, Hkv, D], rotated by cos and sin [T, D/2] fp32, in their dtype."""
     require_rotary(q, k, cos, sin)
     return apply(RotaryFunction, q, k, cos, sin)
 
 
 def require_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Check the operands of `rotary`.
-
-    Raises:
-        TypeError: dtypes.
-        ValueError: shapes, devices or autocast.
-    """
+    """Check the operands of `rotary`; raises what the module's Errors line says."""
     require_operands("rotary", q=q, k=k)
     fits = q.dim() == k.dim() == 3 and q.shape[::2] == k.shape[::2] and q.shape[2] % 2 == 0
     if not fits:
@@ -132,7 +117,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary_reference(x: Tensor, inv_freq: Tensor, positions: Tensor) -> Tensor:
-    """One of q or k, [T, H, D], rotated in fp64; for accuracy tests only."""
+    """q or k [T, H, D], rotated in fp64; for accuracy tests only."""
     angles = positions.double()[:, None, None] * inv_freq.double()
     first, second = x.double().chunk(2, dim=-1)
     cos, sin = angles.cos(), angles.sin()

@@ -1,10 +1,10 @@
 """The rotary embedding on CUDA: queries and keys in one launch.
 
-Shapes, dtypes, order, invariance: those of `rotary`; the bytes are those of a CPU. Errors: none.
-Cost: memory-bound; one read and one write of q and k, cosines and sines once a token.
+Shapes, dtypes, order, invariance: those of `rotary`. Errors: none.
+Cost: memory-bound; q and k are read and written once, cosines and sines read once per token.
 """
 
-# Pyright does not know Triton's launches, loops and constexpr arguments.
+# Pyright does not know Triton's launches and constexpr arguments.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from rl_consistency.kernels.core.torch_op import kernel_op
 
 @dataclass(frozen=True)
 class Schedule:
-    """How tokens are dealt to programs; bit-neutral."""
+    """How programs share the tokens; it changes no bit."""
 
     tokens: int
     """Tokens of one program."""
     warps: int
     heads: int = 16
-    """Heads a program holds at once."""
+    """Heads that a program holds at once."""
 
 
 SCHEDULE = Schedule(1, 4)
-"""The one in use, for every shape."""
+"""The schedule of every shape."""
 
 CANDIDATES = tuple(
     Schedule(tokens, warps, heads) for tokens in (1, 2, 4) for warps in (4, 8) for heads in (8, 16)
 )
-"""What is timed against it and has to give its bytes."""
+"""Schedules to time and to compare."""
 
 
 @triton.jit
