@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from benchmarks.rollout.workload import TOKENS_BEYOND, Workload
-from benchmarks.suite import OutOfTime
 from benchmarks.timing import Machine
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.rollout.engine import RolloutEngine
@@ -113,7 +112,7 @@ class Window:
         return self.seconds / self.steps
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Generation:
     """One timed `generate`."""
 
@@ -173,11 +172,7 @@ class Generation:
         return self.window(first, len(self.ticks) - 1)
 
     def window(self, first: int, last: int) -> Window:
-        """From tick `first` to tick `last`.
-
-        Raises:
-            RuntimeError: no step lies between them.
-        """
+        """From tick `first` to tick `last`; RuntimeError where no step lies between them."""
         if last <= first:
             raise RuntimeError(f"no steps to measure between ticks {first} and {last}")
         start, end = self.ticks[first], self.ticks[last]
@@ -198,18 +193,10 @@ def timed_generation(
     *,
     warm_up: SamplingParams | None = None,
 ) -> Generation:
-    """Generate and take the time.
+    """Generate and take the time; the engine's prefix cache must not know the prompts.
 
-    Args:
-        engine: its prefix cache must not know the prompts.
-        prompts: one for each sequence.
-        sampling: one for each sequence.
-        bench: its deadline ends the generation.
-        warm_up: sampling to capture all graphs for first. Only replays of graphs that are captured
-            in this call are timed.
-
-    Raises:
-        OutOfTime: the deadline has passed.
+    `warm_up` is sampling to capture all graphs for first. Only replays of graphs that are captured
+    in this call are timed.
     """
     ticks: list[Tick] = []
     with replay_events(bench.device) as replays:
@@ -218,17 +205,8 @@ def timed_generation(
         started = finished_seconds(bench.device)
 
         def tick(tokens: int, finished: int, total: int) -> None:
-            now = time.perf_counter()
-            ticks.append(Tick(now - started, tokens, len(replays.pairs)))
-            if bench.deadline is not None and now > bench.deadline:
-                raise OutOfTime
+            ticks.append(Tick(time.perf_counter() - started, tokens, len(replays.pairs)))
 
         completions = engine.generate(prompts, sampling, progress=tick)
         seconds = finished_seconds(bench.device) - started
-    return Generation(
-        completions=completions,
-        seconds=seconds,
-        ticks=ticks,
-        replays=replays,
-        statistics=engine.stats,
-    )
+    return Generation(completions, seconds, ticks, replays, engine.stats)

@@ -23,7 +23,6 @@ EQUAL = Workload.equal(1, 2, 12, 6)
 
 class Machine:
     device = torch.device("cuda")
-    deadline = None
 
 
 def completion(index, token_ids, logprobs=None):
@@ -34,13 +33,7 @@ def completion(index, token_ids, logprobs=None):
 def generation(tokens, count=2, replays=None):
     ticks = [Tick(float(i), n, i) for i, n in enumerate(tokens)]
     done = [completion(i, [0]) for i in range(count)]
-    return Generation(
-        completions=done,
-        seconds=float(len(ticks)),
-        ticks=ticks,
-        replays=replays or ReplayEvents(),
-        statistics=None,
-    )
+    return Generation(done, float(len(ticks)), ticks, replays or ReplayEvents(), None)
 
 
 class Event:
