@@ -146,8 +146,7 @@ def _accuracy(args: argparse.Namespace) -> int:
 def _speed_doc(_: argparse.Namespace) -> int:
     from benchmarks.speed_doc import write
 
-    write()
-    return 0
+    return write()
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -64,16 +64,23 @@ def ratios(rows: Sequence[Row]) -> list[float]:
     return [row.ratio for row in rows if row.ratio is not None]
 
 
-def _lowest(rows: Sequence[Row]) -> float | None:
-    return min(ratios(rows), default=None)
+def _extreme(pick: Callable[..., Any], value: Callable[[Row], float | None]) -> Figure:
+    """The lowest or highest value of the rows that have it."""
+    return lambda rows: pick((v for r in rows if (v := value(r)) is not None), default=None)
+
+
+def _complete(pick: Callable[..., Any], value: Callable[[Row], float | None]) -> Figure:
+    """The lowest or highest value of the timed rows; None unless each of them has it."""
+
+    def figure(rows: Sequence[Row]) -> float | None:
+        found = [value(r) for r in rows if r.ours_us]
+        return pick(found) if found and None not in found else None
+
+    return figure
 
 
 def _geomean(rows: Sequence[Row]) -> float | None:
     return geometric_mean(ratios(rows))
-
-
-def _lowest_share(rows: Sequence[Row]) -> float | None:
-    return min((r.ceiling_fraction for r in rows if r.ceiling_fraction is not None), default=None)
 
 
 def _bandwidth(rows: Sequence[Row]) -> float | None:
@@ -82,29 +89,23 @@ def _bandwidth(rows: Sequence[Row]) -> float | None:
     return _lowest_share([r for tokens, width, r in sizes if tokens >= 8192 and width >= 4096])
 
 
-def _against_liger(rows: Sequence[Row]) -> float | None:
-    """The lowest Liger time / our time; None unless every row has Liger."""
-    timed = [(r.peers.get("liger"), r.ours_us) for r in rows if r.ours_us]
-    found = [theirs / ours for theirs, ours in timed if theirs]
-    return min(found) if found and len(found) == len(timed) else None
+def _highest(name: str) -> Figure:
+    """The highest of one of the rows' further figures."""
+    return _extreme(max, lambda r: float(r.figures[name]) if name in r.figures else None)
 
 
 def _memory_against(peer: str) -> Figure:
-    """The highest peak of ours / the peer's; None unless every row has both."""
+    """The highest peak of ours / the peer's."""
 
-    def figure(rows: Sequence[Row]) -> float | None:
-        peaks = [r.peak_bytes for r in rows if r.ours_us is not None]
-        found = [p["ours"] / p[peer] for p in peaks if {"ours", peer} <= p.keys()]
-        return max(found) if found and len(found) == len(peaks) else None
+    def share(row: Row) -> float | None:
+        peaks = row.peak_bytes
+        return peaks["ours"] / peaks[peer] if {"ours", peer} <= peaks.keys() else None
 
-    return figure
+    return _complete(max, share)
 
 
-def _highest(name: str) -> Figure:
-    """The highest of one of the rows' further figures."""
-    return lambda rows: max(
-        (float(r.figures[name]) for r in rows if name in r.figures), default=None
-    )
+def _liger_ratio(row: Row) -> float | None:
+    return row.peers["liger"] / row.ours_us if row.ours_us and row.peers.get("liger") else None
 
 
 def _stock_drifts(rows: Sequence[Row]) -> float | None:
@@ -113,9 +114,10 @@ def _stock_drifts(rows: Sequence[Row]) -> float | None:
     return strict if stock is None or stock > 0 else math.inf
 
 
-def _largest_error(rows: Sequence[Row]) -> float | None:
-    return max((r.error_ratio for r in rows if r.error_ratio is not None), default=None)
-
+_lowest = _extreme(min, lambda r: r.ratio)
+_lowest_share = _extreme(min, lambda r: r.ceiling_fraction)
+_largest_error = _extreme(max, lambda r: r.error_ratio)
+_against_liger = _complete(min, _liger_ratio)
 
 COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 

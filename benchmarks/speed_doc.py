@@ -71,7 +71,7 @@ many at a time in a CUDA graph, as in decoding, where launches of ours overlap. 
 """
 
 
-def write() -> None:
+def write() -> int:
     """Write the document, the README's table and the picture; say which figures are old."""
     results = load(RESULTS)
     README.write_text(rewritten(README.read_text("utf-8"), readme_table(results)), "utf-8")
@@ -82,6 +82,7 @@ def write() -> None:
         figure.savefig(PICTURE, dpi=160)
     if old := other_kernels(results):
         print(f"measured with other kernels than these: {', '.join(old)}")
+    return 0
 
 
 def rewritten(readme: str, text: str) -> str:

@@ -22,15 +22,15 @@ import torch
 import transformers
 import triton
 from torch import Tensor
-from triton.errors import TritonError
 
 from benchmarks.peers import installed
 from benchmarks.results import Results, Row, Shape, ratios, save
-from benchmarks.timing import Machine
+from benchmarks.timing import UNAVAILABLE, Machine
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
+ERRORS = (*UNAVAILABLE, ArithmeticError, LookupError, OSError)
 LOST = ("illegal memory access", "device-side assert", "unspecified launch failure")
 """Errors after which every further call on the device fails."""
 
@@ -116,18 +116,7 @@ def measured(suite: str, case: Case, machine: Machine) -> Row:
     fields = {"suite": suite, "work": case.work, "shape": case.shape, "dtype": case.dtype}
     try:
         return Row(**fields, **case.run(machine))
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        ImportError,
-        LookupError,
-        OSError,
-        RuntimeError,
-        TritonError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except ERRORS as error:
         return Row(**fields, error=f"{type(error).__name__}: {error}"[:500])
 
 

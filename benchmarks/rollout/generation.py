@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,29 +50,22 @@ class Tick:
     """Graph replays begun by then."""
 
 
-@dataclass
-class ReplayEvents:
-    """Events around every replay of a CUDA graph."""
+def idle_share(replays: Sequence[tuple[Any, Any]]) -> float | None:
+    """Share of the time from the first event to the last that no replay covers.
 
-    pairs: list[tuple[Any, Any]] = field(default_factory=list)
-
-    def idle_share(self, first: int = 0, last: int | None = None) -> float | None:
-        """Share of the time from replay `first` to the end of the last that no replay covers.
-
-        None with fewer than two replays. Waits for the device.
-        """
-        chosen = self.pairs[first:last]
-        if len(chosen) < 2:
-            return None
-        chosen[-1][1].synchronize()
-        busy = sum(start.elapsed_time(end) for start, end in chosen)
-        return 1.0 - busy / chosen[0][0].elapsed_time(chosen[-1][1])
+    None with fewer than two replays. Waits for the device.
+    """
+    if len(replays) < 2:
+        return None
+    replays[-1][1].synchronize()
+    busy = sum(start.elapsed_time(end) for start, end in replays)
+    return 1.0 - busy / replays[0][0].elapsed_time(replays[-1][1])
 
 
 @contextmanager
-def replay_events(device: torch.device) -> Iterator[ReplayEvents]:
+def replay_events(device: torch.device) -> Iterator[list[tuple[Any, Any]]]:
     """Record an event before and after each `CUDAGraph.replay` inside the block; none on a CPU."""
-    found = ReplayEvents()
+    found: list[tuple[Any, Any]] = []
     if device.type != "cuda":
         yield found
         return
@@ -83,7 +76,7 @@ def replay_events(device: torch.device) -> Iterator[ReplayEvents]:
         start.record()
         replay(graph)
         end.record()
-        found.pairs.append((start, end))
+        found.append((start, end))
 
     torch.cuda.CUDAGraph.replay = timed  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -119,7 +112,8 @@ class Generation:
     completions: list[Any]
     seconds: float
     ticks: Sequence[Tick]
-    replays: ReplayEvents
+    replays: Sequence[tuple[Any, Any]]
+    """Events before and after each replay of a CUDA graph."""
     statistics: Any
     """A `RolloutStatistics` of the engine."""
 
@@ -181,7 +175,7 @@ class Generation:
             tokens=end.tokens - start.tokens,
             seconds=end.seconds - start.seconds,
             tokens_before=start.tokens,
-            idle_share=self.replays.idle_share(start.replays, end.replays),
+            idle_share=idle_share(self.replays[start.replays : end.replays]),
         )
 
 
@@ -205,7 +199,7 @@ def timed_generation(
         started = finished_seconds(bench.device)
 
         def tick(tokens: int, finished: int, total: int) -> None:
-            ticks.append(Tick(time.perf_counter() - started, tokens, len(replays.pairs)))
+            ticks.append(Tick(time.perf_counter() - started, tokens, len(replays)))
 
         completions = engine.generate(prompts, sampling, progress=tick)
         seconds = finished_seconds(bench.device) - started
