@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -28,52 +28,42 @@ def not_installed(*modules: str) -> dict[str, str]:
 
 
 def _present(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    return find_spec(module) is not None
 
 
-def _peer(module: str, submodule: str = "") -> ModuleType | None:
-    return import_module(module + submodule) if _present(module) else None
+def batch_invariant_ops() -> ModuleType | None:
+    """batch_invariant_ops, of which the persistent matmul and the whole mode are measured."""
+    return import_module("batch_invariant_ops") if _present("batch_invariant_ops") else None
 
 
-def batch_invariant_matmul() -> Callable[[Tensor, Tensor], Tensor] | None:
-    """a [M, K], b [K, N] -> [M, N]: the persistent matmul of batch_invariant_ops."""
-    module = _peer("batch_invariant_ops")
-    return None if module is None else module.matmul_persistent
-
-
-def batch_invariant_mode() -> Callable[[], AbstractContextManager[None]] | None:
-    """A context with its matmul, log_softmax and mean in place of those of torch."""
-    module = _peer("batch_invariant_ops")
-    if module is None:
-        return None
-
-    @contextmanager
-    def mode() -> Iterator[None]:
-        module.enable_batch_invariant_mode()
-        try:
-            yield
-        finally:
-            module.disable_batch_invariant_mode()
-
-    return mode
+@contextmanager
+def batch_invariant_mode() -> Iterator[None]:
+    """Its matmul, log_softmax and mean in place of those of torch."""
+    module = import_module("batch_invariant_ops")
+    module.enable_batch_invariant_mode()
+    try:
+        yield
+    finally:
+        module.disable_batch_invariant_mode()
 
 
 def liger(name: str) -> Callable[..., Any] | None:
     """The `apply` of one of Liger's autograd functions, such as `LigerRMSNormFunction`."""
-    module = _peer("liger_kernel", ".ops")
-    return None if module is None else getattr(module, name).apply
+    if not _present("liger_kernel"):
+        return None
+    return getattr(import_module("liger_kernel.ops"), name).apply
 
 
 def liger_cross_entropy(accumulator: torch.dtype | None) -> Callable[..., Tensor] | None:
     """(weight, hidden, targets) -> mean loss, linear and cross-entropy fused."""
-    module = _peer("liger_kernel", ".transformers.fused_linear_cross_entropy")
-    if module is None:
+    if not _present("liger_kernel"):
         return None
+    module = import_module("liger_kernel.transformers.fused_linear_cross_entropy")
     return module.LigerFusedLinearCrossEntropyLoss(accum_dtype=accumulator)
 
 
 @contextmanager
-def _replaced(module: ModuleType, values: dict[str, Any]) -> Iterator[None]:
+def _replaced(module: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
     before = {name: getattr(module, name) for name in values}
     vars(module).update(values)
     try:
@@ -88,16 +78,12 @@ def patch_by_liger(model: nn.Module) -> Callable[[], Any] | None:
     Liger also replaces functions of the modelling file, for every model of the process. They are
     put back at once; the context brings them in again.
     """
-    patches = _peer("liger_kernel", ".transformers")
-    if patches is None:
+    if not _present("liger_kernel"):
         return None
     modeling = import_module("transformers.models.qwen3.modeling_qwen3")
-    before = dict(vars(modeling))
-    forward = modeling.Qwen3ForCausalLM.forward
-    patches.apply_liger_kernel_to_qwen3(model=model)
-    changed = {
-        name: value for name, value in vars(modeling).items() if before.get(name) is not value
-    }
+    before, forward = dict(vars(modeling)), modeling.Qwen3ForCausalLM.forward
+    import_module("liger_kernel.transformers").apply_liger_kernel_to_qwen3(model=model)
+    changed = {k: value for k, value in vars(modeling).items() if before.get(k) is not value}
     vars(modeling).update({name: before[name] for name in changed})
     modeling.Qwen3ForCausalLM.forward = forward
     return lambda: _replaced(modeling, changed)

@@ -14,9 +14,6 @@ from rl_consistency.cli.output_file import write_whole
 
 Shape = Mapping[str, int | str]
 
-VLLM = "vllm batch-invariant"
-"""Name of the peer behind the bar `rollout_public`."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -31,7 +28,7 @@ class Row:
     stock_us: float | None = None
     """The fastest of the stock ways."""
     stock: str | None = None
-    """Its name, where there are several."""
+    """Its name."""
     peers: Mapping[str, float] = field(default_factory=dict)
     """Name to microseconds: public projects, and every stock way where there are several."""
     ratio: float | None = None
@@ -67,52 +64,48 @@ def ratios(rows: Sequence[Row]) -> list[float]:
     return [row.ratio for row in rows if row.ratio is not None]
 
 
-def _lowest(rows: Sequence[Row]) -> float | None:
-    return min(ratios(rows), default=None)
+def _extreme(pick: Callable[..., Any], value: Callable[[Row], float | None]) -> Figure:
+    """The lowest or highest value of the rows that have it."""
+    return lambda rows: pick((v for r in rows if (v := value(r)) is not None), default=None)
+
+
+def _complete(pick: Callable[..., Any], value: Callable[[Row], float | None]) -> Figure:
+    """The lowest or highest value of the timed rows; None unless each of them has it."""
+
+    def figure(rows: Sequence[Row]) -> float | None:
+        found = [value(r) for r in rows if r.ours_us]
+        return pick(found) if found and None not in found else None
+
+    return figure
 
 
 def _geomean(rows: Sequence[Row]) -> float | None:
     return geometric_mean(ratios(rows))
 
 
-def _lowest_share(rows: Sequence[Row]) -> float | None:
-    return min((r.ceiling_fraction for r in rows if r.ceiling_fraction is not None), default=None)
-
-
 def _bandwidth(rows: Sequence[Row]) -> float | None:
     """The lowest share of the copy bandwidth at 8k x 4096 and up."""
-    return _lowest_share(
-        [r for r in rows if int(r.shape["tokens"]) >= 8192 and int(r.shape["width"]) >= 4096]
-    )
-
-
-def _against_peer(peer: str) -> Figure:
-    """The lowest peer time / our time; None unless every row has the peer."""
-
-    def figure(rows: Sequence[Row]) -> float | None:
-        timed = [(r.peers.get(peer), r.ours_us) for r in rows if r.ours_us]
-        found = [theirs / ours for theirs, ours in timed if theirs]
-        return min(found) if found and len(found) == len(timed) else None
-
-    return figure
-
-
-def _memory_against(peer: str) -> Figure:
-    """The highest peak of ours / the peer's; None unless every row has both."""
-
-    def figure(rows: Sequence[Row]) -> float | None:
-        peaks = [r.peak_bytes for r in rows if r.ours_us is not None]
-        found = [p["ours"] / p[peer] for p in peaks if {"ours", peer} <= p.keys()]
-        return max(found) if found and len(found) == len(peaks) else None
-
-    return figure
+    sizes = ((int(r.shape["tokens"]), int(r.shape["width"]), r) for r in rows)
+    return _lowest_share([r for tokens, width, r in sizes if tokens >= 8192 and width >= 4096])
 
 
 def _highest(name: str) -> Figure:
     """The highest of one of the rows' further figures."""
-    return lambda rows: max(
-        (float(r.figures[name]) for r in rows if name in r.figures), default=None
-    )
+    return _extreme(max, lambda r: float(r.figures[name]) if name in r.figures else None)
+
+
+def _memory_against(peer: str) -> Figure:
+    """The highest peak of ours / the peer's."""
+
+    def share(row: Row) -> float | None:
+        peaks = row.peak_bytes
+        return peaks["ours"] / peaks[peer] if {"ours", peer} <= peaks.keys() else None
+
+    return _complete(max, share)
+
+
+def _liger_ratio(row: Row) -> float | None:
+    return row.peers["liger"] / row.ours_us if row.ours_us and row.peers.get("liger") else None
 
 
 def _stock_drifts(rows: Sequence[Row]) -> float | None:
@@ -121,8 +114,12 @@ def _stock_drifts(rows: Sequence[Row]) -> float | None:
     return strict if stock is None or stock > 0 else math.inf
 
 
-def _largest_error(rows: Sequence[Row]) -> float | None:
-    return max((r.error_ratio for r in rows if r.error_ratio is not None), default=None)
+_lowest = _extreme(min, lambda r: r.ratio)
+_lowest_share = _extreme(min, lambda r: r.ceiling_fraction)
+_largest_error = _extreme(max, lambda r: r.error_ratio)
+_against_liger = _complete(min, _liger_ratio)
+
+COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
 
 @dataclass(frozen=True)
@@ -130,15 +127,10 @@ class Bar:
     """A target: `figure`, computed from the rows of some suites, compared with `bar` by `sign`."""
 
     what: str
-    names: str
-    """The suites, separated by spaces."""
     sign: str
     bar: float
+    suites: tuple[str, ...]
     figure: Figure = _lowest
-
-    @property
-    def suites(self) -> tuple[str, ...]:
-        return tuple(self.names.split())
 
     def reached(self, figure: float | None) -> bool:
         """Whether the figure meets the bar; no figure does not."""
@@ -147,114 +139,79 @@ class Bar:
         return COMPARISONS[self.sign](figure, self.bar)
 
 
-COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
-_MATMUL = "matmul_forward matmul_dx"
-_DECODE = "rollout_decode_qwen3-0.6b rollout_decode_qwen3-1.7b rollout_decode_qwen3-8b"
+_MATMUL = ("matmul_forward", "matmul_dx")
+_LOGPROBS, _ROWS, _STEP = ("token_logprobs",), ("elementwise",), ("training_step",)
+_DECODE = tuple(f"rollout_decode_{model}" for model in ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"))
+_GRPO = ("rollout_grpo_step",)
+_LIGER_PEAK, _LIGER_FP32_PEAK = _memory_against("liger"), _memory_against("liger fp32")
 
+# The formatter would give each argument a line.
+# fmt: off
 BARS: Mapping[str, Bar] = {
     "matmul_geomean": Bar(
-        "matmul forward and dX against cuBLAS, geometric mean", _MATMUL, ">=", 1.0, _geomean
-    ),
-    "matmul_lowest": Bar("matmul forward and dX against cuBLAS, lowest", _MATMUL, ">=", 0.93),
+        "matmul forward and dX against cuBLAS, geometric mean", ">=", 1.0, _MATMUL, _geomean),
+    "matmul_lowest": Bar("matmul forward and dX against cuBLAS, lowest", ">=", 0.93, _MATMUL),
     "gradient_fold_geomean": Bar(
-        "dW fold against cuBLAS + add, geometric mean", "gradient_fold", ">=", 0.95, _geomean
-    ),
+        "dW fold against cuBLAS + add, geometric mean", ">=", 0.95, ("gradient_fold",), _geomean),
     "attention_forward": Bar(
-        "attention forward against the best SDPA, lowest", "attention_forward", ">=", 0.85
-    ),
+        "attention forward against the best SDPA, lowest", ">=", 0.85, ("attention_forward",)),
     "attention_backward": Bar(
-        "attention backward against the best SDPA, lowest", "attention_backward", ">=", 0.8
-    ),
+        "attention backward against the best SDPA, lowest", ">=", 0.8, ("attention_backward",)),
     "attention_decode": Bar(
-        "paged decode against SDPA on contiguous KV, lowest", "attention_decode", ">=", 1.0
-    ),
+        "paged decode against SDPA on contiguous KV, lowest", ">=", 1.0, ("attention_decode",)),
     "elementwise_bandwidth": Bar(
-        "memory-bound ops: share of a copy's bandwidth", "elementwise", ">=", 0.85, _bandwidth
-    ),
-    "elementwise_eager": Bar(
-        "memory-bound ops against eager torch, lowest", "elementwise", ">", 1.0
-    ),
+        "memory-bound ops: share of a copy's bandwidth", ">=", 0.85, _ROWS, _bandwidth),
+    "elementwise_eager": Bar("memory-bound ops against eager torch, lowest", ">", 1.0, _ROWS),
     "token_logprobs_stock": Bar(
-        "token_logprobs against log_softmax of full logits, lowest", "token_logprobs", ">", 1.0
-    ),
+        "token_logprobs against log_softmax of full logits, lowest", ">", 1.0, _LOGPROBS),
     "token_logprobs_liger": Bar(
-        "token_logprobs against Liger, lowest", "token_logprobs", ">", 1.0, _against_peer("liger")
-    ),
+        "token_logprobs against Liger, lowest", ">", 1.0, _LOGPROBS, _against_liger),
     "token_logprobs_memory": Bar(
-        "its peak memory / Liger's", "token_logprobs", "<=", 1.0, _memory_against("liger")
-    ),
+        "its peak memory / Liger's", "<=", 1.0, _LOGPROBS, _LIGER_PEAK),
     "token_logprobs_memory_fp32": Bar(
-        "its peak memory / Liger's in fp32",
-        "token_logprobs",
-        "<=",
-        1.0,
-        _memory_against("liger fp32"),
-    ),
+        "its peak memory / Liger's in fp32", "<=", 1.0, _LOGPROBS, _LIGER_FP32_PEAK),
     "training_step_stock": Bar(
-        "training step against Hugging Face with SDPA, lowest", "training_step", ">=", 1.15
-    ),
+        "training step against Hugging Face with SDPA, lowest", ">=", 1.15, _STEP),
     "training_step_liger": Bar(
-        "training step against Liger, lowest", "training_step", ">=", 1.0, _against_peer("liger")
-    ),
+        "training step against Liger, lowest", ">=", 1.0, _STEP, _against_liger),
     "accuracy": Bar(
-        "error against fp64 / stock's, highest of all ops", "accuracy", "<=", 1.05, _largest_error
-    ),
+        "error against fp64 / stock's, highest of all ops", "<=", 1.05, ("accuracy",),
+        _largest_error),
     "rollout_decode": Bar(
-        "decoding 256 sequences against the same engine with stock ops", _DECODE, ">=", 0.97
-    ),
+        "decoding 256 sequences against the same engine with stock ops", ">=", 0.97, _DECODE),
     "rollout_hugging_face": Bar(
-        "generation against Hugging Face, lowest", "rollout_hugging_face", ">=", 10.0
-    ),
-    "rollout_public": Bar(
-        "generation against batch-invariant vLLM", "rollout_public", ">=", 1.0, _against_peer(VLLM)
-    ),
+        "generation against Hugging Face, lowest", ">=", 10.0, ("rollout_hugging_face",)),
     "rollout_roofline": Bar(
-        "8B decode step: share of a copy's bandwidth", "rollout_roofline", ">=", 0.65, _lowest_share
-    ),
+        "8B decode step: share of a copy's bandwidth", ">=", 0.65, ("rollout_roofline",),
+        _lowest_share),
     "rollout_idle": Bar(
-        "GPU idle in decoding, share of the time", "rollout_idle", "<", 0.05, _highest("idle_share")
-    ),
+        "GPU idle in decoding, share of the time", "<", 0.05, ("rollout_idle",),
+        _highest("idle_share")),
     "rollout_speculation": Bar(
-        "n-gram speculation on a copied text against plain", "rollout_speculation", ">=", 1.5
-    ),
+        "n-gram speculation on a copied text against plain", ">=", 1.5, ("rollout_speculation",)),
     "rollout_long_context": Bar(
-        "a token at 32k / at 1k of context",
-        "rollout_long_context",
-        "<=",
-        1.6,
-        _highest("times_short"),
-    ),
-    "rollout_grpo_step": Bar("GRPO step against stock ops", "rollout_grpo_step", ">=", 0.97),
+        "a token at 32k / at 1k of context", "<=", 1.6, ("rollout_long_context",),
+        _highest("times_short")),
+    "rollout_grpo_step": Bar("GRPO step against stock ops", ">=", 0.97, _GRPO),
     "rollout_grpo_drift": Bar(
-        "mismatched tokens of those steps", "rollout_grpo_step", "<=", 0.0, _stock_drifts
-    ),
+        "mismatched tokens of those steps", "<=", 0.0, _GRPO, _stock_drifts),
 }
 """Name to target. The lowest or highest is over every row of the suites: no row can hide."""
+# fmt: on
 
 
 def judge(rows: Sequence[Row], complete: Mapping[str, bool]) -> dict[str, dict[str, Any]]:
-    """Every bar's figure, and whether it is met.
+    """Every bar's figure, and whether it is met: name -> {what, figure, sign, bar, complete, met}.
 
-    Args:
-        rows: all rows there are.
-        complete: suite to whether all of its rows were measured without an error. A bar over a
-            suite that is absent or incomplete is not met, whatever its figure.
-
-    Returns:
-        name -> {what, figure, sign, bar, complete, met}.
+    `complete` says of a suite whether all of its rows were measured without an error. A bar over a
+    suite that is absent or incomplete is not met, whatever its figure.
     """
     found = {}
     for name, bar in BARS.items():
         figure = bar.figure([r for r in rows if r.suite in bar.suites])
         whole = all(complete.get(suite, False) for suite in bar.suites)
-        found[name] = {
-            "what": bar.what,
-            "figure": figure,
-            "sign": bar.sign,
-            "bar": bar.bar,
-            "complete": whole,
-            "met": whole and bar.reached(figure),
-        }
+        found[name] = {"what": bar.what, "figure": figure, "sign": bar.sign, "bar": bar.bar}
+        found[name] |= {"complete": whole, "met": whole and bar.reached(figure)}
     return found
 
 
@@ -272,9 +229,9 @@ class Results:
         suites = self.meta.get("suites", {})
         return judge(self.rows, {name: record["complete"] for name, record in suites.items()})
 
-    def of(self, prefix: str) -> list[Row]:
-        """Rows of the suites whose names begin so."""
-        return [row for row in self.rows if row.suite.startswith(prefix)]
+    def of(self, *suites: str) -> list[Row]:
+        """Rows of some suites."""
+        return [row for row in self.rows if row.suite in suites]
 
     def merged(
         self, suite: str, rows: Sequence[Row], meta: Mapping[str, Any], record: Mapping[str, Any]
@@ -291,12 +248,8 @@ class Results:
 def load(path: Path, device: str | None = None) -> Results:
     """Read a results file; an absent one is empty.
 
-    Args:
-        path: the file.
-        device: name of the device about to be measured; None accepts any.
-
     Raises:
-        ValueError: the file is damaged, or holds another device's results.
+        ValueError: the file is damaged, or holds results of another device than `device`.
     """
     if not path.exists():
         return Results()
@@ -338,11 +291,9 @@ def compare(old: Results, new: Results) -> Iterator[str]:
         ours = [b.ours_us / a.ours_us for a, b in same if a.ours_us and b.ours_us]
         stock = [b.stock_us / a.stock_us for a, b in same if a.stock_us and b.stock_us]
         if ours:
-            theirs = geometric_mean(stock)
-            yield (
-                f"{suite:24} {len(ours):5d}  {geometric_mean(ours):.3f}  {min(ours):.3f}  "
-                f"{max(ours):.3f}  {'-' if theirs is None else f'{theirs:.3f}'}"
-            )
+            means = (geometric_mean(ours), min(ours), max(ours), geometric_mean(stock))
+            cells = "  ".join("-" if mean is None else f"{mean:.3f}" for mean in means)
+            yield f"{suite:24} {len(ours):5d}  {cells}"
     yield f"{'bar':28} {'old':>8} {'new':>8}  target"
     before_bars = old.bars
     for name, bar in new.bars.items():
@@ -350,6 +301,13 @@ def compare(old: Results, new: Results) -> Iterator[str]:
         cells = " ".join(f"{'-':>8}" if f is None else f"{f:8.3f}" for f in figures)
         verdict = "met" if bar["met"] else "missed"
         yield f"{name:28} {cells}  {bar['sign']} {bar['bar']:.2f} {verdict}"
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
+    """A Markdown table: the first `left` columns to the left, numbers to the right."""
+    rule = [" --- "] * left + [" ---: "] * (len(head) - left)
+    lines = [f"| {' | '.join(head)} |", f"|{'|'.join(rule)}|"]
+    return lines + [f"| {' | '.join(c.replace('|', '/') for c in row)} |" for row in rows]
 
 
 def _key(row: Row) -> str:

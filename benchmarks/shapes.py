@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class WeightShape:
-    """A weight [n, k] of a model's layers, and where it occurs."""
-
-    n: int
-    k: int
-    where: str
-
-
 WEIGHTS = (
-    WeightShape(1024, 1024, "Qwen3-0.6B key, value"),
-    WeightShape(2048, 1024, "Qwen3-0.6B query"),
-    WeightShape(1024, 2048, "Qwen3-0.6B output; Qwen3-1.7B key, value"),
-    WeightShape(3072, 1024, "Qwen3-0.6B gate, up"),
-    WeightShape(1024, 3072, "Qwen3-0.6B down"),
-    WeightShape(2048, 2048, "Qwen3-1.7B query, output"),
-    WeightShape(6144, 2048, "Qwen3-1.7B gate, up"),
-    WeightShape(2048, 6144, "Qwen3-1.7B down"),
-    WeightShape(1024, 4096, "Qwen3-8B and Llama-3-8B key, value"),
-    WeightShape(4096, 4096, "Qwen3-8B and Llama-3-8B query, output"),
-    WeightShape(14336, 4096, "Llama-3-8B gate, up"),
-    WeightShape(4096, 12288, "Qwen3-8B down"),
-    WeightShape(151936, 1024, "Qwen3-0.6B LM head"),
-    WeightShape(151936, 4096, "Qwen3-8B LM head"),
+    (1024, 1024),  # Qwen3-0.6B key, value
+    (2048, 1024),  # Qwen3-0.6B query
+    (1024, 2048),  # Qwen3-0.6B output; Qwen3-1.7B key, value
+    (3072, 1024),  # Qwen3-0.6B gate, up
+    (1024, 3072),  # Qwen3-0.6B down
+    (2048, 2048),  # Qwen3-1.7B query, output
+    (6144, 2048),  # Qwen3-1.7B gate, up
+    (2048, 6144),  # Qwen3-1.7B down
+    (1024, 4096),  # Qwen3-8B and Llama-3-8B key, value
+    (4096, 4096),  # Qwen3-8B and Llama-3-8B query, output
+    (14336, 4096),  # Llama-3-8B gate, up
+    (4096, 12288),  # Qwen3-8B down
+    (151936, 1024),  # Qwen3-0.6B LM head
+    (151936, 4096),  # Qwen3-8B LM head
 )
+"""Weights [n, k] of the models' layers."""
 
 ROWS = tuple(2**i for i in range(15))
 """Rows of a matmul: decode batches of 1 up to packed batches of 16,384 tokens."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
@@ -35,35 +35,34 @@ LONGEST_HOLD = 4e-3
 """Seconds for which the device is held back at most while the host queues a call."""
 
 UNAVAILABLE = (
-    AssertionError,
-    AttributeError,
-    ImportError,
-    RuntimeError,
-    TritonError,
-    TypeError,
-    ValueError,
-)
+    AssertionError, AttributeError, ImportError, RuntimeError, TritonError, TypeError, ValueError,
+)  # fmt: skip
 """What a stock backend or a peer raises where it does not cover a shape, a device or a version."""
 
 LIBRARY_DEFAULTS = tuple(setting.read() for setting in SETTINGS)
 """The settings of a process that has not set any: read when this module is imported."""
 
 
+def reason(error: BaseException) -> str:
+    """Why a way is unavailable, in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 @contextmanager
 def library_defaults() -> Iterator[None]:
     """Process-wide numeric settings as torch ships them, inside the block."""
     before = tuple(setting.read() for setting in SETTINGS)
-
-    def write(values: Sequence[Any]) -> None:
-        for setting, value in zip(SETTINGS, values, strict=True):
-            if setting.read() != value:
-                setting.write(value)
-
-    write(LIBRARY_DEFAULTS)
+    _write_settings(LIBRARY_DEFAULTS)
     try:
         yield
     finally:
-        write(before)
+        _write_settings(before)
+
+
+def _write_settings(values: Sequence[Any]) -> None:
+    for setting, value in zip(SETTINGS, values, strict=True):
+        if setting.read() != value:
+            setting.write(value)
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,6 @@ class Machine:
     def __init__(self, device: torch.device, case_seconds: float):
         self.device = device
         self.case_seconds = case_seconds
-        self.deadline: float | None = None
-        """A time of `perf_counter` past which a long case raises `OutOfTime`."""
         properties = torch.cuda.get_device_properties(device)
         self.cache_bytes: int = properties.L2_cache_size
         self._total_bytes: int = properties.total_memory
@@ -142,11 +139,9 @@ class Machine:
             RuntimeError: no stock way runs.
         """
         unavailable = dict(race.unavailable)
-        contestants, ours = {"ours": race.ours}, race.ours
+        contestants = {"ours": _under(numeric_settings, race.ours)}
         for name, other in {**race.stock, **race.peers}.items():
-            context = other.context
-            contestants[name] = Contestant(other.calls, _stacked(library_defaults, context))
-        contestants["ours"] = Contestant(ours.calls, _stacked(numeric_settings, ours.context))
+            contestants[name] = _under(library_defaults, other)
         timers: dict[str, Callable[[int], float]] = {}
         peaks: dict[str, int] = {}
         for name, contestant in contestants.items():
@@ -159,7 +154,7 @@ class Machine:
             except UNAVAILABLE as error:
                 if name == "ours":
                     raise
-                unavailable[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                unavailable[name] = reason(error)
         if not race.stock.keys() & timers.keys():
             raise RuntimeError(f"no stock way runs this shape: {unavailable}")
         medians = self._interleaved(timers, race.clock)
@@ -195,7 +190,7 @@ class Machine:
 
     def _event_time(self, contestant: Contestant, i: int, hold: int) -> float:
         call = contestant.calls[i % len(contestant.calls)]
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = _events()
         with contestant.context():
             self._flush.zero_()
             torch.cuda._sleep(hold)
@@ -206,7 +201,7 @@ class Machine:
         return start.elapsed_time(end) * 1e-3
 
     def _replay_time(self, graph: torch.cuda.CUDAGraph, calls: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = _events()
         self._flush.zero_()
         start.record()
         graph.replay()
@@ -260,7 +255,6 @@ class Machine:
         size = 8192
         a, b = (torch.randn(size, size, device=self.device, dtype=torch.bfloat16) for _ in range(2))
         product = torch.empty_like(a)
-
         calls: dict[str, Call] = {
             "copy": lambda: target.copy_(source),
             "multiply": lambda: torch.mm(a, b.t(), out=product),
@@ -270,26 +264,25 @@ class Machine:
         return Ceilings(2 * source.numel() / seconds["copy"], 2 * size**3 / seconds["multiply"])
 
 
-def _stacked(
-    *contexts: Callable[[], AbstractContextManager[Any]],
-) -> Callable[[], AbstractContextManager[Any]]:
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+def _under(outer: Callable[[], AbstractContextManager[Any]], contestant: Contestant) -> Contestant:
+    """The contestant with another context around its own."""
+
     @contextmanager
-    def stack() -> Iterator[None]:
-        with ExitStack() as entered:
-            for context in contexts:
-                entered.enter_context(context())
+    def both() -> Iterator[None]:
+        with outer(), contestant.context():
             yield
 
-    return stack
+    return Contestant(contestant.calls, both)
 
 
 def _fields(
-    race: Race,
-    seconds: Mapping[str, float],
-    peaks: Mapping[str, int],
-    ceiling_seconds: float,
+    race: Race, seconds: Mapping[str, float], peaks: Mapping[str, int], ceiling_seconds: float,
     unavailable: Mapping[str, str],
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The fields of a `Row` from median seconds by contestant."""
     ours = seconds["ours"]
     stock = min(race.stock.keys() & seconds.keys(), key=lambda name: (seconds[name], name))
@@ -299,6 +292,7 @@ def _fields(
     def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
         return {("stock" if n == stock else n): v for n, v in values.items()}
 
+    rates = {n: race.tokens / s for n, s in seconds.items()} if race.tokens else {}
     return {
         "ours_us": ours * 1e6,
         "stock_us": seconds[stock] * 1e6,
@@ -307,8 +301,6 @@ def _fields(
         "ratio": seconds[stock] / ours,
         "ceiling_fraction": ceiling_seconds / ours if ceiling_seconds else None,
         "peak_bytes": renamed(peaks),
-        "tokens_per_second": renamed({n: race.tokens / s for n, s in seconds.items()})
-        if race.tokens
-        else {},
+        "tokens_per_second": renamed(rates),
         "unavailable": dict(unavailable),
     }

@@ -28,6 +28,7 @@ SCALE = HEAD_DIM**-0.5
 MAX_LAYERS = 24
 
 Heads = tuple[int, int]
+"""Query heads; key and value heads."""
 
 
 def prefill_cases(
@@ -35,7 +36,7 @@ def prefill_cases(
 ) -> list[Case]:
     """Causal self-attention over packed sequences of one length, `tokens` in all.
 
-    `work` is `attention forward` or `attention backward`; heads are (query, key and value) heads.
+    `work` is `attention forward` or `attention backward`.
     """
     run = {"attention forward": _forward, "attention backward": _backward}[work]
     return [
@@ -49,28 +50,32 @@ def prefill_cases(
     ]
 
 
-def _forward(heads: Heads, length: int, count: int, bench: Machine) -> dict[str, Any]:
-    q, k, v = _packed(heads, length * count, bench)
+def _packed(heads: Heads, length: int, count: int, bench: Machine) -> tuple[Any, list[Tensor]]:
+    """`count` sequences, and their queries, keys and values."""
     layout = PackedSequences.of(range(0, length * count, length), [length] * count)
+    sizes = (heads[0], heads[1], heads[1])
+    return layout, [normal(bench, length * count, size, HEAD_DIM) for size in sizes]
+
+
+def _forward(heads: Heads, length: int, count: int, bench: Machine) -> dict[str, Any]:
+    layout, (q, k, v) = _packed(heads, length, count, bench)
     batched = [_batched(x, count) for x in (q, k, v)]
-    return bench.measure(
-        Race(
-            ours=Contestant.of(lambda: attention_varlen(q, k, v, layout, scale=SCALE)[0]),
-            stock=_stock(lambda: _sdpa(*batched, causal=True)),
-            moved_bytes=_bytes(q, k, v, q),
-            operations=_operations(heads[0], length, count),
-        )
+    race = Race(
+        ours=Contestant.of(lambda: attention_varlen(q, k, v, layout, scale=SCALE)[0]),
+        stock=_stock(lambda: _sdpa(*batched, causal=True)),
+        moved_bytes=_bytes(q, k, v, q),
+        operations=_operations(heads[0], length, count),
     )
+    return bench.measure(race)
 
 
 def _backward(heads: Heads, length: int, count: int, bench: Machine) -> dict[str, Any]:
-    leaves = [x.requires_grad_() for x in _packed(heads, length * count, bench)]
-    q, k, v = leaves
-    layout = PackedSequences.of(range(0, length * count, length), [length] * count)
+    layout, leaves = _packed(heads, length, count, bench)
+    q, k, v = (x.requires_grad_() for x in leaves)
     do = normal(bench, length * count, heads[0], HEAD_DIM)
 
-    def gradients(out: Tensor, cotangent: Tensor) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(out, leaves, cotangent, retain_graph=True)
+    def gradients(out: Tensor, cotangent: Tensor) -> Contestant:
+        return Contestant.of(lambda: torch.autograd.grad(out, leaves, cotangent, retain_graph=True))
 
     stock, unavailable = {}, {}
     for name, backend in BACKENDS.items():
@@ -80,16 +85,15 @@ def _backward(heads: Heads, length: int, count: int, bench: Machine) -> dict[str
         except RuntimeError as error:
             unavailable[name] = str(error).splitlines()[0][:200]
         else:
-            stock[name] = Contestant.of(gradients(out, _batched(do, count)))
-    return bench.measure(
-        Race(
-            ours=Contestant.of(gradients(attention_varlen(q, k, v, layout, scale=SCALE)[0], do)),
-            stock=stock,
-            moved_bytes=2 * _bytes(*leaves, do),
-            operations=2.5 * _operations(heads[0], length, count),
-            unavailable=unavailable,
-        )
+            stock[name] = gradients(out, _batched(do, count))
+    race = Race(
+        ours=gradients(attention_varlen(q, k, v, layout, scale=SCALE)[0], do),
+        stock=stock,
+        moved_bytes=2 * _bytes(*leaves, do),
+        operations=2.5 * _operations(heads[0], length, count),
+        unavailable=unavailable,
     )
+    return bench.measure(race)
 
 
 def decode_cases(
@@ -111,11 +115,9 @@ def decode_cases(
 def _decode(heads: Heads, batch: int, context: int, bench: Machine) -> dict[str, Any]:
     kv_heads, blocks = heads[1], batch * context // CACHE_BLOCK
     cached_bytes = 2 * 2 * batch * context * kv_heads * HEAD_DIM
-    layers = min(bench.copies(cached_bytes), MAX_LAYERS)
-    caches = [
-        [normal(bench, blocks, CACHE_BLOCK, kv_heads, HEAD_DIM) for _ in range(layers)]
-        for _ in "kv"
-    ]
+    layers = range(min(bench.copies(cached_bytes), MAX_LAYERS))
+    block = (CACHE_BLOCK, kv_heads, HEAD_DIM)
+    caches = [[normal(bench, blocks, *block) for _ in layers] for _ in "kv"]
     # A cache in use is scattered: consecutive tokens of a sequence lie in unrelated blocks.
     tables = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).view(batch, -1)
     last = tables[:, -1] * CACHE_BLOCK + CACHE_BLOCK - 1
@@ -129,27 +131,20 @@ def _decode(heads: Heads, batch: int, context: int, bench: Machine) -> dict[str,
         value_cache=caches[1],
         block_size=CACHE_BLOCK,
     )
-    q = normal(bench, batch, heads[0], HEAD_DIM)
-    rows = tables.to(bench.device)
+    q, rows = normal(bench, batch, heads[0], HEAD_DIM), tables.to(bench.device)
     contiguous = [
         [cache[rows].flatten(1, 2).transpose(1, 2).contiguous() for cache in side]
         for side in caches
     ]
-    stock_q = q.unsqueeze(2)
-    return bench.measure(
-        Race(
-            ours=Contestant([partial(_paged, q, paged, layer) for layer in range(layers)]),
-            stock=_stock(
-                *(
-                    partial(_sdpa, stock_q, k, v, causal=False)
-                    for k, v in zip(*contiguous, strict=True)
-                )
-            ),
-            clock="graph",
-            moved_bytes=cached_bytes + 2 * _bytes(q),
-            operations=4.0 * batch * heads[0] * context * HEAD_DIM,
-        )
+    stock_q, pairs = q.unsqueeze(2), zip(*contiguous, strict=True)
+    race = Race(
+        ours=Contestant([partial(_paged, q, paged, layer) for layer in layers]),
+        stock=_stock(*(partial(_sdpa, stock_q, k, v, causal=False) for k, v in pairs)),
+        clock="graph",
+        moved_bytes=cached_bytes + 2 * _bytes(q),
+        operations=4.0 * batch * heads[0] * context * HEAD_DIM,
     )
+    return bench.measure(race)
 
 
 def _paged(q: Tensor, paged: PagedAttention, layer: int) -> Tensor:
@@ -157,17 +152,11 @@ def _paged(q: Tensor, paged: PagedAttention, layer: int) -> Tensor:
 
 
 def _stock(*calls: Callable[[], object]) -> dict[str, Contestant]:
-    return {
-        name: Contestant(calls, partial(sdpa_kernel, backend)) for name, backend in BACKENDS.items()
-    }
+    return {name: Contestant(calls, partial(sdpa_kernel, b)) for name, b in BACKENDS.items()}
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=SCALE, enable_gqa=True)
-
-
-def _packed(heads: Heads, rows: int, bench: Machine) -> list[Tensor]:
-    return [normal(bench, rows, count, HEAD_DIM) for count in (heads[0], heads[1], heads[1])]
 
 
 def _batched(x: Tensor, count: int) -> Tensor:
@@ -176,7 +165,7 @@ def _batched(x: Tensor, count: int) -> Tensor:
 
 
 def _bytes(*tensors: Tensor) -> float:
-    return float(sum(x.numel() * x.element_size() for x in tensors))
+    return float(sum(x.nbytes for x in tensors))
 
 
 def _operations(query_heads: int, length: int, count: int) -> float:

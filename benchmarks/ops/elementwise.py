@@ -25,6 +25,8 @@ KV_SHARE = 4
 """Query heads per key head of the rotary case."""
 
 Op = Callable[..., Any]
+Ops = dict[str, Op | None]
+"""`ours`, `eager` and peers; None where one is not installed."""
 
 
 def elementwise_cases(
@@ -34,9 +36,9 @@ def elementwise_cases(
     cases = []
     for tokens, width in shapes:
         runs: dict[str, Callable[[Machine], dict[str, Any]]] = {}
-        for name, run in OPS.items():
-            runs[name] = partial(run, tokens, width, False)
-            runs[f"{name} backward"] = partial(run, tokens, width, True)
+        for name, case in OPS.items():
+            runs[name] = partial(_race, case, tokens, width, False)
+            runs[f"{name} backward"] = partial(_race, case, tokens, width, True)
         runs["embedding"] = partial(_embedding, tokens, width, vocabulary)
         runs["embedding gradient"] = partial(_embedding_gradient, tokens, width, vocabulary)
         shape = {"tokens": tokens, "width": width}
@@ -44,43 +46,29 @@ def elementwise_cases(
     return cases
 
 
-def _race(
-    bench: Machine,
-    ops: dict[str, Op | None],
-    operands: Sequence[Tensor],
-    passes: int,
-    backward: bool,
-    constants: Sequence[Tensor] = (),
-) -> dict[str, Any]:
-    """Measure an op on operands, or its backward.
-
-    Args:
-        ops: `ours`, `eager` and peers; None where one is not installed.
-        operands: every contestant gets clones, because some work in place.
-        passes: how many tensors of the size of the operands are read or written once.
-        constants: further operands, without gradient.
-    """
+def _race(case: Op, tokens: int, width: int, backward: bool, bench: Machine) -> dict[str, Any]:
+    """Measure an op of `OPS`, or its backward; every contestant gets clones of the operands,
+    because some work in place."""
+    ops, operands, constants, passes = case(tokens, width, bench)
     contestants = {}
     for name, op in ops.items():
         if op is not None:
             leaves = [x.clone().requires_grad_(backward) for x in operands]
-            contestants[name] = Contestant.of(
-                _backward(op, leaves, constants) if backward else partial(op, *leaves, *constants)
-            )
-    rows = [x for x in operands if x.dim() > 1]
-    size = sum(x.numel() * x.element_size() for x in rows) / len(rows)
-    return bench.measure(
-        Race(
-            ours=contestants.pop("ours"),
-            stock={"eager": contestants.pop("eager")},
-            peers=contestants,
-            unavailable={name: "not installed" for name, op in ops.items() if op is None},
-            moved_bytes=passes * size + sum(x.numel() * x.element_size() for x in constants),
-        )
+            call = partial(op, *leaves, *constants)
+            contestants[name] = Contestant.of(_gradients(call, leaves) if backward else call)
+    sizes = [x.nbytes for x in operands if x.dim() > 1]
+    constant_bytes = sum(x.nbytes for x in constants)
+    race = Race(
+        ours=contestants.pop("ours"),
+        stock={"eager": contestants.pop("eager")},
+        peers=contestants,
+        unavailable={name: "not installed" for name, op in ops.items() if op is None},
+        moved_bytes=passes[backward] * (sum(sizes) / len(sizes)) + constant_bytes,
     )
+    return bench.measure(race)
 
 
-def _backward(op: Op, leaves: list[Tensor], constants: Sequence[Tensor]) -> Callable[[], object]:
+def _gradients(call: Callable[[], Any], leaves: Sequence[Tensor]) -> Callable[[], object]:
     """The gradients of the leaves from one graph, which the first call makes."""
     made: list[Any] = []
 
@@ -91,7 +79,7 @@ def _backward(op: Op, leaves: list[Tensor], constants: Sequence[Tensor]) -> Call
 
     def run() -> object:
         if not made:
-            found = op(*leaves, *constants)
+            found = call()
             outputs = found if isinstance(found, tuple) else (found,)
             made.extend((outputs, [cotangent(y) for y in outputs]))
         return torch.autograd.grad(made[0], leaves, made[1], retain_graph=True)
@@ -106,36 +94,38 @@ def _eager_norm(x: Tensor, weight: Tensor) -> Tensor:
     return weight * wide.to(x.dtype)
 
 
-def _rms_norm(tokens: int, width: int, backward: bool, bench: Machine) -> dict[str, Any]:
-    norm = liger("LigerRMSNormFunction")
-    ops: dict[str, Op | None] = {
+def _eager_add_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return _eager_norm(total, weight), total
+
+
+def _liger_norm(name: str) -> Op | None:
+    norm = liger(name)
+    return norm and (lambda *operands: norm(*operands, EPS, 0.0, "llama", False))
+
+
+def _rms_norm(tokens: int, width: int, bench: Machine) -> Any:
+    ops: Ops = {
         "ours": lambda x, weight: rms_norm(x, weight, EPS),
         "eager": _eager_norm,
         "torch rms_norm": lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
-        "liger": norm and (lambda x, weight: norm(x, weight, EPS, 0.0, "llama", False)),
+        "liger": _liger_norm("LigerRMSNormFunction"),
     }
-    operands = [normal(bench, tokens, width), normal(bench, width)]
-    return _race(bench, ops, operands, 3 if backward else 2, backward)
+    return ops, [normal(bench, tokens, width), normal(bench, width)], (), (2, 3)
 
 
-def _add_rms_norm(tokens: int, width: int, backward: bool, bench: Machine) -> dict[str, Any]:
-    def eager(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return _eager_norm(total, weight), total
-
-    norm = liger("LigerFusedAddRMSNormFunction")
-    ops: dict[str, Op | None] = {
+def _add_rms_norm(tokens: int, width: int, bench: Machine) -> Any:
+    ops: Ops = {
         "ours": lambda x, residual, weight: add_rms_norm(x, residual, weight, EPS),
-        "eager": eager,
-        "liger": norm
-        and (lambda x, residual, weight: norm(x, residual, weight, EPS, 0.0, "llama", False)),
+        "eager": _eager_add_norm,
+        "liger": _liger_norm("LigerFusedAddRMSNormFunction"),
     }
     operands = [normal(bench, tokens, width), normal(bench, tokens, width), normal(bench, width)]
     # Two in and two out; backward two gradients and the sum in, one gradient out for both.
-    return _race(bench, ops, operands, 4, backward)
+    return ops, operands, (), (4, 4)
 
 
-def _rotary(tokens: int, width: int, backward: bool, bench: Machine) -> dict[str, Any]:
+def _rotary(tokens: int, width: int, bench: Machine) -> Any:
     heads = width // HEAD_DIM
     q = normal(bench, tokens, heads, HEAD_DIM)
     k = normal(bench, tokens, max(heads // KV_SHARE, 1), HEAD_DIM)
@@ -160,27 +150,27 @@ def _rotary(tokens: int, width: int, backward: bool, bench: Machine) -> dict[str
         q, k = (x.transpose(0, 1)[None] for x in (q, k))
         return rope(q, k, wide_cos, wide_sin)
 
-    ops: dict[str, Op | None] = {"ours": rotary, "eager": eager, "liger": rope and liger_rope}
-    return _race(bench, ops, [q, k], 4, backward, constants=(cos, sin))
+    ops: Ops = {"ours": rotary, "eager": eager, "liger": rope and liger_rope}
+    return ops, [q, k], (cos, sin), (4, 4)
 
 
-def _swiglu(tokens: int, width: int, backward: bool, bench: Machine) -> dict[str, Any]:
-    ops: dict[str, Op | None] = {
+def _swiglu(tokens: int, width: int, bench: Machine) -> Any:
+    ops: Ops = {
         "ours": glu,
         "eager": lambda gate, up: F.silu(gate) * up,
         "liger": liger("LigerSiLUMulFunction"),
     }
-    operands = [normal(bench, tokens, width), normal(bench, tokens, width)]
-    return _race(bench, ops, operands, 5 if backward else 3, backward)
+    return ops, [normal(bench, tokens, width), normal(bench, tokens, width)], (), (3, 5)
 
 
-OPS: dict[str, Callable[..., dict[str, Any]]] = {
+OPS: dict[str, Op] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
     "rotary": _rotary,
     "swiglu": _swiglu,
 }
-"""(tokens, width, backward, machine) -> fields of a row."""
+"""(tokens, width, machine) -> `Ops`; operands; further operands without gradient; how many tensors
+of the operands' size the forward, and the backward, reads or writes once."""
 
 
 def _token_ids(tokens: int, vocabulary: int, bench: Machine) -> Tensor:
@@ -192,13 +182,12 @@ def _token_ids(tokens: int, vocabulary: int, bench: Machine) -> Tensor:
 
 def _embedding(tokens: int, width: int, vocabulary: int, bench: Machine) -> dict[str, Any]:
     ids, weight = _token_ids(tokens, vocabulary, bench), normal(bench, vocabulary, width)
-    return bench.measure(
-        Race(
-            ours=Contestant.of(lambda: embedding(ids, weight, check_ids=False)),
-            stock={"eager": Contestant.of(lambda: F.embedding(ids, weight))},
-            moved_bytes=2.0 * width * (tokens + ids.unique().numel()) + 8.0 * tokens,
-        )
+    race = Race(
+        ours=Contestant.of(lambda: embedding(ids, weight, check_ids=False)),
+        stock={"eager": Contestant.of(lambda: F.embedding(ids, weight))},
+        moved_bytes=2.0 * width * (tokens + ids.unique().numel()) + 8.0 * tokens,
     )
+    return bench.measure(race)
 
 
 def _embedding_gradient(tokens: int, width: int, vocabulary: int, bench: Machine) -> dict[str, Any]:
@@ -213,14 +202,10 @@ def _embedding_gradient(tokens: int, width: int, vocabulary: int, bench: Machine
     def dense() -> Tensor:
         return eager.add_(torch.ops.aten.embedding_dense_backward(dy, ids, vocabulary, -1, False))
 
-    def index_add() -> Tensor:
-        return indexed.index_add_(0, ids, dy.float())
-
-    return bench.measure(
-        Race(
-            ours=Contestant.of(fold),
-            stock={"eager": Contestant.of(dense)},
-            peers={"index_add_": Contestant.of(index_add)},
-            moved_bytes=2.0 * tokens * width + 8.0 * width * ids.unique().numel(),
-        )
+    race = Race(
+        ours=Contestant.of(fold),
+        stock={"eager": Contestant.of(dense)},
+        peers={"index_add_": Contestant.of(lambda: indexed.index_add_(0, ids, dy.float()))},
+        moved_bytes=2.0 * tokens * width + 8.0 * width * ids.unique().numel(),
     )
+    return bench.measure(race)

@@ -62,14 +62,13 @@ def _logprobs(tokens: int, width: int, vocabulary: int, bench: Machine) -> dict[
         loss = liger_cross_entropy(accumulator)
         if loss is not None:
             peers[name] = step(lambda hidden, weight, f=loss: f(weight, hidden, targets))
-    return bench.measure(
-        Race(
-            ours=step(ours),
-            stock={"log_softmax": step(stock)},
-            peers=peers,
-            unavailable=not_installed("liger_kernel"),
-            # Forward, dhidden and dweight; recomputing the logits is a choice, not the work.
-            operations=6.0 * tokens * width * vocabulary,
-            memory=True,
-        )
+    race = Race(
+        ours=step(ours),
+        stock={"log_softmax": step(stock)},
+        peers=peers,
+        unavailable=not_installed("liger_kernel"),
+        # Forward, dhidden and dweight; recomputing the logits is a choice, not the work.
+        operations=6.0 * tokens * width * vocabulary,
+        memory=True,
     )
+    return bench.measure(race)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.peers import batch_invariant_matmul, not_installed
-from benchmarks.shapes import WeightShape
+from benchmarks.peers import batch_invariant_ops, not_installed
 from benchmarks.suite import Case, normal
 from benchmarks.timing import Contestant, Machine, Race
 from rl_consistency.kernels.gradient_fold.op import fold_outer
@@ -20,14 +19,16 @@ from rl_consistency.kernels.matmul.schedules import pick, prefers_library
 GRAPH_ROWS = 256
 """Up to so many rows a product is timed in a CUDA graph, as rollout runs it."""
 
+Weights = Sequence[tuple[int, int]]
 
-def product_cases(layout: str, weights: Sequence[WeightShape], rows: Sequence[int]) -> list[Case]:
-    """Every weight with every number of rows.
+
+def product_cases(layout: str, weights: Weights, rows: Sequence[int]) -> list[Case]:
+    """Every weight [n, k] with every number of rows.
 
     Layout "nt" is y = x weight^T; "nn" is dx = dy weight, where K is the weight's first dimension.
     """
     work = {"nt": "matmul forward", "nn": "matmul dX"}[layout]
-    sizes = [(w.n, w.k) if layout == "nt" else (w.k, w.n) for w in weights]
+    sizes = [weight if layout == "nt" else weight[::-1] for weight in weights]
     return [
         Case(work=work, shape={"m": m, "n": n, "k": k}, run=partial(_product, layout, m, n, k))
         for n, k in sizes
@@ -41,45 +42,33 @@ def _product(layout: str, m: int, n: int, k: int, bench: Machine) -> dict[str, A
     copies = bench.copies(2 * (m * k + n * k)) if graph else 1
     weight_shape = (n, k) if layout == "nt" else (k, n)
     operands = [(normal(bench, m, k), normal(bench, *weight_shape)) for _ in range(copies)]
-    product = matmul_nt if layout == "nt" else matmul_nn
-
-    def as_stock(weight: Tensor) -> Tensor:
-        return weight.t() if layout == "nt" else weight
-
-    peers = {}
-    persistent = batch_invariant_matmul()
-    if persistent is not None:
-        peers["batch_invariant_ops"] = Contestant(
-            [partial(persistent, x, as_stock(w)) for x, w in operands]
-        )
-    fields = bench.measure(
-        Race(
-            ours=Contestant(
-                [partial(product, x, w, out_dtype=torch.bfloat16) for x, w in operands]
-            ),
-            stock={"cublas": Contestant([partial(torch.mm, x, as_stock(w)) for x, w in operands])},
-            peers=peers,
-            unavailable=not_installed("batch_invariant_ops"),
-            clock="graph" if graph else "events",
-            moved_bytes=2.0 * (m * k + n * k + m * n),
-            operations=2.0 * m * n * k,
-        )
+    ours = partial(matmul_nt if layout == "nt" else matmul_nn, out_dtype=torch.bfloat16)
+    as_stock = [(x, w.t() if layout == "nt" else w) for x, w in operands]
+    ways = {"cublas": torch.mm}
+    if module := batch_invariant_ops():
+        ways["batch_invariant_ops"] = module.matmul_persistent
+    others = {n: Contestant([partial(way, *pair) for pair in as_stock]) for n, way in ways.items()}
+    race = Race(
+        ours=Contestant([partial(ours, x, w) for x, w in operands]),
+        stock={"cublas": others.pop("cublas")},
+        peers=others,
+        unavailable=not_installed("batch_invariant_ops"),
+        clock="graph" if graph else "events",
+        moved_bytes=2.0 * (m * k + n * k + m * n),
+        operations=2.0 * m * n * k,
     )
+    fields = bench.measure(race)
     schedule = pick(m, n, k, torch.bfloat16, layout, True).name
     if not graph and prefers_library(m, n, k, torch.bfloat16, layout):
         schedule = f"library where certified, else {schedule}"
     return fields | {"schedule": schedule}
 
 
-def gradient_fold_cases(weights: Sequence[WeightShape], tokens: Sequence[int]) -> list[Case]:
+def gradient_fold_cases(weights: Weights, tokens: Sequence[int]) -> list[Case]:
     """dW continued in an fp32 buffer."""
     return [
-        Case(
-            work="dW fold",
-            shape={"tokens": t, "n": w.n, "k": w.k},
-            run=partial(_fold, t, w.n, w.k),
-        )
-        for w in weights
+        Case(work="dW fold", shape={"tokens": t, "n": n, "k": k}, run=partial(_fold, t, n, k))
+        for n, k in weights
         for t in tokens
     ]
 
@@ -95,11 +84,10 @@ def _fold(tokens: int, n: int, k: int, bench: Machine) -> dict[str, Any]:
     def multiply_and_add() -> Tensor:
         return stock.add_(torch.mm(dy.t(), x, out_dtype=torch.float32))
 
-    return bench.measure(
-        Race(
-            ours=Contestant.of(fold),
-            stock={"cublas fp32 + add": Contestant.of(multiply_and_add)},
-            moved_bytes=2.0 * tokens * (n + k) + 8.0 * n * k,
-            operations=2.0 * tokens * n * k,
-        )
+    race = Race(
+        ours=Contestant.of(fold),
+        stock={"cublas fp32 + add": Contestant.of(multiply_and_add)},
+        moved_bytes=2.0 * tokens * (n + k) + 8.0 * n * k,
+        operations=2.0 * tokens * n * k,
     )
+    return bench.measure(race)

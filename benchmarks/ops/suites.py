@@ -22,21 +22,20 @@ from rl_consistency.verify.presets import preset_config
 def op_suites(*, quick: bool = False) -> list[Suite]:
     """Every op against its stock counterpart; `quick` keeps a few shapes of each."""
     # Every fourth weight and row count still span small to large.
-    weights = shapes.WEIGHTS[::4] if quick else shapes.WEIGHTS
-    rows = shapes.ROWS[::4] if quick else shapes.ROWS
-    fold_tokens = shapes.FOLD_TOKENS[::2] if quick else shapes.FOLD_TOKENS
-    lengths = shapes.PREFILL_LENGTHS[::2] if quick else shapes.PREFILL_LENGTHS
-    batches = shapes.DECODE_BATCHES[::2] if quick else shapes.DECODE_BATCHES
-    contexts = shapes.DECODE_CONTEXTS[:1] if quick else shapes.DECODE_CONTEXTS
-    heads = shapes.HEADS[-1:] if quick else shapes.HEADS
+    fourth, second = (4, 2) if quick else (1, 1)
+    weights, rows = shapes.WEIGHTS[::fourth], shapes.ROWS[::fourth]
+    tokens, lengths = shapes.FOLD_TOKENS[::second], shapes.PREFILL_LENGTHS[::second]
+    batches = shapes.DECODE_BATCHES[::second]
+    contexts = shapes.DECODE_CONTEXTS[: 1 if quick else None]
+    heads = shapes.HEADS[-1 if quick else 0 :]
     row_shapes = shapes.ROW_SHAPES[1:2] if quick else shapes.ROW_SHAPES
-    widths = shapes.LOGPROB_WIDTHS[-1:] if quick else shapes.LOGPROB_WIDTHS
+    widths = shapes.LOGPROB_WIDTHS[-1 if quick else 0 :]
     prefill = partial(prefill_cases, heads=heads, lengths=lengths, tokens=shapes.PREFILL_TOKENS)
     logprobs = token_logprobs_cases(shapes.LOGPROB_TOKENS, widths, shapes.VOCABULARY)
     return [
         Suite("matmul_forward", product_cases("nt", weights, rows)),
         Suite("matmul_dx", product_cases("nn", weights, rows)),
-        Suite("gradient_fold", gradient_fold_cases(weights, fold_tokens)),
+        Suite("gradient_fold", gradient_fold_cases(weights, tokens)),
         Suite("attention_forward", prefill("attention forward")),
         Suite("attention_backward", prefill("attention backward")),
         Suite("attention_decode", decode_cases(heads, batches, contexts)),

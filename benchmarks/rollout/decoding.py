@@ -9,7 +9,6 @@ from benchmarks.rollout.models import ModelShelf
 from benchmarks.rollout.workload import DecodeBytes, Workload, requests, tokens_attended
 from benchmarks.timing import Machine
 from rl_consistency.numerics.strict import strict
-from rl_consistency.rollout.engine import RolloutEngine
 
 MODES = ("strict", "stock")
 """Ours, and the same engine with stock ops."""
@@ -24,8 +23,12 @@ def decode(shelf: ModelShelf, name: str, workload: Workload, bench: Machine) -> 
     with shelf.patched(name, bench.device) as model:
         engine, needed = engine_for(model, workload), DecodeBytes.of(model)
         vocabulary = model.config.vocab_size
-        for mode in MODES:
-            warm_up(engine, workload, vocabulary, mode, bench)
+        # Capture the graphs of every batch size, for stock attention at every context it meets.
+        lens = {"strict": [workload.prompt_len], "stock": workload.warm_up_prompt_lens()}
+        for mode, length in [(m, length) for m in MODES for length in lens[m]]:
+            prompts = workload.prompts(f"warm-up {mode}", vocabulary, length)
+            with strict(mode == "strict"):
+                timed_generation(engine, prompts, requests(workload.warm_up_lengths()), bench)
         prompts = workload.prompts(f"{name} 0", vocabulary)
         for mode in MODES:
             with strict(mode == "strict"):
@@ -41,17 +44,6 @@ def decode(shelf: ModelShelf, name: str, workload: Workload, bench: Machine) -> 
         "tokens_per_second": {"ours": ours, "stock": stock},
         "figures": {f"{mode}/{key}": v for mode, f in found.items() for key, v in f.items()},
     }
-
-
-def warm_up(
-    engine: RolloutEngine, workload: Workload, vocabulary: int, mode: str, bench: Machine
-) -> None:
-    """Capture the graphs of every batch size, for stock attention at every context it meets."""
-    prompt_lens = workload.warm_up_prompt_lens() if mode == "stock" else [workload.prompt_len]
-    for prompt_len in prompt_lens:
-        prompts = workload.prompts(f"warm-up {mode}", vocabulary, prompt_len)
-        with strict(mode == "strict"):
-            timed_generation(engine, prompts, requests(workload.warm_up_lengths()), bench)
 
 
 def _figures(
@@ -140,11 +132,9 @@ def long_context(
         for length in (short, long):
             workload = Workload.equal(1, 1, length - new_tokens, new_tokens)
             seconds[length] = steady_window(model, workload, bench).step_seconds
+    times = seconds[long] / seconds[short]
     return {
         "ours_us": seconds[long] * 1e6,
         "tokens_per_second": {"ours": 1 / seconds[long]},
-        "figures": {
-            "short_us": seconds[short] * 1e6,
-            "times_short": seconds[long] / seconds[short],
-        },
+        "figures": {"short_us": seconds[short] * 1e6, "times_short": times},
     }

@@ -10,13 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from benchmarks.rollout.workload import TOKENS_BEYOND, Workload
-from benchmarks.suite import OutOfTime
 from benchmarks.timing import Machine
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.rollout.engine import RolloutEngine
@@ -51,29 +50,22 @@ class Tick:
     """Graph replays begun by then."""
 
 
-@dataclass
-class ReplayEvents:
-    """Events around every replay of a CUDA graph."""
+def idle_share(replays: Sequence[tuple[Any, Any]]) -> float | None:
+    """Share of the time from the first event to the last that no replay covers.
 
-    pairs: list[tuple[Any, Any]] = field(default_factory=list)
-
-    def idle_share(self, first: int = 0, last: int | None = None) -> float | None:
-        """Share of the time from replay `first` to the end of the last that no replay covers.
-
-        None with fewer than two replays. Waits for the device.
-        """
-        chosen = self.pairs[first:last]
-        if len(chosen) < 2:
-            return None
-        chosen[-1][1].synchronize()
-        busy = sum(start.elapsed_time(end) for start, end in chosen)
-        return 1.0 - busy / chosen[0][0].elapsed_time(chosen[-1][1])
+    None with fewer than two replays. Waits for the device.
+    """
+    if len(replays) < 2:
+        return None
+    replays[-1][1].synchronize()
+    busy = sum(start.elapsed_time(end) for start, end in replays)
+    return 1.0 - busy / replays[0][0].elapsed_time(replays[-1][1])
 
 
 @contextmanager
-def replay_events(device: torch.device) -> Iterator[ReplayEvents]:
+def replay_events(device: torch.device) -> Iterator[list[tuple[Any, Any]]]:
     """Record an event before and after each `CUDAGraph.replay` inside the block; none on a CPU."""
-    found = ReplayEvents()
+    found: list[tuple[Any, Any]] = []
     if device.type != "cuda":
         yield found
         return
@@ -84,7 +76,7 @@ def replay_events(device: torch.device) -> Iterator[ReplayEvents]:
         start.record()
         replay(graph)
         end.record()
-        found.pairs.append((start, end))
+        found.append((start, end))
 
     torch.cuda.CUDAGraph.replay = timed  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -113,14 +105,15 @@ class Window:
         return self.seconds / self.steps
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Generation:
     """One timed `generate`."""
 
     completions: list[Any]
     seconds: float
     ticks: Sequence[Tick]
-    replays: ReplayEvents
+    replays: Sequence[tuple[Any, Any]]
+    """Events before and after each replay of a CUDA graph."""
     statistics: Any
     """A `RolloutStatistics` of the engine."""
 
@@ -173,11 +166,7 @@ class Generation:
         return self.window(first, len(self.ticks) - 1)
 
     def window(self, first: int, last: int) -> Window:
-        """From tick `first` to tick `last`.
-
-        Raises:
-            RuntimeError: no step lies between them.
-        """
+        """From tick `first` to tick `last`; RuntimeError where no step lies between them."""
         if last <= first:
             raise RuntimeError(f"no steps to measure between ticks {first} and {last}")
         start, end = self.ticks[first], self.ticks[last]
@@ -186,7 +175,7 @@ class Generation:
             tokens=end.tokens - start.tokens,
             seconds=end.seconds - start.seconds,
             tokens_before=start.tokens,
-            idle_share=self.replays.idle_share(start.replays, end.replays),
+            idle_share=idle_share(self.replays[start.replays : end.replays]),
         )
 
 
@@ -198,18 +187,10 @@ def timed_generation(
     *,
     warm_up: SamplingParams | None = None,
 ) -> Generation:
-    """Generate and take the time.
+    """Generate and take the time; the engine's prefix cache must not know the prompts.
 
-    Args:
-        engine: its prefix cache must not know the prompts.
-        prompts: one for each sequence.
-        sampling: one for each sequence.
-        bench: its deadline ends the generation.
-        warm_up: sampling to capture all graphs for first. Only replays of graphs that are captured
-            in this call are timed.
-
-    Raises:
-        OutOfTime: the deadline has passed.
+    `warm_up` is sampling to capture all graphs for first. Only replays of graphs that are captured
+    in this call are timed.
     """
     ticks: list[Tick] = []
     with replay_events(bench.device) as replays:
@@ -218,17 +199,8 @@ def timed_generation(
         started = finished_seconds(bench.device)
 
         def tick(tokens: int, finished: int, total: int) -> None:
-            now = time.perf_counter()
-            ticks.append(Tick(now - started, tokens, len(replays.pairs)))
-            if bench.deadline is not None and now > bench.deadline:
-                raise OutOfTime
+            ticks.append(Tick(time.perf_counter() - started, tokens, len(replays)))
 
         completions = engine.generate(prompts, sampling, progress=tick)
         seconds = finished_seconds(bench.device) - started
-    return Generation(
-        completions=completions,
-        seconds=seconds,
-        ticks=ticks,
-        replays=replays,
-        statistics=engine.stats,
-    )
+    return Generation(completions, seconds, ticks, replays, engine.stats)

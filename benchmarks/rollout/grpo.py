@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -52,8 +53,7 @@ def grpo_step(
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     try:
         with shelf.patched(name, bench.device) as model:
-            model.train()
-            stepper = _Stepper(model, workload, bench)
+            stepper = _Stepper(model.train(), workload, bench)
             for i in range(rounds + 1):
                 for mode in MODES:
                     times = stepper.step(mode, i)
@@ -83,50 +83,37 @@ class _Stepper:
     """Takes steps of one policy, canonical or stock."""
 
     def __init__(self, model: Any, workload: Workload, bench: Machine) -> None:
-        self._model = model
-        self._workload = workload
-        self._bench = bench
+        self._model, self._workload, self._bench = model, workload, bench
         self._engine = engine_for(model, workload)
-        self._optimizer = PolicyOptimizer(
-            model,
-            OptimizerSection(learning_rate=LEARNING_RATE),
-            Accelerator(cpu=bench.device.type == "cpu", mixed_precision="no"),
-            total_steps=100,
-        )
+        accelerator = Accelerator(cpu=bench.device.type == "cpu", mixed_precision="no")
+        section = OptimizerSection(learning_rate=LEARNING_RATE)
+        self._optimizer = PolicyOptimizer(model, section, accelerator, total_steps=100)
 
     def step(self, mode: str, i: int) -> dict[str, float]:
         """Roll out, learn, update: seconds of each phase, tokens, and mismatched tokens."""
         device, workload = self._bench.device, self._workload
-        started = finished_seconds(device)
-        sequences, old_logprobs = self._roll_out(mode, i)
-        rolled_out = finished_seconds(device)
+        times = [finished_seconds(device)]
+        prompts = workload.prompts(f"grpo {mode} {i}", self._model.config.vocab_size)
+        sampling = requests(workload.lengths())
+        with strict(mode == "strict"):
+            completions = timed_generation(self._engine, prompts, sampling, self._bench).completions
+        sequences = [[*prompts[c.prompt_index], *c.token_ids] for c in completions]
+        old_logprobs = [c.token_logprobs for c in completions]
+        times.append(finished_seconds(device))
         if mode == "strict":
-            lengths = [workload.prompt_len] * MICRO_BATCH
-            score = partial(_scored, prompt_lengths=lengths)
+            score = partial(_scored, prompt_len=workload.prompt_len)
             logprobs = self._learn(score, sequences, old_logprobs)
         else:
             score = partial(stock_scored, new_tokens=workload.longest)
             with patched_session(self._model).stock():
                 logprobs = self._learn(score, sequences, old_logprobs)
-        trained = finished_seconds(device)
+        times.append(finished_seconds(device))
         self._optimizer.step()
-        updated = finished_seconds(device)
+        times.append(finished_seconds(device))
         drift = compare_logprobs(torch.cat(old_logprobs), logprobs.cpu())
-        return {
-            "rollout": rolled_out - started,
-            "training": trained - rolled_out,
-            "update": updated - trained,
-            "tokens": drift.tokens,
-            "mismatched_tokens": drift.mismatched_tokens,
-        }
-
-    def _roll_out(self, mode: str, i: int) -> tuple[list[list[int]], list[Tensor]]:
-        prompts = self._workload.prompts(f"grpo {mode} {i}", self._model.config.vocab_size)
-        sampling = requests(self._workload.lengths())
-        with strict(mode == "strict"):
-            completions = timed_generation(self._engine, prompts, sampling, self._bench).completions
-        sequences = [[*prompts[c.prompt_index], *c.token_ids] for c in completions]
-        return sequences, [c.token_logprobs for c in completions]
+        spent = (end - start for start, end in pairwise(times))
+        counts = {"tokens": drift.tokens, "mismatched_tokens": drift.mismatched_tokens}
+        return dict(zip(PHASES, spent, strict=True)) | counts
 
     def _learn(
         self, score: Score, sequences: list[list[int]], old_logprobs: Sequence[Tensor]
@@ -156,10 +143,9 @@ class _Stepper:
         return torch.cat(found)
 
 
-def _scored(model: Any, sequences: list[list[int]], *, prompt_lengths: list[int]) -> Tensor:
-    return token_logprobs(
-        model, sequences, prompt_lengths=prompt_lengths[: len(sequences)]
-    ).logprobs
+def _scored(model: Any, sequences: list[list[int]], *, prompt_len: int) -> Tensor:
+    prompt_lengths = [prompt_len] * len(sequences)
+    return token_logprobs(model, sequences, prompt_lengths=prompt_lengths).logprobs
 
 
 def stock_scored(model: Any, sequences: list[list[int]], *, new_tokens: int) -> Tensor:

@@ -31,8 +31,7 @@ class ModelShelf:
         release_memory(device)
         if name != self._name:
             self.clear(device)
-            self._model = built(name, device)
-            self._name = name
+            self._model, self._name = _built(name, device), name
         return self._model
 
     @contextmanager
@@ -53,8 +52,7 @@ class ModelShelf:
         release_memory(device)
 
 
-def built(name: str, device: torch.device) -> Any:
-    """A preset with random weights drawn on the device, or a model directory's weights."""
+def _built(name: str, device: torch.device) -> Any:
     if name in known_presets():
         return build_preset(name, DTYPE, device=device)
     model: Any = AutoModelForCausalLM.from_pretrained(

@@ -24,7 +24,7 @@ TOKENS_BEYOND = 8
 """Cache slots kept free behind each sequence: a step in flight, or a draft."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Workload:
     """Groups of completions that share a prompt.
 
@@ -48,13 +48,7 @@ class Workload:
     @classmethod
     def equal(cls, groups: int, group_size: int, prompt_len: int, new_tokens: int) -> Workload:
         """A workload whose sequences are all as long."""
-        return cls(
-            groups=groups,
-            group_size=group_size,
-            prompt_len=prompt_len,
-            longest=new_tokens,
-            shortest=new_tokens,
-        )
+        return cls(groups, group_size, prompt_len, longest=new_tokens, shortest=new_tokens)
 
     @property
     def sequences(self) -> int:
@@ -63,12 +57,9 @@ class Workload:
     @property
     def shape(self) -> dict[str, int]:
         """As a row's shape names it."""
-        return {
-            "sequences": self.sequences,
-            "group": self.group_size,
-            "prompt": self.prompt_len,
-            "new_tokens": self.longest,
-        }
+        names = ("sequences", "group", "prompt", "new_tokens")
+        sizes = (self.sequences, self.group_size, self.prompt_len, self.longest)
+        return dict(zip(names, sizes, strict=True))
 
     def lengths(self) -> list[int]:
         """New tokens of each sequence: lognormal, clipped to [shortest, longest]."""

@@ -14,9 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import shapes
-from benchmarks.peers import batch_invariant_mode, not_installed, patch_by_liger
+from benchmarks.peers import (
+    batch_invariant_mode,
+    batch_invariant_ops,
+    not_installed,
+    patch_by_liger,
+)
 from benchmarks.suite import Case, Suite
-from benchmarks.timing import UNAVAILABLE, Contestant, Machine, Race
+from benchmarks.timing import UNAVAILABLE, Contestant, Machine, Race, reason
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
@@ -43,61 +48,47 @@ def training_step_cases(models: Sequence[str], batches: Sequence[tuple[int, int]
 
 
 def _step(name: str, count: int, length: int, bench: Machine) -> dict[str, Any]:
-    def model() -> Any:
-        return build_preset(name, torch.bfloat16, device=bench.device).train()
-
-    stock_model, liger_model, own_model = model(), model(), model()
+    models: list[Any] = [
+        build_preset(name, torch.bfloat16, device=bench.device).train() for _ in range(3)
+    ]
+    stock_model, liger_model, own_model = models
     generator = torch.Generator().manual_seed(0)
     vocabulary = stock_model.get_input_embeddings().num_embeddings
     ids = torch.randint(0, vocabulary, (count, length), generator=generator).to(bench.device)
-    stock = hugging_face_step(stock_model, ids)
-
-    peers, unavailable = {}, not_installed("liger_kernel", "batch_invariant_ops")
-    try:
-        liger = patch_by_liger(liger_model)
-    except UNAVAILABLE as error:
-        liger, unavailable["liger"] = None, f"{type(error).__name__}: {error}"[:200]
-    if liger is not None:
-        peers["liger"] = Contestant((hugging_face_step(liger_model, ids),), liger)
-    mode = batch_invariant_mode()
-    if mode is not None:
-        peers["batch_invariant_ops"] = Contestant((stock,), mode)
-    with patch(own_model):
-        return bench.measure(
-            Race(
-                ours=Contestant.of(own_step(own_model, ids)),
-                stock={"hugging face sdpa": Contestant.of(stock)},
-                peers=peers,
-                clock="wall",
-                tokens=ids.numel(),
-                memory=True,
-                unavailable=unavailable,
-            )
-        )
-
-
-def hugging_face_step(model: nn.Module, ids: Tensor) -> Callable[[], Tensor]:
-    """Forward and backward of the mean loss over ids [sequences, length], gradients dropped."""
-
-    def step() -> Tensor:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
-
-
-def own_step(model: nn.Module, ids: Tensor) -> Callable[[], Tensor]:
-    """The same over the packed tokens of a patched model."""
-    count, length = ids.shape
     batch = PackedBatch.from_tokens(ids.flatten(), [length] * count)
 
-    def step() -> Tensor:
-        scored = token_logprobs(model, batch, prompt_lengths=[1] * count)
-        loss = -scored.logprobs.mean()
-        loss.backward()
-        model.zero_grad(set_to_none=True)
-        return loss.detach()
+    def hugging_face_loss(model: Any) -> Tensor:
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
 
-    return step
+    def own_loss(model: Any) -> Tensor:
+        return -token_logprobs(model, batch, prompt_lengths=[1] * count).logprobs.mean()
+
+    stock = partial(_backward, hugging_face_loss, stock_model)
+    peers, unavailable = {}, not_installed("liger_kernel", "batch_invariant_ops")
+    try:
+        if liger := patch_by_liger(liger_model):
+            step = partial(_backward, hugging_face_loss, liger_model)
+            peers["liger"] = Contestant((step,), liger)
+    except UNAVAILABLE as error:
+        unavailable["liger"] = reason(error)
+    if batch_invariant_ops():
+        peers["batch_invariant_ops"] = Contestant((stock,), batch_invariant_mode)
+    with patch(own_model):
+        race = Race(
+            ours=Contestant.of(partial(_backward, own_loss, own_model)),
+            stock={"hugging face sdpa": Contestant.of(stock)},
+            peers=peers,
+            clock="wall",
+            tokens=ids.numel(),
+            memory=True,
+            unavailable=unavailable,
+        )
+        return bench.measure(race)
+
+
+def _backward(loss_of: Callable[[nn.Module], Tensor], model: nn.Module) -> Tensor:
+    """Forward and backward of a mean loss, gradients dropped."""
+    loss = loss_of(model)
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+    return loss.detach()

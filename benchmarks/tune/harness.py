@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
@@ -16,20 +15,14 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.results import Shape
-from benchmarks.suite import OutOfTime
 from benchmarks.timing import Contestant, Machine
 from rl_consistency.cli.output_file import write_whole
 
 Op = Callable[..., Any]
 """Operands -> a tensor or a tuple of tensors; may write into its operands."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Way:
-    """Another way to the result that is timed beside the schedules, such as a library."""
-
-    call: Op
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+Way = tuple[Op, Callable[[], AbstractContextManager[Any]]]
+"""Another way to the result that is timed beside the schedules, and a context to run it in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +45,9 @@ class Work:
 
 
 def tune(works: Iterable[Work], machine: Machine, file: Path | None = None) -> dict[str, Any]:
-    """Measure what the file does not have yet, until the machine's deadline.
+    """Measure what the file does not have yet; it is written after each work.
 
-    Prints a table per work and the winners; the file is written after each work.
-
-    Returns:
-        key -> {op, shape, picked, us, differing, refused}; see `measured`.
+    Prints a table per work and the winners. Returns key -> row; see `measured`.
     """
     rows: dict[str, Any] = {}
     if file is not None and file.exists():
@@ -65,22 +55,16 @@ def tune(works: Iterable[Work], machine: Machine, file: Path | None = None) -> d
     for work in works:
         if work.key in rows:
             continue
-        try:
-            rows[work.key] = row = measured(work, machine)
-        except OutOfTime:
-            print("out of time; call again with the same --json to go on")
-            break
+        rows[work.key] = row = measured(work, machine)
         if file is not None:
             write_whole(file, json.dumps(rows, indent=1) + "\n")
         print(work.key)
         for name, us in sorted(row["us"].items(), key=lambda item: item[1]):
-            note = " <- picked" if name == work.picked else ""
-            print(f"  {us:9.1f} us  {name}{note}")
+            print(f"  {us:9.1f} us  {name}{' <- picked' if name == work.picked else ''}")
         for name in row["refused"]:
             print(f"   REFUSED: other bytes  {name}", flush=True)
     for key, row in rows.items():
-        name = winner(row)
-        picked = row["us"].get(row["picked"])
+        name, picked = winner(row), row["us"].get(row["picked"])
         gain = "" if picked is None else f", picked {picked:.1f} us ({row['picked']})"
         print(f"best of {key}: {row['us'][name]:.1f} us {name}{gain}")
     return rows
@@ -90,51 +74,44 @@ def measured(work: Work, machine: Machine) -> dict[str, Any]:
     """Microseconds of every candidate that gives the reference's bytes and of the other ways.
 
     Returns:
-        `us` by name, `differing` elements of each other way, and the candidates `refused`.
-
-    Raises:
-        OutOfTime: the machine's deadline has passed.
+        op, shape, picked, `us` by name, `differing` elements of each other way, and the candidates
+        `refused`.
     """
     operands = work.operands()
-    accepted: dict[str, Way] = {}
+    ways: dict[str, Way] = {}
     reference: list[Tensor] = []
     refused, differing = [], {}
     for name, call in work.candidates.items():
         try:
-            result = outcome(call, operands)
+            result = _outcome(call, operands)
         except OutOfResources as error:
             print(f"  {work.key} {name}: {error}")
             continue
         reference = reference or result
-        if all(same_bytes(a, b) for a, b in zip(result, reference, strict=True)):
-            accepted[name] = Way(call=call)
+        if all(_same_bytes(a, b) for a, b in zip(result, reference, strict=True)):
+            ways[name] = (call, nullcontext)
         else:
             refused.append(name)
-    for name, way in work.others.items():
-        with way.context():
-            pairs = zip(outcome(way.call, operands), reference, strict=True)
+    for name, (call, context) in work.others.items():
+        with context():
+            pairs = zip(_outcome(call, operands), reference, strict=True)
             differing[name] = sum(int((a != b).sum()) for a, b in pairs)
-    held = sum(x.numel() * x.element_size() for x in operands)
-    sets = [operands, *(work.operands() for _ in range(machine.copies(held) - 1))]
+    copies = machine.copies(sum(x.nbytes for x in operands))
+    sets = [operands, *(work.operands() for _ in range(copies - 1))]
     us = {}
-    for name, way in {**accepted, **work.others}.items():
-        if machine.deadline is not None and time.perf_counter() > machine.deadline:
-            raise OutOfTime
-        us[name] = 1e6 * machine.alone(
-            Contestant([partial(way.call, *s) for s in sets], way.context)
-        )
+    for name, (call, context) in {**ways, **work.others}.items():
+        us[name] = 1e6 * machine.alone(Contestant([partial(call, *s) for s in sets], context))
     found = {"us": us, "differing": differing, "refused": refused}
     return {"op": work.op, "shape": dict(work.shape), "picked": work.picked} | found
 
 
-def outcome(call: Op, operands: tuple[Tensor, ...]) -> list[Tensor]:
+def _outcome(call: Op, operands: tuple[Tensor, ...]) -> list[Tensor]:
     """What a call gives on copies of the operands."""
     result = call(*(x.clone() for x in operands))
     return list(result) if isinstance(result, tuple) else [result]
 
 
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal byte by byte."""
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
     a, b = (x.contiguous().flatten().view(torch.uint8) for x in (a, b))
     return torch.equal(a, b)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.shapes import ROWS, VOCABULARY, WEIGHTS
 from benchmarks.timing import library_defaults
-from benchmarks.tune.harness import Op, Way, Work, label
+from benchmarks.tune.harness import Op, Work, label
 from rl_consistency.kernels.core.device import has_tma, sm_count
 from rl_consistency.kernels.glu import activation_triton as glu
 from rl_consistency.kernels.gradient_fold import rows_triton as fold_rows
@@ -43,13 +43,9 @@ from rl_consistency.numerics.settings import numeric_settings
 
 BF16 = torch.bfloat16
 FOLD_SHAPES = (
-    (4096, 4096, 4096),
-    (8192, 6144, 4096),
-    (16384, 3072, 1024),
-    (16384, 1024, 3072),
-    (16384, 2048, 2048),
-    (16384, 12288, 4096),
-)
+    (4096, 4096, 4096), (8192, 6144, 4096), (16384, 3072, 1024), (16384, 1024, 3072),
+    (16384, 2048, 2048), (16384, 12288, 4096),
+)  # fmt: skip
 NORM_SHAPES = ((8192, 4096), (16384, 4096), (8192, 1024), (16384, 1024), (16384, 2048))
 HEAD_SHAPES = ((16384, 16, 128), (16384, 8, 128))
 ROTARY_SHAPES = ((16384, 16, 8, 128), (8192, 32, 8, 128))
@@ -65,9 +61,19 @@ def normal(device: torch.device, *shape: int, dtype: torch.dtype = BF16) -> Tens
     return values
 
 
-def by_name(schedules: Iterable[Any], call: Callable[[Any], Op]) -> dict[str, Op]:
-    """A candidate for each schedule."""
-    return {label(schedule): call(schedule) for schedule in schedules}
+def _work(
+    op: str, sizes: str, shape: Sequence[Any], operands: Callable[[], tuple[Tensor, ...]],
+    schedules: Sequence[Any], call: Op, picked: Any, **more: Any,
+) -> Work:  # fmt: skip
+    """A work of `schedules`; `call` takes the operands and `schedule`."""
+    return Work(
+        op=op,
+        shape=dict(zip(sizes.split(), shape, strict=True)),
+        operands=operands,
+        candidates={label(s): partial(call, schedule=s) for s in schedules},
+        picked=label(picked),
+        **more,
+    )
 
 
 def matmul_works(device: torch.device) -> Iterator[Work]:
@@ -76,26 +82,21 @@ def matmul_works(device: torch.device) -> Iterator[Work]:
     def operands(m: int, k: int, weight: tuple[int, int]) -> tuple[Tensor, ...]:
         return normal(device, m, k), normal(device, *weight)
 
-    def product(schedule: Any, layout: str) -> Op:
-        return lambda a, b: matmul_fwd(a, b, None, layout, BF16, schedule)
+    def product(a: Tensor, b: Tensor, layout: str, schedule: Any) -> Tensor:
+        return matmul_fwd(a, b, None, layout, BF16, schedule)
 
     def library(a: Tensor, b: Tensor, layout: str) -> Tensor:
         return library_product(a, b, None, layout, BF16)
 
-    for m, layout, w in itertools.product(ROWS, ("nt", "nn"), WEIGHTS):
-        n, k = (w.n, w.k) if layout == "nt" else (w.k, w.n)
+    for m, layout, weight in itertools.product(ROWS, ("nt", "nn"), WEIGHTS):
+        n, k = weight if layout == "nt" else weight[::-1]
         stock = partial(library, layout=layout)
-        yield Work(
-            op="matmul",
-            shape={"layout": layout, "m": m, "n": n, "k": k},
-            operands=partial(operands, m, k, (w.n, w.k)),
-            candidates=by_name(matmul_candidates(m), partial(product, layout=layout)),
-            picked=matmul.pick(m, n, k, BF16, layout, True).name,
-            others={
-                "cublas": Way(call=stock, context=library_defaults),
-                "cublaslt": Way(call=stock, context=numeric_settings),
-            },
-        )
+        yield _work(
+            "matmul", "layout m n k", (layout, m, n, k), partial(operands, m, k, weight),
+            matmul_candidates(m), partial(product, layout=layout),
+            matmul.pick(m, n, k, BF16, layout, True),
+            others={"cublas": (stock, library_defaults), "cublaslt": (stock, numeric_settings)},
+        )  # fmt: skip
 
 
 def matmul_candidates(m: int) -> list[Any]:
@@ -108,28 +109,21 @@ def matmul_candidates(m: int) -> list[Any]:
 
 def fold_works(device: torch.device) -> Iterator[Work]:
     """dW continued in an fp32 gradient."""
-    tma = has_tma(device)
 
-    def fold(schedule: Any) -> Op:
-        def call(gradient: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-            launch_outer(gradient, dy, x, False, schedule)
-            return gradient
-
-        return call
+    def fold(gradient: Tensor, dy: Tensor, x: Tensor, schedule: Any) -> Tensor:
+        launch_outer(gradient, dy, x, False, schedule)
+        return gradient
 
     def operands(tokens: int, n: int, k: int) -> tuple[Tensor, ...]:
         gradient = normal(device, n, k, dtype=torch.float32)
         return gradient, normal(device, tokens, n), normal(device, tokens, k)
 
-    for tokens, n, k in FOLD_SHAPES:
-        picked = fold_outer.pick(tokens, n, k, BF16, tma=tma, processors=sm_count(device))
-        yield Work(
-            op="fold",
-            shape={"tokens": tokens, "n": n, "k": k},
-            operands=partial(operands, tokens, n, k),
-            candidates=by_name(fold_outer.candidates(BF16, tma=tma), fold),
-            picked=label(picked),
-        )
+    tma = has_tma(device)
+    schedules = fold_outer.candidates(BF16, tma=tma)
+    for shape in FOLD_SHAPES:
+        picked = fold_outer.pick(*shape, BF16, tma=tma, processors=sm_count(device))
+        made = partial(operands, *shape)
+        yield _work("fold", "tokens n k", shape, made, schedules, fold, picked)
 
 
 def norm_works(device: torch.device) -> Iterator[Work]:
@@ -140,41 +134,31 @@ def norm_works(device: torch.device) -> Iterator[Work]:
         weight = torch.rand(shape[-1], dtype=BF16, device=device) + 0.5
         return x, other, dy, weight, torch.rand(x.numel() // shape[-1], device=device)
 
-    def forward(schedule: Any, residual: bool) -> Op:
-        return lambda x, other, dy, weight, rstd: rms_norm_fwd(
-            x, other if residual else None, weight, 1e-6, schedule
-        )
+    def forward(x: Tensor, other: Tensor, *rest: Tensor, residual: bool, schedule: Any) -> Any:
+        return rms_norm_fwd(x, other if residual else None, rest[1], 1e-6, schedule)
 
-    def backward(schedule: Any, residual: bool, heads: int) -> Op:
+    def backward(
+        x: Tensor, other: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor, residual: bool,
+        heads: int, schedule: Any,
+    ) -> Any:  # fmt: skip
         chosen = None if schedule is rms_norm.NARROW else schedule
-
-        def call(x: Tensor, other: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Any:
-            dtotal = other if residual else None
-            dx, sums = rms_norm_bwd(dy, dtotal, x, weight, rstd, heads, True, chosen)
-            return dx, folded_step_sums(sums, BF16)
-
-        return call
+        dtotal = other if residual else None
+        dx, sums = rms_norm_bwd(dy, dtotal, x, weight, rstd, heads, True, chosen)
+        return dx, folded_step_sums(sums, BF16)
 
     shapes = [(shape, residual) for shape in NORM_SHAPES for residual in (False, True)]
     for shape, residual in [*shapes, *((shape, False) for shape in HEAD_SHAPES)]:
         width, heads = shape[-1], shape[1] if len(shape) == 3 else 1
-        work = partial(
-            Work,
-            shape={"rows": shape[0], "heads": heads, "width": width},
-            operands=partial(operands, shape),
-        )
         name = "add_rms_norm" if residual else "rms_norm"
+        sizes = ("rows heads width", (shape[0], heads, width), partial(operands, shape))
+        schedules, picked = rms_norm.candidates(width), rms_norm.pick_forward(width)
         call = partial(forward, residual=residual)
-        yield work(
-            op=f"{name} forward",
-            candidates=by_name(rms_norm.candidates(width), call),
-            picked=label(rms_norm.pick_forward(width)),
-        )
+        yield _work(f"{name} forward", *sizes, schedules, call, picked)
         narrow = rms_norm.is_narrow(width, heads)
         picked = rms_norm.NARROW if narrow else rms_norm.pick_backward(width, heads)
-        schedules = dict.fromkeys([picked, *rms_norm.candidates(width, heads)])
+        schedules = list(dict.fromkeys([picked, *rms_norm.candidates(width, heads)]))
         call = partial(backward, residual=residual, heads=heads)
-        yield work(op=f"{name} backward", candidates=by_name(schedules, call), picked=label(picked))
+        yield _work(f"{name} backward", *sizes, schedules, call, picked)
 
 
 def rotary_works(device: torch.device) -> Iterator[Work]:
@@ -184,60 +168,47 @@ def rotary_works(device: torch.device) -> Iterator[Work]:
         q, k = normal(device, tokens, heads, dim), normal(device, tokens, kv_heads, dim)
         return q, k, *torch.rand(2, tokens, dim // 2, device=device).unbind(0)
 
+    call = partial(rotary.rotary_fwd, inverse=False)
     for shape in ROTARY_SHAPES:
-        yield Work(
-            op="rotary",
-            shape=dict(zip(("tokens", "heads", "kv_heads", "head_dim"), shape, strict=True)),
-            operands=partial(operands, *shape),
-            candidates=by_name(
-                rotary.CANDIDATES,
-                lambda s: lambda q, k, cos, sin: rotary.rotary_fwd(q, k, cos, sin, False, s),
-            ),
-            picked=label(rotary.SCHEDULE),
-        )
+        sizes = ("tokens heads kv_heads head_dim", shape, partial(operands, *shape))
+        yield _work("rotary", *sizes, rotary.CANDIDATES, call, rotary.SCHEDULE)
 
 
 def glu_works(device: torch.device) -> Iterator[Work]:
     """SwiGLU, forward and backward."""
-    ways: dict[str, Callable[[Any], Op]] = {
-        "forward": lambda s: lambda gate, up, dy: glu.glu_fwd(gate, up, "silu", s),
-        "backward": lambda s: lambda gate, up, dy: glu.glu_bwd(dy, gate, up, "silu", s),
-    }
+
+    def forward(gate: Tensor, up: Tensor, dy: Tensor, schedule: Any) -> Tensor:
+        return glu.glu_fwd(gate, up, "silu", schedule)
+
+    def backward(gate: Tensor, up: Tensor, dy: Tensor, schedule: Any) -> Any:
+        return glu.glu_bwd(dy, gate, up, "silu", schedule)
+
+    def operands(*shape: int) -> tuple[Tensor, ...]:
+        return normal(device, *shape), normal(device, *shape), normal(device, *shape)
+
     for shape in GLU_SHAPES:
-        for direction, call in ways.items():
-            yield Work(
-                op=f"glu {direction}",
-                shape={"tokens": shape[0], "width": shape[1]},
-                operands=lambda shape=shape: tuple(normal(device, *shape) for _ in range(3)),
-                candidates=by_name(glu.CANDIDATES, call),
-                picked=label(glu.SCHEDULE),
-            )
+        sizes = ("tokens width", shape, partial(operands, *shape))
+        for name, call in (("forward", forward), ("backward", backward)):
+            yield _work(f"glu {name}", *sizes, glu.CANDIDATES, call, glu.SCHEDULE)
 
 
 def embedding_works(device: torch.device) -> Iterator[Work]:
     """Gradients of embedding rows added to a table, ids as frequent as they are in text."""
 
-    def fold(schedule: Any) -> Op:
-        def call(table: Tensor, ids: Tensor, rows: Tensor) -> Tensor:
-            ranked = len(ids) <= fold_rows.RANKED_TOKENS
-            fold_rows.launch_rows(table, ids, rows, schedule, ranked=ranked)
-            return table
-
-        return call
+    def fold(table: Tensor, ids: Tensor, rows: Tensor, schedule: Any) -> Tensor:
+        ranked = len(ids) <= fold_rows.RANKED_TOKENS
+        fold_rows.launch_rows(table, ids, rows, schedule, ranked=ranked)
+        return table
 
     def operands(tokens: int, width: int) -> tuple[Tensor, ...]:
         uniform = torch.rand(tokens, dtype=torch.float64, device=device)
         ids = (VOCABULARY**uniform).long().clamp(max=VOCABULARY - 1)
         return torch.zeros(VOCABULARY, width, device=device), ids, normal(device, tokens, width)
 
-    for tokens, width in EMBEDDING_SHAPES:
-        yield Work(
-            op="embedding backward",
-            shape={"tokens": tokens, "width": width},
-            operands=partial(operands, tokens, width),
-            candidates=by_name(fold_rows.CANDIDATES, fold),
-            picked=label(fold_rows.CANDIDATES[0]),
-        )
+    schedules = fold_rows.CANDIDATES
+    for shape in EMBEDDING_SHAPES:
+        sizes = ("tokens width", shape, partial(operands, *shape))
+        yield _work("embedding backward", *sizes, schedules, fold, schedules[0])
 
 
 def logprobs_works(device: torch.device) -> Iterator[Work]:
@@ -247,10 +218,9 @@ def logprobs_works(device: torch.device) -> Iterator[Work]:
         weight = torch.randn(VOCABULARY, width, dtype=BF16, device=device) * width**-0.5
         return normal(device, tokens, width), weight, torch.ones(tokens, device=device)
 
-    def statistics(name: str) -> Op:
-        return lambda hidden, weight, divisor: token_statistics(hidden, weight, divisor, True, name)
-
-    def unfused_statistics(hidden: Tensor, weight: Tensor, divisor: Tensor) -> Tensor:
+    def statistics(hidden: Tensor, weight: Tensor, divisor: Tensor, schedule: str) -> Tensor:
+        if schedule != logprobs.UNFUSED:
+            return token_statistics(hidden, weight, divisor, True, schedule)
         pieces = [
             vocabulary_row_statistics(matmul_nt(h, weight), divisor[: len(h)], True)
             for h in hidden.split(weight.shape[1])
@@ -268,37 +238,30 @@ def logprobs_works(device: torch.device) -> Iterator[Work]:
         )
         return hidden, weight, table, weight.new_empty(width, VOCABULARY)
 
-    def gradient(name: str) -> Op:
-        def call(hidden: Tensor, weight: Tensor, table: Tensor, room: Tensor) -> Tensor:
-            token_gradient(hidden, weight, table, room, True, name)
-            return room
-
-        return call
-
-    def unfused_gradient(hidden: Tensor, weight: Tensor, table: Tensor, room: Tensor) -> Tensor:
-        token_row_gradient(matmul_nt(hidden, weight), table, room, True)
+    def gradient(
+        hidden: Tensor, weight: Tensor, table: Tensor, room: Tensor, schedule: str
+    ) -> Tensor:
+        if schedule == logprobs.UNFUSED:
+            token_row_gradient(matmul_nt(hidden, weight), table, room, True)
+        else:
+            token_gradient(hidden, weight, table, room, True, schedule)
         return room
 
-    def tiled(table: Mapping[str, Any], call: Callable[[str], Op]) -> dict[str, Op]:
-        return {name: call(name) for name, s in table.items() if s.kind == "tma"}
-
     for tokens, width in LOGPROB_SHAPES:
-        forward = tiled(logprobs.STATISTICS_SCHEDULES, statistics)
-        yield Work(
-            op="token_logprobs statistics",
-            shape={"rows": tokens, "width": width},
-            operands=partial(operands, tokens, width),
-            candidates=forward | {"unfused": unfused_statistics},
-            picked="tma",
-        )
-        backward = tiled(logprobs.GRADIENT_SCHEDULES, gradient)
-        yield Work(
-            op="token_logprobs gradient",
-            shape={"rows": width, "width": width},
-            operands=partial(gradient_operands, width),
-            candidates=backward | {"unfused": unfused_gradient},
-            picked="tma",
-        )
+        for name, schedules, call, rows, made in (
+            ("statistics", logprobs.STATISTICS_SCHEDULES, statistics, tokens,
+             partial(operands, tokens, width)),
+            ("gradient", logprobs.GRADIENT_SCHEDULES, gradient, width,
+             partial(gradient_operands, width)),
+        ):  # fmt: skip
+            tiled = [key for key, schedule in schedules.items() if schedule.kind == "tma"]
+            yield Work(
+                op=f"token_logprobs {name}",
+                shape={"rows": rows, "width": width},
+                operands=made,
+                candidates={s: partial(call, schedule=s) for s in (*tiled, logprobs.UNFUSED)},
+                picked="tma",
+            )
 
 
 OPS: dict[str, Callable[[torch.device], Iterator[Work]]] = {

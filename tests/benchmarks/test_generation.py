@@ -8,9 +8,9 @@ from benchmarks.rollout.copying import check_equal
 from benchmarks.rollout.decoding import steady_attention
 from benchmarks.rollout.generation import (
     Generation,
-    ReplayEvents,
     Tick,
     Window,
+    idle_share,
     replay_events,
     timed_generation,
 )
@@ -23,7 +23,6 @@ EQUAL = Workload.equal(1, 2, 12, 6)
 
 class Machine:
     device = torch.device("cuda")
-    deadline = None
 
 
 def completion(index, token_ids, logprobs=None):
@@ -34,13 +33,7 @@ def completion(index, token_ids, logprobs=None):
 def generation(tokens, count=2, replays=None):
     ticks = [Tick(float(i), n, i) for i, n in enumerate(tokens)]
     done = [completion(i, [0]) for i in range(count)]
-    return Generation(
-        completions=done,
-        seconds=float(len(ticks)),
-        ticks=ticks,
-        replays=replays or ReplayEvents(),
-        statistics=None,
-    )
+    return Generation(done, float(len(ticks)), ticks, replays or [], None)
 
 
 class Event:
@@ -85,11 +78,10 @@ def test_sequences_that_never_run_together_are_named():
 
 def test_idle_is_what_no_replay_covers():
     pairs = [(Event(0.0), Event(8.0)), (Event(10.0), Event(19.0)), (Event(19.0), Event(20.0))]
-    events = ReplayEvents(pairs)
-    assert events.idle_share() == pytest.approx(0.1)
-    assert events.idle_share(1, 3) == 0.0
-    assert events.idle_share(0, 1) is None
-    run = generation([0, 2, 4, 6], replays=ReplayEvents([pairs[0], *pairs]))
+    assert idle_share(pairs) == pytest.approx(0.1)
+    assert idle_share(pairs[1:]) == 0.0
+    assert idle_share(pairs[:1]) is None
+    run = generation([0, 2, 4, 6], replays=[pairs[0], *pairs])
     assert run.window(1, 3).idle_share == pytest.approx(2 / 19)
 
 
@@ -116,9 +108,9 @@ def log(monkeypatch):
 
 def test_replays_are_timed_by_events_and_the_method_is_put_back(log):
     before = torch.cuda.CUDAGraph.replay
-    with replay_events(torch.device("cuda")) as events:
+    with replay_events(torch.device("cuda")) as pairs:
         torch.cuda.CUDAGraph().replay()
-    assert log == ["event", "replay", "event"] and len(events.pairs) == 1
+    assert log == ["event", "replay", "event"] and len(pairs) == 1
     assert torch.cuda.CUDAGraph.replay is before
 
 
@@ -140,7 +132,7 @@ def test_graphs_captured_ahead_of_a_generation_are_timed_in_it(log, monkeypatch,
 
     monkeypatch.setattr(timed, "finished_seconds", lambda device: 0.0)
     found = timed_generation(Engine(), [], [], Machine(), warm_up=warm_up)
-    assert log == ["event", "replay", "event"] and len(found.replays.pairs) == 1
+    assert log == ["event", "replay", "event"] and len(found.replays) == 1
 
 
 def test_attention_of_a_steady_window_counts_every_key():

@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.results import (
     BARS,
-    VLLM,
     Results,
     Row,
     compare,
@@ -177,10 +176,6 @@ def test_rollout_bars_read_their_figures():
     assert bar("rollout_roofline", [*roofline, elsewhere])["figure"] == 0.66
     idle = [rollout("rollout_idle", figures={"idle_share": f}) for f in (0.01, 0.05)]
     assert bar("rollout_idle", idle[:1])["met"] and not bar("rollout_idle", idle)["met"]
-    said = rollout("rollout_public", unavailable={"vllm": "not installed"})
-    assert bar("rollout_public", [said])["figure"] is None
-    beside = rollout("rollout_public", ours_us=10.0, peers={VLLM: 12.0})
-    assert bar("rollout_public", [beside])["figure"] == pytest.approx(1.2)
 
 
 def test_no_mismatch_counts_only_beside_a_stock_that_drifts():

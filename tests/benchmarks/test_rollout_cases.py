@@ -1,6 +1,5 @@
 """Every rollout case runs on a tiny model, on a CPU."""
 
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,25 +8,17 @@ import torch
 from benchmarks.results import Row
 from benchmarks.rollout.copying import copying, copying_model, edited_stretch
 from benchmarks.rollout.decoding import decode, long_context, steady_step
-from benchmarks.rollout.generation import engine_for, timed_generation
 from benchmarks.rollout.grpo import grpo_step
+from benchmarks.rollout.hugging_face import GENERATE, generate_rate, hugging_face
 from benchmarks.rollout.models import ModelShelf
-from benchmarks.rollout.others import (
-    GENERATE,
-    generate_rate,
-    hugging_face,
-    our_rate,
-    public_engines,
-)
 from benchmarks.rollout.suites import own_suite
-from benchmarks.rollout.workload import Workload, requests
-from benchmarks.suite import OutOfTime
+from benchmarks.rollout.workload import Workload
 from benchmarks.timing import Ceilings
 
 TINY = "tiny-qwen3"
 SPREAD = Workload(groups=2, group_size=4, prompt_len=20, longest=24, shortest=8)
 EQUAL = Workload.equal(1, 2, 12, 6)
-MACHINE = SimpleNamespace(device=torch.device("cpu"), ceilings=Ceilings(1e10, 1e11), deadline=None)
+MACHINE = SimpleNamespace(device=torch.device("cpu"), ceilings=Ceilings(1e10, 1e11))
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +29,6 @@ def shelf():
 def row(fields):
     """The row that a case's fields make."""
     return Row(suite="rollout", work="-", shape={}, dtype="bfloat16", **fields)
-
-
-def test_a_deadline_ends_a_generation(shelf):
-    with shelf.patched(TINY, torch.device("cpu")) as model:
-        engine = engine_for(model, EQUAL)
-        work = (EQUAL.prompts("0", 300), requests(EQUAL.lengths()))
-        late = SimpleNamespace(**vars(MACHINE) | {"deadline": time.perf_counter() - 1})
-        with pytest.raises(OutOfTime):
-            timed_generation(engine, *work, late)
-        assert timed_generation(engine, *work, MACHINE).new_tokens_per_second > 0
 
 
 def test_decode_has_a_ratio_a_roofline_and_both_modes(shelf):
@@ -134,11 +115,6 @@ def test_a_generation_that_ends_early_is_no_measurement():
 
     with pytest.raises(RuntimeError, match="not all the tokens asked for"):
         generate_rate(Short(), EQUAL, MACHINE, cache=None)
-
-
-def test_a_public_engine_that_is_not_installed_is_said(shelf):
-    assert row(public_engines(shelf, TINY, EQUAL, MACHINE)).unavailable == {"vllm": "not installed"}
-    assert our_rate(shelf, TINY, EQUAL, MACHINE) > 0
 
 
 def test_a_model_is_freed_for_the_next_one_and_after_a_failure():

@@ -1,21 +1,17 @@
 """The tune harness: candidates of other bytes are refused, winners become the matmul table."""
 
 import json
-from types import SimpleNamespace
+from contextlib import nullcontext
 
-import pytest
 import torch
 
-from benchmarks.suite import OutOfTime
-from benchmarks.tune.harness import Way, Work, label, measured, tune, winner
+from benchmarks.tune.harness import Work, label, measured, tune, winner
 from benchmarks.tune.matmul_table import write_table
 from benchmarks.tune.works import OPS, matmul_candidates
 
 
 class Machine:
     """Takes as long for a call as its result says."""
-
-    deadline = None
 
     def copies(self, operand_bytes):
         return 2
@@ -38,7 +34,7 @@ def work(**changes):
         "operands": lambda: (torch.arange(8.0),),
         "candidates": {"slow": add, "wrong": lambda x: x + 1.001},
         "picked": "slow",
-        "others": {"cublas": Way(call=add), "cublaslt": Way(call=add)},
+        "others": dict.fromkeys(("cublas", "cublaslt"), (add, nullcontext)),
     }
     return Work(**fields | changes)
 
@@ -61,10 +57,6 @@ def test_what_a_file_has_is_not_measured_again(tmp_path):
     tune([work()], Machine(), file)
     before = json.loads(file.read_text())
     assert tune([work(operands=None)], Machine(), file) == before
-    late = SimpleNamespace(deadline=0.0, copies=lambda held: 1, alone=None)
-    with pytest.raises(OutOfTime):
-        measured(work(), late)
-    assert tune([work(op="other")], late, file) == before
 
 
 def test_the_fastest_schedule_and_a_faster_library_of_the_same_bytes_are_written(tmp_path):
