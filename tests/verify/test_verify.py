@@ -177,7 +177,7 @@ def test_a_head_norms_gradient_that_knows_its_neighbours_is_red(monkeypatch):
 
     def mutant(x, weight, eps, *, rows_per_token=1):
         y = original(x, weight, eps, rows_per_token=rows_per_token)
-        if rows_per_token > 1 and len(x) > 1:
+        if rows_per_token > 1 and len(x) > 1 and x.requires_grad:
             x.register_hook(lambda gradient: gradient * 1.5)
         return y
 
