@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_PROCESSES = 12
 """On a GPU by default."""
-
 PROCESS_BYTES = 6 * 2**30
 """Of a GPU's memory, for each process by default: its context and some tensors."""
 
@@ -38,56 +37,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("--device", default="cpu", help="where to run (default: cpu)")
     model = parser.add_mutually_exclusive_group()
-    model.add_argument(
-        "--model", type=Path, metavar="DIR", help="a Hugging Face model directory, in its own dtype"
+    text = "a Hugging Face model directory, in its own dtype"
+    model.add_argument("--model", type=Path, metavar="DIR", help=text)
+    text = (
+        "models built on the spot: tiny-qwen3, tiny-llama, tiny-qwen2, tiny-mistral; on a GPU also "
+        "qwen3-0.6b, qwen3-1.7b, qwen3-8b, llama3-8b with random weights; or all (default: the "
+        "tiny ones, on a GPU qwen3-0.6b as well)"
     )
-    model.add_argument(
-        "--preset",
-        metavar="NAME",
-        nargs="+",
-        action="extend",
-        help="models built on the spot: tiny-qwen3, tiny-llama, tiny-qwen2, tiny-mistral; on a GPU "
-        "also qwen3-0.6b, qwen3-1.7b, qwen3-8b, llama3-8b with random weights; or all (default: "
-        "the tiny ones, on a GPU qwen3-0.6b as well)",
-    )
-    parser.add_argument(
-        "--dtype",
-        metavar="DTYPE",
-        nargs="+",
-        action="extend",
-        help=f"{', '.join(DTYPES)} (default: the first two, on a GPU all)",
-    )
+    model.add_argument("--preset", metavar="NAME", nargs="+", action="extend", help=text)
+    text = f"{', '.join(DTYPES)} (default: the first two, on a GPU all)"
+    parser.add_argument("--dtype", metavar="DTYPE", nargs="+", action="extend", help=text)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all results to a file")
     extent = parser.add_mutually_exclusive_group()
-    extent.add_argument(
-        "--quick",
-        action="store_true",
-        help="a smaller sweep, and two layers of a model of real shape (default on a GPU)",
+    text = "a smaller sweep, and two layers of a model of real shape (default on a GPU)"
+    extent.add_argument("--quick", action="store_true", help=text)
+    text = "the whole sweep, and all layers (default on a CPU)"
+    extent.add_argument("--full", action="store_true", help=text)
+    text = (
+        f"that share the checks (default: 1; on a GPU one per core and {PROCESS_BYTES >> 30} GiB "
+        f"of free memory, at most {MOST_PROCESSES})"
     )
-    extent.add_argument(
-        "--full", action="store_true", help="the whole sweep, and all layers (default on a CPU)"
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="that share the checks (default: 1; on a GPU one per core and "
-        f"{PROCESS_BYTES >> 30} GiB of free memory, at most {MOST_PROCESSES})",
-    )
-    parser.add_argument(
-        "--mutants",
-        action="store_true",
-        help="instead run the negative controls: every wrong program must turn its checks red",
-    )
+    parser.add_argument("--processes", type=int, metavar="N", help=text)
+    text = "instead run the negative controls: every wrong program must turn its checks red"
+    parser.add_argument("--mutants", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify; 0 when every row is green, 1 when one is red.
-
-    Raises:
-        ValueError: an option that cannot be served, or a model that is not covered.
-        OSError: no such model directory, or a JSON file that cannot be written.
-    """
+    """Verify; 0 when every row is green, 1 when one is red."""
     if args.json is not None:
         require_writable("--json", args.json)
     device = _device(args.device)
@@ -98,12 +74,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         passed, content = _run_claims(_targets(args, device), device, _processes(args, device))
     if args.json is not None:
-        record = {
-            "passed": passed,
-            "seconds": time.perf_counter() - start,
-            "machine": _machine(device),
-            "fingerprint": _fingerprint(device),
-        }
+        record = {"passed": passed, "seconds": time.perf_counter() - start}
+        record |= {"machine": _machine(device), "fingerprint": _fingerprint(device)}
         write_whole(args.json, json.dumps(record | content, indent=1) + "\n")
     return 0 if passed else 1
 
@@ -154,12 +126,11 @@ def _run_claims(
     for r in failed:
         console.print(f"[red]{r.key}[/] ({r.scope}): {escape(r.detail)}", highlight=False)
     models = ", ".join(dict.fromkeys(target.name for target in targets))
-    console.print(
-        f"{len(results) - len(failed)} of {len(results)} checks passed, "
-        f"{sum(r.cases for r in results):,} comparisons on {models}, "
-        f"{time.perf_counter() - start:.0f} s, fingerprint {_fingerprint(device)['digest'][:12]}",
-        highlight=False,
-    )
+    passed, compared = len(results) - len(failed), sum(r.cases for r in results)
+    text = f"{passed} of {len(results)} checks passed, {compared:,} comparisons on {models}, "
+    text += f"{time.perf_counter() - start:.0f} s, "
+    text += f"fingerprint {_fingerprint(device)['digest'][:12]}"
+    console.print(text, highlight=False)
     return not failed, {"results": [asdict(r) for r in results]}
 
 
@@ -167,12 +138,10 @@ def _log(console: Console, result: Result, mutant: str = "") -> None:
     """One line per check where there is no live bar to look at."""
     if console.is_terminal:
         return
-    verdict = "green" if result.passed else "RED  "
+    verdict, detail = ("green", "") if result.passed else ("RED  ", f": {result.detail}")
     what = f"{mutant}: {result.key}" if mutant else f"{result.key} ({result.scope})"
-    detail = "" if result.passed else f": {result.detail}"
-    print(
-        f"{verdict} {what}, {result.cases} comparisons, {result.seconds:.1f} s{detail}", flush=True
-    )
+    spent = f"{result.cases} comparisons, {result.seconds:.1f} s"
+    print(f"{verdict} {what}, {spent}{detail}", flush=True)
 
 
 def claims_tables(results: Sequence[Result]) -> list[Table]:
@@ -184,14 +153,8 @@ def claims_tables(results: Sequence[Result]) -> list[Table]:
         own = [r for r in results if r.claim == claim]
         if not own:
             continue
-        table = Table(
-            title=f"{claim}  {text}",
-            title_justify="left",
-            title_style="bold",
-            show_header=False,
-            box=None,
-            expand=True,
-        )
+        title = {"title": f"{claim}  {text}", "title_justify": "left", "title_style": "bold"}
+        table = Table(**title, show_header=False, box=None, expand=True)  # type: ignore[arg-type]
         table.add_column(width=5, no_wrap=True)
         table.add_column(width=max(len(r.subject) for r in results), no_wrap=True)
         table.add_column(ratio=1, overflow="fold")
@@ -199,19 +162,13 @@ def claims_tables(results: Sequence[Result]) -> list[Table]:
         table.add_column(width=6, justify="right", no_wrap=True)
         for key in dict.fromkeys(r.key for r in own):
             rows = [r for r in own if r.key == key]
+            verdict = "[green]holds[/]" if all(r.passed for r in rows) else "[red]RED[/]"
+            figures = [r.figure for r in rows if r.figure is not None]
+            varied = rows[0].what + (f": {max(figures):.2f} x stock" if figures else "")
             cases = f"{sum(r.cases for r in rows):,}"
-            table.add_row(_verdict(rows), rows[0].subject, _varied(rows), _scopes(rows), cases)
+            table.add_row(verdict, rows[0].subject, varied, _scopes(rows), cases)
         tables.append(table)
     return tables
-
-
-def _verdict(rows: Sequence[Result]) -> str:
-    return "[green]holds[/]" if all(r.passed for r in rows) else "[red]RED[/]"
-
-
-def _varied(rows: Sequence[Result]) -> str:
-    figures = [r.figure for r in rows if r.figure is not None]
-    return rows[0].what + (f": {max(figures):.2f} x stock" if figures else "")
 
 
 def _scopes(rows: Sequence[Result]) -> str:
@@ -245,19 +202,12 @@ def _run_mutants(device: torch.device) -> tuple[bool, dict[str, Any]]:
     for r in red:
         console.print(f"[red]red without a mutant[/] {r.key}: {escape(r.detail)}", highlight=False)
     caught = sum(m.killed for m in found)
-    console.print(
-        f"{caught} of {len(found)} mutants caught, {len(keys)} checks green before and after: "
-        f"{'no' if red else 'yes'}, {time.perf_counter() - start:.0f} s",
-        highlight=False,
-    )
+    text = f"{caught} of {len(found)} mutants caught, {len(keys)} checks green before and after: "
+    text += f"{'no' if red else 'yes'}, {time.perf_counter() - start:.0f} s"
+    console.print(text, highlight=False)
     rows = [
-        {
-            "name": m.mutant.name,
-            "what": m.mutant.what,
-            "killed": m.killed,
-            "survived_checks": list(m.survivors),
-            "results": [asdict(r) for r in m.results],
-        }
+        {"name": m.mutant.name, "what": m.mutant.what, "killed": m.killed}
+        | {"survived_checks": list(m.survivors), "results": [asdict(r) for r in m.results]}
         for m in found
     ]
     passed = not red and caught == len(found)
@@ -280,11 +230,7 @@ def mutants_table(found: Sequence[MutantResult]) -> Table:
 
 
 def _targets(args: argparse.Namespace, device: torch.device) -> list[Target]:
-    from rl_consistency.verify.targets import (
-        default_targets,
-        directory_targets,
-        preset_targets,
-    )
+    from rl_consistency.verify.targets import default_targets, directory_targets, preset_targets
 
     dtypes = [_dtype(name) for name in dict.fromkeys(args.dtype or ())]
     quick = args.quick or (device.type == "cuda" and not args.full)
@@ -292,29 +238,23 @@ def _targets(args: argparse.Namespace, device: torch.device) -> list[Target]:
         return directory_targets(args.model, dtypes, device=device, quick=quick)
     if args.preset is None:
         return default_targets(dtypes, device=device, quick=quick)
-    return [
-        target
-        for name in _preset_names(args.preset, device)
-        for target in preset_targets(name, dtypes, device=device, quick=quick)
-    ]
-
-
-def _preset_names(chosen: Sequence[str], device: torch.device) -> list[str]:
-    """The names given, `all` standing for every preset the device can hold."""
     from rl_consistency.verify.presets import PRESETS, known_presets
 
     everything = known_presets() if device.type == "cuda" else tuple(PRESETS)
-    names = [n for name in chosen for n in (everything if name == "all" else (name,))]
-    return list(dict.fromkeys(names))
+    names = [n for name in args.preset for n in (everything if name == "all" else (name,))]
+    return [
+        target
+        for name in dict.fromkeys(names)
+        for target in preset_targets(name, dtypes, device=device, quick=quick)
+    ]
 
 
 def _dtype(name: str) -> torch.dtype:
     import torch
 
     if name not in DTYPES:
-        raise ValueError(
-            f"--dtype {name!r}: canonical orders exist for {', '.join(DTYPES)}; fp8 has none."
-        )
+        allowed = ", ".join(DTYPES)
+        raise ValueError(f"--dtype {name!r}: canonical orders exist for {allowed}; fp8 has none.")
     return getattr(torch, name)
 
 
@@ -346,14 +286,8 @@ def _device(name: str) -> torch.device:
 
 
 def _progress(console: Console) -> Progress:
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-        console=console,
-        transient=True,
-    )
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, TextColumn("{task.description}"), console=console, transient=True)
 
 
 def _fingerprint(device: torch.device) -> dict[str, Any]:

@@ -6,14 +6,10 @@ from collections.abc import Mapping
 
 
 class ConsistencyError(RuntimeError):
-    """A consistency promise does not hold: bytes that must be equal differ.
+    """A consistency promise does not hold: bytes that must be equal differ, so that numbers already
+    computed must not be trusted. Callers' mistakes are `ValueError` or `TypeError`.
 
-    Callers' mistakes are `ValueError` or `TypeError`; this one says that numbers already computed
-    must not be trusted, and names which.
-
-    Args:
-        message: what differs, and what to do.
-        metrics: what had been measured of the step when it was found; logged before a run stops.
+    `metrics` is what had been measured of the step until then; it is logged before a run stops.
     """
 
     def __init__(

@@ -34,8 +34,7 @@ class Fingerprint:
         return hashlib.sha256(json.dumps(self.entries, sort_keys=True).encode()).hexdigest()
 
     def difference(self, other: Fingerprint) -> list[str]:
-        """`name: ours != theirs` for every entry that differs; empty when the bits are
-        comparable."""
+        """`name: ours != theirs` of each entry that differs; none where bits are comparable."""
         names = sorted(self.entries.keys() | other.entries.keys())
         return [
             f"{name}: {self.entries.get(name, 'absent')} != {other.entries.get(name, 'absent')}"
@@ -45,23 +44,16 @@ class Fingerprint:
 
 
 def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
-    """The fingerprint of this process, now.
-
-    Args:
-        device: where the ops run.
-
-    Returns:
-        Canonical orders, the strictness in force, library versions, device, thread count, and the
-        process-wide numeric settings.
-    """
+    """What this process has now, its ops running on `device`: canonical orders, the strictness in
+    force, library versions, device, thread count, and the process-wide numeric settings."""
     device = torch.device(device)
     entries = {f"order.{order.id}": _order_entry(order, device) for order in ORDERS.values()}
     entries["stock_ops"] = ",".join(sorted(current().stock)) or "none"
-    entries["rl_consistency"] = rl_consistency.__version__
-    entries["torch"] = torch.__version__
-    entries["transformers"] = transformers.__version__
-    entries["accelerate"] = accelerate.__version__
-    entries["device"] = _device_name(device)
+    for library in (rl_consistency, torch, transformers, accelerate):
+        entries[library.__name__] = library.__version__
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else f"{device.type} {platform.machine()}"
+    entries["device"] = name
     if device.type == "cpu":
         entries["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
         entries["cpu_model"] = _cpu_model()
@@ -69,7 +61,7 @@ def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
         # The matrix library chooses its walk over K; its build is part of the order.
         entries["torch_build"] = hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16]
         entries["flushes_denormals"] = str(bool(torch.tensor(1e-39) * 0.5 == 0))
-    if device.type == "cuda":
+    if cuda:
         # Triton and its own assembler make the kernels, so the driver does not enter.
         entries["cuda_capability"] = "{}.{}".format(*torch.cuda.get_device_capability(device))
         entries["cuda_runtime"] = str(torch.version.cuda)
@@ -92,9 +84,3 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} {platform.machine()}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from rl_consistency.kernels.attention import op as attention
-from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.embedding import op as embedding
 from rl_consistency.kernels.glu import op as glu
 from rl_consistency.kernels.gradient_fold import op as gradient_fold
@@ -19,31 +18,9 @@ from rl_consistency.kernels.sampling import op as sampling_support
 from rl_consistency.kernels.token_logprobs import op as token_logprobs
 
 _MODULES = (
-    matmul,
-    row_reduction,
-    gradient_fold,
-    linear,
-    rms_norm,
-    rotary,
-    glu,
-    embedding,
-    attention,
-    sampling_support,
-    token_logprobs,
-    masked_reduction,
-    gradient_norm,
+    *(matmul, row_reduction, gradient_fold, linear, rms_norm, rotary, glu, embedding, attention),
+    *(sampling_support, token_logprobs, masked_reduction, gradient_norm),
 )
 
 ORDERS = MappingProxyType({module.ORDER.id: module.ORDER for module in _MODULES})
 """Every order by id."""
-
-
-def order(order_id: str) -> ReductionOrder:
-    """The order with this id.
-
-    Raises:
-        ValueError: no such order.
-    """
-    if order_id not in ORDERS:
-        raise ValueError(f"no canonical order {order_id!r}; known: {', '.join(ORDERS)}.")
-    return ORDERS[order_id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,13 @@ def _write_blas_library(library: torch._C._BlasBackend) -> None:
         torch.backends.cuda.preferred_blas_library(library)
 
 
+def _flag(name: str) -> Setting:
+    matmul = torch.backends.cuda.matmul
+    return Setting(
+        f"cuda.matmul.{name}", partial(getattr, matmul, name), partial(setattr, matmul, name), False
+    )
+
+
 def _reduction(dtype: str) -> Setting:
     """Whether sums of 16-bit products may round early, and whether K may be split."""
     name = f"allow_{dtype}_reduced_precision_reduction"
@@ -42,30 +50,16 @@ def _reduction(dtype: str) -> Setting:
     return Setting(
         f"cuda.matmul.{name}",
         lambda: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")),
-        lambda v: setattr(matmul, name, v),
+        partial(setattr, matmul, name),
         (False, False),
     )
 
 
+_get, _set = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
 SETTINGS = (
-    Setting(
-        "float32_matmul_precision",
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-        "highest",
-    ),
-    Setting(
-        "cuda.matmul.allow_tf32",
-        lambda: torch.backends.cuda.matmul.allow_tf32,
-        lambda v: setattr(torch.backends.cuda.matmul, "allow_tf32", v),
-        False,
-    ),
-    Setting(
-        "cuda.matmul.allow_fp16_accumulation",
-        lambda: torch.backends.cuda.matmul.allow_fp16_accumulation,
-        lambda v: setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", v),
-        False,
-    ),
+    Setting("float32_matmul_precision", _get, _set, "highest"),
+    _flag("allow_tf32"),
+    _flag("allow_fp16_accumulation"),
     _reduction("bf16"),
     _reduction("fp16"),
     Setting("cuda.preferred_blas_library", _read_blas_library, _write_blas_library, _CUBLASLT),
@@ -105,16 +99,13 @@ def numeric_settings() -> Iterator[None]:
 
 
 def verify_settings() -> None:
-    """Check that every setting still has its required value.
+    """Check that every setting has its required value.
 
     Raises:
         ConsistencyError: names each setting that something else has changed.
     """
-    wrong = [
-        f"{s.name} is {s.read()!r}, needs {s.required!r}"
-        for s in SETTINGS
-        if s.read() != s.required
-    ]
+    found = [(s, s.read()) for s in SETTINGS]
+    wrong = [f"{s.name} is {v!r}, needs {s.required!r}" for s, v in found if v != s.required]
     if wrong:
         raise ConsistencyError(
             f"process-wide numeric settings changed: {'; '.join(wrong)}. Run inside "

@@ -23,13 +23,11 @@ VARIABLE = "RL_CONSISTENCY_STRICT"
 
 @dataclass(frozen=True)
 class Strictness:
-    """Which ops are canonical."""
+    """Which ops are on their stock path; all others are canonical."""
 
     stock: frozenset[str] = frozenset()
-    """Ops on their stock path."""
 
     def canonical(self, op: str) -> bool:
-        """Whether `op` runs in its canonical order."""
         return op not in self.stock
 
     def as_record(self) -> dict[str, object]:
@@ -44,15 +42,12 @@ _current: ContextVar[Strictness | None] = ContextVar("strictness", default=None)
 def strict(enabled: bool = True, *, except_: Iterable[str] = ()) -> Iterator[Strictness]:
     """Choose canonical or stock paths inside a block; nests, and restores on any exit.
 
-    A backward pass follows its own forward pass: keep both inside the block, or gradient
-    checkpointing would recompute the forward under another choice.
+    Keep the backward pass inside the block too: gradient checkpointing would else recompute the
+    forward pass under another choice.
 
     Args:
         enabled: True runs every op in its canonical order, False on its stock path.
         except_: ops that do the opposite, for ablations: `strict(except_={"attention"})`.
-
-    Yields:
-        The choice in force.
 
     Raises:
         ValueError: an unknown op name.

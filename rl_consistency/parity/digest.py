@@ -51,11 +51,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def first_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
-    """The first name, in sorted order, whose entries differ; None when all agree.
+    """The first name, in sorted order, whose entries differ or that one side lacks; else None.
 
-    Entries are tensors (compared by dtype, shape and bytes, so NaN equals the same NaN and +0
-    differs from -0), or plain values such as digests (compared by ==). A name on one side only is a
-    difference.
+    Tensors are compared by dtype, shape and bytes, plain values such as digests by ==.
     """
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b or not _equal(a[name], b[name]):

@@ -1,16 +1,15 @@
 """How far the logprobs of training are from those of the rollout, token by token.
 
-A token matches when the two fp32 values are the same 32 bits. So +0 and -0 differ (by 1 ULP: the
-two zeros are neighbours in the order used here), and a token with a NaN or an infinity on either
-side counts as mismatched whatever the other side holds. Nothing that was scored is left out of any
-figure: a single NaN makes the means NaN.
+A token matches when the two fp32 values are the same 32 finite bits; +0 and -0 differ, by 1 ULP.
+Nothing that was scored is left out of any figure: a single NaN makes the means NaN.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +19,20 @@ from rl_consistency.parity.tolerances import RATIO_BAND
 LogProbs = Tensor | Sequence[Tensor]
 
 
+_LOGGED = {
+    **{n: n for n in ("tokens", "mismatched_tokens", "mismatch_fraction", "nonfinite_tokens")},
+    **{f"{n}_abs_diff": f"logprob_abs_diff/{n}" for n in ("mean", "max")},
+    **{f"{n}_ulp": f"ulp/{n}" for n in ("mean", "max")},
+    **{f"kl_{n}": f"kl/{n}" for n in ("k1", "k3")},
+    **{f"ratio_{n}": f"importance_ratio/{n}" for n in ("min", "mean", "max")},
+    "clip_fraction": "clip_fraction",
+}
+"""Figure of a report -> the name it is logged by."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DriftReport:
-    """Drift over the active tokens, d = training logprob - rollout logprob, means in fp64.
-
-    Example: rollout (-1, -2), training (-1, -2.5) gives tokens 2, mismatched_tokens 1,
-    mean_abs_diff 0.25, max_abs_diff 0.5, kl_k1 0.25, ratio_max 1, first_mismatch 1.
-    """
+    """Drift over the active tokens, d = training logprob - rollout logprob, means in fp64."""
 
     tokens: int
     """Active tokens compared."""
@@ -39,7 +45,6 @@ class DriftReport:
     max_abs_diff: float
     """Largest |d|, nats."""
     mean_ulp: float
-    """Mean distance in representable fp32 values."""
     max_ulp: int
     """Largest distance in representable fp32 values; 0 only when all bits are equal."""
     kl_k1: float
@@ -49,9 +54,7 @@ class DriftReport:
     ratio_min: float
     """Smallest importance ratio e^d."""
     ratio_mean: float
-    """Mean importance ratio."""
     ratio_max: float
-    """Largest importance ratio."""
     clip_fraction: float
     """Share of tokens whose ratio is outside [0.8, 1.2]."""
     first_mismatch: int | None
@@ -65,53 +68,28 @@ class DriftReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every active token is finite and bit-equal."""
         return self.mismatched_tokens == 0 and self.nonfinite_tokens == 0
 
     def metrics(self, prefix: str = "consistency") -> dict[str, float]:
         """The figures under the names they are logged by."""
-        named = {
-            "tokens": self.tokens,
-            "mismatched_tokens": self.mismatched_tokens,
-            "mismatch_fraction": self.mismatch_fraction,
-            "nonfinite_tokens": self.nonfinite_tokens,
-            "logprob_abs_diff/mean": self.mean_abs_diff,
-            "logprob_abs_diff/max": self.max_abs_diff,
-            "ulp/mean": self.mean_ulp,
-            "ulp/max": self.max_ulp,
-            "kl/k1": self.kl_k1,
-            "kl/k3": self.kl_k3,
-            "importance_ratio/min": self.ratio_min,
-            "importance_ratio/mean": self.ratio_mean,
-            "importance_ratio/max": self.ratio_max,
-            "clip_fraction": self.clip_fraction,
-        }
-        return {f"{prefix}/{name}": value for name, value in named.items()}
+        return {f"{prefix}/{name}": getattr(self, field) for field, name in _LOGGED.items()}
 
     def merge(self, other: DriftReport) -> DriftReport:
         """The report of this report's tokens followed by the other's; means weighted by tokens."""
+        a, b = asdict(self), asdict(other)
         tokens = self.tokens + other.tokens
-
-        def mean(name: str) -> float:
-            total = getattr(self, name) * self.tokens + getattr(other, name) * other.tokens
-            return total / tokens
-
-        first = self.first_mismatch
-        if first is None and other.first_mismatch is not None:
-            first = self.positions + other.first_mismatch
-        means = ("mean_abs_diff", "mean_ulp", "kl_k1", "kl_k3", "ratio_mean", "clip_fraction")
-        return DriftReport(
-            tokens=tokens,
-            mismatched_tokens=self.mismatched_tokens + other.mismatched_tokens,
-            nonfinite_tokens=self.nonfinite_tokens + other.nonfinite_tokens,
-            max_abs_diff=_extreme(max, self.max_abs_diff, other.max_abs_diff),
-            max_ulp=max(self.max_ulp, other.max_ulp),
-            ratio_min=_extreme(min, self.ratio_min, other.ratio_min),
-            ratio_max=_extreme(max, self.ratio_max, other.ratio_max),
-            first_mismatch=first,
-            positions=self.positions + other.positions,
-            **{name: mean(name) for name in means},
-        )
+        merged: dict[str, Any] = {}
+        for name in ("tokens", "mismatched_tokens", "nonfinite_tokens", "positions"):
+            merged[name] = a[name] + b[name]
+        for name in ("mean_abs_diff", "mean_ulp", "kl_k1", "kl_k3", "ratio_mean", "clip_fraction"):
+            merged[name] = (a[name] * self.tokens + b[name] * other.tokens) / tokens
+        for name in ("max_abs_diff", "max_ulp", "ratio_max"):
+            merged[name] = _extreme(max, a[name], b[name])
+        merged["ratio_min"] = _extreme(min, self.ratio_min, other.ratio_min)
+        merged["first_mismatch"] = self.first_mismatch
+        if self.first_mismatch is None and other.first_mismatch is not None:
+            merged["first_mismatch"] = self.positions + other.first_mismatch
+        return DriftReport(**merged)
 
 
 def _extreme(choose, a: float, b: float) -> float:
@@ -150,10 +128,9 @@ def compare_logprobs(
 def mismatched_sequences(rollout: Sequence[Tensor], training: Sequence[Tensor]) -> list[int]:
     """Indices of the sequences with at least one mismatched token; one fp32 tensor per sequence."""
     _check_shapes(rollout, training, "rollout", "training")
-    pairs = zip(rollout, training, strict=True)
     return [
-        index
-        for index, (ours, theirs) in enumerate(pairs)
+        i
+        for i, (ours, theirs) in enumerate(zip(rollout, training, strict=True))
         if ours.numel() and not compare_logprobs(ours, theirs).passed
     ]
 
@@ -186,10 +163,8 @@ def _report(rollout: Tensor, training: Tensor, index: Tensor, positions: int) ->
 
 
 def ordered_integers(values: Tensor) -> Tensor:
-    """fp32 -> int64 of the same shape, ascending with the value, one step per representable number.
-
-    +0 is 0 and -0 is -1. The ULP distance of two values is the difference of their integers.
-    """
+    """fp32 -> int64, one step per representable number: +0 is 0, and -0 is -1. The ULP distance of
+    two values is the difference of their integers."""
     bits = values.contiguous().view(torch.int32).to(torch.int64)
     return torch.where(bits >= 0, bits, -1 - (bits & 0x7FFFFFFF))
 
@@ -208,8 +183,7 @@ def _flat(values: LogProbs, side: str) -> Tensor:
             )
         if part.dtype != torch.float32:
             raise TypeError(
-                f"{side} logprobs must be torch.float32, got {part.dtype}; compare them as they "
-                "were computed, before any cast"
+                f"{side} logprobs must be torch.float32, got {part.dtype}; compare them uncast"
             )
     return torch.cat([part.detach().reshape(-1) for part in parts]) if parts else torch.empty(0)
 
@@ -245,8 +219,7 @@ def _check_shapes(a: LogProbs, b: LogProbs, name_a: str, name_b: str) -> None:
 class DriftTotals:
     """Drift of everything compared so far: all micro-batches of a step, or all steps of a run."""
 
-    report: DriftReport | None = field(default=None)
-    """The merged report; None before the first."""
+    report: DriftReport | None = None
 
     def add(self, report: DriftReport) -> None:
         self.report = report if self.report is None else self.report.merge(report)

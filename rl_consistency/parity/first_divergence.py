@@ -44,9 +44,8 @@ def recorded(model: nn.Module) -> Iterator[Activations]:
     activations = Activations()
     handles = []
     for name, module in model.named_modules():
-        if not isinstance(module, CanonicalModule) or list(module.children()):
-            continue
-        if module.op == "rotary":
+        leaf = isinstance(module, CanonicalModule) and not list(module.children())
+        if not leaf or module.op == "rotary":
             continue
 
         def before(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:

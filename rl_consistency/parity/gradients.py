@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rl_consistency.models.batch_layout import Layout, lay_out
@@ -18,24 +17,18 @@ from rl_consistency.parity.bytes import bits
 LossFunction = Callable[[TokenLogprobs, Sequence[int]], Tensor]
 """(logprobs of some sequences, their indices) -> their share of the loss, a scalar.
 
-The shares must add up to the whole batch's loss: weights come from global counts, not from the
-sequences at hand.
+The shares must add up to the whole batch's loss: weights come from global counts.
 """
 
 
 @dataclass(frozen=True)
 class Regrouping:
-    """One way to cut a batch into backward passes.
-
-    Example: Regrouping("uneven", (1, 2), "packed") runs sequence 0, then 1 and 2, then 3 alone of a
-    batch of 4 (sizes repeat, the last one is cut short).
-    """
+    """One way to cut a batch into backward passes."""
 
     name: str
     sizes: tuple[int, ...]
     """Sequences of successive micro-batches; repeated until the batch is used up."""
     layout: Layout = "packed"
-    """How each micro-batch is laid out."""
 
     def groups(self, count: int) -> Iterator[list[int]]:
         """Indices of each micro-batch, in logical order."""
@@ -66,7 +59,7 @@ class RegroupingResult:
     mismatched_elements: int
     """Gradient elements whose fp32 bytes differ."""
     first_parameter: str | None
-    """The first parameter, in model order, with such an element."""
+    """The first one, in model order, with such an element."""
 
 
 @dataclass(frozen=True)
@@ -79,25 +72,18 @@ class GradientReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every regrouping gave the same bytes."""
         return self.mismatched_elements == 0
 
     @property
     def mismatched_elements(self) -> int:
-        """Differing elements over all regroupings."""
         return sum(result.mismatched_elements for result in self.results)
 
     @property
     def first_parameter(self) -> str | None:
-        """The first parameter that differed in any regrouping."""
         return next((r.first_parameter for r in self.results if r.first_parameter), None)
 
     def require_passed(self) -> None:
-        """Raise if any byte differed.
-
-        Raises:
-            ConsistencyError: names the regrouping and the parameter.
-        """
+        """Raise a `ConsistencyError` that names the regrouping and parameter if a byte differs."""
         for result in self.results:
             if result.mismatched_elements:
                 raise ConsistencyError(
@@ -130,9 +116,6 @@ def check_gradients(
         sampling: as in `token_logprobs`.
         regroupings: what to compare with the whole packed batch.
         compare_present: also compare the gradients the parameters hold now, "as trained".
-
-    Returns:
-        Mismatched elements and the first differing parameter of each regrouping.
     """
 
     def gradients(regrouping: Regrouping) -> dict[str, Tensor]:
@@ -140,13 +123,11 @@ def check_gradients(
         for group in regrouping.groups(len(sequences)):
             chosen = [sequences[i] for i in group]
             own = [sampling[i] for i in group] if isinstance(sampling, Sequence) else sampling
-            inputs, mask = lay_out(chosen, regrouping.layout, _device(model))
+            device = next(model.parameters()).device
+            inputs, mask = lay_out(chosen, regrouping.layout, device)
+            prompts = [prompt_lengths[i] for i in group]
             scored = token_logprobs(
-                model,
-                inputs,
-                attention_mask=mask,
-                prompt_lengths=[prompt_lengths[i] for i in group],
-                sampling=own,
+                model, inputs, attention_mask=mask, prompt_lengths=prompts, sampling=own
             )
             loss(scored, group).backward()
         return _present(model)
@@ -161,11 +142,8 @@ def check_gradients(
 
 
 def _present(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: parameter.grad.detach()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    named = model.named_parameters()
+    return {name: p.grad.detach() for name, p in named if p.grad is not None}
 
 
 def _compare(name: str, expected: dict[str, Tensor], actual: dict[str, Tensor]) -> RegroupingResult:
@@ -192,7 +170,3 @@ def gradients_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

@@ -15,26 +15,17 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.parity.drift import DriftReport, compare_logprobs, mismatched_sequences
 
 FORMAT = 1
-
-
-class HasEntries(Protocol):
-    """What a bundle keeps of a `Fingerprint`."""
-
-    @property
-    def entries(self) -> dict[str, str]: ...
-
-    @property
-    def digest(self) -> str: ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,9 +39,9 @@ class ReplayBundle:
     sequence_indices: list[int]
     """The place of each sequence in the batch it was found in."""
     rollout_logprobs: list[Tensor]
-    """fp32, one tensor per sequence, as the rollout gave them."""
+    """fp32, one tensor per sequence."""
     training_logprobs: list[Tensor]
-    """fp32, one tensor per sequence, as training recomputed them."""
+    """The same, as training recomputed them."""
     config: dict[str, Any]
     """The resolved configuration of the run."""
     parameter_digest: str
@@ -60,7 +51,6 @@ class ReplayBundle:
     fingerprint_digest: str
 
     def drift(self) -> DriftReport:
-        """The drift of the saved tokens."""
         return compare_logprobs(self.rollout_logprobs, self.training_logprobs)
 
 
@@ -73,22 +63,20 @@ def save_replay_bundle(
     prompt_lengths: Sequence[int],
     config: Mapping[str, Any],
     parameter_digest: str,
-    fingerprint: HasEntries,
+    fingerprint: Fingerprint,
 ) -> Path:
-    """Write the sequences whose logprobs differ as a new bundle under `directory`, all or nothing.
+    """Write the sequences whose logprobs differ as a new bundle, all or nothing; return its path.
 
     Args:
-        directory: where bundles of the run go; made if missing. The bundle is named by its content,
-        so
-            saving the same one again gives the same path.
-        sequences: all sequences of the batch, token ids; the other lists run parallel to it.
+        directory: where bundles of the run go; made if missing. A bundle is named by its content,
+            so that saving the same one again gives the same path.
+        sequences: all sequences of the batch, token ids; the next three lists run parallel to it.
         rollout_logprobs: fp32 per sequence.
         training_logprobs: fp32 per sequence.
         prompt_lengths: prompt tokens per sequence.
         config: plain values, as JSON can hold them.
-
-    Returns:
-        The bundle's path.
+        parameter_digest: of the weights under which both sides ran.
+        fingerprint: of the run.
 
     Raises:
         ValueError: lists of different lengths, or nothing differs.

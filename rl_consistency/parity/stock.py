@@ -1,10 +1,8 @@
-"""What the same tokens would have cost on the stock path: the drift that everybody else trains
-with.
+"""What the same tokens cost on the stock path: its drift and its seconds.
 
 The unpatched Hugging Face model decodes them token by token with a KV cache (left-padded batch, as
 a generation loop does), then scores them in one batched forward pass (right-padded, as a trainer
-does). Both take log_softmax of the logits in fp32. How long that takes, and how long a training
-pass over the same sequences, is measured beside it.
+does). Both take log_softmax of the logits in fp32.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ class StockShadow:
     drift: DriftReport
     """Stock decoding against stock scoring, over all completion tokens."""
     rollout_seconds: float
-    """Decoding of all completions; the tokens are given, so nothing is sampled."""
+    """Decoding of all completions, without sampling."""
     training_seconds: float | None
-    """Forward and backward passes over all sequences; None when no micro-batch size was given."""
+    """Forward and backward passes over all sequences; None without a micro-batch size."""
 
 
 def shadow_stock_path(
@@ -49,8 +47,7 @@ def shadow_stock_path(
     batch_size: int = 64,
     micro_batch_size: int | None = None,
 ) -> StockShadow:
-    """Stock decoding, stock scoring and a stock training pass of given tokens, under the current
-    weights.
+    """Stock decoding, scoring and training of given tokens, under the current weights.
 
     Gradients present before the call are put back after it; weights are not touched.
 
@@ -59,8 +56,7 @@ def shadow_stock_path(
         sequences: prompt and completion ids.
         prompt_lengths: prompt tokens of each sequence.
         temperature: logits are divided by it; 0 is read as 1.
-        batch_size: sequences of one decode batch, fewer where a GPU has no room for their logits;
-            scoring takes all of a batch at once.
+        batch_size: sequences of one decode batch, fewer where a GPU has no room for their logits.
         micro_batch_size: sequences of one forward and backward pass; None leaves training out.
     """
     decoded: list[Tensor] = []
@@ -70,7 +66,8 @@ def shadow_stock_path(
     with session.stock() as model:
         device = next(model.parameters()).device
         batches = _batches(model, sequences, prompt_lengths, batch_size)
-        with _evaluating(model), torch.no_grad():
+        # In training mode gradient checkpointing would throw the KV cache away.
+        with _mode(model, training=False), torch.no_grad():
             for chunk, prompts in batches:
                 started = finished_seconds(device)
                 decoded += _decode(model, chunk, prompts, temperature or 1.0)
@@ -106,29 +103,23 @@ def _batches(
 
 def _training_seconds(model: Any, batches: list[_Batch], temperature: float) -> float:
     """Seconds of one forward and backward pass per batch, gradients accumulated."""
-    training = model.training
-    model.train()
-    try:
-        with gradients_kept(model):
-            model.zero_grad(set_to_none=True)
-            started = finished_seconds(model.device)
-            for chunk, prompts in batches:
-                logprobs = torch.cat(_score(model, chunk, prompts, temperature))
-                (-logprobs.mean()).backward()
-            return finished_seconds(model.device) - started
-    finally:
-        model.train(training)
+    with _mode(model, training=True), gradients_kept(model):
+        model.zero_grad(set_to_none=True)
+        started = finished_seconds(model.device)
+        for chunk, prompts in batches:
+            logprobs = torch.cat(_score(model, chunk, prompts, temperature))
+            (-logprobs.mean()).backward()
+        return finished_seconds(model.device) - started
 
 
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Evaluation mode: in training mode gradient checkpointing would throw the KV cache away."""
-    training = model.training
-    model.eval()
+def _mode(model: Any, *, training: bool) -> Iterator[None]:
+    before = model.training
+    model.train(training)
     try:
         yield
     finally:
-        model.train(training)
+        model.train(before)
 
 
 def _score(
@@ -154,22 +145,14 @@ def _decode(
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     steps: list[Tensor] = []
     for tokens in _teacher_forced(sequences, prompts, device):
-        output = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        )
+        inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        output = model(**inputs, past_key_values=cache, use_cache=True)
         steps.append(_picked(output.logits[:, -1], tokens, temperature))
         ids = tokens.unsqueeze(1)
         mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
         positions = positions[:, -1:] + 1
-    logprobs = torch.stack(steps, dim=1)
-    return [
-        logprobs[i, : len(s) - prompt]
-        for i, (s, prompt) in enumerate(zip(sequences, prompts, strict=True))
-    ]
+    rows = zip(torch.stack(steps, dim=1), sequences, prompts, strict=True)
+    return [row[: len(s) - prompt] for row, s, prompt in rows]
 
 
 def _teacher_forced(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 from torch import Tensor
@@ -27,16 +27,25 @@ RowName = Callable[[int], str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """What one check found."""
-
+class _Row:
     claim: str
     subject: str
     """The op, or the part of the chain."""
     scope: str
-    """Model and dtype it was checked in."""
+    """Model and dtype it is checked in."""
     what: str
-    """What was varied."""
+    """What is varied."""
+
+    @property
+    def key(self) -> str:
+        """`claim subject`, the name a negative control knows the check by."""
+        return f"{self.claim} {self.subject}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(_Row):
+    """What one check found."""
+
     cases: int
     """Comparisons made."""
     mismatches: int
@@ -48,11 +57,6 @@ class Result:
     figure: float | None
     """For C6 the largest error ratio; None where bytes judge."""
     seconds: float
-
-    @property
-    def key(self) -> str:
-        """`claim subject`, the name a negative control knows the check by."""
-        return f"{self.claim} {self.subject}"
 
 
 class Tally:
@@ -66,7 +70,6 @@ class Tally:
 
     @property
     def passed(self) -> bool:
-        """At least one comparison was made, and none failed."""
         return self.cases > 0 and self.mismatches == 0
 
     def __repr__(self) -> str:
@@ -77,7 +80,8 @@ class Tally:
     ) -> bool:
         """Compare two tensors [rows, ...] byte by byte; a NaN or an infinity is a failure too."""
         if expected.shape != actual.shape or expected.dtype != actual.dtype:
-            return self.expect(case, False, f"{_kind(expected)} against {_kind(actual)}")
+            kinds = [f"{x.dtype} {list(x.shape)}" for x in (expected, actual)]
+            return self.expect(case, False, " against ".join(kinds))
         if same_bytes(expected, actual) and bool(actual.isfinite().all()):
             return self.expect(case, True)
         return self.expect(case, False, _first_difference(expected, actual, row_name))
@@ -93,24 +97,16 @@ class Tally:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
-    """One row of the verification: a claim about a subject, and the comparisons that judge it."""
+class Check(_Row):
+    """A claim about a subject, and the comparisons that judge it."""
 
-    claim: str
-    subject: str
-    scope: str
-    what: str
     body: Callable[[Tally], None]
-
-    @property
-    def key(self) -> str:
-        return f"{self.claim} {self.subject}"
 
     def run(self) -> Result:
         """Make the comparisons.
 
-        A `ConsistencyError` raised by the program under test is the failure it says it is; other
-        errors are not results and pass through.
+        A `ConsistencyError` of the program under test is a failed comparison; other errors are no
+        results and pass through.
         """
         tally, start = Tally(), time.perf_counter()
         try:
@@ -118,10 +114,7 @@ class Check:
         except ConsistencyError as error:
             tally.expect("refused", False, str(error))
         return Result(
-            claim=self.claim,
-            subject=self.subject,
-            scope=self.scope,
-            what=self.what,
+            **{field.name: getattr(self, field.name) for field in fields(_Row)},
             cases=tally.cases,
             mismatches=tally.mismatches,
             passed=tally.passed,
@@ -140,7 +133,3 @@ def _first_difference(expected: Tensor, actual: Tensor, row_name: RowName) -> st
         f"{place}{inside}: {expected[first].item()!r} against {actual[first].item()!r} "
         f"({int(differs.sum())} of {differs.numel()} values)"
     )
-
-
-def _kind(values: Tensor) -> str:
-    return f"{values.dtype} {list(values.shape)}"

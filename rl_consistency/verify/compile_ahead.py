@@ -23,11 +23,11 @@ def use_threads(count: int) -> None:
 
 
 def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
-    """Compile what the calls would launch on the current device; nothing is launched by Triton, so
-    that what they compute meanwhile is meaningless.
+    """Compile what the calls would launch on the current device. Nothing is launched by Triton, so
+    what they compute meanwhile is meaningless.
 
-    Launched from several threads, kernels new to the process may get each other's launchers (Triton
-    3.6: "function takes exactly 44 arguments (46 given)").
+    Kernels that are first launched from several threads may get each other's launchers (Triton 3.6:
+    "function takes exactly 44 arguments (46 given)").
     """
     if INTERPRETED:
         return

@@ -29,7 +29,7 @@ _Entry = TypeVar("_Entry")
 
 
 def judged(law: Callable[..., object], *args: object, **options: object) -> Tally:
-    """The tally of one law, for a test: `assert judged(rows_alike, "y", op, x).passed`."""
+    """The tally of one law: `assert judged(rows_alike, "y", op, x).passed`."""
     tally = Tally()
     law(tally, *args, **options)
     return tally
@@ -38,14 +38,10 @@ def judged(law: Callable[..., object], *args: object, **options: object) -> Tall
 def rows_alike(
     tally: Tally, name: str, op: RowOp, *inputs: Tensor, counts: Iterable[int] = ROW_COUNTS
 ) -> None:
-    """A row alone and among others is the same bytes, in calls of many sizes, orders and storages.
+    """A row alone and among others is the same bytes, in calls of `counts` rows, and in many orders
+    and storages.
 
-    Args:
-        tally: counts the comparisons.
-        name: of the variant, for the report.
-        op: maps tensors of n rows to a tensor of n rows.
-        inputs: tensors [rows, ...]; row i of all of them belongs together.
-        counts: sizes of calls.
+    The inputs are tensors [rows, ...]; row i of all of them belongs together.
     """
     rows, device = len(inputs[0]), inputs[0].device
     alone = torch.cat([op(*(x[i : i + 1] for x in inputs)) for i in range(rows)]).detach()
@@ -83,8 +79,7 @@ def cuts_alike(
         parameters: their gradients are compared.
         backward: runs forward and backward over some rows of every input.
         inputs: tensors [rows, ...].
-        filler: value of the filler's rows in each input, such that their gradient is zero; None:
-            all zero.
+        filler: value of each input's filler rows, whose gradient must be zero; None: all zero.
     """
     rows = len(inputs[0])
     values = filler or [0.0] * len(inputs)
@@ -93,23 +88,20 @@ def cuts_alike(
         for parameter in parameters:
             parameter.grad = None
         for begin, end in pairwise([0, *cuts, rows]):
-            backward(
-                *(_filled(x[begin:end], steps, v) for x, v in zip(inputs, values, strict=True))
-            )
+            pairs = zip(inputs, values, strict=True)
+            backward(*(_filled(x[begin:end], steps, value) for x, value in pairs))
         return [p.grad.clone() for p in parameters if p.grad is not None]
 
     whole = gradients(())
     tally.expect("every parameter has a gradient", len(whole) == len(parameters))
     half = STEP * (rows // STEP // 2)
+    uneven = sorted({STEP * (rows // STEP * n // 10) for n in (1, 2, 7)} - {0})
     ways: dict[str, tuple[Sequence[int], int]] = {
         "run again": ((), 0),
         "one step a call": (range(STEP, rows, STEP), 0),
         "the first step apart": ((STEP,), 0),
         "two calls": ((half,), 0),
-        "uneven cuts": (
-            sorted({STEP * (rows // STEP * n // 10) for n in (1, 2, 7)} - {0}),
-            0,
-        ),
+        "uneven cuts": (uneven, 0),
         "filler of 1 step": ((), 1),
         "cut, filler of 3 steps": ((half,), 3),
     }
@@ -123,11 +115,10 @@ def schedules_alike(
 ) -> Tensor:
     """Every entry of a table of schedules gives what the first one gives, which is returned.
 
-    An entry that asks for more registers or shared memory than the device has in this dtype is no
-    schedule of it; at least two must be.
+    Entries that ask for more resources than the device has are left out; two must remain.
 
     Raises:
-        ValueError: none of them is.
+        ValueError: none remains.
     """
     choices = list(entries)
     compile_ahead(partial(within_resources, run, choice) for choice in choices)
@@ -148,7 +139,7 @@ def schedules_alike(
 
 
 def within_resources(run: Callable[[_Entry], Tensor], entry: _Entry) -> Tensor | None:
-    """What an entry gives, or None where the device has not the resources it asks for."""
+    """What an entry gives; None where it asks for more resources than the device has."""
     try:
         return run(entry)
     except OutOfResources:
@@ -156,10 +147,7 @@ def within_resources(run: Callable[[_Entry], Tensor], entry: _Entry) -> Tensor |
 
 
 def rows_of(*parts: Tensor) -> Tensor:
-    """Results of one call as rows of one fp32 matrix: [rows, ...] each -> [rows, columns].
-
-    The values are exact: every finite value of 16 bits is one of fp32, a zero's sign included.
-    """
+    """Results of one call as rows of one fp32 matrix, exactly: [rows, ...] each -> [rows, columns]."""
     return torch.cat([part.float().reshape(len(part), -1) for part in parts], dim=1)
 
 

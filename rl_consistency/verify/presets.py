@@ -18,79 +18,59 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from rl_consistency.kernels.core.operand import DTYPES
 
-_TINY = {
-    "vocab_size": 331,
-    "hidden_size": 96,
-    "intermediate_size": 208,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"),
+    *("bos_token_id", "eos_token_id"),
+)
 
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
-}
+
+def _sized(model_type: str, *sizes: int, **options: Any) -> dict[str, Any]:
+    return {"model_type": model_type} | dict(zip(_SIZES, sizes, strict=True)) | options
+
+
+def _rope(theta: float, rope_type: str = "default", **options: float) -> dict[str, Any]:
+    return {"rope_type": rope_type, "rope_theta": theta} | options
+
+
+_TINY = (331, 96, 208, 2, 4, 2, 32, 2048, 0, 1)
+_QWEN3: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_parameters": _rope(1_000_000.0)}
+_LLAMA3: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_parameters": _rope(500_000.0)}
+_SCALED_ROPE = _rope(
+    10000.0,
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=256,
+)
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "tiny-qwen3": _TINY | {"model_type": "qwen3", "tie_word_embeddings": True},
-        "tiny-llama": _TINY
-        | {
-            "model_type": "llama",
-            "attention_bias": True,
-            "mlp_bias": True,
-            "rope_parameters": _LLAMA3_ROPE,
-        },
-        "tiny-qwen2": _TINY | {"model_type": "qwen2", "tie_word_embeddings": True},
-        "tiny-mistral": _TINY | {"model_type": "mistral", "sliding_window": 100},
+        "tiny-qwen3": _sized("qwen3", *_TINY, tie_word_embeddings=True),
+        "tiny-llama": _sized(
+            "llama", *_TINY, attention_bias=True, mlp_bias=True, rope_parameters=_SCALED_ROPE
+        ),
+        "tiny-qwen2": _sized("qwen2", *_TINY, tie_word_embeddings=True),
+        "tiny-mistral": _sized("mistral", *_TINY, sliding_window=100),
     }
 )
 """Tiny model -> its whole configuration; one of every family."""
 
 
-def _published(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "bos_token_id": 151_643,
-        "eos_token_id": 151_645,
-        "tie_word_embeddings": tied,
-    }
+def _qwen3(*sizes: int, tied: bool) -> dict[str, Any]:
+    other = (8, 128, 40_960, 151_643, 151_645)
+    return _sized("qwen3", 151_936, *sizes, *other, tie_word_embeddings=tied, **_QWEN3)
 
+
+_LLAMA3_8B = (128_256, 4096, 14_336, 32, 32, 8, 128, 8192, 128_000, 128_001)
 
 REAL_PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "qwen3-0.6b": _published(1024, 3072, 28, 16, tied=True),
-        "qwen3-1.7b": _published(2048, 6144, 28, 16, tied=True),
-        "qwen3-8b": _published(4096, 12_288, 36, 32, tied=False),
-        "llama3-8b": _published(4096, 14_336, 32, 32, tied=False)
-        | {
-            "model_type": "llama",
-            "vocab_size": 128_256,
-            "max_position_embeddings": 8192,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-            "bos_token_id": 128_000,
-            "eos_token_id": 128_001,
-        },
+        "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+        "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+        "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
+        "llama3-8b": _sized("llama", *_LLAMA3_8B, tie_word_embeddings=False, **_LLAMA3),
     }
 )
 """Model of real shape -> its whole published configuration; meant for a GPU."""
@@ -105,23 +85,18 @@ def known_presets() -> tuple[str, ...]:
 
 
 def preset_config(name: str, *, num_layers: int | None = None) -> PreTrainedConfig:
-    """The transformers configuration of a preset.
-
-    Args:
-        name: a key of `PRESETS` or `REAL_PRESETS`.
-        num_layers: keep only so many layers; None keeps all.
+    """The transformers configuration of a preset, cut to its first layers if a number is given.
 
     Raises:
         ValueError: an unknown preset, or a number of layers it does not have.
     """
     if name not in known_presets():
         raise ValueError(f"unknown preset {name!r}; known: {', '.join(known_presets())}.")
-    options = {**(PRESETS[name] if name in PRESETS else REAL_PRESETS[name])}
+    options = dict({**PRESETS, **REAL_PRESETS}[name])
     if num_layers is not None:
-        if not 1 <= num_layers <= options["num_hidden_layers"]:
-            raise ValueError(
-                f"{name} has {options['num_hidden_layers']} layers; num_layers is {num_layers}."
-            )
+        most = options["num_hidden_layers"]
+        if not 1 <= num_layers <= most:
+            raise ValueError(f"{name} has {most} layers; num_layers is {num_layers}.")
         options["num_hidden_layers"] = num_layers
     return AutoConfig.for_model(options.pop("model_type"), **options)
 
@@ -134,13 +109,13 @@ def build_preset(
     device: torch.device | str = "cpu",
     num_layers: int | None = None,
 ) -> nn.Module:
-    """A causal LM in evaluation mode whose weights are drawn on the device it will live on.
+    """A causal LM in evaluation mode, its weights drawn on the device it will live on.
 
     Args:
         name: a key of `PRESETS` or `REAL_PRESETS`.
         dtype: fp32, bf16 or fp16; the weights are fp32 values rounded once.
-        seed: of the weights; the process-wide random state is left as it was. Every kind of device
-            has a random generator of its own, and so weights of its own.
+        seed: of the weights, which differ between kinds of devices. The process-wide random state
+            is left as it was.
         device: where the model is built.
         num_layers: keep only so many layers; None keeps all.
 
@@ -150,8 +125,7 @@ def build_preset(
     """
     config = preset_config(name, num_layers=num_layers)
     if dtype not in DTYPES:
-        allowed = ", ".join(str(d) for d in DTYPES)
-        raise TypeError(f"no canonical order for {dtype}; allowed: {allowed}.")
+        raise TypeError(f"no canonical order for {dtype}; allowed: {', '.join(map(str, DTYPES))}.")
     device = torch.device(device)
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), device:
@@ -172,11 +146,9 @@ def _make_lifelike(parameter: nn.Parameter, generator: torch.Generator) -> None:
         is_norm = bool((parameter == 1).all())
         parameter.copy_(1 + 0.2 * values if is_norm else 0.1 * values)
         return
-    spread = torch.randint(-4, 2, shape, generator=generator, device=device, dtype=torch.int32)
-    outliers = torch.randperm(channels, generator=generator, device=device)
-    outliers = outliers[: max(channels // OUTLIER_SHARE, 1)]
-    spread[:, outliers] += torch.randint(
-        1, 4, (len(outliers),), generator=generator, device=device, dtype=torch.int32
-    )
+    drawn: dict[str, Any] = {"generator": generator, "device": device}
+    spread = torch.randint(-4, 2, shape, dtype=torch.int32, **drawn)
+    outliers = torch.randperm(channels, **drawn)[: max(channels // OUTLIER_SHARE, 1)]
+    spread[:, outliers] += torch.randint(1, 4, (len(outliers),), dtype=torch.int32, **drawn)
     values = torch.ldexp(values, spread)
     parameter.copy_(values / values.square().sum(dim=1).mean().sqrt())

@@ -27,10 +27,7 @@ def probe(
     scale: float = 1.0,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Probe values [*shape]; the same arguments give the same bytes.
-
-    They are drawn where they will live, so that a GPU need not wait for the CPU: each kind of
-    device has values of its own.
+    """Probe values [*shape]; the same arguments give the same bytes on one kind of device.
 
     One channel (index of the last dimension) in 16, and at least one, is an outlier. Magnitudes
     stay below 2**12 * scale, so fp16 holds them at scale 1.
@@ -45,20 +42,15 @@ def probe(
     values = torch.randn(tuple(shape), generator=generator, device=device)
     exponents = _uniform(EXPONENTS, tuple(shape), generator)
     channel_exponents = torch.zeros(channels, dtype=torch.int32, device=device)
-    outliers = torch.randperm(channels, generator=generator, device=device)
-    outliers = outliers[: max(channels // 16, 1)]
+    places = torch.randperm(channels, generator=generator, device=device)
+    outliers = places[: max(channels // 16, 1)]
     channel_exponents[outliers] = _uniform(OUTLIER_EXPONENTS, (len(outliers),), generator)
     return (torch.ldexp(values, exponents + channel_exponents) * scale).to(dtype)
 
 
 def _uniform(ends: tuple[int, int], shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     return torch.randint(
-        ends[0],
-        ends[1] + 1,
-        shape,
-        generator=generator,
-        device=generator.device,
-        dtype=torch.int32,
+        ends[0], ends[1] + 1, shape, generator=generator, device=generator.device, dtype=torch.int32
     )
 
 
@@ -76,24 +68,17 @@ def probe_tokens(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list
             "vocab_size must be positive and lengths not negative, "
             f"got {vocab_size}, {list(lengths)}"
         )
-    common = _token_generator(seed, 0)
-    frequent = torch.randint(0, vocab_size, (8,), generator=common)
-    return [
-        _tokens(length, vocab_size, frequent, _token_generator(seed, index + 1))
-        for index, length in enumerate(lengths)
-    ]
 
+    def generator(stream: int) -> torch.Generator:
+        return torch.Generator().manual_seed(seed * 1_000_003 + stream)
 
-def _token_generator(seed: int, stream: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed * 1_000_003 + stream)
-
-
-def _tokens(
-    length: int, vocab_size: int, frequent: Tensor, generator: torch.Generator
-) -> list[int]:
-    ids = []
-    # One token at a time: a longer sequence then begins with the shorter one.
-    for _ in range(length):
-        common, choice, other = torch.randint(0, 2**62, (3,), generator=generator).tolist()
-        ids.append(int(frequent[choice % 8]) if common % 2 else other % vocab_size)
-    return ids
+    frequent = torch.randint(0, vocab_size, (8,), generator=generator(0)).tolist()
+    sequences = []
+    for index, length in enumerate(lengths):
+        own, ids = generator(index + 1), []
+        # One token at a time: a longer sequence then begins with the shorter one.
+        for _ in range(length):
+            common, choice, other = torch.randint(0, 2**62, (3,), generator=own).tolist()
+            ids.append(frequent[choice % 8] if common % 2 else other % vocab_size)
+        sequences.append(ids)
+    return sequences

@@ -50,24 +50,22 @@ class Job:
 def run_in_processes(
     jobs: Sequence[Job], processes: int, device: torch.device, on_result: Callable[[Result], None]
 ) -> list[Result]:
-    """Run jobs side by side, as many at a time as the device's free memory holds. One that finds no
-    memory left all the same runs again, alone.
+    """Run jobs side by side, as many at a time as the device's free memory holds, and return their
+    results in order. A job that finds no memory left all the same runs again, alone.
 
-    Args:
-        on_result: called with a job's results as soon as they are there.
-
-    Returns:
-        The results in the order of the jobs.
+    `on_result` is called with a job's results as soon as they are there.
 
     Raises:
-        RuntimeError: an error of another process that cannot be sent here, as its traceback's text;
-            all others are raised as they are. The jobs that still run are ended.
+        RuntimeError: the traceback of an error that cannot be sent here; other errors are raised as
+            they are. The jobs that still run are ended.
     """
     found: dict[int, list[Result]] = {}
     # As many threads compile as there are cores, twice over: they wait for the assembler.
     compiling = max(1, 2 * len(os.sched_getaffinity(0)) // processes)
     given = (device, torch.get_num_threads(), compiling)
-    room = _room(device, processes)
+    room = math.inf
+    if device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[0] - processes * CONTEXT_BYTES
     waiting = sorted(range(len(jobs)), key=lambda i: (_rank(jobs[i]), -jobs[i].memory))
     running: dict[Future[list[Result]], int] = {}
     alone: set[int] = set()
@@ -103,30 +101,17 @@ def _rank(job: Job) -> int:
     return next((i for i, op in enumerate(LONGEST) if job.scope.endswith(op)), len(LONGEST))
 
 
-def _room(device: torch.device, processes: int) -> float:
-    """Bytes that all jobs at a time may hold."""
-    if device.type != "cuda":
-        return math.inf
-    free, _ = torch.cuda.mem_get_info(device)
-    return free - processes * CONTEXT_BYTES
-
-
 def _next(
-    held: Sequence[float],
-    waiting: Sequence[int],
-    running: Iterable[int],
-    room: float,
-    processes: int,
+    held: Sequence[float], waiting: Sequence[int], running: Iterable[int], room: float, most: int
 ) -> list[int]:
     """The jobs to begin now, by the memory each holds. One that is alone may take what there is."""
     begun = list(running)
-    chosen: list[int] = []
+    before = len(begun)
     for i in waiting:
-        taken = sum(held[j] for j in begun)
-        if len(begun) < processes and (not begun or taken + held[i] <= room):
+        fits = sum(held[j] for j in begun) + held[i] <= room
+        if len(begun) < most and (fits or not begun):
             begun.append(i)
-            chosen.append(i)
-    return chosen
+    return begun[before:]
 
 
 def _begin_process(device: torch.device, threads: int, compiling: int) -> None:
@@ -141,11 +126,7 @@ def _begin_process(device: torch.device, threads: int, compiling: int) -> None:
 
 
 def _wait_without_spinning(index: int) -> None:
-    """A process that waits for the GPU leaves its core to those that compile.
-
-    Raises:
-        RuntimeError: the driver refuses.
-    """
+    """A process that waits for the GPU leaves its core to those that compile."""
     driver = ctypes.CDLL("libcuda.so.1")
     refused = driver.cuInit(0) or driver.cuDevicePrimaryCtxSetFlags_v2(index, BLOCKING_SYNC)
     if refused:
@@ -153,7 +134,7 @@ def _wait_without_spinning(index: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """A pool's processes wait for work for ever where the first one was killed."""
+    """Without this a pool's processes would wait for work for ever once the first was killed."""
     parent = parent_process()
     assert parent is not None
     parent.join()
@@ -174,8 +155,7 @@ def _run_job(job: Job) -> list[Result]:
             raise RuntimeError("".join(traceback.format_exception(error))) from None
         raise
     finally:
-        # A patched model is a cycle of references.
-        gc.collect()
+        gc.collect()  # a patched model is a cycle of references
         _give_memory_back()
     return results
 

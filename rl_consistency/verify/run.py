@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -75,10 +76,7 @@ CHAIN_CHECKS: tuple[tuple[str, str, str, ChainCheck], ...] = (
     ("C1", "chain, paged", "chunks, decode, cache blocks", chain.check_paged_chain),
     ("C1", "chain, logprobs", "batch, padding, LM head rows", chain.check_logprob_chain),
     ("C1", "rollout engine", "batch, chunks, sharing, preemption", rollout.check_engine),
-    (
-        *("C2", "rollout and training", "packed, padded; truncated sampling"),
-        rollout.check_rollout_against_training,
-    ),
+    ("C2", "rollout and training", "packed, padded; truncated sampling", rollout.check_training),
     ("C3", "chain, regrouped", "micro-batches, padding, gaps", chain.check_gradient_chain),
     ("C3", "chain, recomputed", "gradient checkpointing", chain.check_gradient_checkpointing),
 )
@@ -90,9 +88,9 @@ PROCESS_CHECKS = (
 )
 """(claim, subject, what is varied, check), once per process."""
 
+# Device memory, estimated from above by what was seen on an H200.
 CHAIN_BYTES = 15 * 2**30
-"""Device memory of the checks of a model of real shape beside its parameters: activations, logits
-and caches, as seen on an H200 from above; so are the following."""
+"""Of the checks of a model of real shape beside its parameters: activations, logits and caches."""
 GRADIENTS_BYTES = 16
 """Per parameter of such a model: four sets of gradients in fp32."""
 OP_BYTES = 5 * 2**30
@@ -114,16 +112,14 @@ LARGE_PARAMETERS = 50_000_000
 
 def process_checks(device: torch.device = CPU) -> list[Check]:
     """Checks that no model or dtype takes part in."""
-    return [
-        Check(
-            claim=claim,
-            subject=subject,
-            what=what,
-            scope="process",
-            body=partial(body, device=device),
-        )
-        for claim, subject, what, body in PROCESS_CHECKS
-    ]
+    return [_check(*row, "process", device=device) for row in PROCESS_CHECKS]
+
+
+def _check(
+    claim: str, subject: str, what: str, body: Callable[..., None], scope: str, **given: Any
+) -> Check:
+    body = partial(body, **given)
+    return Check(claim=claim, subject=subject, what=what, scope=scope, body=body)
 
 
 def op_checks_in(setup: OpSetup) -> list[Check]:
@@ -146,7 +142,7 @@ def _op_check(claim: str, subject: str, what: str, body: OpCheck, setup: OpSetup
             body(tally, setup)
 
     scope = f"{setup.shapes.name} {DTYPE_NAMES[setup.dtype]}".lstrip()
-    return Check(claim=claim, subject=subject, what=what, scope=scope, body=held)
+    return _check(claim, subject, what, held, scope)
 
 
 @contextmanager
@@ -155,27 +151,16 @@ def chain_checks_of(target: Target) -> Iterator[list[Check]]:
     model = target.build()
     with patch(model):
         built = Chain(model, target.sweep)
-        yield [
-            Check(
-                claim=claim,
-                subject=subject,
-                what=what,
-                scope=target.scope,
-                body=lambda tally, body=body: body(tally, built),
-            )
-            for claim, subject, what, body in CHAIN_CHECKS
-        ]
+        yield [_check(*row, target.scope, chain=built) for row in CHAIN_CHECKS]
 
 
 def op_setups(targets: Sequence[Target]) -> list[OpSetup]:
     """Every dtype at the tiny sizes, over its first target's sweep, and at each model's own."""
     found: dict[tuple[torch.dtype, str], OpSetup] = {}
-    for target in targets:
-        for shapes in (TINY_SHAPES, target.shapes):
-            setup = OpSetup(
-                dtype=target.dtype, device=target.device, sweep=target.sweep, shapes=shapes
-            )
-            found.setdefault((target.dtype, shapes.name), setup)
+    for t in targets:
+        for shapes in (TINY_SHAPES, t.shapes):
+            setup = OpSetup(dtype=t.dtype, device=t.device, sweep=t.sweep, shapes=shapes)
+            found.setdefault((t.dtype, shapes.name), setup)
     return list(found.values())
 
 
@@ -183,17 +168,14 @@ def jobs_of(targets: Sequence[Target]) -> list[Job]:
     """All checks: the process, then dtype by dtype the ops and each target's chain."""
     on_device = partial(_process_checks_on, _device_of(targets))
     jobs = [Job(scope="process", count=len(PROCESS_CHECKS), open=on_device)]
-    for own in _by_dtype(targets):
+    for dtype in dict.fromkeys(target.dtype for target in targets):
+        own = [target for target in targets if target.dtype == dtype]
         jobs += _jobs_of_ops(own)
-        jobs += [
-            Job(
-                scope=t.scope,
-                count=len(CHAIN_CHECKS),
-                memory=_chain_memory(t),
-                open=partial(chain_checks_of, t),
-            )
-            for t in own
-        ]
+        for t in own:
+            memory = CHAIN_BYTES if t.parameters >= LARGE_PARAMETERS else TINY_BYTES
+            memory += t.parameters * (dtype.itemsize + GRADIENTS_BYTES)
+            made = partial(chain_checks_of, t)
+            jobs.append(Job(scope=t.scope, count=len(CHAIN_CHECKS), memory=memory, open=made))
     return jobs
 
 
@@ -206,21 +188,12 @@ def _jobs_of_ops(targets: Sequence[Target]) -> list[Job]:
     setups = op_setups(targets)
     # Ragged sizes have fewer schedules; the tables are for the real ones, if there are any.
     real = [s for s in setups if s.shapes.name] or setups
-    return [
-        Job(
-            scope=check.key,
-            count=len(sizes),
-            memory=_op_memory(check.key, sizes),
-            open=partial(_row_at, make, sizes, i),
-        )
-        for make, sizes in ((op_checks_in, setups), (schedule_checks_in, real))
-        for i, check in enumerate(make(sizes[0]) if sizes else [])
-    ]
-
-
-def _chain_memory(target: Target) -> int:
-    beside = CHAIN_BYTES if target.parameters >= LARGE_PARAMETERS else TINY_BYTES
-    return beside + target.parameters * (target.dtype.itemsize + GRADIENTS_BYTES)
+    jobs = []
+    for make, sizes in ((op_checks_in, setups), (schedule_checks_in, real)):
+        for i, check in enumerate(make(sizes[0]) if sizes else []):
+            memory, made = _op_memory(check.key, sizes), partial(_row_at, make, sizes, i)
+            jobs.append(Job(scope=check.key, count=len(sizes), memory=memory, open=made))
+    return jobs
 
 
 def _op_memory(key: str, sizes: Sequence[OpSetup]) -> int:
@@ -230,7 +203,7 @@ def _op_memory(key: str, sizes: Sequence[OpSetup]) -> int:
     return OP_BYTES + table * next((b for op, b in TABLE_OPS.items() if key.endswith(op)), 0)
 
 
-# A check cannot be sent to another process; these, which make it there, can.
+# A check cannot be sent to another process; a function that makes it there can.
 
 
 def _process_checks_on(device: torch.device) -> AbstractContextManager[list[Check]]:
@@ -248,11 +221,6 @@ def count_checks(targets: Sequence[Target]) -> int:
     return sum(job.count for job in jobs_of(targets))
 
 
-def _by_dtype(targets: Sequence[Target]) -> list[list[Target]]:
-    dtypes = dict.fromkeys(target.dtype for target in targets)
-    return [[target for target in targets if target.dtype == dtype] for dtype in dtypes]
-
-
 def run_checks(
     targets: Sequence[Target],
     *,
@@ -266,14 +234,13 @@ def run_checks(
         targets: models to verify.
         processes: how many share the checks; most of a first run on a GPU is compilation.
         on_start: called with each check before it runs, if it runs in this process.
-        on_result: called with each result, in the order in which they are found.
+        on_result: called with each result as soon as it is found.
 
     Returns:
         The results in the order of the checks.
 
     Raises:
-        RuntimeError: an error of another process that cannot be sent here, as its traceback's text;
-            all others are raised as they are.
+        RuntimeError: the traceback of another process whose error cannot be sent here.
     """
     jobs = jobs_of(targets)
     if processes > 1:

@@ -1,10 +1,10 @@
-"""Replace one function or constant of this package everywhere it is bound, for a while."""
+"""Replace a function or constant of this package everywhere it is bound, for a while."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from inspect import getattr_static
 from typing import Any
 
@@ -12,14 +12,13 @@ PACKAGE = "rl_consistency."
 MUTANTS = "rl_consistency.verify.mutants."
 """Their modules keep the right functions, to build the wrong ones from."""
 
+Perturbation = Callable[[], AbstractContextManager[None]]
+
 
 @contextmanager
 def substituted(original: Any, replacement: Any) -> Iterator[None]:
-    """Bind `replacement` wherever a loaded module of the package, but for the mutants, binds
-    `original`.
-
-    Modules import functions by name, so one function has several bindings; all of them change, and
-    all come back on any exit. For negative controls only.
+    """Bind `replacement` in every loaded module of the package, but the mutants, that binds
+    `original`; put it back on any exit.
 
     Raises:
         ValueError: nothing in the package binds it.
@@ -52,3 +51,19 @@ def attribute(owner: Any, name: str, replacement: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+def perturbation(bind: Callable[..., Any], *place: Any) -> Callable[[Any], Perturbation]:
+    """Makes a perturbation of a wrong function: `bind(*place, wrong)` puts it in its place.
+
+    The function's docstring says what is wrong.
+    """
+
+    def decorate(wrong: Callable[..., Any]) -> Perturbation:
+        def perturb() -> AbstractContextManager[None]:
+            return bind(*place, wrong)
+
+        perturb.__doc__ = wrong.__doc__
+        return perturb
+
+    return decorate

@@ -62,25 +62,19 @@ class Sweep:
         return sorted({*self.batches, *self.lengths, *range(2, 20)})
 
     def arrangements(self) -> Iterator[tuple[str, list[list[int]]]]:
-        """(name, calls as lists of sample indices); every named arrangement stands for itself."""
+        """(name, calls as lists of sample indices)."""
         everything = list(range(len(self.sample_lengths())))
         for size in self.batches:
             yield f"batch {size}", split(everything, size)
-        order = torch.randperm(
-            len(everything), generator=torch.Generator().manual_seed(len(everything))
-        ).tolist()
+        generator = torch.Generator().manual_seed(len(everything))
+        order = torch.randperm(len(everything), generator=generator).tolist()
         yield "permuted batch", [order]
         yield "other neighbours", split(order, 3)
-        places = min(len(everything), 9)
-        neighbours = everything[1:places]
-        yield (
-            "every place in a batch",
-            [[*neighbours[:i], 0, *neighbours[i:]] for i in range(places)],
-        )
+        own = everything[1:9]
+        yield "every place in a batch", [[*own[:i], 0, *own[i:]] for i in range(len(own) + 1)]
 
 
 FULL = Sweep()
-"""The whole sweep."""
 
 QUICK = Sweep(
     batches=(1, 8, 16),
@@ -92,17 +86,13 @@ QUICK = Sweep(
 """A smaller one that still crosses every tile border: for further models and the controls."""
 
 CUDA_QUICK = replace(QUICK, long=(2048, 8192))
-"""The smaller sweep on a GPU, which has room for long sequences."""
-
 CUDA_FULL = replace(FULL, long=(1024, 2048, 4096, 8192))
-"""The whole sweep on a GPU."""
 
 
 def sweep_for(device: torch.device, *, quick: bool) -> Sweep:
-    """The sweep that fits a device."""
-    if device.type == "cuda":
-        return CUDA_QUICK if quick else CUDA_FULL
-    return QUICK if quick else FULL
+    """The sweep that fits a device; a GPU has room for long sequences."""
+    full, small = (CUDA_FULL, CUDA_QUICK) if device.type == "cuda" else (FULL, QUICK)
+    return small if quick else full
 
 
 def split(samples: list[int], size: int) -> list[list[int]]:

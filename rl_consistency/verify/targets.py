@@ -40,7 +40,7 @@ class Target:
     sweep: Sweep
     build: Callable[[], nn.Module]
     parameters: int = 0
-    """Of the model, each counted once: how much memory its checks may take."""
+    """Of the model, each counted once."""
     shapes: OpShapes = TINY_SHAPES
     """Sizes at which the ops are checked, beside the tiny ones."""
 
@@ -54,16 +54,11 @@ def default_targets(
 ) -> list[Target]:
     """On a CPU the first preset over the full sweep and the other families over a smaller one; on
     a GPU all of these and the smallest model of real shape over one sweep."""
-    if device.type == "cuda":
-        names = (*PRESETS, next(iter(REAL_PRESETS)))
-        return [
-            target
-            for name in names
-            for target in preset_targets(name, dtypes, device=device, quick=quick)
-        ]
+    cuda = device.type == "cuda"
     targets = []
-    for i, name in enumerate(PRESETS):
-        targets += preset_targets(name, dtypes, device=device, quick=quick or i > 0)
+    for i, name in enumerate((*PRESETS, next(iter(REAL_PRESETS))) if cuda else PRESETS):
+        smaller = quick or (i > 0 and not cuda)
+        targets += preset_targets(name, dtypes, device=device, quick=smaller)
     return targets
 
 
@@ -74,14 +69,9 @@ def preset_targets(
     device: torch.device = CPU,
     quick: bool | None = None,
 ) -> list[Target]:
-    """One preset in some dtypes.
+    """One preset in some dtypes, or where none is given in fp32 and bf16, on a GPU fp16 too.
 
-    Args:
-        name: tiny, or on a GPU of real shape.
-        dtypes: none given: fp32 and bf16 on a CPU, fp16 too on a GPU.
-        device: where to build and run it.
-        quick: the smaller sweep, and two layers of a model of real shape; None is True on a GPU,
-            False on a CPU.
+    `quick` takes the smaller sweep, and two layers of a model of real shape; None: on a GPU only.
 
     Raises:
         ValueError: an unknown preset, or one too large for a CPU.
@@ -107,7 +97,7 @@ def preset_targets(
             parameters=parameters,
             shapes=shapes_of(name, preset_config(name)) if real else TINY_SHAPES,
         )
-        for dtype in dtypes or default_dtypes(device)
+        for dtype in dtypes or (DTYPES if device.type == "cuda" else DTYPES[:2])
     ]
 
 
@@ -116,11 +106,6 @@ def count_parameters(config: PreTrainedConfig) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def default_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """fp32 and bf16; on a GPU fp16 as well."""
-    return DTYPES if device.type == "cuda" else DTYPES[:2]
 
 
 def directory_targets(
@@ -147,20 +132,21 @@ def directory_targets(
     chosen = list(dtypes) or [saved]
     for dtype in chosen:
         if dtype not in DTYPES:
+            allowed = ", ".join(map(str, DTYPES))
             raise ValueError(
-                f"{directory} is in {dtype}; canonical orders exist for "
-                f"{', '.join(map(str, DTYPES))}. Choose one with --dtype."
+                f"{directory} is in {dtype}; canonical orders exist for {allowed}. Choose one with "
+                "--dtype."
             )
     return [
         Target(
             name=directory.name,
-            dtype=d,
+            dtype=dtype,
             device=device,
             sweep=sweep_for(device, quick=quick),
-            build=partial(_load, directory, d, device),
+            build=partial(_load, directory, dtype, device),
             parameters=count_parameters(config),
         )
-        for d in chosen
+        for dtype in chosen
     ]
 
 
@@ -168,7 +154,6 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Modul
     try:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
     except SafetensorError as error:
-        raise ValueError(
-            f"the weights in {directory} are damaged ({error}); save them again."
-        ) from error
+        message = f"the weights in {directory} are damaged ({error}); save them again."
+        raise ValueError(message) from error
     return model.to(device).eval()  # type: ignore[return-value]

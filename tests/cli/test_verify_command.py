@@ -211,18 +211,11 @@ def test_the_tables_fit_a_narrow_terminal_and_keep_every_subject():
 def test_a_surviving_mutant_is_shown_and_fails(monkeypatch, capsys, tmp_path):
     caught = Mutant(
         name="caught",
-        breaks="embedding",
         what="embeddings depend on the call",
         perturb=perturbations.embedding_quantized_per_call,
         caught_by=("C1 embedding",),
     )
-    harmless = Mutant(
-        name="harmless",
-        breaks="nothing",
-        what="-",
-        perturb=nullcontext,
-        caught_by=("C1 embedding",),
-    )
+    harmless = Mutant(name="harmless", what="-", perturb=nullcontext, caught_by=("C1 embedding",))
     monkeypatch.setattr(mutants, "MUTANTS", (caught,))
     assert main(["verify", "--mutants"]) == 0
     assert "1 of 1 mutants caught" in capsys.readouterr().out
@@ -237,11 +230,7 @@ def test_a_surviving_mutant_is_shown_and_fails(monkeypatch, capsys, tmp_path):
 
 def test_the_mutants_table_names_the_check_that_noticed():
     mutant = Mutant(
-        name="split K",
-        breaks="matmul",
-        what="two halves",
-        perturb=nullcontext,
-        caught_by=("C1 linear",),
+        name="split K", what="two halves", perturb=nullcontext, caught_by=("C1 linear",)
     )
     shown = printed(mutants_table([MutantResult(mutant=mutant, results=(RED,))]))
     assert "C1 linear (7 of 1200)" in " ".join(shown.split())

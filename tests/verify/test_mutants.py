@@ -11,19 +11,10 @@ from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.checks.op_setup import CPU, OpSetup
 from rl_consistency.verify.mutants.blockwise_attention import blockwise_attention
-from rl_consistency.verify.mutants.catalogue import (
-    MUTANTS,
-    Mutant,
-    mutants_on,
-)
+from rl_consistency.verify.mutants.catalogue import MUTANTS, Mutant, mutants_on
 from rl_consistency.verify.mutants.run import run_controls, run_mutant
 from rl_consistency.verify.probe import probe
-from rl_consistency.verify.run import (
-    CHAIN_CHECKS,
-    SCHEDULE_CHECKS,
-    op_checks_in,
-    process_checks,
-)
+from rl_consistency.verify.run import CHAIN_CHECKS, SCHEDULE_CHECKS, op_checks_in, process_checks
 
 
 def bindings():
@@ -71,9 +62,7 @@ def test_every_check_has_a_mutant_on_either_device():
 def test_a_mutant_that_changes_nothing_survives():
     from contextlib import nullcontext
 
-    harmless = Mutant(
-        name="none", breaks="nothing", what="", perturb=nullcontext, caught_by=("C1 embedding",)
-    )
+    harmless = Mutant(name="none", what="", perturb=nullcontext, caught_by=("C1 embedding",))
     result = run_mutant(harmless)
     assert not result.killed
     assert result.survivors == ("C1 embedding",)

@@ -65,10 +65,7 @@ PRODUCTS = (
     schedule_checks.check_fused_product_schedules,
     schedule_checks.check_gradient_fold_schedules,
 )
-OTHERS = (
-    schedule_checks.check_attention_schedules,
-    schedule_checks.check_token_logprobs_schedules,
-)
+OTHERS = (schedule_checks.check_attention_schedules, schedule_checks.check_token_logprobs_schedules)
 ROWS = (
     row_schedule_checks.check_glu_schedules,
     row_schedule_checks.check_rotary_schedules,

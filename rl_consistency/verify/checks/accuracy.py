@@ -1,12 +1,9 @@
 """C6: the error of every canonical order against fp64 is at most that of the stock op.
 
-This is the one accuracy suite: `verify` judges its rows, and docs/accuracy.md is printed from them.
-
-The error of a result is the mean of |result - exact| / scale over its elements, averaged over the
-draws of a case. The scale of an element is the root mean square of its row times that of its
-column, so that neither one unlucky rounding nor one outlier channel decides. Parameter gradients
-are those of 512 tokens: a left fold in fp32 loses accuracy faster with the number of tokens than a
-library that adds in blocks (`long_fold_rows`).
+`verify` judges these rows, and docs/accuracy.md is printed from them. The error of a result is the
+mean of |result - exact| / scale over its elements and the draws of a case. The scale of an element
+is the root mean square of its row times that of its column, so that neither one unlucky rounding
+nor one outlier channel decides. Parameter gradients are those of 512 tokens; see `long_fold_rows`.
 """
 
 from __future__ import annotations
@@ -57,7 +54,7 @@ class AccuracyRow:
 def accuracy_rows(
     device: torch.device, dtypes: Sequence[torch.dtype], shapes: OpShapes = TINY_SHAPES
 ) -> list[AccuracyRow]:
-    """Every quantity of every op in each dtype; reductions of losses and gradients in fp32 only."""
+    """Every op in each dtype; reductions of losses and gradients in fp32 only."""
     setups = [OpSetup(dtype=dtype, device=device, shapes=shapes) for dtype in dtypes]
     with numeric_settings():
         return [
@@ -77,16 +74,11 @@ def long_fold_rows(device: torch.device) -> list[AccuracyRow]:
     """
     setup = OpSetup(dtype=torch.float32, device=device)
     with numeric_settings():
-        cases = {
-            "linear": linear_case(setup, LONG_ROWS, 128, 128, draws=3),
-            "rms_norm": rms_norm_case(setup, LONG_ROWS, 128, draws=3),
-        }
-        return [
-            row
-            for op, case in cases.items()
-            for row in _measure(op, setup.dtype, case)
-            if row.quantity in ("dweight", "dbias")
+        found = [
+            *_measure("linear", setup.dtype, linear_case(setup, LONG_ROWS, 128, 128, draws=3)),
+            *_measure("rms_norm", setup.dtype, rms_norm_case(setup, LONG_ROWS, 128, draws=3)),
         ]
+    return [row for row in found if row.quantity in ("dweight", "dbias")]
 
 
 def op_accuracy(op: str, setup: OpSetup) -> Iterator[AccuracyRow]:
@@ -116,18 +108,12 @@ def _measure(op: str, dtype: torch.dtype, case: AccuracyCase) -> list[AccuracyRo
         for name, value in exact.items():
             pair = _error(ours[name], value), _error(stock[name], value)
             errors.setdefault(name, []).append(pair)
+    known = str(torch.float32 if op in FP32_ONLY else dtype).removeprefix("torch.")
     rows = []
     for name, pairs in errors.items():
-        mine, theirs = (sum(side) / len(pairs) for side in zip(*pairs, strict=True))
+        ours, stock = (sum(side) / len(pairs) for side in zip(*pairs, strict=True))
         rows.append(
-            AccuracyRow(
-                op=op,
-                dtype=str(torch.float32 if op in FP32_ONLY else dtype).removeprefix("torch."),
-                size=case.size,
-                quantity=name,
-                ours=mine,
-                stock=theirs,
-            )
+            AccuracyRow(op=op, dtype=known, size=case.size, quantity=name, ours=ours, stock=stock)
         )
     return rows
 
@@ -139,23 +125,22 @@ def _results(
     found = op(*leaves)
     outputs = (found,) if isinstance(found, Tensor) else found
     if dys:
-        torch.autograd.backward(
-            outputs, [dy.to(y.dtype) for y, dy in zip(outputs, dys, strict=True)]
-        )
+        own = [dy.to(y.dtype) for y, dy in zip(outputs, dys, strict=True)]
+        torch.autograd.backward(outputs, own)
     results = dict(zip(case.outputs, (y.detach() for y in outputs), strict=True))
-    gradients = {f"d{name}": x.grad for name, x in zip(case.operands, leaves, strict=True)}
-    return results | {name: grad for name, grad in gradients.items() if grad is not None}
+    for name, x in zip(case.operands, leaves, strict=True):
+        if x.grad is not None:
+            results[f"d{name}"] = x.grad
+    return results
 
 
 def _error(got: Tensor, exact: Tensor) -> float:
-    return ((got.double() - exact) / _scale(exact)).abs().mean().item()
-
-
-def _scale(exact: Tensor) -> Tensor:
-    """The size of an element's row and column."""
+    """The mean error over the scale: the size of an element's row and column."""
     if exact.dim() < 2:
-        return exact.square().mean().sqrt()
-    rows = exact.square().flatten(1).mean(1).sqrt().view(-1, *[1] * (exact.dim() - 1))
-    rows = rows.masked_fill(rows == 0, 1.0)
-    columns = (exact / rows).square().mean(0, keepdim=True).sqrt()
-    return rows * columns.masked_fill(columns == 0, 1.0)
+        scale = exact.square().mean().sqrt()
+    else:
+        rows = exact.square().flatten(1).mean(1).sqrt().view(-1, *[1] * (exact.dim() - 1))
+        rows = rows.masked_fill(rows == 0, 1.0)
+        columns = (exact / rows).square().mean(0, keepdim=True).sqrt()
+        scale = rows * columns.masked_fill(columns == 0, 1.0)
+    return ((got.double() - exact) / scale).abs().mean().item()

@@ -56,28 +56,27 @@ class AccuracyCase:
 
 
 def _matmul(setup: OpSetup) -> Iterator[AccuracyCase]:
-    x, weight = (setup.drawn((ROWS, ROWS), seed, weight_scale(ROWS)) for seed in (1, 2))
+    operands = tuple(setup.drawn((ROWS, ROWS), seed, weight_scale(ROWS)) for seed in (1, 2))
     yield AccuracyCase(
         size=f"{ROWS} x {ROWS} x {ROWS}",
         operands=("x", "weight"),
         ours=lambda x, weight: matmul_nt(x, weight, out_dtype=x.dtype),
         stock=F.linear,
         reference=F.linear,
-        draws=[((x, weight), ())],
+        draws=[(operands, ())],
     )
 
 
 def _row_reduction(setup: OpSetup) -> Iterator[AccuracyCase]:
     if setup.device.type != "cpu":
         return  # a GPU's kernels hold sums of their own
-    x = setup.drawn((ROWS, ROWS), 1)
     yield AccuracyCase(
         size=f"{ROWS} x {ROWS}",
         operands=("x",),
         ours=tree_sum,
         stock=lambda x: x.float().sum(-1),
         reference=lambda x: x.sum(-1),
-        draws=[((x,), ())],
+        draws=[((setup.drawn((ROWS, ROWS), 1),), ())],
     )
 
 
@@ -95,11 +94,9 @@ def _linear(setup: OpSetup) -> Iterator[AccuracyCase]:
 
 def linear_case(setup: OpSetup, rows: int, inner: int, columns: int, *, draws: int) -> AccuracyCase:
     def draw(seed: int) -> Draw:
-        return (
-            setup.drawn((rows, inner), seed, weight_scale(inner)),
-            setup.drawn((columns, inner), seed + 1),
-            setup.drawn((columns,), seed + 2),
-        ), (setup.drawn((rows, columns), seed + 3, 0.02),)
+        x = setup.drawn((rows, inner), seed, weight_scale(inner))
+        weight, bias = setup.drawn((columns, inner), seed + 1), setup.drawn((columns,), seed + 2)
+        return (x, weight, bias), (setup.drawn((rows, columns), seed + 3, 0.02),)
 
     return AccuracyCase(
         size=f"{rows} x {inner} x {columns}",
@@ -146,9 +143,8 @@ def _rotary(setup: OpSetup) -> Iterator[AccuracyCase]:
 
     def stock(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
         angles = positions[:, None].float() * inv_freq
-        cos, sin = (
-            torch.cat([f, f], dim=-1).to(q.dtype)[:, None] for f in (angles.cos(), angles.sin())
-        )
+        twice = torch.cat([angles, angles], dim=-1)[:, None]
+        cos, sin = twice.cos().to(q.dtype), twice.sin().to(q.dtype)
 
         def rotated(x: Tensor) -> Tensor:
             first, second = x.chunk(2, dim=-1)
@@ -169,11 +165,7 @@ def _rotary(setup: OpSetup) -> Iterator[AccuracyCase]:
 
 
 def _glu(setup: OpSetup) -> Iterator[AccuracyCase]:
-    stock = {
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    }
+    stock = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
     width = setup.shapes.glu_width if setup.shapes.name else 208
     # Three outliers multiplied together must fit fp16; a wide layer has larger ones.
     divisor = 64 if setup.shapes.name else 32
@@ -221,9 +213,8 @@ def _attention(setup: OpSetup) -> Iterator[AccuracyCase]:
 
 def _attention_case(setup: OpSetup, shape: Heads) -> AccuracyCase:
     layout, scale, window = PackedSequences.of([0], [ROWS]), shape.scale, shape.window
-    distance = torch.arange(ROWS, device=setup.device)[:, None] - torch.arange(
-        ROWS, device=setup.device
-    )
+    places = torch.arange(ROWS, device=setup.device)
+    distance = places[:, None] - places
     mask = None if window is None else (distance >= 0) & (distance < window)
 
     def stock(*qkv: Tensor) -> Tensor:
@@ -234,11 +225,7 @@ def _attention_case(setup: OpSetup, shape: Heads) -> AccuracyCase:
         return out[0].transpose(0, 1)
 
     queries, keys = ((ROWS, n, shape.head_dim) for n in (shape.heads, shape.kv_heads))
-    operands = (
-        setup.drawn(queries, 1, SCORE_SCALE),
-        setup.drawn(keys, 2, SCORE_SCALE),
-        setup.drawn(keys, 3, 0.1),
-    )
+    q, k = setup.drawn(queries, 1, SCORE_SCALE), setup.drawn(keys, 2, SCORE_SCALE)
     return AccuracyCase(
         size=f"{ROWS} x {shape}",
         operands=("q", "k", "v"),
@@ -246,7 +233,7 @@ def _attention_case(setup: OpSetup, shape: Heads) -> AccuracyCase:
         ours=lambda q, k, v: attention_varlen(q, k, v, layout, scale=scale, window=window)[0],
         stock=stock,
         reference=lambda q, k, v: attention_reference(q, k, v, scale=scale, window=window),
-        draws=[(operands, (setup.drawn(queries, 4, 0.1),))],
+        draws=[((q, k, setup.drawn(keys, 3, 0.1)), (setup.drawn(queries, 4, 0.1),))],
     )
 
 
@@ -287,26 +274,30 @@ def _masked_reduction(setup: OpSetup) -> Iterator[AccuracyCase]:
     def of_rows(mean: Callable[[Tensor], Tensor]) -> Op:
         return lambda values: torch.stack([mean(row) for row in values.unbind(0)])
 
+    def stock(row: Tensor) -> Tensor:
+        return row[active].mean()
+
     yield AccuracyCase(
         size=f"256 x 4097, {int(active.sum())} active",
         operands=("values",),
         outputs=("mean",),
         ours=of_rows(lambda row: masked_mean(row, active)),
-        stock=of_rows(lambda row: row[active].mean()),
-        reference=of_rows(lambda row: row[active].mean()),
+        stock=of_rows(stock),
+        reference=of_rows(stock),
         draws=[((values,), (probe((256,), seed=2, device=setup.device),))],
     )
 
 
 def _gradient_norm(setup: OpSetup) -> Iterator[AccuracyCase]:
     """Norms of many sets of gradients, which are fp32 whatever the model is."""
-    sets = [
-        [probe((n, 96), seed=64 * i + n, device=setup.device) for n in (3, 96, 331)]
-        for i in range(64)
-    ]
+    rows, device = (3, 96, 331), setup.device
+    sets = [[probe((n, 96), seed=64 * i + n, device=device) for n in rows] for i in range(64)]
 
     def of_sets(norm: Callable[[list[Tensor]], Tensor]) -> Op:
         return lambda: torch.stack([norm(gradients) for gradients in sets])
+
+    def exact(gradients: list[Tensor]) -> Tensor:
+        return torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt()
 
     yield AccuracyCase(
         size="64 sets of 430 x 96",
@@ -314,9 +305,7 @@ def _gradient_norm(setup: OpSetup) -> Iterator[AccuracyCase]:
         outputs=("norm",),
         ours=of_sets(gradient_norm),
         stock=of_sets(torch.nn.utils.get_total_norm),
-        reference=of_sets(
-            lambda gs: torch.stack([g.double().square().sum() for g in gs]).sum().sqrt()
-        ),
+        reference=of_sets(exact),
         draws=[((), ())],
     )
 

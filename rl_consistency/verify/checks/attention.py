@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.verify.checks.op_setup import Heads, OpSetup
-from rl_consistency.verify.checks.paged_calls import paged_calls, paged_plans
+from rl_consistency.verify.checks.paged_calls import PagedCall, paged_plans, paged_rows
 from rl_consistency.verify.claims import Tally
 
 SCORE_SCALE = 0.06
@@ -58,26 +59,29 @@ def sequences_alike(
 ) -> None:
     """The law of packing: a sequence alone and among others, with and without rows of NaN between
     them, gives the same outputs and lse."""
-    alone = [packed_attention(shape, [s])[0] for s in samples]
-    for name, calls in arrangements:
-        for gap in (0, GAP) if name == "permuted batch" else (0,):
-            for members in calls:
-                found = packed_attention(shape, [samples[i] for i in members], gap)
-                case = f"{shape}, {name}, gap {gap}"
-                _compare(tally, case, members, alone, found)
+    _packed_alike(tally, shape, samples, arrangements, packed_attention)
 
 
 def gradients_alike(
     tally: Tally, shape: Heads, samples: Sequence[Sample], arrangements: Arrangements
 ) -> None:
     """The same law for dq, dk and dv; rows between sequences are finite, as backward expects."""
-    alone = [packed_gradients(shape, [s])[0] for s in samples]
+    _packed_alike(tally, shape, samples, arrangements, packed_gradients)
+
+
+def _packed_alike(
+    tally: Tally,
+    shape: Heads,
+    samples: Sequence[Sample],
+    arrangements: Arrangements,
+    run: Callable[..., list[Tensor]],
+) -> None:
+    alone = [run(shape, [s])[0] for s in samples]
     for name, calls in arrangements:
         for gap in (0, GAP) if name == "permuted batch" else (0,):
             for members in calls:
-                found = packed_gradients(shape, [samples[i] for i in members], gap)
-                case = f"{shape}, {name}, gap {gap}"
-                _compare(tally, case, members, alone, found)
+                found = run(shape, [samples[i] for i in members], gap)
+                _compare(tally, f"{shape}, {name}, gap {gap}", members, alone, found)
 
 
 def paged_alike(
@@ -88,9 +92,7 @@ def paged_alike(
 ) -> None:
     """The law of the cache: decode and chunks give the bytes of packed prefill.
 
-    Args:
-        plans: (name, tokens of a cache block, indices of the samples, length -> sizes of the parts
-            in which a sequence of that length is fed).
+    `plans` are like those of `paged_plans`.
     """
     alone = [packed_attention(shape, [s])[0] for s in samples]
     for name, block_size, members, cut in plans:
@@ -105,12 +107,9 @@ def attention_probe(shape: Heads, lengths: Sequence[int], setup: OpSetup) -> lis
     def drawn(length: int, heads: int, seed: int) -> Tensor:
         return setup.drawn((length, heads, shape.head_dim), seed, SCORE_SCALE)
 
+    kv = shape.kv_heads
     return [
-        (
-            drawn(n, shape.heads, 3 * i),
-            drawn(n, shape.kv_heads, 3 * i + 1),
-            drawn(n, shape.kv_heads, 3 * i + 2),
-        )
+        (drawn(n, shape.heads, 3 * i), drawn(n, kv, 3 * i + 1), drawn(n, kv, 3 * i + 2))
         for i, n in enumerate(lengths)
     ]
 
@@ -140,26 +139,24 @@ def _of_sequences(layout: PackedSequences, *parts: Tensor) -> list[Tensor]:
 def _paged_attention(
     shape: Heads, samples: Sequence[Sample], schedules: list[list[int]], block_size: int
 ) -> list[Tensor]:
-    parts: list[list[Tensor]] = [[] for _ in samples]
-    for call in paged_calls(
-        schedules,
-        block_size=block_size,
-        num_layers=1,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        dtype=samples[0][0].dtype,
-        device=samples[0][0].device,
-    ):
-        q, k, v = (
-            torch.cat([samples[i][j][start:end] for i, start, end in call.spans]) for j in range(3)
-        )
+    def run(call: PagedCall) -> Tensor:
+        q, k, v = call_operands(samples, call)
         call.paged.write(0, k, v)
         out, lse = attention_paged(q, call.paged, 0, scale=shape.scale, window=shape.window)
-        rows = torch.cat([out.float().flatten(1), lse], dim=1)
-        lens = [end - start for _, start, end in call.spans]
-        for (i, _, _), part in zip(call.spans, rows.split(lens), strict=True):
-            parts[i].append(part)
-    return [torch.cat(p) for p in parts]
+        return torch.cat([out.float().flatten(1), lse], dim=1)
+
+    return paged_rows(schedules, run, block_size=block_size, **cache_of(shape, samples[0][0]))
+
+
+def call_operands(samples: Sequence[Sample], call: PagedCall) -> list[Tensor]:
+    """q, k and v of the tokens of one call."""
+    return [torch.cat([samples[i][j][a:b] for i, a, b in call.spans]) for j in range(3)]
+
+
+def cache_of(shape: Heads, q: Tensor) -> dict[str, Any]:
+    """Options of `paged_calls` for one layer of queries like q."""
+    options = {"num_layers": 1, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    return options | {"dtype": q.dtype, "device": q.device}
 
 
 def packed(
@@ -178,11 +175,7 @@ def packed(
 
 
 def _compare(
-    tally: Tally,
-    case: str,
-    members: Sequence[int],
-    alone: Sequence[Tensor],
-    found: Sequence[Tensor],
+    tally: Tally, case: str, members: Sequence[int], alone: Sequence[Tensor], found: list[Tensor]
 ) -> None:
     for i, rows in zip(members, found, strict=True):
         tally.equal(case, alone[i], rows, lambda row, i=i: f"sample {i} position {row}")

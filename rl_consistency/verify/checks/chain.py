@@ -14,22 +14,25 @@ from rl_consistency.models.forward import lm_head_weight, packed_hidden_states, 
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.parity.first_divergence import first_divergence, recorded
-from rl_consistency.parity.gradients import Regrouping, check_gradients, gradients_kept, lay_out
-from rl_consistency.verify.checks.paged_calls import paged_calls, paged_plans
+from rl_consistency.parity.gradients import (
+    REGROUPINGS,
+    LossFunction,
+    Regrouping,
+    check_gradients,
+    gradients_kept,
+    lay_out,
+)
+from rl_consistency.verify.checks.paged_calls import PagedCall, paged_plans, paged_rows
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.probe import probe_tokens
 from rl_consistency.verify.sweep import Sweep, split
 
 GRADIENT_REGROUPINGS = (
     Regrouping("run again", (1 << 30,)),
-    Regrouping("micro-batch 1", (1,)),
     Regrouping("micro-batch 2", (2,)),
     Regrouping("micro-batch 8", (8,)),
-    Regrouping("uneven", (1, 3, 2)),
     Regrouping("4 accumulation steps", (3,)),
-    Regrouping("left-padded by 2", (2,), "left_padded"),
-    Regrouping("right-padded", (1 << 30,), "right_padded"),
-    Regrouping("packed with gaps", (3,), "packed_with_gaps"),
+    *REGROUPINGS,
 )
 
 GRADIENT_LENGTHS = (33, 7, 48, 2, 129, 16, 31, 64, 5, 40, 17, 90)
@@ -72,9 +75,8 @@ class Chain:
         if not sequences:
             return [torch.empty(0, 2, device=self.device) for _ in members]
         inputs, mask = lay_out(sequences, layout, self.device)
-        scored = token_logprobs(
-            self.model, inputs, attention_mask=mask, prompt_lengths=[1] * len(sequences)
-        )
+        prompts = [1] * len(sequences)
+        scored = token_logprobs(self.model, inputs, attention_mask=mask, prompt_lengths=prompts)
         both = torch.stack([scored.logprobs, scored.entropy], dim=1)
         return list(both.split([len(self.samples[i]) - 1 for i in members]))
 
@@ -99,9 +101,8 @@ def check_packed_chain(tally: Tally, chain: Chain) -> None:
             _compare_samples(tally, chain, name, members, chain.hidden(members))
     members = list(range(len(chain.samples)))
     for gap in (1, 3):
-        _compare_samples(
-            tally, chain, f"packed with gap {gap}", members, chain.hidden(members, gap)
-        )
+        name, found = f"packed with gap {gap}", chain.hidden(members, gap)
+        _compare_samples(tally, chain, name, members, found)
 
 
 @torch.no_grad()
@@ -158,21 +159,13 @@ def check_logprob_chain(tally: Tally, chain: Chain) -> None:
 
 def check_gradient_chain(tally: Tally, chain: Chain) -> None:
     """Gradients of a clipped-objective-like loss with an entropy term, regrouped."""
-    sequences, prompts = _step(chain)
+    sequences, prompts, loss = _step(chain)
     report = check_gradients(
-        chain.model,
-        sequences,
-        prompt_lengths=prompts,
-        loss=_loss(sum(map(len, sequences)) - sum(prompts)),
-        regroupings=GRADIENT_REGROUPINGS,
+        chain.model, sequences, prompt_lengths=prompts, loss=loss, regroupings=GRADIENT_REGROUPINGS
     )
-    for found in report.results:
-        tally.expect(
-            found.name,
-            found.mismatched_elements == 0,
-            f"{found.mismatched_elements} of {report.elements} elements, first in "
-            f"{found.first_parameter}",
-        )
+    for r in report.results:
+        where = f"of {report.elements} elements, first in {r.first_parameter}"
+        tally.expect(r.name, r.mismatched_elements == 0, f"{r.mismatched_elements} {where}")
 
 
 def check_gradient_checkpointing(tally: Tally, chain: Chain) -> None:
@@ -180,9 +173,8 @@ def check_gradient_checkpointing(tally: Tally, chain: Chain) -> None:
     stored = _gradients(chain)
     training = chain.model.training
     runs: list[None] = []
-    handle = chain.model.model.layers[0].input_layernorm.register_forward_hook(
-        lambda *_: runs.append(None)
-    )
+    norm = chain.model.model.layers[0].input_layernorm
+    handle = norm.register_forward_hook(lambda *_: runs.append(None))
     chain.model.train()
     _switch_checkpointing(chain.model, "enable")
     try:
@@ -217,30 +209,25 @@ def _compare_samples(
 def _paged_hidden(
     chain: Chain, members: Sequence[int], schedules: list[list[int]], block_size: int
 ) -> list[Tensor]:
-    parts: list[list[Tensor]] = [[] for _ in members]
     config = chain.config
-    for call in paged_calls(
+    head_dim = getattr(config, "head_dim", None)
+
+    def run(call: PagedCall) -> Tensor:
+        ids = [t for i, a, b in call.spans for t in chain.samples[members[i]][a:b]]
+        positions = [p for _, a, b in call.spans for p in range(a, b)]
+        both = torch.tensor([ids, positions], device=chain.device)
+        return paged_hidden_states(chain.model, both[0], both[1], call.paged)
+
+    return paged_rows(
         schedules,
+        run,
         block_size=block_size,
         num_layers=config.num_hidden_layers,
         kv_heads=config.num_key_value_heads,
-        head_dim=getattr(config, "head_dim", None)
-        or config.hidden_size // config.num_attention_heads,
+        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
         dtype=chain.model.dtype,
         device=chain.device,
-    ):
-        ids = [t for i, a, b in call.spans for t in chain.samples[members[i]][a:b]]
-        positions = [p for _, a, b in call.spans for p in range(a, b)]
-        hidden = paged_hidden_states(
-            chain.model,
-            torch.tensor(ids, device=chain.device),
-            torch.tensor(positions, device=chain.device),
-            call.paged,
-        )
-        lens = [b - a for _, a, b in call.spans]
-        for (i, _, _), rows in zip(call.spans, hidden.split(lens), strict=True):
-            parts[i].append(rows)
-    return [torch.cat(p) for p in parts]
+    )
 
 
 def _padded(
@@ -256,14 +243,11 @@ def _padded(
     return ids.to(device), mask.to(device)
 
 
-def _step(chain: Chain) -> tuple[list[list[int]], list[int]]:
-    """Sequences and prompt lengths of one training step."""
+def _step(chain: Chain) -> tuple[list[list[int]], list[int], LossFunction]:
+    """Sequences, prompt lengths and loss of one training step."""
     lengths = [min(n, chain.config.max_position_embeddings) for n in GRADIENT_LENGTHS]
-    return probe_tokens(lengths, chain.config.vocab_size, seed=2), [1 + n // 3 for n in lengths]
-
-
-def _loss(tokens: int) -> Any:
-    """A policy-gradient loss whose weights come from the whole step's token count."""
+    prompts = [1 + n // 3 for n in lengths]
+    tokens = sum(lengths) - sum(prompts)
 
     def share(scored: TokenLogprobs, group: Sequence[int]) -> Tensor:
         total = scored.logprobs.new_zeros(())
@@ -273,15 +257,14 @@ def _loss(tokens: int) -> Any:
             total = total - (advantage * logprobs + 0.01 * entropy).sum() / tokens
         return total
 
-    return share
+    return probe_tokens(lengths, chain.config.vocab_size, seed=2), prompts, share
 
 
 def _gradients(chain: Chain) -> dict[str, Tensor]:
-    sequences, prompts = _step(chain)
+    sequences, prompts, loss = _step(chain)
     with gradients_kept(chain.model):
         chain.model.zero_grad(set_to_none=True)
         scored = token_logprobs(chain.model, sequences, prompt_lengths=prompts)
-        loss = _loss(sum(map(len, sequences)) - sum(prompts))
         loss(scored, range(len(sequences))).backward()
         return {name: p.grad for name, p in chain.model.named_parameters() if p.grad is not None}
 

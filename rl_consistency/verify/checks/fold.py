@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -23,19 +27,10 @@ def check_linear_fold(tally: Tally, setup: OpSetup) -> None:
     for inner, columns in setup.shapes.linear if setup.shapes.name else ((96, 208),):
         weight, weight_grad = _parameter((columns, inner), setup, 1)
         bias, bias_grad = _parameter((columns,), setup, 2)
-        options = {"weight_grad": weight_grad, "bias_grad": bias_grad}
-
-        def backward(
-            x: Tensor,
-            dy: Tensor,
-            weight: Tensor = weight,
-            bias: Tensor = bias,
-            options: dict[str, GradientBuffer] = options,
-        ) -> None:
-            linear(x, weight, bias, **options).backward(dy)
-
+        options: dict[str, Any] = {"weight_grad": weight_grad, "bias_grad": bias_grad}
+        op = partial(linear, weight=weight, bias=bias, **options)
         inputs = setup.drawn((setup.rows, inner), 3), setup.drawn((setup.rows, columns), 4)
-        cuts_alike(tally, (weight, bias), backward, inputs, (1.0, 0.0))
+        cuts_alike(tally, (weight, bias), partial(_backward, op), inputs, (1.0, 0.0))
 
 
 def check_rms_norm_fold(tally: Tally, setup: OpSetup) -> None:
@@ -43,31 +38,19 @@ def check_rms_norm_fold(tally: Tally, setup: OpSetup) -> None:
     shape = setup.shapes.attention[0]
     for heads, width in ((1, setup.shapes.norm_widths[0]), (shape.heads, shape.head_dim)):
         weight, buffer = _parameter((width,), setup, 1)
-
-        def backward(
-            x: Tensor,
-            dy: Tensor,
-            weight: Tensor = weight,
-            buffer: GradientBuffer = buffer,
-            heads: int = heads,
-        ) -> None:
-            rms_norm(x, weight, 1e-6, rows_per_token=heads, weight_grad=buffer).backward(dy)
-
+        op = partial(rms_norm, weight=weight, eps=1e-6, rows_per_token=heads, weight_grad=buffer)
         inputs = [setup.drawn((setup.rows, heads, width), seed) for seed in (2, 3)]
-        cuts_alike(tally, (weight,), backward, inputs, (1.0, 0.0))
+        cuts_alike(tally, (weight,), partial(_backward, op), inputs, (1.0, 0.0))
 
 
 def check_embedding_fold(tally: Tally, setup: OpSetup) -> None:
     """The gradient of an embedding whose tokens repeat."""
     vocab_size, hidden_size = setup.shapes.vocab_size, setup.shapes.hidden_size
     weight, buffer = _parameter((vocab_size, hidden_size), setup, 1)
-
-    def backward(tokens: Tensor, dy: Tensor) -> None:
-        embedding(tokens, weight, weight_grad=buffer).backward(dy)
-
+    op = partial(embedding, weight=weight, weight_grad=buffer)
     tokens = torch.tensor(probe_tokens([setup.rows], vocab_size, seed=2)[0], device=setup.device)
     dy = setup.drawn((setup.rows, hidden_size), 3)
-    cuts_alike(tally, (weight,), backward, (tokens, dy))
+    cuts_alike(tally, (weight,), partial(_backward, op), (tokens, dy))
 
 
 def check_lm_head_fold(tally: Tally, setup: OpSetup) -> None:
@@ -77,34 +60,34 @@ def check_lm_head_fold(tally: Tally, setup: OpSetup) -> None:
     plain = SamplingRows.uniform(setup.rows, device=setup.device)
     weight = nn.Parameter(head)
     buffer = GradientBuffer(weight)
-    index = torch.arange(len(hidden), device=setup.device)
-    for own_targets, rows in ((inside, sampling), (targets, plain)):
+    everything = torch.arange(len(hidden), device=setup.device)
 
-        def backward(
-            index: Tensor,
-            chunk: int = 1024,
-            targets: Tensor = own_targets,
-            rows: SamplingRows = rows,
-        ) -> None:
-            # Filler has index -1: the last row, not scored.
-            logprobs, entropy = token_logprobs(
-                hidden[index],
-                weight,
-                targets[index].masked_fill(index < 0, IGNORED),
-                rows.select(index),
-                chunk_tokens=chunk,
-                weight_grad=buffer,
-            )
-            (logprobs.sum() - 0.1 * entropy.sum()).backward()
+    def backward(own: Tensor, kinds: SamplingRows, index: Tensor, chunk: int = 1024) -> None:
+        # Filler has index -1: the last row, not scored.
+        logprobs, entropy = token_logprobs(
+            hidden[index],
+            weight,
+            own[index].masked_fill(index < 0, IGNORED),
+            kinds.select(index),
+            chunk_tokens=chunk,
+            weight_grad=buffer,
+        )
+        (logprobs.sum() - 0.1 * entropy.sum()).backward()
 
-        cuts_alike(tally, (weight,), backward, (index,), (-1,))
+    for own, kinds in ((inside, sampling), (targets, plain)):
+        run = partial(backward, own, kinds)
+        cuts_alike(tally, (weight,), run, (everything,), (-1,))
         gradients = []
         for chunk in (1024, 16, 48):
             weight.grad = None
-            backward(index, chunk)
+            run(everything, chunk)
             assert weight.grad is not None
             gradients.append(weight.grad.clone())
             tally.equal(f"chunk_tokens {chunk}", gradients[0], gradients[-1])
+
+
+def _backward(op: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> None:
+    op(x).backward(dy)
 
 
 def _parameter(

@@ -68,8 +68,13 @@ def shapes_of(name: str, config: Any) -> OpShapes:
     hidden, inner = config.hidden_size, config.intermediate_size
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     queries, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
-    attention = ((hidden, queries), (hidden, keys), (queries, hidden))
-    linear = (*attention, (hidden, inner), (inner, hidden))
+    linear = (
+        (hidden, queries),
+        (hidden, keys),
+        (queries, hidden),
+        (hidden, inner),
+        (inner, hidden),
+    )
     return OpShapes(
         name=name,
         linear=tuple(dict.fromkeys(linear)),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,34 +83,34 @@ def paged_calls(
     key_cache, value_cache = (list(part.unbind(0)) for part in empty)
     done = [0] * len(schedules)
     for turn in range(max(map(len, schedules))):
-        spans = []
+        spans, slots = [], []
         for i, parts in enumerate(schedules):
             if turn < len(parts):
-                spans.append((i, done[i], done[i] + parts[turn]))
-                done[i] += parts[turn]
-        yield PagedCall(spans, _layout(spans, tables, block_size, key_cache, value_cache))
+                start, done[i] = done[i], done[i] + parts[turn]
+                spans.append((i, start, done[i]))
+                places = (divmod(position, block_size) for position in range(start, done[i]))
+                slots += [tables[i][block] * block_size + place for block, place in places]
+        lens = [end - start for _, start, end in spans]
+        paged = PagedAttention(
+            query_starts=[sum(lens[:i]) for i in range(len(lens))],
+            query_lens=lens,
+            context_lens=[end for _, _, end in spans],
+            block_tables=[tables[i] for i, _, _ in spans],
+            slot_mapping=torch.tensor(slots, dtype=torch.int64).to(device),
+            key_cache=key_cache,
+            value_cache=value_cache,
+            block_size=block_size,
+        )
+        yield PagedCall(spans, paged)
 
 
-def _layout(
-    spans: list[tuple[int, int, int]],
-    tables: list[list[int]],
-    block_size: int,
-    key_cache: list[Tensor],
-    value_cache: list[Tensor],
-) -> PagedAttention:
-    lens = [end - start for _, start, end in spans]
-    slots = [
-        tables[i][position // block_size] * block_size + position % block_size
-        for i, start, end in spans
-        for position in range(start, end)
-    ]
-    return PagedAttention(
-        query_starts=[sum(lens[:i]) for i in range(len(lens))],
-        query_lens=lens,
-        context_lens=[end for _, _, end in spans],
-        block_tables=[tables[i] for i, _, _ in spans],
-        slot_mapping=torch.tensor(slots, dtype=torch.int64).to(key_cache[0].device),
-        key_cache=key_cache,
-        value_cache=value_cache,
-        block_size=block_size,
-    )
+def paged_rows(
+    schedules: Sequence[Sequence[int]], run: Callable[[PagedCall], Tensor], **cache: Any
+) -> list[Tensor]:
+    """Rows of each sequence out of all `paged_calls`; `run` gives the rows of one call."""
+    parts: list[list[Tensor]] = [[] for _ in schedules]
+    for call in paged_calls(schedules, **cache):
+        rows = run(call).split([end - start for _, start, end in call.spans])
+        for (i, _, _), part in zip(call.spans, rows, strict=True):
+            parts[i].append(part)
+    return [torch.cat(p) for p in parts]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import cycle, islice, takewhile
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ SAMPLES = 3
 
 PROMPT_LENGTHS = (40, 40, 3, 65, 17, 1, 33, 70)
 
-SAMPLING: tuple[dict[str, float], ...] = (
+SAMPLING: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.7, "top_k": 20},
     {"temperature": 1.2, "top_p": 0.9},
@@ -68,18 +70,9 @@ class RolloutProbe:
         prompts = probe_tokens(lengths, chain.config.vocab_size, seed=3)
         prompts[1] = [*prompts[0][:33], *prompts[1][33:]]
         prompts[7] = [*prompts[3], *prompts[7][len(prompts[3]) :]]
-        return cls(
-            prompts,
-            [
-                SamplingParams(
-                    n=SAMPLES,
-                    max_tokens=MAX_TOKENS,
-                    seed=11,
-                    **SAMPLING[i % len(SAMPLING)],  # type: ignore[arg-type]
-                )
-                for i in range(len(prompts))
-            ],
-        )
+        turns = islice(cycle(SAMPLING), len(prompts))
+        params = partial(SamplingParams, n=SAMPLES, max_tokens=MAX_TOKENS, seed=11)
+        return cls(prompts, [params(**kind) for kind in turns])
 
     def generate(
         self, chain: Chain, serving: Serving
@@ -92,12 +85,9 @@ class RolloutProbe:
         found: dict[tuple[int, int], Completion] = {}
         stats: list[RolloutStatistics] = []
         for members in calls:
-            completions = engine.generate(
-                [self.prompts[i] for i in members],
-                [replace(self.sampling[i], speculation=serving.speculation) for i in members],
-                prompt_ids=members,
-            )
-            for c in completions:
+            prompts = [self.prompts[i] for i in members]
+            own = [replace(self.sampling[i], speculation=serving.speculation) for i in members]
+            for c in engine.generate(prompts, own, prompt_ids=members):
                 found[members[c.prompt_index], c.sample_index] = c
             stats.append(engine.stats)
         return [found[key] for key in sorted(found)], stats
@@ -140,17 +130,15 @@ def check_engine(tally: Tally, chain: Chain) -> None:
 
 
 @torch.no_grad()
-def check_rollout_against_training(tally: Tally, chain: Chain) -> None:
+def check_training(tally: Tally, chain: Chain) -> None:
     """Behaviour logprobs against `token_logprobs`, packed and padded: the ratio is exactly 1."""
     probe = RolloutProbe.of(chain)
     compared = 0
     for serving in (Serving("default"), Serving("chunked", {"prefill_chunk_size": 7})):
         completions, _ = probe.generate(chain, serving)
         owners = [i // SAMPLES for i in range(len(completions))]
-        sequences = [
-            [*probe.prompts[owner], *c.token_ids]
-            for owner, c in zip(owners, completions, strict=True)
-        ]
+        pairs = zip(owners, completions, strict=True)
+        sequences = [[*probe.prompts[owner], *c.token_ids] for owner, c in pairs]
         sampling = [probe.sampling[owner] for owner in owners]
         prompts = [len(probe.prompts[owner]) for owner in owners]
         rollout = [c.token_logprobs for c in completions]
@@ -158,9 +146,9 @@ def check_rollout_against_training(tally: Tally, chain: Chain) -> None:
             inputs, mask = lay_out(sequences, layout, chain.device)
             training = token_logprobs(
                 chain.model, inputs, attention_mask=mask, prompt_lengths=prompts, sampling=sampling
-            ).split()
-            training = [t.cpu() for t in training]
-            compared += _compare(tally, f"{serving.name}, {layout}", rollout, training)
+            )
+            found = [t.cpu() for t in training.split()]
+            compared += _compare(tally, f"{serving.name}, {layout}", rollout, found)
     if not tally.mismatches:
         tally.detail = f"{compared} tokens, every importance ratio exactly 1"
 
@@ -179,9 +167,6 @@ def _compare(tally: Tally, case: str, rollout: list[Tensor], training: list[Tens
 
 
 def _tokens(a: Completion, b: Completion) -> str:
-    same = 0
-    for x, y in zip(a.token_ids, b.token_ids, strict=False):
-        if x != y:
-            break
-        same += 1
+    pairs = zip(a.token_ids, b.token_ids, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return f"token {same}: {a.token_ids[same : same + 3]} against {b.token_ids[same : same + 3]}"

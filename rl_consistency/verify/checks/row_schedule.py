@@ -4,6 +4,7 @@ bytes of every other."""
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +16,11 @@ from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
 from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.rotary import rotation_triton as rotary_triton
-from rl_consistency.kernels.rotary.op import rotary_table
 from rl_consistency.kernels.sampling import draw_triton as sampling_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
-from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
+from rl_consistency.kernels.sampling.op import triton_distribution
 from rl_consistency.verify.checks.op_setup import MAX_ROWS, OpSetup
+from rl_consistency.verify.checks.rows import rotary_probe, sampling_in_turn
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import rows_of, schedules_alike
 from rl_consistency.verify.probe import probe, probe_tokens
@@ -66,12 +67,7 @@ def check_glu_schedules(tally: Tally, setup: OpSetup) -> None:
 
 def check_rotary_schedules(tally: Tally, setup: OpSetup) -> None:
     """Rotated queries and keys."""
-    shape, rows = setup.shapes.attention[0], min(setup.rows, ROWS)
-    inv_freq = setup.shapes.rope_theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
-    table = rotary_table(inv_freq, 2 * rows).to(setup.device)
-    cos, sin = table[:, torch.arange(rows) * 37 % (2 * rows)]
-    q = setup.drawn((rows, shape.heads, shape.head_dim), 1)
-    k = setup.drawn((rows, shape.kv_heads, shape.head_dim), 2)
+    q, k, cos, sin, _, _ = rotary_probe(setup, min(setup.rows, ROWS))
 
     def rotated(schedule: rotary_triton.Schedule) -> Tensor:
         return rows_of(*rotary_triton.rotary_fwd(q, k, cos, sin, False, schedule))
@@ -94,13 +90,9 @@ def norm_backward_entries(width: int, heads: int) -> list[rms_norm_schedules.Sch
     """What is compared of the norm's backward pass: None, the kernel for narrow rows, where there
     are several heads; and the chosen schedule and one for each way to go through the rows. There
     are two dozen candidates, which take long to compile."""
-    entries = {
-        (schedule.split, schedule.stages): schedule
-        for schedule in (
-            *rms_norm_schedules.candidates(width, heads),
-            rms_norm_schedules.pick_backward(width, heads),
-        )
-    }
+    chosen = rms_norm_schedules.pick_backward(width, heads)
+    every = (*rms_norm_schedules.candidates(width, heads), chosen)
+    entries = {(schedule.split, schedule.stages): schedule for schedule in every}
     return [None, *entries.values()] if heads > 1 else [*entries.values()]
 
 
@@ -130,16 +122,10 @@ def check_sampling_schedules(tally: Tally, setup: OpSetup) -> None:
     count, vocab_size = min(setup.rows, MAX_ROWS), setup.shapes.vocab_size
     logits = probe((count, vocab_size), torch.float32, seed=1, scale=0.1, device=setup.device)
     logits[::2] = (logits[::2] * 8).round() / 8  # many are equal
-    kinds = (
-        SamplingRows.uniform(1, temperature=0.7, top_k=20, device=setup.device),
-        SamplingRows.uniform(1, temperature=1.3, top_p=0.9, device=setup.device),
-        SamplingRows.uniform(1, top_k=50, top_p=0.8, min_p=0.01, device=setup.device),
-        SamplingRows.uniform(1, temperature=0.0, device=setup.device),
-        SamplingRows.uniform(1, device=setup.device),
-    )
-    turns = torch.arange(count, device=setup.device)
-    rows = SamplingRows.concatenate(list(kinds)).select(turns % len(kinds))
-    uniforms = turns.double() / count
+    kinds = ({"temperature": 0.7, "top_k": 20}, {"temperature": 1.3, "top_p": 0.9})
+    kinds += ({"top_k": 50, "top_p": 0.8, "min_p": 0.01}, {"temperature": 0.0}, {})
+    rows = sampling_in_turn(kinds, count, setup.device)
+    uniforms = torch.arange(count, device=setup.device).double() / count
 
     def sampled() -> Tensor:
         found = triton_distribution(logits, rows)
@@ -161,12 +147,7 @@ def check_sampling_schedules(tally: Tally, setup: OpSetup) -> None:
 
 
 def _compare_norm(
-    tally: Tally,
-    setup: OpSetup,
-    x: Tensor,
-    residual: Tensor | None,
-    dtotal: Tensor | None,
-    heads: int,
+    tally: Tally, setup: OpSetup, x: Tensor, residual: Any, dtotal: Any, heads: int
 ) -> None:
     """Forward by every schedule and backward by `norm_backward_entries`, of x [T, H] or
     [T, heads, H]."""

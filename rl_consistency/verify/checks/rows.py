@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,6 +26,7 @@ HEAD_SCALE = 0.02
 """Factor on the LM head's probe that spreads the logits over a few nats."""
 
 EPS = 1e-6
+PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
 
 
 def check_linear(tally: Tally, setup: OpSetup) -> None:
@@ -33,15 +37,8 @@ def check_linear(tally: Tally, setup: OpSetup) -> None:
         x = setup.drawn((setup.rows, inner), 20 + i)
         dy = setup.drawn((setup.rows, columns), 30 + i, 0.02)
         name = f"{inner} x {columns}"
-        _alike(tally, setup, name, lambda x, w=weight, b=bias: linear(x, w, b), x)
-        _alike(
-            tally,
-            setup,
-            f"{name} dX",
-            lambda x, dy, w=weight: leaf_gradients(lambda x: linear(x, w), (x,), dy)[0],
-            x,
-            dy,
-        )
+        _alike(tally, setup, name, partial(linear, weight=weight, bias=bias), x)
+        _alike(tally, setup, f"{name} dX", _gradient_of(partial(linear, weight=weight)), x, dy)
     _check_fused_projections(tally, setup)
 
 
@@ -74,19 +71,9 @@ def check_rms_norm(tally: Tally, setup: OpSetup) -> None:
         weight = setup.drawn((width,), width)
         x, dy = (setup.drawn((setup.rows, *size), width + i) for i in (1, 2))
         name = f"width {width}" if heads == 1 else f"{heads} heads of {width}"
-
-        def normed(x: Tensor, weight: Tensor = weight, heads: int = heads) -> Tensor:
-            return rms_norm(x, weight, EPS, rows_per_token=heads)
-
-        _alike(tally, setup, name, normed, x)
-        _alike(
-            tally,
-            setup,
-            f"{name} dx",
-            lambda x, dy, op=normed: leaf_gradients(op, (x,), dy)[0],
-            x,
-            dy,
-        )
+        op = partial(rms_norm, weight=weight, eps=EPS, rows_per_token=heads)
+        _alike(tally, setup, name, op, x)
+        _alike(tally, setup, f"{name} dx", _gradient_of(op), x, dy)
         if heads == 1:
             _check_residual_addition(tally, f"{name}, with the residual addition", x, dy, weight)
 
@@ -100,9 +87,7 @@ def _check_residual_addition(
         total = residual + x
         return rms_norm(total, weight, EPS), total
 
-    def fused(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, weight, EPS)
-
+    fused = partial(add_rms_norm, weight=weight, eps=EPS)
     expected, actual = (
         torch.cat([*op(x, residual), *leaf_gradients(op, (x, residual), residual, x)], dim=1)
         for op in (apart, fused)
@@ -112,12 +97,7 @@ def _check_residual_addition(
 
 def check_rotary(tally: Tally, setup: OpSetup) -> None:
     """Rotated queries and keys and their gradients, and the table for any reach of positions."""
-    shape, rows = setup.shapes.attention[0], setup.rows
-    inv_freq = setup.shapes.rope_theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
-    table = rotary_table(inv_freq, 2 * rows).to(setup.device)
-    cos, sin = table[:, torch.arange(rows) * 37 % (2 * rows)]
-    q = setup.drawn((rows, shape.heads, shape.head_dim), 1)
-    k = setup.drawn((rows, shape.kv_heads, shape.head_dim), 2)
+    q, k, cos, sin, inv_freq, table = rotary_probe(setup, setup.rows)
 
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.cat(rotary(q, k, cos, sin), dim=1)
@@ -134,22 +114,31 @@ def check_rotary(tally: Tally, setup: OpSetup) -> None:
         tally.equal(f"table of {reach}", expected, short, "position {}".format)
 
 
+def rotary_probe(setup: OpSetup, rows: int) -> tuple[Tensor, ...]:
+    """q, k, their cosines and sines; the frequencies, and the table [2, 2 * rows, D / 2]."""
+    shape = setup.shapes.attention[0]
+    inv_freq = setup.shapes.rope_theta ** -(torch.arange(0, shape.head_dim, 2) / shape.head_dim)
+    table = rotary_table(inv_freq, 2 * rows).to(setup.device)
+    cos, sin = table[:, torch.arange(rows) * 37 % (2 * rows)]
+    q = setup.drawn((rows, shape.heads, shape.head_dim), 1)
+    k = setup.drawn((rows, shape.kv_heads, shape.head_dim), 2)
+    return q, k, cos, sin, inv_freq, table
+
+
 def check_glu(tally: Tally, setup: OpSetup) -> None:
     """Each gated activation and its gradients."""
     size = (setup.rows, setup.shapes.glu_width)
     gate = setup.drawn(size, 1, 0.5)
     # In a wide layer outliers of both meet; their product must fit fp16.
     up = setup.drawn(size, 2, 1 / 64 if setup.shapes.name else 1.0)
+
+    def gradients(op: RowOp, gate: Tensor, up: Tensor) -> Tensor:
+        return torch.cat(leaf_gradients(op, (gate, up), torch.ones_like(gate)), dim=1)
+
     for activation in ACTIVATIONS:
-
-        def op(gate: Tensor, up: Tensor, activation: str = activation) -> Tensor:
-            return glu(gate, up, activation)
-
-        def gradients(gate: Tensor, up: Tensor, op: RowOp = op) -> Tensor:
-            return torch.cat(leaf_gradients(op, (gate, up), torch.ones_like(gate)), dim=1)
-
+        op = partial(glu, activation=activation)
         _alike(tally, setup, activation, op, gate, up)
-        _alike(tally, setup, f"{activation} gradient", gradients, gate, up)
+        _alike(tally, setup, f"{activation} gradient", partial(gradients, op), gate, up)
 
 
 def check_embedding(tally: Tally, setup: OpSetup) -> None:
@@ -157,7 +146,7 @@ def check_embedding(tally: Tally, setup: OpSetup) -> None:
     vocab_size = setup.shapes.vocab_size
     weight = setup.drawn((vocab_size, setup.shapes.hidden_size), 1)
     tokens = torch.tensor(probe_tokens([setup.rows], vocab_size, seed=2)[0], device=setup.device)
-    _alike(tally, setup, "lookup", lambda tokens: embedding(tokens, weight), tokens)
+    _alike(tally, setup, "lookup", partial(embedding, weight=weight), tokens)
 
 
 def check_token_logprobs(tally: Tally, setup: OpSetup) -> None:
@@ -165,7 +154,7 @@ def check_token_logprobs(tally: Tally, setup: OpSetup) -> None:
     hidden, weight, targets, rows = token_logprob_probe(setup.rows, setup)
 
     def scores(hidden: Tensor, targets: Tensor, *parameters: Tensor, chunk: int = 1024) -> Tensor:
-        own = _sampling_rows(parameters)
+        own = SamplingRows(**dict(zip(PARAMETERS, parameters, strict=True)))
         return torch.stack(token_logprobs(hidden, weight, targets, own, chunk_tokens=chunk), dim=1)
 
     def gradient(hidden: Tensor, targets: Tensor, *parameters: Tensor) -> Tensor:
@@ -174,12 +163,12 @@ def check_token_logprobs(tally: Tally, setup: OpSetup) -> None:
 
     # A drawn token lies inside its support; the most likely one always does.
     inside = targets_inside(hidden, weight, targets, rows)
-    parameters = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
+    parameters = [getattr(rows, name) for name in PARAMETERS]
     _alike(tally, setup, "scores", scores, hidden, inside, *parameters)
     _alike(tally, setup, "dhidden", gradient, hidden, inside, *parameters)
     # Where no row truncates, logits need never exist: another schedule of the same order.
     plain = SamplingRows.uniform(len(hidden), temperature=0.9, device=setup.device)
-    whole = (plain.temperature, plain.top_k, plain.top_p, plain.min_p)
+    whole = [getattr(plain, name) for name in PARAMETERS]
     _alike(tally, setup, "scores of whole rows", scores, hidden, targets, *whole)
     _alike(tally, setup, "dhidden of whole rows", gradient, hidden, targets, *whole)
     together = scores(hidden, inside, *parameters)
@@ -193,10 +182,7 @@ def check_token_logprobs(tally: Tally, setup: OpSetup) -> None:
 
 def check_masked_reduction(tally: Tally, setup: OpSetup) -> None:
     """Sum and mean of the same active values under every padding; inactive places hold NaN."""
-    parts = [
-        probe((n,), torch.float32, seed=i, device=setup.device).to(setup.dtype)
-        for i, n in enumerate(setup.sweep.sample_lengths())
-    ]
+    parts = [setup.drawn((n,), i) for i, n in enumerate(setup.sweep.sample_lengths())]
     flat = torch.cat(parts)
     width = max(map(len, parts))
     expected = torch.stack([masked_sum(flat), masked_mean(flat)])
@@ -217,9 +203,8 @@ def check_gradient_norm(tally: Tally, setup: OpSetup) -> None:
     """The norm of the same gradients stored in other ways and computed by other thread counts."""
     # Gradients are fp32 whatever the model is.
     shapes = [(n, 96) for n in setup.sweep.lengths] + [(1_048_583,)]
-    gradients = [
-        probe(shape, seed=i, scale=0.01, device=setup.device) for i, shape in enumerate(shapes)
-    ]
+    drawn = partial(probe, scale=0.01, device=setup.device)
+    gradients = [drawn(shape, seed=i) for i, shape in enumerate(shapes)]
     expected = gradient_norm(gradients)
     strided = [g.repeat_interleave(2, dim=0)[::2] for g in gradients]
     tally.equal("strided storage", expected, gradient_norm(strided))
@@ -234,7 +219,7 @@ def check_gradient_norm(tally: Tally, setup: OpSetup) -> None:
 
 
 def weight_scale(inner: int) -> float:
-    """Factor on a weight's probe that keeps products over `inner` outlier channels within fp16."""
+    """Factor on a weight's probe that keeps products over `inner` channels within fp16."""
     return 0.02 * min(1.0, (1000 / inner) ** 0.5)
 
 
@@ -246,21 +231,16 @@ def token_logprob_probe(rows: int, setup: OpSetup) -> tuple[Tensor, Tensor, Tens
     hidden = setup.drawn((rows, hidden_size), 1, 0.1)
     weight = setup.drawn((vocab_size, hidden_size), 2, scale)
     targets = torch.tensor(probe_tokens([rows], vocab_size, seed=3)[0], device=setup.device)
-    kinds = (
-        {},
-        {"temperature": 0.7, "top_k": 20},
-        {"temperature": 1.3, "top_p": 0.9},
-        {"min_p": 0.05},
-        {"temperature": 0.0},
-    )
+    kinds = ({}, {"temperature": 0.7, "top_k": 20}, {"temperature": 1.3, "top_p": 0.9})
+    kinds += ({"min_p": 0.05}, {"temperature": 0.0})
     return hidden, weight, targets, sampling_in_turn(kinds, rows, setup.device)
 
 
 def sampling_in_turn(
-    kinds: tuple[dict[str, float], ...], rows: int, device: torch.device
+    kinds: tuple[dict[str, Any], ...], rows: int, device: torch.device
 ) -> SamplingRows:
     """Row i has the parameters of kind i, kinds repeated."""
-    each = [SamplingRows.uniform(1, device=device, **kind) for kind in kinds]  # type: ignore[arg-type]
+    each = [SamplingRows.uniform(1, device=device, **kind) for kind in kinds]
     return SamplingRows.concatenate(each).select(torch.arange(rows, device=device) % len(kinds))
 
 
@@ -275,6 +255,6 @@ def _alike(tally: Tally, setup: OpSetup, name: str, op: RowOp, *inputs: Tensor) 
     rows_alike(tally, name, op, *inputs, counts=setup.sweep.row_counts())
 
 
-def _sampling_rows(parameters: tuple[Tensor, ...]) -> SamplingRows:
-    temperature, top_k, top_p, min_p = parameters
-    return SamplingRows(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+def _gradient_of(op: RowOp) -> RowOp:
+    """(x, dy) -> dx of an op of one tensor."""
+    return lambda x, dy: leaf_gradients(op, (x,), dy)[0]

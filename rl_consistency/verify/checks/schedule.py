@@ -4,6 +4,7 @@ the bytes of every other; `row_schedule_checks` has the other ops."""
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from rl_consistency.kernels.token_logprobs import backward_triton as token_gradi
 from rl_consistency.kernels.token_logprobs import forward_triton as token_logprobs_triton
 from rl_consistency.kernels.token_logprobs import schedules as token_logprobs_schedules
 from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits
-from rl_consistency.verify.checks.attention import attention_probe, packed
+from rl_consistency.verify.checks.attention import attention_probe, cache_of, call_operands, packed
 from rl_consistency.verify.checks.op_setup import MAX_ROWS, Heads, OpSetup
 from rl_consistency.verify.checks.paged_calls import decoded, paged_calls
 from rl_consistency.verify.checks.rows import token_logprob_probe, weight_scale
@@ -95,19 +96,13 @@ def check_fused_product_schedules(tally: Tally, setup: OpSetup) -> None:
     else:
         qkv = list(matmul_schedules.QKV)
         gate_up = [s for s in matmul_schedules.GATE_UP if tma or s.kind == "pointer"]
-    apart = torch.cat(
-        [
-            matmul_nt(x, weight, bias=bias, out_dtype=dtype)
-            for weight, bias in zip(weights[:3], biases, strict=True)
-        ],
-        dim=1,
-    )
-    for name, entries, run, unfused in (
-        ("q, k, v", qkv, projected, apart),
-        ("gate, up, silu", gate_up, activated, gated),
-    ):
-        whole = schedules_alike(tally, name, entries, run)
-        tally.equal(f"{name}, against the ops apart", unfused, whole)
+    pairs = zip(weights[:3], biases, strict=True)
+    apart = [matmul_nt(x, weight, bias=bias, out_dtype=dtype) for weight, bias in pairs]
+    apart = torch.cat(apart, dim=1)
+    whole = schedules_alike(tally, "q, k, v", qkv, projected)
+    tally.equal("q, k, v, against the ops apart", apart, whole)
+    whole = schedules_alike(tally, "gate, up, silu", gate_up, activated)
+    tally.equal("gate, up, silu, against the ops apart", gated, whole)
 
 
 def check_gradient_fold_schedules(tally: Tally, setup: OpSetup) -> None:
@@ -120,10 +115,7 @@ def check_gradient_fold_schedules(tally: Tally, setup: OpSetup) -> None:
         tma = has_tma(setup.device) and takes_descriptors(dy, x)
 
         def continued(
-            schedule: gradient_fold_schedules.Schedule | None,
-            dy: Tensor = dy,
-            x: Tensor = x,
-            start: Tensor = start,
+            schedule: Any, dy: Tensor = dy, x: Tensor = x, start: Tensor = start
         ) -> Tensor:
             buffer = start.clone()
             if schedule is None:
@@ -154,19 +146,9 @@ def check_attention_schedules(tally: Tally, setup: OpSetup) -> None:
         prefill, decode = attention_schedules.PREFILL, attention_schedules.DECODE
         _compare_attention(tally, shape, layout, (q, k, v), prefill)
         _compare_backward(tally, shape, layout, (q, k, v))
-        for call in paged_calls(
-            [decoded(n)[:2] for n in LENGTHS],
-            block_size=16,
-            num_layers=1,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            dtype=setup.dtype,
-            device=setup.device,
-        ):
-            q, k, v = (
-                torch.cat([samples[i][j][begin:end] for i, begin, end in call.spans])
-                for j in range(3)
-            )
+        parts = [decoded(n)[:2] for n in LENGTHS]
+        for call in paged_calls(parts, block_size=16, **cache_of(shape, q)):
+            q, k, v = call_operands(samples, call)
             call.paged.write(0, k, v)
             caches = (call.paged.key_cache[0], call.paged.value_cache[0])
             k, v = (cache.view(-1, *cache.shape[2:]) for cache in caches)
@@ -178,7 +160,6 @@ def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
     hidden, weight, targets, rows = token_logprob_probe(min(setup.rows, MAX_ROWS), setup)
     temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0)
     logits = lm_head_logits(hidden, weight)
-    fused = setup.dtype != torch.float32
 
     def from_logits(schedule: str) -> Tensor:
         return vocabulary_statistics_triton.vocabulary_row_statistics(
@@ -206,8 +187,8 @@ def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
         token_gradient_triton.token_gradient(hidden, weight, table, dlogits, False, schedule)
         return dlogits
 
-    if not fused:
-        return
+    if setup.dtype == torch.float32:
+        return  # only 16-bit operands have fused schedules
     schedules = token_logprobs_schedules
     tma = has_tma(setup.device) and takes_descriptors(hidden, weight, expected)
     for name, entries, run, whole in (
@@ -219,13 +200,7 @@ def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
 
 
 def _compare_product(
-    tally: Tally,
-    setup: OpSetup,
-    name: str,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    layout: str,
+    tally: Tally, setup: OpSetup, name: str, a: Tensor, b: Tensor, bias: Tensor | None, layout: str
 ) -> bool:
     """Whether the library had a schedule among those compared."""
 
@@ -266,17 +241,13 @@ def _compare_attention(
     operands: tuple[Tensor, Tensor, Tensor],
     table: tuple[attention_schedules.Schedule, ...],
 ) -> None:
+    settings = (layout, shape.scale, shape.window)
     few = max(layout.query_lens) * (shape.heads // shape.kv_heads) <= 64
 
     def attended(choice: tuple[attention_schedules.Schedule, int]) -> Tensor:
         schedule, programs = choice
         out, lse = attention_triton.attention_fwd(
-            *operands,
-            layout,
-            shape.scale,
-            shape.window,
-            schedule=schedule,
-            programs_per_tile=programs,
+            *operands, *settings, schedule=schedule, programs_per_tile=programs
         )
         rows = torch.cat([out.float().flatten(1), lse], dim=1)
         spans = zip(layout.query_starts, layout.query_lens, strict=True)
@@ -291,10 +262,7 @@ def _compare_attention(
 
 
 def _compare_backward(
-    tally: Tally,
-    shape: Heads,
-    layout: PackedSequences,
-    operands: tuple[Tensor, Tensor, Tensor],
+    tally: Tally, shape: Heads, layout: PackedSequences, operands: tuple[Tensor, Tensor, Tensor]
 ) -> None:
     settings = (layout, shape.scale, shape.window)
     out, lse = attention_triton.attention_fwd(*operands, *settings)

@@ -20,10 +20,9 @@ def blockwise_attention(
     block: int = 64,
     at_padding: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Online softmax over blocks of keys in plain torch, sequence by sequence; differentiable.
+    """Online softmax over blocks of keys, sequence by sequence; differentiable.
 
-    `at_padding` counts the blocks from the column where left padding to the longest sequence of the
-    call would begin, not from the sequence's first token.
+    `at_padding` counts the blocks from where left padding to the call's longest sequence begins.
     """
     longest = max(layout.context_lens, default=1)
     key_rows = layout.key_rows(longest).to(q.device)

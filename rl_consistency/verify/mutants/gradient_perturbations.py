@@ -18,23 +18,21 @@ from rl_consistency.kernels.gradient_fold.op import (
     fold_rows,
 )
 from rl_consistency.models import packing
-from rl_consistency.verify.substitution import attribute, substituted
+from rl_consistency.verify.substitution import attribute, perturbation, substituted
 
 
-def gradients_added_up_per_call() -> AbstractContextManager[None]:
+@perturbation(substituted, fold_parameter)
+def gradients_added_up_per_call(
+    parameter: Any, buffer: Any, fold: Callable[[Any, bool], None], **options: Any
+) -> Tensor | None:
     """Each call's gradient is summed from zero, then added."""
 
-    def mutant(
-        parameter: Any, buffer: Any, fold: Callable[[Any, bool], None], **options: Any
-    ) -> Tensor | None:
-        def from_zero(accumulator: Tensor, fresh: bool) -> None:
-            own = torch.zeros_like(accumulator)
-            fold(own, True)
-            accumulator.copy_(accumulator.float() + own.float())
+    def from_zero(accumulator: Tensor, fresh: bool) -> None:
+        own = torch.zeros_like(accumulator)
+        fold(own, True)
+        accumulator.copy_(accumulator.float() + own.float())
 
-        return fold_parameter(parameter, buffer, from_zero)
-
-    return substituted(fold_parameter, mutant)
+    return fold_parameter(parameter, buffer, from_zero)
 
 
 @contextmanager
@@ -42,17 +40,17 @@ def fold_steps_in_any_order() -> Iterator[None]:
     """The steps of a fold arrive in any order."""
     generator = torch.Generator().manual_seed(0)
 
-    def shuffled(rows: int, step: int) -> Tensor:
-        whole = torch.arange(rows // step * step).view(-1, step)
+    def shuffled(rows: Tensor, step: int) -> Tensor:
+        whole = torch.arange(len(rows) // step * step).view(-1, step)
         mixed = whole[torch.randperm(len(whole), generator=generator)].flatten()
-        return torch.cat([mixed, torch.arange(len(mixed), rows)])
+        return torch.cat([mixed, torch.arange(len(mixed), len(rows))]).to(rows.device)
 
     def mutant_outer(buffer: Tensor, dy: Tensor, x: Tensor, **options: Any) -> None:
-        order = shuffled(len(dy), STEP).to(dy.device)
+        order = shuffled(dy, STEP)
         fold_outer(buffer, dy[order], x[order], **options)
 
     def mutant_columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1) -> None:
-        order = shuffled(len(rows), STEP * rows_per_token).to(rows.device)
+        order = shuffled(rows, STEP * rows_per_token)
         fold_columns(buffer, rows[order], rows_per_token=rows_per_token)
 
     with substituted(fold_outer, mutant_outer), substituted(fold_columns, mutant_columns):

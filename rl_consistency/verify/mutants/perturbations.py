@@ -1,13 +1,13 @@
 """Ways to make the program wrong, each put back on exit; `catalogue` says which checks must notice.
 
-Every function returns a context manager. Inside it a public function of the package, everywhere it
-is bound, is replaced by a version with the named defect, the same on a CPU and on a GPU.
+Every name here is called without arguments and gives a context manager. Inside it a function of the
+package has the defect that the docstring names, on a CPU and on a GPU alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.rollout.device import sampler
 from rl_consistency.rollout.device.random_stream import device_uniforms
 from rl_consistency.verify.mutants.blockwise_attention import blockwise_attention
-from rl_consistency.verify.substitution import attribute, substituted
+from rl_consistency.verify.substitution import attribute, perturbation, substituted
 
 FEW_ROWS = 40
 """Rows below which a row-dependent schedule switches; a packed sequence has at least 16."""
@@ -62,105 +62,107 @@ def split_k_for_few_rows() -> Iterator[None]:
         yield
 
 
-def library_tile_for_few_rows() -> AbstractContextManager[None]:
+@perturbation(substituted, matmul_nt)
+def library_tile_for_few_rows(
+    a: Tensor, b: Tensor, *, bias: Tensor | None = None, **options: Any
+) -> Tensor:
     """Below 8 rows a plain torch.mm takes over."""
-
-    def mutant(a: Tensor, b: Tensor, *, bias: Tensor | None = None, **options: Any) -> Tensor:
-        if len(a) >= 8:
-            return matmul_nt(a, b, bias=bias, **options)
-        return F.linear(a, b, bias).to(options.get("out_dtype", torch.float32))
-
-    return substituted(matmul_nt, mutant)
+    if len(a) >= 8:
+        return matmul_nt(a, b, bias=bias, **options)
+    return F.linear(a, b, bias).to(options.get("out_dtype", torch.float32))
 
 
-def key_block_by_length() -> AbstractContextManager[None]:
+@contextmanager
+def _other_attention(attend: Callable[..., tuple[Tensor, Tensor] | None]) -> Iterator[None]:
+    """Packed and paged attention by `attend`; by the right functions where it gives None."""
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, layout: Any, *, scale: float, window: Any = None):
+        found = attend(q, k, v, layout, scale, window)
+        return found or attention_varlen(q, k, v, layout, scale=scale, window=window)
+
+    def cached(q: Tensor, layout: Any, layer: int, *, scale: float, window: Any = None):
+        found = attend(q, *_cached_rows(layout, layer), layout, scale, window)
+        return found or attention_paged(q, layout, layer, scale=scale, window=window)
+
+    with substituted(attention_varlen, packed), substituted(attention_paged, cached):
+        yield
+
+
+def _cached_rows(paged: Any, layer: int) -> list[Tensor]:
+    """Keys and values [slots, Hkv, D] of one layer's cache."""
+    caches = (paged.key_cache[layer], paged.value_cache[layer])
+    return [cache.view(-1, *cache.shape[2:]) for cache in caches]
+
+
+@perturbation(_other_attention)
+def key_block_by_length(q: Tensor, k: Tensor, v: Tensor, layout: Any, *settings: Any) -> Any:
     """The key block is 32 once the longest context passes 128."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, layout: Any, *settings: Any) -> Any:
-        if max(layout.context_lens, default=0) <= 128:
-            return None
-        return blockwise_attention(q, k, v, layout, *settings, block=32)
-
-    return _other_attention(attend)
+    if max(layout.context_lens, default=0) <= 128:
+        return None
+    return blockwise_attention(q, k, v, layout, *settings, block=32)
 
 
-def keys_anchored_at_padding() -> AbstractContextManager[None]:
+@perturbation(_other_attention)
+def keys_anchored_at_padding(*operands: Any) -> Any:
     """Key blocks are counted from the padded column, not the first token."""
-    return _other_attention(lambda *operands: blockwise_attention(*operands, at_padding=True))
+    return blockwise_attention(*operands, at_padding=True)
 
 
-def stock_decode() -> AbstractContextManager[None]:
+@perturbation(substituted, attention_paged)
+def stock_decode(
+    q: Tensor, paged: Any, layer: int, *, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """The paged cache is read by torch's scaled_dot_product_attention."""
-
-    def mutant(
-        q: Tensor, paged: Any, layer: int, *, scale: float, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if isinstance(paged, CapturedPagedAttention):
-            out = stock_captured_attention(q, paged, layer, scale=scale, window=window)
-        else:
-            caches = (paged.key_cache[layer], paged.value_cache[layer])
-            k, v = (cache.view(-1, *cache.shape[2:]) for cache in caches)
-            out = stock_attention(q, k, v, paged, scale=scale, window=window)
-        return out, torch.zeros(q.shape[:2], device=q.device)
-
-    return substituted(attention_paged, mutant)
+    if isinstance(paged, CapturedPagedAttention):
+        out = stock_captured_attention(q, paged, layer, scale=scale, window=window)
+    else:
+        k, v = _cached_rows(paged, layer)
+        out = stock_attention(q, k, v, paged, scale=scale, window=window)
+    return out, torch.zeros(q.shape[:2], device=q.device)
 
 
-def library_row_sums_in_large_calls() -> AbstractContextManager[None]:
+@perturbation(_other_attention)
+def library_row_sums_in_large_calls(
+    q: Tensor, k: Tensor, v: Tensor, layout: Any, *settings: Any
+) -> Any:
     """In large calls a row is summed by torch.sum, all keys at once."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, layout: Any, *settings: Any) -> Any:
-        if len(q) <= FEW_ROWS:
-            return None
-        return blockwise_attention(q, k, v, layout, *settings, block=max(layout.context_lens))
-
-    return _other_attention(attend)
+    if len(q) <= FEW_ROWS:
+        return None
+    return blockwise_attention(q, k, v, layout, *settings, block=max(layout.context_lens))
 
 
-def library_silu() -> AbstractContextManager[None]:
+@perturbation(substituted, glu)
+def library_silu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """Few rows go through torch's silu."""
-
-    def mutant(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
-        if activation != "silu" or len(gate) >= FEW_ROWS:
-            return glu(gate, up, activation)
-        return F.silu(gate) * up
-
-    return substituted(glu, mutant)
+    if activation != "silu" or len(gate) >= FEW_ROWS:
+        return glu(gate, up, activation)
+    return F.silu(gate) * up
 
 
-def norm_reduced_over_the_batch() -> AbstractContextManager[None]:
+@perturbation(substituted, rms_norm)
+def norm_reduced_over_the_batch(x: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
     """The split of a norm's sum depends on the number of rows."""
-
-    def mutant(x: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
-        if x.numel() // x.shape[-1] >= FEW_ROWS:
-            return rms_norm(x, weight, eps, **options)
-        wide = x.float()
-        halves = [part.square().sum(-1, keepdim=True) for part in wide.chunk(2, dim=-1)]
-        rstd = 1.0 / ((halves[0] + halves[1]) / x.shape[-1] + eps).sqrt()
-        return (wide * rstd * weight.float()).to(x.dtype)
-
-    return substituted(rms_norm, mutant)
+    if x.numel() // x.shape[-1] >= FEW_ROWS:
+        return rms_norm(x, weight, eps, **options)
+    wide = x.float()
+    halves = [part.square().sum(-1, keepdim=True) for part in wide.chunk(2, dim=-1)]
+    rstd = 1.0 / ((halves[0] + halves[1]) / x.shape[-1] + eps).sqrt()
+    return (wide * rstd * weight.float()).to(x.dtype)
 
 
-def rope_scaled_by_length() -> AbstractContextManager[None]:
+@perturbation(substituted, rotary_table)
+def rope_scaled_by_length(inv_freq: Tensor, num_positions: int, scaling: float = 1.0) -> Tensor:
     """Frequencies depend on the longest position."""
-
-    def mutant(inv_freq: Tensor, num_positions: int, scaling: float = 1.0) -> Tensor:
-        changed = inv_freq * min(1.0, 256 / num_positions) ** 0.01
-        return rotary_table(changed, num_positions, scaling)
-
-    return substituted(rotary_table, mutant)
+    changed = inv_freq * min(1.0, 256 / num_positions) ** 0.01
+    return rotary_table(changed, num_positions, scaling)
 
 
-def embedding_quantized_per_call() -> AbstractContextManager[None]:
+@perturbation(substituted, embedding)
+def embedding_quantized_per_call(*args: Any, **kwargs: Any) -> Tensor:
     """Embeddings are quantized with one scale for the call."""
-
-    def mutant(*args: Any, **kwargs: Any) -> Tensor:
-        rows = embedding(*args, **kwargs)
-        step = rows.detach().abs().amax() / 32767
-        return rows + ((rows.detach() / step).round() * step - rows.detach())
-
-    return substituted(embedding, mutant)
+    rows = embedding(*args, **kwargs)
+    step = rows.detach().abs().amax() / 32767
+    return rows + ((rows.detach() / step).round() * step - rows.detach())
 
 
 @contextmanager
@@ -178,69 +180,52 @@ def padding_takes_part_in_reductions() -> Iterator[None]:
         yield
 
 
-def norm_split_over_threads() -> AbstractContextManager[None]:
+@perturbation(substituted, gradient_norm)
+def norm_split_over_threads(gradients: Iterable[Tensor]) -> Tensor:
     """The gradient norm follows the number of threads, on a GPU the storage."""
-
-    def mutant(gradients: Iterable[Tensor]) -> Tensor:
-        total = torch.zeros(())
-        for gradient in gradients:
-            flat = gradient.detach().float().flatten()
-            total = total.to(flat.device)
-            if not flat.is_cuda:
-                for part in flat.chunk(torch.get_num_threads()):
-                    total = total + torch.dot(part, part)
-            # A GPU has no such number; there the order follows how the tensor is stored.
-            elif gradient.is_contiguous() and gradient.data_ptr() % 64 == 0:
-                total = total + torch.dot(flat, flat)
-            else:
-                squares = flat.square().cpu().numpy()
-                total = total + float(np.cumsum(squares, dtype=np.float32)[-1])
-        return total.sqrt()
-
-    return substituted(gradient_norm, mutant)
+    total = torch.zeros(())
+    for gradient in gradients:
+        flat = gradient.detach().float().flatten()
+        total = total.to(flat.device)
+        if not flat.is_cuda:
+            for part in flat.chunk(torch.get_num_threads()):
+                total = total + torch.dot(part, part)
+        # A GPU has no such number; there the order follows how the tensor is stored.
+        elif gradient.is_contiguous() and gradient.data_ptr() % 64 == 0:
+            total = total + torch.dot(flat, flat)
+        else:
+            squares = flat.square().cpu().numpy()
+            total = total + float(np.cumsum(squares, dtype=np.float32)[-1])
+    return total.sqrt()
 
 
-def random_stream_per_row() -> AbstractContextManager[None]:
+@perturbation(substituted, device_uniforms)
+def random_stream_per_row(keys: Tensor, positions: Tensor) -> Tensor:
     """Random numbers are keyed by the row of the batch."""
-
-    def mutant(keys: Tensor, positions: Tensor) -> Tensor:
-        row = torch.arange(len(keys), device=keys.device)[:, None]
-        seed, other = keys[:, :2], torch.zeros_like(row)
-        return device_uniforms(torch.cat([seed, other, row, other], dim=1), positions)
-
-    return substituted(device_uniforms, mutant)
+    row = torch.arange(len(keys), device=keys.device)[:, None]
+    seed, other = keys[:, :2], torch.zeros_like(row)
+    return device_uniforms(torch.cat([seed, other, row, other], dim=1), positions)
 
 
-def rollout_logits_rounded() -> AbstractContextManager[None]:
+# In the rollout's forward pass alone; training keeps its own binding.
+@perturbation(attribute, forward, "lm_head_logits")
+def rollout_logits_rounded(hidden: Tensor, weight: Tensor) -> Tensor:
     """The rollout takes logprobs of logits rounded to bf16."""
-
-    def mutant(hidden: Tensor, weight: Tensor) -> Tensor:
-        return lm_head_logits(hidden, weight).bfloat16().float()
-
-    # In the rollout's forward pass alone; training keeps its own binding.
-    return attribute(forward, "lm_head_logits", mutant)
+    return lm_head_logits(hidden, weight).bfloat16().float()
 
 
-def rollout_has_its_own_distribution() -> AbstractContextManager[None]:
+@perturbation(attribute, sampler, "distribution")
+def rollout_has_its_own_distribution(logits: Tensor, rows: Any) -> Any:
     """The rollout normalizes by a logsumexp of its own."""
-
-    def mutant(logits: Tensor, rows: Any) -> Any:
-        found = distribution(logits, rows)
-        return replace(found, log_normalizer=found.scaled.logsumexp(dim=1))
-
-    return attribute(sampler, "distribution", mutant)
+    found = distribution(logits, rows)
+    return replace(found, log_normalizer=found.scaled.logsumexp(dim=1))
 
 
-def fingerprint_without_orders() -> AbstractContextManager[None]:
+@perturbation(substituted, fingerprint)
+def fingerprint_without_orders(device: torch.device | str = "cpu") -> Fingerprint:
     """The fingerprint leaves the orders out."""
-
-    def mutant(device: torch.device | str = "cpu") -> Fingerprint:
-        entries = fingerprint(device).entries
-        return Fingerprint(
-            {name: value for name, value in entries.items() if not name.startswith("order.")}
-        )
-
-    return substituted(fingerprint, mutant)
+    entries = fingerprint(device).entries
+    return Fingerprint({k: value for k, value in entries.items() if not k.startswith("order.")})
 
 
 @contextmanager
@@ -265,30 +250,4 @@ def sums_in_half_precision() -> Iterator[None]:
         stack.enter_context(substituted(fold_rows, rounded_fold))
         for function in functions:
             stack.enter_context(substituted(function, rounded(function)))
-        yield
-
-
-@contextmanager
-def _other_attention(attend: Callable[..., tuple[Tensor, Tensor] | None]) -> Iterator[None]:
-    """Packed and paged attention by `attend`, or as ever where it gives None."""
-
-    def packed(
-        q: Tensor, k: Tensor, v: Tensor, layout: Any, *, scale: float, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        found = attend(q, k, v, layout, scale, window)
-        if found is None:
-            return attention_varlen(q, k, v, layout, scale=scale, window=window)
-        return found
-
-    def cached(
-        q: Tensor, layout: Any, layer: int, *, scale: float, window: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        caches = (layout.key_cache[layer], layout.value_cache[layer])
-        k, v = (cache.view(-1, *cache.shape[2:]) for cache in caches)
-        found = attend(q, k, v, layout, scale, window)
-        if found is None:
-            return attention_paged(q, layout, layer, scale=scale, window=window)
-        return found
-
-    with substituted(attention_varlen, packed), substituted(attention_paged, cached):
         yield

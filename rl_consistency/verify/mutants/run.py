@@ -28,19 +28,17 @@ PRESET = "tiny-qwen3"
 
 @dataclass(frozen=True, kw_only=True)
 class MutantResult:
-    """Which of a mutant's checks turned red."""
+    """The checks that must turn red inside a mutant; those that stay green are its survivors."""
 
     mutant: Mutant
     results: tuple[Result, ...]
 
     @property
     def survivors(self) -> tuple[str, ...]:
-        """Checks that stayed green although they must not."""
         return tuple(r.key for r in self.results if r.passed)
 
     @property
     def killed(self) -> bool:
-        """Whether every check named by the mutant turned red."""
         return bool(self.results) and not self.survivors
 
 

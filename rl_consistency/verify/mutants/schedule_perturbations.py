@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
-from rl_consistency.kernels.attention.hopper import backward as attention_backward_hopper
+from rl_consistency.kernels.attention.hopper.backward import attention_hopper_bwd
 from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
 from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
@@ -28,7 +28,7 @@ from rl_consistency.kernels.sampling import statistics_triton as vocabulary_stat
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
 from rl_consistency.verify.checks.row_schedule import norm_backward_entries
 from rl_consistency.verify.mutants.blockwise_attention import blockwise_attention
-from rl_consistency.verify.substitution import substituted
+from rl_consistency.verify.substitution import perturbation, substituted
 
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
 """A launcher, and what takes its place."""
@@ -50,22 +50,16 @@ def _large_launchers() -> list[Pair]:
     statistics = vocabulary_statistics_triton.vocabulary_row_statistics
 
     def mutant_product(
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        layout: str,
-        out_dtype: torch.dtype,
-        schedule: Any = None,
+        a: Tensor, b: Tensor, bias: Any, layout: str, out_dtype: torch.dtype, schedule: Any = None
     ) -> Tensor:
         if schedule is None or schedule.kind != "pointer" or schedule.block_m != 64:
             return product(a, b, bias, layout, out_dtype, schedule)
         half = a.shape[1] // 2
-        parts = [slice(0, half), slice(half, None)]
-        wide = [
+        low, high = (
             product(a[:, s], b[:, s] if layout == "nt" else b[s], None, layout, torch.float32)
-            for s in parts
-        ]
-        total = wide[0] + wide[1]
+            for s in (slice(0, half), slice(half, None))
+        )
+        total = low + high
         return (total if bias is None else total + bias.float()).to(out_dtype)
 
     def mutant_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: Any) -> None:
@@ -113,18 +107,16 @@ def _fused_launchers() -> list[Pair]:
         gate, up = (x.float() @ weight.float().t() for weight in (w_gate, w_up))
         return (F.silu(gate) * up).to(x.dtype)
 
+    gated = linear_triton.gate_up_glu_fwd
     return [
         _one_entry(project, lambda *_: matmul_schedules.QKV[1], split_k),
-        _one_entry(
-            linear_triton.gate_up_glu_fwd, lambda *_: matmul_schedules.GATE_UP[-1], unrounded
-        ),
+        _one_entry(gated, lambda *_: matmul_schedules.GATE_UP[-1], unrounded),
     ]
 
 
 def _row_launchers() -> list[Pair]:
     """Ops that treat rows one by one."""
     rotate, fold = rotary_triton.rotary_fwd, gradient_rows_triton.launch_rows
-    norm = rms_norm_fwd
     norm_backward: Callable[..., Any] = rms_norm_bwd
     find, tile = sampling_support_triton.vocabulary_support, sampling_support_triton.TILE
     candidates = rms_norm_schedules.candidates
@@ -140,12 +132,15 @@ def _row_launchers() -> list[Pair]:
         return rotate(q, k, cos.bfloat16().float(), *rest)
 
     def root_rounded(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
-        y, total, rstd = norm(*operands)
+        y, total, rstd = rms_norm_fwd(*operands)
         return y, total, rstd.bfloat16().float()
 
     def from_a_rounded_root(*operands: Any) -> tuple[Tensor, Tensor]:
         *rows, rstd, heads, with_sums, schedule = operands
         return norm_backward(*rows, rstd.bfloat16().float(), heads, with_sums, schedule)
+
+    def backward_entry(dy: Any, dtotal: Any, x: Tensor, w: Any, rstd: Any, heads: int, *_: Any):
+        return norm_backward_entries(x.shape[-1], heads)[1]
 
     def added_up(buffer: Tensor, *operands: Any, ranked: bool) -> None:
         own = torch.zeros_like(buffer)
@@ -160,14 +155,8 @@ def _row_launchers() -> list[Pair]:
         _one_entry(glu_triton.glu_fwd, lambda *_: glu_triton.CANDIDATES[1], silu_rounded),
         _one_entry(glu_triton.glu_bwd, lambda *_: glu_triton.CANDIDATES[1], gradients_rounded),
         _one_entry(rotate, lambda *_: rotary_triton.CANDIDATES[1], cosine_rounded),
-        _one_entry(norm, lambda x, *_: candidates(x.shape[-1])[1], root_rounded),
-        _one_entry(
-            norm_backward,
-            lambda dy, dtotal, x, weight, rstd, heads, *_: norm_backward_entries(
-                x.shape[-1], heads
-            )[1],
-            from_a_rounded_root,
-        ),
+        _one_entry(rms_norm_fwd, lambda x, *_: candidates(x.shape[-1])[1], root_rounded),
+        _one_entry(rms_norm_bwd, backward_entry, from_a_rounded_root),
         _one_entry(fold, lambda *_: gradient_rows_triton.CANDIDATES[1], added_up),
         (find, support_by_tile),
     ]
@@ -185,15 +174,9 @@ def _one_entry(
     return launcher, mutant
 
 
-@contextmanager
-def one_kernel_backward_rounds_once_more() -> Iterator[None]:
+@perturbation(substituted, attention_hopper_bwd)
+def one_kernel_backward_rounds_once_more(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> None:
     """The kernel for all three gradients reads the log-sum-exp rounded to bf16."""
-    original = attention_backward_hopper.attention_hopper_bwd
-
-    def mutant(
-        do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
-    ) -> None:
-        original(do, q, k, v, out, lse.bfloat16().to(lse.dtype), *rest)
-
-    with substituted(original, mutant):
-        yield
+    attention_hopper_bwd(do, q, k, v, out, lse.bfloat16().to(lse.dtype), *rest)
