@@ -147,7 +147,7 @@ def within_resources(run: Callable[[_Entry], Tensor], entry: _Entry) -> Tensor |
 
 
 def rows_of(*parts: Tensor) -> Tensor:
-    """Results of one call as rows of one fp32 matrix, exactly: [rows, ...] each -> [rows, columns]."""
+    """Results of one call side by side, exactly: [rows, ...] each -> fp32 [rows, columns]."""
     return torch.cat([part.float().reshape(len(part), -1) for part in parts], dim=1)
 
 
