@@ -51,11 +51,7 @@ Announce = Callable[[str], None]
 
 
 def train(
-    config: RunConfig,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    announce: Announce = print,
+    config: RunConfig, *, resume: bool = False, overwrite: bool = False, announce: Announce = print
 ) -> dict[str, Any]:
     """Run a recipe to its end.
 

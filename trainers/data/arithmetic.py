@@ -53,12 +53,7 @@ def problem(
     )
 
 
-def problems(
-    seed: int,
-    split: Split,
-    size: int,
-    **sizes: Any,
-) -> list[Example]:
+def problems(seed: int, split: Split, size: int, **sizes: Any) -> list[Example]:
     """The first `size` problems of `split`; see `problem`."""
     return [problem(seed, split, index, **sizes) for index in range(size)]
 
