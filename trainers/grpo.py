@@ -153,20 +153,18 @@ class GRPOTrainer:
         sequences = [[*p, *c.token_ids] for p, c in zip(prompts, completions, strict=True)]
         prompt_lengths = [len(prompt) for prompt in prompts]
         old_logprobs = [completion.token_logprobs for completion in completions]
-        metrics = self.hook.on_rollout(
-            Rollout(
-                step=step,
-                sequences=sequences,
-                prompt_lengths=prompt_lengths,
-                logprobs=old_logprobs,
-                sampling=self._sampling,
-            )
+        rollout = Rollout(
+            step=step,
+            sequences=sequences,
+            prompt_lengths=prompt_lengths,
+            logprobs=old_logprobs,
+            sampling=self._sampling,
         )
+        metrics = self.hook.on_rollout(rollout)
         rewards = compute_rewards(self.rewards, examples, self._texts(completions))
         shaped = torch.tensor(rewards.total, dtype=torch.float32)
         algorithm, longest = self.config.algorithm, self._sampling.max_tokens
-        lengths = [len(t) for t in old_logprobs]
-        keep = None
+        lengths, keep = [len(t) for t in old_logprobs], None
         if algorithm.overlong == "penalty":
             shaped = shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
         elif algorithm.overlong == "mask":
@@ -195,21 +193,19 @@ class GRPOTrainer:
 
     def _learn(self, experience: Experience) -> Metrics:
         metrics: Metrics = {}
-        algorithm = self.config.algorithm
-        size = len(experience.sequences) // algorithm.updates_per_rollout
+        algorithm, samples = self.config.algorithm, list(range(len(experience.sequences)))
+        size = len(samples) // algorithm.updates_per_rollout
         updates: list[LossOutput] = []
         norms: list[float] = []
         for _ in range(algorithm.epochs_per_rollout):
-            for first in range(0, len(experience.sequences), size):
-                part = list(range(first, first + size))
+            for first in range(0, len(samples), size):
+                part = samples[first : first + size]
                 outputs, logprobs = self._backward(experience, part)
                 if not updates:
-                    rest = list(range(first + size, len(experience.sequences)))
-                    logprobs += self._score(self.model, experience, rest)
+                    logprobs += self._score(self.model, experience, samples[size:])
                     metrics |= self.hook.on_training_logprobs(logprobs)
-                metrics |= self.hook.on_gradients(
-                    self._gradient_step(experience, part, first_of_step=not updates)
-                )
+                gradient_step = self._gradient_step(experience, part, not updates)
+                metrics |= self.hook.on_gradients(gradient_step)
                 with self._timed("optimizer"):
                     norms.append(self.optimizer.step())
                 updates.append(merge_outputs(outputs))
@@ -259,17 +255,16 @@ class GRPOTrainer:
         )
         return policy_loss(batch, weights, self._loss_config)
 
-    def _gradient_step(
-        self, experience: Experience, part: list[int], *, first_of_step: bool
-    ) -> GradientStep:
+    def _gradient_step(self, experience: Experience, part: list[int], first: bool) -> GradientStep:
+        def loss(scored: TokenLogprobs, group: Sequence[int]) -> Tensor:
+            return self._loss(experience, part, scored, [part[i] for i in group]).loss
+
         return GradientStep(
             sequences=[experience.sequences[i] for i in part],
             prompt_lengths=[experience.prompt_lengths[i] for i in part],
             sampling=self._sampling,
-            loss=lambda scored, group: (
-                self._loss(experience, part, scored, [part[i] for i in group]).loss
-            ),
-            first_of_step=first_of_step,
+            loss=loss,
+            first_of_step=first,
         )
 
     def _forward(self, model: Any, experience: Experience, group: list[int]) -> TokenLogprobs:
@@ -286,16 +281,12 @@ class GRPOTrainer:
     @torch.no_grad()
     def _score(self, model: Any, experience: Experience, part: list[int]) -> list[Tensor]:
         with self._timed("training"):
-            return [
-                logprobs
-                for group in self._micro_batches(part)
-                for logprobs in self._forward(model, experience, group).split()
-            ]
+            groups = self._micro_batches(part)
+            return [t for g in groups for t in self._forward(model, experience, g).split()]
 
-    def _micro_batches(self, part: list[int]) -> Iterator[list[int]]:
+    def _micro_batches(self, part: list[int]) -> list[list[int]]:
         size = self.config.training.micro_batch_size
-        for start in range(0, len(part), size):
-            yield part[start : start + size]
+        return [part[start : start + size] for start in range(0, len(part), size)]
 
     def _texts(self, completions: Sequence[Completion]) -> list[str]:
         token_ids = [completion.token_ids for completion in completions]

@@ -43,11 +43,9 @@ class Rollout:
     sequences: Sequence[Sequence[int]]
     """Prompt and completion ids."""
     prompt_lengths: Sequence[int]
-    """Prompt tokens of each sequence."""
     logprobs: Sequence[Tensor]
     """[completion length] fp32 each, as the rollout gave them."""
     sampling: Sampling
-    """The parameters they were sampled with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +180,8 @@ class ConsistencyHook:
 
     def on_step_end(self) -> Metrics:
         step, self._rollout = self._current.step, None
-        metrics: Metrics = {
-            "consistency/parameter_digest": self._digest(parameter_digest),
-            "time/digest_seconds": self._digest_seconds,
-        }
+        metrics: Metrics = {"consistency/parameter_digest": self._digest(parameter_digest)}
+        metrics["time/digest_seconds"] = self._digest_seconds
         self._digest_seconds = 0.0
         if self._device.type == "cuda":
             self._audit_schedules(step, metrics)
@@ -207,11 +203,9 @@ class ConsistencyHook:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint."""
-        state = {k: v for k, v in asdict(self.totals).items() if isinstance(v, int)}
-        return state | {
-            "drift": self.totals.drift.state_dict(),
-            "stock": self.totals.stock.state_dict(),
-        }
+        totals = self.totals
+        state = {k: v for k, v in asdict(totals).items() if isinstance(v, int)}
+        return state | {"drift": totals.drift.state_dict(), "stock": totals.stock.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the totals of a checkpoint."""
@@ -240,7 +234,7 @@ class ConsistencyHook:
         speed = shadow.drift.tokens / shadow.rollout_seconds
         metrics["time/stock_rollout_tokens_per_second"] = speed
         if shadow.training_seconds is not None:
-            tokens = sum(len(sequence) for sequence in rollout.sequences)
+            tokens = sum(map(len, rollout.sequences))
             metrics["time/stock_training_tokens_per_second"] = tokens / shadow.training_seconds
         metrics["time/shadow_seconds"] = perf_counter() - started
         return metrics

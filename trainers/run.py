@@ -170,8 +170,7 @@ class _Run:
 
     def save_if_due(self, step: int) -> None:
         """Write a checkpoint at the end, after a warm start, and as often as the recipe says."""
-        training = self.config.training
-        warm = step == 0 and self.config.warm_start.steps > 0
+        training, warm = self.config.training, step == 0 and self.config.warm_start.steps > 0
         regular = training.save_every > 0 and step % training.save_every == 0
         if not (warm or regular or step == training.steps):
             return

@@ -10,8 +10,15 @@ from rl_consistency.trainers.config.recipe import RunConfig, dump_config
 
 REFERENCE = "reference.safetensors"
 RUN_FILES = (
-    *("config.yaml", "metrics.jsonl", "summary.json", "report.html", "drift.png", REFERENCE),
-    *("checkpoints", "replay", "wandb"),
+    "config.yaml",
+    "metrics.jsonl",
+    "summary.json",
+    "report.html",
+    "drift.png",
+    REFERENCE,
+    "checkpoints",
+    "replay",
+    "wandb",
 )
 """What a run leaves in its directory, and all that `overwrite` removes from it."""
 
