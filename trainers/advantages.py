@@ -37,8 +37,8 @@ def group_advantages(
     values = [float(reward) for reward in rewards]
     if group_size < 2:
         raise ValueError(
-            f"group_size must be at least 2, got {group_size}: the baseline is the group's mean; "
-            "sample more completions per prompt"
+            f"group_size must be at least 2, got {group_size}: a group of one has only itself as "
+            "baseline; sample more completions per prompt"
         )
     if not values or len(values) % group_size:
         raise ValueError(

@@ -23,10 +23,7 @@ class PromptSet:
 def load_prompts(
     config: RunConfig, tokenizer: Any, context_length: int
 ) -> tuple[PromptSet, PromptSet | None]:
-    """The prompts to train on and, where the recipe has an evaluation set, those of it.
-
-    DataError on data that cannot be read, too few examples, or a prompt that is too long.
-    """
+    """The prompts to train on and those of the evaluation set, if any; DataError on bad data."""
     train, evaluation = _examples(config)
     if len(train) < (batch := config.rollout.prompts_per_step):
         raise DataError(

@@ -60,13 +60,12 @@ class RolloutSection(Section):
         BeforeValidator(_sampling),
         PlainSerializer(lambda params: {key: getattr(params, key) for key in SAMPLING_KEYS}),
     ]
-    """The fields of `SamplingParams`: n completions per prompt, at least 2, of at most max_tokens
-    tokens; temperature, top_k and the others. Training scores the tokens with the same object."""
+    """The fields of `SamplingParams`, with n at least 2; training scores with the same object."""
     kv_block_size: Count = 16
     """Tokens per block of the key/value cache."""
     num_kv_blocks: Count | None = None
-    """Blocks of the key/value cache; null = enough for the whole batch, up to 4 GiB on a CPU and
-    40 % of the free memory on a GPU (then sequences take turns; the same bits)."""
+    """Blocks of that cache; null = enough for the batch, up to 4 GiB on a CPU and 40 % of the free
+    memory on a GPU (then sequences take turns; the same bits)."""
     max_batch_tokens: Count = 2048
     """Most tokens of one engine step."""
     max_num_seqs: Count = 256

@@ -68,10 +68,7 @@ def save_checkpoint(
     fingerprint: Fingerprint,
     keep: int,
 ) -> Path:
-    """Write `directory/step_NNNNNN`, then remove all but the newest `keep` checkpoints.
-
-    CheckpointError when the disk refuses; earlier checkpoints are untouched.
-    """
+    """Write `directory/step_NNNNNN`, remove all but the newest `keep`; CheckpointError if not."""
     target = directory / f"step_{step:06d}"
     partial = target.with_name(target.name + _PARTIAL)
     with _explained(f"the checkpoint {target}", partial):
@@ -152,10 +149,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
-    """Read a checkpoint and check that this process would continue the same trajectory.
-
-    CheckpointError on missing, truncated or damaged files, or another fingerprint.
-    """
+    """Read a checkpoint; CheckpointError on damaged files or another fingerprint than this."""
     state = _read_state(path)
     if difference := fingerprint.difference(Fingerprint(state["fingerprint"])):
         raise CheckpointError(
@@ -174,10 +168,7 @@ def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
 
 @torch.no_grad()
 def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Copy checkpoint weights into a model's parameters, in place.
-
-    CheckpointError, and nothing copied, when names, shapes or dtypes do not fit.
-    """
+    """Copy weights into a model in place; CheckpointError, and nothing copied, on a misfit."""
     own = dict(model.named_parameters())
     shapes, given = ({k: (v.shape, v.dtype) for k, v in t.items()} for t in (own, weights))
     if misfits := sorted(n for n in own.keys() | weights.keys() if shapes.get(n) != given.get(n)):

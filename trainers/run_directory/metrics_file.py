@@ -40,12 +40,9 @@ class MetricsFile:
         self._stream = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Append one line.
+        """Append one line; a full disk (OSError) leaves the file as it was.
 
-        Raises:
-            ValueError: the step is not above the last one, or `metrics` holds a "step" of its own.
-            TypeError: a metric is not a number, a bool or a string.
-            OSError: the disk is full; the file is left as it was.
+        ValueError unless steps ascend and `metrics` has no "step"; TypeError on a wrong metric.
         """
         if step <= self._last_step:
             raise ValueError(f"step {step} follows step {self._last_step}; steps must ascend")
@@ -79,10 +76,7 @@ def _plain(name: str, value: Metric) -> Metric:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All steps of a metrics file, in order, each with its "step".
-
-    FileNotFoundError without a file; ValueError, naming file and line, on a line that is damaged.
-    """
+    """All steps of a metrics file, in order; ValueError, naming file and line, on a damaged one."""
     path = Path(path)
     return [row for _, row in _rows(path, path.read_bytes())]
 
