@@ -29,28 +29,25 @@ def group_advantages(
     A group whose rewards are all equal gets exactly 0. Example: rewards 1, 0 in a group of two have
     mean 0.5 and sample std sqrt(0.5); dr_grpo gives +0.5 and -0.5, grpo +0.7070 and -0.7070.
 
-    Raises: ValueError on an unknown kind, a group of one (it has no baseline but itself), a number
-    of rewards that groups do not divide, no rewards, or a reward that is not finite (named).
+    Raises: ValueError on an unknown kind, a group of one, no rewards or a number that groups do not
+    divide, or a reward that is not finite (named).
     """
     if kind not in get_args(AdvantageKind):
-        raise ValueError(
-            f"advantage kind must be one of {list(get_args(AdvantageKind))}, got {kind!r}"
-        )
+        raise ValueError(f"kind must be one of {list(get_args(AdvantageKind))}, got {kind!r}")
     values = [float(reward) for reward in rewards]
     if group_size < 2:
         raise ValueError(
-            f"group_size must be at least 2, got {group_size}: the baseline is the group's mean, "
-            "so a group of one always has advantage 0; sample more completions per prompt"
+            f"group_size must be at least 2, got {group_size}: a group of one has only itself as "
+            "baseline; sample more completions per prompt"
         )
     if not values or len(values) % group_size:
         raise ValueError(
-            f"the number of rewards must be a positive multiple of group_size {group_size}, "
-            f"got {len(values)}"
+            f"the rewards must be a positive multiple of group_size {group_size}, got {len(values)}"
         )
     for index, value in enumerate(values):
         if not math.isfinite(value):
             raise ValueError(f"reward of sample {index} is {value}; rewards must be finite")
-    groups = (values[start : start + group_size] for start in range(0, len(values), group_size))
+    groups = (values[i : i + group_size] for i in range(0, len(values), group_size))
     advantages = [value for group in groups for value in _center_and_scale(group, kind, eps)]
     return torch.tensor(advantages, dtype=torch.float32)
 
@@ -74,9 +71,7 @@ def overlong_mask(finish_reasons: Sequence[str]) -> Tensor:
     """
     for index, reason in enumerate(finish_reasons):
         if reason not in ("stop", "length"):
-            raise ValueError(
-                f"finish reason of sample {index} must be 'stop' or 'length', got {reason!r}"
-            )
+            raise ValueError(f"sample {index} must end by 'stop' or 'length', got {reason!r}")
     return torch.tensor([reason == "stop" for reason in finish_reasons], dtype=torch.bool)
 
 

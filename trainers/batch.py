@@ -52,10 +52,9 @@ class TokenBatch:
     """fp32, entropy of the distribution the token was drawn from, nats; for an entropy bonus."""
 
     def __post_init__(self) -> None:
-        tokens = sum(self.lengths)
         if any(length < 0 for length in self.lengths):
             raise ValueError(f"lengths must not be negative, got {self.lengths}")
-        if tokens == 0:
+        if (tokens := sum(self.lengths)) == 0:
             raise ValueError("a TokenBatch needs at least one scored token, got none; skip it")
         for field in fields(self):
             value = getattr(self, field.name)
@@ -64,9 +63,9 @@ class TokenBatch:
             dtype = torch.int64 if field.name == "sequence_ids" else torch.float32
             if value.dtype != dtype:
                 raise TypeError(f"{field.name} must be {dtype}, got {value.dtype}")
-            if value.shape != (tokens,):
+            if (shape := value.shape) != (tokens,):
                 raise ValueError(
-                    f"{field.name} must be [{tokens}] (the sum of lengths), got {list(value.shape)}"
+                    f"{field.name} must be [sum(lengths) = {tokens}], got {list(shape)}"
                 )
         ids = self.sequence_ids.tolist()
         filled = [length for length in self.lengths if length]
@@ -75,9 +74,8 @@ class TokenBatch:
         ascending = all(low < high for low, high in pairwise(firsts))
         if not ascending or any(len(set(ids[a:b])) != 1 for a, b in pairwise(starts)):
             raise ValueError(
-                "sequence_ids must hold one id per sequence, strictly ascending from sequence to "
-                f"sequence, as lengths cuts them; got first ids {firsts[:8]} for {filled[:8]}. "
-                "Sort the sequences by sample id before building the batch"
+                "sequence_ids must hold one id per sequence, strictly ascending; got first ids "
+                f"{firsts[:8]} for lengths {filled[:8]}. Sort the sequences by sample id first"
             )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -23,7 +23,6 @@ from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.rollout.statistics import RolloutStatistics
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.advantages import group_advantages, overlong_mask, overlong_penalty
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
@@ -35,22 +34,33 @@ from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.prompts import PromptSet
 from rl_consistency.trainers.rewards import RewardFunction, compute_rewards
 
+ENGINE_METRICS = (
+    "prefill_tokens_per_second",
+    "decode_tokens_per_second",
+    "mean_seconds_to_first_token",
+    "host_seconds_per_step",
+    "peak_kv_share",
+    "prefix_hit_tokens",
+    "preemptions",
+    "acceptance_rate",
+)
+"""Fields of the engine's statistics that are logged with a step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experience:
-    """One rollout batch, ready to learn from; everything is indexed by sample, in logical order.
-
-    The rollout's own tensors are on the CPU, reference logprobs on the model's device.
-    """
+    """One rollout batch, ready to learn from; everything is indexed by sample, in logical order."""
 
     sequences: list[list[int]]
     prompt_lengths: list[int]
     old_logprobs: list[Tensor]
+    """On the CPU, as the rollout gave them."""
     advantages: Tensor
-    """[S] fp32."""
+    """[S] fp32, on the CPU."""
     keep: Tensor | None
     """[S] bool, False where a sample is left out of the loss; None keeps all."""
     reference_logprobs: list[Tensor] | None = None
+    """On the model's device."""
 
     @property
     def lengths(self) -> list[int]:
@@ -77,30 +87,19 @@ class GRPOTrainer:
     """The patched, frozen policy of the KL term; None without that term."""
 
     def __post_init__(self) -> None:
-        config, algorithm = self.config, self.config.algorithm
+        config, size = self.config, self.config.rollout.prompts_per_step
         self._sampling = config.sampling
-        self._order = DataOrder(
-            len(self.train.prompts),
-            config.rollout.prompts_per_step,
-            config.run.seed,
-            config.data.shuffle,
-        )
-        self._loss_config = LossConfig(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            kl_coefficient=algorithm.kl_coefficient,
-            entropy_coefficient=algorithm.entropy_coefficient,
-        )
+        self._order = DataOrder(len(self.train.prompts), size, config.run.seed, config.data.shuffle)
+        shape = {field.name: getattr(config.algorithm, field.name) for field in fields(LossConfig)}
+        self._loss_config = LossConfig(**shape)
         # Of the weights the policy has now (initial or from a checkpoint), later of each update.
         self._weights_digest = model_digest(self.model)
-        self._times: dict[str, float] = {}
 
     def step(self, step: int) -> Metrics:
         """Roll out, score, learn; `step` counts from 1. Returns the metrics of the step.
 
         Raises:
-            FailedRequestsError: the model gave a logprob that is not finite; nothing was learned
-                in this step, and the run ends.
+            FailedRequestsError: a logprob is not finite; nothing was learned in this step.
             ConsistencyError: the weights are not those of the last update, or the hook raised it.
         """
         started = perf_counter()
@@ -109,14 +108,14 @@ class GRPOTrainer:
             examples, completions = self._roll_out(step)
         statistics = self.engine.stats
         metrics, experience = self._experience(step, examples, completions)
-        metrics |= _rollout_metrics(statistics)
+        # How the engine was used. Like times, these may differ between runs with equal tokens.
+        metrics |= {f"time/rollout_{name}": getattr(statistics, name) for name in ENGINE_METRICS}
         metrics["learning_rate"] = self.optimizer.learning_rate
         metrics |= self._learn(experience)
         self._weights_digest = metrics["rollout/weights_digest"] = model_digest(self.model)
         metrics |= self.hook.on_step_end()
         tokens = sum(experience.lengths)
-        passes = self.config.algorithm.epochs_per_rollout
-        trained = passes * sum(len(sequence) for sequence in experience.sequences)
+        trained = self.config.algorithm.epochs_per_rollout * sum(map(len, experience.sequences))
         metrics |= {f"time/{name}_seconds": seconds for name, seconds in self._times.items()}
         metrics["time/rollout_tokens_per_second"] = tokens / self._times["rollout"]
         metrics["time/training_tokens_per_second"] = trained / self._times["training"]
@@ -125,19 +124,16 @@ class GRPOTrainer:
         return metrics
 
     def evaluate(self) -> Metrics:
-        """Mean reward of one greedy completion per evaluation example; {} without a set.
-
-        Errors are those of the rollout in `step`.
-        """
+        """Mean reward of one greedy completion per evaluation example; {} without a set."""
         if self.evaluation is None:
             return {}
         limit = self.config.training.eval_samples or len(self.evaluation.prompts)
-        examples = list(self.evaluation.examples[:limit])
         greedy = replace(self._sampling, n=1, temperature=0.0)
         completions = self.engine.generate(
             self.evaluation.prompts[:limit], greedy, weights_digest=self._weights_digest
         )
-        rewards = compute_rewards(self.rewards, examples, self._texts(completions))
+        examples, texts = self.evaluation.examples[:limit], self._texts(completions)
+        rewards = compute_rewards(self.rewards, examples, texts)
         return {"eval/reward": fmean(rewards.total)}
 
     def _roll_out(self, step: int) -> tuple[list[Example], list[Completion]]:
@@ -154,32 +150,27 @@ class GRPOTrainer:
         self, step: int, examples: list[Example], completions: list[Completion]
     ) -> tuple[Metrics, Experience]:
         prompts = [self.train.prompts[example.id] for example in examples]
-        sequences = [
-            [*prompt, *completion.token_ids]
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
+        sequences = [[*p, *c.token_ids] for p, c in zip(prompts, completions, strict=True)]
         prompt_lengths = [len(prompt) for prompt in prompts]
         old_logprobs = [completion.token_logprobs for completion in completions]
-        metrics = self.hook.on_rollout(
-            Rollout(
-                step=step,
-                sequences=sequences,
-                prompt_lengths=prompt_lengths,
-                logprobs=old_logprobs,
-                sampling=self._sampling,
-            )
+        rollout = Rollout(
+            step=step,
+            sequences=sequences,
+            prompt_lengths=prompt_lengths,
+            logprobs=old_logprobs,
+            sampling=self._sampling,
         )
+        metrics = self.hook.on_rollout(rollout)
         rewards = compute_rewards(self.rewards, examples, self._texts(completions))
         shaped = torch.tensor(rewards.total, dtype=torch.float32)
         algorithm, longest = self.config.algorithm, self._sampling.max_tokens
-        lengths = [len(t) for t in old_logprobs]
-        keep = None
+        lengths, keep = [len(t) for t in old_logprobs], None
         if algorithm.overlong == "penalty":
             shaped = shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
         elif algorithm.overlong == "mask":
-            keep = overlong_mask([completion.finish_reason for completion in completions])
+            keep = overlong_mask([c.finish_reason for c in completions])
         advantages = group_advantages(shaped, self._sampling.n, kind=algorithm.advantage)
-        cut = sum(completion.finish_reason == "length" for completion in completions)
+        cut = sum(c.finish_reason == "length" for c in completions)
         metrics |= {
             "reward/mean": fmean(rewards.total),
             "reward/std": float(torch.tensor(rewards.total).std()),
@@ -202,34 +193,30 @@ class GRPOTrainer:
 
     def _learn(self, experience: Experience) -> Metrics:
         metrics: Metrics = {}
-        algorithm = self.config.algorithm
-        size = len(experience.sequences) // algorithm.updates_per_rollout
+        algorithm, samples = self.config.algorithm, list(range(len(experience.sequences)))
+        size = len(samples) // algorithm.updates_per_rollout
         updates: list[LossOutput] = []
         norms: list[float] = []
         for _ in range(algorithm.epochs_per_rollout):
-            for first in range(0, len(experience.sequences), size):
-                part = list(range(first, first + size))
+            for first in range(0, len(samples), size):
+                part = samples[first : first + size]
                 outputs, logprobs = self._backward(experience, part)
                 if not updates:
-                    rest = list(range(first + size, len(experience.sequences)))
-                    logprobs += self._score(self.model, experience, rest)
+                    logprobs += self._score(self.model, experience, samples[size:])
                     metrics |= self.hook.on_training_logprobs(logprobs)
-                metrics |= self.hook.on_gradients(
-                    self._gradient_step(experience, part, first_of_step=not updates)
-                )
+                gradient_step = self._gradient_step(experience, part, not updates)
+                metrics |= self.hook.on_gradients(gradient_step)
                 with self._timed("optimizer"):
                     norms.append(self.optimizer.step())
                 updates.append(merge_outputs(outputs))
-        return metrics | _mean_metrics(updates) | {"gradient_norm": fmean(norms)}
+        each = [update.metrics() for update in updates]
+        means = {name: fmean(metrics[name] for metrics in each) for name in each[0]}
+        return metrics | means | {"gradient_norm": fmean(norms)}
 
     def _backward(
         self, experience: Experience, part: list[int]
     ) -> tuple[list[LossOutput], list[Tensor]]:
-        """Accumulate the gradients of one optimizer step, micro-batch by micro-batch.
-
-        Returns:
-            The loss of each micro-batch, and the logprobs of each sample.
-        """
+        """Accumulate the gradients of one optimizer step, micro-batch by micro-batch."""
         outputs: list[LossOutput] = []
         logprobs: list[Tensor] = []
         for group in self._micro_batches(part):
@@ -245,43 +232,39 @@ class GRPOTrainer:
         self, experience: Experience, part: list[int], scored: TokenLogprobs, group: Sequence[int]
     ) -> LossOutput:
         """The share of `group` in the loss of the optimizer step over `part`."""
-        reference, device = experience.reference_logprobs, scored.logprobs.device
-        old_logprobs = torch.cat([experience.old_logprobs[i] for i in group])
-        advantages = per_token(experience.advantages[list(group)], scored.lengths)
+        group, keep, device = list(group), experience.keep, scored.logprobs.device
+        lengths, reference = scored.lengths, experience.reference_logprobs
+        anchor = None if reference is None else torch.cat([reference[i] for i in group])
         batch = TokenBatch(
             logprobs=scored.logprobs,
-            old_logprobs=old_logprobs.to(device),
-            advantages=advantages.to(device),
-            sequence_ids=per_token(torch.tensor(list(group)), scored.lengths).to(device),
-            lengths=scored.lengths,
-            reference_logprobs=None
-            if reference is None
-            else torch.cat([reference[i] for i in group]),
+            old_logprobs=torch.cat([experience.old_logprobs[i] for i in group]).to(device),
+            advantages=per_token(experience.advantages[group], lengths).to(device),
+            sequence_ids=per_token(torch.tensor(group), lengths).to(device),
+            lengths=lengths,
+            reference_logprobs=anchor,
             entropy=scored.entropy,
         )
-        keep = None if experience.keep is None else experience.keep[list(group)]
         weights = token_weights(
-            scored.lengths,
+            lengths,
             self.config.algorithm.loss,
             num_sequences_global=len(part),
             max_tokens=self._sampling.max_tokens,
             total_tokens=sum(experience.lengths[i] for i in part),
-            keep=keep,
+            keep=None if keep is None else keep[group],
             device=device,
         )
         return policy_loss(batch, weights, self._loss_config)
 
-    def _gradient_step(
-        self, experience: Experience, part: list[int], *, first_of_step: bool
-    ) -> GradientStep:
+    def _gradient_step(self, experience: Experience, part: list[int], first: bool) -> GradientStep:
+        def loss(scored: TokenLogprobs, group: Sequence[int]) -> Tensor:
+            return self._loss(experience, part, scored, [part[i] for i in group]).loss
+
         return GradientStep(
             sequences=[experience.sequences[i] for i in part],
             prompt_lengths=[experience.prompt_lengths[i] for i in part],
             sampling=self._sampling,
-            loss=lambda scored, group: (
-                self._loss(experience, part, scored, [part[i] for i in group]).loss
-            ),
-            first_of_step=first_of_step,
+            loss=loss,
+            first_of_step=first,
         )
 
     def _forward(self, model: Any, experience: Experience, group: list[int]) -> TokenLogprobs:
@@ -298,47 +281,20 @@ class GRPOTrainer:
     @torch.no_grad()
     def _score(self, model: Any, experience: Experience, part: list[int]) -> list[Tensor]:
         with self._timed("training"):
-            return [
-                logprobs
-                for group in self._micro_batches(part)
-                for logprobs in self._forward(model, experience, group).split()
-            ]
+            groups = self._micro_batches(part)
+            return [t for g in groups for t in self._forward(model, experience, g).split()]
 
-    def _micro_batches(self, part: list[int]) -> Iterator[list[int]]:
+    def _micro_batches(self, part: list[int]) -> list[list[int]]:
         size = self.config.training.micro_batch_size
-        for start in range(0, len(part), size):
-            yield part[start : start + size]
+        return [part[start : start + size] for start in range(0, len(part), size)]
 
     def _texts(self, completions: Sequence[Completion]) -> list[str]:
-        return self.tokenizer.batch_decode(
-            [completion.token_ids for completion in completions], skip_special_tokens=True
-        )
+        token_ids = [completion.token_ids for completion in completions]
+        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         """Add the seconds of the block, with the device's work, to the times of the step."""
         started = finished_seconds(self.model.device)
         yield
-        seconds = finished_seconds(self.model.device) - started
-        self._times[name] = self._times.get(name, 0.0) + seconds
-
-
-def _rollout_metrics(statistics: RolloutStatistics) -> Metrics:
-    """How the engine was used. Like times, these may differ between runs with equal tokens."""
-    names = (
-        "prefill_tokens_per_second",
-        "decode_tokens_per_second",
-        "mean_seconds_to_first_token",
-        "host_seconds_per_step",
-        "peak_kv_share",
-        "prefix_hit_tokens",
-        "preemptions",
-        "acceptance_rate",
-    )
-    return {f"time/rollout_{name}": getattr(statistics, name) for name in names}
-
-
-def _mean_metrics(updates: Sequence[LossOutput]) -> Metrics:
-    """Loss metrics, averaged over the optimizer steps of one rollout."""
-    each = [update.metrics() for update in updates]
-    return {name: fmean(metrics[name] for metrics in each) for name in each[0]}
+        self._times[name] += finished_seconds(self.model.device) - started

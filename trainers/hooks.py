@@ -1,32 +1,30 @@
 """The hook of a training loop: four methods that measure consistency, step by step.
 
-The loop itself does not measure. It tells its hook what was rolled out, what training recomputed,
-that gradients are ready, and that the step is over. The hook measures, records and, if told so,
-stops the run.
+The loop itself does not measure. Its hook measures, records and, if told so, stops the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-from rl_consistency.kernels.matmul.audit import AuditReport, schedule_audit
+from rl_consistency.kernels.matmul.audit import schedule_audit
 from rl_consistency.models.patch import patched_session
 from rl_consistency.models.token_logprobs import Sampling
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import gradient_digest, parameter_digest
-from rl_consistency.parity.drift import DriftReport, DriftTotals, compare_logprobs
+from rl_consistency.parity.drift import DriftTotals, compare_logprobs
 from rl_consistency.parity.gradients import (
     REGROUPINGS,
     GradientReport,
     LossFunction,
-    Regrouping,
     check_gradients,
 )
 from rl_consistency.parity.replay import save_replay_bundle
@@ -45,11 +43,9 @@ class Rollout:
     sequences: Sequence[Sequence[int]]
     """Prompt and completion ids."""
     prompt_lengths: Sequence[int]
-    """Prompt tokens of each sequence."""
     logprobs: Sequence[Tensor]
     """[completion length] fp32 each, as the rollout gave them."""
     sampling: Sampling
-    """The parameters they were sampled with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +96,7 @@ class Totals:
 class ConsistencyHook:
     """Measures drift, checks gradients, takes digests, measures the stock path.
 
-    Raises:
-        ConsistencyError: the fingerprints of the two sides differ.
+    Raises: ConsistencyError when the fingerprints of the two sides differ, or on drift.
     """
 
     model: nn.Module
@@ -110,8 +105,8 @@ class ConsistencyHook:
     gradient_check_every: int = 0
     """Steps between gradient checks; 0 is never."""
     gradient_check_sequences: int | None = None
-    """How many of a step's sequences a check regroups, the first ones; None is all. The gradients
-    of the whole step are always computed again."""
+    """A check regroups this many of a step's first sequences; None is all. The gradients of the
+    whole step are always computed again."""
     shadow_every: int = 0
     """Steps between measurements of the stock path; 0 is never."""
     micro_batch_size: int | None = None
@@ -132,8 +127,12 @@ class ConsistencyHook:
         self._session = patched_session(self.model)
         self._device = next(self.model.parameters()).device
         self.fingerprint = fingerprint(self._device)
-        if self.expected_fingerprint is not None:
-            require_same_fingerprint(self.fingerprint, self.expected_fingerprint)
+        expected = self.expected_fingerprint or self.fingerprint
+        if difference := self.fingerprint.difference(expected):
+            raise ConsistencyError(
+                f"the two sides cannot give the same bits: {'; '.join(difference)}. Use the same "
+                "versions, device, thread count and strictness on both."
+            )
         self.totals = Totals()
         audit = schedule_audit()
         self._judged = audit.differing - audit.found  # sampled elements judged before
@@ -145,13 +144,28 @@ class ConsistencyHook:
         return {}
 
     def on_training_logprobs(self, logprobs: Sequence[Tensor]) -> Metrics:
-        rollout = self._required_rollout()
+        rollout = self._current
         report = compare_logprobs(list(rollout.logprobs), list(logprobs))
         self.totals.drift.add(report)
         metrics: Metrics = dict(report.metrics("consistency"))
         if not report.passed:
-            bundle = self._save_replay(rollout, logprobs)
-            self._drifted(_drift_message(rollout.step, report, bundle), metrics)
+            bundle = save_replay_bundle(
+                self.replay_dir,
+                sequences=rollout.sequences,
+                rollout_logprobs=[t.detach() for t in rollout.logprobs],
+                training_logprobs=[t.detach() for t in logprobs],
+                prompt_lengths=rollout.prompt_lengths,
+                config={**self.config, "step": rollout.step},
+                parameter_digest=parameter_digest(self.model),
+                fingerprint=self.fingerprint,
+            )
+            message = (
+                f"{report.mismatched_tokens} of {report.tokens} tokens have other logprobs in "
+                f"training than in rollout (largest difference {report.max_abs_diff:g}, "
+                f"{report.max_ulp} ULP, {report.nonfinite_tokens} not finite). Replay bundle: "
+                f"{bundle}. Run `rl-consistency verify` to see which op differs"
+            )
+            self._drifted(rollout.step, message, metrics)
         if self._due(self.shadow_every, rollout.step):
             metrics |= self._shadow(rollout)
         return metrics
@@ -160,13 +174,12 @@ class ConsistencyHook:
         if not step.first_of_step:
             return {}
         metrics: Metrics = {"consistency/gradient_digest": self._digest(gradient_digest)}
-        if self._due(self.gradient_check_every, self._required_rollout().step):
+        if self._due(self.gradient_check_every, self._current.step):
             metrics |= self._check_gradients(step)
         return metrics
 
     def on_step_end(self) -> Metrics:
-        step = self._required_rollout().step
-        self._rollout = None
+        step, self._rollout = self._current.step, None
         metrics: Metrics = {"consistency/parameter_digest": self._digest(parameter_digest)}
         metrics["time/digest_seconds"] = self._digest_seconds
         self._digest_seconds = 0.0
@@ -190,16 +203,13 @@ class ConsistencyHook:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers, for a checkpoint."""
-        state = {k: v for k, v in asdict(self.totals).items() if isinstance(v, int)}
-        return state | {
-            "drift": self.totals.drift.state_dict(),
-            "stock": self.totals.stock.state_dict(),
-        }
+        totals = self.totals
+        state = {k: v for k, v in asdict(totals).items() if isinstance(v, int)}
+        return state | {"drift": totals.drift.state_dict(), "stock": totals.stock.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the totals of a checkpoint."""
-        counts = {k: v for k, v in state.items() if k not in ("drift", "stock")}
-        self.totals = Totals(**counts)
+        self.totals = Totals(**{k: v for k, v in state.items() if k not in ("drift", "stock")})
         self.totals.drift.load_state_dict(state["drift"])
         self.totals.stock.load_state_dict(state["stock"])
 
@@ -221,11 +231,10 @@ class ConsistencyHook:
         )
         self.totals.stock.add(shadow.drift)
         metrics: Metrics = dict(shadow.drift.metrics("stock"))
-        metrics["time/stock_rollout_tokens_per_second"] = (
-            shadow.drift.tokens / shadow.rollout_seconds
-        )
+        speed = shadow.drift.tokens / shadow.rollout_seconds
+        metrics["time/stock_rollout_tokens_per_second"] = speed
         if shadow.training_seconds is not None:
-            tokens = sum(len(sequence) for sequence in rollout.sequences)
+            tokens = sum(map(len, rollout.sequences))
             metrics["time/stock_training_tokens_per_second"] = tokens / shadow.training_seconds
         metrics["time/shadow_seconds"] = perf_counter() - started
         return metrics
@@ -237,13 +246,30 @@ class ConsistencyHook:
         # Not `found`: the engine reads the audit too, and what it has read still counts here.
         before, self._judged = self._judged, report.differing
         if report.differing > before:
-            self._drifted(_audit_message(step, report), metrics)
+            message = (
+                "library matrix products differ from the canonical order in "
+                f"{report.differing} sampled elements ({report.audited} of {report.calls} calls "
+                f"were sampled); withdrawn: {', '.join(report.struck)}. Continue from the last "
+                "checkpoint (--resume), which will not use them"
+            )
+            self._drifted(step, message, metrics)
 
     def _check_gradients(self, step: GradientStep) -> Metrics:
         started = perf_counter()
+        check = partial(check_gradients, self.model, loss=step.loss, sampling=step.sampling)
+        as_trained = check(
+            step.sequences,
+            prompt_lengths=step.prompt_lengths,
+            regroupings=(),
+            compare_present=True,
+        )
         count = self.gradient_check_sequences or len(step.sequences)
-        as_trained = self._gradients_again(step, len(step.sequences), (), compare_present=True)
-        regrouped = self._gradients_again(step, count, REGROUPINGS, compare_present=False)
+        regrouped = check(
+            step.sequences[:count],
+            prompt_lengths=step.prompt_lengths[:count],
+            regroupings=REGROUPINGS,
+            compare_present=False,
+        )
         report = GradientReport(as_trained.results + regrouped.results, as_trained.elements)
         self.totals.gradient_checks += 1
         self.totals.gradient_checks_passed += report.passed
@@ -254,46 +280,22 @@ class ConsistencyHook:
             "time/gradient_check_seconds": perf_counter() - started,
         }
         if not report.passed:
-            self._drifted(_gradient_message(self._required_rollout().step, report), metrics)
+            message = (
+                f"gradients depend on how the batch was cut, in {report.mismatched_elements} "
+                f"elements, first in {report.first_parameter}. Run `rl-consistency verify`"
+            )
+            self._drifted(self._current.step, message, metrics)
         return metrics
 
-    def _gradients_again(
-        self,
-        step: GradientStep,
-        count: int,
-        regroupings: Sequence[Regrouping],
-        *,
-        compare_present: bool,
-    ) -> GradientReport:
-        return check_gradients(
-            self.model,
-            step.sequences[:count],
-            prompt_lengths=step.prompt_lengths[:count],
-            loss=step.loss,
-            sampling=step.sampling,
-            regroupings=regroupings,
-            compare_present=compare_present,
-        )
-
-    def _save_replay(self, rollout: Rollout, logprobs: Sequence[Tensor]) -> Path:
-        return save_replay_bundle(
-            self.replay_dir,
-            sequences=rollout.sequences,
-            rollout_logprobs=[t.detach() for t in rollout.logprobs],
-            training_logprobs=[t.detach() for t in logprobs],
-            prompt_lengths=rollout.prompt_lengths,
-            config={**self.config, "step": rollout.step},
-            parameter_digest=parameter_digest(self.model),
-            fingerprint=self.fingerprint,
-        )
-
-    def _drifted(self, message: str, metrics: Metrics) -> None:
+    def _drifted(self, step: int, message: str, metrics: Metrics) -> None:
+        message = f"step {step}: {message}, or set consistency.on_drift to warn."
         if self.on_drift == "raise":
             raise ConsistencyError(message, metrics=metrics)
         if self.on_drift == "warn":
             self.warn(message)
 
-    def _required_rollout(self) -> Rollout:
+    @property
+    def _current(self) -> Rollout:
         if self._rollout is None:
             raise ValueError("on_rollout must be called before the other methods of a step.")
         return self._rollout
@@ -301,43 +303,3 @@ class ConsistencyHook:
     @staticmethod
     def _due(every: int, step: int) -> bool:
         return every > 0 and (step - 1) % every == 0
-
-
-def require_same_fingerprint(ours: Fingerprint, theirs: Fingerprint) -> None:
-    """Refuse to compare bits of two programs that add in different orders.
-
-    Raises:
-        ConsistencyError: names every entry that differs.
-    """
-    difference = ours.difference(theirs)
-    if difference:
-        raise ConsistencyError(
-            f"the two sides cannot give the same bits: {'; '.join(difference)}. Use the same "
-            "versions, device, thread count and strictness on both."
-        )
-
-
-def _drift_message(step: int, report: DriftReport, bundle: Path) -> str:
-    return (
-        f"step {step}: {report.mismatched_tokens} of {report.tokens} tokens have other logprobs in "
-        f"training than in rollout (largest difference {report.max_abs_diff:g}, "
-        f"{report.max_ulp} ULP, {report.nonfinite_tokens} not finite). Replay bundle: {bundle}. "
-        "Run `rl-consistency verify` to see which op differs, or set consistency.on_drift to warn."
-    )
-
-
-def _audit_message(step: int, report: AuditReport) -> str:
-    return (
-        f"step {step}: library matrix products differ from the canonical order in "
-        f"{report.differing} sampled elements ({report.audited} of {report.calls} calls were "
-        f"sampled); withdrawn: {', '.join(report.struck)}. Continue from the last checkpoint "
-        "(--resume), which will not use them, or set consistency.on_drift to warn."
-    )
-
-
-def _gradient_message(step: int, report: GradientReport) -> str:
-    return (
-        f"step {step}: gradients depend on how the batch was cut, in {report.mismatched_elements} "
-        f"elements, first in {report.first_parameter}. Run `rl-consistency verify`, or set "
-        "consistency.on_drift to warn."
-    )

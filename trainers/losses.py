@@ -14,7 +14,7 @@ length normaliser), DAPO (token-level normaliser, clip-higher).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
@@ -30,8 +30,8 @@ WeightKind = Literal["grpo", "dr_grpo", "dapo"]
 class LossOutput:
     """A loss and what it was made of. All per-token tensors are [N], detached.
 
-    Example: at the first update every ratio is exactly 1, nothing is clipped, and the loss of one
-    sequence of two tokens with advantage 0.5 and weights 0.5 is ``0.5 * -0.5 + 0.5 * -0.5 = -0.5``.
+    Example: at the first update every ratio is exactly 1 and nothing is clipped. The loss of two
+    tokens with advantage 0.5 and weights 0.5 is then ``0.5 * -0.5 + 0.5 * -0.5 = -0.5``.
     """
 
     loss: Tensor
@@ -81,8 +81,7 @@ def token_weights(
     The counts are those of the global batch of one optimizer step. `keep` ([S], bool) is False for
     a dropped sequence, whose tokens get the weight 0; it does not change the counts.
 
-    Raises: ValueError on an unknown kind, a count missing for the kind or too small for these
-    lengths.
+    Raises: ValueError on an unknown kind, or a count that is missing or too small for the lengths.
     """
     if kind not in get_args(WeightKind):
         raise ValueError(f"weight kind must be one of {list(get_args(WeightKind))}, got {kind!r}")
@@ -99,19 +98,16 @@ def token_weights(
     per_sequence = torch.tensor(weights, dtype=torch.float32, device=device)
     if keep is not None:
         if keep.shape != per_sequence.shape or keep.dtype != torch.bool:
-            raise ValueError(
-                f"keep must be bool [{len(lengths)}], got {keep.dtype} {list(keep.shape)}"
-            )
+            got = f"{keep.dtype} {list(keep.shape)}"
+            raise ValueError(f"keep must be bool [{len(lengths)}], got {got}")
         per_sequence = torch.where(keep.to(device), per_sequence, torch.zeros_like(per_sequence))
     return per_token(per_sequence, lengths)
 
 
 def _count(name: str, value: int | None, at_least: int, kind: str) -> int:
     if value is None or value < max(at_least, 1):
-        raise ValueError(
-            f"{kind} weights need {name} of the global batch, at least {max(at_least, 1)} for "
-            f"these sequences, got {value}"
-        )
+        least = f"of the global batch, at least {max(at_least, 1)}"
+        raise ValueError(f"{kind} weights need {name} {least}, got {value}")
     return value
 
 
@@ -122,8 +118,7 @@ def policy_loss(batch: TokenBatch, weights: Tensor, config: LossConfig) -> LossO
     very border is not clipped. The KL term is on-policy (not importance weighted), as in GRPO. A
     non-finite logprob gives a non-finite loss: nothing is replaced.
 
-    Raises: ValueError on weights of another shape, or a coefficient without its tensor in the
-    batch.
+    Raises: ValueError on weights of another shape, or a coefficient without its tensor.
     """
     if weights.shape != batch.logprobs.shape or weights.dtype != torch.float32:
         expected, got = list(batch.logprobs.shape), f"{weights.dtype} {list(weights.shape)}"
@@ -166,9 +161,7 @@ def _clipped_surrogate(
 
 def _needed(value: Tensor | None, coefficient: str, field: str) -> Tensor:
     if value is None:
-        raise ValueError(
-            f"{coefficient} is not 0 but the batch has no {field}; give it or set it to 0"
-        )
+        raise ValueError(f"{coefficient} is not 0 but the batch has no {field}; give it or set 0")
     return value
 
 
@@ -187,6 +180,5 @@ def merge_outputs(outputs: Sequence[LossOutput]) -> LossOutput:
             raise ValueError(f"{missing} of {len(parts)} outputs have no {name}; all or none must")
         return None if missing else torch.cat(parts)
 
-    names = ("terms", "ratio", "clipped", "kl_k1", "kl_k3", "entropy")
-    parts = {name: joined(name) for name in names}
+    parts = {field.name: joined(field.name) for field in fields(LossOutput)[1:]}
     return LossOutput(loss=masked_sum(parts["terms"]), **parts)  # type: ignore[arg-type]

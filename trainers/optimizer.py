@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -67,20 +66,16 @@ class PolicyOptimizer:
         return float(self._schedule.get_last_lr()[0])
 
     def step(self) -> float:
-        """Clip the gradients, update the weights and drop the gradients.
+        """Clip and drop the gradients, update the weights; returns the norm before clipping.
 
-        Returns:
-            The gradient norm before clipping.
-
-        Raises:
-            ValueError: a gradient is missing or not finite; nothing has been updated.
+        ValueError, and nothing updated, when a gradient is missing or not finite.
         """
         gradients = [self._gradient(i) for i in range(len(self._parameters))]
         norm = float(gradient_norm(gradients))
         if not norm < float("inf"):
             raise ValueError(
                 f"the gradient norm is {norm}; no weight was changed. Lower the learning rate, "
-                "look for extreme rewards or advantages, or resume from the last checkpoint."
+                "look for extreme rewards, or resume from the last checkpoint."
             )
         if self._max_norm is not None and norm > self._max_norm:
             for gradient in gradients:
@@ -100,12 +95,12 @@ class PolicyOptimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Moments, and masters of a low-precision policy, by parameter name; for a checkpoint."""
-        return {
-            f"{name}.{key}": value
-            for name, entry in self._entries()
-            for key, value in entry.items()
-            if isinstance(value, Tensor)
-        }
+        state, found = self._optimizer.state_dict()["state"], {}
+        for i, name in enumerate(self._names):
+            found |= {f"{name}.{key}": value for key, value in state.get(i, {}).items()}
+            if self._masters[i] is not self._parameters[i]:
+                found[f"{name}.master"] = self._masters[i].detach()
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
     def schedule_state(self) -> dict[str, Any]:
         """The schedule's state as plain numbers; for a checkpoint."""
@@ -116,40 +111,25 @@ class PolicyOptimizer:
         """Continue from what `tensors` and `schedule_state` gave."""
         state: dict[int, dict[str, Tensor]] = {}
         with torch.no_grad():
-            for i, name in enumerate(self._names):
-                own = {
-                    key.removeprefix(f"{name}."): value.clone()
-                    for key, value in tensors.items()
-                    if key.startswith(f"{name}.") and "." not in key.removeprefix(f"{name}.")
-                }
-                master = own.pop("master", None)
-                if master is not None:
-                    self._masters[i].copy_(master)
-                if own:
-                    state[i] = own
+            for key, value in tensors.items():
+                name, _, part = key.rpartition(".")
+                i = self._names.index(name)
+                if part == "master":
+                    self._masters[i].copy_(value)
+                else:
+                    state.setdefault(i, {})[part] = value.clone()
         self._optimizer.load_state_dict(
             {"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]}
         )
         self._schedule.load_state_dict({**self._schedule.state_dict(), **schedule})
-        for group, rate in zip(
-            self._optimizer.param_groups, self._schedule.get_last_lr(), strict=True
-        ):
-            group["lr"] = rate
-
-    def _entries(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        state = self._optimizer.state_dict()["state"]
-        for i, name in enumerate(self._names):
-            entry = dict(state.get(i, {}))
-            if self._masters[i] is not self._parameters[i]:
-                entry["master"] = self._masters[i].detach()
-            yield name, entry
+        (group,), (rate,) = self._optimizer.param_groups, self._schedule.get_last_lr()
+        group["lr"] = rate
 
     def _gradient(self, i: int) -> Tensor:
         gradient = self._parameters[i].grad
         if gradient is None:
             raise ValueError(
-                f"parameter {self._names[i]} has no gradient; every trained parameter must take "
-                "part in the loss."
+                f"parameter {self._names[i]} has no gradient: it must take part in the loss."
             )
         return gradient.float()
 

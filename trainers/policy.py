@@ -7,20 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_consistency.trainers.config.policy_sections import (
     BuildSection,
@@ -33,12 +22,7 @@ VOCABULARY_MULTIPLE = 16
 """A built policy's vocabulary is padded to a multiple of this."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-_FAMILIES: dict[str, tuple[Any, Any]] = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-}
+_FAMILIES = {"qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
 
 
 class PolicyError(ValueError):
@@ -52,20 +36,28 @@ def load_policy(
 
     A built model's weights are a function of its sizes and `seed`. The global random state stays as
     it was. Only `policy.hub` downloads anything, and code that comes with a model is never run.
-
-    Raises:
-        PolicyError: the policy cannot be loaded or built.
-        ValueError: the tokenizer cannot be loaded.
+    PolicyError or ValueError where model or tokenizer cannot be loaded.
     """
     if policy.path is not None:
         _check_directory(policy.path)
-    loaded = _tokenizer(policy, tokenizer)
+    source = policy.path or policy.hub
+    if tokenizer.kind == "byte":
+        loaded = byte_tokenizer()
+    elif source is None:
+        raise PolicyError("tokenizer.kind auto needs policy.path or policy.hub: use byte")
+    else:
+        loaded = load_tokenizer(source, local=policy.path is not None)
     dtype = DTYPES[policy.dtype]
     if policy.build is not None:
         model = build_model(policy.build, loaded, seed=seed, dtype=dtype)
     else:
         model = _pretrained(policy, dtype)
-    _check_vocabulary(model, loaded)
+    embedding: Any = model.get_input_embeddings()
+    if len(loaded) > (rows := embedding.weight.shape[0]):
+        raise PolicyError(
+            f"the tokenizer has {len(loaded)} tokens, the model's vocabulary only {rows}: they do "
+            "not belong together (tokenizer.kind auto takes the model's own)"
+        )
     if policy.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.to(torch.device(device))  # type: ignore[arg-type]
@@ -73,14 +65,12 @@ def load_policy(
 
 
 def build_model(
-    build: BuildSection,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    seed: int,
-    dtype: torch.dtype = torch.float32,
+    build: BuildSection, tokenizer: Any, *, seed: int, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
     """A model of these sizes with fresh weights, drawn in float32 and then rounded to `dtype`."""
-    config_class, model_class = _FAMILIES[build.architecture]
+    family = _FAMILIES[build.architecture]
+    config_class = getattr(transformers, f"{family}Config")
+    model_class = getattr(transformers, f"{family}ForCausalLM")
     config = config_class(
         **build.model_dump(exclude={"architecture", "rope_theta", "head_dim"}),
         head_dim=build.head_dim or build.hidden_size // build.num_attention_heads,
@@ -110,21 +100,11 @@ def context_length(model: PreTrainedModel) -> int:
     return int(model.config.max_position_embeddings)
 
 
-def _tokenizer(policy: PolicySection, section: TokenizerSection) -> PreTrainedTokenizerBase:
-    if section.kind == "byte":
-        return byte_tokenizer()
-    source = policy.path or policy.hub
-    if source is None:
-        raise PolicyError("tokenizer.kind auto needs policy.path or policy.hub: use byte")
-    return load_tokenizer(source, local=policy.path is not None)
-
-
 def _check_directory(path: Path) -> None:
     """Refuse a path that is not a model directory with unquantised weights."""
     if not path.is_dir():
         raise PolicyError(
-            f"policy.path: no model directory {path}: give a directory that save_pretrained wrote "
-            "or a model was downloaded to"
+            f"policy.path: no model directory {path}: give one that save_pretrained wrote"
         )
     config_file = path / "config.json"
     if not config_file.is_file():
@@ -136,10 +116,7 @@ def _check_directory(path: Path) -> None:
     _refuse_quantised(config, str(path))
     names = ("model.safetensors", "model.safetensors.index.json")
     if not any((path / name).is_file() for name in names):
-        raise PolicyError(
-            f"policy.path: {path} has no weights: it needs {' or '.join(names)}; other formats are "
-            "not read"
-        )
+        raise PolicyError(f"policy.path: {path} has no weights: {' or '.join(names)} is needed")
 
 
 def _refuse_quantised(config: dict[str, Any], source: str) -> None:
@@ -149,8 +126,8 @@ def _refuse_quantised(config: dict[str, Any], source: str) -> None:
         return
     kind = quantisation.get("quant_method", quantisation) if quantisation else dtype
     raise PolicyError(
-        f"{source} holds quantised weights ({kind}): fp8 and other quantised types are not "
-        f"supported; use a model saved as {', '.join(DTYPES)}"
+        f"{source} holds quantised weights ({kind}), which are not supported: use a model saved as "
+        f"{' or '.join(DTYPES)}"
     )
 
 
@@ -167,13 +144,11 @@ def _pretrained(policy: PolicySection, dtype: torch.dtype) -> PreTrainedModel:
         )
     except SafetensorError as error:
         raise PolicyError(
-            f"{source}: its weights cannot be read ({error}): the file is truncated or damaged, "
-            "copy or download it again"
+            f"{source}: its weights are truncated or damaged ({error}): copy or download them again"
         ) from error
     except (OSError, ValueError) as error:
-        raise PolicyError(
-            f"{source} cannot be loaded as a causal language model: {error}"
-        ) from error
+        message = f"{source} cannot be loaded as a causal language model: {error}"
+        raise PolicyError(message) from error
     model, report = loaded
     _refuse_quantised(model.config.to_dict(), source)
     # Hugging Face would fill a missing tensor with random numbers and go on.
@@ -184,13 +159,3 @@ def _pretrained(policy: PolicySection, dtype: torch.dtype) -> PreTrainedModel:
                 f"{problem.replace('_', ' ')}, the first is {keys[0]}"
             )
     return model
-
-
-def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    embedding: Any = model.get_input_embeddings()
-    rows = embedding.weight.shape[0]
-    if len(tokenizer) > rows:
-        raise PolicyError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary only {rows}: they "
-            "do not belong together (tokenizer.kind auto takes the model's own)"
-        )

@@ -23,40 +23,30 @@ class PromptSet:
 def load_prompts(
     config: RunConfig, tokenizer: Any, context_length: int
 ) -> tuple[PromptSet, PromptSet | None]:
-    """The prompts to train on and, where the recipe has an evaluation set, those of it.
-
-    Raises:
-        DataError: data that cannot be read, too few examples, or a prompt that is too long.
-    """
+    """The prompts to train on and those of the evaluation set, if any; DataError on bad data."""
     train, evaluation = _examples(config)
-    if len(train) < config.rollout.prompts_per_step:
+    if len(train) < (batch := config.rollout.prompts_per_step):
         raise DataError(
-            f"rollout.prompts_per_step: {config.rollout.prompts_per_step} exceeds the "
-            f"{len(train)} training examples of {config.data.path}: lower it, or give more data"
+            f"rollout.prompts_per_step: {batch} exceeds the {len(train)} training examples of "
+            f"{config.data.path}: lower it, or give more data"
         )
 
+    encode = partial(
+        encode_prompt,
+        encode=partial(tokenizer.encode, add_special_tokens=False),
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_tokens=config.rollout.sampling.max_tokens,
+        context_length=context_length,
+    )
+
     def encoded(examples: list[Example]) -> PromptSet:
-        prompts = [
-            encode_prompt(
-                example,
-                partial(tokenizer.encode, add_special_tokens=False),
-                max_prompt_tokens=config.data.max_prompt_tokens,
-                max_tokens=config.rollout.sampling.max_tokens,
-                context_length=context_length,
-            )
-            for example in examples
-        ]
-        return PromptSet(examples=examples, prompts=prompts)
+        return PromptSet(examples=examples, prompts=[encode(example) for example in examples])
 
     return encoded(train), encoded(evaluation) if evaluation else None
 
 
 def encode_targets(train: PromptSet, tokenizer: Any, context_length: int) -> list[list[int]]:
-    """Token ids of the target of every example, end token included, for the warm start.
-
-    Raises:
-        DataError: a prompt and its target do not fit the model's context.
-    """
+    """Token ids of every example's target, end token included; DataError if one does not fit."""
     targets = []
     for example, prompt in zip(train.examples, train.prompts, strict=True):
         encoded = tokenizer.encode(example.target, add_special_tokens=False)
@@ -65,8 +55,7 @@ def encode_targets(train: PromptSet, tokenizer: Any, context_length: int) -> lis
         if length > context_length:
             raise DataError(
                 f"example {example.id}: prompt and answer have {length} tokens, the model's "
-                f"context is {context_length}: take the example out of the data, or set "
-                "warm_start.steps to 0"
+                f"context is {context_length}: remove the example, or set warm_start.steps to 0"
             )
     return targets
 
@@ -74,19 +63,10 @@ def encode_targets(train: PromptSet, tokenizer: Any, context_length: int) -> lis
 def _examples(config: RunConfig) -> tuple[list[Example], list[Example]]:
     data = config.data
     if data.task is not None:
-        make = partial(
-            problems,
-            config.run.seed,
-            num_terms=data.task.num_terms,
-            max_value=data.task.max_value,
-            incomplete_targets=data.task.incomplete_targets,
-        )
+        sizes = data.task.model_dump(include={"num_terms", "max_value", "incomplete_targets"})
+        make = partial(problems, config.run.seed, **sizes)
         return make("train", data.task.train_size)[: data.limit], make("eval", data.task.eval_size)
     assert data.path is not None
-    read = partial(
-        read_jsonl,
-        prompt_field=data.prompt_field,
-        answer_field=data.answer_field,
-        prompt_template=data.prompt_template,
-    )
+    fields = data.model_dump(include={"prompt_field", "answer_field", "prompt_template"})
+    read = partial(read_jsonl, **fields)
     return read(data.path, limit=data.limit), read(data.eval_path) if data.eval_path else []

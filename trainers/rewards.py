@@ -13,36 +13,30 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from math import isfinite
 from numbers import Real
 from typing import Any
 
 from rl_consistency.trainers.data.examples import Example
 
 RewardCallable = Callable[..., Any]
+Texts = Sequence[str]
 
 
 class RewardError(ValueError):
     """A reward function that cannot be found or gave no usable score; names it and the sample."""
 
 
-def exact_match(
-    prompts: list[str], completions: list[str], answers: list[str], **extra: Any
-) -> list[float]:
+def exact_match(prompts: Texts, completions: Texts, answers: Texts, **extra: Any) -> list[float]:
     """1 where completion and answer are equal, white space at the ends ignored, else 0."""
-    return [
-        float(completion.strip() == answer.strip())
-        for completion, answer in zip(completions, answers, strict=True)
-    ]
+    return [float(c.strip() == a.strip()) for c, a in zip(completions, answers, strict=True)]
 
 
-def gsm8k(
-    prompts: list[str], completions: list[str], answers: list[str], **extra: Any
-) -> list[float]:
+def gsm8k(prompts: Texts, completions: Texts, answers: Texts, **extra: Any) -> list[float]:
     """1 where the final numbers of completion and answer are equal, else 0.
 
     The final number is the first one after the last `####`, or without that mark the last number.
@@ -57,21 +51,13 @@ def gsm8k(
     return scores
 
 
-def arithmetic(
-    prompts: list[str], completions: list[str], answers: list[str], **extra: Any
-) -> list[float]:
+def arithmetic(prompts: Texts, completions: Texts, answers: Texts, **extra: Any) -> list[float]:
     """1 where the last of the comma-separated totals that end the completion is the answer."""
-    return [
-        float(completion.rstrip().rpartition(",")[2].strip() == answer)
-        for completion, answer in zip(completions, answers, strict=True)
-    ]
+    totals = [completion.rstrip().rpartition(",")[2].strip() for completion in completions]
+    return [float(total == answer) for total, answer in zip(totals, answers, strict=True)]
 
 
-BUILT_IN: dict[str, RewardCallable] = {
-    "exact_match": exact_match,
-    "gsm8k": gsm8k,
-    "arithmetic": arithmetic,
-}
+BUILT_IN: dict[str, RewardCallable] = {f.__name__: f for f in (exact_match, gsm8k, arithmetic)}
 
 # A minus sign counts only where no number or closing bracket stands before it: 5-3 is 5 and 3.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?\d[\d,]*(?:\.\d+)?", re.ASCII)
@@ -88,23 +74,20 @@ def final_number(text: str) -> Decimal | None:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """One weighted term of the reward."""
+    """One term of the reward: its name in the recipe, and its factor in the sum."""
 
     name: str
-    """Its name in the recipe."""
     function: RewardCallable
     weight: float = 1.0
-    """Its factor in the sum."""
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of a batch of completions."""
+    """The rewards of a batch of completions, unweighted by function name and in all."""
 
     total: list[float]
     """Weighted sum per completion, added in the order of the functions."""
     by_function: dict[str, list[float]]
-    """Unweighted scores per completion, by function name."""
 
 
 def resolve(name: str) -> RewardCallable:
@@ -137,8 +120,8 @@ def compute_rewards(
 ) -> Rewards:
     """The rewards of `completions`; the i-th answers `examples[i]`.
 
-    Raises RewardError, naming function and sample, when a function raises, or returns another
-    number of scores than there are completions, or a score that is no finite number.
+    RewardError, naming function and sample, when a function raises or does not return one finite
+    number for each completion.
     """
     if len(examples) != len(completions):
         raise ValueError(f"{len(completions)} completions for {len(examples)} examples")
@@ -160,41 +143,43 @@ def compute_rewards(
 def _scores(
     term: RewardFunction, examples: Sequence[Example], completions: Sequence[str]
 ) -> list[float]:
-    with _Caught() as caught:
-        scores = _call(term, examples, completions)
-    if caught.error is not None:
+    scores, error = _call(term, examples, completions)
+    if error is not None:
         where = _failing_sample(term, examples, completions)
-        raise RewardError(
-            f"reward function {term.name!r} raised {type(caught.error).__name__}: {caught.error} "
-            f"({where})"
-        ) from caught.error
-    if not isinstance(scores, list | tuple):
-        raise RewardError(
-            f"reward function {term.name!r} returned {type(scores).__name__}: it must return a "
-            "list with one number per completion"
+        problem = f"raised {type(error).__name__}: {error} ({where})"
+    elif not isinstance(scores, list | tuple):
+        kind = type(scores).__name__
+        problem = f"returned {kind}: it must return a list with one number per completion"
+    elif len(scores) != len(completions):
+        problem = (
+            f"returned {len(scores)} scores for {len(completions)} completions: sample "
+            f"{min(len(scores), len(completions))} is the first unmatched one"
         )
-    if len(scores) != len(completions):
-        raise RewardError(
-            f"reward function {term.name!r} returned {len(scores)} scores for {len(completions)} "
-            f"completions: sample {min(len(scores), len(completions))} is the first unmatched one"
-        )
-    for index, score in enumerate(scores):
-        if not isinstance(score, Real) or not math.isfinite(score):
-            raise RewardError(
-                f"reward function {term.name!r} returned {score!r}, not a finite number, for "
-                f"{_sample(index, examples, completions)}"
-            )
-    return [float(score) for score in scores]
+    elif wrong := [i for i, s in enumerate(scores) if not (isinstance(s, Real) and isfinite(s))]:
+        sample = _sample(wrong[0], examples, completions)
+        problem = f"returned {scores[wrong[0]]!r}, not a finite number, for {sample}"
+    else:
+        return [float(score) for score in scores]
+    raise RewardError(f"reward function {term.name!r} {problem}") from error
 
 
-def _call(term: RewardFunction, examples: Sequence[Example], completions: Sequence[str]) -> Any:
+def _call(
+    term: RewardFunction, examples: Sequence[Example], completions: Sequence[str]
+) -> tuple[Any, Exception | None]:
+    """What the function returned, and what it raised: others write it, so that may be anything."""
     names = sorted({name for example in examples for name in example.extra})
-    return term.function(
-        prompts=[example.prompt for example in examples],
-        completions=list(completions),
-        answers=[example.answer for example in examples],
-        **{name: [example.extra.get(name) for example in examples] for name in names},
-    )
+    try:
+        scores = term.function(
+            prompts=[example.prompt for example in examples],
+            completions=list(completions),
+            answers=[example.answer for example in examples],
+            **{name: [example.extra.get(name) for example in examples] for name in names},
+        )
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            raise  # an interrupt or an exit
+        return None, error
+    return scores, None
 
 
 def _failing_sample(
@@ -202,9 +187,7 @@ def _failing_sample(
 ) -> str:
     """The first sample that also fails when the function is given it alone."""
     for index, (example, completion) in enumerate(zip(examples, completions, strict=True)):
-        with _Caught() as caught:
-            _call(term, [example], [completion])
-        if caught.error is not None:
+        if _call(term, [example], [completion])[1] is not None:
             return _sample(index, examples, completions)
     return f"on the batch of {len(completions)}, on no sample of it alone"
 
@@ -213,19 +196,3 @@ def _sample(index: int, examples: Sequence[Example], completions: Sequence[str])
     text = completions[index]
     shown = text if len(text) <= 80 else text[:77] + "..."
     return f"sample {index}, example {examples[index].id}, completion {shown!r}"
-
-
-class _Caught:
-    """Holds what a reward function raised, so that it can be raised again with its sample named.
-
-    Others write reward functions, which may raise anything. An interrupt or an exit passes through.
-    """
-
-    error: Exception | None = None
-
-    def __enter__(self) -> _Caught:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        self.error = error if isinstance(error, Exception) else None
-        return self.error is not None

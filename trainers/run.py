@@ -44,29 +44,25 @@ from rl_consistency.trainers.run_directory.directory import (
 from rl_consistency.trainers.run_directory.metrics_file import MetricsFile, read_metrics
 from rl_consistency.trainers.run_directory.random_state import capture, restore, seeded
 from rl_consistency.trainers.run_directory.summary import summary_of, write_summary
-from rl_consistency.trainers.tracking import ConsoleTable, Tracker, TrackerSet, WandbTracker
+from rl_consistency.trainers.tracking import (
+    WANDB_MISSING,
+    ConsoleTable,
+    Tracker,
+    TrackerSet,
+    WandbTracker,
+)
 from rl_consistency.trainers.warm_start import warm_start
 
 Announce = Callable[[str], None]
 
 
 def train(
-    config: RunConfig,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    announce: Announce = print,
+    config: RunConfig, *, resume: bool = False, overwrite: bool = False, announce: Announce = print
 ) -> dict[str, Any]:
-    """Run a recipe to its end.
+    """Run a recipe to its end and return the summary, which is also written to `summary.json`.
 
-    Args:
-        config: the resolved recipe.
-        resume: continue from the newest checkpoint of the run directory.
-        overwrite: remove the run that the directory already holds.
-        announce: told what is going on between steps, one line at a time.
-
-    Returns:
-        The summary, which is also written to `summary.json`.
+    `resume` continues from the newest checkpoint of the run directory, `overwrite` removes the run
+    that the directory already holds, and `announce` is told, line by line, what goes on.
 
     Raises:
         ValueError: bad configuration, data, policy, rewards or checkpoint.
@@ -99,30 +95,20 @@ def train(
 
 
 class _Run:
-    """The parts of one run, and how they are saved and restored.
-
-    Args:
-        config: the resolved recipe.
-        announce: told what is going on, one line at a time.
-        stack: takes the patches of the models, to undo them at the end of the run.
-    """
+    """The parts of one run, and how they are saved and restored; `stack` undoes the patches."""
 
     def __init__(self, config: RunConfig, announce: Announce, stack: ExitStack):
-        self.config = config
-        self.directory = config.run.output_dir
-        self.announce = announce
-        self.stack = stack
+        self.config, self.directory = config, config.run.output_dir
+        self.announce, self.stack = announce, stack
         self.model, self.tokenizer = load_policy(
             config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
         self.model.train()
         context = context_length(self.model)
         self.train_set, self.eval_set = load_prompts(config, self.tokenizer, context)
-        self.warm_start_targets = (
-            encode_targets(self.train_set, self.tokenizer, context)
-            if config.warm_start.steps
-            else []
-        )
+        self.warm_start_targets = []
+        if config.warm_start.steps:
+            self.warm_start_targets = encode_targets(self.train_set, self.tokenizer, context)
         self.rewards = [
             RewardFunction(f.name, resolve(f.name), f.weight) for f in config.reward.functions
         ]
@@ -133,7 +119,7 @@ class _Run:
         self.accelerator = Accelerator(cpu=config.run.device == "cpu", mixed_precision="no")
         self.model = self.accelerator.prepare(self.model)
         self.fingerprint = fingerprint(config.run.device)
-        self.warm_start_loss = float("nan")
+        self.warm_start_loss, self.reference_digest = float("nan"), None
         self.wandb_run_id = uuid4().hex[:8]
 
     def begin(self) -> int:
@@ -149,11 +135,10 @@ class _Run:
 
     def restore(self) -> int:
         """Load the newest checkpoint; returns the step that follows it."""
-        checkpoints = list_checkpoints(self.directory / "checkpoints")
-        if not checkpoints:
+        if not (checkpoints := list_checkpoints(self.directory / "checkpoints")):
             raise RunDirectoryError(
-                f"{self.directory} has no complete checkpoint to resume from; start the run again "
-                "with --overwrite, and set training.save_every to have checkpoints on the way."
+                f"{self.directory} has no complete checkpoint to resume from; start again with "
+                "--overwrite, and set training.save_every to have checkpoints on the way."
             )
         checkpoint = load_checkpoint(checkpoints[-1], self.fingerprint)
         load_weights(self.model, checkpoint.weights)
@@ -171,9 +156,8 @@ class _Run:
     def step(self, step: int) -> dict[str, Any]:
         """One GRPO step, with evaluation where it is due."""
         metrics = self.trainer.step(step)
-        training = self.config.training
-        last = step == training.steps
-        if training.eval_every and (step % training.eval_every == 0 or last):
+        every, last = self.config.training.eval_every, step == self.config.training.steps
+        if every and (step % every == 0 or last):
             metrics |= self.trainer.evaluate()
         return metrics
 
@@ -186,11 +170,16 @@ class _Run:
 
     def save_if_due(self, step: int) -> None:
         """Write a checkpoint at the end, after a warm start, and as often as the recipe says."""
-        training = self.config.training
-        warm = step == 0 and self.config.warm_start.steps > 0
+        training, warm = self.config.training, step == 0 and self.config.warm_start.steps > 0
         regular = training.save_every > 0 and step % training.save_every == 0
         if not (warm or regular or step == training.steps):
             return
+        extra = {
+            "random_state": capture(),
+            "wandb_run_id": self.wandb_run_id,
+            "warm_start_loss": self.warm_start_loss,
+            "reference_digest": self.reference_digest,
+        }
         save_checkpoint(
             self.directory / "checkpoints",
             step=step,
@@ -199,38 +188,28 @@ class _Run:
             optimizer=self.optimizer.tensors(),
             schedule=self.optimizer.schedule_state(),
             totals=self.hook.state_dict(),
-            extra={
-                "random_state": capture(),
-                "wandb_run_id": self.wandb_run_id,
-                "warm_start_loss": self.warm_start_loss,
-                "reference_digest": None
-                if self.reference is None
-                else parameter_digest(self.reference),
-            },
+            extra=extra,
             fingerprint=self.fingerprint,
             keep=training.keep_checkpoints,
         )
 
     def trackers(self, first_step: int, resume: bool) -> list[Tracker]:
         """Where metrics go, as the recipe says."""
-        wandb = self.config.tracking.wandb
-        resume_from = first_step - 1 if resume else None
-        trackers: list[Tracker] = [
-            MetricsFile(self.directory / "metrics.jsonl", resume_from=resume_from)
-        ]
+        wandb, resume_from = self.config.tracking.wandb, first_step - 1 if resume else None
+        file = MetricsFile(self.directory / "metrics.jsonl", resume_from=resume_from)
+        trackers: list[Tracker] = [file]
         if self.config.tracking.console:
             trackers.append(ConsoleTable(self.config.training.steps))
         if wandb is not None:
-            trackers.append(
-                WandbTracker(
-                    wandb.project,
-                    directory=self.directory,
-                    name=wandb.name or self.config.run.name,
-                    config=self.config.model_dump(mode="json"),
-                    mode=wandb.mode,
-                    run_id=self.wandb_run_id,
-                )
+            tracker = WandbTracker(
+                wandb.project,
+                directory=self.directory,
+                name=wandb.name or self.config.run.name,
+                config=self.config.model_dump(mode="json"),
+                mode=wandb.mode,
+                run_id=self.wandb_run_id,
             )
+            trackers.append(tracker)
         return trackers
 
     def summarize(self, seconds: float) -> dict[str, Any]:
@@ -249,22 +228,19 @@ class _Run:
 
     def _assemble(self) -> None:
         """Make optimizer, engine, hook and trainer around the weights as they are now."""
-        config, algorithm = self.config, self.config.algorithm
-        updates = algorithm.updates_per_rollout * algorithm.epochs_per_rollout
+        config = self.config
+        total_steps = config.training.steps * config.algorithm.updates_per_rollout
         self.optimizer = PolicyOptimizer(
             self.model,
             config.optimizer,
             self.accelerator,
-            total_steps=config.training.steps * updates,
+            total_steps=total_steps * config.algorithm.epochs_per_rollout,
         )
         engine = self._engine()
         self.hook = ConsistencyHook(
             self.model,
-            gradient_check_every=config.consistency.gradient_check_every,
-            gradient_check_sequences=config.consistency.gradient_check_sequences,
-            shadow_every=config.consistency.shadow_every,
+            **config.consistency.model_dump(exclude={"strict", "strict_except"}),
             micro_batch_size=config.training.micro_batch_size,
-            on_drift=config.consistency.on_drift,
             replay_dir=self.directory / "replay",
             config=config.model_dump(mode="json"),
             expected_fingerprint=engine.fingerprint,
@@ -321,9 +297,9 @@ class _Run:
         load_weights(self.reference, read_weights(file))
         if parameter_digest(self.reference) != digest:
             raise CheckpointError(
-                f"{file} is not the KL reference this run began with (its digest differs); restore "
-                "it, or start the run again with --overwrite."
+                f"{file} is not the KL reference of this run; restore it, or use --overwrite."
             )
+        self.reference_digest = digest
         self.reference.requires_grad_(False)
         self.stack.enter_context(patch(self.reference))
 
@@ -350,12 +326,8 @@ def _strictness(config: RunConfig) -> AbstractContextManager[Strictness]:
 def _check_machine(config: RunConfig) -> None:
     """Refuse what this machine cannot do, before anything is computed or written."""
     if config.tracking.wandb is not None and find_spec("wandb") is None:
-        raise ValueError(
-            "tracking.wandb is set but wandb is not installed: pip install 'rl-consistency[wandb]' "
-            "or set tracking.wandb to null"
-        )
+        raise ValueError(WANDB_MISSING)
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
-            "run.device is cuda but torch sees no GPU here; set run.device to cpu, or install a "
-            "CUDA build of torch on a machine with one"
+            "run.device is cuda but torch sees no GPU here; set it to cpu, or install a CUDA build"
         )

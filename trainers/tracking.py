@@ -6,9 +6,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -36,24 +35,24 @@ class TrackerSet:
         for tracker in self._trackers:
             tracker.log(step, metrics)
 
-    def close(self) -> None:
-        with ExitStack() as stack:
-            for tracker in reversed(self._trackers):
-                stack.callback(tracker.close)
-
     def __enter__(self) -> TrackerSet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        with ExitStack() as stack:
+            for tracker in reversed(self._trackers):
+                stack.callback(tracker.close)
 
 
-@dataclass(frozen=True)
-class _Column:
+class _Column(NamedTuple):
     header: str
     key: str
     text: Callable[[Any], str]
     style: Callable[[Any], str] = lambda _: ""
+
+
+def _verdict(bad: Any) -> str:
+    return "bold red" if bad else "green"
 
 
 _COLUMNS = (
@@ -61,30 +60,19 @@ _COLUMNS = (
     _Column("eval", "eval/reward", "{:.3f}".format),
     _Column("loss", "loss", "{:+.4f}".format),
     _Column("tokens/s", "tokens_per_second", "{:,.0f}".format),
-    _Column(
-        "mismatched",
-        "consistency/mismatched_tokens",
-        "{:,.0f}".format,
-        lambda count: "bold red" if count else "green",
-    ),
+    _Column("mismatched", "consistency/mismatched_tokens", "{:,.0f}".format, _verdict),
     _Column("stock mismatch", "stock/mismatch_fraction", "{:.1%}".format, lambda _: "yellow"),
     _Column(
         "gradient check",
         "consistency/gradient_check/passed",
         lambda passed: "passed" if passed else "FAILED",
-        lambda passed: "green" if passed else "bold red",
+        lambda passed: _verdict(not passed),
     ),
 )
 
 
 class ConsoleTable:
-    """The last steps as a live table; plain lines where the output is not a terminal.
-
-    Args:
-        total_steps: last step of the run, shown beside the current one.
-        console: where to print; standard output by default.
-        rows: steps kept in view.
-    """
+    """The last `rows` steps as a live table; plain lines where the output is not a terminal."""
 
     def __init__(
         self, total_steps: int | None = None, *, console: Console | None = None, rows: int = 12
@@ -123,16 +111,14 @@ class ConsoleTable:
         return table
 
     def _print_line(self, step: int, metrics: Metrics) -> None:
-        widths = [max(len(column.header), 10) for column in _COLUMNS]
+        lines = [[self._step(step), *(_cell(column, metrics).plain for column in _COLUMNS)]]
         if not self._header_shown:
-            headers = [c.header.rjust(width) for c, width in zip(_COLUMNS, widths)]
-            self._write("  ".join(["step".rjust(9), *headers]))
+            lines.insert(0, ["step", *(column.header for column in _COLUMNS)])
             self._header_shown = True
-        cells = [_cell(c, metrics).plain.rjust(width) for c, width in zip(_COLUMNS, widths)]
-        self._write("  ".join([self._step(step).rjust(9), *cells]))
-
-    def _write(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        widths = [9, *(max(len(column.header), 10) for column in _COLUMNS)]
+        for line in lines:
+            text = "  ".join(cell.rjust(width) for cell, width in zip(line, widths))
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _cell(column: _Column, metrics: Metrics) -> Text:
@@ -142,19 +128,18 @@ def _cell(column: _Column, metrics: Metrics) -> Text:
     return Text(column.text(value), style=column.style(value))
 
 
+WANDB_MISSING = (
+    "logging to Weights & Biases needs wandb, and wandb is not installed: "
+    "pip install 'rl-consistency[wandb]', or set tracking.wandb to null in the recipe"
+)
+
+
 class WandbTracker:
-    """Logs to Weights & Biases.
+    """Logs to Weights & Biases, into `directory`; the same `run_id` continues the same run.
 
-    Args:
-        project: the project's name there.
-        directory: where the run's files are kept.
-        name: the run's name there.
-        config: the resolved configuration, shown with the run.
-        mode: "offline" needs neither key nor network; upload later with `wandb sync`.
-        run_id: the same id continues the same run.
+    `mode` "offline" needs neither key nor network; upload later with `wandb sync`.
 
-    Raises:
-        ImportError: wandb is not installed.
+    Raises: ImportError when wandb is not installed, ValueError on another mode than the two.
     """
 
     def __init__(
@@ -172,10 +157,7 @@ class WandbTracker:
         try:
             import wandb
         except ImportError as error:
-            raise ImportError(
-                "logging to Weights & Biases needs wandb, which is not installed: "
-                "pip install 'rl-consistency[wandb]', or set tracking.wandb to null in the recipe"
-            ) from error
+            raise ImportError(WANDB_MISSING) from error
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=project,

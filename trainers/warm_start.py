@@ -27,26 +27,13 @@ def warm_start(
     seed: int,
     progress: Progress | None = None,
 ) -> float:
-    """Train on target tokens by maximum likelihood, mean over the tokens of a batch.
+    """Train a patched policy on target tokens by maximum likelihood, mean over those of a batch.
 
-    Args:
-        model: patched policy, updated in place.
-        prompts: token ids of each example's prompt; not scored.
-        targets: token ids of each example's completion, end token included.
-        section: steps, batch size, learning rate.
-        accelerator: prepares the optimizer and runs backward.
-        seed: of the data order.
-        progress: called after each step.
-
-    Returns:
-        The last step's loss.
+    `prompts` and `targets` are token ids per example; only targets, end token included, are scored.
+    `seed` is that of the data order. Returns the last step's loss.
     """
-    optimizer = PolicyOptimizer(
-        model,
-        OptimizerSection(learning_rate=section.learning_rate, schedule="linear"),
-        accelerator,
-        total_steps=section.steps,
-    )
+    settings = OptimizerSection(learning_rate=section.learning_rate, schedule="linear")
+    optimizer = PolicyOptimizer(model, settings, accelerator, total_steps=section.steps)
     order = DataOrder(len(prompts), min(section.batch_size, len(prompts)), seed)
     loss_value = float("nan")
     for step in range(section.steps):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 
 import rl_consistency
@@ -14,31 +14,24 @@ COMMANDS = {
     "verify": "check every claim by bytes, op by op and on whole models",
     "report": "render the HTML page of a run directory",
 }
-"""Subcommand -> help. All but `report` are `add_arguments` and `run` of `cli.<name>`."""
-
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-"""Exit statuses besides 0: a claim does not hold, the caller's mistake, Ctrl-C."""
+"""Subcommand -> help; its `add_arguments` and `run` stand in `cli.<name>`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand.
+    """Run one subcommand; `arguments` None takes those of the process.
 
-    Args:
-        arguments: without the program's name; None takes those of the process.
-
-    Returns:
-        The exit status: 0, 1 when a consistency claim fails, 2 on bad input, 130 on an interrupt.
+    Returns the exit status: 0, 1 when a claim fails, 2 on bad input, 130 on an interrupt.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         args = _parser(arguments).parse_args(arguments)
         return args.run(args)
     except rl_consistency.ConsistencyError as error:
-        return _fail(error, FAILED)
+        return _fail(error, 1)
     except (ValueError, TypeError, OSError) as error:
-        return _fail(error, BAD_INPUT)
+        return _fail(error, 2)
     except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+        return _fail("interrupted", 130)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -54,25 +47,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     for name, help_text in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=help_text, description=help_text)
         if name == chosen:
-            subparser.set_defaults(run=_configure(name, subparser))
+            module = import_module(f"rl_consistency.cli.{name}")
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
     return parser
-
-
-def _configure(name: str, parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """Load one subcommand: add its arguments, return what runs it."""
-    if name == "report":
-        parser.add_argument("run_dir", help="directory that `rl-consistency train` wrote")
-        return _report
-    module = import_module(f"rl_consistency.cli.{name}")
-    module.add_arguments(parser)
-    return module.run
-
-
-def _report(args: argparse.Namespace) -> int:
-    from rl_consistency.cli.report import render
-
-    print(render(args.run_dir))
-    return 0
 
 
 def _fail(error: object, status: int) -> int:

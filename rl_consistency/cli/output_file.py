@@ -8,12 +8,8 @@ from tempfile import NamedTemporaryFile
 
 
 def require_writable(option: str, file: Path) -> None:
-    """Refuse a file that `write_whole` could not write; makes, changes and leaves nothing.
-
-    Raises:
-        OSError: names the option, the file and what is wrong with it.
-    """
-    target = _target(file)
+    """OSError, naming option and file, unless `write_whole` could write it; leaves nothing."""
+    target = Path(os.path.realpath(file))
     if target.is_dir() or not target.parent.is_dir():
         raise FileNotFoundError(f"{option} {file}: not a file in an existing directory.")
     if _is_stream(file):
@@ -21,23 +17,21 @@ def require_writable(option: str, file: Path) -> None:
     try:
         if target.exists():
             target.open("r+b").close()
-        _try_a_file(target.parent, _unfinished(target).name)
+        NamedTemporaryFile(dir=target.parent, prefix=_unfinished(target).name).close()
     except OSError as error:
-        raise _refusal(option, file, error) from error
+        reason = f"cannot be written here ({error.strerror}); choose another."
+        raise OSError(f"{option} {file}: {reason}") from error
 
 
 def write_whole(file: Path, text: str) -> None:
     """Write a file in one piece: what was there stays until all of the text is written.
 
     A link is followed; a terminal or a pipe takes the text as it is.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     if _is_stream(file):
         file.write_text(text, encoding="utf-8")
         return
-    target = _target(file)
+    target = Path(os.path.realpath(file))
     unfinished = _unfinished(target)
     try:
         unfinished.write_text(text, encoding="utf-8")
@@ -51,17 +45,5 @@ def _is_stream(file: Path) -> bool:
     return file.exists() and not file.is_file() and not file.is_dir()
 
 
-def _target(file: Path) -> Path:
-    return Path(os.path.realpath(file))
-
-
 def _unfinished(target: Path) -> Path:
     return target.with_name(f".{target.name}.unfinished")
-
-
-def _try_a_file(directory: Path, prefix: str) -> None:
-    NamedTemporaryFile(dir=directory, prefix=prefix).close()
-
-
-def _refusal(option: str, path: Path, error: OSError) -> OSError:
-    return OSError(f"{option} {path}: cannot be written here ({error.strerror}); choose another.")

@@ -64,12 +64,13 @@ def series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in found], [value for _, value in found]
 
 
-def _figure(
-    width: float, height: float
-) -> Callable[[Callable[[Figure, Rows], None]], Callable[[Rows], Figure]]:
+Draw = Callable[[Figure, Rows], None]
+
+
+def _figure(width: float, height: float) -> Callable[[Draw], Callable[[Rows], Figure]]:
     """Make `fill(figure, rows)` a function of the rows that returns the figure, in our style."""
 
-    def decorate(fill: Callable[[Figure, Rows], None]) -> Callable[[Rows], Figure]:
+    def decorate(fill: Draw) -> Callable[[Rows], Figure]:
         @wraps(fill)
         def draw(rows: Rows) -> Figure:
             with rc_context(STYLE):
@@ -84,14 +85,8 @@ def _figure(
 
 
 def save_picture(run_dir: str | os.PathLike[str]) -> Path:
-    """Write `drift.png`, the picture of both paths over the run, into the run directory.
-
-    Raises:
-        FileNotFoundError, ValueError: the metrics are missing, empty or damaged.
-    """
-    run_dir = Path(run_dir)
-    rows = load_rows(run_dir)
-    target = run_dir / "drift.png"
+    """Write `drift.png`, both paths over the run, into the run directory; errors of `load_rows`."""
+    rows, target = load_rows(run_dir), Path(run_dir) / "drift.png"
     unfinished = target.with_name(".drift.png.unfinished")
     drift_figure(rows).savefig(unfinished, format="png", dpi=160)
     os.replace(unfinished, target)
@@ -99,24 +94,19 @@ def save_picture(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def load_rows(run_dir: str | os.PathLike[str]) -> Rows:
-    """The rows of a run's metrics file.
-
-    Raises:
-        FileNotFoundError: the directory or its metrics file does not exist.
-        ValueError: the file is empty, or a line is damaged (named).
-    """
-    run_dir = Path(run_dir)
-    if not run_dir.is_dir():
-        raise FileNotFoundError(f"there is no run directory {run_dir}; give the one a run printed")
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{run_dir} is not a run directory: it has no metrics.jsonl; give the one a run printed"
-        )
-    rows = read_metrics(path)
-    if not rows:
+    """The rows of a run's metrics file; FileNotFoundError without one, ValueError if damaged."""
+    path = run_file(Path(run_dir), "metrics.jsonl")
+    if not (rows := read_metrics(path)):
         raise ValueError(f"{path} is empty: the run ended before its first step")
     return rows
+
+
+def run_file(run_dir: Path, name: str) -> Path:
+    """A file of a run directory; FileNotFoundError, naming what is missing, if it is not there."""
+    if not (run_dir / name).is_file():
+        missing = f"it has no {name}" if run_dir.is_dir() else "there is no run directory"
+        raise FileNotFoundError(f"{run_dir}: {missing}; give the directory a run printed")
+    return run_dir / name
 
 
 @_figure(9.0, 6.2)
@@ -129,8 +119,7 @@ def drift_figure(figure: Figure, rows: Rows) -> None:
 
     _line(share, rows, "stock/mismatch_fraction", STOCK, "stock", marker="o")
     _line(share, rows, "consistency/mismatch_fraction", OURS, "rl_consistency", linewidth=2.4)
-    drifted = [row for row in rows if row.get("consistency/mismatched_tokens")]
-    if drifted:
+    if drifted := [row for row in rows if row.get("consistency/mismatched_tokens")]:
         steps, shares = series(drifted, "consistency/mismatch_fraction")
         share.plot(steps, shares, "X", color=BAD, label="rl_consistency drifted")
     share.set_title("Tokens whose bits differ")
@@ -147,9 +136,8 @@ def drift_counts(rows: Rows) -> dict[str, str]:
     """For each path that was measured, in words, how many of its tokens differ over the run."""
     counts = {}
     for name, path in (("rl_consistency", "consistency"), ("stock", "stock")):
-        tokens, mismatched = (
-            sum(series(rows, f"{path}/{key}")[1]) for key in ("tokens", "mismatched_tokens")
-        )
+        tokens = sum(series(rows, f"{path}/tokens")[1])
+        mismatched = sum(series(rows, f"{path}/mismatched_tokens")[1])
         if tokens:
             counts[name] = f"{mismatched:,.0f} of {tokens:,.0f} tokens differ"
     return counts
@@ -165,9 +153,8 @@ def _difference_panel(axes: Axes, rows: Rows) -> None:
     axes.set_yscale("symlog", linthresh=10.0**low, linscale=0.5)
     axes.set_ylim(-0.35 * 10.0**low, 10.0**high)
     stride = max(math.ceil((high - low) / 7), 1)
-    axes.yaxis.set_major_locator(
-        FixedLocator([0.0, *(10.0**e for e in range(low + 1, high + 1, stride))])
-    )
+    ticks = [0.0, *(10.0**e for e in range(low + 1, high + 1, stride))]
+    axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(FixedLocator([]))
     axes.yaxis.set_major_formatter(FuncFormatter(_difference_label))
     axes.axhspan(-0.35 * 10.0**low, 0.35 * 10.0**low, color=OURS, alpha=0.07, linewidth=0)
@@ -224,12 +211,11 @@ def timing_figure(figure: Figure, rows: Rows) -> None:
     floor = [0.0] * len(steps)
     for phase, color in PHASES.items():
         key = f"time/{phase}_seconds"
-        if not any(row.get(key) for row in rows):
-            continue
         heights = [float(row.get(key, 0.0)) for row in rows]
-        label = phase.replace("_", " ")
-        seconds.bar(steps, heights, bottom=floor, width=0.85, color=color, label=label)
-        floor = [low + height for low, height in zip(floor, heights)]
+        if any(heights):
+            label = phase.replace("_", " ")
+            seconds.bar(steps, heights, bottom=floor, width=0.85, color=color, label=label)
+            floor = [low + height for low, height in zip(floor, heights)]
     seconds.set_title("Seconds per step, by phase")
     seconds.tick_params(labelbottom=False)
     seconds.set_ylim(0, 1.08 * max(*floor, 1e-3))
@@ -253,8 +239,7 @@ def _line(axes: Axes, rows: Rows, key: str, color: str, label: str, **style: Any
     marker = style.pop("marker", "o" if len(steps) == 1 else None)
     options = {"linewidth": 1.6, "marker": marker, "markersize": 4.5} | style
     axes.plot(steps, values, color=color, label=label, **options)
-    bad = [step for step, value in zip(steps, values) if not math.isfinite(value)]
-    if bad:
+    if bad := [step for step, value in zip(steps, values) if not math.isfinite(value)]:
         crosses = {"linestyle": "", "marker": "X", "color": BAD, "clip_on": False}
         height = {"transform": axes.get_xaxis_transform(), "label": "not finite"}
         axes.plot(bad, [0.96] * len(bad), **crosses, **height)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import html
 import io
 import json
@@ -56,22 +57,25 @@ FIGURES = {
 """Title -> caption and what draws it."""
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's argument."""
+    parser.add_argument("run_dir", help="directory that `rl-consistency train` wrote")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Render the page and print where it is."""
+    print(render(args.run_dir))
+    return 0
+
+
 def render(run_dir: str | os.PathLike[str]) -> Path:
-    """Write `report.html` into the run directory and return its path.
+    """Write `report.html` into the run directory, whose run need not have ended; returns its path.
 
-    The run need not have ended: the page says so where there is no summary.
-
-    Raises:
-        FileNotFoundError: the directory, its metrics or its configuration is missing.
-        ValueError: metrics or summary are damaged; names the file and the line.
+    FileNotFoundError on a missing file, ValueError, naming file and line, on a damaged one.
     """
     run_dir = Path(run_dir)
     rows = load_rows(run_dir)
-    config = run_dir / "config.yaml"
-    if not config.is_file():
-        raise FileNotFoundError(
-            f"{run_dir} is not a run directory: it has no config.yaml; give the one a run printed"
-        )
+    config = plots.run_file(run_dir, "config.yaml")
     name = html.escape(run_dir.resolve().name)
     page = f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{name} · rl_consistency</title>
@@ -94,10 +98,10 @@ def _verdict(rows: Rows) -> str:
     """The whole run in one line: every token the same bits, or how many are not."""
     counts = plots.drift_counts(rows)
     ours, stock = counts.get("rl_consistency"), counts.get("stock")
-    checks = [bool(value) for value in series(rows, "consistency/gradient_check/passed")[1]]
+    checks = series(rows, "consistency/gradient_check/passed")[1]
     drifted = any(series(rows, "consistency/mismatched_tokens")[1])
     bad = ours is None or drifted or not all(checks)
-    passed = f" passed: {sum(checks)} of {len(checks)}" if checks else ": none in this run"
+    passed = f" passed: {sum(checks):.0f} of {len(checks)}" if checks else ": none in this run"
     details = (
         f"Stock path{f' on the same model: {stock}' if stock else ': not measured'}. "
         f"Gradient checks{passed}."
@@ -135,9 +139,7 @@ def _summary(path: Path) -> str:
     try:
         summary = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(
-            f"{path} is not whole JSON ({error}); resume the run to rewrite it"
-        ) from error
+        raise ValueError(f"{path} is not whole JSON: resume the run to rewrite it") from error
     if not isinstance(summary, dict):
         raise ValueError(f"{path} must hold a JSON object, got a {type(summary).__name__}")
     flat = dict(_flattened(summary))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,15 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument(
-        "recipe", help="a recipe YAML, such as recipes/grpo_arithmetic_tiny_cpu.yaml"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="a.b=VALUE",
-        dest="overrides",
-        help="override one value of the recipe; may be given several times",
-    )
+    example = "recipes/grpo_arithmetic_tiny_cpu.yaml"
+    parser.add_argument("recipe", help=f"a recipe YAML, such as {example}")
+    text = "override one value of the recipe; may be given several times"
+    options: dict[str, Any] = {"action": "append", "default": [], "metavar": "a.b=VALUE"}
+    parser.add_argument("--set", dest="overrides", help=text, **options)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
-    mode.add_argument(
-        "--overwrite", action="store_true", help="remove the run the directory already holds"
-    )
+    text = "remove the run the directory already holds"
+    mode.add_argument("--overwrite", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,12 +36,8 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console()
     config = load_config(find_recipe(args.recipe), args.overrides)
-    summary = train(
-        config,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        announce=lambda line: console.print(line, highlight=False, markup=False),
-    )
+    announce = partial(console.print, highlight=False, markup=False)
+    summary = train(config, resume=args.resume, overwrite=args.overwrite, announce=announce)
     directory = config.run.output_dir
     picture, report = save_picture(directory), render(directory)
     console.print(summary_table(summary))
@@ -57,35 +47,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_recipe(name: str) -> Path:
-    """The recipe file a user means: a path, or a shipped recipe's name.
-
-    Raises:
-        ValueError: neither exists; lists the shipped names.
-    """
+    """The file of a path or of a shipped recipe's name; ValueError, with the names, if neither."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or path.exists():
         return path
     shipped = {file.stem: file for file in sorted(RECIPES.rglob("*.yaml"))}
     if name not in shipped:
-        raise ValueError(
-            f"no recipe {name!r}: give a YAML file, or one of {', '.join(shipped) or 'none'}"
-        )
+        names = ", ".join(shipped) or "none"
+        raise ValueError(f"no recipe {name!r}: give a YAML file, or one of {names}")
     return shipped[name]
 
 
 def passed(summary: dict[str, Any]) -> bool:
     """Whether no token and no gradient element differed over the run."""
-    return (
-        summary["consistency/mismatched_tokens"] == 0
-        and summary["consistency/gradient_check/mismatched_elements"] == 0
-    )
+    names = ("mismatched_tokens", "gradient_check/mismatched_elements")
+    return all(summary[f"consistency/{name}"] == 0 for name in names)
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
     """What a newcomer should see at the end of a run."""
-    table = Table(
-        title=f"{summary['name']}: {summary['steps']} steps in {summary['seconds']:.0f} s"
-    )
+    title = f"{summary['name']}: {summary['steps']} steps in {summary['seconds']:.0f} s"
+    table = Table(title=title)
     table.add_column("", no_wrap=True)
     table.add_column("rl_consistency", justify="right", style="green")
     table.add_column("stock Hugging Face", justify="right", style="yellow")

@@ -19,9 +19,7 @@ from rl_consistency.trainers.config.section import (
 )
 from rl_consistency.trainers.losses import WeightKind
 
-SAMPLING_KEYS = tuple(
-    field.name for field in fields(SamplingParams) if field.name not in ("seed", "stop")
-)
+SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("seed", "stop"))
 """Keys of rollout.sampling. The seed is run.seed; the trainer's engine takes no stop strings."""
 
 
@@ -29,10 +27,8 @@ def _sampling(value: Any) -> Any:
     """The SamplingParams of a mapping; SamplingParams checks the values itself."""
     if not isinstance(value, dict):
         return value
-    if unknown := [key for key in value if key not in SAMPLING_KEYS]:
-        raise ValueError(
-            f"unknown key {', '.join(unknown)}; the keys here are {', '.join(SAMPLING_KEYS)}"
-        )
+    if unknown := ", ".join(key for key in value if key not in SAMPLING_KEYS):
+        raise ValueError(f"unknown key {unknown}; the keys here are {', '.join(SAMPLING_KEYS)}")
     if missing := [key for key in ("n", "max_tokens") if key not in value]:
         raise ValueError(f"missing: {', '.join(missing)}")
     params = SamplingParams(**value)
@@ -41,10 +37,6 @@ def _sampling(value: Any) -> Any:
     if params.temperature == 0:
         raise ValueError("temperature must be above 0: greedy completions of a group are equal")
     return params
-
-
-def _sampling_tree(params: SamplingParams) -> dict[str, Any]:
-    return {key: getattr(params, key) for key in SAMPLING_KEYS}
 
 
 class WarmStartSection(Section):
@@ -63,14 +55,17 @@ class RolloutSection(Section):
 
     prompts_per_step: Count
     """Prompts of one rollout batch."""
-    sampling: Annotated[SamplingParams, BeforeValidator(_sampling), PlainSerializer(_sampling_tree)]
-    """The fields of `SamplingParams`: n completions per prompt, at least 2, of at most max_tokens
-    tokens; temperature, top_k and the others. Training scores the tokens with the same object."""
+    sampling: Annotated[
+        SamplingParams,
+        BeforeValidator(_sampling),
+        PlainSerializer(lambda params: {key: getattr(params, key) for key in SAMPLING_KEYS}),
+    ]
+    """The fields of `SamplingParams`, with n at least 2; training scores with the same object."""
     kv_block_size: Count = 16
     """Tokens per block of the key/value cache."""
     num_kv_blocks: Count | None = None
-    """Blocks of the key/value cache; null = enough for the whole batch, up to 4 GiB on a CPU and
-    40 % of the free memory on a GPU (then sequences take turns; the same bits)."""
+    """Blocks of that cache; null = enough for the batch, up to 4 GiB on a CPU and 40 % of the free
+    memory on a GPU (then sequences take turns; the same bits)."""
     max_batch_tokens: Count = 2048
     """Most tokens of one engine step."""
     max_num_seqs: Count = 256
@@ -95,8 +90,7 @@ class AlgorithmSection(Section):
     clip_high: PositiveOrZero = 0.2
     """And above at 1 + clip_high; larger than clip_low is DAPO's clip-higher."""
     kl_coefficient: PositiveOrZero = 0.0
-    """Weight of the k3 estimate of the KL divergence to the initial policy; 0 = no reference
-    model is kept."""
+    """Weight of the k3 estimate of the KL to the initial policy; 0 keeps no reference model."""
     entropy_coefficient: PositiveOrZero = 0.0
     """Weight of the entropy bonus."""
     updates_per_rollout: Count = 1

@@ -43,16 +43,13 @@ class BuildSection(Section):
 
     @model_validator(mode="after")
     def _heads_fit(self) -> BuildSection:
-        if self.num_attention_heads % self.num_key_value_heads:
+        heads, shared, size = self.num_attention_heads, self.num_key_value_heads, self.hidden_size
+        if heads % shared:
             raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is no multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
+                f"num_attention_heads {heads} is no multiple of num_key_value_heads {shared}"
             )
-        if self.head_dim is None and self.hidden_size % (2 * self.num_attention_heads):
-            raise ValueError(
-                f"hidden_size {self.hidden_size} does not divide into {self.num_attention_heads} "
-                "heads of even width: set head_dim"
-            )
+        if self.head_dim is None and size % (2 * heads):
+            raise ValueError(f"hidden_size {size} gives {heads} heads no even width: set head_dim")
         return self
 
 

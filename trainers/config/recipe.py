@@ -1,14 +1,13 @@
 """A recipe as data: one frozen model per section, checked as a whole before anything starts.
 
-`load_config(path, overrides)` reads a recipe; `dump_config(config)` writes the resolved one, which
-loads back to an equal config. Every problem of a recipe is reported at once as a `ConfigError`, by
-dotted path, with the nearest known name of an unknown key. Paths are relative to the current
-directory; `~` is the home directory.
+`load_config` reads a recipe; `dump_config` writes the resolved one, which loads back to an equal
+config. Paths in it are relative to the current directory; `~` is the home directory.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -90,80 +89,67 @@ class RunConfig(Section):
 
 def _disagreements(config: RunConfig) -> Iterator[str]:
     """`path: problem and remedy` for each rule between two sections that does not hold."""
-    yield from _length_problems(config)
-    yield from _batch_problems(config)
+    yield from _size_problems(config)
     yield from _option_problems(config)
 
 
-def _length_problems(config: RunConfig) -> Iterator[str]:
-    policy, rollout, sampling = config.policy, config.rollout, config.sampling
-    longest = config.data.max_prompt_tokens + sampling.max_tokens
-    needs = (
-        f"data.max_prompt_tokens {config.data.max_prompt_tokens} + rollout.sampling.max_tokens "
-        f"{sampling.max_tokens} = {longest}"
+def _size_problems(config: RunConfig) -> Iterator[str]:
+    data, rollout, algorithm, sampling = (
+        config.data,
+        config.rollout,
+        config.algorithm,
+        config.sampling,
     )
-    if policy.build is not None and longest > policy.build.max_position_embeddings:
-        yield (
-            f"policy.build.max_position_embeddings: {policy.build.max_position_embeddings} "
-            f"positions are fewer than {needs}"
-        )
-    blocks = rollout.num_kv_blocks
-    if blocks is not None and blocks * rollout.kv_block_size < longest:
-        yield (
-            f"rollout.num_kv_blocks: {blocks} blocks of {rollout.kv_block_size} cannot hold one "
-            f"sequence: {needs} tokens"
-        )
-    chunk = rollout.prefill_chunk_size
-    if chunk is not None and chunk > rollout.max_batch_tokens:
-        yield (
-            f"rollout.prefill_chunk_size: {chunk} exceeds rollout.max_batch_tokens "
-            f"{rollout.max_batch_tokens}"
-        )
-    if config.algorithm.overlong_buffer > sampling.max_tokens:
-        yield (
-            f"algorithm.overlong_buffer: {config.algorithm.overlong_buffer} exceeds "
-            f"rollout.sampling.max_tokens {sampling.max_tokens}"
-        )
-
-
-def _batch_problems(config: RunConfig) -> Iterator[str]:
-    data, rollout, algorithm = config.data, config.rollout, config.algorithm
-    batch = rollout.prompts_per_step * config.sampling.n
+    prompt, answer = data.max_prompt_tokens, sampling.max_tokens
+    longest = prompt + answer
+    needs = (
+        f"data.max_prompt_tokens {prompt} + rollout.sampling.max_tokens {answer} = {longest} tokens"
+    )
+    build, blocks, size = config.policy.build, rollout.num_kv_blocks, rollout.kv_block_size
+    if build is not None and longest > (positions := build.max_position_embeddings):
+        yield f"policy.build.max_position_embeddings: {positions} positions are fewer than {needs}"
+    if blocks is not None and blocks * size < longest:
+        yield f"rollout.num_kv_blocks: {blocks} blocks of {size} cannot hold one sequence: {needs}"
+    batch = rollout.prompts_per_step * sampling.n
     if batch % algorithm.updates_per_rollout:
         yield (
             f"algorithm.updates_per_rollout: {algorithm.updates_per_rollout} does not divide the "
             f"rollout batch of {batch} (prompts_per_step x sampling.n)"
         )
+    examples = math.inf
     if data.task is not None:
-        size = min(data.task.train_size, data.limit or data.task.train_size)
-        if size < rollout.prompts_per_step:
-            yield (
-                f"rollout.prompts_per_step: {rollout.prompts_per_step} exceeds the {size} "
-                "training examples"
-            )
+        examples = min(data.task.train_size, data.limit or data.task.train_size)
     updates = config.training.steps * algorithm.updates_per_rollout * algorithm.epochs_per_rollout
-    if config.optimizer.warmup_steps > updates:
-        yield (
-            f"optimizer.warmup_steps: {config.optimizer.warmup_steps} exceeds the run's {updates} "
-            "optimizer steps"
-        )
+    for path, value, limit, of in (
+        (
+            "rollout.prefill_chunk_size",
+            rollout.prefill_chunk_size or 0,
+            rollout.max_batch_tokens,
+            "rollout.max_batch_tokens",
+        ),
+        (
+            "algorithm.overlong_buffer",
+            algorithm.overlong_buffer,
+            answer,
+            "rollout.sampling.max_tokens",
+        ),
+        ("rollout.prompts_per_step", rollout.prompts_per_step, examples, "training examples"),
+        ("optimizer.warmup_steps", config.optimizer.warmup_steps, updates, "optimizer steps"),
+    ):
+        if value > limit:
+            yield f"{path}: {value} exceeds the {limit} {of}"
 
 
 def _option_problems(config: RunConfig) -> Iterator[str]:
     data, algorithm, sampling = config.data, config.algorithm, config.sampling
     if config.policy.build is not None and config.tokenizer.kind == "auto":
         yield "tokenizer.kind: a built policy has no tokenizer of its own: use byte"
-    untruncated = SamplingParams()
-    truncated = [
-        name
-        for name in ("top_k", "top_p", "min_p")
-        if getattr(sampling, name) != getattr(untruncated, name)
-    ]
+    names, plain = ("top_k", "top_p", "min_p"), SamplingParams()
+    truncated = [name for name in names if getattr(sampling, name) != getattr(plain, name)]
     if truncated and algorithm.kl_coefficient:
         yield (
             "algorithm.kl_coefficient: a KL to the reference needs untruncated sampling, but "
-            f"rollout.sampling sets {', '.join(truncated)}: the reference may give a sampled "
-            "token probability 0"
+            f"rollout.sampling sets {', '.join(truncated)}: the reference may give a token 0"
         )
     if (algorithm.overlong == "penalty") != (algorithm.overlong_buffer > 0):
         yield "algorithm.overlong_buffer: must be positive with overlong: penalty, else 0"
@@ -177,20 +163,18 @@ def _option_problems(config: RunConfig) -> Iterator[str]:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The checked config of the recipe at `path` after `overrides` (`section.key=value`).
 
-    Raises ConfigError, with all problems of the recipe in one message.
+    Raises ConfigError with all problems, each by dotted path, unknown keys with the nearest name.
     """
     path = Path(path)
     try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the recipe {path}: {error}") from error
-    try:
-        tree = parse(text, str(path))
+        tree = parse(path.read_text("utf-8"), str(path))
         if not isinstance(tree, dict):
             raise ConfigError(f"{path} must be a mapping of sections, got {_shown(tree)}")
         apply_overrides(tree, overrides)
     except RecipeSyntaxError as error:
         raise ConfigError(str(error)) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error}") from error
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

@@ -8,14 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from rl_consistency.numerics.strict import OPS
-from rl_consistency.trainers.config.section import (
-    Count,
-    CountOrZero,
-    Int,
-    LocalPath,
-    Name,
-    Section,
-)
+from rl_consistency.trainers.config.section import Count, CountOrZero, Int, LocalPath, Name, Section
 
 
 class RunSection(Section):

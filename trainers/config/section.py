@@ -34,12 +34,8 @@ LocalPath = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
 def require_one(**choices: Any) -> None:
-    """Refuse any other number of choices than one that is not None.
-
-    Raises:
-        ValueError: names the choices and those that were given.
-    """
+    """ValueError unless exactly one of the choices is not None."""
     given = [name for name, value in choices.items() if value is not None]
     if len(given) != 1:
-        allowed = ", ".join(choices)
-        raise ValueError(f"exactly one of {allowed} is needed, got {', '.join(given) or 'none'}")
+        got = ", ".join(given) or "none"
+        raise ValueError(f"exactly one of {', '.join(choices)} is needed, got {got}")

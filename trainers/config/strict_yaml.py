@@ -29,25 +29,20 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         first_line: dict[Any, int] = {}
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            line = key_node.start_mark.line + 1
+            key, mark = self.construct_object(key_node, deep=True), key_node.start_mark
+            line, problem = mark.line + 1, None
             if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is not a string: quote it", key_node.start_mark
-                )
-            if key in first_line:
-                raise yaml.constructor.ConstructorError(
-                    None,
-                    None,
-                    f"the key {key!r} stands twice, on lines {first_line[key]} and {line}",
-                    key_node.start_mark,
-                )
+                problem = f"the key {key!r} is not a string: quote it"
+            elif key in first_line:
+                problem = f"the key {key!r} stands twice, on lines {first_line[key]} and {line}"
+            if problem:
+                raise yaml.constructor.ConstructorError(None, None, problem, mark)
             first_line[key] = line
         return super().construct_mapping(node, deep=deep)
 
 
 _SCALARS = (
-    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("int", r"[-+]?[0-9]+", "-+0123456789"),
     ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
@@ -56,9 +51,7 @@ _SCALARS = (
 for _tag, _pattern, _first in _SCALARS:
     # PyYAML looks a resolver up by the scalar's first character, "" for an empty scalar.
     _StrictLoader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}",
-        re.compile(f"^(?:{_pattern})$"),
-        ["" if character == "\0" else character for character in _first],
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first)
     )
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_decimal)
 
@@ -82,8 +75,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
         keys = path.strip().split(".")
         if not equals or not all(keys):
             raise RecipeSyntaxError(
-                f"--set {override}: expected section.key=value, for example "
-                "--set optimizer.learning_rate=1e-4"
+                f"--set {override}: expected section.key=value, such as training.steps=10"
             )
         _set(tree, keys, parse(text, f"--set {override}"), override)
 
@@ -91,21 +83,16 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
 def _set(tree: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
     node: Any = tree
     for depth, key in enumerate(keys):
+        place = f"--set {override}: {'.'.join(keys[:depth])} is"
         index: Any = key
         if isinstance(node, list):
             if not (key.isdecimal() and int(key) < len(node)):
-                raise RecipeSyntaxError(
-                    f"--set {override}: {'.'.join(keys[:depth])} is a list of {len(node)}: "
-                    f"{key!r} is no index into it"
-                )
+                raise RecipeSyntaxError(f"{place} a list of {len(node)}: {key!r} is no index")
             index = int(key)
         elif not isinstance(node, dict):
-            raise RecipeSyntaxError(
-                f"--set {override}: {'.'.join(keys[:depth])} is the value {node!r}, not a section"
-            )
+            raise RecipeSyntaxError(f"{place} the value {node!r}, not a section")
         if depth == len(keys) - 1:
             node[index] = value
         elif isinstance(node, dict) and node.get(index) is None:
-            # An absent or null section is opened by its first override.
-            node[index] = {}
+            node[index] = {}  # an absent or null section is opened by its first override
         node = node[index]

@@ -2,11 +2,10 @@
 
     prompt "3+5+2+8="   completion "8,10,18"   answer "18"
 
-Every step of a completion is a small addition, so a tiny model learns the form in a few supervised
-steps. Some worked examples may stop early (`incomplete_targets`). A policy that imitates them stops
-early too; reinforcement learning, which rewards the right final sum, corrects that. A problem is a
-pure function of (seed, split, index). Training and evaluation never share a sum: the text of a sum
-alone decides which of the two it belongs to.
+A tiny model learns the form in a few supervised steps. A policy that imitates worked examples which
+stop early (`incomplete_targets`) does so too; reinforcement learning, which rewards the final sum,
+corrects that. A problem is a pure function of (seed, split, index). Training and evaluation never
+share a sum: its text alone decides which of the two it belongs to.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ def problem(
 ) -> Example:
     """Problem `index` of `split`: `num_terms` (at least 2) terms from 1 to `max_value`.
 
-    With probability `incomplete_targets` the target stops before its last running total; the answer
-    is always whole.
+    With probability `incomplete_targets` the target stops before its last running total.
     """
     check_parameters(num_terms, max_value)
     for attempt in count():
@@ -48,17 +46,11 @@ def problem(
     drawn = keyed_integer(seed, "arithmetic target", split, index)
     incomplete = (drawn >> 11) < incomplete_targets * 2.0**53
     shown = totals[: 1 + drawn % (len(totals) - 1)] if incomplete and len(totals) > 1 else totals
-    return Example(
-        id=index, prompt=prompt, answer=str(totals[-1]), target=",".join(map(str, shown))
-    )
+    target = ",".join(map(str, shown))
+    return Example(id=index, prompt=prompt, answer=str(totals[-1]), target=target)
 
 
-def problems(
-    seed: int,
-    split: Split,
-    size: int,
-    **sizes: Any,
-) -> list[Example]:
+def problems(seed: int, split: Split, size: int, **sizes: Any) -> list[Example]:
     """The first `size` problems of `split`; see `problem`."""
     return [problem(seed, split, index, **sizes) for index in range(size)]
 
@@ -71,11 +63,10 @@ def split_of(prompt: str) -> Split:
 def check_parameters(num_terms: int, max_value: int) -> None:
     """ValueError unless sums of these sizes are many enough for two disjoint splits."""
     if num_terms < 2 or max_value < 1:
+        got = f"{num_terms}, {max_value}"
+        raise ValueError(f"num_terms must be at least 2 and max_value at least 1, got {got}")
+    if (sums := max_value**num_terms) < 64:
         raise ValueError(
-            f"num_terms must be at least 2 and max_value at least 1, got {num_terms}, {max_value}"
-        )
-    if max_value**num_terms < 64:
-        raise ValueError(
-            f"{num_terms} terms up to {max_value} make only {max_value**num_terms} sums, too few "
-            "for two disjoint splits: raise num_terms or max_value"
+            f"{num_terms} terms up to {max_value} make only {sums} sums, too few for two disjoint "
+            "splits: raise num_terms or max_value"
         )

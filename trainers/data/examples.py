@@ -22,9 +22,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One problem.
-
-        Example(id=0, prompt="3+5+2=", answer="10", target="8,10")
+    """One problem, such as Example(id=0, prompt="3+5+2=", answer="10", target="8,10").
 
     Two lines of a file with the same text are two examples: identity is the id, not the text.
     """
@@ -71,21 +69,13 @@ def read_jsonl(
         raise DataError(f"{path} is empty: it needs one JSON object per line")
     examples = []
     for index, line in enumerate(lines[:limit]):
-        record = _record(line, f"{path}, line {index + 1}")
-        prompt, answer = (
-            _text(record, name, f"{path}, line {index + 1}")
-            for name in (prompt_field, answer_field)
-        )
+        place = f"{path}, line {index + 1}"
+        record = _record(line, place)
+        text, answer = (_text(record, name, place) for name in (prompt_field, answer_field))
+        prompt = prompt_template.replace("{prompt}", text)
         rest = {k: v for k, v in record.items() if k not in (prompt_field, answer_field)}
-        examples.append(
-            Example(
-                id=index,
-                prompt=prompt_template.replace("{prompt}", prompt),
-                answer=answer,
-                target=answer,
-                extra=MappingProxyType(rest),
-            )
-        )
+        extra = MappingProxyType(rest)
+        examples.append(Example(id=index, prompt=prompt, answer=answer, target=answer, extra=extra))
     return examples
 
 
@@ -134,23 +124,23 @@ def encode_prompt(
 ) -> list[int]:
     """The token ids of the prompt of `example`.
 
-    Raises DataError, naming the example and the lengths, if the prompt has no token, more than
+    DataError, naming the example and the lengths, if the prompt has no token, more than
     `max_prompt_tokens`, or leaves fewer than `max_tokens` of the model's `context_length`.
     """
     token_ids = list(encode(example.prompt))
-    length = len(token_ids)
+    length, remedy = len(token_ids), "or take the example out of the data"
     if length == 0:
         raise DataError(f"example {example.id}: its prompt has no token")
     if length > max_prompt_tokens:
         raise DataError(
             f"example {example.id}: its prompt has {length} tokens, data.max_prompt_tokens is "
-            f"{max_prompt_tokens}: raise it, or take the example out of the data"
+            f"{max_prompt_tokens}: raise it, {remedy}"
         )
     if length + max_tokens > context_length:
         raise DataError(
             f"example {example.id}: its prompt has {length} tokens, with {max_tokens} of the "
             f"completion {length + max_tokens}; the model's context is {context_length}: lower "
-            "rollout.sampling.max_tokens, or take the example out of the data"
+            f"rollout.sampling.max_tokens, {remedy}"
         )
     return token_ids
 
@@ -158,9 +148,7 @@ def encode_prompt(
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, size: int) -> Sequence[int]:
     """A permutation of range(size), a pure function of its arguments; not to be changed."""
-    return sorted(
-        range(size), key=lambda index: (keyed_integer(seed, "order", epoch, index), index)
-    )
+    return sorted(range(size), key=lambda i: (keyed_integer(seed, "order", epoch, i), i))
 
 
 @dataclass(frozen=True)
@@ -173,23 +161,17 @@ class DataOrder:
     """
 
     size: int
-    """Number of examples."""
     batch_size: int
-    """Examples per step."""
     seed: int = 0
-    """Seeds the permutations."""
     shuffle: bool = True
     """False visits every epoch in the order of the data."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.batch_size < 1:
-            raise ValueError(
-                f"size and batch_size must be positive, got {self.size} and {self.batch_size}"
-            )
+            raise ValueError(f"size {self.size} and batch_size {self.batch_size} must be positive")
         if self.batch_size > self.size:
             raise ValueError(
-                f"a batch of {self.batch_size} needs as many examples, there are {self.size}: "
-                "lower the batch size or give more data"
+                f"a batch of {self.batch_size} needs as many examples, got {self.size}"
             )
 
     def draws(self, step: int) -> range:

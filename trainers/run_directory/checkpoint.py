@@ -32,6 +32,7 @@ FORMAT = 1
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "trainer.json"
 _PARTIAL, _REPLACED = ".partial", ".replaced"
 _KEPT = ("schedule", "totals", "extra")
+_REMEDY = "Remove this checkpoint directory and resume from the one before it."
 
 
 class CheckpointError(ValueError):
@@ -40,7 +41,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run continues from."""
+    """What a run continues from: its parts as `save_checkpoint` was given them."""
 
     path: Path
     step: int
@@ -67,11 +68,7 @@ def save_checkpoint(
     fingerprint: Fingerprint,
     keep: int,
 ) -> Path:
-    """Write `directory/step_NNNNNN`, then remove all but the newest `keep` checkpoints.
-
-    Raises:
-        CheckpointError: the disk refused; earlier checkpoints are untouched.
-    """
+    """Write `directory/step_NNNNNN`, remove all but the newest `keep`; CheckpointError if not."""
     target = directory / f"step_{step:06d}"
     partial = target.with_name(target.name + _PARTIAL)
     with _explained(f"the checkpoint {target}", partial):
@@ -108,11 +105,7 @@ def save_checkpoint(
 
 
 def save_weights(file: Path, model: Any) -> None:
-    """Write a model's parameters to one file.
-
-    Raises:
-        CheckpointError: the disk refused; nothing is left behind.
-    """
+    """Write a model's parameters to one file; CheckpointError, and no file, if the disk refuses."""
     partial = file.with_name(file.name + _PARTIAL)
     with _explained(str(file), partial):
         save_file(_weights(model), partial, metadata={"format": "pt"})
@@ -120,17 +113,12 @@ def save_weights(file: Path, model: Any) -> None:
 
 
 def read_weights(file: Path) -> dict[str, Tensor]:
-    """What `save_weights` wrote.
-
-    Raises:
-        CheckpointError: missing or truncated.
-    """
+    """What `save_weights` wrote; CheckpointError if it is missing or truncated."""
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{file} is missing, truncated or damaged ({error}); restore it, or start the run "
-            "again with --overwrite."
+            f"{file} is missing, truncated or damaged ({error}); restore it, or use --overwrite."
         ) from error
 
 
@@ -155,53 +143,32 @@ def _explained(what: str, partial: Path) -> Iterator[None]:
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """Complete checkpoints, oldest first; leftovers of an interrupted write are not listed."""
-    found = [
-        path
-        for path in directory.glob("step_*")
-        if path.name.removeprefix("step_").isdigit() and (path / STATE).is_file()
-    ]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    steps = {path.name.removeprefix("step_"): path for path in directory.glob("step_*")}
+    complete = [step for step in steps if step.isdigit() and (steps[step] / STATE).is_file()]
+    return [steps[step] for step in sorted(complete, key=int)]
 
 
 def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
-    """Read a checkpoint and check that this process would continue the same trajectory.
-
-    Raises:
-        CheckpointError: missing, truncated or damaged files, or another fingerprint.
-    """
+    """Read a checkpoint; CheckpointError on damaged files or another fingerprint than this."""
     state = _read_state(path)
-    difference = fingerprint.difference(Fingerprint(state["fingerprint"]))
-    if difference:
+    if difference := fingerprint.difference(Fingerprint(state["fingerprint"])):
         raise CheckpointError(
             f"{path} was written under another fingerprint: {'; '.join(difference)} (now != then). "
-            "Its trajectory cannot be continued bit for bit here; restore that environment, or "
-            "start a new run with policy.path set to this directory."
+            "Restore that environment, or start a new run with this directory as policy.path."
         )
     tensors = {}
     for name in (WEIGHTS, OPTIMIZER):
         file = path / name
         if not file.is_file() or _sha256(file) != state["sha256"].get(name):
-            raise CheckpointError(
-                f"{file} is missing, truncated or damaged (its SHA-256 is not the one recorded). "
-                "Remove this checkpoint directory and resume from the one before it."
-            )
+            raise CheckpointError(f"{file} is missing, truncated or damaged (SHA-256). {_REMEDY}")
         tensors[name] = load_file(file)
-    return Checkpoint(
-        path=path,
-        step=state["step"],
-        weights=tensors[WEIGHTS],
-        optimizer=tensors[OPTIMIZER],
-        **{name: state[name] for name in _KEPT},
-    )
+    kept = {name: state[name] for name in _KEPT}
+    return Checkpoint(path, state["step"], tensors[WEIGHTS], tensors[OPTIMIZER], **kept)
 
 
 @torch.no_grad()
 def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Copy checkpoint weights into a model's parameters, in place.
-
-    Raises:
-        CheckpointError: names, shapes or dtypes do not fit; nothing has been copied.
-    """
+    """Copy weights into a model in place; CheckpointError, and nothing copied, on a misfit."""
     own = dict(model.named_parameters())
     shapes, given = ({k: (v.shape, v.dtype) for k, v in t.items()} for t in (own, weights))
     if misfits := sorted(n for n in own.keys() | weights.keys() if shapes.get(n) != given.get(n)):
@@ -227,13 +194,12 @@ def _read_state(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path / STATE} is not of checkpoint format {FORMAT}; resume with the version of "
-            "rl_consistency that wrote it."
+            f"{path / STATE} is not of checkpoint format {FORMAT}; resume with the rl_consistency "
+            "that wrote it."
         )
     if missing := sorted({"step", "fingerprint", *_KEPT, "sha256"} - state.keys()):
         raise CheckpointError(
-            f"{path / STATE} is damaged: it lacks {', '.join(missing)}. Remove this checkpoint "
-            "directory and resume from the one before it."
+            f"{path / STATE} is damaged: it lacks {', '.join(missing)}. {_REMEDY}"
         )
     return state
 

@@ -28,11 +28,7 @@ class RunDirectoryError(ValueError):
 
 
 def check_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> None:
-    """Refuse a directory in which the run cannot be started or continued; touches nothing.
-
-    Raises:
-        RunDirectoryError: says which of resume, overwrite or another directory would do.
-    """
+    """RunDirectoryError, with its remedy, where the run cannot be started or continued."""
     directory = config.run.output_dir
     if directory.exists() and not directory.is_dir():
         raise RunDirectoryError(f"run.output_dir: {directory} is not a directory; choose another.")
@@ -49,7 +45,7 @@ def check_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> None
     policy = config.policy.path
     if overwrite and policy is not None and directory.resolve() in policy.resolve().parents:
         raise RunDirectoryError(
-            f"policy.path {policy} lies inside {directory}, which --overwrite would remove; choose "
+            f"policy.path {policy} lies inside {directory}, which --overwrite would remove: choose "
             "another run.output_dir."
         )
 
@@ -70,8 +66,8 @@ def open_directory(config: RunConfig) -> None:
 def _require_same_config(file: Path, config: RunConfig) -> None:
     if not file.is_file() or file.read_text("utf-8") != dump_config(config):
         raise RunDirectoryError(
-            f"{file} is not the configuration given now, so the run would not continue the same "
-            "trajectory. Resume with the recipe and --set values it was started with."
+            f"{file} is not the configuration given now; resume with the recipe and --set values "
+            "the run was started with."
         )
 
 

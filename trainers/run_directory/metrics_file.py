@@ -20,12 +20,8 @@ class MetricsFile:
     """One JSON object per line and step, on disk before `log` returns.
 
     JSON has no NaN: non-finite numbers are written as the strings "nan", "inf" and "-inf", which
-    `read_metrics` turns back.
-
-    Args:
-        path: the file; its directory is made if missing.
-        resume_from: step of the checkpoint the run continues from. Lines of later steps are cut
-            off, and so is a last line that a kill left unfinished. None: the file is new or empty.
+    `read_metrics` turns back. `resume_from` is the step of the checkpoint a run continues from:
+    lines of later steps, and a last line that a kill left unfinished, are cut off.
 
     Raises:
         FileExistsError: the file holds lines and the run does not resume.
@@ -39,31 +35,21 @@ class MetricsFile:
         if resume_from is not None:
             self._last_step = _cut_after(path, resume_from)
         elif path.exists() and path.stat().st_size:
-            raise FileExistsError(
-                f"{path} already holds the metrics of a run; resume that run, or choose another "
-                "run directory"
-            )
+            raise FileExistsError(f"{path} holds a run: resume that run or choose another folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._stream = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Append one line.
+        """Append one line; a full disk (OSError) leaves the file as it was.
 
-        Raises:
-            ValueError: the step is not above the last one, or `metrics` holds a "step" of its own.
-            TypeError: a metric is not a number, a bool or a string.
-            OSError: the disk is full; the file is left as it was.
+        ValueError unless steps ascend and `metrics` has no "step"; TypeError on a wrong metric.
         """
         if step <= self._last_step:
             raise ValueError(f"step {step} follows step {self._last_step}; steps must ascend")
         if "step" in metrics:
             raise ValueError("metrics must not hold 'step': it is the first argument of log")
         plain = {name: _plain(name, value) for name, value in metrics.items()}
-        line = json.dumps({"step": step} | plain, allow_nan=False) + "\n"
-        self._append(line.encode())
-        self._last_step = step
-
-    def _append(self, line: bytes) -> None:
+        line = json.dumps({"step": step} | plain, allow_nan=False).encode() + b"\n"
         start = self._stream.seek(0, os.SEEK_END)
         try:
             if self._stream.write(line) != len(line):
@@ -72,6 +58,7 @@ class MetricsFile:
         except OSError:
             self._stream.truncate(start)
             raise
+        self._last_step = step
 
     def close(self) -> None:
         self._stream.close()
@@ -80,7 +67,7 @@ class MetricsFile:
 def _plain(name: str, value: Metric) -> Metric:
     if not isinstance(value, (bool, int, float, str)):
         raise TypeError(
-            f"metric {name!r} must be a number, a bool or a string, got {type(value).__name__}; "
+            f"metric {name!r} must be a number, a bool or a string, got {type(value).__name__}: "
             "call .item() on a tensor"
         )
     if isinstance(value, float) and not math.isfinite(value):
@@ -89,12 +76,7 @@ def _plain(name: str, value: Metric) -> Metric:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All steps of a metrics file, in order, each with its "step".
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a line is truncated or not a step's metrics; names the file and the line.
-    """
+    """All steps of a metrics file, in order; ValueError, naming file and line, on a damaged one."""
     path = Path(path)
     return [row for _, row in _rows(path, path.read_bytes())]
 
@@ -106,24 +88,19 @@ def _rows(path: Path, data: bytes) -> Iterable[tuple[int, dict[str, Any]]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            remedy = (
-                "a kill left it unfinished; resume the run, which drops it, or delete it"
-                if not line.endswith(b"\n")
-                else "repair or delete it"
-            )
+            remedy = "repair or delete it"
+            if not line.endswith(b"\n"):
+                remedy = "a kill left it unfinished; resume the run, which drops it, or delete it"
             raise ValueError(f"{path}, line {number}, is not JSON: {remedy}") from error
         step = row.get("step") if isinstance(row, dict) else None
         if type(step) is not int or step <= last_step or not line.endswith(b"\n"):
             raise ValueError(
-                f"{path}, line {number}, is not the metrics of a step after {last_step}: it must "
-                'be one whole line, a JSON object with an ascending integer "step"'
+                f"{path}, line {number}, is not the metrics of a step after {last_step}: a whole "
+                'line is needed, a JSON object with an ascending integer "step"'
             )
-        yield offset, {name: _restored(value) for name, value in row.items()}
+        texts = {k: v for k, v in row.items() if isinstance(v, str)}
+        yield offset, row | {k: _NONFINITE[v] for k, v in texts.items() if v in _NONFINITE}
         offset, last_step = offset + len(line), step
-
-
-def _restored(value: Any) -> Any:
-    return _NONFINITE.get(value, value) if isinstance(value, str) else value
 
 
 def _cut_after(path: Path, step: int) -> int:

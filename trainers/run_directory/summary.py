@@ -16,12 +16,7 @@ SUMMARY_STEPS = 5
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> dict[str, Any]:
-    """Rewards at both ends of a run, the hook's totals, and median speeds.
-
-    Args:
-        rows: the metrics of each step.
-        totals: what the consistency hook measured over the run.
-    """
+    """From the metrics of each step: rewards at both ends, median speeds; `totals` of the hook."""
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     evaluations = [row["eval/reward"] for row in rows if "eval/reward" in row]
     return {
@@ -35,10 +30,7 @@ def summary_of(rows: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> 
 
 
 def _throughput(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Median tokens per second of rollout and training, on our path and on the stock path.
-
-    The first measurement compiles kernels and is left out where there are others.
-    """
+    """Median speeds, without the first measurement, which compiles kernels, if there are others."""
     speeds = {}
     for path in ("rollout", "training", "stock_rollout", "stock_training"):
         name = f"time/{path}_tokens_per_second"
@@ -49,9 +41,7 @@ def _throughput(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`, all or nothing; non-finite numbers as the strings nan, inf and -inf."""
-    finite = {
-        k: str(v) if isinstance(v, float) and not math.isfinite(v) else v
-        for k, v in summary.items()
-    }
-    text = json.dumps(finite, indent=2, allow_nan=False)
+    numbers = {k: v for k, v in summary.items() if isinstance(v, float)}
+    nonfinite = {k: str(v) for k, v in numbers.items() if not math.isfinite(v)}
+    text = json.dumps({**summary, **nonfinite}, indent=2, allow_nan=False)
     write_atomically(directory / "summary.json", text + "\n")

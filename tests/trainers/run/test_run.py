@@ -15,7 +15,7 @@ from rl_consistency.trainers.rewards import RewardError
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_run_leaves_what_it_promises(tiny_run):
