@@ -21,12 +21,7 @@ from rl_consistency.kernels.attention.op import attention_paged, attention_varle
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.op import GradientBuffer
-from rl_consistency.kernels.linear.joined import (
-    HeadNorm,
-    Projection,
-    attention_inputs,
-    gated_mlp,
-)
+from rl_consistency.kernels.linear.joined import HeadNorm, Projection, attention_inputs, gated_mlp
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
 from rl_consistency.kernels.rotary.op import rotary, rotary_table

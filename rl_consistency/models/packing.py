@@ -50,11 +50,7 @@ class PackedBatch:
 
     @classmethod
     def from_sequences(
-        cls,
-        sequences: Sequence[Sequence[int]],
-        device: torch.device | str = "cpu",
-        *,
-        gap: int = 0,
+        cls, sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu", *, gap: int = 0
     ) -> PackedBatch:
         """Pack lists of token ids, with `gap` steps of filler before each sequence.
 

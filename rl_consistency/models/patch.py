@@ -17,11 +17,7 @@ from rl_consistency.kernels.gradient_fold.op import GradientBuffer
 from rl_consistency.models import families
 from rl_consistency.models.audit import AuditTable, audit
 from rl_consistency.models.families import UnsupportedModelError
-from rl_consistency.models.modules import (
-    CanonicalAttention,
-    CanonicalMLP,
-    CanonicalModule,
-)
+from rl_consistency.models.modules import CanonicalAttention, CanonicalMLP, CanonicalModule
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import SETTINGS, numeric_settings, verify_settings

@@ -15,13 +15,7 @@ from rl_consistency.kernels.attention.layout import AttentionLayout
 
 
 def stock_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: AttentionLayout,
-    *,
-    scale: float,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
 ) -> Tensor:
     """Attention in the order torch chooses; for ablations and negative controls.
 
@@ -57,12 +51,7 @@ def stock_attention(
 
 
 def stock_captured_attention(
-    q: Tensor,
-    layout: CapturedPagedAttention,
-    layer: int,
-    *,
-    scale: float,
-    window: int | None,
+    q: Tensor, layout: CapturedPagedAttention, layer: int, *, scale: float, window: int | None
 ) -> Tensor:
     """Attention of a captured layout, its keys gathered up to the longest context it allows.
 
