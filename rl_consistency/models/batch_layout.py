@@ -13,8 +13,7 @@ from rl_consistency.models.packing import PackedBatch, from_host
 
 Layout = Literal["packed", "packed_with_gaps", "left_padded", "right_padded"]
 
-EXTRA_COLUMNS = 3
-"""Padding columns beyond the longest sequence, so that every padded row has padding."""
+EXTRA_COLUMNS = 3  # beyond the longest sequence, so that every padded row has padding
 
 
 def lay_out(

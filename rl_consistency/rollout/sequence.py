@@ -17,10 +17,9 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class RolloutSequence:
     """A sample under way.
 
-    The engine runs one step ahead of what it knows: of the `num_scheduled_tokens` tokens, the last
-    `num_pending` are sampled but not reported, so `token_ids` does not hold them yet. The steps
-    launched so far write the keys and values of the first `num_computed_tokens`; in decoding
-    exactly one token is left, the last.
+    The engine runs one step ahead of what it knows: of the `num_scheduled_tokens` tokens,
+    `token_ids` lacks the last `num_pending`, which are not reported yet. The steps launched so far
+    write the keys and values of the first `num_computed_tokens`: in decoding, of all but the last.
 
     Each field has one writer:
 
@@ -37,7 +36,7 @@ class RolloutSequence:
     """Keys the random stream, with the seed, the sample index and the position."""
     params: SamplingParams
     stop_token_ids: frozenset[int]
-    """All tokens that end this sample: its own stop tokens and, unless ignored, eos."""
+    """Its own stop tokens and, unless ignored, eos."""
     token_ids: list[int]
     """The prompt, then the reported tokens."""
     request_id: str = ""
@@ -50,13 +49,11 @@ class RolloutSequence:
     token_logprobs: list[float] = field(default_factory=list)
     """One fp32 value for each generated token."""
     finish_reason: FinishReason | None = None
-    """None while the sample goes on."""
     error: str | None = None
     """What went wrong, where `finish_reason` is "error"."""
     submitted_at: float = 0.0
-    """`perf_counter` seconds; for the time to the first token."""
+    """`perf_counter` seconds."""
     arrival: int = 0
-    """Place in the order in which the scheduler met the sequences."""
     slot: int | None = None
     """Row of the runner's device state; None unless the sequence runs."""
     preempted: bool = False
@@ -88,7 +85,7 @@ class RolloutSequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) + self.num_pending - self.num_computed_tokens
+        return self.num_scheduled_tokens - self.num_computed_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -97,16 +94,16 @@ class RolloutSequence:
     def append(self, token_id: int, logprob: float) -> None:
         """Add a sampled token and end the sample if the token ends it: the truncation rule.
 
-        A stop token, or a token that completes a stop string, ends it with "stop" and belongs to
-        it; else the token in the last place ends it with "length". A logprob that is not finite
-        ends it with "error", and the token is dropped.
+        A stop token, or one that completes a stop string, belongs to the sample and ends it with
+        "stop"; else the last place ends it with "length". A logprob that is not finite ends it with
+        "error", and the token is dropped.
         """
         if not math.isfinite(logprob):
+            where = f"prompt {self.prompt_index}, sample {self.sample_index}, position"
             self.finish(
                 "error",
-                f"prompt {self.prompt_index}, sample {self.sample_index}, position "
-                f"{self.num_tokens}: the model gave a logprob that is not finite; look for NaN or "
-                "infinity in its weights (a diverged update, or fp16 overflow)",
+                f"{where} {self.num_tokens}: the model gave a logprob that is not finite; look for "
+                "NaN or infinity in its weights (a diverged update, or fp16 overflow)",
             )
             return
         self.token_ids.append(token_id)
