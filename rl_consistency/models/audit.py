@@ -21,12 +21,9 @@ from rl_consistency.numerics.orders import ORDERS
 class Verdict(StrEnum):
     """Why a part of the forward path gives the same bits in every batch, or that it may not."""
 
-    CANONICAL = "canonical"
-    """Runs in a registered reduction order."""
-    AUDITED = "audited elementwise"
-    """Adds nothing across values; a test shows that a value's place does not change its bits."""
-    UNSUPPORTED = "unsupported"
-    """No order and no audit covers it; `patch` refuses."""
+    CANONICAL = "canonical"  # runs in a registered reduction order
+    AUDITED = "audited elementwise"  # adds nothing; a test shows that no value's place matters
+    UNSUPPORTED = "unsupported"  # no order and no audit covers it; `patch` refuses
 
 
 @dataclass(frozen=True)
@@ -36,10 +33,8 @@ class AuditRow:
     name: str
     kind: str
     verdict: Verdict
-    basis: str
-    """The order's tag, or the reason."""
-    test: str = ""
-    """The test behind the verdict, `file::name`."""
+    basis: str  # the order's tag, or the reason
+    test: str = ""  # the test behind the verdict, `file::name`
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """RoPE variants whose frequencies do not change with the length of a sequence."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -51,10 +50,8 @@ def modeling(config: PreTrainedConfig) -> Any:
     """The transformers modeling module of a family; UnsupportedModelError for any other."""
     family = config.model_type
     if family not in FAMILIES:
-        raise UnsupportedModelError(
-            f"architecture {family!r} is not covered; covered: {', '.join(FAMILIES)} (dense). "
-            "Use one of these, or train without rl_consistency."
-        )
+        covered = f"{', '.join(FAMILIES)} (dense)"
+        raise UnsupportedModelError(f"architecture {family!r} is not covered; covered: {covered}.")
     return import_module(f"transformers.models.{family}.modeling_{family}")
 
 
@@ -127,9 +124,7 @@ def check_parameters(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         first = first or parameter.dtype
         if parameter.dtype not in DTYPES or parameter.dtype != first:
-            allowed = ", ".join(str(d) for d in DTYPES)
             raise UnsupportedModelError(
                 f"parameter {name} is {parameter.dtype}, the first is {first}; a model has one "
-                f"dtype of {allowed} (fp8 is not covered). Load it with dtype=torch.bfloat16 or "
-                "call model.to(dtype)."
+                f"dtype of {', '.join(map(str, DTYPES))} (fp8 is not covered); use model.to(dtype)."
             )

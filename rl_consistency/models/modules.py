@@ -27,8 +27,7 @@ from rl_consistency.kernels.rotary.op import rotary, rotary_table
 from rl_consistency.models.stock_attention import stock_attention, stock_captured_attention
 from rl_consistency.numerics.strict import current, is_canonical
 
-TABLE_POSITIONS = 1024
-"""Positions of the first rotary table; it grows by doubling."""
+TABLE_POSITIONS = 1024  # positions of the first rotary table; it grows by doubling
 
 
 class CanonicalModule(nn.Module):
@@ -49,8 +48,8 @@ class CanonicalModule(nn.Module):
     def _buffer_of(self, name: str, parameter: Tensor | None) -> GradientBuffer | None:
         """The buffer that the gradient of this parameter is folded into; None without one.
 
-        While any op is on its stock path, autograd adds to the gradients too. Nothing is promised
-        about their bits then, and every use folds straight into `parameter.grad`.
+        While any op is stock, autograd adds to the gradients too: no bits are promised then, and
+        every use folds straight into `parameter.grad`.
         """
         buffer = self._gradient_buffers.get(name)
         if buffer is None:
@@ -114,8 +113,7 @@ class CanonicalRMSNorm(CanonicalModule):
 
     op = "rms_norm"
     variance_epsilon: float
-    rows_per_token: int = 1
-    """Heads of one token when the norm is per head (qk-norm)."""
+    rows_per_token: int = 1  # heads of one token when the norm is per head (qk-norm)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not is_canonical("rms_norm"):
@@ -196,11 +194,8 @@ class CanonicalRotaryEmbedding(CanonicalModule):
             while rows < num_positions:
                 rows *= 2
             # From the config: `model.to(dtype)` rounds the module's buffer of frequencies.
-            default = self.compute_default_rope_parameters
-            initial = (
-                default if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type]
-            )
-            frequencies = initial(self.config)[0].to(device)  # [D/2] fp32
+            kinds = ROPE_INIT_FUNCTIONS | {"default": self.compute_default_rope_parameters}
+            frequencies = kinds[self.rope_type](self.config)[0].to(device)  # [D/2] fp32
             table = rotary_table(frequencies, rows, self.attention_scaling)
             self._rotary_table = table
         return table

@@ -37,13 +37,10 @@ class PackedBatch:
     others are filler that no sequence owns (token 0 at position 0).
     """
 
-    input_ids: Tensor
-    """[R] int64."""
-    position_ids: Tensor
-    """[R] int64, counted from each sequence's first token."""
+    input_ids: Tensor  # [R] int64
+    position_ids: Tensor  # [R] int64, counted from each sequence's first token
     layout: PackedSequences
-    token_rows: Tensor
-    """[N] int64, row of each real token, sequence by sequence."""
+    token_rows: Tensor  # [N] int64, row of each real token, sequence by sequence
 
     @classmethod
     def from_sequences(
@@ -84,8 +81,7 @@ class PaddedBatch:
     """A padded [B, L] batch and its packed form."""
 
     packed: PackedBatch
-    mask: Tensor
-    """[B, L] bool, real tokens."""
+    mask: Tensor  # [B, L] bool, real tokens
 
     def unpack(self, rows: Tensor) -> Tensor:
         """[R, ...] packed rows -> [B, L, ...], zeros at padding; differentiable."""

@@ -71,11 +71,10 @@ def _is_canonical(module: nn.Module) -> bool:
 class PatchSession:
     """A model's patch, live from `patch(model)` to `restore()` or the end of the `with` block.
 
-    Parameters stay where they are and keep their names: optimizers, `state_dict`,
-    `save_pretrained` and gradient checkpointing work as before. The backward pass folds the
-    gradients of patched parameters into `parameter.grad` itself, in fp32: call `backward()`;
-    `torch.autograd.grad` with respect to them gives None. `backward(inputs=...)` may fold other
-    parameters too (see `kernels/linear/joined.py`).
+    Parameters keep their places and names: optimizers, `state_dict`, `save_pretrained` and gradient
+    checkpointing work as before. `backward()` folds gradients into `parameter.grad` itself, in
+    fp32; `torch.autograd.grad` with respect to them gives None, and `backward(inputs=...)` may fold
+    other parameters too (see `kernels/linear/joined.py`).
     """
 
     def __init__(self, model: nn.Module):
@@ -131,8 +130,7 @@ class PatchSession:
         try:
             yield self.model
         finally:
-            # If the block restored the session, there is nothing to put back.
-            if self._stock_classes:
+            if self._stock_classes:  # else the block restored the session
                 _write_settings(held)
             for name in self._stock_classes:
                 self.model.get_submodule(name).__class__ = patched[name]

@@ -70,11 +70,10 @@ def token_logprobs(
         prompt_lengths: tokens at the start of each sequence that are not scored.
         loss_mask: instead of prompt_lengths, True at tokens to score, in the form of `sequences`.
             The first token of a sequence has no token before it and cannot be scored.
-        sampling: the parameters the tokens were sampled with, one object for all sequences or one
-            per sequence; None is temperature 1 without truncation.
+        sampling: what the tokens were sampled with, for all or each; None is temperature 1 without
+            truncation.
 
-    ValueError if the model is not patched, shapes disagree, nothing is scored, or not exactly one
-    of prompt_lengths and loss_mask is given.
+    ValueError if the model is not patched, shapes disagree, or nothing is scored.
     """
     batch, lens = _pack(model, sequences, attention_mask)
     context: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]

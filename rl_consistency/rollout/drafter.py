@@ -13,8 +13,7 @@ import operator
 from collections.abc import Sequence
 from typing import Protocol
 
-MAX_DRAFT = 7
-"""Longest draft: a step of 8 tokens per sequence."""
+MAX_DRAFT = 7  # longest draft: a step of 8 tokens per sequence
 
 DRAFT_LENGTHS = (1, 3, MAX_DRAFT)
 """Lengths asked for. With the last token, 3 and 7 fill the captured widths 4 and 8."""

@@ -278,8 +278,6 @@ class RolloutEngine:
             sampling: whether it restricts the support, and its speculation, decide which graphs.
             batch_sizes: numbers of samples decoding together; None is all up to `max_num_seqs`.
             longest: tokens of the longest sample, for stock attention; None is the most possible.
-
-        A batch size out of range, and requests that are not finished, are ValueErrors.
         """
         self._require_idle("warm_up")
         self._runner.begin(self._weights.library_generation())
@@ -307,8 +305,7 @@ class RolloutEngine:
 
     def _begin(self, weights_digest: str | None) -> None:
         """From idle to work: new counters, and no cached key of other weights."""
-        generation = self._weights.library_generation()
-        self._runner.begin(generation)
+        self._runner.begin(generation := self._weights.library_generation())
         if self._weights.take_over(weights_digest, generation):
             self._blocks.reset()
         self._loop = StepLoop(self._runner, self._new_scheduler(), self._blocks)

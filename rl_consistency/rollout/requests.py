@@ -23,8 +23,7 @@ class RequestLimits:
     """What a request has to fit, and what its samples need."""
 
     vocab_size: int
-    context_length: int
-    """Most tokens of a sequence, prompt and completion."""
+    context_length: int  # most tokens of a sequence, prompt and completion
     eos_token_ids: frozenset[int]
     blocks: BlockManager
     drafter: Drafter

@@ -5,17 +5,15 @@ first; then admits waiting sequences, while tokens, seats and blocks last.
 
 **Admission**: preempted sequences first, then those with the most tokens still to generate, so that
 no long one decodes alone at the end, then by arrival. An admitted sequence gets blocks for all its
-known tokens. One whose prefix another is computing is set aside until that step is launched: so the
-siblings of a GRPO group find the prompt in the cache.
+known tokens. One whose prefix another is computing is set aside until that step is launched.
 
 **Preemption**: only decoding can run out of blocks. Then the sequence admitted last gives its
 blocks back and waits before all others. It keeps its tokens and logprobs, and computes the keys and
 values of all of them once admitted again.
 
 **One step ahead**: a step is scheduled before the tokens of the one before are reported. Only a
-draft needs to know the last token, so its sequence sits out until the report.
-
-No schedule moves a token's bytes (claim C1).
+draft needs to know the last token, so its sequence sits out until the report. No schedule moves a
+token's bytes (claim C1).
 """
 
 from __future__ import annotations
@@ -29,11 +27,8 @@ from rl_consistency.rollout.drafter import num_accepted
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.statistics import RolloutStatistics
 
-_SIT_OUT_SHARE = 8
-"""The loop waits for the report once one in so many running sequences would sit out a step."""
-
-_UNTIDY = 64
-"""Ended sequences tolerated in the queue."""
+_SIT_OUT_SHARE = 8  # the loop waits for the report once one in so many would sit out a step
+_UNTIDY = 64  # ended sequences tolerated in the queue
 
 Sampled = list[tuple[int, float]]
 """Token id and logprob at each position a chunk samples at: 1 + len(draft) of them."""
@@ -44,10 +39,8 @@ class ScheduledChunk:
     """Consecutive tokens of one sequence that the next step computes."""
 
     sequence: RolloutSequence
-    start: int
-    """Position of the first of them in the sequence."""
-    length: int
-    """Known tokens, at most one pending one, then the draft."""
+    start: int  # position of the first of them in the sequence
+    length: int  # known tokens, at most one pending one, then the draft
     samples: bool
     draft: tuple[int, ...] = ()
     """Guesses behind the last known token; 1 + len(draft) tokens are sampled."""
@@ -191,7 +184,7 @@ class Scheduler:
             if sequence.is_finished:
                 break
         sequence.num_drafted = 0
-        if sequence.slot is not None:  # else it was preempted meanwhile: nothing is computed
+        if sequence.slot is not None:  # else it was preempted: nothing is computed
             # The keys of the guesses kept, behind the last token known before, are computed too.
             sequence.num_computed_tokens += max(sequence.num_tokens - known - 1, 0)
         if sequence.speculator is not None:
@@ -313,15 +306,12 @@ class Scheduler:
                 self._refused, self._refused_with = sequence, available
                 break
             heappop(self._waiting)
-            self._admit(sequence, len(match.block_ids) * self._blocks.block_size)
+            self._num_waiting -= 1
+            sequence.num_computed_tokens = len(match.block_ids) * self._blocks.block_size
+            self.statistics.prefix_hit_tokens += sequence.num_computed_tokens
+            sequence.slot = self._free_slots.pop()
+            self._running.append(sequence)
+            self.admitted.append(sequence)
             chunks.append(self._prefill_chunk(sequence, room))
             room -= chunks[-1].length
         return chunks
-
-    def _admit(self, sequence: RolloutSequence, num_cached_tokens: int) -> None:
-        self._num_waiting -= 1
-        sequence.num_computed_tokens = num_cached_tokens
-        self.statistics.prefix_hit_tokens += num_cached_tokens
-        sequence.slot = self._free_slots.pop()
-        self._running.append(sequence)
-        self.admitted.append(sequence)

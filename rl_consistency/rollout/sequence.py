@@ -21,41 +21,30 @@ class RolloutSequence:
     `token_ids` lacks the last `num_pending`, which are not reported yet. The steps launched so far
     write the keys and values of the first `num_computed_tokens`: in decoding, of all but the last.
 
-    Each field has one writer:
-
-        RequestLimits   the fields up to `speculator`, when it makes the sequence
-        append, finish  token_ids, token_logprobs, finish_reason, error
-        StepLoop        submitted_at
-        Scheduler       arrival, slot, preempted, num_computed_tokens, num_pending, num_drafted
-        BlockManager    block_table, num_published_blocks
+    Each field has one writer: `RequestLimits` those up to `speculator`, `append` and `finish` the
+    tokens, logprobs and the end, `StepLoop` submitted_at, `BlockManager` the last two, and
+    `Scheduler` those between.
     """
 
     prompt_index: int
     sample_index: int
-    prompt_id: int
-    """Keys the random stream, with the seed, the sample index and the position."""
+    prompt_id: int  # keys the random stream, with the seed, the sample index and the position
     params: SamplingParams
-    stop_token_ids: frozenset[int]
-    """Its own stop tokens and, unless ignored, eos."""
-    token_ids: list[int]
-    """The prompt, then the reported tokens."""
+    stop_token_ids: frozenset[int]  # its own stop tokens and, unless ignored, eos
+    token_ids: list[int]  # the prompt, then the reported tokens
     request_id: str = ""
     stop_strings: StopStrings | None = None
-    speculator: Speculator | None = None
-    """Drafts for this sample; None decodes plainly."""
+    speculator: Speculator | None = None  # drafts for this sample; None decodes plainly
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
     """Length at which the sample ends by length; `RequestLimits` keeps it within the context."""
     token_logprobs: list[float] = field(default_factory=list)
     """One fp32 value for each generated token."""
     finish_reason: FinishReason | None = None
-    error: str | None = None
-    """What went wrong, where `finish_reason` is "error"."""
-    submitted_at: float = 0.0
-    """`perf_counter` seconds."""
+    error: str | None = None  # what went wrong, where `finish_reason` is "error"
+    submitted_at: float = 0.0  # `perf_counter` seconds
     arrival: int = 0
-    slot: int | None = None
-    """Row of the runner's device state; None unless the sequence runs."""
+    slot: int | None = None  # row of the runner's device state; None unless the sequence runs
     preempted: bool = False
     """Whether it ever had to give its blocks back; it then waits before all others."""
     num_computed_tokens: int = 0
@@ -63,10 +52,8 @@ class RolloutSequence:
     """0 or 1 when a step is scheduled. A draft under way counts as 1, however much of it holds."""
     num_drafted: int = 0
     """Length of the draft under way; its sequence is not scheduled again before the report."""
-    block_table: list[int] = field(default_factory=list)
-    """Physical block ids in logical order."""
-    num_published_blocks: int = 0
-    """Leading full blocks the block manager may share."""
+    block_table: list[int] = field(default_factory=list)  # physical block ids in logical order
+    num_published_blocks: int = 0  # leading full blocks the block manager may share
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.token_ids)

@@ -10,28 +10,19 @@ class RolloutStatistics:
     """Counters since the engine last began to work, that is of one `generate` or `stream`."""
 
     steps: int = 0
-    prefill_tokens: int = 0
-    """Tokens of prompts computed, and of preempted sequences computed again."""
-    decode_tokens: int = 0
-    """Tokens generated."""
-    prefix_hit_tokens: int = 0
-    """Tokens found in the cache instead of computed."""
+    prefill_tokens: int = 0  # tokens of prompts computed, and of preempted sequences computed again
+    decode_tokens: int = 0  # tokens generated
+    prefix_hit_tokens: int = 0  # tokens found in the cache instead of computed
     preemptions: int = 0
-    drafted_tokens: int = 0
-    """Tokens guessed and verified."""
-    accepted_tokens: int = 0
-    """Those of them that were right."""
-    discarded_rows: int = 0
-    """Tokens sampled behind the end of a sample and thrown away."""
+    drafted_tokens: int = 0  # tokens guessed and verified
+    accepted_tokens: int = 0  # those of them that were right
+    discarded_rows: int = 0  # tokens sampled behind the end of a sample and thrown away
     num_kv_blocks: int = 0
-    peak_kv_blocks: int = 0
-    """Most blocks held by running sequences at a time."""
-    seconds: float = 0.0
-    """From the first request to the last step."""
+    peak_kv_blocks: int = 0  # most blocks held by running sequences at a time
+    seconds: float = 0.0  # from the first request to the last step
     host_seconds: float = 0.0
     """Of these, spent not waiting for the device; on a CPU the model is part of it."""
-    first_tokens: int = 0
-    """Samples whose first token was reported."""
+    first_tokens: int = 0  # samples whose first token was reported
     first_token_seconds: float = 0.0
     """Sum over these samples, each from its submission to its first token."""
 

@@ -45,10 +45,7 @@ class StepLoop:
         self._scheduler.finish(sequence)
 
     def step(self) -> list[RolloutSequence]:
-        """Launch the next step, then take in the one before; returns the sequences that ended.
-
-        After an exception of any kind the loop can only be abandoned.
-        """
+        """Launch the next step, then take in the one before; returns the sequences that ended."""
         self._has_begun = True
         began, waited = perf_counter(), self._waited
         ended: list[RolloutSequence] = []

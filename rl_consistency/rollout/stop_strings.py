@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-LONGEST_READ = 16
-"""About the most tokens decoded again with a new one."""
+LONGEST_READ = 16  # about the most tokens decoded again with a new one
 
 _INCOMPLETE, _LONGEST_INCOMPLETE = "\N{REPLACEMENT CHARACTER}", 3
 """A decoder writes it for each byte, three at most, of a character whose last bytes are to come."""

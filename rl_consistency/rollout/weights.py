@@ -18,8 +18,7 @@ from rl_consistency.models.patch import patched_session
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import Strictness, current
 
-_LOOK_EVERY = 16
-"""Steps between two looks at the parameters' versions: some 30 us for 400 parameters."""
+_LOOK_EVERY = 16  # steps between two looks at the parameters: some 30 us for 400 of them
 
 
 def model_digest(model: Any) -> str:

@@ -37,8 +37,7 @@ _WIDTH_FOR_DRAFT = [WIDTHS[bisect_left(WIDTHS, 1 + draft)] for draft in range(WI
 BUCKETS, BUCKET_STEP = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256), 64
 """Numbers of rows up to which graphs are captured; above the last in steps of `BUCKET_STEP`."""
 
-SHORTEST_STOCK_CONTEXT = 256
-"""Keys that stock attention gathers at least; beyond it the longest context's power of two."""
+SHORTEST_STOCK_CONTEXT = 256  # keys that stock attention gathers at least; else a power of two
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
@@ -65,10 +64,8 @@ class Shape:
     width: int
     truncates: bool
     """Whether the sampler restricts any row's support; it moves no bit of the others."""
-    context: int
-    """Most keys of a sequence: `context_bound`."""
-    stock: frozenset[str]
-    """Ops on their stock path."""
+    context: int  # most keys of a sequence: `context_bound`
+    stock: frozenset[str]  # ops on their stock path
 
 
 class DecodeCall:

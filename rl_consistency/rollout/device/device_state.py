@@ -65,7 +65,6 @@ class DeviceState:
         self._stale[slot] = None
 
     def truncates(self, slots: NDArray[np.int64]) -> bool:
-        """Whether any of the slots restricts its support."""
         return bool(self._truncates[slots].any())
 
     def cover(

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DEFAULT_TOKENS_PER_SEQUENCE = 1024
-"""Tokens of each running sequence the default cache has room for."""
+DEFAULT_TOKENS_PER_SEQUENCE = 1024  # tokens of each running sequence the default cache has room for
 
 CPU_CACHE_BYTES, GPU_CACHE_SHARE = 4 << 30, 0.4
 """Upper bounds of the default cache; on a GPU a share of the free memory: a trainer in the same
@@ -28,8 +27,7 @@ class KVCache:
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     block_size: int
-    num_blocks: int
-    """Blocks that sequences may hold."""
+    num_blocks: int  # blocks that sequences may hold
 
     @classmethod
     def allocate(
@@ -72,10 +70,6 @@ class KVCache:
                 f"tokens ({num_blocks * block_bytes / 2**30:.1f} GiB): lower num_kv_blocks"
             ) from error
         return cls(keys=keys, values=values, block_size=block_size, num_blocks=num_blocks)
-
-    @property
-    def device(self) -> torch.device:
-        return self.keys[0].device
 
 
 def cache_bytes(device: torch.device) -> int:

@@ -30,9 +30,7 @@ from rl_consistency.rollout.scheduler import Sampled, ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.weights import forward_path
 
-MEMORY_BOUND_TOKENS = 256
-"""Tokens of a call up to which reading the weights takes longer than multiplying by them."""
-
+MEMORY_BOUND_TOKENS = 256  # up to here reading the weights takes longer than multiplying by them
 RAGGED = 0  # in place of a width: chunks that run without a graph
 
 _Group = dict[int, ScheduledChunk]  # the chunks of one call, by their index in the step
@@ -77,18 +75,11 @@ class ModelRunner:
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        block_size: int,
-        max_num_seqs: int,
-        cuda_graphs: bool = True,
-        **size: int | None,
+        self, model: Any, *, max_num_seqs: int, cuda_graphs: bool = True, **size: Any
     ) -> None:
         self._model = model
-        self._cache = KVCache.allocate(
-            model, block_size=block_size, max_num_seqs=max_num_seqs, **size
-        )
+        self._cache = KVCache.allocate(model, max_num_seqs=max_num_seqs, **size)
+        block_size, self.device = self._cache.block_size, self._cache.keys[0].device
         self.num_blocks = self._cache.num_blocks
         self._capacity = min(model.config.max_position_embeddings, self.num_blocks * block_size)
         self._state = DeviceState(
@@ -109,10 +100,6 @@ class ModelRunner:
                 capacity=self._capacity,
                 prepare=lambda: rotary_rows(model, self._capacity),
             )
-
-    @property
-    def device(self) -> torch.device:
-        return self._cache.device
 
     def begin(self, generation: int = 0) -> None:
         """Look at the model before a rollout; all steps of it belong to the current CUDA stream.
@@ -218,12 +205,8 @@ class ModelRunner:
         assert self._graphs is not None
         chunks = list(group.values())
         slots = np.array([chunk.sequence.slot for chunk in chunks], dtype=np.int64)
-        captured = self._graphs.captured(
-            len(slots),
-            width,
-            truncates=self._state.truncates(slots),
-            longest=max([chunk.start + chunk.length for chunk in chunks]),
-        )
+        truncates, longest = self._state.truncates(slots), max([chunk.end for chunk in chunks])
+        captured = self._graphs.captured(len(slots), width, truncates=truncates, longest=longest)
         return captured, captured.call.stage(chunks, slots), group
 
     def _replay(self, captured: CapturedCall, staged: Tensor, group: _Group) -> _Rows:

@@ -32,8 +32,7 @@ class RaggedCall:
     lens: list[int]
     context_lens: list[int]
     block_tables: list[list[int]]
-    counts: NDArray[np.int64]
-    """Rows of each chunk that samples."""
+    counts: NDArray[np.int64]  # rows of each chunk that samples
 
     @classmethod
     def of(

@@ -17,8 +17,7 @@ from torch import Tensor
 from rl_consistency.kernels.sampling.philox_triton import philox_uniforms
 
 ROUNDS = 10
-KEY_WORDS = 5
-"""Words of a stream key: seed low and high, sample index, prompt id low and high."""
+KEY_WORDS = 5  # words of a stream key: seed low and high, sample index, prompt id low and high
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

@@ -1,7 +1,6 @@
 """From logits to a token and its logprob, row by row.
 
-The distribution is `kernels.sampling.op.distribution`. The training forward uses the same function,
-so a sampled token's logprob is the behaviour logprob that training recomputes.
+The distribution is `kernels.sampling.op.distribution`, in the training forward too.
 
 Sampling is the inverse of the cumulative distribution in token-id order. The probabilities are
 turned into integers (multiples of 2**-52) before they are added: an integer sum is exact in any

@@ -10,8 +10,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-ALIGNMENT = 64
-"""Bytes an array starts on: the same alignment in every buffer."""
+ALIGNMENT = 64  # bytes an array starts on: the same alignment in every buffer
 
 
 class StagedFields:
