@@ -1,7 +1,7 @@
 """What runs on a model's forward path, and why each part may be trusted.
 
-One table serves three readers: `patch` refuses a model with an unsupported row, `session.report()`
-returns the table of a model, and `python -m rl_consistency.models.audit` prints `docs/audit.md`.
+`patch` refuses a model with an unsupported row, `session.report()` returns the table of a model,
+and `python -m rl_consistency.models.audit` prints `docs/audit.md`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,20 @@ from rl_consistency.numerics.orders import ORDERS
 class Verdict(StrEnum):
     """Why a part of the forward path gives the same bits in every batch, or that it may not."""
 
-    CANONICAL = "canonical"
-    """Runs in a registered reduction order."""
-    AUDITED = "audited elementwise"
-    """Adds nothing across tokens or features; a test shows that the place of a value in its tensor
-    does not change its bits."""
-    UNSUPPORTED = "unsupported"
-    """No order and no audit covers it; `patch` refuses."""
+    CANONICAL = "canonical"  # runs in a registered reduction order
+    AUDITED = "audited elementwise"  # adds nothing; a test shows that no value's place matters
+    UNSUPPORTED = "unsupported"  # no order and no audit covers it; `patch` refuses
 
 
 @dataclass(frozen=True)
 class AuditRow:
-    """One leaf module or functional op."""
+    """One leaf module, by qualified name and class, or functional op, by place and expression."""
 
     name: str
-    """Qualified module name, or the place of a functional op."""
     kind: str
-    """Module class or expression."""
     verdict: Verdict
-    basis: str
-    """The order's tag, or the reason."""
-    test: str
-    """The test behind the verdict, `file::name`."""
+    basis: str  # the order's tag, or the reason
+    test: str = ""  # the test behind the verdict, `file::name`
 
 
 @dataclass(frozen=True)
@@ -53,15 +45,10 @@ class AuditTable:
 
     @property
     def unsupported(self) -> tuple[AuditRow, ...]:
-        """Rows that no order or audit covers."""
         return tuple(row for row in self.rows if row.verdict is Verdict.UNSUPPORTED)
 
     def require_supported(self) -> None:
-        """Raise if any row is unsupported.
-
-        Raises:
-            UnsupportedModelError: names the first such module and how many there are.
-        """
+        """UnsupportedModelError naming the first unsupported module and how many there are."""
         if self.unsupported:
             row = self.unsupported[0]
             raise families.UnsupportedModelError(
@@ -73,11 +60,9 @@ class AuditTable:
     def __str__(self) -> str:
         header = ("name", "kind", "verdict", "basis")
         cells = [header, *((r.name, r.kind, str(r.verdict), r.basis) for r in self.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-        return "\n".join(
-            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-            for row in cells
-        )
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+        return "\n".join(lines)
 
 
 TESTS = {
@@ -97,10 +82,6 @@ TESTS = {
 
 def _canonical(name: str, kind: str, op: str) -> AuditRow:
     return AuditRow(name, kind, Verdict.CANONICAL, ORDERS[op].tag, TESTS[op])
-
-
-def _unsupported(name: str, kind: str, reason: str) -> AuditRow:
-    return AuditRow(name, kind, Verdict.UNSUPPORTED, reason, "")
 
 
 def _audited(name: str, kind: str, basis: str, test: str) -> AuditRow:
@@ -141,12 +122,7 @@ FUNCTIONAL = (
 
 
 def audit(model: nn.Module, stock_classes: Mapping[str, type[nn.Module]]) -> AuditTable:
-    """The table of one model.
-
-    Args:
-        model: stock or patched.
-        stock_classes: what each patched module, by name, was before; empty for a stock model.
-    """
+    """The table of one model; `stock_classes`: what each patched module, by name, was before."""
     config = model.config
     assert isinstance(config, PreTrainedConfig)
     rows: list[AuditRow] = []
@@ -154,76 +130,57 @@ def audit(model: nn.Module, stock_classes: Mapping[str, type[nn.Module]]) -> Aud
     mixins = families.mixins(config)
     for name, module in model.named_modules():
         stock = stock_classes.get(name, type(module))
-        mixin = mixins.get(stock)
+        kind, mixin = stock.__name__, mixins.get(stock)
         if "forward" in vars(module):
             reason = "its forward was replaced on the instance (by a hook or a wrapper)"
-            rows.append(_unsupported(name, stock.__name__, reason))
+            rows.append(AuditRow(name, kind, Verdict.UNSUPPORTED, reason))
         elif mixin is not None:
             if mixin.op:
-                rows.append(_canonical(name, stock.__name__, mixin.op))
-            if mixin.op == "glu":
-                # The op replaces the activation only; any other child runs as it is.
+                rows.append(_canonical(name, kind, mixin.op))
+            if mixin.op == "glu":  # it replaces the activation only; another child runs as it is
                 activations.add(id(module.act_fn))
         elif id(module) in activations:
-            rows.append(_canonical(name, stock.__name__, "glu"))
+            rows.append(_canonical(name, kind, "glu"))
         elif stock is not nn.ModuleList:
-            rows.append(_unsupported(name, stock.__name__, "no audit covers it"))
+            rows.append(AuditRow(name, kind, Verdict.UNSUPPORTED, "no audit covers it"))
     return AuditTable((*rows, *FUNCTIONAL))
 
 
 def markdown() -> str:
     """The text of docs/audit.md: orders, module classes per family, functional ops."""
-    lines = [
+    modules = (
+        (part, str(Verdict.CANONICAL), ORDERS[mixin.op].tag, f"`{TESTS[mixin.op]}`")
+        for part, mixin in families.module_kinds().items()
+        if mixin.op
+    )
+    ops = ((r.name, f"`{r.kind}`", str(r.verdict), r.basis, f"`{r.test}`") for r in FUNCTIONAL)
+    sections = [
         "# Audit of the forward path",
-        "",
-        "Generated by `python -m rl_consistency.models.audit`; a test fails when it is stale.",
-        "Every part of a covered model's forward path is listed with the reason its bits do not",
+        "Generated by `python -m rl_consistency.models.audit`; a test fails when it is stale.\n"
+        "Every part of a covered model's forward path is listed with the reason its bits do not\n"
         "depend on the batch, and the test behind that reason. Anything else makes `patch` refuse.",
-        "",
         "## Canonical orders",
-        "",
-        *(line for order in ORDERS.values() for line in _order(order)),
+        *(section for order in ORDERS.values() for section in _order(order)),
         "## Modules",
-        "",
-        *_table(
-            ("module", "verdict", "basis", "test"),
-            (
-                (part, str(Verdict.CANONICAL), ORDERS[mixin.op].tag, f"`{TESTS[mixin.op]}`")
-                for part, mixin in families.module_kinds().items()
-                if mixin.op
-            ),
-        ),
-        "",
-        f"Families: {', '.join(families.FAMILIES.values())}; the module names carry that prefix.",
+        _table(("module", "verdict", "basis", "test"), modules),
+        f"Families: {', '.join(families.FAMILIES.values())}; the module names carry that prefix.\n"
         f"RoPE types: {', '.join(families.ROPE_TYPES)}. Layer types: "
         f"{', '.join(families.LAYER_TYPES)}. Activations: {', '.join(families.ACTIVATIONS)}.",
-        "",
         "## Functional ops",
-        "",
-        *_table(
-            ("where", "op", "verdict", "basis", "test"),
-            ((r.name, f"`{r.kind}`", str(r.verdict), r.basis, f"`{r.test}`") for r in FUNCTIONAL),
-        ),
-        "",
+        _table(("where", "op", "verdict", "basis", "test"), ops),
     ]
-    return "\n".join(lines)
+    return "\n\n".join(sections) + "\n"
 
 
 def _order(order: ReductionOrder) -> list[str]:
     """Heading and pseudocode of one order, once for each device that has its own."""
-    devices = {"cpu": "On a CPU" if order.cuda else "On both devices", "cuda": "On CUDA"}
-    lines = [f"### {order.tag}", ""]
-    for device in ("cpu", "cuda") if order.cuda else ("cpu",):
-        lines += [f"{devices[device]}:", "", "```text", order.on(device).strip(), "```", ""]
-    return lines
+    devices = {"cpu": "On a CPU", "cuda": "On CUDA"} if order.cuda else {"cpu": "On both devices"}
+    texts = [f"{place}:\n\n```text\n{order.on(d).strip()}\n```" for d, place in devices.items()]
+    return [f"### {order.tag}", *texts]
 
 
-def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    return [
-        f"| {' | '.join(header)} |",
-        f"| {' | '.join('---' for _ in header)} |",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
+def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(r)} |" for r in (header, ("---",) * len(header), *rows))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ from rl_consistency.models.packing import PackedBatch, from_host
 
 Layout = Literal["packed", "packed_with_gaps", "left_padded", "right_padded"]
 
-EXTRA_COLUMNS = 3
-"""Padding columns beyond the longest sequence, so that every padded row has padding."""
+EXTRA_COLUMNS = 3  # beyond the longest sequence, so that every padded row has padding
 
 
 def lay_out(
@@ -22,8 +21,7 @@ def lay_out(
 ) -> tuple[PackedBatch | Tensor, Tensor | None]:
     """Sequences in one of the layouts, and the attention mask [B, L] where the layout is padded."""
     if layout in ("packed", "packed_with_gaps"):
-        gap = 1 if layout == "packed_with_gaps" else 0
-        return PackedBatch.from_sequences(sequences, device, gap=gap), None
+        return PackedBatch.from_sequences(sequences, device, gap=int("gaps" in layout)), None
     width = max(len(sequence) for sequence in sequences) + EXTRA_COLUMNS
     ids = np.zeros((len(sequences), width), dtype=np.int64)
     mask = np.zeros_like(ids)

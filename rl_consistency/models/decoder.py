@@ -23,10 +23,8 @@ class CanonicalDecoderLayer(CanonicalModule):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Hidden states [1, R, H] after attention and MLP; see `CanonicalAttention` for kwargs."""
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        normed, hidden_states = self.post_attention_layernorm.after_addition(
-            attended, hidden_states
-        )
-        return hidden_states + self.mlp(normed)
+        normed, total = self.post_attention_layernorm.after_addition(attended, hidden_states)
+        return total + self.mlp(normed)
 
 
 class CanonicalBaseModel(CanonicalModule):

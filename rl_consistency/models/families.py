@@ -12,20 +12,8 @@ from transformers import PreTrainedConfig
 
 from rl_consistency.kernels.attention.op import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.kernels.core.operand import DTYPES
-from rl_consistency.models.decoder import (
-    CanonicalBaseModel,
-    CanonicalCausalLM,
-    CanonicalDecoderLayer,
-)
-from rl_consistency.models.modules import (
-    CanonicalAttention,
-    CanonicalEmbedding,
-    CanonicalLinear,
-    CanonicalMLP,
-    CanonicalModule,
-    CanonicalRMSNorm,
-    CanonicalRotaryEmbedding,
-)
+from rl_consistency.models import decoder, modules
+from rl_consistency.models.modules import CanonicalEmbedding, CanonicalLinear, CanonicalModule
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """model_type -> class-name prefix in transformers."""
@@ -34,7 +22,6 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """RoPE variants whose frequencies do not change with the length of a sequence."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -45,13 +32,13 @@ ACTIVATIONS = {
 """Hugging Face activation name -> activation of the `glu` op."""
 
 _PARTS: dict[str, type[CanonicalModule]] = {
-    "RMSNorm": CanonicalRMSNorm,
-    "MLP": CanonicalMLP,
-    "Attention": CanonicalAttention,
-    "DecoderLayer": CanonicalDecoderLayer,
-    "RotaryEmbedding": CanonicalRotaryEmbedding,
-    "Model": CanonicalBaseModel,
-    "ForCausalLM": CanonicalCausalLM,
+    "RMSNorm": modules.CanonicalRMSNorm,
+    "MLP": modules.CanonicalMLP,
+    "Attention": modules.CanonicalAttention,
+    "DecoderLayer": decoder.CanonicalDecoderLayer,
+    "RotaryEmbedding": modules.CanonicalRotaryEmbedding,
+    "Model": decoder.CanonicalBaseModel,
+    "ForCausalLM": decoder.CanonicalCausalLM,
 }
 
 
@@ -60,27 +47,19 @@ class UnsupportedModelError(ValueError):
 
 
 def modeling(config: PreTrainedConfig) -> Any:
-    """The transformers modeling module of a supported family.
-
-    Raises:
-        UnsupportedModelError: another architecture.
-    """
+    """The transformers modeling module of a family; UnsupportedModelError for any other."""
     family = config.model_type
     if family not in FAMILIES:
-        raise UnsupportedModelError(
-            f"architecture {family!r} is not covered; covered: {', '.join(FAMILIES)} (dense). "
-            "Use one of these, or train without rl_consistency."
-        )
+        covered = f"{', '.join(FAMILIES)} (dense)"
+        raise UnsupportedModelError(f"architecture {family!r} is not covered; covered: {covered}.")
     return import_module(f"transformers.models.{family}.modeling_{family}")
 
 
 def mixins(config: PreTrainedConfig) -> dict[type[nn.Module], type[CanonicalModule]]:
     """Exact module class -> canonical mixin, for one family."""
     source, prefix = modeling(config), FAMILIES[config.model_type]
-    table: dict[type[nn.Module], type[CanonicalModule]] = {
-        getattr(source, prefix + part): mixin for part, mixin in _PARTS.items()
-    }
-    return table | {nn.Linear: CanonicalLinear, nn.Embedding: CanonicalEmbedding}
+    table = {getattr(source, prefix + part): mixin for part, mixin in _PARTS.items()}
+    return {**table, nn.Linear: CanonicalLinear, nn.Embedding: CanonicalEmbedding}
 
 
 def module_kinds() -> dict[str, type[CanonicalModule]]:
@@ -102,11 +81,7 @@ def window_of(config: PreTrainedConfig, attention: nn.Module) -> int | None:
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuse settings whose arithmetic is not covered.
-
-    Raises:
-        UnsupportedModelError: names every such setting.
-    """
+    """UnsupportedModelError naming every setting whose arithmetic is not covered."""
     modeling(config)
     problems = []
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -114,15 +89,13 @@ def check_config(config: PreTrainedConfig) -> None:
         problems.append(f"rope_type {rope!r} (covered: {', '.join(ROPE_TYPES)})")
     other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
     if other_layers:
-        problems.append(
-            f"layer types {', '.join(other_layers)} (covered: {', '.join(LAYER_TYPES)})"
-        )
+        covered = ", ".join(LAYER_TYPES)
+        problems.append(f"layer types {', '.join(other_layers)} (covered: {covered})")
     heads: int = config.num_attention_heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
-        problems.append(
-            f"head_dim {head_dim} (covered: multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM})"
-        )
+        covered = f"multiples of {HEAD_DIM_MULTIPLE} up to {MAX_HEAD_DIM}"
+        problems.append(f"head_dim {head_dim} (covered: {covered})")
     if getattr(config, "hidden_act", "silu") not in ACTIVATIONS:
         problems.append(f"hidden_act {config.hidden_act!r} (covered: {', '.join(ACTIVATIONS)})")
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"):
@@ -131,17 +104,11 @@ def check_config(config: PreTrainedConfig) -> None:
     if getattr(config, "quantization_config", None):
         problems.append("quantization_config (load the model unquantized)")
     if problems:
-        raise UnsupportedModelError(
-            f"{config.model_type} model not covered: {'; '.join(problems)}."
-        )
+        raise UnsupportedModelError(f"{config.model_type} not covered: {'; '.join(problems)}.")
 
 
 def check_head(model: nn.Module) -> None:
-    """Refuse a bare decoder, a wrapper, or the head of another task.
-
-    Raises:
-        UnsupportedModelError: the model is not the family's causal LM.
-    """
+    """UnsupportedModelError for a bare decoder, a wrapper, or the head of another task."""
     config: Any = model.config
     expected = getattr(modeling(config), FAMILIES[config.model_type] + "ForCausalLM")
     if type(model) is not expected:
@@ -152,18 +119,12 @@ def check_head(model: nn.Module) -> None:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Refuse a dtype without an order, and parameters of different dtypes.
-
-    Raises:
-        UnsupportedModelError: names the first offending parameter.
-    """
+    """UnsupportedModelError naming a parameter whose dtype is not the first's, or has no order."""
     first: torch.dtype | None = None
     for name, parameter in model.named_parameters():
         first = first or parameter.dtype
         if parameter.dtype not in DTYPES or parameter.dtype != first:
-            allowed = ", ".join(str(d) for d in DTYPES)
             raise UnsupportedModelError(
                 f"parameter {name} is {parameter.dtype}, the first is {first}; a model has one "
-                f"dtype of {allowed} (fp8 is not covered). Load it with dtype=torch.bfloat16 or "
-                "call model.to(dtype)."
+                f"dtype of {', '.join(map(str, DTYPES))} (fp8 is not covered); use model.to(dtype)."
             )

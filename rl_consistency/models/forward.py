@@ -17,14 +17,9 @@ from rl_consistency.numerics.strict import is_canonical
 
 
 def packed_hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
-    """Hidden states after the final norm, differentiable.
+    """Hidden states [R, H] of a batch of R rows after the final norm, differentiable.
 
-    Args:
-        model: patched causal LM.
-        batch: packed sequences of R rows.
-
-    Returns:
-        [R, H] in the model dtype; filler rows hold values no sequence depends on.
+    Filler rows hold values no sequence depends on.
     """
     decoder = _decoder(model)
     return decoder.packed_forward(batch.input_ids, batch.position_ids, batch.layout)
@@ -34,30 +29,19 @@ def packed_hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
 def paged_hidden_states(
     model: nn.Module, input_ids: Tensor, position_ids: Tensor, paged: PagedAttention
 ) -> Tensor:
-    """Hidden states of new tokens whose past lies in a paged cache; writes their keys and values.
+    """Hidden states [T, H] of new tokens whose past lies in a paged cache, without a gradient.
 
-    Args:
-        model: patched causal LM.
-        input_ids: [T] int64.
-        position_ids: [T] int64, counted from each sequence's first token.
-        paged: the call's layout and caches.
-
-    Returns:
-        [T, H] in the model dtype, no gradient.
+    Writes their keys and values. input_ids and position_ids (counted from each sequence's first
+    token) are [T] int64.
     """
     return _decoder(model).packed_forward(input_ids, position_ids, paged)
 
 
 @torch.no_grad()
 def next_token_logits(model: nn.Module, hidden: Tensor) -> Tensor:
-    """Logits that the next tokens are drawn from.
+    """Logits [n, V] fp32 that the next tokens are drawn from, of hidden states [n, H].
 
-    Args:
-        model: patched causal LM.
-        hidden: [n, H] hidden states after the final norm.
-
-    Returns:
-        [n, V] fp32; on the stock path of `token_logprobs` rounded to the model dtype first.
+    On the stock path of `token_logprobs` they are rounded to the model dtype first.
     """
     weight = lm_head_weight(model)
     if is_canonical("token_logprobs"):
@@ -66,17 +50,10 @@ def next_token_logits(model: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def rotary_rows(model: nn.Module, num_positions: int) -> Tensor:
-    """The model's table of cosines and sines, made large enough now.
+    """The model's table of cosines and sines, [2, rows >= num_positions, D/2] fp32, made now.
 
     A later call of the model on longer sequences replaces the table. A caller that reads it by
     address, as a CUDA graph does, has to keep this tensor.
-
-    Args:
-        model: patched causal LM.
-        num_positions: positions it covers at least.
-
-    Returns:
-        [2, rows, D/2] fp32 on the model's device.
     """
     rotary = _decoder(model).rotary_emb
     assert isinstance(rotary, CanonicalRotaryEmbedding)

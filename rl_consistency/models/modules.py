@@ -1,8 +1,7 @@
 """Canonical counterparts of the modules a Hugging Face decoder is made of.
 
-`families.canonical_class` puts each class in front of the exact Hugging Face class. A patched
-module keeps its parameters, its state-dict keys and its place in the tree, and `super()` is the
-stock path. Inside a patched model hidden states are packed rows [1, R, ...]
+`families.canonical_class` puts each class in front of the exact Hugging Face class, so `super()` is
+the stock path. Inside a patched model hidden states are packed rows [1, R, ...]
 (`packing.PackedBatch`).
 """
 
@@ -21,20 +20,14 @@ from rl_consistency.kernels.attention.op import attention_paged, attention_varle
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.op import GradientBuffer
-from rl_consistency.kernels.linear.joined import (
-    HeadNorm,
-    Projection,
-    attention_inputs,
-    gated_mlp,
-)
+from rl_consistency.kernels.linear.joined import HeadNorm, Projection, attention_inputs, gated_mlp
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
 from rl_consistency.kernels.rotary.op import rotary, rotary_table
 from rl_consistency.models.stock_attention import stock_attention, stock_captured_attention
 from rl_consistency.numerics.strict import current, is_canonical
 
-TABLE_POSITIONS = 1024
-"""Positions of the first rotary table; it grows by doubling."""
+TABLE_POSITIONS = 1024  # positions of the first rotary table; it grows by doubling
 
 
 class CanonicalModule(nn.Module):
@@ -55,19 +48,15 @@ class CanonicalModule(nn.Module):
     def _buffer_of(self, name: str, parameter: Tensor | None) -> GradientBuffer | None:
         """The buffer that the gradient of this parameter is folded into; None without one.
 
-        While any op is on its stock path, autograd adds to the gradients too. Nothing is promised
-        about their bits then, and every use folds straight into `parameter.grad`.
-
-        Raises:
-            ValueError: the parameter was replaced after `patch`.
+        While any op is stock, autograd adds to the gradients too: no bits are promised then, and
+        every use folds straight into `parameter.grad`.
         """
         buffer = self._gradient_buffers.get(name)
         if buffer is None:
             return None
         if buffer.parameter is not parameter:
             raise ValueError(
-                f"{type(self).__name__}.{name} was replaced after patch(); restore and patch again "
-                "after changing a model's parameters."
+                f"{type(self).__name__}.{name} was replaced after patch(); restore and patch again."
             )
         return GradientBuffer.beside_autograd(buffer.parameter) if current().stock else buffer
 
@@ -92,53 +81,31 @@ class CanonicalLinear(CanonicalModule):
 
 
 def _all_plain(*modules: nn.Module) -> bool:
-    """Whether a fused op may stand for calls of these modules: each call would run the canonical
-    forward and nothing else.
-    """
-    return not _has_any_global_hook() and all(map(_is_plain, modules))
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether the module has the canonical forward, no hooks and no compiled call."""
-    own = vars(module)
-    return not (
-        "forward" in own
-        or type(module).forward not in _FUSED_FORWARDS
-        or type(module).__call__ is not nn.Module.__call__
-        or own.get("_compiled_call_impl") is not None
-        or own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-    )
+    """Whether a call of each module would run the canonical forward and nothing else."""
+    for module in modules:
+        own, cls = vars(module), type(module)
+        changed = "forward" in own or own.get("_compiled_call_impl") is not None
+        if changed or cls.forward not in _FUSED_FORWARDS or cls.__call__ is not nn.Module.__call__:
+            return False
+        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            return False
+        if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+            return False
+    return not _has_any_global_hook()
 
 
 def _may_fuse(x: Tensor, projections: tuple[CanonicalLinear, ...]) -> bool:
-    """Whether projections of one x may run in one launch: on a GPU, without gradients, all of them
-    canonical and plain. The bytes are the same either way.
-    """
-    return (
-        x.is_cuda
-        and not torch.is_grad_enabled()
-        and is_canonical("linear")
-        and _all_plain(*projections)
-    )
+    """Whether projections of one x may run in one launch, with the same bytes: on a GPU, without
+    gradients, all of them canonical and plain."""
+    inference = x.is_cuda and not torch.is_grad_enabled()
+    return inference and is_canonical("linear") and _all_plain(*projections)
 
 
 def _may_join(x: Tensor, *modules: nn.Module) -> bool:
-    """Whether ops in a row may be one autograd function: in training, every op canonical, every
-    module plain. The bytes are the same either way.
-
-    A joined function keeps the tensors of all its ops and computes every gradient between them.
-    Where x needs no gradient, separate ops would keep and compute less.
-    """
-    return (
-        torch.is_grad_enabled()
-        and x.requires_grad
-        and not current().stock
-        and not torch.compiler.is_compiling()
-        and _all_plain(*modules)
-    )
+    """Whether ops in a row may be one autograd function, with the same bytes: in training, every op
+    canonical, every module plain. Where x needs no gradient, separate ops keep and compute less."""
+    training = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
+    return training and not current().stock and _all_plain(*modules)
 
 
 class CanonicalRMSNorm(CanonicalModule):
@@ -146,19 +113,13 @@ class CanonicalRMSNorm(CanonicalModule):
 
     op = "rms_norm"
     variance_epsilon: float
-    rows_per_token: int = 1
-    """Heads of one token when the norm is per head (qk-norm)."""
+    rows_per_token: int = 1  # heads of one token when the norm is per head (qk-norm)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not is_canonical("rms_norm"):
             return super().forward(hidden_states)
-        return rms_norm(
-            hidden_states,
-            self.weight,
-            self.variance_epsilon,
-            rows_per_token=self.rows_per_token,
-            weight_grad=self.gradient_buffer("weight"),
-        )
+        weight, eps, rows, buffer = self.operands()
+        return rms_norm(hidden_states, weight, eps, rows_per_token=rows, weight_grad=buffer)
 
     def operands(self) -> HeadNorm:
         """The operands of `rms_norm` other than its input."""
@@ -169,13 +130,8 @@ class CanonicalRMSNorm(CanonicalModule):
     def after_addition(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of residual + x, residual + x); the same bytes as the addition, then the norm."""
         if is_canonical("rms_norm") and _all_plain(self):
-            return add_rms_norm(
-                x,
-                residual,
-                self.weight,
-                self.variance_epsilon,
-                weight_grad=self.gradient_buffer("weight"),
-            )
+            weight, eps, _, buffer = self.operands()
+            return add_rms_norm(x, residual, weight, eps, weight_grad=buffer)
         total = residual + x
         return self(total), total
 
@@ -217,8 +173,7 @@ class CanonicalRotaryEmbedding(CanonicalModule):
     ) -> tuple[Tensor, Tensor]:
         """cos and sin, [R, D/2] fp32 each; on the stock path [1, R, D] in the dtype of x.
 
-        Every position id is below `num_positions`; without it the ids are read, which waits for a
-        GPU.
+        All ids are below `num_positions`; without it they are read, which waits for a GPU.
         """
         if not is_canonical("rotary"):
             return super().forward(x, position_ids)
@@ -238,18 +193,12 @@ class CanonicalRotaryEmbedding(CanonicalModule):
             rows = TABLE_POSITIONS
             while rows < num_positions:
                 rows *= 2
-            frequencies = self._inverse_frequencies().to(device)
+            # From the config: `model.to(dtype)` rounds the module's buffer of frequencies.
+            kinds = ROPE_INIT_FUNCTIONS | {"default": self.compute_default_rope_parameters}
+            frequencies = kinds[self.rope_type](self.config)[0].to(device)  # [D/2] fp32
             table = rotary_table(frequencies, rows, self.attention_scaling)
             self._rotary_table = table
         return table
-
-    def _inverse_frequencies(self) -> Tensor:
-        """[D/2] fp32, computed from the config. The module's buffer will not do: `model.to(dtype)`
-        rounds it, and a model loaded in that dtype would rotate by other angles.
-        """
-        if self.rope_type == "default":
-            return self.compute_default_rope_parameters(self.config)[0]
-        return ROPE_INIT_FUNCTIONS[self.rope_type](self.config)[0]
 
 
 class CanonicalMLP(CanonicalModule):
@@ -298,10 +247,9 @@ class CanonicalAttention(CanonicalModule):
         attention_layout: AttentionLayout,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        rows = hidden_states.shape[1]
         q, k, v = self._inputs(hidden_states, *position_embeddings)
         out = self._attend(q, k, v, attention_layout)
-        return self.o_proj(out.reshape(1, rows, -1)), None
+        return self.o_proj(out.reshape(1, hidden_states.shape[1], -1)), None
 
     def _inputs(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normed and rotated, and values: [R, heads, D] each."""
@@ -311,23 +259,18 @@ class CanonicalAttention(CanonicalModule):
             of_q, of_k, of_v = (projection.operands() for projection in projections)
             of_norms = tuple(norm.operands() for norm in norms)
             return attention_inputs(x, (of_q, of_k, of_v), of_norms, cos, sin, self.head_dim)
-        q, k, v = (y.view(x.shape[1], -1, self.head_dim) for y in self._projections(x, projections))
+        if _may_fuse(x, projections):
+            of_q, of_k, of_v = projections
+            weights = (of_q.weight, of_k.weight, of_v.weight)
+            projected = linear_qkv(x, weights, (of_q.bias, of_k.bias, of_v.bias))
+        else:
+            projected = tuple(projection(x) for projection in projections)
+        q, k, v = (y.view(x.shape[1], -1, self.head_dim) for y in projected)
         if norms:
             q, k = norms[0](q), norms[1](k)
-        return *self._rotate(q, k, cos, sin), v
-
-    def _projections(
-        self, x: Tensor, projections: tuple[CanonicalLinear, CanonicalLinear, CanonicalLinear]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = projections
-        if _may_fuse(x, projections):
-            return linear_qkv(x, (q.weight, k.weight, v.weight), (q.bias, k.bias, v.bias))
-        return q(x), k(x), v(x)
-
-    def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if is_canonical("rotary"):
-            return rotary(q, k, cos, sin)
-        return self.apply_stock_rotary(q, k, cos[0], sin[0], unsqueeze_dim=1)
+            return *rotary(q, k, cos, sin), v
+        return *self.apply_stock_rotary(q, k, cos[0], sin[0], unsqueeze_dim=1), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
         canonical = is_canonical("attention")

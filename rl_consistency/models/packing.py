@@ -1,8 +1,7 @@
 """The layout inside the model: sequences one after another, each starting on a multiple of 16.
 
-Padded batches, lists of sequences and packed rows with position resets all become a `PackedBatch`,
-so every form of a batch gives the same bits. The alignment is the step of the gradient fold: a cut
-between two sequences is then also a cut between two steps.
+Every form of a batch becomes a `PackedBatch`, so all give the same bits. The alignment is the step
+of the gradient fold: a cut between two sequences is then also a cut between two steps.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ def from_host(values: np.ndarray, device: torch.device | str) -> Tensor:
     """An array as a tensor on the device. The copy does not wait for work queued there."""
     tensor = torch.from_numpy(values)
     if torch.device(device).type == "cuda":
-        # A copy from pageable memory would wait for everything launched before it.
-        tensor = tensor.pin_memory()
+        tensor = tensor.pin_memory()  # a copy from pageable memory would wait
     return tensor.to(device, non_blocking=True)
 
 
@@ -39,86 +37,43 @@ class PackedBatch:
     others are filler that no sequence owns (token 0 at position 0).
     """
 
-    input_ids: Tensor
-    """[R] int64."""
-    position_ids: Tensor
-    """[R] int64, counted from each sequence's first token."""
+    input_ids: Tensor  # [R] int64
+    position_ids: Tensor  # [R] int64, counted from each sequence's first token
     layout: PackedSequences
-    """Where each sequence lies."""
-    token_rows: Tensor
-    """[N] int64, row of each real token, sequence by sequence."""
+    token_rows: Tensor  # [N] int64, row of each real token, sequence by sequence
 
     @classmethod
     def from_sequences(
-        cls,
-        sequences: Sequence[Sequence[int]],
-        device: torch.device | str = "cpu",
-        *,
-        gap: int = 0,
+        cls, sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu", *, gap: int = 0
     ) -> PackedBatch:
         """Pack lists of token ids, with `gap` steps of filler before each sequence.
 
-        Raises:
-            ValueError: no sequence, or an empty one.
-            TypeError: token ids that are not integers.
+        ValueError for no sequence or an empty one, TypeError for ids that are not integers.
         """
-        lens = [len(sequence) for sequence in sequences]
         tokens = np.asarray([token for sequence in sequences for token in sequence])
         if tokens.size and tokens.dtype.kind not in "iu":
             raise TypeError(f"token ids must be integers, got {tokens.dtype}.")
-        places = _Places.of(lens, gap)
-        input_ids = np.zeros(places.num_rows, dtype=np.int64)
-        input_ids[places.rows] = tokens.astype(np.int64)
-        return places.batch(from_host(input_ids, device))
+        lens = [len(sequence) for sequence in sequences]
+        return cls.from_tokens(from_host(tokens.astype(np.int64), device), lens, gap=gap)
 
     @classmethod
     def from_tokens(cls, tokens: Tensor, lens: Sequence[int], *, gap: int = 0) -> PackedBatch:
         """Pack tokens [N] that stand sequence by sequence; see `from_sequences`."""
-        places = _Places.of(lens, gap)
-        input_ids = tokens.new_zeros(places.num_rows)
-        input_ids[from_host(places.rows, tokens.device)] = tokens
-        return places.batch(input_ids)
-
-
-@dataclass(frozen=True, eq=False)
-class _Places:
-    """Where each token of a packed batch goes, computed on the host."""
-
-    starts: np.ndarray
-    """[S] first row of each sequence."""
-    sizes: np.ndarray
-    """[S] tokens of each sequence."""
-    positions: np.ndarray
-    """[N] position of each token in its sequence."""
-    rows: np.ndarray
-    """[N] row of each token."""
-    num_rows: int
-
-    @classmethod
-    def of(cls, lens: Sequence[int], gap: int) -> _Places:
         if not lens or min(lens) == 0:
-            raise ValueError(
-                f"cannot pack {len(lens)} sequences of lengths {list(lens)[:8]}; at least one "
-                "sequence is needed, and none may be empty."
-            )
+            found = f"{len(lens)} sequences of lengths {list(lens)[:8]}"
+            raise ValueError(f"cannot pack {found}; give at least one, and none may be empty.")
         sizes = np.asarray(lens, dtype=np.int64)
         taken = -(-sizes // ALIGNMENT) * ALIGNMENT
-        room = taken + gap * ALIGNMENT
-        starts = np.cumsum(room) - taken
+        starts = np.cumsum(taken + gap * ALIGNMENT) - taken
         positions = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         rows = np.repeat(starts, sizes) + positions
-        return cls(starts, sizes, positions, rows, int(room.sum()))
-
-    def batch(self, input_ids: Tensor) -> PackedBatch:
-        """The batch of these packed tokens [R], on their device."""
-        position_ids = np.zeros(self.num_rows, dtype=np.int64)
-        position_ids[self.rows] = self.positions
-        return PackedBatch(
-            input_ids,
-            from_host(position_ids, input_ids.device),
-            PackedSequences.of(self.starts.tolist(), self.sizes.tolist()),
-            from_host(self.rows, input_ids.device),
-        )
+        position_ids = np.zeros(starts[-1] + taken[-1], dtype=np.int64)
+        position_ids[rows] = positions
+        token_rows = from_host(rows, tokens.device)
+        input_ids = tokens.new_zeros(len(position_ids))
+        input_ids[token_rows] = tokens
+        layout = PackedSequences.of(starts.tolist(), sizes.tolist())
+        return cls(input_ids, from_host(position_ids, tokens.device), layout, token_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,16 +81,13 @@ class PaddedBatch:
     """A padded [B, L] batch and its packed form."""
 
     packed: PackedBatch
-    mask: Tensor
-    """[B, L] bool, real tokens."""
+    mask: Tensor  # [B, L] bool, real tokens
 
     def unpack(self, rows: Tensor) -> Tensor:
         """[R, ...] packed rows -> [B, L, ...], zeros at padding; differentiable."""
         padded = rows.new_zeros(*self.mask.shape, *rows.shape[1:])
-        return padded.masked_scatter(
-            self.mask.view(*self.mask.shape, *([1] * (rows.dim() - 1))),
-            rows[self.packed.token_rows],
-        )
+        mask = self.mask.view(*self.mask.shape, *([1] * (rows.dim() - 1)))
+        return padded.masked_scatter(mask, rows[self.packed.token_rows])
 
 
 def pack_padded(
@@ -145,24 +97,16 @@ def pack_padded(
 
     Args:
         input_ids: [B, L] int64.
-        attention_mask: [B, L], 1 or True at real tokens; None if all are real.
+        attention_mask: [B, L], 1 or True at real tokens, in one run per row; None if all are real.
         position_ids: [L] or [B, L]; where they restart at 0 a new sequence begins.
-
-    Raises:
-        ValueError: a mask with holes or of another shape, an empty row, or position ids that do not
-            count every sequence from 0.
     """
-    if input_ids.dim() != 2:
-        raise ValueError(
-            f"input_ids {tuple(input_ids.shape)}; a batch of shape [batch, length] is needed."
-        )
+    shape = tuple(input_ids.shape)
+    if len(shape) != 2:
+        raise ValueError(f"input_ids {shape}; a batch of shape [batch, length] is needed.")
     mask = _checked_mask(input_ids, attention_mask)
-    lens = mask.sum(dim=1)
-    if position_ids is None:
-        boundaries = lens.tolist()
-    else:
-        boundaries = _lengths_by_position(mask, position_ids)
-    return PaddedBatch(PackedBatch.from_tokens(input_ids[mask], boundaries), mask)
+    by_row = position_ids is None
+    lens = mask.sum(dim=1).tolist() if by_row else _lengths_by_position(mask, position_ids)
+    return PaddedBatch(PackedBatch.from_tokens(input_ids[mask], lens), mask)
 
 
 def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -179,25 +123,21 @@ def _checked_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     bad = torch.nonzero(runs != 1).flatten().tolist()
     if bad:
         raise ValueError(
-            f"attention_mask row {bad[0]} has a hole or no token; pad each row at its ends, "
-            "with its tokens in one run."
+            f"attention_mask row {bad[0]} has a hole or no token; pad each row at its ends only."
         )
     return mask
 
 
 def _lengths_by_position(mask: Tensor, position_ids: Tensor) -> list[int]:
     positions = position_ids.expand_as(mask)[mask]
-    first_of_row = torch.zeros_like(mask)
-    every_row = torch.arange(mask.shape[0], device=mask.device)
-    first_of_row[every_row, mask.int().argmax(dim=1)] = True
+    first_of_row = mask & (mask.cumsum(dim=1) == 1)
     starts = positions == 0
     expected = torch.where(starts[1:], torch.zeros_like(positions[1:]), positions[:-1] + 1)
     counts = bool((positions[1:] == expected).all())
     if not (counts and bool(starts[first_of_row[mask]].all())):
         raise ValueError(
             "position_ids must count each sequence from 0 in steps of 1 over its real tokens "
-            "(packed rows restart at 0). For padded rows leave position_ids out, or compute them "
-            "from the attention mask."
+            "(packed rows restart at 0). For padded rows they may be left out."
         )
     edges = torch.nonzero(starts).flatten().tolist() + [len(positions)]
     return [end - begin for begin, end in itertools.pairwise(edges)]
@@ -209,11 +149,7 @@ def packed_inputs(
     position_ids: Tensor | None,
     kwargs: dict[str, Any],
 ) -> PaddedBatch:
-    """The packed form of the arguments of a patched forward.
-
-    Raises:
-        ValueError: no input_ids, or an argument that only the stock forward takes.
-    """
+    """The packed arguments of a patched forward; ValueError for those only the stock one takes."""
     unused = {name for name, value in kwargs.items() if value is None or value is False}
     covered = {"return_dict"} if kwargs.get("return_dict") else set()
     extra = sorted(kwargs.keys() - unused - covered)

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -17,11 +16,7 @@ from rl_consistency.kernels.gradient_fold.op import GradientBuffer
 from rl_consistency.models import families
 from rl_consistency.models.audit import AuditTable, audit
 from rl_consistency.models.families import UnsupportedModelError
-from rl_consistency.models.modules import (
-    CanonicalAttention,
-    CanonicalMLP,
-    CanonicalModule,
-)
+from rl_consistency.models.modules import CanonicalAttention, CanonicalMLP, CanonicalModule
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import SETTINGS, numeric_settings, verify_settings
@@ -31,14 +26,7 @@ _SESSIONS: weakref.WeakKeyDictionary[nn.Module, PatchSession] = weakref.WeakKeyD
 
 NOT_PATCHED = "the model is not patched; call rl_consistency.patch(model) first."
 
-_ATTRIBUTES = (
-    "_gradient_buffers",
-    "rows_per_token",
-    "activation",
-    "window",
-    "apply_stock_rotary",
-    "_rotary_table",
-)
+_ATTRIBUTES = "_gradient_buffers rows_per_token activation window apply_stock_rotary _rotary_table"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +42,14 @@ class _Place:
     @staticmethod
     def all_in(model: nn.Module) -> list[_Place]:
         """One place per parent and attribute: a shared module has several."""
-        return [
-            _Place(
-                f"{name}.{attribute}".lstrip("."),
-                weakref.ref(parent),
-                attribute,
-                weakref.ref(module),
-                isinstance(module, CanonicalModule),
-            )
-            for name, parent in model.named_modules()
-            for attribute, module in parent._modules.items()
-            if module is not None
-            and any(isinstance(part, CanonicalModule) for part in module.modules())
-        ]
+        places: list[_Place] = []
+        for name, parent in model.named_modules():
+            for own, module in parent._modules.items():
+                if module is None or not any(map(_is_ours, module.modules())):
+                    continue
+                path, refs = f"{name}.{own}".lstrip("."), (weakref.ref(parent), weakref.ref(module))
+                places.append(_Place(path, refs[0], own, refs[1], _is_ours(module)))
+        return places
 
     def held(self) -> bool:
         """Whether the attribute still gives this module, canonical if it was."""
@@ -77,18 +60,21 @@ class _Place:
         return not self.canonical or _is_canonical(found)
 
 
+def _is_ours(module: nn.Module) -> bool:
+    return isinstance(module, CanonicalModule)
+
+
 def _is_canonical(module: nn.Module) -> bool:
-    return isinstance(module, CanonicalModule) and "forward" not in module.__dict__
+    return _is_ours(module) and "forward" not in module.__dict__
 
 
 class PatchSession:
     """A model's patch, live from `patch(model)` to `restore()` or the end of the `with` block.
 
-    Parameters stay where they are and keep their names: optimizers, `state_dict`,
-    `save_pretrained` and gradient checkpointing work as before. The backward pass folds the
-    gradients of patched parameters into `parameter.grad` itself, in fp32: call `backward()`;
-    `torch.autograd.grad` with respect to them gives None. `backward(inputs=...)` may fold other
-    parameters too (see `kernels/linear/joined.py`).
+    Parameters keep their places and names: optimizers, `state_dict`, `save_pretrained` and gradient
+    checkpointing work as before. `backward()` folds gradients into `parameter.grad` itself, in
+    fp32; `torch.autograd.grad` with respect to them gives None, and `backward(inputs=...)` may fold
+    other parameters too (see `kernels/linear/joined.py`).
     """
 
     def __init__(self, model: nn.Module):
@@ -104,12 +90,7 @@ class PatchSession:
     def __enter__(self) -> PatchSession:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.restore()
 
     @property
@@ -129,7 +110,7 @@ class PatchSession:
         """Give the model its stock classes back; parameters and gradients stay. Idempotent."""
         self._swap_to_stock()
         for name in self._stock_classes:
-            for attribute in _ATTRIBUTES:
+            for attribute in _ATTRIBUTES.split():
                 self.model.get_submodule(name).__dict__.pop(attribute, None)
         for parameter in self.model.parameters():
             _restore_gradient_dtype(parameter)
@@ -149,8 +130,7 @@ class PatchSession:
         try:
             yield self.model
         finally:
-            # If the block restored the session, there is nothing to put back.
-            if self._stock_classes:
+            if self._stock_classes:  # else the block restored the session
                 _write_settings(held)
             for name in self._stock_classes:
                 self.model.get_submodule(name).__class__ = patched[name]
@@ -160,15 +140,8 @@ class PatchSession:
         return audit(self.model, self._stock_classes)
 
     def verify(self) -> None:
-        """Prove that the patch is live: by classes, by settings and by a forward pass.
-
-        The model runs three sequences, one of a single token, alone and together; their hidden
-        states must be equal as bytes.
-
-        Raises:
-            ConsistencyError: something undid the patch, an op is on its stock path, or the bytes
-                differ.
-        """
+        """Prove that the patch is live, or raise a ConsistencyError: by classes, by settings and by
+        the bytes of three sequences' hidden states, computed alone and together."""
         undone = self._undone()
         if undone or not self._stock_classes:
             where = f"module {undone[0] or 'root'}" if undone else "the whole model"
@@ -177,22 +150,20 @@ class PatchSession:
                 "replaces modules, and do not use a session after restore()."
             )
         verify_settings()
-        stock = sorted(current().stock)
-        if stock:
+        if stock := ", ".join(sorted(current().stock)):
             raise ConsistencyError(
-                f"ops on their stock path here: {', '.join(stock)}. Leave the strict(...) block "
-                f"or unset {VARIABLE}."
+                f"ops on their stock path here: {stock}. Leave strict(...) or unset {VARIABLE}."
             )
         different, tokens = self._compare_alone_and_together()
         if different:
             raise ConsistencyError(
-                f"{different} of {tokens} probe tokens depend on their neighbours; run "
-                "`rl-consistency verify` to see which op."
+                f"{different} of {tokens} probe tokens depend on their neighbours; see "
+                "`rl-consistency verify` for the op."
             )
 
     @torch.no_grad()
     def _compare_alone_and_together(self) -> tuple[int, int]:
-        """How many of the probe's tokens differ between sequences run alone and together."""
+        """How many of the probe's tokens differ between alone and together, and how many it has."""
         model: Any = self.model
         device = next(model.parameters()).device
         vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -200,19 +171,13 @@ class PatchSession:
         batch = PackedBatch.from_sequences(sequences, device)
         forward = model.model.packed_forward
         together = forward(batch.input_ids, batch.position_ids, batch.layout)[batch.token_rows]
-        # Without filler rows, as a decode step has them.
-        alone = torch.cat(
-            [
-                forward(
-                    torch.tensor(tokens, device=device),
-                    torch.arange(len(tokens), device=device),
-                    PackedSequences.of([0], [len(tokens)]),
-                )
-                for tokens in sequences
-            ]
-        )
-        bits = [hidden.float().view(torch.int32) for hidden in (together, alone)]
-        return int((bits[0] != bits[1]).any(dim=1).sum()), len(alone)
+        alone: list[torch.Tensor] = []
+        for tokens in sequences:  # without filler rows, as a decode step has them
+            ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
+            layout = PackedSequences.of([0], [len(tokens)])
+            alone.append(forward(ids.to(device), positions.to(device), layout))
+        bits = [hidden.float().view(torch.int32) for hidden in (together, torch.cat(alone))]
+        return int((bits[0] != bits[1]).any(dim=1).sum()), len(together)
 
     def _undone(self) -> list[str]:
         """Names of the modules that no longer run as they were patched; the root's is empty."""
@@ -249,43 +214,32 @@ class PatchSession:
         elif isinstance(module, CanonicalAttention):
             module.window = families.window_of(config, module)
             module.apply_stock_rotary = families.modeling(config).apply_rotary_pos_emb
-            for norm, heads in (
-                ("q_norm", config.num_attention_heads),
-                ("k_norm", config.num_key_value_heads),
-            ):
-                if hasattr(module, norm):
-                    getattr(module, norm).rows_per_token = heads
+            if hasattr(module, "q_norm"):
+                module.q_norm.rows_per_token = config.num_attention_heads
+                module.k_norm.rows_per_token = config.num_key_value_heads
 
 
 def patch(model: nn.Module) -> PatchSession:
-    """Swap a Hugging Face causal LM onto the canonical orders, in place.
+    """Swap a Hugging Face causal LM onto the canonical orders, in place; `restore()` undoes it.
 
     Args:
         model: a dense Llama, Mistral, Qwen2 or Qwen3 `...ForCausalLM`, fp32, bf16 or fp16, before
             `accelerator.prepare`.
 
-    Returns:
-        The session; `restore()` undoes it.
-
     Raises:
-        UnsupportedModelError: an architecture, module, dtype or setting that is not covered; raised
-            before any number is produced, naming it.
+        UnsupportedModelError: names the architecture, module, dtype or setting not covered.
         ValueError: already patched.
     """
     if model in _SESSIONS:
+        raise ValueError("the model is patched already; restore() the session before that.")
+    if _is_ours(model):
         raise ValueError(
-            "the model is patched already; restore() the session before patching again."
-        )
-    if isinstance(model, CanonicalModule):
-        raise ValueError(
-            "the model is a copy of a patched one; copy a model before patching it, or restore() "
-            "the original first."
+            "the model is a copy of a patched one; copy a model before patching, or restore() it."
         )
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_input_embeddings"):
         raise UnsupportedModelError(
-            f"{type(model).__name__} is not a Hugging Face model; patch the ...ForCausalLM itself, "
-            "not a wrapper around it."
+            f"{type(model).__name__} is not a Hugging Face model; patch the ...ForCausalLM itself."
         )
     families.check_config(config)
     families.check_head(model)
@@ -303,11 +257,7 @@ def patch(model: nn.Module) -> PatchSession:
 
 
 def patched_session(model: nn.Module) -> PatchSession:
-    """The live session of a model.
-
-    Raises:
-        ValueError: the model is not patched, or is patched but running stock.
-    """
+    """The live session of a model; ValueError if it is not patched, or is running stock."""
     session = _SESSIONS.get(model)
     if session is None or not session.live:
         raise ValueError(NOT_PATCHED)
@@ -315,12 +265,9 @@ def patched_session(model: nn.Module) -> PatchSession:
 
 
 def patched_part(model: nn.Module, name: str) -> nn.Module:
-    """A direct submodule of a patched model, checked to be canonical.
+    """A direct submodule of a patched model; ValueError if it runs stock.
 
     `patched_session` checks every module; a call that has used it needs only this check after.
-
-    Raises:
-        ValueError: the model is not patched, or the submodule runs stock.
     """
     if model not in _SESSIONS or not _is_canonical(getattr(model, name)):
         raise ValueError(NOT_PATCHED)
@@ -350,10 +297,7 @@ def _gradient_buffers(model: nn.Module) -> dict[str, GradientBuffer]:
 
 
 def _restore_gradient_dtype(parameter: nn.Parameter) -> None:
-    if parameter.grad_dtype == parameter.dtype:  # pyright: ignore[reportAttributeAccessIssue]
-        return
-    gradient = parameter.grad
-    parameter.grad = None
-    parameter.grad_dtype = parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
-    if gradient is not None:
-        parameter.grad = gradient.to(parameter.dtype)
+    if parameter.grad_dtype != parameter.dtype:  # pyright: ignore[reportAttributeAccessIssue]
+        gradient, parameter.grad = parameter.grad, None
+        parameter.grad_dtype = parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
+        parameter.grad = None if gradient is None else gradient.to(parameter.dtype)

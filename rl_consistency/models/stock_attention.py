@@ -15,26 +15,12 @@ from rl_consistency.kernels.attention.layout import AttentionLayout
 
 
 def stock_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: AttentionLayout,
-    *,
-    scale: float,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, *, scale: float, window: int | None
 ) -> Tensor:
     """Attention in the order torch chooses; for ablations and negative controls.
 
-    Args:
-        q: [T, H, D].
-        k: [rows, Hkv, D] packed, or the flattened cache.
-        v: like k.
-        layout: where queries and keys lie.
-        scale: factor on the scores.
-        window: sliding window, or None.
-
-    Returns:
-        [T, H, D]; rows that no sequence owns are 0.
+    q: [T, H, D]. k and v: [rows, Hkv, D] packed, or the flattened cache. scale: factor on the
+    scores. window: sliding window, or None. Returns [T, H, D]; rows that no sequence owns are 0.
     """
     out = torch.zeros_like(q)
     key_rows = layout.key_rows_on(q.device)
@@ -57,24 +43,12 @@ def stock_attention(
 
 
 def stock_captured_attention(
-    q: Tensor,
-    layout: CapturedPagedAttention,
-    layer: int,
-    *,
-    scale: float,
-    window: int | None,
+    q: Tensor, layout: CapturedPagedAttention, layer: int, *, scale: float, window: int | None
 ) -> Tensor:
     """Attention of a captured layout, its keys gathered up to the longest context it allows.
 
-    Args:
-        q: [T, H, D], the same number of queries for each sequence.
-        layout: lengths and tables on the device, and the caches.
-        layer: which cache to read.
-        scale: factor on the scores.
-        window: sliding window, or None.
-
-    Returns:
-        [T, H, D]; rows after a sequence's last query hold nothing of use.
+    q: [T, H, D], the same number of queries for each sequence. layer: which cache to read. Returns
+    [T, H, D]; rows after a sequence's last query hold nothing of use.
     """
     numbers, sequences = layout.numbers, len(layout.query_lens)
     queries = q.shape[0] // sequences

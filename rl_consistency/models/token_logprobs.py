@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -35,11 +35,8 @@ class Sampling(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TokenLogprobs:
-    """Scored tokens, sequence by sequence, ascending position.
-
-    Example: sequences of 5 and 4 tokens with prompt lengths 3 and 2 give 4 logprobs and lengths
-    [2, 2].
-    """
+    """Scored tokens, sequence by sequence: 5 and 4 tokens, of which 3 and 2 are the prompts, give 4
+    logprobs and lengths [2, 2]."""
 
     logprobs: Tensor
     """[N] fp32, differentiable."""
@@ -64,8 +61,7 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Log-probability of each scored token given the tokens before it.
 
-    Lists and padded batches are packed without padding, so all forms give the same bytes. The
-    rollout engine returned the same bytes if the weights are the same.
+    All forms of a batch give the same bytes, and so did the rollout engine with these weights.
 
     Args:
         model: patched causal LM.
@@ -74,48 +70,38 @@ def token_logprobs(
         prompt_lengths: tokens at the start of each sequence that are not scored.
         loss_mask: instead of prompt_lengths, True at tokens to score, in the form of `sequences`.
             The first token of a sequence has no token before it and cannot be scored.
-        sampling: the parameters the tokens were sampled with, one object for all sequences or one
-            per sequence; None is temperature 1 without truncation.
+        sampling: what the tokens were sampled with, for all or each; None is temperature 1 without
+            truncation.
 
-    Returns:
-        logprobs and entropies of the scored tokens.
-
-    Raises:
-        ValueError: the model is not patched, shapes disagree, nothing is scored, or both or neither
-            of prompt_lengths and loss_mask are given.
+    ValueError if the model is not patched, shapes disagree, or nothing is scored.
     """
     batch, lens = _pack(model, sequences, attention_mask)
     context: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]
     if max(lens) > context:
         raise ValueError(
             f"sequence {lens.index(max(lens))} has {max(lens)} tokens, the model's context is "
-            f"{context}; shorten it, or raise max_position_embeddings if the model allows."
+            f"{context} (max_position_embeddings); shorten it."
         )
     scored = _scored_tokens(lens, prompt_lengths, loss_mask, attention_mask)
     hidden = packed_hidden_states(model, batch)
     rows = _scored_rows(batch, lens, scored)
     parameters = _sampling_rows(sampling, lens, rows)
-    scorer = _canonical_scores if is_canonical("token_logprobs") else _stock_scores
-    logprobs, entropy = scorer(model, hidden[rows.index], rows.targets, parameters)
+    given = (hidden[rows.index], lm_head_weight(model), rows.targets, parameters)
+    if is_canonical("token_logprobs"):
+        logprobs, entropy = scored_rows(*given, weight_grad=lm_head_gradient(model))
+    else:
+        logprobs, entropy = _stock_scores(*given)
     lengths = [int(mask.sum()) for mask in scored]
     return TokenLogprobs(logprobs[rows.kept], entropy[rows.kept], lengths)
 
 
-def _canonical_scores(
-    model: nn.Module, hidden: Tensor, targets: Tensor, rows: SamplingRows
-) -> tuple[Tensor, Tensor]:
-    return scored_rows(
-        hidden, lm_head_weight(model), targets, rows, weight_grad=lm_head_gradient(model)
-    )
-
-
 def _stock_scores(
-    model: nn.Module, hidden: Tensor, targets: Tensor, rows: SamplingRows
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: SamplingRows
 ) -> tuple[Tensor, Tensor]:
     """Logits in the model dtype and torch's log_softmax: what an unpatched trainer computes."""
-    logits = F.linear(hidden, lm_head_weight(model)).float()
+    logits = F.linear(hidden, weight).float()
     if rows.truncates:
-        support = distribution(lm_head_logits(hidden, lm_head_weight(model)).detach(), rows).scaled
+        support = distribution(lm_head_logits(hidden, weight).detach(), rows).scaled
         logits = logits.masked_fill(support == -torch.inf, -torch.inf)
     temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0).unsqueeze(1)
     logprobs = (logits / temperature).log_softmax(dim=1)
@@ -124,16 +110,11 @@ def _stock_scores(
     return logprobs.gather(1, safe.unsqueeze(1)).squeeze(1), entropy
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    index: Tensor
-    """[M] packed row that predicts each target; each sequence has a multiple of 16 of them."""
-    targets: Tensor
-    """[M] int64, `IGNORED` in rows of filler."""
-    kept: Tensor
-    """[N] which of the M rows are real."""
-    owners: list[int]
-    """Sequence of each of the M rows."""
+class _Rows(NamedTuple):
+    index: Tensor  # [M] packed row that predicts each target; a multiple of 16 per sequence
+    targets: Tensor  # [M] int64, `IGNORED` in rows of filler
+    kept: Tensor  # [N] which of the M rows are real
+    owners: list[int]  # [M] sequence of each
 
 
 def _pack(
@@ -148,8 +129,7 @@ def _pack(
     elif isinstance(sequences, PackedBatch):
         batch = sequences
     else:
-        device = next(model.parameters()).device
-        batch = PackedBatch.from_sequences(sequences, device)
+        batch = PackedBatch.from_sequences(sequences, next(model.parameters()).device)
     return batch, list(batch.layout.query_lens)
 
 
@@ -162,30 +142,26 @@ def _scored_tokens(
     """Per sequence [len] bool, on the CPU."""
     if (prompt_lengths is None) == (loss_mask is None):
         raise ValueError("give exactly one of prompt_lengths and loss_mask.")
-    if prompt_lengths is not None:
-        if len(prompt_lengths) != len(lens):
-            raise ValueError(f"{len(prompt_lengths)} prompt_lengths for {len(lens)} sequences.")
-        for i, (prompt, length) in enumerate(zip(prompt_lengths, lens, strict=True)):
-            if not 1 <= prompt <= length:
-                raise ValueError(
-                    f"prompt_lengths[{i}] is {prompt}, the sequence has {length} tokens; allowed: "
-                    f"1 to {length} (the first token has nothing before it)."
-                )
-        return [
-            torch.arange(length) >= prompt
-            for prompt, length in zip(prompt_lengths, lens, strict=True)
-        ]
-    return _masks(lens, loss_mask, attention_mask)
+    if prompt_lengths is None:
+        return _masks(lens, loss_mask, attention_mask)
+    if len(prompt_lengths) != len(lens):
+        raise ValueError(f"{len(prompt_lengths)} prompt_lengths for {len(lens)} sequences.")
+    pairs = list(zip(prompt_lengths, lens, strict=True))
+    for i, (prompt, length) in enumerate(pairs):
+        if not 1 <= prompt <= length:
+            raise ValueError(
+                f"prompt_lengths[{i}] is {prompt}; allowed: 1 to {length}, the sequence's length "
+                "(the first token has nothing before it)."
+            )
+    return [torch.arange(length) >= prompt for prompt, length in pairs]
 
 
 def _masks(lens: list[int], loss_mask: Any, attention_mask: Tensor | None) -> list[Tensor]:
     if isinstance(loss_mask, Tensor):
         real = torch.ones_like(loss_mask) if attention_mask is None else attention_mask
         if loss_mask.shape != real.shape or int(real.sum()) != sum(lens):
-            raise ValueError(
-                f"loss_mask {tuple(loss_mask.shape)} does not fit the batch; it has the shape of "
-                "the padded input_ids."
-            )
+            shape = tuple(loss_mask.shape)
+            raise ValueError(f"loss_mask {shape} does not fit the batch: give input_ids' shape.")
         masks = list(loss_mask.cpu()[real.bool().cpu()].bool().split(lens))
     else:
         masks = [torch.as_tensor(mask, dtype=torch.bool, device="cpu") for mask in loss_mask]
@@ -204,8 +180,7 @@ def _scored_rows(batch: PackedBatch, lens: list[int], scored: list[Tensor]) -> _
     """Rows to score, their owners, and which of them are real.
 
     Filler rows bring each sequence to a multiple of the fold's step, so that the LM head's gradient
-    can be cut between any two sequences. They repeat the sequence's first row and have an ignored
-    target.
+    can be cut between any two sequences. They repeat the first row and have an ignored target.
     """
     index: list[np.ndarray] = []
     real: list[np.ndarray] = []
@@ -219,19 +194,12 @@ def _scored_rows(batch: PackedBatch, lens: list[int], scored: list[Tensor]) -> _
         real.append(np.arange(len(rows) + filler) < len(rows))
         owners += [i] * (len(rows) + filler)
     if not index:
-        raise ValueError(
-            "no token is scored; the prompts cover the whole sequences or the loss mask is empty."
-        )
+        raise ValueError("no token is scored; the prompts or the loss mask leave none.")
     device = batch.input_ids.device
     kept = np.concatenate(real)
-    rows_on_device = from_host(np.concatenate(index), device)
-    targets = batch.input_ids[rows_on_device + 1]
-    return _Rows(
-        index=rows_on_device,
-        targets=targets.masked_fill(from_host(~kept, device), IGNORED),
-        kept=from_host(np.flatnonzero(kept), device),
-        owners=owners,
-    )
+    rows = from_host(np.concatenate(index), device)
+    targets = batch.input_ids[rows + 1].masked_fill(from_host(~kept, device), IGNORED)
+    return _Rows(rows, targets, from_host(np.flatnonzero(kept), device), owners)
 
 
 def _sampling_rows(
@@ -249,11 +217,5 @@ def _sampling_rows(
 
 
 def _uniform(sampling: Sampling, count: int, device: torch.device) -> SamplingRows:
-    return SamplingRows.uniform(
-        count,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        device=device,
-    )
+    fields = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    return SamplingRows.uniform(count, **fields, device=device)

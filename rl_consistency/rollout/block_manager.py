@@ -1,17 +1,14 @@
 """Paged KV cache blocks: which sequence holds which, and which may be shared.
 
 A full block is found by its content: the key (prefix id of the block before it, its token ids). A
-prefix id is given once to a content in its context and never again, so equal keys mean equal tokens
-from the sequence's first token on. The dictionary compares the tokens themselves, so a hash
-collision joins nothing. A token's keys and values depend on the tokens up to it and on nothing else
-(claim C1), so a shared block holds the very bytes its new holder would compute.
+prefix id is given to one content only, so equal keys mean equal tokens from the sequence's first
+token on. A token's keys and values depend on the tokens up to it alone (claim C1), so a shared
+block holds the very bytes its new holder would compute.
 
-Only full blocks are shared, and a full block is never written again: there is no copy-on-write.
-A block is announced when it is allocated, so that a sibling can wait for it. It becomes shareable
-when the step that fills it has been launched and all its tokens are known. All steps run in order
-on one stream, so a later holder reads it filled, even if it was handed on before the step ended.
-Released blocks keep their content until space is needed, least recently released first. `reset`
-forgets all contents, as new weights require.
+Only full blocks are shared, and a full block is never written again. A block is announced when it
+is allocated, so that a sibling can wait for it. It becomes shareable when the step that fills it
+was launched and all its tokens are known: steps run in order on one stream. Released blocks keep
+their content until space is needed, least recently released first.
 """
 
 from __future__ import annotations
@@ -21,31 +18,24 @@ from dataclasses import dataclass
 
 from rl_consistency.rollout.sequence import RolloutSequence
 
-_ROOT = 0
-"""Prefix id before the first token of any sequence."""
-
+_ROOT = 0  # prefix id before the first token of any sequence
 _Key = tuple[int, tuple[int, ...]]
 
 
 @dataclass(slots=True)
 class _Block:
     ref_count: int = 0
-    key: _Key | None = None
-    """Set on the one block through which this content is found."""
-    prefix_id: int | None = None
-    """Names the content up to the end of this block; None while unknown."""
-    computed: bool = False
-    """Whether the step that fills it has been launched."""
+    key: _Key | None = None  # set on the one block through which this content is found
+    prefix_id: int | None = None  # names the content up to the end of this block, once known
+    computed: bool = False  # whether the step that fills it has been launched
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
     """The longest announced prefix of a sequence."""
 
-    block_ids: list[int]
-    """Its leading blocks that are computed."""
-    awaited_block: int | None
-    """The next one, if it is announced but not computed yet."""
+    block_ids: list[int]  # its leading blocks that are computed
+    awaited_block: int | None  # the next one, if it is announced but not computed yet
 
 
 class BlockManager:
@@ -73,10 +63,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def match_prefix(self, sequence: RolloutSequence) -> PrefixMatch:
-        """Look up the blocks of the sequence's leading tokens.
-
-        The last known token is never matched: its hidden state has to be computed to sample from.
-        """
+        """Look up the leading blocks; never the last known token, which has to be computed."""
         block_ids: list[int] = []
         if not self.share_prefixes:
             return PrefixMatch(block_ids, None)
@@ -101,7 +88,7 @@ class BlockManager:
     def allocate(self, sequence: RolloutSequence, match: PrefixMatch, *, spare: int = 0) -> bool:
         """Give the sequence blocks for all its known tokens, the matched ones shared.
 
-        Returns False and changes nothing if `spare` blocks would not be left.
+        False, and nothing changes, if `spare` blocks would not be left.
         """
         assert not sequence.block_table, "the sequence already holds blocks"
         num_matched = len(match.block_ids)
@@ -110,7 +97,8 @@ class BlockManager:
         if num_new + num_idle + spare > self.num_free_blocks:
             return False
         for block_id in match.block_ids:
-            self._acquire(block_id)
+            self._idle.pop(block_id, None)
+            self._blocks[block_id].ref_count += 1
         sequence.block_table = match.block_ids + [self._take() for _ in range(num_new)]
         sequence.num_published_blocks = num_matched
         for index in range(num_matched, sequence.num_tokens // self.block_size):
@@ -118,10 +106,7 @@ class BlockManager:
         return True
 
     def grow(self, sequence: RolloutSequence, num_drafted: int = 0) -> bool:
-        """Make sure that every token, pending and drafted ones included, has a slot.
-
-        Returns False and changes nothing if blocks are missing for that.
-        """
+        """Give every token, pending and drafted too, a place; False, and no change, if none is."""
         needed = self.blocks_for(sequence.num_scheduled_tokens + num_drafted)
         missing = needed - len(sequence.block_table)
         if missing > self.num_free_blocks:
@@ -144,12 +129,13 @@ class BlockManager:
         for block_id in reversed(sequence.block_table):
             block = self._blocks[block_id]
             block.ref_count -= 1
-            if block.ref_count == 0:
-                if block.key is not None and block.computed:
-                    self._idle[block_id] = None
-                else:
-                    self._blank_out(block_id)
-                    self._blank.append(block_id)
+            if block.ref_count > 0:
+                continue
+            if block.key is not None and block.computed:
+                self._idle[block_id] = None
+            else:
+                self._blank_out(block_id)
+                self._blank.append(block_id)
         sequence.block_table = []
         sequence.num_published_blocks = 0
 
@@ -159,9 +145,8 @@ class BlockManager:
         block = self._blocks[block_id]
         if not self.share_prefixes or block.prefix_id is not None:
             return
-        parent: int | None = _ROOT
-        if index > 0:
-            parent = self._blocks[sequence.block_table[index - 1]].prefix_id
+        before = sequence.block_table[index - 1]
+        parent = self._blocks[before].prefix_id if index > 0 else _ROOT
         assert parent is not None, "blocks are announced in order"
         start = index * self.block_size
         key = (parent, tuple(sequence.token_ids[start : start + self.block_size]))
@@ -173,12 +158,6 @@ class BlockManager:
         block.prefix_id = self._last_prefix_id
         block.key = key
         self._by_key[key] = block_id
-
-    def _acquire(self, block_id: int) -> None:
-        block = self._blocks[block_id]
-        if block.ref_count == 0:
-            del self._idle[block_id]
-        block.ref_count += 1
 
     def _take(self) -> int:
         """A blank block, or else the least recently released one, its content forgotten."""

@@ -14,13 +14,11 @@ from rl_consistency.rollout.sequence import FinishReason, RolloutSequence
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    """One sample.
+    """One sample: a prompt [7, 8] whose second sample was 3, 5 and then eos (2) gives
 
-    A prompt [7, 8] whose second sample was 3, 5 and then eos (2) gives
-
-        Completion(prompt_index=0, sample_index=1, token_ids=[3, 5, 2],
-                   token_logprobs=tensor([-1.2, -0.1, -0.7]), finish_reason="stop",
-                   request_id="request-0")
+    Completion(prompt_index=0, sample_index=1, token_ids=[3, 5, 2],
+               token_logprobs=tensor([-1.2, -0.1, -0.7]), finish_reason="stop",
+               request_id="request-0")
     """
 
     prompt_index: int
@@ -31,16 +29,13 @@ class Completion:
     """[len(token_ids)] fp32 on the CPU, under the distribution the tokens were drawn from."""
     finish_reason: FinishReason
     """"stop": an eos, a stop token or a stop string was drawn; "length": `max_tokens` was reached;
-    "cancelled": the caller cancelled it; "error": see `error`. The last two keep the tokens drawn
-    before."""
+    "cancelled" and "error" (see `error`) keep the tokens drawn before."""
     request_id: str = ""
-    """Given by the caller or made up."""
     error: str | None = None
     """Prompt, sample and position at which the model gave a logprob that is not finite."""
 
     @classmethod
     def of(cls, sequence: RolloutSequence) -> Completion:
-        """The completion of a sequence that ended."""
         assert sequence.finish_reason is not None
         return cls(
             prompt_index=sequence.prompt_index,
@@ -56,14 +51,11 @@ class Completion:
 class FailedRequestsError(ConsistencyError):
     """The model gave numbers that are not finite for some requests; the others were finished.
 
-    Args:
-        completions: of all requests, those that failed included.
+    Of all completions, `failed` holds those with an error and `completions` the others.
     """
 
     def __init__(self, completions: Sequence[Completion]) -> None:
         self.completions = [c for c in completions if c.error is None]
-        """Those that did not fail, in order of (prompt index, sample index)."""
         self.failed = [c for c in completions if c.error is not None]
-        """Those that failed, with the tokens drawn before."""
         lines = [f"request {c.request_id!r}, {c.error}" for c in self.failed]
         super().__init__("\n".join(lines))

@@ -2,9 +2,8 @@
 
 A draft d_0..d_{k-1} is computed behind the last token in one step, which samples k + 1 tokens
 t_0..t_k as plain decoding would after each prefix. t_0 always holds; t_{j+1} holds as long as
-d_j = t_j, because its prefix is then that of plain decoding. The keyed random stream gives each
-token at its position (claim C1), so the tokens kept are those of plain decoding at any temperature:
-a drafter changes the number of steps and nothing else.
+d_j = t_j. The keyed random stream gives each token at its position (claim C1), so the tokens kept
+are those of plain decoding at any temperature: a drafter changes only the number of steps.
 Source: Leviathan et al., speculative decoding (2023); Saxena, prompt lookup decoding (2023).
 """
 
@@ -14,8 +13,7 @@ import operator
 from collections.abc import Sequence
 from typing import Protocol
 
-MAX_DRAFT = 7
-"""Longest draft: a step of 8 tokens per sequence."""
+MAX_DRAFT = 7  # longest draft: a step of 8 tokens per sequence
 
 DRAFT_LENGTHS = (1, 3, MAX_DRAFT)
 """Lengths asked for. With the last token, 3 and 7 fill the captured widths 4 and 8."""
@@ -24,8 +22,7 @@ SHORTEST_REST = 2
 """Tokens decoded plainly after a failed attempt; each further failure doubles them."""
 
 LONGEST_REST, LONGEST_WAIT = 64, 8
-"""At most so many after a wrong draft, and after an attempt that had nothing to propose. The latter
-costs less: the step only waits for the report."""
+"""At most so many after a wrong draft, and after one with nothing to propose, which costs less."""
 
 
 class DraftState(Protocol):
@@ -33,7 +30,6 @@ class DraftState(Protocol):
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Take in tokens that now follow the sequence; never guesses."""
-        ...
 
     def propose(self, most: int) -> Sequence[int]:
         """At most `most` ids of the model's vocabulary, likely to come next; may be empty."""
@@ -52,19 +48,13 @@ class PromptLookupDrafter:
     """Proposes what followed the latest earlier occurrence of the last n tokens, longest n first.
 
     It is often right where text is copied: edits, quotes, code, repetition. [5, 6, 7, 8, 5, 6]
-    proposes 7, 8, and then goes on in its own proposal with 5, 6, 7, 8, ...
-
-    Args:
-        max_ngram: longest run of tokens looked up.
-        min_ngram: shortest.
+    proposes 7, 8, and then goes on in its own proposal with 5, 6, 7, 8, ... n runs from `max_ngram`
+    down to `min_ngram`.
     """
 
     def __init__(self, *, max_ngram: int = 3, min_ngram: int = 2) -> None:
         if not 1 <= min_ngram <= max_ngram:
-            raise ValueError(
-                f"need 1 <= min_ngram <= max_ngram, got min_ngram={min_ngram}, "
-                f"max_ngram={max_ngram}"
-            )
+            raise ValueError(f"need 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}")
         self._sizes = range(max_ngram, min_ngram - 1, -1)
 
     def start(self, token_ids: Sequence[int]) -> DraftState:
@@ -92,11 +82,9 @@ class _NgramIndex:
 
     def propose(self, most: int) -> Sequence[int]:
         known, end = self._token_ids, len(self._token_ids)
-        for size in self._sizes:
-            source = self._next.get(tuple(known[end - size :])) if size <= end else None
-            if source is not None:
-                break
-        else:
+        found = (self._next.get(tuple(known[end - size :])) for size in self._sizes if size <= end)
+        source = next((position for position in found if position is not None), None)
+        if source is None:
             return ()
         draft: list[int] = []
         for position in range(source, source + most):
@@ -107,14 +95,9 @@ class _NgramIndex:
 class Speculator:
     """One sequence's drafts, as long as they have lately been right.
 
-    A draft accepted in full makes the next one longer; one of which less than half was accepted
-    makes it shorter. After a failure at the shortest length, or with nothing to propose, the
-    sequence decodes plainly for a while. Each failure doubles the while, until a draft is accepted.
-
-    Args:
-        drafter: makes the drafts.
-        most: longest draft, 1 to 7.
-        vocab_size: of the model.
+    A draft accepted in full makes the next one longer (`most` is 1 to 7); one of which less than
+    half was accepted makes it shorter. After a failure at the shortest length, or with nothing to
+    propose, the sequence decodes plainly for a while, which doubles until a draft is accepted.
     """
 
     def __init__(self, drafter: Drafter, most: int, vocab_size: int) -> None:
@@ -132,11 +115,7 @@ class Speculator:
         return self._lengths[self._level] if num_tokens >= self._resume_at else 0
 
     def propose(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
-        """A draft behind all known tokens of the sequence.
-
-        Raises:
-            ValueError: the drafter proposes too many tokens, or something that is no token id.
-        """
+        """A draft behind all known tokens; ValueError if the drafter gives too many or no ids."""
         if self._state is None:
             self._state = self._drafter.start(token_ids)
         elif self._num_seen < len(token_ids):
@@ -165,9 +144,7 @@ class Speculator:
         except TypeError:
             draft = (-1,)
         if len(draft) > most:
-            raise ValueError(
-                f"{name} proposed {len(draft)} tokens where at most {most} were asked for"
-            )
+            raise ValueError(f"{name} proposed {len(draft)} tokens where at most {most} were asked")
         if not all(0 <= token_id < self._vocab_size for token_id in draft):
             raise ValueError(
                 f"{name} proposed {proposed!r}; a draft must be ids of the model's vocabulary of "
@@ -182,7 +159,5 @@ class Speculator:
 
 def num_accepted(draft: Sequence[int], sampled: Sequence[int]) -> int:
     """How many drafted tokens hold: those before the first that differs from the one sampled."""
-    for index, guess in enumerate(draft):
-        if guess != sampled[index]:
-            return index
-    return len(draft)
+    pairs = zip(draft, sampled, strict=False)
+    return next((i for i, (guess, token_id) in enumerate(pairs) if guess != token_id), len(draft))

@@ -31,8 +31,9 @@ class RolloutEngine:
     A completion depends on the weights, its prompt, its sampling params, and (seed, prompt id,
     sample index), and on nothing else: not on other prompts, not on any argument of this class.
 
-    Keys and values of finished samples stay in the cache while the weights are the same: a later
-    prompt that continues one computes only what is new.
+    Keys and values of finished samples stay in the cache while the weights stay: a later prompt
+    that continues one computes only what is new. `fingerprint` holds the orders, versions and
+    device of the rollout side, for training to compare.
 
     Args:
         model: a causal language model under a live `rl_consistency.patch`.
@@ -48,11 +49,7 @@ class RolloutEngine:
         drafter: proposes tokens to samples with `speculation`; None looks them up in the sample.
         tokenizer: the model's; needed for stop strings only.
 
-    Attributes:
-        fingerprint: orders, versions and device of the rollout side, for training to compare.
-
-    Raises:
-        ValueError: a setting is out of range, or the model is not patched.
+    A setting out of range, and a model that is not patched, are ValueErrors.
     """
 
     def __init__(
@@ -86,7 +83,6 @@ class RolloutEngine:
         if torch.is_inference_mode_enabled():
             raise ValueError("build the RolloutEngine outside torch.inference_mode")
         self.fingerprint = fingerprint(model.device)
-        eos = eos_token_ids(eos_token_id, model.config.vocab_size)
         self._runner = ModelRunner(
             model,
             block_size=kv_block_size,
@@ -101,7 +97,7 @@ class RolloutEngine:
         self._limits = RequestLimits(
             vocab_size=model.config.vocab_size,
             context_length=model.config.max_position_embeddings,
-            eos_token_ids=eos,
+            eos_token_ids=eos_token_ids(eos_token_id, model.config.vocab_size),
             blocks=self._blocks,
             drafter=drafter or PromptLookupDrafter(),
             tokenizer=tokenizer,
@@ -144,23 +140,20 @@ class RolloutEngine:
             sampling: one for all prompts, or one for each.
             prompt_ids: stable ids, in [0, 2**64), that key the random stream; a prompt keeps its
                 samples when it keeps its id. Default: the index in `prompts`.
-            request_ids: names of the prompts, for `cancel` and for error messages; no unfinished
-                request may have the same. Default: made up.
+            request_ids: names for `cancel` and for error messages, different from those of
+                unfinished requests. Default: made up.
             progress: called after each step; `progress_bar()` gives one.
             weights_digest: `model_digest` of the weights as the trainer left them, to compare.
 
-        Returns the completions in order of (prompt index, sample index).
+        Returns the completions in order of (prompt index, sample index). Warns if sampled library
+        products were withdrawn since the last rollout: what was drawn may have other bits.
 
         Raises:
-            ValueError: before any work, a prompt or setting that cannot be served, or requests of
-                another call that are not finished.
-            FailedRequestsError: the model gave a logprob that is not a finite number. The error
-                holds the completions of all requests.
+            ValueError: a prompt or setting that cannot be served, or unfinished requests of another
+                call; nothing was computed.
+            FailedRequestsError: a logprob is not a finite number; it holds all completions.
             ConsistencyError: the weights have another digest than given; or the weights, the ops
                 on their stock path or the forward hooks were changed meanwhile.
-
-        Warns when a rollout begins or ends if sampled library products were withdrawn since the
-        last look (`schedule_audit` has their names): what was drawn meanwhile may have other bits.
         """
         completions = sorted(
             self.stream(
@@ -187,13 +180,11 @@ class RolloutEngine:
         progress: ProgressCallback | None = None,
         weights_digest: str | None = None,
     ) -> Generator[Completion]:
-        """Draw `n` completions of every prompt and yield each as it ends.
+        """Yield each completion as it ends; arguments and errors are those of `generate`.
 
-        Arguments and errors are those of `generate`, but a request that fails is yielded like the
-        others, with `finish_reason` "error". While the caller works on one completion, the step in
-        flight goes on. Prompts submitted meanwhile are finished and yielded too. Closing the
-        iterator cancels what is unfinished and drops the prefix cache. Once all is finished the
-        iterator yields nothing more, even if the engine serves others next.
+        A request that fails is yielded like the others, with `finish_reason` "error". Prompts
+        submitted meanwhile are finished and yielded too. Closing the iterator cancels what is
+        unfinished and drops the prefix cache.
         """
         self._require_idle("generate or stream")
         self.submit(
@@ -218,10 +209,9 @@ class RolloutEngine:
     ) -> list[str]:
         """Queue prompts, to be served by `step`; returns their request ids.
 
-        Arguments and errors are those of `generate`. Indices count within this call, and so do the
-        default `prompt_ids`: give ids, or another seed, to prompts that join unfinished ones. The
-        weights, the `strict` choice, the forward hooks and the CUDA stream must not change until
-        `has_unfinished` is False.
+        Arguments and errors are those of `generate`. Indices and default `prompt_ids` count within
+        this call: give ids, or another seed, to prompts that join unfinished ones. The weights, the
+        `strict` choice, forward hooks and CUDA stream must stay until `has_unfinished` is False.
         """
         ids = self._requests.made_up_ids(len(prompts)) if request_ids is None else request_ids
         sequences = self._limits.sequences(prompts, sampling, prompt_ids, ids)
@@ -236,10 +226,10 @@ class RolloutEngine:
         return list(ids)
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel what is unfinished of a request; its KV blocks are free at once.
+        """Cancel what is unfinished of a request; returns whether there was anything.
 
-        The next `step` returns the completions, with the tokens known by now. If no request is left
-        the prefix cache is dropped. Returns whether there was anything to cancel.
+        Its KV blocks are free at once, and the next `step` returns its completions, with the tokens
+        known by now. If no request is left the prefix cache is dropped.
         """
         sequences = list(self._requests.live.get(request_id, ()))
         for sequence in sequences:
@@ -253,17 +243,13 @@ class RolloutEngine:
         """Launch one step and take in the one before; returns what ended.
 
         After an exception of any kind all requests and the prefix cache are gone, and the engine is
-        ready for others.
-
-        Raises:
-            ConsistencyError: the weights, the ops on their stock path or the forward hooks were
-                changed while requests were under way.
-            ValueError: the step was asked for on another CUDA stream than the first request.
+        ready for others. Errors are those of `generate`; another CUDA stream than at the first
+        request is a ValueError.
         """
         if not self.has_unfinished:
             return []
         try:
-            for sequence in self._loop.step():  # schedule, launch, take in the step before
+            for sequence in self._loop.step():
                 self._requests.end(sequence)
             completions = self._requests.take_completions()
             if self._loop.has_unfinished:
@@ -285,16 +271,13 @@ class RolloutEngine:
     ) -> None:
         """Capture the CUDA graphs that decoding with `sampling` replays, if graphs are used.
 
-        Without it the first step that needs a graph captures it, while all samples wait. A new hook
-        or patch, or a parameter that changes place, drops them.
+        Else the first step that needs a graph captures it, while all samples wait. A new hook or
+        patch, or a parameter that changes place, drops them.
 
         Args:
             sampling: whether it restricts the support, and its speculation, decide which graphs.
             batch_sizes: numbers of samples decoding together; None is all up to `max_num_seqs`.
             longest: tokens of the longest sample, for stock attention; None is the most possible.
-
-        Raises:
-            ValueError: a batch size out of range, or requests that are not finished.
         """
         self._require_idle("warm_up")
         self._runner.begin(self._weights.library_generation())
@@ -322,8 +305,7 @@ class RolloutEngine:
 
     def _begin(self, weights_digest: str | None) -> None:
         """From idle to work: new counters, and no cached key of other weights."""
-        generation = self._weights.library_generation()
-        self._runner.begin(generation)
+        self._runner.begin(generation := self._weights.library_generation())
         if self._weights.take_over(weights_digest, generation):
             self._blocks.reset()
         self._loop = StepLoop(self._runner, self._new_scheduler(), self._blocks)

@@ -21,11 +21,7 @@ def progress_bar(
         with progress_bar() as progress:
             engine.generate(prompts, sampling, progress=progress)
 
-    Nothing is drawn where the output is not a terminal.
-
-    Args:
-        title: text before the bar.
-        console: where to draw; standard error by default.
+    It is drawn on `console`, standard error by default, if that is a terminal.
     """
     console = console or Console(stderr=True)
     columns = (
@@ -39,10 +35,8 @@ def progress_bar(
         task = bar.add_task(title, total=None, tokens=0, speed=0.0)
 
         def progress(num_tokens: int, num_finished: int, num_samples: int) -> None:
-            elapsed = bar.tasks[0].elapsed or 0.0
-            speed = num_tokens / elapsed if elapsed else 0.0
-            bar.update(
-                task, completed=num_finished, total=num_samples, tokens=num_tokens, speed=speed
-            )
+            elapsed = bar.tasks[0].elapsed
+            rates = {"tokens": num_tokens, "speed": num_tokens / elapsed if elapsed else 0.0}
+            bar.update(task, completed=num_finished, total=num_samples, **rates)
 
         yield progress

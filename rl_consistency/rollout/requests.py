@@ -1,14 +1,11 @@
-"""Requests: every check on the way in, and which of them are unfinished.
-
-`RequestLimits` makes sequences of what a caller asks for; `OpenRequests` keeps them until their
-completions are handed out.
-"""
+"""Requests: every check on the way in, and which of them are unfinished."""
 
 from __future__ import annotations
 
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,8 +23,7 @@ class RequestLimits:
     """What a request has to fit, and what its samples need."""
 
     vocab_size: int
-    context_length: int
-    """Most tokens of a sequence, prompt and completion."""
+    context_length: int  # most tokens of a sequence, prompt and completion
     eos_token_ids: frozenset[int]
     blocks: BlockManager
     drafter: Drafter
@@ -40,20 +36,18 @@ class RequestLimits:
         prompt_ids: Sequence[int] | None,
         request_ids: Sequence[str],
     ) -> list[RolloutSequence]:
-        """The sequences in order of (prompt index, sample index).
-
-        Raises:
-            ValueError: a prompt or a setting that cannot be served.
-        """
+        """The sequences by (prompt index, sample index); ValueError for what cannot be served."""
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         if not isinstance(params, Sequence):
-            raise ValueError(
-                "sampling must be a SamplingParams or a sequence of them, one for each prompt; got "
-                f"{sampling!r}"
-            )
+            wanted = "a SamplingParams or a sequence of them, one for each prompt"
+            raise ValueError(f"sampling must be {wanted}; got {sampling!r}")
         if isinstance(request_ids, str):
             raise ValueError(f"request_ids must be a list of strings, got {request_ids!r}")
-        ids = range(len(prompts)) if prompt_ids is None else _prompt_ids(prompt_ids)
+        ids = (
+            range(len(prompts))
+            if prompt_ids is None
+            else list(map(_prompt_id, itertools.count(), prompt_ids))
+        )
         given = {"sampling": params, "prompt_ids": ids, "request_ids": request_ids}
         for name, values in given.items():
             if len(values) != len(prompts):
@@ -61,27 +55,18 @@ class RequestLimits:
         for index, asked in enumerate(params):
             if not isinstance(asked, SamplingParams):
                 raise ValueError(f"sampling[{index}] must be a SamplingParams, got {asked!r}")
-        return [
-            sequence
-            for index, (prompt, request_id) in enumerate(zip(prompts, request_ids, strict=True))
-            for sequence in self._samples(index, prompt, params[index], ids[index], request_id)
-        ]
+        requests = zip(itertools.count(), prompts, params, ids, request_ids, strict=False)
+        return [sequence for request in requests for sequence in self._samples(*request)]
 
     def _samples(
-        self,
-        index: int,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        prompt_id: int,
-        request_id: str,
+        self, index: int, prompt: Sequence[int], params: SamplingParams, prompt_id: int, name: str
     ) -> Iterator[RolloutSequence]:
-        tokens = self._checked_prompt(index, prompt, params)
-        for token_id in params.stop_token_ids:
-            if token_id >= self.vocab_size:
-                raise ValueError(
-                    f"prompt {index} has the stop token id {token_id}, outside the model's "
-                    f"vocabulary of {self.vocab_size}"
-                )
+        tokens = self._checked_prompt(index, prompt, params.max_tokens)
+        if (highest := max(params.stop_token_ids, default=0)) >= self.vocab_size:
+            raise ValueError(
+                f"prompt {index} has the stop token id {highest}, outside the model's vocabulary "
+                f"of {self.vocab_size}"
+            )
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
         for sample_index in range(params.n):
             yield RolloutSequence(
@@ -91,30 +76,27 @@ class RequestLimits:
                 params=params,
                 stop_token_ids=eos | frozenset(params.stop_token_ids),
                 token_ids=tokens,
-                request_id=request_id,
-                stop_strings=self._stop_strings(index, params, tokens[-1:]),
-                speculator=(
-                    Speculator(self.drafter, params.speculation, self.vocab_size)
-                    if params.speculation
-                    else None
-                ),
+                request_id=name,
+                stop_strings=self._stop_strings(index, params.stop, tokens[-1:]),
+                speculator=self._speculator(params.speculation),
             )
 
+    def _speculator(self, most: int) -> Speculator | None:
+        return Speculator(self.drafter, most, self.vocab_size) if most else None
+
     def _stop_strings(
-        self, index: int, params: SamplingParams, context: Sequence[int]
+        self, index: int, stop: tuple[str, ...], context: Sequence[int]
     ) -> StopStrings | None:
-        if not params.stop:
+        if not stop:
             return None
         if self.tokenizer is None:
             raise ValueError(
-                f"prompt {index} has stop strings {params.stop}, which need the text of the "
-                "tokens: give the RolloutEngine a tokenizer, or use stop_token_ids"
+                f"prompt {index} has stop strings {stop}, which need the text of the tokens: give "
+                "the RolloutEngine a tokenizer, or use stop_token_ids"
             )
-        return StopStrings(self.tokenizer, params.stop, context)
+        return StopStrings(self.tokenizer, stop, context)
 
-    def _checked_prompt(
-        self, index: int, prompt: Sequence[int], params: SamplingParams
-    ) -> list[int]:
+    def _checked_prompt(self, index: int, prompt: Sequence[int], max_tokens: int) -> list[int]:
         no_list = f"prompt {index} must be a list of integer token ids"
         try:
             tokens = np.asarray(prompt)
@@ -130,23 +112,20 @@ class RequestLimits:
                 f"prompt {index} has token id {outside[0]}, outside the model's vocabulary of "
                 f"{self.vocab_size}; is the tokenizer this model's?"
             )
-        self._check_length(index, len(tokens), params.max_tokens)
-        return tokens.tolist()
-
-    def _check_length(self, index: int, num_prompt_tokens: int, max_tokens: int) -> None:
-        asked = f"prompt {index}: {num_prompt_tokens} prompt tokens and max_tokens={max_tokens}"
-        if num_prompt_tokens + max_tokens > self.context_length:
+        asked = f"prompt {index}: {len(tokens)} prompt tokens and max_tokens={max_tokens}"
+        if len(tokens) + max_tokens > self.context_length:
             raise ValueError(
                 f"{asked} exceed the model's context of {self.context_length} tokens; shorten the "
                 "prompt or lower max_tokens"
             )
-        needed = self.blocks.blocks_for(num_prompt_tokens + max_tokens - 1)
+        needed = self.blocks.blocks_for(len(tokens) + max_tokens - 1)
         if needed > self.blocks.num_blocks:
             raise ValueError(
                 f"{asked} need {needed} KV blocks of {self.blocks.block_size} tokens and the "
                 f"cache has {self.blocks.num_blocks}; set num_kv_blocks to at least {needed}, or "
                 "lower max_tokens"
             )
+        return tokens.tolist()
 
 
 def eos_token_ids(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> frozenset[int]:
@@ -158,11 +137,9 @@ def eos_token_ids(eos_token_id: int | Sequence[int] | None, vocab_size: int) -> 
         raise ValueError(
             f"eos_token_id must be a token id, a sequence of them or None, got {eos_token_id!r}"
         ) from error
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(
-                f"eos_token_id {token_id} is outside the model's vocabulary of {vocab_size}"
-            )
+    outside = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
+    if outside:
+        raise ValueError(f"eos_token_id {outside[0]} is outside the vocabulary of {vocab_size}")
     return token_ids
 
 
@@ -173,16 +150,11 @@ def _integer(value: object) -> int:
     return operator.index(value)  # type: ignore[arg-type]
 
 
-def _prompt_ids(values: Sequence[int]) -> list[int]:
-    ids: list[int] = []
-    for index, value in enumerate(values):
-        try:
-            ids.append(_integer(value))
-        except TypeError:
-            ids.append(-1)
-        if not 0 <= ids[-1] < 2**64:
-            raise ValueError(f"prompt_ids[{index}] must be an integer in [0, 2**64), got {value!r}")
-    return ids
+def _prompt_id(index: int, value: object) -> int:
+    with suppress(TypeError):
+        if 0 <= (prompt_id := _integer(value)) < 2**64:
+            return prompt_id
+    raise ValueError(f"prompt_ids[{index}] must be an integer in [0, 2**64), got {value!r}")
 
 
 class OpenRequests:
@@ -225,15 +197,12 @@ class OpenRequests:
                     "not finished; give each its own"
                 )
             seen.add(request_id)
-        used = {
-            (live[0].params.seed, live[0].prompt_id): "a request that is not finished"
-            for live in self.live.values()
-        }
+        samples = (live[0] for live in self.live.values())
+        used = {(s.params.seed, s.prompt_id): "a request that is not finished" for s in samples}
         for sequence in sequences:
             seed, prompt_id = sequence.params.seed, sequence.prompt_id
             name = f"prompt {sequence.prompt_index}"
-            other = used.setdefault((seed, prompt_id), name)
-            if other != name:
+            if (other := used.setdefault((seed, prompt_id), name)) != name:
                 raise ValueError(
                     f"{name} has the prompt id {prompt_id} and seed {seed} of {other}, so both "
                     "would use the same random numbers; give each its own prompt id or seed, or "

@@ -13,12 +13,8 @@ from rl_consistency.rollout.drafter import MAX_DRAFT
 MIN_TEMPERATURE = 1e-4
 """Smallest temperature other than 0: below it a scaled fp32 logit may overflow."""
 
-_MAX_TEMPERATURE = (2.0 - 2.0**-23) * 2.0**127
-"""The largest fp32 number: the sampler computes in fp32."""
-
-_MIN_TOP_P = 2.0**-126
-"""The smallest normal fp32 number."""
-
+_MAX_TEMPERATURE = (2.0 - 2.0**-23) * 2.0**127  # the largest fp32 number: the sampler's dtype
+_MIN_TOP_P = 2.0**-126  # the smallest normal fp32 number
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -28,43 +24,31 @@ class SamplingParams:
 
         SamplingParams(n=8, temperature=1.0, top_p=0.95, max_tokens=256, seed=17)
 
-    draws eight samples of at most 256 tokens. Training recomputes the truncated support from the
-    same object: `rl_consistency.token_logprobs(model, ..., sampling=params)`. Any wrong value is a
-    ValueError.
+    draws eight samples of at most 256 tokens. Training recomputes the truncated support from it:
+    `rl_consistency.token_logprobs(model, ..., sampling=params)`. A wrong value is a ValueError.
     """
 
     n: int = 1
     """Samples per prompt (the GRPO group size), at least 1."""
-
     temperature: float = 1.0
     """Logits are divided by it; 0 is greedy decoding, the lowest token id winning a tie."""
-
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all. At most 2**31 - 1."""
-
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose mass reaches it; in (0, 1], 1 keeps all."""
-
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one; in [0, 1], 0 drops none."""
-
     max_tokens: int = 16
     """Most tokens generated per sample, at least 1."""
-
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a sample, as the engine's eos does; the stop token belongs to the sample."""
-
     seed: int = 0
     """Seed of the random stream, in [0, 2**64)."""
-
     ignore_eos: bool = False
     """Do not stop at the engine's eos tokens; `stop_token_ids` still stop."""
-
     stop: tuple[str, ...] = ()
-    """Strings that end a sample once its text holds one; the token that completes it is the
-    sample's last. They need an engine with a tokenizer. None may hold U+FFFD: decoders write it for
-    bytes that are no character."""
-
+    """Strings that end a sample once its text holds one; the token that completes it is the last.
+    They need an engine with a tokenizer. None may hold U+FFFD, which stands for broken bytes."""
     speculation: int = 0
     """Longest draft verified in one step, 0 to 7; 0 decodes plainly. It changes no token and no
     logprob, and saves time where text is copied and few sequences run."""
@@ -77,14 +61,10 @@ class SamplingParams:
         check_integer("speculation", self.speculation, 0, MAX_DRAFT)
         temperature = _real("temperature", self.temperature)
         if temperature != 0.0 and not MIN_TEMPERATURE <= temperature <= _MAX_TEMPERATURE:
-            raise ValueError(
-                f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE:g} and finite in "
-                f"fp32, got {self.temperature!r}"
-            )
+            allowed = f"0 (greedy) or at least {MIN_TEMPERATURE:g} and finite in fp32"
+            raise ValueError(f"temperature must be {allowed}, got {self.temperature!r}")
         if not _MIN_TOP_P <= _real("top_p", self.top_p) <= 1.0:
-            raise ValueError(
-                f"top_p must lie in (0, 1], above 0 in fp32 too, got {self.top_p!r}; 1 turns it off"
-            )
+            raise ValueError(f"top_p must lie in (0, 1] in fp32, got {self.top_p!r}; 1 is off")
         if not 0.0 <= _real("min_p", self.min_p) <= 1.0:
             raise ValueError(f"min_p must lie in [0, 1], got {self.min_p!r}; 0 turns it off")
         if not isinstance(self.ignore_eos, bool):
@@ -100,13 +80,8 @@ class SamplingParams:
 
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
     """ValueError unless the value is an integer, no less than `low` and no more than `high`."""
-    allowed = (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and value >= low
-        and (high is None or value <= high)
-    )
-    if not allowed:
+    number = value if isinstance(value, int) and not isinstance(value, bool) else low - 1
+    if number < low or (high is not None and number > high):
         bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name} must be an integer {bounds}, got {value!r}")
 
@@ -126,9 +101,7 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     except TypeError:
         token_ids = (-1,)
     if min(token_ids, default=0) < 0:
-        raise ValueError(
-            f"stop_token_ids must be a sequence of token ids (integers >= 0), got {value!r}"
-        )
+        raise ValueError(f"stop_token_ids must be a sequence of integers >= 0, got {value!r}")
     return token_ids
 
 

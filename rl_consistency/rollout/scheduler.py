@@ -3,21 +3,17 @@
 **A step** serves the running sequences that decode, oldest first; then continues prefills, oldest
 first; then admits waiting sequences, while tokens, seats and blocks last.
 
-**Admission**: preempted sequences come first; then those with the most tokens still to generate, so
-that no long one is left to decode alone at the end; then the order of arrival counts. A sequence
-gets blocks for all its known tokens when it is admitted. One whose prefix is being computed by
-another is set aside until that step is launched: so the siblings of a GRPO group find the prompt in
-the cache.
+**Admission**: preempted sequences first, then those with the most tokens still to generate, so that
+no long one decodes alone at the end, then by arrival. An admitted sequence gets blocks for all its
+known tokens. One whose prefix another is computing is set aside until that step is launched.
 
 **Preemption**: only decoding can run out of blocks. Then the sequence admitted last gives its
-blocks back and waits before all others. It keeps its tokens and logprobs; once admitted again it
-computes the keys and values of all of them before it samples on.
+blocks back and waits before all others. It keeps its tokens and logprobs, and computes the keys and
+values of all of them once admitted again.
 
-**One step ahead**: steps are scheduled before the tokens of the step before are reported. Positions
-and blocks follow from counts alone. Only a draft needs to know the last token, so its sequence sits
-out until the report. A sequence whose last token is pending is not scheduled any more.
-
-Nothing here looks at a clock or a random number; and no schedule moves a token's bytes (claim C1).
+**One step ahead**: a step is scheduled before the tokens of the one before are reported. Only a
+draft needs to know the last token, so its sequence sits out until the report. No schedule moves a
+token's bytes (claim C1).
 """
 
 from __future__ import annotations
@@ -26,16 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from rl_consistency.rollout.block_manager import BlockManager, PrefixMatch
+from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.drafter import num_accepted
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.statistics import RolloutStatistics
 
-_SIT_OUT_SHARE = 8
-"""The loop waits for the report once one in so many running sequences would sit out a step."""
-
-_UNTIDY = 64
-"""Ended sequences tolerated in the queue."""
+_SIT_OUT_SHARE = 8  # the loop waits for the report once one in so many would sit out a step
+_UNTIDY = 64  # ended sequences tolerated in the queue
 
 Sampled = list[tuple[int, float]]
 """Token id and logprob at each position a chunk samples at: 1 + len(draft) of them."""
@@ -46,12 +39,9 @@ class ScheduledChunk:
     """Consecutive tokens of one sequence that the next step computes."""
 
     sequence: RolloutSequence
-    start: int
-    """Position of the first of them, counted from the sequence's first token."""
-    length: int
-    """Known tokens, at most one pending one, then the draft."""
+    start: int  # position of the first of them in the sequence
+    length: int  # known tokens, at most one pending one, then the draft
     samples: bool
-    """Whether tokens are sampled from its end."""
     draft: tuple[int, ...] = ()
     """Guesses behind the last known token; 1 + len(draft) tokens are sampled."""
 
@@ -92,10 +82,8 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_waiting = 0
         self._num_arrived = 0
-        self.admitted: list[RolloutSequence] = []
-        """Sequences that the last `schedule` gave a slot."""
-        self.started: list[RolloutSequence] = []
-        """Sequences whose first token was in the last `take_in`."""
+        self.admitted: list[RolloutSequence] = []  # given a slot by the last `schedule`
+        self.started: list[RolloutSequence] = []  # their first token was in the last `take_in`
         self.statistics = RolloutStatistics(num_kv_blocks=blocks.num_blocks)
 
     @property
@@ -110,12 +98,9 @@ class Scheduler:
         """
         num_running = len(self._running) - self._num_left
         sitting_out = sum(
-            sequence.num_drafted > 0
-            or (
-                sequence.num_pending > 0 and sequence.speculator.length(sequence.num_tokens + 1) > 0
-            )
-            for sequence in self._running
-            if sequence.speculator is not None and sequence.slot is not None
+            s.num_drafted > 0 or (s.num_pending > 0 and s.speculator.length(s.num_tokens + 1) > 0)
+            for s in self._running
+            if s.speculator is not None and s.slot is not None
         )
         return sitting_out > 0 and sitting_out * _SIT_OUT_SHARE >= num_running
 
@@ -127,10 +112,7 @@ class Scheduler:
         self._queue(sequence)
 
     def schedule(self) -> list[ScheduledChunk]:
-        """The next step's chunks, at most `max_batch_tokens` tokens.
-
-        Empty when all is finished, or when all wait for the report of the step in flight.
-        """
+        """The next step's chunks; none when all is finished, or waits for the step in flight."""
         if self._num_left:
             self._running = [s for s in self._running if s.slot is not None]
             self._num_left = 0
@@ -202,7 +184,7 @@ class Scheduler:
             if sequence.is_finished:
                 break
         sequence.num_drafted = 0
-        if sequence.slot is not None:  # else it was preempted meanwhile: nothing is computed
+        if sequence.slot is not None:  # else it was preempted: nothing is computed
             # The keys of the guesses kept, behind the last token known before, are computed too.
             sequence.num_computed_tokens += max(sequence.num_tokens - known - 1, 0)
         if sequence.speculator is not None:
@@ -214,7 +196,10 @@ class Scheduler:
         """Retire a sequence that ended, wherever it is, and take its blocks back at once."""
         if sequence.slot is None:
             self._num_waiting -= 1
-            self._tidy()
+            # Ended sequences leave the queue before they are most of it.
+            if len(self._waiting) > 2 * self._num_waiting + _UNTIDY:
+                self._waiting = [entry for entry in self._waiting if not entry[-1].is_finished]
+                heapify(self._waiting)
             return
         self._blocks.publish(sequence)
         self._unseat(sequence)
@@ -294,15 +279,12 @@ class Scheduler:
         remaining = sequence.max_num_tokens - sequence.num_tokens
         heappush(self._waiting, (not sequence.preempted, -remaining, sequence.arrival, sequence))
 
-    def _tidy(self) -> None:
-        """Drop ended sequences from the queue before they are most of it."""
-        if len(self._waiting) > 2 * self._num_waiting + _UNTIDY:
-            self._waiting = [entry for entry in self._waiting if not entry[-1].is_finished]
-            heapify(self._waiting)
-
     def _admitted_chunks(self, room: int) -> list[ScheduledChunk]:
         chunks: list[ScheduledChunk] = []
-        self._call_back()
+        # Those set aside come back once their block is computed, or given up.
+        for block_id in [b for b in self._set_aside if not self._blocks.is_awaited(b)]:
+            for sequence in self._set_aside.pop(block_id):
+                self._queue(sequence)
         # No more run than can all decode in one step.
         seats = self._max_batch_tokens - len(self._running)
         while self._waiting and room > 0 and self._free_slots and len(chunks) < seats:
@@ -324,21 +306,12 @@ class Scheduler:
                 self._refused, self._refused_with = sequence, available
                 break
             heappop(self._waiting)
-            self._admit(sequence, match)
+            self._num_waiting -= 1
+            sequence.num_computed_tokens = len(match.block_ids) * self._blocks.block_size
+            self.statistics.prefix_hit_tokens += sequence.num_computed_tokens
+            sequence.slot = self._free_slots.pop()
+            self._running.append(sequence)
+            self.admitted.append(sequence)
             chunks.append(self._prefill_chunk(sequence, room))
             room -= chunks[-1].length
         return chunks
-
-    def _call_back(self) -> None:
-        """Queue those set aside whose block is computed by now, or given up."""
-        for block_id in [b for b in self._set_aside if not self._blocks.is_awaited(b)]:
-            for sequence in self._set_aside.pop(block_id):
-                self._queue(sequence)
-
-    def _admit(self, sequence: RolloutSequence, match: PrefixMatch) -> None:
-        self._num_waiting -= 1
-        sequence.num_computed_tokens = len(match.block_ids) * self._blocks.block_size
-        self.statistics.prefix_hit_tokens += sequence.num_computed_tokens
-        sequence.slot = self._free_slots.pop()
-        self._running.append(sequence)
-        self.admitted.append(sequence)

@@ -17,48 +17,34 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class RolloutSequence:
     """A sample under way.
 
-    The engine runs one step ahead of what it knows: of the `num_scheduled_tokens` tokens, the last
-    `num_pending` are sampled but not reported, so `token_ids` does not hold them yet. The steps
-    launched so far write the keys and values of the first `num_computed_tokens`; in decoding
-    exactly one token is left, the last.
+    The engine runs one step ahead of what it knows: of the `num_scheduled_tokens` tokens,
+    `token_ids` lacks the last `num_pending`, which are not reported yet. The steps launched so far
+    write the keys and values of the first `num_computed_tokens`: in decoding, of all but the last.
 
-    Each field has one writer:
-
-        RequestLimits   the fields up to `speculator`, when it makes the sequence
-        append, finish  token_ids, token_logprobs, finish_reason, error
-        StepLoop        submitted_at
-        Scheduler       arrival, slot, preempted, num_computed_tokens, num_pending, num_drafted
-        BlockManager    block_table, num_published_blocks
+    Each field has one writer: `RequestLimits` those up to `speculator`, `append` and `finish` the
+    tokens, logprobs and the end, `StepLoop` submitted_at, `BlockManager` the last two, and
+    `Scheduler` those between.
     """
 
     prompt_index: int
     sample_index: int
-    prompt_id: int
-    """Keys the random stream, with the seed, the sample index and the position."""
+    prompt_id: int  # keys the random stream, with the seed, the sample index and the position
     params: SamplingParams
-    stop_token_ids: frozenset[int]
-    """All tokens that end this sample: its own stop tokens and, unless ignored, eos."""
-    token_ids: list[int]
-    """The prompt, then the reported tokens."""
+    stop_token_ids: frozenset[int]  # its own stop tokens and, unless ignored, eos
+    token_ids: list[int]  # the prompt, then the reported tokens
     request_id: str = ""
     stop_strings: StopStrings | None = None
-    speculator: Speculator | None = None
-    """Drafts for this sample; None decodes plainly."""
+    speculator: Speculator | None = None  # drafts for this sample; None decodes plainly
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
     """Length at which the sample ends by length; `RequestLimits` keeps it within the context."""
     token_logprobs: list[float] = field(default_factory=list)
     """One fp32 value for each generated token."""
     finish_reason: FinishReason | None = None
-    """None while the sample goes on."""
-    error: str | None = None
-    """What went wrong, where `finish_reason` is "error"."""
-    submitted_at: float = 0.0
-    """`perf_counter` seconds; for the time to the first token."""
+    error: str | None = None  # what went wrong, where `finish_reason` is "error"
+    submitted_at: float = 0.0  # `perf_counter` seconds
     arrival: int = 0
-    """Place in the order in which the scheduler met the sequences."""
-    slot: int | None = None
-    """Row of the runner's device state; None unless the sequence runs."""
+    slot: int | None = None  # row of the runner's device state; None unless the sequence runs
     preempted: bool = False
     """Whether it ever had to give its blocks back; it then waits before all others."""
     num_computed_tokens: int = 0
@@ -66,10 +52,8 @@ class RolloutSequence:
     """0 or 1 when a step is scheduled. A draft under way counts as 1, however much of it holds."""
     num_drafted: int = 0
     """Length of the draft under way; its sequence is not scheduled again before the report."""
-    block_table: list[int] = field(default_factory=list)
-    """Physical block ids in logical order."""
-    num_published_blocks: int = 0
-    """Leading full blocks the block manager may share."""
+    block_table: list[int] = field(default_factory=list)  # physical block ids in logical order
+    num_published_blocks: int = 0  # leading full blocks the block manager may share
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.token_ids)
@@ -88,7 +72,7 @@ class RolloutSequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) + self.num_pending - self.num_computed_tokens
+        return self.num_scheduled_tokens - self.num_computed_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -97,16 +81,16 @@ class RolloutSequence:
     def append(self, token_id: int, logprob: float) -> None:
         """Add a sampled token and end the sample if the token ends it: the truncation rule.
 
-        A stop token, or a token that completes a stop string, ends it with "stop" and belongs to
-        it; else the token in the last place ends it with "length". A logprob that is not finite
-        ends it with "error", and the token is dropped.
+        A stop token, or one that completes a stop string, belongs to the sample and ends it with
+        "stop"; else the last place ends it with "length". A logprob that is not finite ends it with
+        "error", and the token is dropped.
         """
         if not math.isfinite(logprob):
+            where = f"prompt {self.prompt_index}, sample {self.sample_index}, position"
             self.finish(
                 "error",
-                f"prompt {self.prompt_index}, sample {self.sample_index}, position "
-                f"{self.num_tokens}: the model gave a logprob that is not finite; look for NaN or "
-                "infinity in its weights (a diverged update, or fp16 overflow)",
+                f"{where} {self.num_tokens}: the model gave a logprob that is not finite; look for "
+                "NaN or infinity in its weights (a diverged update, or fp16 overflow)",
             )
             return
         self.token_ids.append(token_id)

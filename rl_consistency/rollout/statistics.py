@@ -7,54 +7,37 @@ from dataclasses import dataclass
 
 @dataclass(kw_only=True)
 class RolloutStatistics:
-    """Counters since the engine last began to work, that is of one `generate` or `stream`.
-
-    The scheduler counts tokens and preemptions, the step loop the rest; `RolloutEngine.stats` is a
-    copy.
-    """
+    """Counters since the engine last began to work, that is of one `generate` or `stream`."""
 
     steps: int = 0
-    """Steps launched."""
-    prefill_tokens: int = 0
-    """Tokens of prompts computed, and of preempted sequences computed again."""
-    decode_tokens: int = 0
-    """Tokens generated."""
-    prefix_hit_tokens: int = 0
-    """Tokens found in the cache instead of computed."""
+    prefill_tokens: int = 0  # tokens of prompts computed, and of preempted sequences computed again
+    decode_tokens: int = 0  # tokens generated
+    prefix_hit_tokens: int = 0  # tokens found in the cache instead of computed
     preemptions: int = 0
-    drafted_tokens: int = 0
-    """Tokens guessed and verified."""
-    accepted_tokens: int = 0
-    """Those of them that were right."""
-    discarded_rows: int = 0
-    """Tokens sampled behind the end of a sample, which was not known yet, and thrown away."""
+    drafted_tokens: int = 0  # tokens guessed and verified
+    accepted_tokens: int = 0  # those of them that were right
+    discarded_rows: int = 0  # tokens sampled behind the end of a sample and thrown away
     num_kv_blocks: int = 0
-    peak_kv_blocks: int = 0
-    """Most blocks held by running sequences at a time."""
-    seconds: float = 0.0
-    """From the first request to the last step."""
+    peak_kv_blocks: int = 0  # most blocks held by running sequences at a time
+    seconds: float = 0.0  # from the first request to the last step
     host_seconds: float = 0.0
-    """Of these, spent otherwise than waiting for the device; on a CPU the model is part of it."""
-    first_tokens: int = 0
-    """Samples whose first token was reported."""
+    """Of these, spent not waiting for the device; on a CPU the model is part of it."""
+    first_tokens: int = 0  # samples whose first token was reported
     first_token_seconds: float = 0.0
     """Sum over these samples, each from its submission to its first token."""
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """`prefill_tokens` over all of `seconds`, in which decoding goes on too: not the speed of
-        prefill alone."""
+        """Over all of `seconds`, decoding included: not the speed of prefill alone."""
         return _ratio(self.prefill_tokens, self.seconds)
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """`decode_tokens` over all of `seconds`, prefill included: not the speed of decoding
-        alone."""
+        """Over all of `seconds`, prefill included: not the speed of decoding alone."""
         return _ratio(self.decode_tokens, self.seconds)
 
     @property
     def mean_seconds_to_first_token(self) -> float:
-        """Mean over the samples, from their submission."""
         return _ratio(self.first_token_seconds, self.first_tokens)
 
     @property
@@ -64,7 +47,6 @@ class RolloutStatistics:
 
     @property
     def peak_kv_share(self) -> float:
-        """Share of the cache in use at its peak."""
         return _ratio(self.peak_kv_blocks, self.num_kv_blocks)
 
     @property

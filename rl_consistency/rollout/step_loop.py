@@ -1,10 +1,9 @@
 """The loop of steps: schedule, launch, and take in the step before.
 
-The loop runs one step ahead of the tokens it knows: a step is launched before the tokens of the
-step before are reported, so the device never waits for the host. All about a step but the value of
-each sequence's last token is known by then, and the runner keeps that on the device. A sequence
-that turns out to have ended has run once too often; that row is thrown away, and it moved no byte
-of another row (claim C1). On a CPU a launch computes at once, and everything else is the same.
+A step is launched before the tokens of the step before are reported, so the device never waits for
+the host. Only the value of each sequence's last token is unknown then, and the runner keeps that on
+the device. A sequence that turns out to have ended has run once too often; that row is thrown away,
+and it moved no byte of another row (claim C1). On a CPU a launch computes at once.
 """
 
 from __future__ import annotations
@@ -29,17 +28,14 @@ class StepLoop:
         self._started = perf_counter()
         self._waited = 0.0
         self.statistics = scheduler.statistics
-        """Of all steps so far."""
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step is left to launch or to take in."""
-        if self._is_abandoned:
-            return False
-        return self._scheduler.has_unfinished or self._in_flight is not None
+        left = self._scheduler.has_unfinished or self._in_flight is not None
+        return left and not self._is_abandoned
 
     def add(self, sequence: RolloutSequence) -> None:
-        """Queue a sequence."""
         sequence.submitted_at = perf_counter()
         self._scheduler.add(sequence)
 
@@ -49,10 +45,7 @@ class StepLoop:
         self._scheduler.finish(sequence)
 
     def step(self) -> list[RolloutSequence]:
-        """Launch the next step, then take in the one before; returns the sequences that ended.
-
-        After an exception of any kind the loop can only be abandoned.
-        """
+        """Launch the next step, then take in the one before; returns the sequences that ended."""
         self._has_begun = True
         began, waited = perf_counter(), self._waited
         ended: list[RolloutSequence] = []
@@ -107,10 +100,7 @@ class StepLoop:
             self._blocks.reset()
 
     def abandon(self) -> None:
-        """Leave every sequence as it is and take all blocks back; the loop serves no more.
-
-        Waits for the step in flight. Right in whatever state an exception left the loop.
-        """
+        """Take all blocks back and wait for the step in flight, in any state of the loop."""
         self._is_abandoned = True
         self.forget()
         in_flight, self._in_flight = self._in_flight, None

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-LONGEST_READ = 16
-"""About the most tokens decoded again with a new one."""
+LONGEST_READ = 16  # about the most tokens decoded again with a new one
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""A decoder writes it for each byte of a character whose last bytes are still to come."""
-
-_LONGEST_INCOMPLETE = 3
-"""Most bytes of such a character."""
+_INCOMPLETE, _LONGEST_INCOMPLETE = "\N{REPLACEMENT CHARACTER}", 3
+"""A decoder writes it for each byte, three at most, of a character whose last bytes are to come."""
 
 
 class Detokenizer(Protocol):
@@ -25,13 +21,9 @@ class StopStrings:
     """Tells at which token the text of a sample first holds one of the strings.
 
     The text is that of the generated tokens, special tokens included. Each new token is decoded
-    behind a few that were read before, because a decoder may write a token in another way at the
-    beginning of a text.
-
-    Args:
-        tokenizer: decodes token ids.
-        strings: at least one, none empty or with U+FFFD.
-        context: tokens before the first, such as the prompt's last; their text is not searched.
+    behind a few read before, because a decoder may write a token in another way at the beginning of
+    a text. `strings`: at least one, none empty or with U+FFFD. `context`: tokens before the first,
+    such as the prompt's last; their text is not searched.
     """
 
     def __init__(

@@ -6,9 +6,8 @@ They hold as long as the weights, the forward pass and the library products stay
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.modules import module as torch_module
@@ -19,25 +18,17 @@ from rl_consistency.models.patch import patched_session
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import Strictness, current
 
-_LOOK_EVERY = 16
-"""Steps between two looks at the parameters' versions: some 30 us for 400 parameters."""
+_LOOK_EVERY = 16  # steps between two looks at the parameters: some 30 us for 400 of them
 
 
 def model_digest(model: Any) -> str:
-    """Digest of a model's parameters by name, where they lie; waits for the device.
-
-    The trainer hands it over after an optimizer step, and the engine compares it.
-    """
+    """Digest of a model's parameters by name, where they lie; waits for the device."""
     return weights_digest(model.named_parameters())
 
 
 def forward_path(model: Any) -> tuple[object, ...]:
     """What a patched model's forward pass runs, without its weights: the patch session, the
-    modules' classes, and the forward hooks, named by numbers that PyTorch never gives twice.
-
-    Raises:
-        ValueError: the model is not patched.
-    """
+    modules' classes, and the forward hooks, named by numbers that PyTorch never gives twice."""
     everywhere = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
     modules = tuple(
         (name, type(module), *chain(module._forward_pre_hooks, "/", module._forward_hooks))
@@ -46,26 +37,17 @@ def forward_path(model: Any) -> tuple[object, ...]:
     return patched_session(model), *chain(everywhere[0], "/", everywhere[1]), modules
 
 
-@dataclass(frozen=True)
-class _Origin:
+class _Origin(NamedTuple):
     """What keys and values depend on, beside the tokens."""
 
     digest: str
     strictness: Strictness
     path: tuple[object, ...]
-    generation: int
-    """Of the library products: `audit.generation`."""
+    generation: int  # of the library products
 
 
 class WeightsWatch:
-    """Compares the weights of a model, and what computes with them, from rollout to rollout.
-
-    Args:
-        model: the patched model whose parameters the engine reads in place.
-
-    Raises:
-        ValueError: its parameters are inference tensors.
-    """
+    """Compares the weights of a patched model, and what computes with them, between rollouts."""
 
     def __init__(self, model: Any) -> None:
         if any(parameter.is_inference() for parameter in model.parameters()):
@@ -83,17 +65,15 @@ class WeightsWatch:
     def library_generation(self) -> int:
         """The generation of library products in use; the host waits for the devices.
 
-        Warns of products withdrawn since the last call. The trainer decides whether that is an
-        error (`consistency.on_drift`).
+        Warns of products withdrawn since the last call; see `consistency.on_drift`.
         """
         before, self._generation = self._generation, audit.generation()
         if self._generation > before:
             warnings.warn(
                 "sampled library matrix products differ from the canonical order; withdrawn: "
-                f"{', '.join(audit.withdrawn_since(before))}. They are not used again, and the "
-                "engine drops its graphs and cached keys, but tokens drawn and logprobs computed "
-                "since the last rollout began may have other bits: draw them anew, and continue "
-                "training from a checkpoint made before.",
+                f"{', '.join(audit.withdrawn_since(before))}. The engine drops its graphs and "
+                "cached keys, but tokens drawn and logprobs computed since the last rollout began "
+                "may have other bits: draw them again, and train on from a checkpoint made before.",
                 stacklevel=2,
             )
         return self._generation
@@ -101,12 +81,7 @@ class WeightsWatch:
     def take_over(self, given: str | None, generation: int) -> bool:
         """Look at the model before a rollout; True if nothing cached before may be used.
 
-        Args:
-            given: the digest of the weights as the trainer left them; None compares nothing.
-            generation: of the library products in use.
-
-        Raises:
-            ConsistencyError: the weights have another digest.
+        ConsistencyError if the weights have another digest than the `given` one, if any.
         """
         before, self._held = self._held, None
         path = forward_path(self._model)
@@ -114,29 +89,32 @@ class WeightsWatch:
         self._versions = self._look()
         self._num_steps = 0
         held = _Origin(model_digest(self._model), current(), path, generation)
-        _compare(given, held.digest)
+        self.compare(given, held)
         self._held = held
         return held != before
 
-    def compare(self, given: str | None) -> None:
+    def compare(self, given: str | None, held: _Origin | None = None) -> None:
         """ConsistencyError if a given digest is not that of the weights in use."""
-        assert self._held is not None
-        _compare(given, self._held.digest)
+        held = held or self._held
+        assert held is not None
+        if given is not None and given != held.digest:
+            raise ConsistencyError(
+                f"the weights were handed over with digest {given} and the engine reads weights of "
+                f"digest {held.digest}: they were changed since, or are not the trainer's"
+            )
 
     def after_step(self, *, ends_samples: bool) -> None:
-        """A cheap look after a step at the ops; and at the parameters every few steps, and whenever
-        a sample is given away.
+        """A cheap look at the ops; every few steps, and where samples end, at the parameters too.
 
         It sees writes in place and parameters that moved; only `after_rollout` sees a write through
-        `.data`. Either raises a ConsistencyError for a change while samples are under way.
+        `.data`. Both raise a ConsistencyError.
         """
         assert self._held is not None
         if (now := current()) != self._held.strictness:
             before = _stock_ops(self._held.strictness)
             raise ConsistencyError(
                 f"ops on their stock path were changed during generation, from {before} to "
-                f"{_stock_ops(now)}; take in a stream, and step, under the `strict` choice that "
-                "it began with"
+                f"{_stock_ops(now)}; keep the `strict` choice that the rollout began with"
             )
         self._num_steps += 1
         is_due = ends_samples or self._num_steps % _LOOK_EVERY == 0
@@ -144,10 +122,7 @@ class WeightsWatch:
             _fail("a parameter was written or moved")
 
     def after_rollout(self) -> None:
-        """The cheap look, then compare digest and forward pass with those before the rollout.
-
-        A change that was undone is seen if it left a version.
-        """
+        """The cheap look, then compare digest and forward pass with those before the rollout."""
         self.after_step(ends_samples=True)
         assert self._held is not None
         before, after = self._held.digest, model_digest(self._model)
@@ -161,16 +136,7 @@ class WeightsWatch:
 
     def _look(self) -> list[int]:
         """Address and version of every parameter."""
-        parameters = self._parameters
-        return [p.data_ptr() for p in parameters] + [p._version for p in parameters]
-
-
-def _compare(given: str | None, held: str) -> None:
-    if given is not None and given != held:
-        raise ConsistencyError(
-            f"the weights were handed over with digest {given} and the engine reads weights of "
-            f"digest {held}: they were changed since, or they are not the trainer's"
-        )
+        return [x for p in self._parameters for x in (p.data_ptr(), p._version)]
 
 
 def _stock_ops(strictness: Strictness) -> str:

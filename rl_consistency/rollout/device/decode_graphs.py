@@ -1,9 +1,8 @@
 """Decoding through CUDA graphs: one graph for each number of rows.
 
 A graph holds a whole decode step: table updates, the model, sampling, and the token kept for the
-next step. The host fills one buffer with the numbers of a step, and the graph reads it. Rows are
-padded to a bucket with sequences of one token in the dummy slot. The bucket moves no bit of a row
-(claim C1), so buckets are chosen for speed alone.
+next step. It reads one buffer, which the host fills for each step. Rows are padded to a bucket with
+sequences of one token in the dummy slot; the bucket moves no bit of a row (claim C1).
 """
 
 from __future__ import annotations
@@ -35,13 +34,10 @@ WIDTHS = (1, 4, 1 + MAX_DRAFT)
 
 _WIDTH_FOR_DRAFT = [WIDTHS[bisect_left(WIDTHS, 1 + draft)] for draft in range(WIDTHS[-1])]
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+BUCKETS, BUCKET_STEP = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256), 64
 """Numbers of rows up to which graphs are captured; above the last in steps of `BUCKET_STEP`."""
 
-BUCKET_STEP = 64
-
-SHORTEST_STOCK_CONTEXT = 256
-"""Keys that stock attention gathers at least; beyond it the longest context's power of two."""
+SHORTEST_STOCK_CONTEXT = 256  # keys that stock attention gathers at least; else a power of two
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:
@@ -62,25 +58,18 @@ logprobs of all rows of a call."""
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What one graph is captured for."""
+    """What one graph is captured for: `rows` sequences, padding included, of `width` tokens."""
 
     rows: int
-    """Sequences, padding included."""
     width: int
-    """Tokens of each."""
     truncates: bool
     """Whether the sampler restricts any row's support; it moves no bit of the others."""
-    context: int
-    """Most keys of a sequence: `context_bound`."""
-    stock: frozenset[str]
-    """Ops on their stock path."""
+    context: int  # most keys of a sequence: `context_bound`
+    stock: frozenset[str]  # ops on their stock path
 
 
 class DecodeCall:
-    """One shape's decode step over buffers that never move.
-
-    A graph captures `run`, which is plain PyTorch and runs on a CPU too.
-    """
+    """One shape's decode step over buffers that never move; a graph captures `run`."""
 
     def __init__(self, shape: Shape, state: DeviceState, cache: KVCache, compute: Compute) -> None:
         self.shape = shape
@@ -123,10 +112,7 @@ class DecodeCall:
         )
 
     def stage(self, chunks: Sequence[ScheduledChunk], slots: NDArray[np.int64]) -> Tensor:
-        """A host buffer with the numbers of one step; `load` copies it to the device.
-
-        slots [n]: those of the chunks. Rows behind the n-th are padding.
-        """
+        """A host buffer with one step of n chunks in slots [n]; rows behind are padding."""
         state, count, width = self._state, len(chunks), self.shape.width
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
         lens = np.array([chunk.length for chunk in chunks], dtype=np.int64)
@@ -194,24 +180,19 @@ class DecodeCall:
 
 @dataclass(frozen=True, eq=False)
 class CapturedCall:
-    """A call, and how to run it again as it was captured."""
+    """A call, how to run it again as captured, and what keeps alive what the graph reads."""
 
     call: DecodeCall
     replay: Callable[[], None]
     kept: object
-    """Keeps alive what the graph reads by address."""
 
 
 class DecodeGraphs:
     """Captured decode calls by shape, made on first use, in one pool of memory.
 
-    Graphs run one after another, and each has its own buffer for its results. So they share the
-    memory of everything in between.
-
-    Args:
-        capacity: most tokens of a sequence.
-        prepare: makes what must not be made during a capture, and returns what the graphs read
-            and the model may replace.
+    Graphs run one after another, each with its own buffer for its results: they share all memory in
+    between. No sequence has more than `capacity` tokens. `prepare` makes what must not be made
+    during a capture, and returns what the graphs read and the model may replace.
     """
 
     def __init__(
@@ -223,11 +204,8 @@ class DecodeGraphs:
         capacity: int,
         prepare: Callable[[], object],
     ) -> None:
-        self._state = state
-        self._cache = cache
-        self._compute = compute
-        self._capacity = capacity
-        self._prepare = prepare
+        self._state, self._cache, self._compute = state, cache, compute
+        self._capacity, self._prepare = capacity, prepare
         self._buckets = buckets_up_to(state.dummy_slot)
         self._captured: dict[Shape, CapturedCall] = {}
         # One stream for all captures: the pool gives memory back to the stream that freed it only.
@@ -244,10 +222,7 @@ class DecodeGraphs:
         self._place = None
 
     def captured(self, rows: int, width: int, *, truncates: bool, longest: int) -> CapturedCall:
-        """The smallest call for `rows` sequences, none with more than `longest` keys.
-
-        It is captured the first time; the host waits for that.
-        """
+        """The smallest call for `rows` sequences of at most `longest` keys, captured at first."""
         shape = Shape(
             rows=self._buckets[bisect_left(self._buckets, rows)],
             width=width,
@@ -255,10 +230,9 @@ class DecodeGraphs:
             context=context_bound(longest, self._capacity),
             stock=current().stock,
         )
-        found = self._captured.get(shape)
-        if found is None:
-            found = self._captured[shape] = self._capture(shape)
-        return found
+        if shape not in self._captured:
+            self._captured[shape] = self._capture(shape)
+        return self._captured[shape]
 
     def _call(self, shape: Shape) -> DecodeCall:
         """The call, loaded with padding alone: running it touches no sequence."""

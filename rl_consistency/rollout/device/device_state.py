@@ -1,7 +1,6 @@
 """What the device keeps of the running sequences from one step to the next, by slot.
 
-A sequence holds a slot while it runs. The host has a copy of all but the sampled tokens, so it
-never waits for the device to read them.
+The host has a copy of all but the sampled tokens, so it never waits for the device to read them.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ class DeviceState:
         self, num_slots: int, *, width: int, block_size: int, dummy_block: int, device: torch.device
     ) -> None:
         rows = num_slots + 1
+        self.device = device
         self.dummy_slot = num_slots
         self.dummy_block = dummy_block
         self._block_size = block_size
@@ -50,10 +50,6 @@ class DeviceState:
         self._device_words = torch.from_numpy(self._words).to(device, copy=True)
         self._device_shares = torch.from_numpy(self._shares).to(device, copy=True)
 
-    @property
-    def device(self) -> torch.device:
-        return self.last_tokens.device
-
     def admit(self, sequence: RolloutSequence) -> None:
         """Write a sequence's sampling params and stream key to its slot, with an empty table."""
         slot, params = sequence.slot, sequence.params
@@ -69,7 +65,6 @@ class DeviceState:
         self._stale[slot] = None
 
     def truncates(self, slots: NDArray[np.int64]) -> bool:
-        """Whether any of the slots restricts its support."""
         return bool(self._truncates[slots].any())
 
     def cover(
@@ -82,9 +77,8 @@ class DeviceState:
     ) -> tuple[list[int], list[int]]:
         """Enter the blocks that hold positions below `ends` [n] and are new to the tables.
 
-        Returns (cells, blocks): the entries of the flattened table that the caller has to write on
-        the device, at most `most` of each sequence. Where more are new the next `flush` copies the
-        sequence's whole row instead.
+        Returns (cells, blocks): entries of the flattened table to write on the device, at most
+        `most` of each sequence. Where more are new the next `flush` copies the whole row instead.
         """
         cells: list[int] = []
         blocks: list[int] = []
@@ -115,15 +109,9 @@ class DeviceState:
             return
         slots = np.fromiter(self._stale, dtype=np.int64, count=len(self._stale))
         self._stale.clear()
-        new = to_device(
-            {
-                "slots": slots,
-                "words": self._words[:, slots],
-                "shares": self._shares[:, slots],
-                "tables": self._tables[slots],
-            },
-            self.device,
-        )
+        words, shares = self._words[:, slots], self._shares[:, slots]
+        changed = {"slots": slots, "words": words, "shares": shares, "tables": self._tables[slots]}
+        new = to_device(changed, self.device)
         self._device_words.index_copy_(1, new["slots"], new["words"])
         self._device_shares.index_copy_(1, new["slots"], new["shares"])
         self.block_tables.index_copy_(0, new["slots"], new["tables"])
@@ -133,15 +121,11 @@ class DeviceState:
         return torch.where(token_ids < 0, self.last_tokens.index_select(0, slots), token_ids)
 
     def sampling(self, slots: Tensor, *, truncates: bool) -> tuple[SamplingRows, Tensor]:
-        """Sampling parameters of rows [n] by slot, and their stream keys [n, 5] int64.
-
-        `truncates`: whether any of them restricts its support.
-        """
+        """Sampling parameters of rows [n] by slot, and their stream keys [n, 5] int64."""
         words = self._device_words.index_select(1, slots)
         temperature, top_p, min_p = self._device_shares.index_select(1, slots).unbind(0)
-        rows = SamplingRows(
-            temperature=temperature, top_k=words[KEY_WORDS], top_p=top_p, min_p=min_p
-        )
+        top_k = words[KEY_WORDS]
+        rows = SamplingRows(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         # Moves no bit, and one graph then serves all temperatures.
         rows = rows.knowing(truncates=truncates, unit_temperature=False)
         return rows, words[:KEY_WORDS].t()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DEFAULT_TOKENS_PER_SEQUENCE = 1024
-"""Tokens of each running sequence the default cache has room for."""
+DEFAULT_TOKENS_PER_SEQUENCE = 1024  # tokens of each running sequence the default cache has room for
 
-CPU_CACHE_BYTES = 4 << 30
-GPU_CACHE_SHARE = 0.4
-"""Upper bounds of the default cache; on a GPU a share of the memory that is free when it is made. A
-trainer in the same process needs the rest."""
+CPU_CACHE_BYTES, GPU_CACHE_SHARE = 4 << 30, 0.4
+"""Upper bounds of the default cache; on a GPU a share of the free memory: a trainer in the same
+process needs the rest."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -28,8 +27,7 @@ class KVCache:
     keys: Sequence[Tensor]
     values: Sequence[Tensor]
     block_size: int
-    num_blocks: int
-    """Blocks that sequences may hold."""
+    num_blocks: int  # blocks that sequences may hold
 
     @classmethod
     def allocate(
@@ -39,23 +37,20 @@ class KVCache:
         block_size: int,
         num_blocks: int | None,
         max_num_seqs: int,
-        tokens_per_sequence: int | None,
+        tokens_per_sequence: int | None = None,
     ) -> KVCache:
         """A cache in the model's dtype, on its device.
 
         Without `num_blocks` it has room for `max_num_seqs` sequences of `tokens_per_sequence`
         tokens (None is 1024; the model's context at most), within 4 GiB on a CPU and 40 % of the
-        free memory on a GPU, but always for one such sequence.
-
-        Raises:
-            ValueError: the device has no room for it.
+        free memory on a GPU, but always for one. ValueError if the device has no room for it.
         """
         config = model.config
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
         row = (block_size, config.num_key_value_heads, head_dim)
         layers = config.num_hidden_layers
-        block_bytes = 2 * layers * row[0] * row[1] * row[2] * model.dtype.itemsize
+        block_bytes = 2 * layers * math.prod(row) * model.dtype.itemsize
         if num_blocks is None:
             tokens = tokens_per_sequence or DEFAULT_TOKENS_PER_SEQUENCE
             per_sequence = -(-min(config.max_position_embeddings, tokens) // block_size)
@@ -75,10 +70,6 @@ class KVCache:
                 f"tokens ({num_blocks * block_bytes / 2**30:.1f} GiB): lower num_kv_blocks"
             ) from error
         return cls(keys=keys, values=values, block_size=block_size, num_blocks=num_blocks)
-
-    @property
-    def device(self) -> torch.device:
-        return self.keys[0].device
 
 
 def cache_bytes(device: torch.device) -> int:

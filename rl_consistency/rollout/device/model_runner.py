@@ -1,8 +1,7 @@
 """Owns the KV cache and the device state, and turns a step's chunks into tokens and logprobs.
 
-A step is launched and its results are read later: a launch never waits for the device, so the next
-step can be queued behind it. The token that the step before samples is not known to the host at a
-launch; it is read on the device.
+A launch never waits for the device, so the next step can be queued behind it. The token that the
+step before samples is read on the device.
 """
 
 from __future__ import annotations
@@ -18,12 +17,8 @@ from torch import Tensor
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.models.forward import next_token_logits, paged_hidden_states, rotary_rows
-from rl_consistency.rollout.device.decode_graphs import (
-    CapturedCall,
-    DecodeGraphs,
-    buckets_up_to,
-    width_for,
-)
+from rl_consistency.rollout.device import decode_graphs
+from rl_consistency.rollout.device.decode_graphs import CapturedCall, DecodeGraphs, width_for
 from rl_consistency.rollout.device.device_state import DeviceState
 from rl_consistency.rollout.device.kv_cache import KVCache
 from rl_consistency.rollout.device.ragged_call import RaggedCall
@@ -35,14 +30,10 @@ from rl_consistency.rollout.scheduler import Sampled, ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.weights import forward_path
 
-MEMORY_BOUND_TOKENS = 256
-"""Tokens of a call up to which reading the weights takes longer than multiplying by them."""
+MEMORY_BOUND_TOKENS = 256  # up to here reading the weights takes longer than multiplying by them
+RAGGED = 0  # in place of a width: chunks that run without a graph
 
-RAGGED = 0
-"""In place of a width: chunks that run without a graph."""
-
-_Group = dict[int, ScheduledChunk]
-"""The chunks of one call, by their index in the step."""
+_Group = dict[int, ScheduledChunk]  # the chunks of one call, by their index in the step
 
 _Rows = tuple[Tensor, list[tuple[int, int, int]]]
 """What one call sampled: [2, rows] int32 on the host, token ids and the bits of their fp32
@@ -50,11 +41,7 @@ logprobs; and where each chunk's rows are: (index in the step, first row, number
 
 
 class PendingStep:
-    """A step that has been queued.
-
-    Attributes:
-        chunks: its chunks that sample, in the order of the launch.
-    """
+    """A step that has been queued; `chunks` are those that sample, in the order of the launch."""
 
     def __init__(
         self, chunks: Sequence[ScheduledChunk], calls: list[_Rows], done: torch.cuda.Event | None
@@ -65,10 +52,9 @@ class PendingStep:
         self._done = done
 
     def wait(self) -> list[Sampled]:
-        """Wait for this step and no later one.
+        """Wait for this step alone; returns what each of `chunks` sampled.
 
-        Returns for each of `chunks` the (token id, logprob) sampled at each of its
-        1 + len(draft) positions; a logprob is NaN where the row's logits are.
+        A logprob is NaN where the row's logits are.
         """
         if self._done is not None:
             self._done.synchronize()
@@ -85,33 +71,15 @@ class ModelRunner:
     """Runs the model over a paged KV cache; reads its weights in place, call by call.
 
     On a GPU decode chunks run through CUDA graphs, unless `cuda_graphs` is False. Neither that nor
-    the size of the cache (see `KVCache.allocate`) moves a bit.
-
-    Attributes:
-        num_blocks: blocks that sequences may hold, numbered from 0.
-
-    Raises:
-        ValueError: the device has no room for the cache.
+    the `size` of the cache, which `KVCache.allocate` takes, moves a bit.
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        block_size: int,
-        num_blocks: int | None,
-        max_num_seqs: int,
-        tokens_per_sequence: int | None = None,
-        cuda_graphs: bool = True,
+        self, model: Any, *, max_num_seqs: int, cuda_graphs: bool = True, **size: Any
     ) -> None:
         self._model = model
-        self._cache = KVCache.allocate(
-            model,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            tokens_per_sequence=tokens_per_sequence,
-        )
+        self._cache = KVCache.allocate(model, max_num_seqs=max_num_seqs, **size)
+        block_size, self.device = self._cache.block_size, self._cache.keys[0].device
         self.num_blocks = self._cache.num_blocks
         self._capacity = min(model.config.max_position_embeddings, self.num_blocks * block_size)
         self._state = DeviceState(
@@ -133,29 +101,17 @@ class ModelRunner:
                 prepare=lambda: rotary_rows(model, self._capacity),
             )
 
-    @property
-    def device(self) -> torch.device:
-        return self._cache.device
-
     def begin(self, generation: int = 0) -> None:
         """Look at the model before a rollout; all steps of it belong to the current CUDA stream.
 
-        Drops the graphs if parameters moved, if hooks or the patch were changed, or if a library
-        product was withdrawn.
-
-        Args:
-            generation: of the library products in use.
-
-        Raises:
-            ValueError: the model was moved or cast since the cache was allocated, or is not
-                patched.
+        Drops the graphs if parameters moved, if hooks or the patch were changed, or if `generation`
+        tells that a library product was withdrawn. ValueError if the model was moved or cast.
         """
         model, cache = self._model, self._cache.keys[0]
         if (model.dtype, model.device) != (cache.dtype, cache.device):
             raise ValueError(
-                f"the KV cache was made for a model in {cache.dtype} on {cache.device} and the "
-                f"model is now in {model.dtype} on {model.device}; build the RolloutEngine after "
-                "moving or casting the model"
+                f"the KV cache is in {cache.dtype} on {cache.device} and the model now in "
+                f"{model.dtype} on {model.device}; build the RolloutEngine after moving or casting"
             )
         captured_from, self._captured_from = self._captured_from, self._read_by_graphs(generation)
         if self._graphs is not None and captured_from != self._captured_from:
@@ -182,18 +138,14 @@ class ModelRunner:
         truncates: bool = False,
         longest: int | None = None,
     ) -> None:
-        """Capture graphs for drafts of these lengths ahead of time; see `RolloutEngine.warm_up`.
-
-        Raises:
-            ValueError: a batch size out of range.
-        """
+        """Capture graphs for drafts of these lengths ahead of time; see `RolloutEngine.warm_up`."""
         most = self._state.dummy_slot
         wrong = [rows for rows in batch_sizes or () if not 1 <= rows <= most]
         if wrong:
             raise ValueError(f"batch sizes must be 1 to max_num_seqs={most}, got {wrong}")
         if self._graphs is None:
             return
-        sizes = set(buckets_up_to(most) if batch_sizes is None else batch_sizes)
+        sizes = set(decode_graphs.buckets_up_to(most) if batch_sizes is None else batch_sizes)
         widths = {width_for(draft) for draft in drafts}
         most_keys = longest or self._capacity
         # The largest first: the others fit in the memory it leaves.
@@ -201,28 +153,20 @@ class ModelRunner:
             self._graphs.captured(rows, width, truncates=truncates, longest=most_keys)
 
     def admit(self, sequence: RolloutSequence) -> None:
-        """Enter a sequence in the device state of its slot, in place of the slot's last holder.
-
-        Raises:
-            ValueError: it has no slot, or one out of range.
-        """
+        """Enter a sequence in the device state of its slot, in place of the slot's last holder."""
         self._state.admit(sequence)
 
     @torch.no_grad()
     def launch(self, chunks: Sequence[ScheduledChunk]) -> PendingStep:
         """Queue the chunks' computation: write keys and values, sample tokens.
 
-        Every chunk's sequence has been admitted and holds blocks up to the chunk's end. A chunk may
-        end in one token that the step before samples (`num_pending`).
-
-        Raises:
-            ValueError: a draft longer than `MAX_DRAFT`, or another CUDA stream than at `begin`.
+        Every chunk's sequence was admitted and holds blocks up to the chunk's end. ValueError for a
+        draft longer than `MAX_DRAFT`, and on another CUDA stream than at `begin`.
         """
         if self._stream != (now := self._current_stream()):
             raise ValueError(
                 f"the rollout began on CUDA stream {self._stream} and a step was asked for on "
-                f"{now}, where it would not wait for the steps before; give all steps of a rollout "
-                "the same stream"
+                f"{now}; give all steps the same stream, or one would not wait for those before"
             )
         groups = self._grouped(chunks)
         others = groups.pop(RAGGED, {})
@@ -241,16 +185,12 @@ class ModelRunner:
         """The chunks by the width of their graph; `RAGGED` for those that run without one."""
         drafts = [len(chunk.draft) for chunk in chunks]
         if max(drafts, default=0) > MAX_DRAFT:
-            raise ValueError(
-                f"a draft of {max(drafts)} tokens; at most {MAX_DRAFT} are verified in a step"
-            )
+            raise ValueError(f"a draft of {max(drafts)} tokens; at most {MAX_DRAFT} are verified")
         widths = [RAGGED] * len(chunks)
         if self._graphs is not None:
             decodes = [chunk.is_decode for chunk in chunks]
-            widths = [
-                width_for(draft) if decode else RAGGED
-                for draft, decode in zip(drafts, decodes, strict=True)
-            ]
+            pairs = zip(drafts, decodes, strict=True)
+            widths = [width_for(draft) if decode else RAGGED for draft, decode in pairs]
             widest = max(widths)
             if sum(decodes) * widest <= MEMORY_BOUND_TOKENS:
                 # Each graph reads all weights; padding short drafts costs less than that.
@@ -265,12 +205,8 @@ class ModelRunner:
         assert self._graphs is not None
         chunks = list(group.values())
         slots = np.array([chunk.sequence.slot for chunk in chunks], dtype=np.int64)
-        captured = self._graphs.captured(
-            len(slots),
-            width,
-            truncates=self._state.truncates(slots),
-            longest=max([chunk.start + chunk.length for chunk in chunks]),
-        )
+        truncates, longest = self._state.truncates(slots), max([chunk.end for chunk in chunks])
+        captured = self._graphs.captured(len(slots), width, truncates=truncates, longest=longest)
         return captured, captured.call.stage(chunks, slots), group
 
     def _replay(self, captured: CapturedCall, staged: Tensor, group: _Group) -> _Rows:
@@ -326,10 +262,7 @@ class ModelRunner:
     def _sampled(
         self, hidden: Tensor, positions: Tensor, slots: Tensor, *, truncates: bool
     ) -> tuple[Tensor, Tensor]:
-        """Token ids [n] int64 and logprobs [n] fp32, drawn for the positions after the rows'.
-
-        hidden [n, H], positions and slots [n] int64.
-        """
+        """Token ids [n] int64 and logprobs [n] fp32, drawn for the positions after the rows'."""
         logits = next_token_logits(self._model, hidden)
         params, keys = self._state.sampling(slots, truncates=truncates)
         return sample(logits, params, device_uniforms(keys, positions + 1))

@@ -29,12 +29,10 @@ class RaggedCall:
     `places` in the cache. Of each row that is sampled from: `rows` (which token), `row_slots`,
     `kept_in` (the slot whose last token it becomes)."""
     starts: list[int]
-    """First token of each chunk in the call."""
     lens: list[int]
     context_lens: list[int]
     block_tables: list[list[int]]
-    counts: NDArray[np.int64]
-    """Rows of each chunk that samples."""
+    counts: NDArray[np.int64]  # rows of each chunk that samples
 
     @classmethod
     def of(

@@ -1,12 +1,10 @@
 """One uniform number for each (seed, prompt id, sample index, position), and no state.
 
 The generator is Philox-4x32 with ten rounds (Salmon, Moraes, Dror, Shaw: "Parallel random numbers:
-as easy as 1, 2, 3", SC 2011). It is a keyed bijection of a 128-bit counter, so a number is looked
-up, not drawn: neither the batch, nor the step, nor the neighbours of a sample can move it.
-
-Key: the 64-bit seed. Counter words, low to high: position, sample index, prompt id (two words).
-The number is made of the first two output words: the upper 27 bits of one, the upper 26 of the
-other.
+as easy as 1, 2, 3", SC 2011), a keyed bijection of a 128-bit counter: a number is looked up, and
+neither the batch, nor the step, nor the neighbours of a sample can move it. Key: the 64-bit seed.
+Counter words, low to high: position, sample index, prompt id (two words). The number is made of the
+first two output words: the upper 27 bits of one, the upper 26 of the other.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from torch import Tensor
 from rl_consistency.kernels.sampling.philox_triton import philox_uniforms
 
 ROUNDS = 10
-KEY_WORDS = 5
-"""Words of a stream key: seed low and high, sample index, prompt id low and high."""
+KEY_WORDS = 5  # words of a stream key: seed low and high, sample index, prompt id low and high
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)

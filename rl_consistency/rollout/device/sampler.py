@@ -1,12 +1,11 @@
 """From logits to a token and its logprob, row by row.
 
-The distribution is `kernels.sampling.op.distribution`. The training forward uses the same function,
-so a sampled token's logprob is the behaviour logprob that training recomputes.
+The distribution is `kernels.sampling.op.distribution`, in the training forward too.
 
 Sampling is the inverse of the cumulative distribution in token-id order. The probabilities are
-turned into integers (multiples of 2**-52) before they are added: an integer sum is exact, so it is
-the same in any order and for any number of rows. On CUDA they are added up by block of 128 ids and
-never written out; the exp that makes them is `exp_fp32` there and torch's on a CPU.
+turned into integers (multiples of 2**-52) before they are added: an integer sum is exact in any
+order. On CUDA they are added up by block of 128 ids and never written out; the exp that makes them
+is `exp_fp32` there and torch's on a CPU.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ def sample(logits: Tensor, rows: SamplingRows, uniforms: Tensor) -> tuple[Tensor
 
     logits [n, V] fp32, uniforms [n] fp64 in [0, 1). Returns token ids [n] int64 and their logprobs
     [n] fp32. A greedy row takes the lowest id among the maxima. A row whose logits are NaN gets a
-    NaN logprob and token 0; the caller knows which sample the row is and reports it.
-
-    On CUDA nothing waits for the device where `rows` know whether they truncate.
+    NaN logprob and token 0. On CUDA nothing waits where `rows` know whether they truncate.
     """
     behaviour = distribution(logits, rows)
     if isinstance(behaviour, ReducedDistribution):

@@ -10,14 +10,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-ALIGNMENT = 64
-"""Bytes an array starts on: the same alignment in every buffer."""
-
-_TENSOR_DTYPES = {
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.float32): torch.float32,
-}
+ALIGNMENT = 64  # bytes an array starts on: the same alignment in every buffer
 
 
 class StagedFields:
@@ -38,8 +31,7 @@ class StagedFields:
     def on_host(self, device: torch.device) -> tuple[Tensor, dict[str, NDArray[Any]]]:
         """A fresh buffer [nbytes] uint8 to fill, pinned for a GPU, and the arrays in it.
 
-        The caller may drop the buffer once the copies from it are queued: torch's allocator gives a
-        pinned buffer out again only when they are done.
+        The caller may drop it once copies from it are queued: torch reuses it when they are done.
         """
         buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         memory = buffer.numpy()
@@ -52,7 +44,7 @@ class StagedFields:
     def tensors(self, buffer: Tensor) -> dict[str, Tensor]:
         """The arrays as tensors, views of a buffer [nbytes] uint8 on any device."""
         return {
-            name: buffer[begin:end].view(_TENSOR_DTYPES[dtype]).view(shape)
+            name: buffer[begin:end].view(getattr(torch, dtype.name)).view(shape)
             for name, (begin, end, dtype, shape) in self._places.items()
         }
 
