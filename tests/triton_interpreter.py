@@ -1,8 +1,9 @@
-"""bf16 in Triton's CPU interpreter, which keeps bf16 as 16-bit integers.
+"""Casts and matrix products in Triton's CPU interpreter, which keeps bf16 as 16-bit integers.
 
-Unpatched, its matrix product multiplies bit patterns and its casts cut digits off. `install` makes
-casts round to nearest even and products go through fp32. For kernel logic only: what the
-interpreter computes says nothing of a GPU's bits.
+Unpatched, its product multiplies bit patterns and its casts cut digits off. `install` makes casts
+round to nearest even. A product is summed in fp64 and rounded once, since numpy's fp32 product
+gives a row other bits at another place on some CPUs. For kernel logic only: what the interpreter
+computes says nothing of a GPU's bits.
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ def install() -> None:
         return stock_cast(self, source, target)
 
     def create_dot(self, a, b, d, *rest):
-        operands = [
-            handle(widen(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+        if d.dtype.scalar not in (tl.float32, tl.float64):
+            return stock_dot(self, a, b, d, *rest)
+        wide = [
+            (widen(x.data) if x.dtype.scalar == tl.bfloat16 else x.data).astype(np.float64)
             for x in (a, b)
         ]
-        return stock_dot(self, *operands, d, *rest)
+        return handle((wide[0] @ wide[1] + d.data).astype(d.data.dtype), d.dtype.scalar)
 
     builder.cast_impl, builder.create_dot = cast_impl, create_dot

@@ -176,9 +176,9 @@ def _call(
             **{name: [example.extra.get(name) for example in examples] for name in names},
         )
     except BaseException as error:
-        if not isinstance(error, Exception):
-            raise  # an interrupt or an exit
-        return None, error
+        if isinstance(error, Exception):
+            return None, error
+        raise  # an interrupt or an exit
     return scores, None
 
 

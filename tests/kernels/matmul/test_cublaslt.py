@@ -60,7 +60,7 @@ def test_a_product_in_another_order_differs_on_probe_data(layout):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 def test_a_gradient_in_another_order_differs_on_probe_data():
-    key = Key.of("tn", torch.bfloat16, torch.float32, False, 64, 16, 24)
+    key = Key.of("tn", torch.bfloat16, torch.float32, False, 256, 16, 24)  # several steps
 
     def backwards(dy, x, out):
         out.copy_(cublaslt.canonical_outer(dy.flip(0), x.flip(0)))
@@ -68,13 +68,12 @@ def test_a_gradient_in_another_order_differs_on_probe_data():
     def canonical(dy, x, out):
         out.copy_(cublaslt.canonical_outer(dy, x))
 
-    assert compare(CPU, key, 64, outer=canonical) == 0
-    assert compare(CPU, key, 64, outer=backwards) > 0
+    assert compare(CPU, key, 256, outer=canonical) == 0
+    assert compare(CPU, key, 256, outer=backwards) > 0
 
 
-def integers(*shape):
-    """Data whose sums are exact: the interpreter's product depends on where a row stands."""
-    return torch.randint(-4, 5, shape).bfloat16()
+def drawn(*shape):
+    return torch.randn(shape).bfloat16()
 
 
 @pytest.fixture
@@ -95,8 +94,8 @@ def on_this_machine(monkeypatch, tmp_path, fresh_audit):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 def test_every_third_call_is_audited_and_a_difference_strikes(on_this_machine, monkeypatch):
-    a = integers(100, 96)
-    b = integers(64, 96)
+    a = drawn(100, 96)
+    b = drawn(64, 96)
     for _ in range(7):
         assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is not None
     report = schedule_audit()
@@ -121,7 +120,7 @@ def test_every_third_call_is_audited_and_a_difference_strikes(on_this_machine, m
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 def test_gradients_from_zero_are_audited_too(on_this_machine, monkeypatch):
-    dy, x = integers(96, 64), integers(96, 32)
+    dy, x = drawn(96, 64), drawn(96, 32)
     out = torch.empty(64, 32)
     monkeypatch.setattr(
         cublaslt, "library_outer", lambda dy, x, out: out.copy_(cublaslt.canonical_outer(dy, x))
@@ -153,7 +152,7 @@ def test_a_gradient_of_misaligned_or_sliced_operands_stays_with_triton(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 def test_an_audit_that_began_in_inference_mode_goes_on_in_training(on_this_machine, monkeypatch):
     monkeypatch.setattr(audit, "AUDIT_EVERY", 1)
-    a, b = integers(100, 96), integers(64, 96)
+    a, b = drawn(100, 96), drawn(64, 96)
     with torch.inference_mode():
         assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is not None
     assert cublaslt.product(a, b, None, "nt", torch.bfloat16) is not None
