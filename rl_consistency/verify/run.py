@@ -13,18 +13,18 @@ from rl_consistency.models.patch import patch
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.verify.checks import (
     attention,
-    chain,
-    fold,
+    gradient_cuts,
     identity,
     rollout,
-    row_schedule,
+    row_schedules,
     rows,
-    schedule,
+    schedules,
+    whole_model,
 )
 from rl_consistency.verify.checks.accuracy import check_accuracy
 from rl_consistency.verify.checks.accuracy_cases import ACCURACY_CASES, PARTS
-from rl_consistency.verify.checks.chain import Chain
 from rl_consistency.verify.checks.op_setup import CPU, TINY_SHAPES, OpSetup
+from rl_consistency.verify.checks.whole_model import Chain
 from rl_consistency.verify.claims import Check, Result, Tally
 from rl_consistency.verify.processes import Job, run_in_processes
 from rl_consistency.verify.targets import DTYPE_NAMES, Target
@@ -44,10 +44,10 @@ OP_CHECKS: tuple[tuple[str, str, str, OpCheck], ...] = (
     ("C1", "token_logprobs", "rows, truncated too; dhidden", rows.check_token_logprobs),
     ("C1", "masked_reduction", "padding", rows.check_masked_reduction),
     ("C1", "gradient_norm", "storage, threads", rows.check_gradient_norm),
-    ("C3", "linear", "dW, dbias: cuts, filler", fold.check_linear_fold),
-    ("C3", "rms_norm", "dweight: cuts, filler", fold.check_rms_norm_fold),
-    ("C3", "embedding", "dweight: cuts, filler", fold.check_embedding_fold),
-    ("C3", "token_logprobs", "dW of the LM head: cuts, filler", fold.check_lm_head_fold),
+    ("C3", "linear", "dW, dbias: cuts, filler", gradient_cuts.check_linear_fold),
+    ("C3", "rms_norm", "dweight: cuts, filler", gradient_cuts.check_rms_norm_fold),
+    ("C3", "embedding", "dweight: cuts, filler", gradient_cuts.check_embedding_fold),
+    ("C3", "token_logprobs", "dW of the LM head: cuts, filler", gradient_cuts.check_lm_head_fold),
     *(
         ("C6", op, "values, gradients", partial(check_accuracy, op=op))
         for op in ACCURACY_CASES
@@ -57,28 +57,28 @@ OP_CHECKS: tuple[tuple[str, str, str, OpCheck], ...] = (
 """(claim, subject, what is varied, check) for every op and dtype."""
 
 SCHEDULE_CHECKS: tuple[tuple[str, OpCheck], ...] = (
-    ("matmul", schedule.check_matmul_schedules),
-    ("fused products", schedule.check_fused_product_schedules),
-    ("gradient fold", schedule.check_gradient_fold_schedules),
-    ("attention", schedule.check_attention_schedules),
-    ("token_logprobs", schedule.check_token_logprobs_schedules),
-    ("glu", row_schedule.check_glu_schedules),
-    ("rotary", row_schedule.check_rotary_schedules),
-    ("rms_norm", row_schedule.check_rms_norm_schedules),
-    ("gradient rows", row_schedule.check_gradient_row_schedules),
-    ("sampling", row_schedule.check_sampling_schedules),
+    ("matmul", schedules.check_matmul_schedules),
+    ("fused products", schedules.check_fused_product_schedules),
+    ("gradient fold", schedules.check_gradient_fold_schedules),
+    ("attention", schedules.check_attention_schedules),
+    ("token_logprobs", schedules.check_token_logprobs_schedules),
+    ("glu", row_schedules.check_glu_schedules),
+    ("rotary", row_schedules.check_rotary_schedules),
+    ("rms_norm", row_schedules.check_rms_norm_schedules),
+    ("gradient rows", row_schedules.check_gradient_row_schedules),
+    ("sampling", row_schedules.check_sampling_schedules),
 )
 """(op, check) for every table of schedules; on a GPU only, the CPU having one schedule per op."""
 
 CHAIN_CHECKS: tuple[tuple[str, str, str, ChainCheck], ...] = (
-    ("C1", "chain, packed", "batch, order, neighbours, gaps", chain.check_packed_chain),
-    ("C1", "chain, padded", "left, right, position resets", chain.check_padded_chain),
-    ("C1", "chain, paged", "chunks, decode, cache blocks", chain.check_paged_chain),
-    ("C1", "chain, logprobs", "batch, padding, LM head rows", chain.check_logprob_chain),
+    ("C1", "chain, packed", "batch, order, neighbours, gaps", whole_model.check_packed_chain),
+    ("C1", "chain, padded", "left, right, position resets", whole_model.check_padded_chain),
+    ("C1", "chain, paged", "chunks, decode, cache blocks", whole_model.check_paged_chain),
+    ("C1", "chain, logprobs", "batch, padding, LM head rows", whole_model.check_logprob_chain),
     ("C1", "rollout engine", "batch, chunks, sharing, preemption", rollout.check_engine),
     ("C2", "rollout and training", "packed, padded; truncated sampling", rollout.check_training),
-    ("C3", "chain, regrouped", "micro-batches, padding, gaps", chain.check_gradient_chain),
-    ("C3", "chain, recomputed", "gradient checkpointing", chain.check_gradient_checkpointing),
+    ("C3", "chain, regrouped", "micro-batches, padding, gaps", whole_model.check_gradient_chain),
+    ("C3", "chain, recomputed", "gradient checkpointing", whole_model.check_gradient_checkpointing),
 )
 """(claim, subject, what is varied, check) for every model and dtype."""
 

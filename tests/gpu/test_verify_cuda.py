@@ -11,7 +11,7 @@ from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.certificates import CACHE_VARIABLE
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpSetup
-from rl_consistency.verify.checks.schedule import check_matmul_schedules
+from rl_consistency.verify.checks.schedules import check_matmul_schedules
 from rl_consistency.verify.claims import CLAIMS, Tally
 from rl_consistency.verify.mutants.catalogue import mutants_on
 from rl_consistency.verify.mutants.run import run_controls, run_mutant

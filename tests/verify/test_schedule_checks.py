@@ -11,8 +11,8 @@ from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.certificates import Certificates
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.verify.checks import op_setup
-from rl_consistency.verify.checks import row_schedule as row_schedule_checks
-from rl_consistency.verify.checks import schedule as schedule_checks
+from rl_consistency.verify.checks import row_schedules as row_schedule_checks
+from rl_consistency.verify.checks import schedules as schedule_checks
 from rl_consistency.verify.checks.op_setup import TINY_SHAPES, Heads, OpSetup
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import schedules_alike

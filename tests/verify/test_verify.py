@@ -10,9 +10,9 @@ from rl_consistency.models import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.verify.checks import rows as op_checks
-from rl_consistency.verify.checks.chain import Chain, check_packed_chain
 from rl_consistency.verify.checks.op_setup import CPU, TINY_SHAPES, shapes_of
 from rl_consistency.verify.checks.paged_calls import chunked, decoded, paged_calls
+from rl_consistency.verify.checks.whole_model import Chain, check_packed_chain
 from rl_consistency.verify.claims import CLAIMS, Check, Tally
 from rl_consistency.verify.presets import PRESETS, REAL_PRESETS, build_preset, preset_config
 from rl_consistency.verify.run import count_checks, jobs_of, op_setups, run_checks

@@ -1,13 +1,9 @@
-"""The sections `warm_start`, `rollout`, `algorithm`, `optimizer` and `training`."""
+"""The sections `warm_start`, `algorithm`, `optimizer` and `training`."""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, PlainSerializer
-
-from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers.advantages import AdvantageKind
 from rl_consistency.trainers.config.section import (
     BelowOne,
@@ -19,25 +15,6 @@ from rl_consistency.trainers.config.section import (
 )
 from rl_consistency.trainers.losses import WeightKind
 
-SAMPLING_KEYS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("seed", "stop"))
-"""Keys of rollout.sampling. The seed is run.seed; the trainer's engine takes no stop strings."""
-
-
-def _sampling(value: Any) -> Any:
-    """The SamplingParams of a mapping; SamplingParams checks the values itself."""
-    if not isinstance(value, dict):
-        return value
-    if unknown := ", ".join(key for key in value if key not in SAMPLING_KEYS):
-        raise ValueError(f"unknown key {unknown}; the keys here are {', '.join(SAMPLING_KEYS)}")
-    if missing := [key for key in ("n", "max_tokens") if key not in value]:
-        raise ValueError(f"missing: {', '.join(missing)}")
-    params = SamplingParams(**value)
-    if params.n < 2:
-        raise ValueError(f"n must be at least 2, the group of an advantage, got {params.n}")
-    if params.temperature == 0:
-        raise ValueError("temperature must be above 0: greedy completions of a group are equal")
-    return params
-
 
 class WarmStartSection(Section):
     """Supervised steps on the reference completions, before reinforcement learning."""
@@ -48,34 +25,6 @@ class WarmStartSection(Section):
     """Examples per step."""
     learning_rate: Positive = 1e-3
     """Learning rate of these steps."""
-
-
-class RolloutSection(Section):
-    """How completions are sampled."""
-
-    prompts_per_step: Count
-    """Prompts of one rollout batch."""
-    sampling: Annotated[
-        SamplingParams,
-        BeforeValidator(_sampling),
-        PlainSerializer(lambda params: {key: getattr(params, key) for key in SAMPLING_KEYS}),
-    ]
-    """The fields of `SamplingParams`, with n at least 2; training scores with the same object."""
-    kv_block_size: Count = 16
-    """Tokens per block of the key/value cache."""
-    num_kv_blocks: Count | None = None
-    """Blocks of that cache; null = enough for the batch, up to 4 GiB on a CPU and 40 % of the free
-    memory on a GPU (then sequences take turns; the same bits)."""
-    max_batch_tokens: Count = 2048
-    """Most tokens of one engine step."""
-    max_num_seqs: Count = 256
-    """Most sequences of one engine step."""
-    prefill_chunk_size: Count | None = None
-    """Prompt tokens of one sequence per engine step; null = no chunks below max_batch_tokens."""
-    prefix_sharing: bool = True
-    """Share the cache of common prefixes, such as the prompt within a group."""
-    cuda_graphs: bool = True
-    """Decode through CUDA graphs on a GPU; the same bits."""
 
 
 class AlgorithmSection(Section):

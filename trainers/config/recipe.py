@@ -19,14 +19,13 @@ from pydantic import BaseModel, ValidationError, model_validator
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers.config.data_sections import DataSection, RewardSection
 from rl_consistency.trainers.config.learning_sections import (
-    SAMPLING_KEYS,
     AlgorithmSection,
     OptimizerSection,
-    RolloutSection,
     TrainingSection,
     WarmStartSection,
 )
 from rl_consistency.trainers.config.policy_sections import PolicySection, TokenizerSection
+from rl_consistency.trainers.config.rollout_section import SAMPLING_KEYS, RolloutSection
 from rl_consistency.trainers.config.run_sections import (
     ConsistencySection,
     RunSection,

@@ -26,7 +26,7 @@ from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.rotary import rotation_triton as rotary_triton
 from rl_consistency.kernels.sampling import statistics_triton as vocabulary_statistics_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
-from rl_consistency.verify.checks.row_schedule import norm_backward_entries
+from rl_consistency.verify.checks.row_schedules import norm_backward_entries
 from rl_consistency.verify.mutants.blockwise_attention import blockwise_attention
 from rl_consistency.verify.substitution import perturbation, substituted
 
