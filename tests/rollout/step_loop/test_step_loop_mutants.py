@@ -51,7 +51,7 @@ class KeepsExtraRow(Scheduler):
 
 
 class SharesTooEarly(BlockManager):
-    """Hands out blocks that nobody has launched a step for."""
+    """Hands out blocks before any step writes them."""
 
     def _announce(self, sequence: RolloutSequence, index: int) -> None:
         super()._announce(sequence, index)
