@@ -113,7 +113,7 @@ class _Run:
             RewardFunction(f.name, resolve(f.name), f.weight) for f in config.reward.functions
         ]
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
-        session = stack.enter_context(patch(self.model))
+        session = stack.enter_context(patch(self.model, grad_dtype=torch.float32))
         if not current().stock:
             session.verify()
         self.accelerator = Accelerator(cpu=config.run.device == "cpu", mixed_precision="no")

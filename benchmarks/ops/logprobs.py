@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.peers import liger_cross_entropy, not_installed
 from benchmarks.suite import Case, normal
 from benchmarks.timing import Contestant, Machine, Race
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import token_logprobs
 

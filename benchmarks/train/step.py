@@ -73,7 +73,7 @@ def _step(name: str, count: int, length: int, bench: Machine) -> dict[str, Any]:
         unavailable["liger"] = reason(error)
     if batch_invariant_ops():
         peers["batch_invariant_ops"] = Contestant((stock,), batch_invariant_mode)
-    with patch(own_model):
+    with patch(own_model, grad_dtype=torch.float32):
         race = Race(
             ours=Contestant.of(partial(_backward, own_loss, own_model)),
             stock={"hugging face sdpa": Contestant.of(stock)},

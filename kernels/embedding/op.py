@@ -21,7 +21,8 @@ from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.embedding.gather_triton import embedding_fwd
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer, fold_parameter, fold_rows
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
+from rl_consistency.kernels.gradient_fold.op import fold_rows
 
 ORDER = ReductionOrder(
     id="embedding",
@@ -92,7 +93,7 @@ class _Embedding(torch.autograd.Function):
         if ctx.padding_idx is not None:
             index = index.masked_fill(index == ctx.padding_idx, -1)
         gradient = fold_parameter(
-            weight, ctx.weight_grad, lambda g, fresh: fold_rows(g, index, rows)
+            ctx, weight, ctx.weight_grad, lambda g, fresh: fold_rows(g, index, rows)
         )
         return None, gradient, None, None
 

@@ -3,30 +3,23 @@
 Shapes: `fold_outer`: g [N, K], dy [T, N], x [T, K]. `fold_columns`: g [C], rows [R, C].
     `fold_rows`: g [V, C], index [T], rows [T, C].
 Dtypes and rounding points: operands fp32, bf16 or fp16; exact products; g is fp32, or fp64 where
-    `accumulator_dtype` says so; `parameter.grad` is rounded once to fp32.
+    `accumulator_dtype` says so.
 Order: ORDER below, `gradient_fold`.
 Invariant to: where the tokens are cut into calls, if every cut falls on a multiple of 16.
 Varies with: the order of the tokens.
 Backward: none.
-Errors: ValueError on a `parameter.grad` that `GradientBuffer` did not fold; on CUDA TypeError on
-    operands of two dtypes.
+Errors: on CUDA TypeError on operands of two dtypes.
 Cost: one rank-16 update of g per 16 tokens; on a GPU g is read and written once per call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
+from torch import Tensor
 
 from rl_consistency.kernels.core.operand import aligned, require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
-from rl_consistency.kernels.gradient_fold import columns_triton as gradient_columns_triton
-from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
+from rl_consistency.kernels.gradient_fold import columns_triton, outer_triton
 from rl_consistency.kernels.gradient_fold.rows_triton import gradient_fold_rows
 from rl_consistency.kernels.matmul.cublaslt import outer_from_zero
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
@@ -70,7 +63,7 @@ def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) ->
     if buffer.is_cuda:
         require_operands("gradient_fold", dy=dy, x=x)
         if not (fresh and outer_from_zero(dy, x, buffer)):
-            gradient_fold_triton.gradient_fold_outer(buffer, dy, x, fresh)
+            outer_triton.gradient_fold_outer(buffer, dy, x, fresh)
         return
     if fresh:
         buffer.zero_()
@@ -85,7 +78,7 @@ def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) ->
 def fold_columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1) -> None:
     """Continue `buffer` [C] (fp64 or fp32, in place) over rows [T * rows_per_token, C]."""
     if buffer.is_cuda:
-        gradient_columns_triton.gradient_fold_columns(buffer, rows, rows_per_token)
+        columns_triton.gradient_fold_columns(buffer, rows, rows_per_token)
         return
     step = STEP * rows_per_token
     rows = _whole_steps(rows, step)
@@ -98,7 +91,7 @@ def fold_step_sums(buffer: Tensor, sums: Tensor) -> None:
     The caller has added the rows of each step by the halving tree.
     """
     if buffer.is_cuda:
-        gradient_columns_triton.fold_step_sums(buffer, sums)
+        columns_triton.fold_step_sums(buffer, sums)
         return
     for partial in sums.unbind(0):
         buffer.add_(partial)
@@ -116,173 +109,3 @@ def fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:
 
 def _whole_steps(rows: Tensor, step: int = STEP) -> Tensor:
     return aligned(F.pad(rows.float(), (0, 0, 0, -rows.shape[0] % step)).contiguous())
-
-
-class GradientBuffer:
-    """The accumulator of one use of one parameter: fp32 or fp64 (`accumulator_dtype`).
-
-    A caller that gets a fresh `accumulator` must `commit` it, even if the fold fails.
-
-    A parameter with an fp32 accumulator and one use is folded directly into `parameter.grad`. Any
-    other parameter has one buffer per use (tied embeddings have two), so that the fold of one use
-    does not interrupt another. After every backward pass, `parameter.grad` is the sum of the
-    buffers in the order of the uses. `optimizer.zero_grad()` resets them. The first use continues a
-    gradient that existed before the first fold.
-    """
-
-    def __init__(self, parameter: nn.Parameter, siblings: list[GradientBuffer] | None = None):
-        self.parameter = parameter
-        self._siblings = [] if siblings is None else siblings
-        self._siblings.append(self)
-        self._in_place = siblings is None and accumulator_dtype(parameter) == torch.float32
-        self._own: Tensor | None = None
-        # Weak, so that a gradient the optimizer has dropped leaves memory.
-        self._published: tuple[TensorWeakRef, int] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy starts without a fold, since a copied parameter has no gradient."""
-        return self.__dict__ | {"_own": None, "_published": None}
-
-    @classmethod
-    def beside_autograd(cls, parameter: nn.Parameter) -> GradientBuffer:
-        """A buffer that folds directly into `parameter.grad`, where autograd also adds."""
-        buffer = cls(parameter)
-        buffer._in_place = True
-        return buffer
-
-    @classmethod
-    def for_uses(cls, parameter: nn.Parameter, count: int) -> list[GradientBuffer]:
-        """One buffer per use, in the order in which their sum adds them."""
-        if count == 1:
-            return [cls(parameter)]
-        siblings: list[GradientBuffer] = []
-        return [cls(parameter, siblings) for _ in range(count)]
-
-    def accumulator(self, *, zeroed: bool = True) -> tuple[Tensor, bool]:
-        """The tensor to continue, of the parameter's shape, and whether it is fresh.
-
-        Args:
-            zeroed: whether a fresh one holds zeros; otherwise it is uninitialized.
-
-        Raises:
-            ValueError: `parameter.grad` is not fp32, or was changed between two backward passes.
-        """
-        parameter = self.parameter
-        gradient = parameter.grad
-        if gradient is None:
-            return self._first(zeroed), True
-        if gradient.dtype != torch.float32:
-            raise ValueError(
-                f"the gradient present is {gradient.dtype}; the fold continues fp32 only. "
-                "Call optimizer.zero_grad(set_to_none=True) after patch()."
-            )
-        if self._in_place:
-            return gradient, False
-        self._check_published(gradient)
-        fresh = self._own is None
-        if self._own is None:
-            self._own = _filled(parameter, accumulator_dtype(parameter), zeroed)
-        return self._own, fresh
-
-    def _first(self, zeroed: bool) -> Tensor:
-        """The accumulator of a parameter that has no gradient yet."""
-        parameter = self.parameter
-        self._start_afresh()
-        parameter.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
-        if self._in_place:
-            parameter.grad = _filled(parameter, torch.float32, zeroed)
-            return parameter.grad
-        own = _filled(parameter, accumulator_dtype(parameter), zeroed)
-        # `commit` writes every element.
-        parameter.grad = torch.empty_like(parameter, dtype=torch.float32)
-        self._own = own
-        return own
-
-    def commit(self) -> None:
-        """Publish the sum of all uses as `parameter.grad`."""
-        if self._in_place:
-            return
-        gradient = self.parameter.grad
-        assert gradient is not None
-        first, *others = [b._own for b in self._siblings if b._own is not None]
-        if first.dtype == gradient.dtype:
-            # An embedding table is large: this takes no temporary and few passes.
-            torch.add(first, others.pop(0) if others else 0.0, out=gradient)
-            for other in others:
-                gradient.add_(other)
-        else:
-            for other in others:
-                first = first + other
-            gradient.copy_(first)
-        self._stamp(gradient)
-
-    def _start_afresh(self) -> None:
-        for buffer in self._siblings:
-            buffer._own = None
-            buffer._published = None
-
-    def _check_published(self, gradient: Tensor) -> None:
-        published = self._published
-        if published is None:
-            self._start_afresh()
-            if gradient.any():
-                self._siblings[0]._own = gradient.to(accumulator_dtype(self.parameter), copy=True)
-            self._stamp(gradient)
-        elif published[0]() is not gradient or published[1] != gradient._version:
-            if gradient.any():
-                raise ValueError(
-                    f"the gradient of a parameter of shape {tuple(gradient.shape)} was changed "
-                    "between two backward passes, so the fold cannot be continued. Scale or clip "
-                    "only after the last backward pass, call optimizer.zero_grad() before the "
-                    "next, and keep one strict(...) choice for all micro-batches of a step."
-                )
-            self._start_afresh()
-            self._stamp(gradient)
-
-    def _stamp(self, gradient: Tensor) -> None:
-        for buffer in self._siblings:
-            buffer._published = (TensorWeakRef(gradient), gradient._version)
-
-
-def _filled(parameter: Tensor, dtype: torch.dtype, zeroed: bool) -> Tensor:
-    return (torch.zeros_like if zeroed else torch.empty_like)(parameter, dtype=dtype)
-
-
-def accumulator_dtype(parameter: Tensor) -> torch.dtype:
-    """fp64 for vectors and, on CUDA, fp32 parameters, since thousands of steps in fp32 would lose
-    digits; otherwise fp32."""
-    wide = parameter.dim() == 1 or (parameter.is_cuda and parameter.dtype == torch.float32)
-    return torch.float64 if wide else torch.float32
-
-
-def fold_parameter(
-    parameter: Tensor,
-    buffer: GradientBuffer | None,
-    fold: Callable[[Tensor, bool], None],
-    *,
-    overwrites: bool = False,
-) -> Tensor | None:
-    """Fold the tokens of one call and return the parameter's gradient for autograd.
-
-    With a buffer, the fold continues it and autograd gets None. Without one, the fold starts from
-    zero and autograd gets the result in the parameter's dtype.
-
-    Args:
-        fold: called with the accumulator and whether it is fresh.
-        overwrites: whether `fold` writes every element of a fresh accumulator.
-    """
-    if buffer is None:
-        make = torch.empty_like if overwrites else torch.zeros_like
-        gradient = make(parameter, dtype=accumulator_dtype(parameter))
-        fold(gradient, True)
-        return gradient.to(parameter.dtype)
-    accumulator, fresh = buffer.accumulator(zeroed=not overwrites)
-    try:
-        fold(accumulator, fresh)
-    except BaseException:
-        if fresh:
-            accumulator.zero_()
-            buffer.commit()
-        raise
-    buffer.commit()
-    return None

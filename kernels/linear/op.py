@@ -23,12 +23,8 @@ from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
-from rl_consistency.kernels.gradient_fold.op import (
-    GradientBuffer,
-    fold_columns,
-    fold_outer,
-    fold_parameter,
-)
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
+from rl_consistency.kernels.gradient_fold.op import fold_columns, fold_outer
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_op, qkv_op
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.schedules import FUSED_ROWS
@@ -179,13 +175,14 @@ class LinearFunction(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             x_rows = _rows(x)
             dweight = fold_parameter(
+                ctx,
                 weight,
                 weight_grad,
                 lambda g, fresh: fold_outer(g, rows, x_rows, fresh=fresh),
                 overwrites=True,
             )
         if ctx.needs_input_grad[2]:
-            dbias = fold_parameter(bias, bias_grad, lambda g, fresh: fold_columns(g, rows))
+            dbias = fold_parameter(ctx, bias, bias_grad, lambda g, fresh: fold_columns(g, rows))
         return dx, dweight, dbias, None, None
 
 

@@ -23,7 +23,8 @@ from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.gradient_fold.columns_triton import fold_step_sums, folded_step_sums
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer, fold_columns, fold_parameter
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
+from rl_consistency.kernels.gradient_fold.op import fold_columns
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd_op
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd_op
@@ -142,6 +143,7 @@ def _backward_cpu(ctx, dy: Tensor, dtotal: None) -> tuple[Tensor | None, Tensor 
     if ctx.needs_input_grad[2]:
         rows = (dy * normalized).reshape(-1, x.shape[-1])
         dweight = fold_parameter(
+            ctx,
             weight,
             ctx.weight_grad,
             lambda g, fresh: fold_columns(g, rows, rows_per_token=ctx.rows_per_token),
@@ -157,7 +159,8 @@ def _backward_cuda(ctx, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tens
         return dx, None
     if ctx.weight_grad is None:
         return dx, folded_step_sums(sums, weight.dtype)
-    return dx, fold_parameter(weight, ctx.weight_grad, lambda g, fresh: fold_step_sums(g, sums))
+    dweight = fold_parameter(ctx, weight, ctx.weight_grad, lambda g, fresh: fold_step_sums(g, sums))
+    return dx, dweight
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.kernels.sampling.op import Distribution, SamplingRows, distribution
 from rl_consistency.kernels.token_logprobs.lm_head import chunks, lm_head_gradients, lm_head_logits
@@ -54,8 +54,7 @@ class _TokenLogprobs(torch.autograd.Function):
             return dlogits.to(weight.dtype)
 
         spans = chunks(hidden.shape[0], ctx.chunk_tokens)
-        needs = ctx.needs_input_grad[:2]
-        gradients = lm_head_gradients(hidden, weight, spans, logit_gradient, needs, ctx.weight_grad)
+        gradients = lm_head_gradients(ctx, hidden, weight, spans, logit_gradient, ctx.weight_grad)
         return *gradients, None, None, None, None
 
 

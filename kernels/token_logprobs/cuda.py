@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.operand import dense_rows
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_combine,
@@ -96,8 +96,7 @@ class _TritonTokenLogprobs(torch.autograd.Function):
         def logit_gradient(span: slice) -> Tensor:
             return first if first is not None and span.start == 0 else write(span)
 
-        needs = ctx.needs_input_grad[:2]
-        gradients = lm_head_gradients(hidden, weight, spans, logit_gradient, needs, ctx.weight_grad)
+        gradients = lm_head_gradients(ctx, hidden, weight, spans, logit_gradient, ctx.weight_grad)
         return *gradients, None, None, None, None
 
 

@@ -6,12 +6,14 @@ Rows come in chunks, so that the logits or logit gradients of all rows never exi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.operand import require_operands
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer, fold_outer, fold_parameter
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
+from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 
 
@@ -38,22 +40,26 @@ def chunks(num_rows: int, chunk_tokens: int, start: int = 0) -> list[slice]:
 
 
 def lm_head_gradients(
+    ctx: Any,
     hidden: Tensor,
     weight: Tensor,
     spans: Sequence[slice],
     logit_gradient: Callable[[slice], Tensor],
-    needs: Sequence[bool],
     weight_grad: GradientBuffer | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dhidden, dweight), each if `needs` says so, chunk by chunk of all rows.
+    """(dhidden, dweight) for autograd, each if `ctx` needs it, chunk by chunk of all rows.
 
-    `logit_gradient` gives a chunk's logit gradients [n, V] in the dtype of weight. If there is a
-    `weight_grad`, dweight is folded into it and autograd receives none.
+    `logit_gradient` gives a chunk's logit gradients [n, V] in the dtype of weight.
     """
+    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
     # All memory is allocated before the weight's gradient is written to.
-    dhidden = torch.empty_like(hidden) if needs[0] else None
+    dhidden = torch.empty_like(hidden) if needs_hidden else None
+
+    folded = False
 
     def fold(buffer: Tensor | None, fresh: bool) -> None:
+        nonlocal folded
+        folded = True
         if buffer is not None and fresh and not spans:
             buffer.zero_()
         for span in spans:
@@ -63,7 +69,9 @@ def lm_head_gradients(
             if buffer is not None:
                 fold_outer(buffer, dlogits, hidden[span], fresh=fresh and span.start == 0)
 
-    if needs[1]:
-        return dhidden, fold_parameter(weight, weight_grad, fold, overwrites=True)
-    fold(None, False)
-    return dhidden, None
+    dweight = None
+    if needs_weight:
+        dweight = fold_parameter(ctx, weight, weight_grad, fold, overwrites=True)
+    if not folded:
+        fold(None, False)
+    return dhidden, dweight

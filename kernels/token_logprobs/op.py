@@ -23,7 +23,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
-from rl_consistency.kernels.gradient_fold.op import STEP, GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.cpu import cpu_token_logprobs
 from rl_consistency.kernels.token_logprobs.cuda import triton_token_logprobs

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_consistency.kernels.attention.layout import PagedAttention
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits
 from rl_consistency.models.decoder import CanonicalBaseModel
 from rl_consistency.models.modules import CanonicalLinear, CanonicalRotaryEmbedding

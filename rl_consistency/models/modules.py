@@ -19,8 +19,7 @@ from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSeque
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.glu.op import glu
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer
-from rl_consistency.kernels.linear.joined import HeadNorm, Projection, attention_inputs, gated_mlp
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
 from rl_consistency.kernels.rotary.op import rotary, rotary_table
@@ -42,23 +41,18 @@ class CanonicalModule(nn.Module):
     """The op this module runs in, by its name in `numerics.strict.OPS`; empty for containers."""
 
     def gradient_buffer(self, name: str) -> GradientBuffer | None:
-        """The buffer of one of the module's own parameters; see `_buffer_of`."""
-        return self._buffer_of(name, getattr(self, name))
+        """The buffer that the gradient of one of the module's parameters is folded into.
 
-    def _buffer_of(self, name: str, parameter: Tensor | None) -> GradientBuffer | None:
-        """The buffer that the gradient of this parameter is folded into; None without one.
-
-        While any op is stock, autograd adds to the gradients too: no bits are promised then, and
-        every use folds straight into `parameter.grad`.
+        None while any op is stock: no bits are promised then, and autograd adds up the gradients.
         """
         buffer = self._gradient_buffers.get(name)
         if buffer is None:
             return None
-        if buffer.parameter is not parameter:
+        if buffer.parameter is not getattr(self, name):
             raise ValueError(
                 f"{type(self).__name__}.{name} was replaced after patch(); restore and patch again."
             )
-        return GradientBuffer.beside_autograd(buffer.parameter) if current().stock else buffer
+        return None if current().stock else buffer
 
 
 class CanonicalLinear(CanonicalModule):
@@ -70,14 +64,13 @@ class CanonicalLinear(CanonicalModule):
     def forward(self, input: Tensor) -> Tensor:
         if not is_canonical("linear"):
             return super().forward(input)
-        weight, bias, weight_grad, bias_grad = self.operands()
-        return linear(input, weight, bias, weight_grad=weight_grad, bias_grad=bias_grad)
-
-    def operands(self) -> Projection:
-        """The operands of `linear` other than its input."""
-        weight, bias = self.weight, self.bias
-        weight_grad = self._buffer_of("weight", weight)
-        return Projection(weight, bias, weight_grad, self._buffer_of("bias", bias))
+        return linear(
+            input,
+            self.weight,
+            self.bias,
+            weight_grad=self.gradient_buffer("weight"),
+            bias_grad=self.gradient_buffer("bias"),
+        )
 
 
 def _all_plain(*modules: nn.Module) -> bool:
@@ -101,13 +94,6 @@ def _may_fuse(x: Tensor, projections: tuple[CanonicalLinear, ...]) -> bool:
     return inference and is_canonical("linear") and _all_plain(*projections)
 
 
-def _may_join(x: Tensor, *modules: nn.Module) -> bool:
-    """Whether ops in a row may be one autograd function, with the same bytes: in training, every op
-    canonical, every module plain. Where x needs no gradient, separate ops keep and compute less."""
-    training = torch.is_grad_enabled() and x.requires_grad and not torch.compiler.is_compiling()
-    return training and not current().stock and _all_plain(*modules)
-
-
 class CanonicalRMSNorm(CanonicalModule):
     """A Hugging Face RMSNorm through the canonical `rms_norm`."""
 
@@ -118,20 +104,19 @@ class CanonicalRMSNorm(CanonicalModule):
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not is_canonical("rms_norm"):
             return super().forward(hidden_states)
-        weight, eps, rows, buffer = self.operands()
-        return rms_norm(hidden_states, weight, eps, rows_per_token=rows, weight_grad=buffer)
-
-    def operands(self) -> HeadNorm:
-        """The operands of `rms_norm` other than its input."""
-        weight = self.weight
-        buffer = self._buffer_of("weight", weight)
-        return HeadNorm(weight, self.variance_epsilon, self.rows_per_token, buffer)
+        return rms_norm(
+            hidden_states,
+            self.weight,
+            self.variance_epsilon,
+            rows_per_token=self.rows_per_token,
+            weight_grad=self.gradient_buffer("weight"),
+        )
 
     def after_addition(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of residual + x, residual + x); the same bytes as the addition, then the norm."""
         if is_canonical("rms_norm") and _all_plain(self):
-            weight, eps, _, buffer = self.operands()
-            return add_rms_norm(x, residual, weight, eps, weight_grad=buffer)
+            buffer = self.gradient_buffer("weight")
+            return add_rms_norm(x, residual, self.weight, self.variance_epsilon, weight_grad=buffer)
         total = residual + x
         return self(total), total
 
@@ -214,8 +199,6 @@ class CanonicalMLP(CanonicalModule):
         if not is_canonical("glu"):
             return super().forward(x)
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        if _may_join(x, gate, up, down):
-            return gated_mlp(x, gate.operands(), up.operands(), down.operands(), self.activation)
         if _may_fuse(x, (gate, up)) and gate.bias is None and up.bias is None:
             return down(linear_glu(x, gate.weight, up.weight, self.activation))
         return down(glu(gate(x), up(x), self.activation))
@@ -255,10 +238,6 @@ class CanonicalAttention(CanonicalModule):
         """Queries and keys, normed and rotated, and values: [R, heads, D] each."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         norms = (self.q_norm, self.k_norm) if hasattr(self, "q_norm") else ()
-        if _may_join(x, *projections, *norms):
-            of_q, of_k, of_v = (projection.operands() for projection in projections)
-            of_norms = tuple(norm.operands() for norm in norms)
-            return attention_inputs(x, (of_q, of_k, of_v), of_norms, cos, sin, self.head_dim)
         if _may_fuse(x, projections):
             of_q, of_k, of_v = projections
             weights = (of_q.weight, of_k.weight, of_v.weight)

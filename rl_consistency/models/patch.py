@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.models import families
 from rl_consistency.models.audit import AuditTable, audit
 from rl_consistency.models.families import UnsupportedModelError
@@ -72,9 +72,8 @@ class PatchSession:
     """A model's patch, live from `patch(model)` to `restore()` or the end of the `with` block.
 
     Parameters keep their places and names: optimizers, `state_dict`, `save_pretrained` and gradient
-    checkpointing work as before. `backward()` folds gradients into `parameter.grad` itself, in
-    fp32; `torch.autograd.grad` with respect to them gives None, and `backward(inputs=...)` may fold
-    other parameters too (see `kernels/linear/joined.py`).
+    checkpointing work as before, and gradients are ordinary ones to autograd, which sums them as
+    one fold over all backward passes since `zero_grad`.
     """
 
     def __init__(self, model: nn.Module):
@@ -82,6 +81,7 @@ class PatchSession:
         self._model = weakref.ref(model)
         self._stock_classes: dict[str, type[nn.Module]] = {}
         self._places: list[_Place] = []
+        self._widened: list[nn.Parameter] = []
         self._settings = ExitStack()
         self._settings_found = _read_settings()
         # Releases the settings when the session is dropped without restore(), or at exit.
@@ -112,8 +112,9 @@ class PatchSession:
         for name in self._stock_classes:
             for attribute in _ATTRIBUTES.split():
                 self.model.get_submodule(name).__dict__.pop(attribute, None)
-        for parameter in self.model.parameters():
+        for parameter in self._widened:
             _restore_gradient_dtype(parameter)
+        self._widened.clear()
         self._stock_classes.clear()
         self._places.clear()
         self._settings.close()
@@ -208,6 +209,20 @@ class PatchSession:
             self._configure(config, module)
         self._places = _Place.all_in(self.model)
 
+    def _set_gradient_dtype(self, dtype: torch.dtype | None) -> None:
+        if dtype not in (None, torch.float32):
+            raise ValueError(f"grad_dtype is {dtype}; it is torch.float32 or None.")
+        for name, parameter in self.model.named_parameters():
+            if dtype is None or parameter.grad_dtype == dtype:  # pyright: ignore[reportAttributeAccessIssue]
+                continue
+            if parameter.grad is not None and parameter.grad.dtype != dtype:
+                raise ValueError(
+                    f"{name} has a gradient in {parameter.grad.dtype}, and grad_dtype is {dtype}. "
+                    "Call optimizer.zero_grad(set_to_none=True) before patch()."
+                )
+            self._widened.append(parameter)
+            parameter.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
+
     def _configure(self, config: Any, module: nn.Module) -> None:
         if isinstance(module, CanonicalMLP):
             module.activation = families.ACTIVATIONS[config.hidden_act]
@@ -219,16 +234,19 @@ class PatchSession:
                 module.k_norm.rows_per_token = config.num_key_value_heads
 
 
-def patch(model: nn.Module) -> PatchSession:
+def patch(model: nn.Module, *, grad_dtype: torch.dtype | None = None) -> PatchSession:
     """Swap a Hugging Face causal LM onto the canonical orders, in place; `restore()` undoes it.
 
     Args:
         model: a dense Llama, Mistral, Qwen2 or Qwen3 `...ForCausalLM`, fp32, bf16 or fp16, before
             `accelerator.prepare`.
+        grad_dtype: dtype of `parameter.grad`. None is torch's default, the parameter's own dtype,
+            which torch's optimizers need. fp32 keeps all digits of the fold for an optimizer with
+            fp32 master weights.
 
     Raises:
         UnsupportedModelError: names the architecture, module, dtype or setting not covered.
-        ValueError: already patched.
+        ValueError: already patched, or a gradient of another dtype is present.
     """
     if model in _SESSIONS:
         raise ValueError("the model is patched already; restore() the session before that.")
@@ -249,6 +267,7 @@ def patch(model: nn.Module) -> PatchSession:
     try:
         session._settings.enter_context(numeric_settings())
         session._swap_to_canonical()
+        session._set_gradient_dtype(grad_dtype)
     except BaseException:
         session.restore()
         raise
@@ -297,7 +316,6 @@ def _gradient_buffers(model: nn.Module) -> dict[str, GradientBuffer]:
 
 
 def _restore_gradient_dtype(parameter: nn.Parameter) -> None:
-    if parameter.grad_dtype != parameter.dtype:  # pyright: ignore[reportAttributeAccessIssue]
-        gradient, parameter.grad = parameter.grad, None
-        parameter.grad_dtype = parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
-        parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    parameter.grad = None if gradient is None else gradient.to(parameter.dtype)

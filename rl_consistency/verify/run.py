@@ -149,7 +149,7 @@ def _op_check(claim: str, subject: str, what: str, body: OpCheck, setup: OpSetup
 def chain_checks_of(target: Target) -> Iterator[list[Check]]:
     """Checks of one whole model, which is built and patched for the length of the block."""
     model = target.build()
-    with patch(model):
+    with patch(model, grad_dtype=torch.float32):
         built = Chain(model, target.sweep)
         yield [_check(*row, target.scope, chain=built) for row in CHAIN_CHECKS]
 

@@ -165,7 +165,7 @@ def test_a_patched_model_saves_as_the_stock_one(preset, tmp_path):
 
 def test_gradients_kept_over_restore_have_the_parameters_dtype():
     model = build_preset("tiny-qwen3", torch.bfloat16)
-    with patch(model):
+    with patch(model, grad_dtype=torch.float32):
         model(tokens(model)).logits.float().sum().backward()
         assert all(p.grad.dtype == torch.float32 for p in model.parameters())
     assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())

@@ -158,15 +158,15 @@ def test_a_chain_that_differs_names_the_op():
 
 def test_a_substitution_reaches_every_binding_and_is_undone_on_an_error():
     from rl_consistency.kernels.embedding import op as embedding
-    from rl_consistency.kernels.gradient_fold import op as gradient_fold
+    from rl_consistency.kernels.gradient_fold import gradient_buffer
     from rl_consistency.kernels.linear import op as linear
 
-    original = gradient_fold.fold_parameter
+    original = gradient_buffer.fold_parameter
     with pytest.raises(RuntimeError), substituted(original, print):
-        bound = {gradient_fold.fold_parameter, linear.fold_parameter, embedding.fold_parameter}
+        bound = {gradient_buffer.fold_parameter, linear.fold_parameter, embedding.fold_parameter}
         assert bound == {print}
         raise RuntimeError
-    bound = {gradient_fold.fold_parameter, linear.fold_parameter, embedding.fold_parameter}
+    bound = {gradient_buffer.fold_parameter, linear.fold_parameter, embedding.fold_parameter}
     assert bound == {original}
     with pytest.raises(ValueError, match="nothing to substitute"), substituted(object(), print):
         pass

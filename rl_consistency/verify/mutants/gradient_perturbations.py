@@ -9,21 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.gradient_fold.op import (
-    STEP,
-    GradientBuffer,
-    fold_columns,
-    fold_outer,
-    fold_parameter,
-    fold_rows,
-)
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
+from rl_consistency.kernels.gradient_fold.op import STEP, fold_columns, fold_outer, fold_rows
 from rl_consistency.models import packing
 from rl_consistency.verify.substitution import attribute, perturbation, substituted
 
 
 @perturbation(substituted, fold_parameter)
 def gradients_added_up_per_call(
-    parameter: Any, buffer: Any, fold: Callable[[Any, bool], None], **options: Any
+    ctx: Any, parameter: Any, buffer: Any, fold: Callable[[Any, bool], None], **options: Any
 ) -> Tensor | None:
     """Each call's gradient is summed from zero, then added."""
 
@@ -32,7 +26,7 @@ def gradients_added_up_per_call(
         fold(own, True)
         accumulator.copy_(accumulator.float() + own.float())
 
-    return fold_parameter(parameter, buffer, from_zero)
+    return fold_parameter(ctx, parameter, buffer, from_zero)
 
 
 @contextmanager
@@ -76,7 +70,11 @@ def embedding_gradient_in_any_order() -> AbstractContextManager[None]:
 def tied_weights_share_a_buffer() -> AbstractContextManager[None]:
     """Embedding and LM head fold into one buffer."""
 
+    for_uses = GradientBuffer.for_uses
+
     def mutant(cls: type[GradientBuffer], parameter: Any, count: int) -> list[GradientBuffer]:
-        return [cls(parameter)] * count
+        first, *_ = for_uses(parameter, count)
+        first._gradient._require_unfolded = lambda use: None
+        return [first] * count
 
     return attribute(GradientBuffer, "for_uses", classmethod(mutant))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_consistency.kernels.embedding.op import embedding, embedding_reference
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.probe import probe, probe_tokens
 
@@ -31,6 +31,7 @@ def gradient(op, cuts, dtype, device="cuda", filler=0, padding_idx=None):
     """Gradient of the table over successive backward passes; filler tokens get no gradient."""
     ids, dy = token_ids().to(device), probe((TOKENS, H), dtype, seed=1).to(device)
     weight = nn.Parameter(probe((VOCABULARY, H), dtype).to(device))
+    weight.grad_dtype = torch.float32
     options = {"weight_grad": GradientBuffer(weight)} if op is embedding else {}
     for start, stop in itertools.pairwise([0, *cuts, TOKENS]):
         rows = F.pad(ids[start:stop], (filler, filler))

@@ -11,8 +11,8 @@ from rl_consistency.kernels.gradient_fold import columns_triton as gradient_colu
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
 from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
 from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums, launch_steps
+from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
 from rl_consistency.kernels.gradient_fold.op import (
-    accumulator_dtype,
     fold_columns,
     fold_outer,
     fold_rows,

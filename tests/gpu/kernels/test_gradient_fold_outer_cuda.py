@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
+from rl_consistency.kernels.gradient_fold.gradient_buffer import accumulator_dtype
 from rl_consistency.kernels.gradient_fold.op import (
-    accumulator_dtype,
     fold_columns,
 )
 from rl_consistency.kernels.gradient_fold.outer_triton import launch_outer, takes_descriptors

@@ -22,7 +22,7 @@ from rl_consistency.kernels.attention.op import attention_varlen
 from rl_consistency.kernels.core.torch_op import NAMESPACE
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.glu.op import glu
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
 from rl_consistency.kernels.rotary.op import rotary

@@ -7,7 +7,7 @@ from torch import nn
 
 from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.few_rows_triton import (
     gate_up_glu_fwd,
     qkv_fwd,
@@ -51,6 +51,7 @@ def judged_cuts(op, dtype):
     """The law of cuts for weight and bias."""
     x, weight, bias = operands(dtype)
     weight, bias = nn.Parameter(weight), nn.Parameter(bias)
+    weight.grad_dtype = bias.grad_dtype = torch.float32
     buffers = {"weight_grad": GradientBuffer(weight), "bias_grad": GradientBuffer(bias)}
     options = buffers if op is linear else {}
 

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
@@ -100,6 +100,7 @@ def test_weight_gradient_does_not_depend_on_the_cut(heads, dtype):
     x, dy, weight = operands((80, heads, 128) if heads > 1 else (80, 4096), dtype)
 
     parameter = nn.Parameter(weight)
+    parameter.grad_dtype = torch.float32
     buffer = GradientBuffer(parameter)
 
     def backward(x, dy):

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer, fold_outer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.kernels.matmul.op import matmul_nn
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.kernels.sampling.statistics_triton import (
@@ -94,6 +95,7 @@ def weight_gradient(cuts, dtype=torch.bfloat16, *, filler=0, buffered=True, plan
     hidden, weight, targets = operands(dtype)
     dlogprobs = probe((ROWS,), seed=4).cuda()
     weight = nn.Parameter(weight)
+    weight.grad_dtype = torch.float32
     buffer = GradientBuffer(weight) if buffered else None
     for start, stop in itertools.pairwise([0, *cuts, ROWS]):
         logprobs, entropy = triton_token_logprobs(
@@ -369,6 +371,7 @@ def test_kept_logits_change_no_byte_and_no_peak(dtype, monkeypatch):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         leaf, head = hidden.clone().requires_grad_(), nn.Parameter(weight)
+        head.grad_dtype = torch.float32
         scores = token_logprobs(
             leaf, head, targets, uniform(tokens), weight_grad=GradientBuffer(head)
         )

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_consistency.kernels.embedding.op import embedding, embedding_reference
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import cuts_alike, judged
@@ -27,6 +27,7 @@ def gradient(op, cuts, dtype, filler=0):
     """Gradient of the table over successive backward passes; filler tokens get no gradient."""
     ids, dy = token_ids(), probe((TOKENS, H), dtype, seed=1)
     weight = nn.Parameter(probe((VOCABULARY, H), dtype))
+    weight.grad_dtype = torch.float32
     options = {"weight_grad": GradientBuffer(weight)} if op is embedding else {}
     edges = [0, *cuts, TOKENS]
     for start, stop in itertools.pairwise(edges):
@@ -38,6 +39,7 @@ def gradient(op, cuts, dtype, filler=0):
 def judged_cuts(op, dtype):
     """The law of cuts for the table."""
     weight = nn.Parameter(probe((VOCABULARY, H), dtype))
+    weight.grad_dtype = torch.float32
     options = {"weight_grad": GradientBuffer(weight)} if op is embedding else {}
 
     def backward(ids, dy):

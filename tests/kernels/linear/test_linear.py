@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_consistency.kernels.glu.op import glu
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv, linear_reference
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
@@ -28,6 +28,7 @@ def operands(dtype=torch.float32):
 def judged_cuts(op, dtype, buffered):
     """The law of cuts for weight and bias."""
     _, weight, bias = (nn.Parameter(t) for t in operands(dtype))
+    weight.grad_dtype = bias.grad_dtype = torch.float32
     buffers = {"weight_grad": GradientBuffer(weight), "bias_grad": GradientBuffer(bias)}
     options = buffers if buffered else {}
 

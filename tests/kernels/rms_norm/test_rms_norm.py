@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.rms_norm.op import rms_norm, rms_norm_reference
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
@@ -27,6 +27,7 @@ def judged_cuts(op, dtype, heads=1):
     """The law of cuts for the weight; `op` maps (x, weight, buffer) to y."""
     shape = (ROWS, H) if heads == 1 else (ROWS, heads, H)
     weight = nn.Parameter(probe((H,), dtype, seed=1))
+    weight.grad_dtype = torch.float32
     buffer = GradientBuffer(weight)
 
     def backward(x, dy):
@@ -97,6 +98,7 @@ def test_heads_counted_as_tokens_fail_the_same_check():
     gradients = []
     for cuts in ([0, 48], [0, 24, 48]):
         weight = nn.Parameter(probe((H,), seed=1))
+        weight.grad_dtype = torch.float32
         buffer = GradientBuffer(weight)
         for a, b in itertools.pairwise(cuts):
             rms_norm(x[a:b], weight, EPS, weight_grad=buffer).backward(dy[a:b])

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.kernels.token_logprobs.op import (
     IGNORED,
@@ -57,6 +57,7 @@ def weight_gradient(cuts, dtype, chunk_tokens=1024, filler=0, buffered=True):
     hidden, weight, targets = operands(dtype)
     dlogprobs = probe((ROWS,), seed=4)
     weight = nn.Parameter(weight)
+    weight.grad_dtype = torch.float32
     buffer = GradientBuffer(weight) if buffered else None
     edges = [0, *cuts, ROWS]
     for start, stop in itertools.pairwise(edges):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rl_consistency.kernels.gradient_fold.op import GradientBuffer
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.sampling import op as sampling_support
 from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
 from rl_consistency.kernels.sampling.statistics_triton import (

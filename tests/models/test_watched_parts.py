@@ -1,0 +1,138 @@
+"""Whatever watches or replaces a part of a layer is called; no fused launch goes past it."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module
+from torch.nn.modules.module import register_module_forward_hook
+
+from rl_consistency.models import modules
+from rl_consistency.models.patch import patch
+from rl_consistency.verify.presets import build_preset
+
+PARTS = ["self_attn.q_proj", "self_attn.k_norm", "mlp.down_proj", "post_attention_layernorm"]
+
+
+@pytest.mark.parametrize("method", ["forward", "__call__"])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_method_that_a_subclass_overrides_is_called(part, method):
+    model = build_preset("tiny-qwen3")
+    seen = []
+    with patch(model):
+        watched = model.model.layers[0].get_submodule(part)
+        canonical = type(watched)
+
+        def noted(self, x):
+            seen.append(part)
+            return getattr(canonical, method)(self, x)
+
+        watched.__class__ = type("Watched", (canonical,), {method: noted})
+        hidden(model)
+        watched.__class__ = canonical
+    assert seen == [part]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_somebody_compiled_is_called(part, monkeypatch):
+    def compiled(call, **options):
+        def noted(*operands):
+            seen.append(part)
+            return call(*operands)
+
+        return noted
+
+    model = build_preset("tiny-qwen3")
+    seen = []
+    monkeypatch.setattr(torch, "compile", compiled)
+    model.model.layers[0].get_submodule(part).compile()
+    with patch(model):
+        hidden(model)
+    assert seen == [part]
+
+
+def hidden(model):
+    tokens = torch.tensor([list(range(3, 20))])
+    return model(input_ids=tokens).logits
+
+
+@pytest.mark.parametrize("part", ["q_proj", "v_proj", "k_norm"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_a_watched_part_of_the_attention_is_called(part, kind):
+    model = build_preset("tiny-qwen3")
+    seen = []
+    watched = getattr(model.model.layers[0].self_attn, part)
+    getattr(watched, f"register_{kind}_hook")(lambda *_: seen.append(part))
+    with patch(model):
+        hidden(model).sum().backward()
+    assert seen == [part]
+
+
+@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
+def test_a_watched_part_of_the_mlp_is_called(part):
+    model = build_preset("tiny-llama")
+    seen = []
+    watched = getattr(model.model.layers[0].mlp, part)
+    watched.register_forward_hook(lambda *_: seen.append(part))
+    with patch(model):
+        hidden(model)
+    assert seen == [part]
+
+
+def test_a_hook_on_all_modules_sees_every_one():
+    model = build_preset("tiny-qwen3")
+    seen = []
+    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
+    try:
+        with patch(model):
+            hidden(model)
+            layer = model.model.layers[0]
+            parts = [layer.get_submodule(part) for part in PARTS]
+    finally:
+        handle.remove()
+    assert all(any(module is part for module in seen) for part in parts)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_torch_tells_of_every_kind_of_hook_on_all_modules(kind):
+    assert not modules._has_any_global_hook()
+    handle = getattr(module, f"register_module_{kind}_hook")(lambda *_: None)
+    try:
+        assert modules._has_any_global_hook()
+    finally:
+        handle.remove()
+    assert not modules._has_any_global_hook()
+
+
+class Doubled(nn.Module):
+    """An adapter of a fine-tuning library, say: it wraps the projection and does more."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_part_of_another_class_is_called(gradients):
+    model = build_preset("tiny-llama")
+    x = torch.full((1, 3, 96), 0.125, requires_grad=True)
+    with patch(model), nullcontext() if gradients else torch.no_grad():
+        mlp = model.model.layers[0].mlp
+        down = mlp.down_proj
+        expected = 2 * mlp(x)
+        mlp.down_proj = Doubled(down)
+        assert torch.equal(mlp(x), expected)
+        mlp.down_proj = down
+
+
+def test_a_part_whose_parameter_was_replaced_is_refused():
+    model = build_preset("tiny-qwen3")
+    with patch(model):
+        norm = model.model.layers[0].self_attn.q_norm
+        norm.weight = nn.Parameter(norm.weight.detach().clone())
+        with pytest.raises(ValueError, match="RMSNorm.weight was replaced after patch"):
+            hidden(model)
