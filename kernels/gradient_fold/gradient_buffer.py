@@ -40,7 +40,8 @@ class GradientBuffer:
     @classmethod
     def for_uses(cls, parameter: nn.Parameter, count: int) -> list[GradientBuffer]:
         """One buffer per use, in the order in which their sum adds them."""
-        buffers, shared = [cls(parameter) for _ in range(count)], _Gradient(parameter, count)
+        buffers: list[GradientBuffer] = [cls(parameter) for _ in range(count)]
+        shared = _Gradient(parameter, count)
         for use, buffer in enumerate(buffers):
             buffer._gradient, buffer._use = shared, use
         return buffers
