@@ -270,7 +270,11 @@ class ConsistencyHook:
             regroupings=REGROUPINGS,
             compare_present=False,
         )
-        report = GradientReport(as_trained.results + regrouped.results, as_trained.elements)
+        report = GradientReport(
+            as_trained.results + regrouped.results,
+            as_trained.elements,
+            as_trained.non_finite + regrouped.non_finite,
+        )
         self.totals.gradient_checks += 1
         self.totals.gradient_checks_passed += report.passed
         self.totals.gradient_mismatched_elements += report.mismatched_elements
@@ -279,11 +283,8 @@ class ConsistencyHook:
             "consistency/gradient_check/mismatched_elements": report.mismatched_elements,
             "time/gradient_check_seconds": perf_counter() - started,
         }
-        if not report.passed:
-            message = (
-                f"gradients depend on how the batch was cut, in {report.mismatched_elements} "
-                f"elements, first in {report.first_parameter}. Run `rl-consistency verify`"
-            )
+        if failure := report.failure():
+            message = f"{failure}. Run `rl-consistency verify`"
             self._drifted(self._current.step, message, metrics)
         return metrics
 

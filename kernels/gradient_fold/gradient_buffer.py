@@ -53,6 +53,8 @@ class GradientBuffer:
 
     def fold(self, ctx: Any, fold: Fold, *, overwrites: bool) -> Tensor | None:
         """What a backward function returns for the parameter; see `fold_parameter`."""
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # what was folded before is no part of a graph
         return self._gradient.fold(self._use, ctx, fold, overwrites)
 
 
@@ -233,8 +235,10 @@ def accumulator_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def _gradient_dtype(parameter: Tensor) -> torch.dtype:
-    own = parameter.grad_dtype if parameter.is_leaf else None  # pyright: ignore[reportAttributeAccessIssue]
-    return own or parameter.dtype
+    """`parameter.grad_dtype`; a compiler cannot read it and takes torch's default."""
+    if torch.compiler.is_compiling() or not parameter.is_leaf:
+        return parameter.dtype
+    return parameter.grad_dtype or parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _filled(parameter: Tensor, *, zeroed: bool) -> Tensor:

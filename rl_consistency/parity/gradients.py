@@ -69,10 +69,12 @@ class GradientReport:
     results: tuple[RegroupingResult, ...]
     elements: int
     """Gradient elements compared per regrouping."""
+    non_finite: int = 0
+    """Those that are NaN or infinite, whose equal bytes prove nothing."""
 
     @property
     def passed(self) -> bool:
-        return self.mismatched_elements == 0
+        return self.failure() is None
 
     @property
     def mismatched_elements(self) -> int:
@@ -82,16 +84,29 @@ class GradientReport:
     def first_parameter(self) -> str | None:
         return next((r.first_parameter for r in self.results if r.first_parameter), None)
 
-    def require_passed(self) -> None:
-        """Raise a `ConsistencyError` that names the regrouping and parameter if a byte differs."""
+    def failure(self) -> str | None:
+        """What the check found: the first regrouping and parameter that differ, or nothing to
+        compare; None if it passed."""
+        if not self.elements:
+            return "no gradient was compared: no parameter takes part in the loss"
+        if self.non_finite:
+            return f"{self.non_finite} of {self.elements} gradient elements are NaN or infinite"
         for result in self.results:
             if result.mismatched_elements:
-                raise ConsistencyError(
+                return (
                     f"gradients depend on how the batch was cut: {result.name!r} differs from one "
                     f"whole packed batch in {result.mismatched_elements} of {self.elements} "
-                    f"elements, first in {result.first_parameter}. Run `rl-consistency verify`, "
-                    "and check that the loss weights come from global counts."
+                    f"elements, first in {result.first_parameter}"
                 )
+        return None
+
+    def require_passed(self) -> None:
+        """Raise a `ConsistencyError` with the `failure`, if there is one."""
+        if found := self.failure():
+            raise ConsistencyError(
+                f"{found}. Run `rl-consistency verify`, and check that the loss is finite and its "
+                "weights come from global counts."
+            )
 
 
 def check_gradients(
@@ -138,7 +153,8 @@ def check_gradients(
         results = [_compare(r.name, whole, gradients(r)) for r in regroupings]
     if compare_present:
         results.insert(0, _compare("as trained", whole, present))
-    return GradientReport(tuple(results), sum(g.numel() for g in whole.values()))
+    non_finite = sum(int((~gradient.isfinite()).sum()) for gradient in whole.values())
+    return GradientReport(tuple(results), sum(g.numel() for g in whole.values()), non_finite)
 
 
 def _present(model: nn.Module) -> dict[str, Tensor]:

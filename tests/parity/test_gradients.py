@@ -98,6 +98,37 @@ def test_training_goes_on_after_a_check(set_to_none):
     assert first_difference(*results) is None
 
 
+@pytest.mark.parametrize("grad_dtype", [torch.float32, None])
+def test_accumulation_goes_on_after_a_check(grad_dtype):
+    results = []
+    for checked in (False, True):
+        model = build_preset("tiny-qwen3", torch.bfloat16)
+        with patch(model, grad_dtype=grad_dtype):
+            model(torch.tensor([[4, 5, 6]])).logits.sum().backward()
+            if checked:
+                check(model, regroupings=REGROUPINGS[:1])
+            model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+            results.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert first_difference(*results) is None
+
+
+def test_gradients_that_are_no_numbers_fail():
+    model = build_preset("tiny-llama")
+    with patch(model):
+        report = check(model, lambda scored, group: scored.logprobs.sum() * float("nan"))
+    assert not report.passed and report.mismatched_elements == 0
+    with pytest.raises(ConsistencyError, match=r"elements are NaN or infinite.*loss is finite"):
+        report.require_passed()
+
+
+def test_a_check_without_a_gradient_fails():
+    model = build_preset("tiny-llama").requires_grad_(False)
+    with patch(model):
+        report = check(model, lambda scored, group: torch.zeros((), requires_grad=True).sum())
+    with pytest.raises(ConsistencyError, match="no parameter takes part in the loss"):
+        report.require_passed()
+
+
 @pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-llama"])
 @pytest.mark.parametrize("options", [{"enabled": False}, {"except_": {"linear"}}])
 def test_stock_gradients_fail(preset, options):

@@ -179,8 +179,9 @@ def test_a_hook_may_change_the_gradient_of_one_pass_but_not_of_several(
         backward(param, buffers, slice(64, TOKENS))
 
 
-def test_the_fold_costs_autograd_no_copy():
-    param, seen = parameter(), []
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fold_costs_autograd_no_copy(dtype):
+    param, seen = parameter(dtype, torch.float32), []
     buffer = GradientBuffer(param)
     fold = lambda g, fresh: seen.append(g.data_ptr())  # noqa: E731
     for _ in range(3):
