@@ -101,6 +101,10 @@ def _peak_against(peer: str) -> Figure:
     )
 
 
+def _liger_ratio(row: Row) -> float | None:
+    return row.peers["liger"] / row.ours_us if row.ours_us and "liger" in row.peers else None
+
+
 def _stock_drifts(rows: Sequence[Row]) -> float | None:
     """Mismatched tokens of strict; infinite where stock has none, because then nothing is shown."""
     strict, stock = (_highest(f"{m}/mismatched_tokens")(rows) for m in ("strict", "stock"))
@@ -110,9 +114,7 @@ def _stock_drifts(rows: Sequence[Row]) -> float | None:
 _lowest = _of_all(min, lambda r: r.ratio)
 _lowest_share = _of_all(min, lambda r: r.ceiling_fraction)
 _largest_error = _of_all(max, lambda r: r.error_ratio)
-_against_liger = _of_all(
-    min, lambda r: r.peers["liger"] / r.ours_us if r.ours_us and "liger" in r.peers else None
-)
+_against_liger = _of_all(min, _liger_ratio)
 
 COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 

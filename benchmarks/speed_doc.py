@@ -206,6 +206,6 @@ def picture(results: Results) -> Figure:
         axes.xaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50]))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
-        device = results.meta.get("device", "")
+        device = results.meta["device"]
         axes.set_title(f"Stock time / our time, every case and the mean, {device}")
     return figure

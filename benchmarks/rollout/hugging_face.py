@@ -35,10 +35,7 @@ Rate = Callable[[Any, Workload, Machine], float]
 def hugging_face(
     name: str, workload: Workload, ways: Mapping[str, Rate], bench: Machine
 ) -> dict[str, Any]:
-    """New tokens per second of ours over the best of Hugging Face's ways.
-
-    The times of the row are those of one new token.
-    """
+    """New tokens per second of ours over the best of Hugging Face's; times are of one token."""
     ours = our_rate(name, workload, bench)
     release_memory()
     model = build_preset(name, torch.bfloat16, device=bench.device)

@@ -50,10 +50,8 @@ class Work:
 
 
 def tune(works: Iterable[Work], machine: Machine, file: Path | None = None) -> dict[str, Any]:
-    """Measure what the file does not have yet; it is written after each work.
-
-    Prints a table per work. Returns key -> row; see `measured`.
-    """
+    """Measure what the file does not have yet and print a table per work; the file is written after
+    each. Returns key -> row; see `measured`."""
     rows: dict[str, Any] = {}
     if file is not None and file.exists():
         rows = json.loads(file.read_text(encoding="utf-8"))
