@@ -22,7 +22,7 @@ class Row:
     suite: str
     work: str
     """What was computed, such as `matmul forward`."""
-    shape: Shape
+    shape: Shape = field(default_factory=dict)
     dtype: str
     ours_us: float | None = None
     stock_us: float | None = None
@@ -48,6 +48,12 @@ class Row:
     error: str | None = None
     """Why there is no measurement."""
 
+    @property
+    def case(self) -> str:
+        """What was measured, in one line."""
+        sizes = (f"{name}={size}" for name, size in self.shape.items())
+        return " ".join((f"{self.suite}: {self.work} {self.dtype}", *sizes))
+
 
 Figure = Callable[[Sequence[Row]], float | None]
 """The figure of a bar from the rows of its suites; None where they do not give one."""
@@ -64,16 +70,11 @@ def ratios(rows: Sequence[Row]) -> list[float]:
     return [row.ratio for row in rows if row.ratio is not None]
 
 
-def _extreme(pick: Callable[..., Any], value: Callable[[Row], float | None]) -> Figure:
-    """The lowest or highest value of the rows that have it."""
-    return lambda rows: pick((v for r in rows if (v := value(r)) is not None), default=None)
-
-
-def _complete(pick: Callable[..., Any], value: Callable[[Row], float | None]) -> Figure:
-    """The lowest or highest value of the timed rows; None unless each of them has it."""
+def _of_all(pick: Callable[..., Any], value: Callable[[Row], float | None]) -> Figure:
+    """The lowest or highest value of the rows without an error; None unless each of them has it."""
 
     def figure(rows: Sequence[Row]) -> float | None:
-        found = [value(r) for r in rows if r.ours_us]
+        found = [value(row) for row in rows if row.error is None]
         return pick(found) if found and None not in found else None
 
     return figure
@@ -84,28 +85,24 @@ def _geomean(rows: Sequence[Row]) -> float | None:
 
 
 def _bandwidth(rows: Sequence[Row]) -> float | None:
-    """The lowest share of the copy bandwidth at 8k x 4096 and up."""
-    sizes = ((int(r.shape["tokens"]), int(r.shape["width"]), r) for r in rows)
-    return _lowest_share([r for tokens, width, r in sizes if tokens >= 8192 and width >= 4096])
+    """The lowest share of the copy bandwidth of wide rows; narrow ones are left out."""
+    return _lowest_share([row for row in rows if int(row.shape["width"]) >= 4096])
 
 
 def _highest(name: str) -> Figure:
     """The highest of one of the rows' further figures."""
-    return _extreme(max, lambda r: float(r.figures[name]) if name in r.figures else None)
+    return _of_all(max, lambda row: float(row.figures[name]) if name in row.figures else None)
 
 
-def _memory_against(peer: str) -> Figure:
+def _peak_against(peer: str) -> Figure:
     """The highest peak of ours / the peer's."""
-
-    def share(row: Row) -> float | None:
-        peaks = row.peak_bytes
-        return peaks["ours"] / peaks[peer] if {"ours", peer} <= peaks.keys() else None
-
-    return _complete(max, share)
+    return _of_all(
+        max, lambda r: r.peak_bytes["ours"] / p if (p := r.peak_bytes.get(peer)) else None
+    )
 
 
 def _liger_ratio(row: Row) -> float | None:
-    return row.peers["liger"] / row.ours_us if row.ours_us and row.peers.get("liger") else None
+    return row.peers["liger"] / row.ours_us if row.ours_us and "liger" in row.peers else None
 
 
 def _stock_drifts(rows: Sequence[Row]) -> float | None:
@@ -114,10 +111,10 @@ def _stock_drifts(rows: Sequence[Row]) -> float | None:
     return strict if stock is None or stock > 0 else math.inf
 
 
-_lowest = _extreme(min, lambda r: r.ratio)
-_lowest_share = _extreme(min, lambda r: r.ceiling_fraction)
-_largest_error = _extreme(max, lambda r: r.error_ratio)
-_against_liger = _complete(min, _liger_ratio)
+_lowest = _of_all(min, lambda r: r.ratio)
+_lowest_share = _of_all(min, lambda r: r.ceiling_fraction)
+_largest_error = _of_all(max, lambda r: r.error_ratio)
+_against_liger = _of_all(min, _liger_ratio)
 
 COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
@@ -132,18 +129,11 @@ class Bar:
     suites: tuple[str, ...]
     figure: Figure = _lowest
 
-    def reached(self, figure: float | None) -> bool:
-        """Whether the figure meets the bar; no figure does not."""
-        if figure is None or not math.isfinite(figure):
-            return False
-        return COMPARISONS[self.sign](figure, self.bar)
-
 
 _MATMUL = ("matmul_forward", "matmul_dx")
 _LOGPROBS, _ROWS, _STEP = ("token_logprobs",), ("elementwise",), ("training_step",)
 _DECODE = tuple(f"rollout_decode_{model}" for model in ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"))
 _GRPO = ("rollout_grpo_step",)
-_LIGER_PEAK, _LIGER_FP32_PEAK = _memory_against("liger"), _memory_against("liger fp32")
 
 # The formatter would give each argument a line.
 # fmt: off
@@ -167,9 +157,9 @@ BARS: Mapping[str, Bar] = {
     "token_logprobs_liger": Bar(
         "token_logprobs against Liger, lowest", ">", 1.0, _LOGPROBS, _against_liger),
     "token_logprobs_memory": Bar(
-        "its peak memory / Liger's", "<=", 1.0, _LOGPROBS, _LIGER_PEAK),
+        "its peak memory / Liger's", "<=", 1.0, _LOGPROBS, _peak_against("liger")),
     "token_logprobs_memory_fp32": Bar(
-        "its peak memory / Liger's in fp32", "<=", 1.0, _LOGPROBS, _LIGER_FP32_PEAK),
+        "its peak memory / Liger's in fp32", "<=", 1.0, _LOGPROBS, _peak_against("liger fp32")),
     "training_step_stock": Bar(
         "training step against Hugging Face with SDPA, lowest", ">=", 1.15, _STEP),
     "training_step_liger": Bar(
@@ -200,21 +190,6 @@ BARS: Mapping[str, Bar] = {
 # fmt: on
 
 
-def judge(rows: Sequence[Row], complete: Mapping[str, bool]) -> dict[str, dict[str, Any]]:
-    """Every bar's figure, and whether it is met: name -> {what, figure, sign, bar, complete, met}.
-
-    `complete` says of a suite whether all of its rows were measured without an error. A bar over a
-    suite that is absent or incomplete is not met, whatever its figure.
-    """
-    found = {}
-    for name, bar in BARS.items():
-        figure = bar.figure([r for r in rows if r.suite in bar.suites])
-        whole = all(complete.get(suite, False) for suite in bar.suites)
-        found[name] = {"what": bar.what, "figure": figure, "sign": bar.sign, "bar": bar.bar}
-        found[name] |= {"complete": whole, "met": whole and bar.reached(figure)}
-    return found
-
-
 @dataclass(frozen=True)
 class Results:
     """The content of a results file."""
@@ -225,9 +200,20 @@ class Results:
 
     @property
     def bars(self) -> dict[str, dict[str, Any]]:
-        """See `judge`."""
-        suites = self.meta.get("suites", {})
-        return judge(self.rows, {name: record["complete"] for name, record in suites.items()})
+        """Every bar's figure and whether it is met: name -> {what, figure, sign, bar, complete,
+        met}.
+
+        A bar over a suite that is absent, or has a row with an error, is not met.
+        """
+        found, suites = {}, self.meta.get("suites", {})
+        for name, bar in BARS.items():
+            figure = bar.figure(self.of(*bar.suites))
+            whole = all(suite in suites and suites[suite]["complete"] for suite in bar.suites)
+            reached = COMPARISONS[bar.sign]
+            met = figure is not None and math.isfinite(figure) and reached(figure, bar.bar)
+            found[name] = {"what": bar.what, "figure": figure, "sign": bar.sign, "bar": bar.bar}
+            found[name] |= {"complete": whole, "met": whole and met}
+        return found
 
     def of(self, *suites: str) -> list[Row]:
         """Rows of some suites."""
@@ -246,21 +232,17 @@ class Results:
 
 
 def load(path: Path, device: str | None = None) -> Results:
-    """Read a results file; an absent one is empty.
-
-    Raises:
-        ValueError: the file is damaged, or holds results of another device than `device`.
-    """
+    """Read a results file; an absent one is empty. ValueError where it is damaged, or holds results
+    of another device than `device`."""
     if not path.exists():
         return Results()
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        results = Results(tuple(Row(**row) for row in content["rows"]), dict(**content["meta"]))
-        results.bars  # noqa: B018  # a row that a bar cannot read would stop every later `save`
-        recorded = results.meta.get("device")
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        results = Results(tuple(Row(**row) for row in content["rows"]), content["meta"])
+        recorded = results.meta["device"]
+    except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no results file of `python -m benchmarks`: {error}") from error
-    if device is not None and recorded not in (None, device):
+    if device not in (None, recorded):
         raise ValueError(
             f"{path} holds results of {recorded!r} and this is {device!r}; give another --json."
         )
@@ -269,38 +251,36 @@ def load(path: Path, device: str | None = None) -> Results:
 
 def save(path: Path, results: Results) -> None:
     """Write a results file in one piece: one line for each row, without its empty fields."""
-    rows = [
-        json.dumps(
-            {k: v for k, v in asdict(row).items() if v is not None and (v != {} or k == "shape")}
-        )
-        for row in results.rows
-    ]
+    rows = [{k: v for k, v in asdict(row).items() if v not in (None, {})} for row in results.rows]
+    listed = ",\n  ".join(map(json.dumps, rows))
     rest = json.dumps({"bars": results.bars, "meta": dict(results.meta)}, indent=1)
-    listed = "[\n  " + ",\n  ".join(rows) + "\n ]" if rows else "[]"
-    write_whole(path, f'{{\n "rows": {listed},\n{rest[2:]}\n')
+    write_whole(path, f'{{\n "rows": [\n  {listed}\n ],\n{rest[2:]}\n')
 
 
 def compare(old: Results, new: Results) -> Iterator[str]:
     """Lines that hold the same cases of two files side by side: new time / old time by suite, and
     every bar's two figures."""
-    before = {_key(row): row for row in old.rows}
-    pairs = [(before[_key(row)], row) for row in new.rows if _key(row) in before]
+    before = {row.case: row for row in old.rows}
     yield f"{'suite':24} {'cases':>5}  new / old time: ours mean, lowest, highest; stock mean"
     for suite in dict.fromkeys(row.suite for row in new.rows):
-        same = [(a, b) for a, b in pairs if b.suite == suite]
+        same = [(before[b.case], b) for b in new.of(suite) if b.case in before]
         ours = [b.ours_us / a.ours_us for a, b in same if a.ours_us and b.ours_us]
         stock = [b.stock_us / a.stock_us for a, b in same if a.stock_us and b.stock_us]
         if ours:
             means = (geometric_mean(ours), min(ours), max(ours), geometric_mean(stock))
-            cells = "  ".join("-" if mean is None else f"{mean:.3f}" for mean in means)
-            yield f"{suite:24} {len(ours):5d}  {cells}"
+            yield f"{suite:24} {len(ours):5d}  {'  '.join(shown(mean, '.3f') for mean in means)}"
     yield f"{'bar':28} {'old':>8} {'new':>8}  target"
-    before_bars = old.bars
+    old_bars = old.bars
     for name, bar in new.bars.items():
-        figures = (before_bars[name]["figure"], bar["figure"])
-        cells = " ".join(f"{'-':>8}" if f is None else f"{f:8.3f}" for f in figures)
+        figures = (shown(bars["figure"], ".3f") for bars in (old_bars[name], bar))
         verdict = "met" if bar["met"] else "missed"
+        cells = " ".join(f"{figure:>8}" for figure in figures)
         yield f"{name:28} {cells}  {bar['sign']} {bar['bar']:.2f} {verdict}"
+
+
+def shown(value: float | str | None, form: str) -> str:
+    """A number in the form given; a dash for none."""
+    return "-" if value is None else format(value, form)
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
@@ -308,7 +288,3 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int
     rule = [" --- "] * left + [" ---: "] * (len(head) - left)
     lines = [f"| {' | '.join(head)} |", f"|{'|'.join(rule)}|"]
     return lines + [f"| {' | '.join(c.replace('|', '/') for c in row)} |" for row in rows]
-
-
-def _key(row: Row) -> str:
-    return json.dumps([row.suite, row.work, dict(row.shape), row.dtype], sort_keys=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import html
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from benchmarks.results import BARS, Results, Row, geometric_mean, load, markdown_table, ratios
+from benchmarks.results import Results, Row, geometric_mean, load, markdown_table, ratios, shown
 from rl_consistency.cli.plots import MUTED, OURS, STYLE
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
 
@@ -76,7 +77,6 @@ def write() -> int:
     results = load(RESULTS)
     README.write_text(rewritten(README.read_text("utf-8"), readme_table(results)), "utf-8")
     DOC.write_text(document(results), encoding="utf-8")
-    PICTURE.parent.mkdir(parents=True, exist_ok=True)
     figure = picture(results)
     with rc_context(STYLE):
         figure.savefig(PICTURE, dpi=160)
@@ -86,11 +86,7 @@ def write() -> int:
 
 
 def rewritten(readme: str, text: str) -> str:
-    """The README with other text between its markers.
-
-    Raises:
-        ValueError: the markers are missing or repeated.
-    """
+    """The README with other text between its markers; ValueError without exactly one of each."""
     if readme.count(BEGIN) != 1 or readme.count(END) != 1:
         raise ValueError(f"README.md needs exactly one {BEGIN} and one {END} after it.")
     return f"{readme.split(BEGIN)[0]}{BEGIN}\n{text}{END}{readme.split(END)[1]}"
@@ -98,10 +94,10 @@ def rewritten(readme: str, text: str) -> str:
 
 def readme_table(results: Results) -> str:
     """The bars of `IN_README` as a table."""
-    versions = results.meta.get("versions", {})
-    where = f"{results.meta.get('device', 'No GPU')}, torch {versions.get('torch')}"
-    head = f"{where}, Triton {versions.get('triton')}; stock time / our time, bfloat16."
-    return _joined([head, "", *_bar_table({name: results.bars[name] for name in IN_README})])
+    versions, bars = results.meta["versions"], results.bars
+    where = f"{results.meta['device']}, torch {versions['torch']}, Triton {versions['triton']}"
+    rows = _bar_table({name: bars[name] for name in IN_README})
+    return "\n".join((f"{where}; stock time / our time, bfloat16.", "", *rows, ""))
 
 
 def document(results: Results) -> str:
@@ -110,54 +106,44 @@ def document(results: Results) -> str:
     hashes = {run["kernels_sha256"][:12] for run in meta["suites"].values()}
     versions = ", ".join(f"{name} {version}" for name, version in meta["versions"].items())
     text = TEXT.format(device=meta["device"], versions=versions, hashes=", ".join(sorted(hashes)))
-    judged = {suite for bar in BARS.values() for suite in bar.suites}
-    rollout = [r for r in results.rows if r.suite.startswith("rollout_") and r.suite in judged]
     parts = {
         "Bars": _bar_table(results.bars),
         "Training step, tokens per second": _training(results.of("training_step")),
-        "Rollout": _rollout(rollout),
+        "Rollout": _rollout([row for row in results.rows if row.suite.startswith("rollout_")]),
     }
     for suite, columns in COLUMNS.items():
         title = f"{suite.replace('_', ' ').capitalize()}: stock time / our time"
         parts[title] = _ratios(results.of(suite), columns)
-    return text + "".join(f"\n## {name}\n\n" + _joined(rows) for name, rows in parts.items())
+    for name, rows in parts.items():
+        text += "\n".join(("", f"## {name}", "", *rows, ""))
+    return text
 
 
 def other_kernels(results: Results) -> list[str]:
     """Suites that were measured with other kernels than the ones here."""
-    here = kernels_hash()
-    suites = results.meta.get("suites", {}).items()
-    return [name for name, run in suites if run.get("kernels_sha256") != here]
-
-
-def _joined(lines: Iterable[str]) -> str:
-    return "\n".join(lines) + "\n"
+    here, suites = kernels_hash(), results.meta["suites"]
+    return [name for name, run in suites.items() if run["kernels_sha256"] != here]
 
 
 def _bar_table(bars: Mapping[str, Mapping[str, Any]]) -> list[str]:
     rows = []
     for bar in bars.values():
-        figure = "-" if bar["figure"] is None else f"{bar['figure']:.2f}"
         verdict = "yes" if bar["met"] else "**no**" if bar["complete"] else "not all cases measured"
         verdict = "not measured" if bar["figure"] is None else verdict
-        target = f"{bar['sign']} {bar['bar']:.2f}".replace(">", "&gt;").replace("<", "&lt;")
-        rows.append((bar["what"], figure, target, verdict))
+        target = html.escape(f"{bar['sign']} {bar['bar']:.2f}")
+        rows.append((bar["what"], shown(bar["figure"], ".2f"), target, verdict))
     return markdown_table(("work", "figure", "target", "met"), rows)
 
 
 def _training(rows: Sequence[Row]) -> list[str]:
     ways = list(dict.fromkeys(way for row in rows for way in row.tokens_per_second))
     ways.sort(key=lambda way: (way != "ours", way != "stock", way))
-
-    def cell(values: Mapping[str, float], way: str, form: str) -> str:
-        return format(values[way], form) if way in values else "-"
-
     cells = []
     for row in rows:
         gib = {way: peak / 2**30 for way, peak in row.peak_bytes.items()}
         name = f"{row.shape['model']}, {row.shape['sequences']} x {row.shape['length']}"
-        cells.append((name, *(cell(row.tokens_per_second, way, ",.0f") for way in ways)))
-        cells.append(("peak memory, GiB", *(cell(gib, way, ".1f") for way in ways)))
+        cells.append((name, *(shown(row.tokens_per_second.get(way), ",.0f") for way in ways)))
+        cells.append(("peak memory, GiB", *(shown(gib.get(way), ".1f") for way in ways)))
     return markdown_table(("model, batch", *ways), cells)
 
 
@@ -170,17 +156,17 @@ def _rollout(rows: Sequence[Row]) -> list[str]:
         else:
             size = f"{shape['sequences']} x ({shape['prompt']} + {shape['new_tokens']})"
         others = [f"{way} {rate:,.0f}" for way, rate in rates.items() if way != "ours"]
-        idle = figures.get("idle_share", figures.get("strict/idle_share"))
         more = [text.format(figures[key]) for key, text in MORE.items() if key in figures]
         more += [f"{name}: {reason}" for name, reason in row.unavailable.items()]
         if row.work == "decode step" and row.ours_us:
             more.append(f"{row.ours_us / 1e3:.2f} ms a step")
-        numbers = ((row.ratio, ".2f"), (row.ceiling_fraction, ".0%"), (idle, ".1%"))
         line = (
             f"{shape['model']}: {row.work}, {size}",
-            f"{rates['ours']:,.0f}" if rates else "-",
+            shown(rates.get("ours"), ",.0f"),
             "; ".join(others) or "-",
-            *("-" if value is None else format(value, form) for value, form in numbers),
+            shown(row.ratio, ".2f"),
+            shown(row.ceiling_fraction, ".0%"),
+            shown(figures.get("idle_share"), ".1%"),
             row.error or ", ".join(more) or "-",
         )
         cells.append(line)
@@ -191,13 +177,12 @@ def _rollout(rows: Sequence[Row]) -> list[str]:
 def _ratios(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
     """Ratios by the sizes in `columns`, one line for each rest of the shape."""
     cells: dict[str, dict[str, str]] = {}
+    several = len({row.work for row in rows}) > 1
     for row in rows:
         rest = [f"{k} {v}" for k, v in row.shape.items() if k not in columns]
-        several = len({r.work for r in rows}) > 1
         name = ", ".join([row.work] * several + rest)
         column = " x ".join(str(row.shape[key]) for key in columns)
-        text = "error" if row.ratio is None else f"{row.ratio:.2f}"
-        cells.setdefault(name, {})[column] = text
+        cells.setdefault(name, {})[column] = "error" if row.ratio is None else f"{row.ratio:.2f}"
     heads = list(dict.fromkeys(column for line in cells.values() for column in line))
     lines = [(name, *(line.get(head, "-") for head in heads)) for name, line in cells.items()]
     return markdown_table((" x ".join(columns), *heads), lines)
@@ -221,6 +206,6 @@ def picture(results: Results) -> Figure:
         axes.xaxis.set_major_locator(FixedLocator([0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50]))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_locator(NullLocator())
-        device = results.meta.get("device", "")
+        device = results.meta["device"]
         axes.set_title(f"Stock time / our time, every case and the mean, {device}")
     return figure

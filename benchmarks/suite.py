@@ -1,4 +1,4 @@
-"""Suites of cases, each of which becomes one row, and a run that keeps them in a results file.
+"""Suites of cases, each of which becomes one row of a results file.
 
 Everything that is measured is reported, missed bars included. A case that raises becomes a row with
 the error; the other cases go on. The file is written after each suite, so a run that is killed
@@ -12,10 +12,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -46,12 +48,15 @@ class Case:
     dtype: str = "bfloat16"
 
 
-@dataclass(frozen=True)
-class Suite:
-    """Cases that are measured and kept together."""
+Suites = Mapping[str, Sequence[Case]]
+"""By name: cases that are measured and kept together."""
 
-    name: str
-    cases: Sequence[Case]
+
+def cases(
+    work: str, run: Callable[..., dict[str, Any]], sizes: Iterable[dict[str, Any]]
+) -> list[Case]:
+    """A case of each size; `run` takes the machine, and the sizes by name."""
+    return [Case(work=work, shape=size, run=partial(run, **size)) for size in sizes]
 
 
 def normal(bench: Machine, *shape: int) -> Tensor:
@@ -59,81 +64,64 @@ def normal(bench: Machine, *shape: int) -> Tensor:
     return torch.randn(shape, device=bench.device, dtype=torch.bfloat16)
 
 
-@dataclass
-class Run:
-    """One run of a command: its results so far, and the file that they are merged into."""
+def gradients(
+    forward: Callable[[], Any], leaves: Sequence[Tensor], cotangent: Callable[[Tensor], Tensor]
+) -> Callable[[], object]:
+    """The gradients of the leaves, from one graph that the first call makes."""
+    made: list[Any] = []
 
-    results: Results
-    meta: Mapping[str, Any]
-    """See `run_meta`."""
-    file: Path | None = None
-    quick: bool = False
+    def run() -> object:
+        if not made:
+            found = forward()
+            outputs = found if isinstance(found, tuple) else (found,)
+            made.extend((outputs, [cotangent(y) for y in outputs]))
+        return torch.autograd.grad(made[0], leaves, made[1], retain_graph=True)
 
-    def measure(self, suites: Sequence[Suite], machine: Machine) -> list[str]:
-        """Measure the suites and save the file after each; returns the cases that raised.
+    return run
 
-        Raises:
-            OSError: the device is lost, or the file cannot be written.
-        """
-        failed = []
-        for suite in suites:
-            clocks, started, rows, lost = _clocks(), time.perf_counter(), [], False
-            errors = 0
-            for case in suite.cases:
-                rows.append(row := measured(suite.name, case, machine))
-                if row.error is not None:
-                    sizes = (f"{key}={value}" for key, value in case.shape.items())
-                    failed.append(" ".join((f"{suite.name}: {case.work}", *sizes)))
-                    print(f"{failed[-1]}: {row.error}", file=sys.stderr, flush=True)
-                    errors, lost = errors + 1, any(text in row.error for text in LOST)
-                if lost:
-                    break
-            run = {key: self.meta[key] for key in ("commit", "kernels_sha256", "command", "date")}
-            record = run | {
-                "ceilings": asdict(machine.ceilings),
-                "clocks": [clocks, _clocks()],
-                "seconds": time.perf_counter() - started,
-                "cases": len(suite.cases),
-                "errors": errors,
-                "quick": self.quick,
-                "complete": not self.quick and not errors,
-            }
-            self.results = self.results.merged(suite.name, rows, self.meta, record)
-            if self.file is not None:
-                save(self.file, self.results)
-            print(_suite_line(suite.name, rows, record), flush=True)
-            if lost:
-                raise OSError(f"the GPU no longer answers after: {rows[-1].error}")
-        return failed
+
+def measure(
+    suites: Suites, machine: Machine, results: Results, meta: Mapping[str, Any],
+    file: Path | None = None,
+) -> Results:  # fmt: skip
+    """Results with the suites in them; `meta` is that of `run_meta`. Saves after each suite."""
+    for suite, suite_cases in suites.items():
+        clocks, started = _clocks(), time.perf_counter()
+        rows = [measured(suite, case, machine) for case in suite_cases]
+        errors = sum(row.error is not None for row in rows)
+        record = {key: meta[key] for key in ("commit", "kernels_sha256", "command", "date")} | {
+            "ceilings": asdict(machine.ceilings),
+            "clocks": [clocks, _clocks()],
+            "seconds": time.perf_counter() - started,
+            "cases": len(rows),
+            "errors": errors,
+            "complete": not errors,
+        }
+        results = results.merged(suite, rows, meta, record)
+        if file is not None:
+            save(file, results)
+        text = f"{suite}: {len(rows)} cases, {errors} errors, {record['seconds']:.0f} s"
+        if found := ratios(rows):
+            text += f", stock/ours lowest {min(found):.3f}, median {median(found):.3f}"
+        print(text, flush=True)
+    return results
 
 
 def measured(suite: str, case: Case, machine: Machine) -> Row:
     """One case's row; what the case raised is the row's error.
 
     This is the only place where an error of an op is held: a bench of hundreds of shapes reports
-    the one that fails and measures the others.
+    the one that fails and measures the others. OSError where the device is lost.
     """
     fields = {"suite": suite, "work": case.work, "shape": case.shape, "dtype": case.dtype}
     try:
         return Row(**fields, **case.run(machine))
     except ERRORS as error:
-        return Row(**fields, error=f"{type(error).__name__}: {error}"[:500])
-
-
-def _suite_line(name: str, rows: Sequence[Row], record: Mapping[str, Any]) -> str:
-    text = f"{name}: {len(rows)} of {record['cases']} cases, {record['errors']} errors"
-    if found := sorted(ratios(rows)):
-        text += f", stock/ours lowest {found[0]:.3f}, median {found[len(found) // 2]:.3f}"
-    return f"{text}, {record['seconds']:.0f} s"
-
-
-def bar_lines(results: Results) -> Iterator[str]:
-    """Every bar that has a figure, and whether it is met."""
-    for bar in results.bars.values():
-        if bar["figure"] is not None:
-            verdict = "met" if bar["met"] else "missed" if bar["complete"] else "incomplete"
-            target = f"{bar['sign']} {bar['bar']:.2f}"
-            yield f"{verdict:10} {bar['figure']:8.3f} {target:>8}  {bar['what']}"
+        row = Row(**fields, error=f"{type(error).__name__}: {error}"[:500])
+        print(f"{row.case}: {row.error}", file=sys.stderr, flush=True)
+        if any(text in str(error) for text in LOST):
+            raise OSError(f"the GPU no longer answers after {row.case}: {row.error}") from error
+        return row
 
 
 def run_meta(device: torch.device, command: str, commit: str | None = None) -> dict[str, Any]:
@@ -159,12 +147,11 @@ def run_meta(device: torch.device, command: str, commit: str | None = None) -> d
 
 
 def _checked_out() -> str:
-    """The commit of the clone, `-dirty` where files differ from it; "unknown" without git."""
-    git = ("git", "-C", str(ROOT))
-    if not (ROOT / ".git").exists() or not (commit := _output(*git, "rev-parse", "HEAD")):
+    """The commit of the clone, `-dirty` where code differs from it; "unknown" without git."""
+    if not (ROOT / ".git").exists() or not (commit := _output("git", "rev-parse", "HEAD")):
         return "unknown"
     code = ("kernels", "rl_consistency", "trainers")
-    return commit + ("-dirty" if _output(*git, "status", "--porcelain", "--", *code) else "")
+    return commit + ("-dirty" if _output("git", "status", "--porcelain", "--", *code) else "")
 
 
 def _clocks() -> str | None:
@@ -174,8 +161,8 @@ def _clocks() -> str | None:
 
 
 def _output(command: str, *arguments: str) -> str:
-    """What a command prints; nothing where it is absent or fails."""
+    """What a command prints in the clone; nothing where it is absent or fails."""
     if shutil.which(command) is None:
         return ""
-    done = subprocess.run([command, *arguments], capture_output=True, text=True)
+    done = subprocess.run([command, *arguments], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else ""

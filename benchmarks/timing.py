@@ -20,12 +20,17 @@ from typing import Any, Literal
 import torch
 from triton.errors import TritonError
 
+from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.numerics.settings import SETTINGS, numeric_settings
 
 Call = Callable[[], object]
+Context = Callable[[], AbstractContextManager[Any]]
 Clock = Literal["events", "graph", "wall"]
 """`events`: one call on the device; `graph`: all copies in one CUDA graph; `wall`: the host's clock
 around one whole call."""
+
+CASE_SECONDS = 0.12
+"""The rounds of one case take about so long."""
 
 MIN_ROUNDS, MAX_ROUNDS = 7, 60
 COPIES_LIMIT = 80
@@ -71,7 +76,7 @@ class Contestant:
 
     calls: Sequence[Call]
     """The work on each copy of its operands."""
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    context: Context = nullcontext
     """Entered around every call, outside what is timed."""
 
     @classmethod
@@ -97,8 +102,6 @@ class Race:
     """For tokens per second; 0 reports none."""
     memory: bool = False
     """Whether the peak memory of one call is measured."""
-    unavailable: Mapping[str, str] = field(default_factory=dict)
-    """Ways that could not be prepared, and why."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +117,10 @@ class Ceilings:
 
 
 class Machine:
-    """The device under test; the rounds of one case take about `case_seconds`."""
+    """The CUDA device under test."""
 
-    def __init__(self, device: torch.device, case_seconds: float):
+    def __init__(self, device: torch.device):
         self.device = device
-        self.case_seconds = case_seconds
         properties = torch.cuda.get_device_properties(device)
         self.cache_bytes: int = properties.L2_cache_size
         self._total_bytes: int = properties.total_memory
@@ -132,114 +134,97 @@ class Machine:
     def measure(self, race: Race) -> dict[str, Any]:
         """Time all contestants and give the fields of a `Row`.
 
-        A peer or a stock way that cannot run the shape is named in `unavailable`; an error of ours
-        passes through.
-
-        Raises:
-            RuntimeError: no stock way runs.
+        A peer or a stock way that cannot run the shape is named in `unavailable`. An error of ours
+        passes through; RuntimeError where no stock way runs.
         """
-        unavailable = dict(race.unavailable)
-        contestants = {"ours": _under(numeric_settings, race.ours)}
-        for name, other in {**race.stock, **race.peers}.items():
-            contestants[name] = _under(library_defaults, other)
         timers: dict[str, Callable[[int], float]] = {}
         peaks: dict[str, int] = {}
-        for name, contestant in contestants.items():
+        unavailable: dict[str, str] = {}
+        for name, contestant in {"ours": race.ours, **race.stock, **race.peers}.items():
+            settings = numeric_settings if name == "ours" else library_defaults
             gc.collect()
             before = torch.cuda.memory_allocated(self.device)
             try:
-                timers[name] = self._prepared(contestant, race.clock)
+                timers[name] = self._prepared(contestant, race.clock, settings)
                 if race.memory:
-                    peaks[name] = self._peak(contestant, before)
+                    peaks[name] = self._peak(contestant, settings, before)
             except UNAVAILABLE as error:
                 if name == "ours":
                     raise
                 unavailable[name] = reason(error)
         if not race.stock.keys() & timers.keys():
             raise RuntimeError(f"no stock way runs this shape: {unavailable}")
-        medians = self._interleaved(timers, race.clock)
-        self._trim()
-        return _fields(race, medians, peaks, self.ceilings.seconds(race), unavailable)
+        medians = self._interleaved(timers)
+        ceiling = self.ceilings.seconds(race)
+        return _fields(race, medians, peaks, ceiling) | {"unavailable": unavailable}
 
-    def alone(self, contestant: Contestant) -> float:
+    def alone(self, call: Contestant) -> float:
         """Median seconds of one contestant in a CUDA graph."""
-        seconds = self._interleaved({"alone": self._prepared(contestant, "graph")}, "graph")
-        self._trim()
-        return seconds["alone"]
+        return self._interleaved({"alone": self._prepared(call, "graph")})["alone"]
 
-    def _prepared(self, contestant: Contestant, clock: Clock) -> Callable[[int], float]:
+    def _prepared(
+        self, contestant: Contestant, clock: Clock, settings: Context = nullcontext
+    ) -> Callable[[int], float]:
         """Warm up, and give the function that times round i in seconds."""
-        calls, host = contestant.calls, 0.0
-        with contestant.context():
+        calls, context, host = contestant.calls, contestant.context, 0.0
+        with settings(), context():
             for call in (*calls, calls[0]):
-                torch.cuda.synchronize()
-                started = time.perf_counter()
+                started = finished_seconds(self.device)
                 call()
                 host = time.perf_counter() - started
             torch.cuda.synchronize()
-        if clock == "wall":
-            return lambda i: self._wall_time(contestant, i)
-        if clock == "events":
-            hold = int(min(1.5 * host, LONGEST_HOLD) * SLEEP_CYCLES_PER_SECOND)
-            return lambda i: self._event_time(contestant, i, hold)
+
+        def wall(i: int) -> float:
+            with settings(), context():
+                started = finished_seconds(self.device)
+                calls[i % len(calls)]()
+                return finished_seconds(self.device) - started
+
+        def events(i: int) -> float:
+            with settings(), context():
+                hold = int(min(1.5 * host, LONGEST_HOLD) * SLEEP_CYCLES_PER_SECOND)
+                return self._device_seconds(calls[i % len(calls)], hold)
+
+        if clock != "graph":
+            return wall if clock == "wall" else events
         graph = torch.cuda.CUDAGraph()
-        with contestant.context(), torch.cuda.graph(graph):
+        with settings(), context(), torch.cuda.graph(graph):
             for call in calls:
                 call()
-        return lambda _: self._replay_time(graph, len(calls))
+        return lambda _: self._device_seconds(graph.replay) / len(calls)
 
-    def _event_time(self, contestant: Contestant, i: int, hold: int) -> float:
-        call = contestant.calls[i % len(contestant.calls)]
-        start, end = _events()
-        with contestant.context():
-            self._flush.zero_()
-            torch.cuda._sleep(hold)
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-        return start.elapsed_time(end) * 1e-3
-
-    def _replay_time(self, graph: torch.cuda.CUDAGraph, calls: int) -> float:
-        start, end = _events()
+    def _device_seconds(self, call: Call, hold: int = 0) -> float:
+        """A call on the device, which is held back for `hold` cycles while the host queues it."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flush.zero_()
+        if hold:
+            torch.cuda._sleep(hold)
         start.record()
-        graph.replay()
+        call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e-3 / calls
+        return start.elapsed_time(end) * 1e-3
 
-    def _wall_time(self, contestant: Contestant, i: int) -> float:
-        call = contestant.calls[i % len(contestant.calls)]
-        with contestant.context():
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
-            return time.perf_counter() - started
-
-    def _interleaved(
-        self, timers: Mapping[str, Callable[[int], float]], clock: Clock
-    ) -> dict[str, float]:
+    def _interleaved(self, timers: Mapping[str, Callable[[int], float]]) -> dict[str, float]:
         """Median seconds of each; every round times all of them, each round another one first."""
         started = time.perf_counter()
         samples = {name: [timer(0)] for name, timer in timers.items()}
         spent = max(time.perf_counter() - started, 1e-6)
-        fewest = MIN_ROUNDS if clock != "wall" else 5
-        rounds = max(fewest, min(int(self.case_seconds / spent), MAX_ROUNDS))
+        rounds = max(MIN_ROUNDS, min(int(CASE_SECONDS / spent), MAX_ROUNDS))
         names = list(timers)
         for i in range(1, rounds):
             first = i % len(names)
             for name in names[first:] + names[:first]:
                 samples[name].append(timers[name](i))
+        self._trim()
         return {name: median(values) for name, values in samples.items()}
 
-    def _peak(self, contestant: Contestant, before: int) -> int:
+    def _peak(self, contestant: Contestant, settings: Context, before: int) -> int:
         """Bytes at the peak of a call beyond those before the contestant's first call, so that
         what it keeps from call to call counts."""
         gc.collect()
         torch.cuda.reset_peak_memory_stats(self.device)
-        with contestant.context():
+        with settings(), contestant.context():
             contestant.calls[0]()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated(self.device) - before
@@ -260,47 +245,29 @@ class Machine:
             "multiply": lambda: torch.mm(a, b.t(), out=product),
         }
         timers = {n: self._prepared(Contestant.of(call), "events") for n, call in calls.items()}
-        seconds = self._interleaved(timers, "events")
+        seconds = self._interleaved(timers)
         return Ceilings(2 * source.numel() / seconds["copy"], 2 * size**3 / seconds["multiply"])
 
 
-def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-
-
-def _under(outer: Callable[[], AbstractContextManager[Any]], contestant: Contestant) -> Contestant:
-    """The contestant with another context around its own."""
-
-    @contextmanager
-    def both() -> Iterator[None]:
-        with outer(), contestant.context():
-            yield
-
-    return Contestant(contestant.calls, both)
-
-
 def _fields(
-    race: Race, seconds: Mapping[str, float], peaks: Mapping[str, int], ceiling_seconds: float,
-    unavailable: Mapping[str, str],
-) -> dict[str, Any]:  # fmt: skip
-    """The fields of a `Row` from median seconds by contestant."""
+    race: Race, seconds: Mapping[str, float], peaks: Mapping[str, int], ceiling_seconds: float
+) -> dict[str, Any]:
+    """Fields of a `Row` from median seconds by contestant."""
     ours = seconds["ours"]
     stock = min(race.stock.keys() & seconds.keys(), key=lambda name: (seconds[name], name))
-    several = len(race.stock) > 1
-    peers = {n: s * 1e6 for n, s in seconds.items() if n in race.peers or (several and n != "ours")}
+    others = race.peers.keys() | (race.stock.keys() if len(race.stock) > 1 else set())
 
     def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {("stock" if n == stock else n): v for n, v in values.items()}
+        return {("stock" if name == stock else name): value for name, value in values.items()}
 
-    rates = {n: race.tokens / s for n, s in seconds.items()} if race.tokens else {}
+    rates = {name: race.tokens / s for name, s in seconds.items()} if race.tokens else {}
     return {
         "ours_us": ours * 1e6,
         "stock_us": seconds[stock] * 1e6,
         "stock": stock,
-        "peers": peers,
+        "peers": {name: s * 1e6 for name, s in seconds.items() if name in others},
         "ratio": seconds[stock] / ours,
         "ceiling_fraction": ceiling_seconds / ours if ceiling_seconds else None,
         "peak_bytes": renamed(peaks),
         "tokens_per_second": renamed(rates),
-        "unavailable": dict(unavailable),
     }

@@ -24,10 +24,10 @@ def test_the_example_runs():
 
 def test_every_suite_is_explained_and_every_command_parses():
     explained = set(re.findall(r"^\| `(rollout_\w+)` \|", TEXT, re.M))
-    named = {re.sub(r"decode_.*", "decode_MODEL", suite.name) for suite in rollout_suites()}
+    named = {re.sub(r"decode_.*", "decode_MODEL", suite) for suite in rollout_suites()}
     assert explained == named
     commands = re.findall(r"^python -m benchmarks (.+?)(?:  +#.*)?$", TEXT, re.M)
-    assert len(commands) == 4
+    assert len(commands) == 2
     for command in commands:
         _parser().parse_args(command.split())
 

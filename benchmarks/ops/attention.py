@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.shapes import CACHE_BLOCK, HEAD_DIM
-from benchmarks.suite import Case, normal
-from benchmarks.timing import Contestant, Machine, Race
+from benchmarks.suite import gradients, normal
+from benchmarks.timing import Call, Contestant, Machine, Race
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 
@@ -27,93 +27,53 @@ BACKENDS = {
 SCALE = HEAD_DIM**-0.5
 MAX_LAYERS = 24
 
-Heads = tuple[int, int]
-"""Query heads; key and value heads."""
+
+def _packed(bench: Machine, heads: str, length: int, batch: int) -> tuple[Any, list[Tensor]]:
+    """`batch` sequences, and their queries, keys and values."""
+    layout = PackedSequences.of(range(0, length * batch, length), [length] * batch)
+    query, kv = map(int, heads.split("/"))
+    return layout, [normal(bench, length * batch, size, HEAD_DIM) for size in (query, kv, kv)]
 
 
-def prefill_cases(
-    work: str, heads: Sequence[Heads], lengths: Sequence[int], tokens: int
-) -> list[Case]:
-    """Causal self-attention over packed sequences of one length, `tokens` in all.
-
-    `work` is `attention forward` or `attention backward`.
-    """
-    run = {"attention forward": _forward, "attention backward": _backward}[work]
-    return [
-        Case(
-            work=work,
-            shape={"length": n, "batch": tokens // n, "heads": f"{h[0]}/{h[1]}"},
-            run=partial(run, h, n, tokens // n),
-        )
-        for h in heads
-        for n in lengths
-    ]
-
-
-def _packed(heads: Heads, length: int, count: int, bench: Machine) -> tuple[Any, list[Tensor]]:
-    """`count` sequences, and their queries, keys and values."""
-    layout = PackedSequences.of(range(0, length * count, length), [length] * count)
-    sizes = (heads[0], heads[1], heads[1])
-    return layout, [normal(bench, length * count, size, HEAD_DIM) for size in sizes]
-
-
-def _forward(heads: Heads, length: int, count: int, bench: Machine) -> dict[str, Any]:
-    layout, (q, k, v) = _packed(heads, length, count, bench)
-    batched = [_batched(x, count) for x in (q, k, v)]
+def attention_forward(bench: Machine, length: int, batch: int, heads: str) -> dict[str, Any]:
+    """Causal self-attention over packed sequences of one length; `heads` are those of queries, and
+    of keys and values: "16/8"."""
+    layout, (q, k, v) = _packed(bench, heads, length, batch)
+    batched = [_batched(x, batch) for x in (q, k, v)]
     race = Race(
         ours=Contestant.of(lambda: attention_varlen(q, k, v, layout, scale=SCALE)[0]),
-        stock=_stock(lambda: _sdpa(*batched, causal=True)),
+        stock=_stock(lambda: [lambda: _sdpa(*batched, causal=True)]),
         moved_bytes=_bytes(q, k, v, q),
-        operations=_operations(heads[0], length, count),
+        operations=_operations(q, length),
     )
     return bench.measure(race)
 
 
-def _backward(heads: Heads, length: int, count: int, bench: Machine) -> dict[str, Any]:
-    layout, leaves = _packed(heads, length, count, bench)
+def attention_backward(bench: Machine, length: int, batch: int, heads: str) -> dict[str, Any]:
+    """The gradients of the same."""
+    layout, leaves = _packed(bench, heads, length, batch)
     q, k, v = (x.requires_grad_() for x in leaves)
-    do = normal(bench, length * count, heads[0], HEAD_DIM)
+    do = torch.randn_like(q)
 
-    def gradients(out: Tensor, cotangent: Tensor) -> Contestant:
-        return Contestant.of(lambda: torch.autograd.grad(out, leaves, cotangent, retain_graph=True))
+    def ours() -> Tensor:
+        return attention_varlen(q, k, v, layout, scale=SCALE)[0]
 
-    stock, unavailable = {}, {}
-    for name, backend in BACKENDS.items():
-        try:
-            with sdpa_kernel(backend):
-                out = _sdpa(*(_batched(x, count) for x in leaves), causal=True)
-        except RuntimeError as error:
-            unavailable[name] = str(error).splitlines()[0][:200]
-        else:
-            stock[name] = gradients(out, _batched(do, count))
+    def stock() -> Tensor:
+        return _sdpa(*(_batched(x, batch) for x in leaves), causal=True)
+
     race = Race(
-        ours=gradients(attention_varlen(q, k, v, layout, scale=SCALE)[0], do),
-        stock=stock,
+        ours=Contestant.of(gradients(ours, leaves, lambda _: do)),
+        stock=_stock(lambda: [gradients(stock, leaves, lambda _: _batched(do, batch))]),
         moved_bytes=2 * _bytes(*leaves, do),
-        operations=2.5 * _operations(heads[0], length, count),
-        unavailable=unavailable,
+        operations=2.5 * _operations(q, length),
     )
     return bench.measure(race)
 
 
-def decode_cases(
-    heads: Sequence[Heads], batches: Sequence[int], contexts: Sequence[int]
-) -> list[Case]:
+def attention_decode(bench: Machine, batch: int, context: int, heads: str) -> dict[str, Any]:
     """One new token per sequence: ours from a paged cache, stock from contiguous tensors."""
-    return [
-        Case(
-            work="attention decode",
-            shape={"batch": b, "context": n, "heads": f"{h[0]}/{h[1]}"},
-            run=partial(_decode, h, b, n),
-        )
-        for h in heads
-        for b in batches
-        for n in contexts
-    ]
-
-
-def _decode(heads: Heads, batch: int, context: int, bench: Machine) -> dict[str, Any]:
-    kv_heads, blocks = heads[1], batch * context // CACHE_BLOCK
+    query_heads, kv_heads = map(int, heads.split("/"))
+    blocks = batch * context // CACHE_BLOCK
     cached_bytes = 2 * 2 * batch * context * kv_heads * HEAD_DIM
     layers = range(min(bench.copies(cached_bytes), MAX_LAYERS))
     block = (CACHE_BLOCK, kv_heads, HEAD_DIM)
@@ -131,18 +91,18 @@ def _decode(heads: Heads, batch: int, context: int, bench: Machine) -> dict[str,
         value_cache=caches[1],
         block_size=CACHE_BLOCK,
     )
-    q, rows = normal(bench, batch, heads[0], HEAD_DIM), tables.to(bench.device)
+    q, rows = normal(bench, batch, query_heads, HEAD_DIM), tables.to(bench.device)
     contiguous = [
         [cache[rows].flatten(1, 2).transpose(1, 2).contiguous() for cache in side]
         for side in caches
     ]
-    stock_q, pairs = q.unsqueeze(2), zip(*contiguous, strict=True)
+    calls = [partial(_sdpa, q.unsqueeze(2), *kv, causal=False) for kv in zip(*contiguous)]
     race = Race(
         ours=Contestant([partial(_paged, q, paged, layer) for layer in layers]),
-        stock=_stock(*(partial(_sdpa, stock_q, k, v, causal=False) for k, v in pairs)),
+        stock=_stock(lambda: calls),
         clock="graph",
         moved_bytes=cached_bytes + 2 * _bytes(q),
-        operations=4.0 * batch * heads[0] * context * HEAD_DIM,
+        operations=4.0 * batch * query_heads * context * HEAD_DIM,
     )
     return bench.measure(race)
 
@@ -151,8 +111,9 @@ def _paged(q: Tensor, paged: PagedAttention, layer: int) -> Tensor:
     return attention_paged(q, paged, layer, scale=SCALE)[0]
 
 
-def _stock(*calls: Callable[[], object]) -> dict[str, Contestant]:
-    return {name: Contestant(calls, partial(sdpa_kernel, b)) for name, b in BACKENDS.items()}
+def _stock(calls: Callable[[], Sequence[Call]]) -> dict[str, Contestant]:
+    """Every backend, with calls of its own."""
+    return {name: Contestant(calls(), partial(sdpa_kernel, b)) for name, b in BACKENDS.items()}
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -168,6 +129,6 @@ def _bytes(*tensors: Tensor) -> float:
     return float(sum(x.nbytes for x in tensors))
 
 
-def _operations(query_heads: int, length: int, count: int) -> float:
-    """Of the causal forward: two products over half of the square."""
-    return 2.0 * count * query_heads * length * length * HEAD_DIM
+def _operations(q: Tensor, length: int) -> float:
+    """Of the causal forward over sequences of a length: two products over half of the square."""
+    return 2.0 * q.numel() * length

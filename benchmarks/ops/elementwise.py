@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from benchmarks.peers import liger
-from benchmarks.shapes import HEAD_DIM, VOCABULARY
-from benchmarks.suite import Case, normal
+from benchmarks.shapes import HEAD_DIM
+from benchmarks.suite import Case, cases, gradients, normal
 from benchmarks.timing import Contestant, Machine, Race
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.glu.op import glu
@@ -29,24 +30,19 @@ Ops = dict[str, Op | None]
 """`ours`, `eager` and peers; None where one is not installed."""
 
 
-def elementwise_cases(
-    shapes: Sequence[tuple[int, int]], vocabulary: int = VOCABULARY
-) -> list[Case]:
+def elementwise_cases(shapes: Sequence[tuple[int, int]], vocabulary: int) -> list[Case]:
     """Every op, forward and backward, at (tokens, width)."""
-    cases = []
-    for tokens, width in shapes:
-        runs: dict[str, Callable[[Machine], dict[str, Any]]] = {}
-        for name, case in OPS.items():
-            runs[name] = partial(_race, case, tokens, width, False)
-            runs[f"{name} backward"] = partial(_race, case, tokens, width, True)
-        runs["embedding"] = partial(_embedding, tokens, width, vocabulary)
-        runs["embedding gradient"] = partial(_embedding_gradient, tokens, width, vocabulary)
-        shape = {"tokens": tokens, "width": width}
-        cases += [Case(work=work, shape=shape, run=run) for work, run in runs.items()]
-    return cases
+    runs: dict[str, Callable[..., dict[str, Any]]] = {}
+    for name, case in OPS.items():
+        runs[name] = partial(_race, case, False)
+        runs[f"{name} backward"] = partial(_race, case, True)
+    runs["embedding"] = partial(_embedding, vocabulary)
+    runs["embedding gradient"] = partial(_embedding_gradient, vocabulary)
+    sizes = [{"tokens": tokens, "width": width} for tokens, width in shapes]
+    return [case for size in sizes for work in runs for case in cases(work, runs[work], [size])]
 
 
-def _race(case: Op, tokens: int, width: int, backward: bool, bench: Machine) -> dict[str, Any]:
+def _race(case: Op, backward: bool, bench: Machine, tokens: int, width: int) -> dict[str, Any]:
     """Measure an op of `OPS`, or its backward; every contestant gets clones of the operands,
     because some work in place."""
     ops, operands, constants, passes = case(tokens, width, bench)
@@ -55,36 +51,22 @@ def _race(case: Op, tokens: int, width: int, backward: bool, bench: Machine) -> 
         if op is not None:
             leaves = [x.clone().requires_grad_(backward) for x in operands]
             call = partial(op, *leaves, *constants)
-            contestants[name] = Contestant.of(_gradients(call, leaves) if backward else call)
+            call = gradients(call, leaves, _cotangent) if backward else call
+            contestants[name] = Contestant.of(call)
     sizes = [x.nbytes for x in operands if x.dim() > 1]
-    constant_bytes = sum(x.nbytes for x in constants)
     race = Race(
         ours=contestants.pop("ours"),
         stock={"eager": contestants.pop("eager")},
         peers=contestants,
-        unavailable={name: "not installed" for name, op in ops.items() if op is None},
-        moved_bytes=passes[backward] * (sum(sizes) / len(sizes)) + constant_bytes,
+        moved_bytes=passes[backward] * sum(sizes) / len(sizes) + sum(x.nbytes for x in constants),
     )
     return bench.measure(race)
 
 
-def _gradients(call: Callable[[], Any], leaves: Sequence[Tensor]) -> Callable[[], object]:
-    """The gradients of the leaves from one graph, which the first call makes."""
-    made: list[Any] = []
-
-    def cotangent(y: Tensor) -> Tensor:
-        # The same values for every contestant.
-        generator = torch.Generator(y.device).manual_seed(0)
-        return torch.randn(y.shape, generator=generator, device=y.device, dtype=y.dtype)
-
-    def run() -> object:
-        if not made:
-            found = call()
-            outputs = found if isinstance(found, tuple) else (found,)
-            made.extend((outputs, [cotangent(y) for y in outputs]))
-        return torch.autograd.grad(made[0], leaves, made[1], retain_graph=True)
-
-    return run
+def _cotangent(y: Tensor) -> Tensor:
+    """The same values for every contestant."""
+    generator = torch.Generator(y.device).manual_seed(0)
+    return torch.randn(y.shape, generator=generator, device=y.device, dtype=y.dtype)
 
 
 def _eager_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -134,23 +116,12 @@ def _rotary(tokens: int, width: int, bench: Machine) -> Any:
     # The Hugging Face models carry both halves of the angles, in the dtype of the model.
     wide_cos, wide_sin = (torch.cat([f, f], dim=-1).to(q.dtype)[None] for f in (cos, sin))
 
-    def half(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([-second, first], dim=-1)
-
-    def eager(q: Tensor, k: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = wide_cos.unsqueeze(1), wide_sin.unsqueeze(1)
-        q, k = (x.transpose(0, 1)[None] for x in (q, k))
-        return q * cos + half(q) * sin, k * cos + half(k) * sin
+    def heads_first(rope: Op) -> Op:
+        return lambda q, k, *_: rope(*(x.transpose(0, 1)[None] for x in (q, k)), wide_cos, wide_sin)
 
     rope = liger("LigerRopeFunction")
-
-    def liger_rope(q: Tensor, k: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-        assert rope is not None
-        q, k = (x.transpose(0, 1)[None] for x in (q, k))
-        return rope(q, k, wide_cos, wide_sin)
-
-    ops: Ops = {"ours": rotary, "eager": eager, "liger": rope and liger_rope}
+    eager = heads_first(apply_rotary_pos_emb)
+    ops: Ops = {"ours": rotary, "eager": eager, "liger": rope and heads_first(rope)}
     return ops, [q, k], (cos, sin), (4, 4)
 
 
@@ -173,15 +144,15 @@ OPS: dict[str, Op] = {
 of the operands' size the forward, and the backward, reads or writes once."""
 
 
-def _token_ids(tokens: int, vocabulary: int, bench: Machine) -> Tensor:
+def token_ids(tokens: int, vocabulary: int, device: torch.device) -> Tensor:
     """Ids as text has them: the r-th most frequent one about 1/r as often as the first."""
     generator = torch.Generator().manual_seed(0)
     uniform = torch.rand(tokens, generator=generator, dtype=torch.float64)
-    return (vocabulary**uniform).long().clamp(max=vocabulary - 1).to(bench.device)
+    return (vocabulary**uniform).long().clamp(max=vocabulary - 1).to(device)
 
 
-def _embedding(tokens: int, width: int, vocabulary: int, bench: Machine) -> dict[str, Any]:
-    ids, weight = _token_ids(tokens, vocabulary, bench), normal(bench, vocabulary, width)
+def _embedding(vocabulary: int, bench: Machine, tokens: int, width: int) -> dict[str, Any]:
+    ids, weight = token_ids(tokens, vocabulary, bench.device), normal(bench, vocabulary, width)
     race = Race(
         ours=Contestant.of(lambda: embedding(ids, weight, check_ids=False)),
         stock={"eager": Contestant.of(lambda: F.embedding(ids, weight))},
@@ -190,9 +161,9 @@ def _embedding(tokens: int, width: int, vocabulary: int, bench: Machine) -> dict
     return bench.measure(race)
 
 
-def _embedding_gradient(tokens: int, width: int, vocabulary: int, bench: Machine) -> dict[str, Any]:
+def _embedding_gradient(vocabulary: int, bench: Machine, tokens: int, width: int) -> dict[str, Any]:
     """One micro-batch more, added to the gradient that is there."""
-    ids, dy = _token_ids(tokens, vocabulary, bench), normal(bench, tokens, width)
+    ids, dy = token_ids(tokens, vocabulary, bench.device), normal(bench, tokens, width)
     ours, eager, indexed = (torch.zeros(vocabulary, width, device=bench.device) for _ in range(3))
 
     def fold() -> Tensor:

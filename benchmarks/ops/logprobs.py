@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.peers import liger_cross_entropy, not_installed
-from benchmarks.suite import Case, normal
+from benchmarks.peers import peer
+from benchmarks.suite import normal
 from benchmarks.timing import Contestant, Machine, Race
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import token_logprobs
 
 
-def token_logprobs_cases(tokens: int, widths: Sequence[int], vocabulary: int) -> list[Case]:
+def logprobs_and_gradients(
+    bench: Machine, tokens: int, width: int, vocabulary: int
+) -> dict[str, Any]:
     """The mean of all logprobs and its gradients, from no gradient present."""
-    return [
-        Case(
-            work="token_logprobs forward + backward",
-            shape={"tokens": tokens, "width": width, "vocabulary": vocabulary},
-            run=partial(_logprobs, tokens, width, vocabulary),
-        )
-        for width in widths
-    ]
-
-
-def _logprobs(tokens: int, width: int, vocabulary: int, bench: Machine) -> dict[str, Any]:
     hidden, weight = normal(bench, tokens, width), normal(bench, vocabulary, width) * width**-0.5
     targets = torch.randint(0, vocabulary, (tokens,), device=bench.device)
     rows = SamplingRows.uniform(tokens, device=bench.device)
@@ -58,15 +48,14 @@ def _logprobs(tokens: int, width: int, vocabulary: int, bench: Machine) -> dict[
         return -logprobs.gather(1, targets.unsqueeze(1)).mean()
 
     peers = {}
-    for name, accumulator in (("liger", None), ("liger fp32", torch.float32)):
-        loss = liger_cross_entropy(accumulator)
-        if loss is not None:
+    if module := peer("liger_kernel.transformers.fused_linear_cross_entropy"):
+        for name, accumulator in (("liger", None), ("liger fp32", torch.float32)):
+            loss = module.LigerFusedLinearCrossEntropyLoss(accum_dtype=accumulator)
             peers[name] = step(lambda hidden, weight, f=loss: f(weight, hidden, targets))
     race = Race(
         ours=step(ours),
         stock={"log_softmax": step(stock)},
         peers=peers,
-        unavailable=not_installed("liger_kernel"),
         # Forward, dhidden and dweight; recomputing the logits is a choice, not the work.
         operations=6.0 * tokens * width * vocabulary,
         memory=True,

@@ -2,52 +2,53 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks import shapes
-from benchmarks.ops.attention import decode_cases, prefill_cases
+from benchmarks.ops.attention import attention_backward, attention_decode, attention_forward
 from benchmarks.ops.elementwise import elementwise_cases
-from benchmarks.ops.logprobs import token_logprobs_cases
-from benchmarks.ops.matmul import gradient_fold_cases, product_cases
-from benchmarks.suite import Case, Suite
+from benchmarks.ops.logprobs import logprobs_and_gradients
+from benchmarks.ops.matmul import gradient_fold, product
+from benchmarks.shapes import ROWS, VOCABULARY, WEIGHTS
+from benchmarks.suite import Case, Suites, cases
 from benchmarks.timing import Machine
 from rl_consistency.verify.checks.accuracy import accuracy_rows
 from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpShapes, shapes_of
 from rl_consistency.verify.presets import preset_config
 
 
-def op_suites(*, quick: bool = False) -> list[Suite]:
-    """Every op against its stock counterpart; `quick` keeps a few shapes of each."""
-    # Every fourth weight and row count still span small to large.
-    fourth, second = (4, 2) if quick else (1, 1)
-    weights, rows = shapes.WEIGHTS[::fourth], shapes.ROWS[::fourth]
-    tokens, lengths = shapes.FOLD_TOKENS[::second], shapes.PREFILL_LENGTHS[::second]
-    batches = shapes.DECODE_BATCHES[::second]
-    contexts = shapes.DECODE_CONTEXTS[: 1 if quick else None]
-    heads = shapes.HEADS[-1 if quick else 0 :]
-    row_shapes = shapes.ROW_SHAPES[1:2] if quick else shapes.ROW_SHAPES
-    widths = shapes.LOGPROB_WIDTHS[-1 if quick else 0 :]
-    prefill = partial(prefill_cases, heads=heads, lengths=lengths, tokens=shapes.PREFILL_TOKENS)
-    logprobs = token_logprobs_cases(shapes.LOGPROB_TOKENS, widths, shapes.VOCABULARY)
-    return [
-        Suite("matmul_forward", product_cases("nt", weights, rows)),
-        Suite("matmul_dx", product_cases("nn", weights, rows)),
-        Suite("gradient_fold", gradient_fold_cases(weights, tokens)),
-        Suite("attention_forward", prefill("attention forward")),
-        Suite("attention_backward", prefill("attention backward")),
-        Suite("attention_decode", decode_cases(heads, batches, contexts)),
-        Suite("elementwise", elementwise_cases(row_shapes)),
-        Suite("token_logprobs", logprobs),
-        Suite("accuracy", accuracy_cases(() if quick else ("qwen3-0.6b",))),
-    ]
+def op_suites() -> Suites:
+    """Every op against its stock counterpart."""
+    forward = [{"m": m, "n": n, "k": k} for n, k in WEIGHTS for m in ROWS]
+    dx = [{"m": m, "n": n, "k": k} for k, n in WEIGHTS for m in ROWS]
+    tokens = (1024, 2048, 4096, 8192, 16384)
+    folds = [{"tokens": t, "n": n, "k": k} for n, k in WEIGHTS for t in tokens]
+    # Query heads / key and value heads of the Qwen3 models up to 1.7B and of the 8B models.
+    heads = ("16/8", "32/8")
+    lengths = (2048, 4096, 8192, 16384)
+    prefill = [{"length": n, "batch": 16384 // n, "heads": h} for h in heads for n in lengths]
+    paged = itertools.product(heads, (1, 4, 16, 64, 256), (2048, 8192, 32768))
+    decode = [{"batch": b, "context": n, "heads": h} for h, b, n in paged]
+    head = [{"tokens": 8192, "width": n, "vocabulary": VOCABULARY} for n in (1024, 2048, 4096)]
+    return {
+        "matmul_forward": cases("matmul forward", partial(product, "nt"), forward),
+        "matmul_dx": cases("matmul dX", partial(product, "nn"), dx),
+        "gradient_fold": cases("dW fold", gradient_fold, folds),
+        "attention_forward": cases("attention forward", attention_forward, prefill),
+        "attention_backward": cases("attention backward", attention_backward, prefill),
+        "attention_decode": cases("attention decode", attention_decode, decode),
+        "elementwise": elementwise_cases(((8192, 1024), (8192, 4096), (16384, 4096)), VOCABULARY),
+        "token_logprobs": cases("token_logprobs forward + backward", logprobs_and_gradients, head),
+        "accuracy": accuracy_cases("qwen3-0.6b"),
+    }
 
 
-def accuracy_cases(models: tuple[str, ...]) -> list[Case]:
-    """Claim C6 as figures: the error of every op against fp64 over that of the stock op."""
-    sizes = [TINY_SHAPES, *(shapes_of(name, preset_config(name)) for name in models)]
+def accuracy_cases(model: str) -> list[Case]:
+    """Claim C6 as figures: the error of every op against fp64 over that of the stock op, at small
+    sizes and at those of a model."""
     return [
         Case(
             work="accuracy",
@@ -55,7 +56,7 @@ def accuracy_cases(models: tuple[str, ...]) -> list[Case]:
             dtype=str(dtype).removeprefix("torch."),
             run=partial(_accuracy, dtype, size),
         )
-        for size in sizes
+        for size in (TINY_SHAPES, shapes_of(model, preset_config(model)))
         for dtype in (torch.float32, torch.bfloat16)
     ]
 

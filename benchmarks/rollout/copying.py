@@ -2,12 +2,11 @@
 
 Random weights copy nothing, so some are set by hand. The projections out of attention and MLP are
 zero, which leaves a token's embedding as its hidden state; the untied LM head answers token i with
-token sigma(i), where sigma is one random cycle through the vocabulary. All kernels run at their
-full size on ordinary numbers; only what comes out of them is ignored.
+its successor in one random cycle through the vocabulary. All kernels run at their full size.
 
 The prompt holds a stretch of that cycle with one token in twenty replaced, and ends right before
-the stretch. The model then writes the prompt's text without the replacements, as an edit of a long
-text would be. Drafts looked up in the prompt are right except at the edited places.
+the stretch. The model then writes the text without the replacements, as an edit would be: drafts
+looked up in the prompt are right except at the edited places.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.rollout.generation import Generation, engine_for, timed_generation
-from benchmarks.rollout.models import DTYPE, ModelShelf, release_memory
+from benchmarks.rollout.generation import Generation, engine_for, release_memory, timed_generation
 from benchmarks.rollout.workload import Workload, requests
 from benchmarks.timing import Machine
 from rl_consistency.models.patch import patch
@@ -33,25 +31,21 @@ SPECULATION = 7
 """Most tokens of a draft."""
 
 
-def copying(shelf: ModelShelf, name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
+def copying(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
     """Decode time of a token without drafts over that with them, bytes compared."""
-    shelf.clear(bench.device)
+    release_memory()
     model, cycle = copying_model(name, bench.device)
     prompts = [edited_stretch(cycle, workload.prompt_len, i) for i in range(workload.sequences)]
     found: dict[int, Generation] = {}
-    try:
-        with patch(model):
-            engine = engine_for(model, workload)
-            for _ in ("capture", "measure"):
-                for width in (0, SPECULATION):
-                    sampling = requests(workload.lengths(), speculation=width)
-                    found[width] = timed_generation(engine, prompts, sampling, bench)
-    finally:
-        del model
-        release_memory(bench.device)
+    with patch(model):
+        engine = engine_for(model, workload)
+        for _ in ("capture", "measure"):
+            for width in (0, SPECULATION):
+                sampling = requests(workload.lengths(), speculation=width)
+                found[width] = timed_generation(engine, prompts, sampling, bench)
     plain, drafted = found[0], found[SPECULATION]
     check_equal(plain, drafted)
-    rates = {w: g.after_first_tokens().tokens_per_second for w, g in found.items()}
+    rates = {width: run.decoding().tokens_per_second for width, run in found.items()}
     return {
         "ours_us": 1e6 / rates[SPECULATION],
         "stock_us": 1e6 / rates[0],
@@ -73,7 +67,7 @@ def copying_model(name: str, device: torch.device) -> tuple[Any, list[int]]:
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), device:
         torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         model.get_input_embeddings().weight.data.normal_()
     cycle = list(range(config.vocab_size))
     random.Random(0).shuffle(cycle)
@@ -87,7 +81,7 @@ def copying_model(name: str, device: torch.device) -> tuple[Any, list[int]]:
         gain = max(1.0, 24.0 / config.hidden_size**0.5)
         rows = model.get_input_embeddings().weight.float()
         rows = gain * rows / rows.norm(dim=1, keepdim=True)
-        model.get_output_embeddings().weight[order.roll(-1)] = rows[order].to(DTYPE)
+        model.get_output_embeddings().weight[order.roll(-1)] = rows[order].bfloat16()
     return model, cycle
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.rollout.generation import Generation, Window, engine_for, timed_generation
-from benchmarks.rollout.models import ModelShelf
+from benchmarks.rollout.generation import (
+    Generation,
+    Window,
+    engine_for,
+    patched_model,
+    timed_generation,
+)
 from benchmarks.rollout.workload import DecodeBytes, Workload, requests, tokens_attended
 from benchmarks.timing import Machine
 from rl_consistency.numerics.strict import strict
@@ -17,10 +22,10 @@ SETTLING_STEPS = 12
 """Steps of a constant batch before it counts: the first of them captures the graph."""
 
 
-def decode(shelf: ModelShelf, name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
+def decode(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
     """Decode throughput of one engine, its ops canonical and stock; times are of one token."""
     found: dict[str, dict[str, float]] = {}
-    with shelf.patched(name, bench.device) as model:
+    with patched_model(name, bench.device) as model:
         engine, needed = engine_for(model, workload), DecodeBytes.of(model)
         vocabulary = model.config.vocab_size
         # Capture the graphs of every batch size, for stock attention at every context it meets.
@@ -67,52 +72,45 @@ def _figures(
         "mean_first_token_seconds": statistics.mean_seconds_to_first_token,
         "host_ms_per_step": 1e3 * statistics.host_seconds_per_step,
         "roofline_share": least / window.seconds,
-        **_idle(window),
     }
 
 
-def _idle(window: Window) -> dict[str, float]:
-    return {} if window.idle_share is None else {"idle_share": window.idle_share}
-
-
-def steady_step(shelf: ModelShelf, name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
+def steady_step(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
     """One decode step in a steady state: the share of its time in which the device waits, and the
-    bytes it must read over the copy bandwidth, over its time.
-
-    The bytes count only where no two sequences share a prompt; else the chip's own memory would
-    serve keys and values.
-    """
-    with shelf.patched(name, bench.device) as model:
+    bytes it must read over the copy bandwidth, over its time. These count only where no two
+    sequences share a prompt; else the chip's own memory would serve keys and values."""
+    with patched_model(name, bench.device) as model:
         needed = DecodeBytes.of(model)
         window = steady_window(model, workload, bench)
-    if window.idle_share is None and bench.device.type == "cuda":
+    idle = window.idle_share
+    if idle is None and bench.device.type == "cuda":
         raise RuntimeError("no CUDA graph was replayed: decoding did not run through graphs")
+    figures: dict[str, Any] = {} if idle is None else {"idle_share": idle}
     fields = {
         "ours_us": window.step_seconds * 1e6,
         "tokens_per_second": {"ours": window.tokens_per_second},
-        "figures": _idle(window),
+        "figures": figures,
     }
     if workload.group_size > 1:
         return fields
     attended = steady_attention(workload, window)
-    read = needed.read(window.steps, attended)
-    fields["figures"] |= {
+    read_per_second = needed.read(window.steps, attended) / window.seconds
+    figures |= {
         "context": attended / window.steps / workload.sequences,
         "weight_bytes": needed.weights,
         "kv_bytes": attended * needed.per_token / window.steps,
-        "bytes_per_second": read / window.seconds,
+        "bytes_per_second": read_per_second,
     }
-    share = read / bench.ceilings.copy_bandwidth / window.seconds
-    return fields | {"ceiling_fraction": share}
+    return fields | {"ceiling_fraction": read_per_second / bench.ceilings.copy_bandwidth}
 
 
 def steady_window(model: Any, workload: Workload, bench: Machine) -> Window:
     """The steady state of a workload whose sequences are all as long."""
     engine = engine_for(model, workload)
     prompts = workload.prompts("steady", model.config.vocab_size)
-    lengths = requests(workload.lengths())
+    sampling = requests(workload.lengths())
     # The last step has fewer rows, so a graph of its own.
-    generation = timed_generation(engine, prompts, lengths, bench, warm_up=lengths[0])
+    generation = timed_generation(engine, prompts, sampling, bench, warm_up=sampling[0])
     return generation.steady(min(SETTLING_STEPS, workload.longest // 4))
 
 
@@ -124,14 +122,14 @@ def steady_attention(workload: Workload, window: Window) -> int:
 
 
 def long_context(
-    shelf: ModelShelf, name: str, long: int, short: int, new_tokens: int, bench: Machine
+    bench: Machine, model: str, long: int, short: int, new_tokens: int
 ) -> dict[str, Any]:
     """Time of a token of one sequence behind `long` tokens, over that behind `short` ones."""
     seconds = {}
-    with shelf.patched(name, bench.device) as model:
+    with patched_model(model, bench.device) as policy:
         for length in (short, long):
             workload = Workload.equal(1, 1, length - new_tokens, new_tokens)
-            seconds[length] = steady_window(model, workload, bench).step_seconds
+            seconds[length] = steady_window(policy, workload, bench).step_seconds
     times = seconds[long] / seconds[short]
     return {
         "ours_us": seconds[long] * 1e6,

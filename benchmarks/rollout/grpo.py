@@ -1,15 +1,15 @@
 """A GRPO step end to end: rollout, the training forward and backward passes, the update.
 
 Strict is this library's engine and scoring. Stock is the same engine with stock ops, then the
-unpatched Hugging Face model on the padded batch, with log_softmax of the completions' logits.
-(Hugging Face's own `generate` is many times slower; it has its own rows.) Optimizer, loss and
+unpatched Hugging Face model, with log_softmax of the completions' logits. Optimizer, loss and
 micro-batches are the same; rewards are a function of the tokens. All completions are as long, so
 that stock pads nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -20,8 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from benchmarks.rollout.decoding import MODES
-from benchmarks.rollout.generation import engine_for, timed_generation
-from benchmarks.rollout.models import ModelShelf
+from benchmarks.rollout.generation import engine_for, patched_model
 from benchmarks.rollout.workload import Workload, requests
 from benchmarks.timing import Machine
 from rl_consistency.models.patch import patched_session
@@ -29,6 +28,7 @@ from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.drift import compare_logprobs
+from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.advantages import group_advantages
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 from rl_consistency.trainers.config.learning_sections import OptimizerSection
@@ -39,29 +39,25 @@ LEARNING_RATE = 1e-6
 MICRO_BATCH = 16
 """Sequences of one backward pass."""
 
+ROUNDS = 2
+"""Steps that count, behind one that captures graphs and compiles kernels."""
+
 PHASES = ("rollout", "training", "update")
 
-Score = Callable[[Any, list[list[int]]], Tensor]
-"""Model, sequences -> [N] fp32 logprobs of the completions' tokens, differentiable."""
 
-
-def grpo_step(
-    shelf: ModelShelf, name: str, workload: Workload, rounds: int, bench: Machine
-) -> dict[str, Any]:
+def grpo_step(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
     """Time of a step with stock ops over that with canonical ones, and whose tokens drift."""
-    shelf.clear(bench.device)
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
-    try:
-        with shelf.patched(name, bench.device) as model:
-            stepper = _Stepper(model.train(), workload, bench)
-            for i in range(rounds + 1):
-                for mode in MODES:
-                    times = stepper.step(mode, i)
-                    if i > 0:  # the first step captures graphs and compiles kernels
-                        found[mode].append(times)
-            del stepper
-    finally:
-        shelf.clear(bench.device)  # its weights have been trained
+    with patched_model(name, bench.device) as model:
+        engine = engine_for(model.train(), workload)
+        accelerator = Accelerator(cpu=bench.device.type == "cpu", mixed_precision="no")
+        section = OptimizerSection(learning_rate=LEARNING_RATE)
+        optimizer = PolicyOptimizer(model, section, accelerator, total_steps=100)
+        for i in range(1 + ROUNDS):
+            for mode in MODES:
+                times = _step(model, engine, optimizer, workload, mode, i)
+                if i > 0:
+                    found[mode].append(times)
     ours, stock = (median(sum(t[p] for p in PHASES) for t in found[mode]) for mode in MODES)
     figures = {}
     for mode, runs in found.items():
@@ -79,76 +75,71 @@ def grpo_step(
     }
 
 
-class _Stepper:
-    """Takes steps of one policy, canonical or stock."""
-
-    def __init__(self, model: Any, workload: Workload, bench: Machine) -> None:
-        self._model, self._workload, self._bench = model, workload, bench
-        self._engine = engine_for(model, workload)
-        accelerator = Accelerator(cpu=bench.device.type == "cpu", mixed_precision="no")
-        section = OptimizerSection(learning_rate=LEARNING_RATE)
-        self._optimizer = PolicyOptimizer(model, section, accelerator, total_steps=100)
-
-    def step(self, mode: str, i: int) -> dict[str, float]:
-        """Roll out, learn, update: seconds of each phase, tokens, and mismatched tokens."""
-        device, workload = self._bench.device, self._workload
-        times = [finished_seconds(device)]
-        prompts = workload.prompts(f"grpo {mode} {i}", self._model.config.vocab_size)
-        sampling = requests(workload.lengths())
-        with strict(mode == "strict"):
-            completions = timed_generation(self._engine, prompts, sampling, self._bench).completions
-        sequences = [[*prompts[c.prompt_index], *c.token_ids] for c in completions]
-        old_logprobs = [c.token_logprobs for c in completions]
-        times.append(finished_seconds(device))
-        if mode == "strict":
-            score = partial(_scored, prompt_len=workload.prompt_len)
-            logprobs = self._learn(score, sequences, old_logprobs)
-        else:
-            score = partial(stock_scored, new_tokens=workload.longest)
-            with patched_session(self._model).stock():
-                logprobs = self._learn(score, sequences, old_logprobs)
-        times.append(finished_seconds(device))
-        self._optimizer.step()
-        times.append(finished_seconds(device))
-        drift = compare_logprobs(torch.cat(old_logprobs), logprobs.cpu())
-        spent = (end - start for start, end in pairwise(times))
-        counts = {"tokens": drift.tokens, "mismatched_tokens": drift.mismatched_tokens}
-        return dict(zip(PHASES, spent, strict=True)) | counts
-
-    def _learn(
-        self, score: Score, sequences: list[list[int]], old_logprobs: Sequence[Tensor]
-    ) -> Tensor:
-        """Gradients of the step; returns the [N] logprobs that training computed."""
-        new_tokens = self._workload.longest
-        rewards = [float(sequence[-1] % 2) for sequence in sequences]
-        rewards[0] = 2.0  # no group structure may leave every advantage 0
-        advantages = group_advantages(rewards, self._workload.group_size)
-        found = []
-        for first in range(0, len(sequences), MICRO_BATCH):
-            part = slice(first, first + MICRO_BATCH)
-            logprobs = score(self._model, sequences[part])
-            device, lengths = logprobs.device, [new_tokens] * len(sequences[part])
-            ids = torch.arange(first, first + len(lengths))
-            batch = TokenBatch(
-                logprobs=logprobs,
-                old_logprobs=torch.cat(list(old_logprobs[part])).to(device),
-                advantages=per_token(advantages[part], lengths).to(device),
-                sequence_ids=per_token(ids, lengths).to(device),
-                lengths=lengths,
-            )
-            total = new_tokens * len(sequences)
-            weights = token_weights(lengths, "dapo", total_tokens=total, device=device)
-            policy_loss(batch, weights, LossConfig()).loss.backward()
-            found.append(logprobs.detach())
-        return torch.cat(found)
+def _step(
+    model: Any, engine: RolloutEngine, optimizer: PolicyOptimizer, workload: Workload, mode: str,
+    i: int,
+) -> dict[str, float]:  # fmt: skip
+    """Roll out, learn, update: seconds of each phase, tokens, and mismatched tokens."""
+    device = model.device
+    times = [finished_seconds(device)]
+    prompts = workload.prompts(f"grpo {mode} {i}", model.config.vocab_size)
+    with strict(mode == "strict"):
+        completions = engine.generate(prompts, requests(workload.lengths()))
+    sequences = [[*prompts[c.prompt_index], *c.token_ids] for c in completions]
+    old_logprobs = torch.cat([c.token_logprobs for c in completions])
+    times.append(finished_seconds(device))
+    stock = patched_session(model).stock() if mode == "stock" else nullcontext()
+    score = stock_scored if mode == "stock" else _scored
+    with stock:
+        logprobs = _learn(partial(score, model), sequences, old_logprobs.to(device), workload)
+    times.append(finished_seconds(device))
+    optimizer.step()
+    times.append(finished_seconds(device))
+    drift = compare_logprobs(old_logprobs, logprobs.cpu())
+    spent = (end - start for start, end in pairwise(times))
+    counts = {"tokens": drift.tokens, "mismatched_tokens": drift.mismatched_tokens}
+    return dict(zip(PHASES, spent, strict=True)) | counts
 
 
-def _scored(model: Any, sequences: list[list[int]], *, prompt_len: int) -> Tensor:
-    prompt_lengths = [prompt_len] * len(sequences)
+def _learn(
+    score: Callable[[list[list[int]], int], Tensor], sequences: list[list[int]],
+    old_logprobs: Tensor, workload: Workload,
+) -> Tensor:  # fmt: skip
+    """Gradients of the step; returns the [N] logprobs that training computed.
+
+    `score` takes sequences and how many tokens at their end are completion, and gives the fp32
+    logprobs of those, differentiable.
+    """
+    new_tokens, device = workload.longest, old_logprobs.device
+    rewards = [float(sequence[-1] % 2) for sequence in sequences]
+    rewards[0] = 2.0  # no group structure may leave every advantage 0
+    advantages = group_advantages(rewards, workload.group_size)
+    found = []
+    for first in range(0, len(sequences), MICRO_BATCH):
+        part = slice(first, first + MICRO_BATCH)
+        logprobs = score(sequences[part], new_tokens)
+        lengths = [new_tokens] * len(sequences[part])
+        ids = torch.arange(first, first + len(lengths))
+        batch = TokenBatch(
+            logprobs=logprobs,
+            old_logprobs=old_logprobs.view(-1, new_tokens)[part].flatten(),
+            advantages=per_token(advantages[part], lengths).to(device),
+            sequence_ids=per_token(ids, lengths).to(device),
+            lengths=lengths,
+        )
+        total = new_tokens * len(sequences)
+        weights = token_weights(lengths, "dapo", total_tokens=total, device=device)
+        policy_loss(batch, weights, LossConfig()).loss.backward()
+        found.append(logprobs.detach())
+    return torch.cat(found)
+
+
+def _scored(model: Any, sequences: list[list[int]], new_tokens: int) -> Tensor:
+    prompt_lengths = [len(sequence) - new_tokens for sequence in sequences]
     return token_logprobs(model, sequences, prompt_lengths=prompt_lengths).logprobs
 
 
-def stock_scored(model: Any, sequences: list[list[int]], *, new_tokens: int) -> Tensor:
+def stock_scored(model: Any, sequences: list[list[int]], new_tokens: int) -> Tensor:
     """[N] logprobs of the last `new_tokens` of each sequence by the unpatched model; all sequences
     are as long, so there is neither padding nor a mask."""
     ids = torch.tensor(sequences, device=model.device)

@@ -14,11 +14,16 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from benchmarks.rollout.generation import engine_for, timed_generation
-from benchmarks.rollout.models import ModelShelf, release_memory
+from benchmarks.rollout.generation import (
+    engine_for,
+    patched_model,
+    release_memory,
+    timed_generation,
+)
 from benchmarks.rollout.workload import Workload, requests
 from benchmarks.timing import UNAVAILABLE, Machine, library_defaults, reason
 from rl_consistency.numerics.clock import finished_seconds
+from rl_consistency.verify.presets import build_preset
 
 FLASH_ATTENTION = ("flash_attn", "flash_attn_interface")
 """Modules that generate_batch prefers to SDPA."""
@@ -28,41 +33,37 @@ Rate = Callable[[Any, Workload, Machine], float]
 
 
 def hugging_face(
-    shelf: ModelShelf, name: str, workload: Workload, ways: Mapping[str, Rate], bench: Machine
+    name: str, workload: Workload, ways: Mapping[str, Rate], bench: Machine
 ) -> dict[str, Any]:
-    """New tokens per second of ours over the best of Hugging Face's ways.
-
-    The times of the row are those of one new token.
-    """
-    ours = our_rate(shelf, name, workload, bench)
-    model = shelf.model(name, bench.device)
+    """New tokens per second of ours over the best of Hugging Face's; times are of one token."""
+    ours = our_rate(name, workload, bench)
+    release_memory()
+    model = build_preset(name, torch.bfloat16, device=bench.device)
     rates, unavailable = {}, {}
-    try:
-        for way, rate in ways.items():
-            try:
-                with library_defaults():
-                    rates[way] = rate(model, workload, bench)
-            except UNAVAILABLE as error:
-                unavailable[way] = reason(error)
-            release_memory(bench.device)
-    finally:
-        del model
-        shelf.clear(bench.device)  # generate_batch leaves another attention behind
-    best = max(rates, key=lambda way: rates[way], default=None)
+    for way, rate in ways.items():
+        try:
+            with library_defaults():
+                rates[way] = rate(model, workload, bench)
+        except UNAVAILABLE as error:
+            unavailable[way] = reason(error)
+        release_memory()
+    if not rates:
+        raise RuntimeError(f"no way of Hugging Face's ran: {unavailable}")
+    best = max(rates, key=lambda way: rates[way])
     return {
         "ours_us": 1e6 / ours,
-        "stock_us": None if best is None else 1e6 / rates[best],
+        "stock_us": 1e6 / rates[best],
         "stock": best,
         "peers": {way: 1e6 / rate for way, rate in rates.items()},
-        "ratio": None if best is None else ours / rates[best],
+        "ratio": ours / rates[best],
         "tokens_per_second": {"ours": ours, **rates},
         "unavailable": unavailable,
     }
 
 
-def our_rate(shelf: ModelShelf, name: str, workload: Workload, bench: Machine) -> float:
+def our_rate(name: str, workload: Workload, bench: Machine) -> float:
     """New tokens per second of our engine, prefill included."""
-    with shelf.patched(name, bench.device) as model:
+    with patched_model(name, bench.device) as model:
         engine, sampling = engine_for(model, workload), requests(workload.lengths())
         for run in ("capture", "measure"):
             prompts = workload.prompts(run, model.config.vocab_size)
@@ -92,26 +93,17 @@ def generate_batch_rate(model: Any, workload: Workload, bench: Machine) -> float
         model.set_attn_implementation("paged|sdpa")  # else it may look for a kernel to download
     outputs = list(model.generate_batch(prompts, generation_config=config).values())
     tokens = sum(len(output.generated_tokens) for output in outputs)
-    expected = workload.sequences * workload.longest
-    if tokens != expected:
-        errors = "; ".join(sorted({str(output.error) for output in outputs if output.error}))
-        raise RuntimeError(f"generate_batch gave {tokens} of {expected} tokens {errors}")
+    if tokens != workload.sequences * workload.longest:
+        errors = {str(output.error) for output in outputs if output.error}
+        raise RuntimeError(f"generate_batch gave {tokens} tokens, not all: {'; '.join(errors)}")
     starts, ends = zip(*(output.lifespan for output in outputs), strict=True)
     return tokens / (max(ends) - min(starts))
 
 
 def _generation_config(new_tokens: int, cache: str | None) -> GenerationConfig:
-    return GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=new_tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-        cache_implementation=cache,
-        disable_compile=True,
-    )
+    drawn = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    length = {"max_new_tokens": new_tokens, "eos_token_id": None, "pad_token_id": 0}
+    return GenerationConfig(**drawn, **length, cache_implementation=cache, disable_compile=True)
 
 
 GENERATE: dict[str, Rate] = {

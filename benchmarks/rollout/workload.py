@@ -40,11 +40,6 @@ class Workload:
     shortest: int = 32
     """Fewest new tokens; all sequences are as long where it equals `longest`."""
 
-    def __post_init__(self) -> None:
-        counts = (self.groups, self.group_size, self.prompt_len, self.shortest)
-        if min(counts) < 1 or self.shortest > self.longest:
-            raise ValueError(f"{self}: counts must be at least 1 and shortest at most longest.")
-
     @classmethod
     def equal(cls, groups: int, group_size: int, prompt_len: int, new_tokens: int) -> Workload:
         """A workload whose sequences are all as long."""
@@ -57,9 +52,12 @@ class Workload:
     @property
     def shape(self) -> dict[str, int]:
         """As a row's shape names it."""
-        names = ("sequences", "group", "prompt", "new_tokens")
-        sizes = (self.sequences, self.group_size, self.prompt_len, self.longest)
-        return dict(zip(names, sizes, strict=True))
+        return {
+            "sequences": self.sequences,
+            "group": self.group_size,
+            "prompt": self.prompt_len,
+            "new_tokens": self.longest,
+        }
 
     def lengths(self) -> list[int]:
         """New tokens of each sequence: lognormal, clipped to [shortest, longest]."""
@@ -122,14 +120,11 @@ class DecodeBytes:
     @classmethod
     def of(cls, model: Any) -> DecodeBytes:
         """Those of a causal LM."""
-        config = model.config
-        table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
-        if table is not head:
-            weights -= table.numel() * table.element_size()
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        row = config.num_key_value_heads * head_dim * model.dtype.itemsize
+        config, table = model.config, model.get_input_embeddings().weight
+        weights = sum(p.nbytes for p in model.parameters())
+        if table is not model.get_output_embeddings().weight:
+            weights -= table.nbytes
+        row = config.num_key_value_heads * config.head_dim * model.dtype.itemsize
         return cls(weights, 2 * config.num_hidden_layers * row)
 
     def read(self, steps: int, tokens: float) -> float:

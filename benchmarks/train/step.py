@@ -6,72 +6,53 @@ same random weights, see the same tokens, and begin with no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import shapes
-from benchmarks.peers import (
-    batch_invariant_mode,
-    batch_invariant_ops,
-    not_installed,
-    patch_by_liger,
-)
-from benchmarks.suite import Case, Suite
-from benchmarks.timing import UNAVAILABLE, Contestant, Machine, Race, reason
+from benchmarks.peers import batch_invariant_mode, patch_by_liger, peer
+from benchmarks.suite import Suites, cases
+from benchmarks.timing import Contestant, Machine, Race
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
-from rl_consistency.verify.presets import build_preset
+from rl_consistency.verify.presets import build_preset, preset_config
 
 
-def training_suites(*, quick: bool = False) -> list[Suite]:
-    """The suite of `python -m benchmarks train`: 16k tokens; `quick` keeps the smallest case."""
-    cases = training_step_cases(shapes.STEP_MODELS, shapes.STEP_BATCHES)
-    return [Suite("training_step", cases[:1] if quick else cases)]
-
-
-def training_step_cases(models: Sequence[str], batches: Sequence[tuple[int, int]]) -> list[Case]:
-    """A step of every preset on every batch of (sequences, tokens of each)."""
-    return [
-        Case(
-            work="training step",
-            shape={"model": model, "sequences": count, "length": length},
-            run=partial(_step, model, count, length),
-        )
-        for model in models
-        for count, length in batches
+def training_suites() -> Suites:
+    """The suite of `python -m benchmarks train`: 16k tokens a step."""
+    sizes = [
+        {"model": model, "sequences": sequences, "length": 16384 // sequences}
+        for model in ("qwen3-0.6b", "qwen3-1.7b")
+        for sequences in (16, 8)
     ]
+    return {"training_step": cases("training step", training_step, sizes)}
 
 
-def _step(name: str, count: int, length: int, bench: Machine) -> dict[str, Any]:
-    models: list[Any] = [
-        build_preset(name, torch.bfloat16, device=bench.device).train() for _ in range(3)
-    ]
-    stock_model, liger_model, own_model = models
+def training_step(bench: Machine, model: str, sequences: int, length: int) -> dict[str, Any]:
+    """Forward and backward of a preset's mean loss."""
+    stock_model, liger_model, own_model = (
+        build_preset(model, torch.bfloat16, device=bench.device).train() for _ in range(3)
+    )
     generator = torch.Generator().manual_seed(0)
-    vocabulary = stock_model.get_input_embeddings().num_embeddings
-    ids = torch.randint(0, vocabulary, (count, length), generator=generator).to(bench.device)
-    batch = PackedBatch.from_tokens(ids.flatten(), [length] * count)
+    vocabulary = preset_config(model).vocab_size
+    ids = torch.randint(0, vocabulary, (sequences, length), generator=generator).to(bench.device)
+    batch = PackedBatch.from_tokens(ids.flatten(), [length] * sequences)
 
     def hugging_face_loss(model: Any) -> Tensor:
         return model(input_ids=ids, labels=ids, use_cache=False).loss
 
     def own_loss(model: Any) -> Tensor:
-        return -token_logprobs(model, batch, prompt_lengths=[1] * count).logprobs.mean()
+        return -token_logprobs(model, batch, prompt_lengths=[1] * sequences).logprobs.mean()
 
     stock = partial(_backward, hugging_face_loss, stock_model)
-    peers, unavailable = {}, not_installed("liger_kernel", "batch_invariant_ops")
-    try:
-        if liger := patch_by_liger(liger_model):
-            step = partial(_backward, hugging_face_loss, liger_model)
-            peers["liger"] = Contestant((step,), liger)
-    except UNAVAILABLE as error:
-        unavailable["liger"] = reason(error)
-    if batch_invariant_ops():
+    peers = {}
+    if liger := patch_by_liger(liger_model):
+        peers["liger"] = Contestant((partial(_backward, hugging_face_loss, liger_model),), liger)
+    if peer("batch_invariant_ops"):
         peers["batch_invariant_ops"] = Contestant((stock,), batch_invariant_mode)
     with patch(own_model, grad_dtype=torch.float32):
         race = Race(
@@ -81,7 +62,6 @@ def _step(name: str, count: int, length: int, bench: Machine) -> dict[str, Any]:
             clock="wall",
             tokens=ids.numel(),
             memory=True,
-            unavailable=unavailable,
         )
         return bench.measure(race)
 

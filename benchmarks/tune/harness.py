@@ -1,10 +1,12 @@
-"""Times the schedules of an op (cold caches, medians); refuses one that gives other bytes."""
+"""Times the schedules of an op (cold caches, medians); refuses one that gives other bytes.
+
+`write_table` writes the winners of matmul into kernels/matmul/table.py.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -17,12 +19,14 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.results import Shape
 from benchmarks.timing import Contestant, Machine
 from rl_consistency.cli.output_file import write_whole
+from rl_consistency.numerics.settings import numeric_settings
+
+TABLE = Path(__file__).resolve().parents[2] / "kernels" / "matmul" / "table.py"
+LIBRARY_MARGIN = 0.98
+"""The library is preferred where it takes less than this share of the best schedule's time."""
 
 Op = Callable[..., Any]
 """Operands -> a tensor or a tuple of tensors; may write into its operands."""
-
-Way = tuple[Op, Callable[[], AbstractContextManager[Any]]]
-"""Another way to the result that is timed beside the schedules, and a context to run it in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +40,8 @@ class Work:
     """By name of the schedule; the bytes of the first are the reference."""
     picked: str
     """The candidate that the op takes today."""
-    others: Mapping[str, Way] = field(default_factory=dict)
+    others: Mapping[str, Op] = field(default_factory=dict)
+    """Ways to the result that are timed beside the schedules, whatever their bytes."""
 
     @property
     def key(self) -> str:
@@ -45,17 +50,16 @@ class Work:
 
 
 def tune(works: Iterable[Work], machine: Machine, file: Path | None = None) -> dict[str, Any]:
-    """Measure what the file does not have yet; it is written after each work.
-
-    Prints a table per work and the winners. Returns key -> row; see `measured`.
-    """
+    """Measure what the file does not have yet and print a table per work; the file is written after
+    each. Returns key -> row; see `measured`."""
     rows: dict[str, Any] = {}
     if file is not None and file.exists():
         rows = json.loads(file.read_text(encoding="utf-8"))
     for work in works:
         if work.key in rows:
             continue
-        rows[work.key] = row = measured(work, machine)
+        with numeric_settings():
+            rows[work.key] = row = measured(work, machine)
         if file is not None:
             write_whole(file, json.dumps(rows, indent=1) + "\n")
         print(work.key)
@@ -63,57 +67,54 @@ def tune(works: Iterable[Work], machine: Machine, file: Path | None = None) -> d
             print(f"  {us:9.1f} us  {name}{' <- picked' if name == work.picked else ''}")
         for name in row["refused"]:
             print(f"   REFUSED: other bytes  {name}", flush=True)
-    for key, row in rows.items():
-        name, picked = winner(row), row["us"].get(row["picked"])
-        gain = "" if picked is None else f", picked {picked:.1f} us ({row['picked']})"
-        print(f"best of {key}: {row['us'][name]:.1f} us {name}{gain}")
     return rows
 
 
 def measured(work: Work, machine: Machine) -> dict[str, Any]:
-    """Microseconds of every candidate that gives the reference's bytes and of the other ways.
-
-    Returns:
-        op, shape, picked, `us` by name, `differing` elements of each other way, and the candidates
-        `refused`.
-    """
+    """Microseconds of every candidate that gives the reference's bytes and of the other ways: op,
+    shape, picked, `us` by name, `differing` elements of each other way, `refused` candidates."""
     operands = work.operands()
-    ways: dict[str, Way] = {}
     reference: list[Tensor] = []
-    refused, differing = [], {}
-    for name, call in work.candidates.items():
+    timed, refused, differing = {}, [], {}
+    for name, call in {**work.candidates, **work.others}.items():
         try:
-            result = _outcome(call, operands)
+            result = call(*(x.clone() for x in operands))
         except OutOfResources as error:
             print(f"  {work.key} {name}: {error}")
             continue
+        result = list(result) if isinstance(result, tuple) else [result]
         reference = reference or result
-        if all(_same_bytes(a, b) for a, b in zip(result, reference, strict=True)):
-            ways[name] = (call, nullcontext)
-        else:
-            refused.append(name)
-    for name, (call, context) in work.others.items():
-        with context():
-            pairs = zip(_outcome(call, operands), reference, strict=True)
+        pairs = list(zip(result, reference, strict=True))
+        if name in work.others:
             differing[name] = sum(int((a != b).sum()) for a, b in pairs)
+        elif not all(_same_bytes(a, b) for a, b in pairs):
+            refused.append(name)
+            continue
+        timed[name] = call
+    # Timed calls may write into their operands, so all of them come after the comparisons.
     copies = machine.copies(sum(x.nbytes for x in operands))
     sets = [operands, *(work.operands() for _ in range(copies - 1))]
-    us = {}
-    for name, (call, context) in {**ways, **work.others}.items():
-        us[name] = 1e6 * machine.alone(Contestant([partial(call, *s) for s in sets], context))
+    us = {
+        name: 1e6 * machine.alone(Contestant([partial(call, *each) for each in sets]))
+        for name, call in timed.items()
+    }
     found = {"us": us, "differing": differing, "refused": refused}
     return {"op": work.op, "shape": dict(work.shape), "picked": work.picked} | found
-
-
-def _outcome(call: Op, operands: tuple[Tensor, ...]) -> list[Tensor]:
-    """What a call gives on copies of the operands."""
-    result = call(*(x.clone() for x in operands))
-    return list(result) if isinstance(result, tuple) else [result]
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:
     a, b = (x.contiguous().flatten().view(torch.uint8) for x in (a, b))
     return torch.equal(a, b)
+
+
+def label(schedule: Any) -> str:
+    """A schedule's name, or its fields that are not defaults."""
+    if isinstance(schedule, str):
+        return schedule
+    if hasattr(schedule, "name"):
+        return schedule.name
+    values = {f.name: (getattr(schedule, f.name), f.default) for f in fields(schedule)}
+    return " ".join(f"{name}={value}" for name, (value, usual) in values.items() if value != usual)
 
 
 def winner(row: Mapping[str, Any]) -> str:
@@ -122,9 +123,23 @@ def winner(row: Mapping[str, Any]) -> str:
     return min(ours, key=lambda name: ours[name])
 
 
-def label(schedule: Any) -> str:
-    """A schedule's name, or its fields that are not defaults."""
-    if hasattr(schedule, "name"):
-        return schedule.name
-    values = {f.name: (getattr(schedule, f.name), f.default) for f in fields(schedule)}
-    return " ".join(f"{name}={value}" for name, (value, usual) in values.items() if value != usual)
+def write_table(rows: Mapping[str, Any], where: str, file: Path = TABLE) -> None:
+    """Write kernels/matmul/table.py; `where` names device and versions."""
+    entries = []
+    for row in rows.values():
+        if row["op"] == "matmul":
+            name = winner(row)
+            faster = row["us"]["cublaslt"] < row["us"][name] * LIBRARY_MARGIN
+            library = faster and row["differing"]["cublaslt"] == 0
+            entries.append((*(row["shape"][size] for size in ("layout", *"mnk")), name, library))
+    lines = [
+        '"""Measured winners of the matmul order\'s schedules; written by',
+        "`python -m benchmarks tune matmul --write`.",
+        "",
+        "Rows: (layout, rows, n, k, schedule, whether the vendor library was faster still).",
+        f'Measured on: {where}.\n"""\n',
+        "MEASURED: tuple[tuple[str, int, int, int, str, bool], ...] = (",
+    ]
+    for layout, m, n, k, name, library in sorted(entries):
+        lines.append(f'    ("{layout}", {m}, {n}, {k}, "{name}", {library}),')
+    file.write_text("\n".join([*lines, ")"]) + "\n", encoding="utf-8")

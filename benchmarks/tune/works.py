@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.ops.elementwise import token_ids
 from benchmarks.shapes import ROWS, VOCABULARY, WEIGHTS
-from benchmarks.timing import library_defaults
 from benchmarks.tune.harness import Op, Work, label
 from rl_consistency.kernels.core.device import has_tma, sm_count
 from rl_consistency.kernels.glu import activation_triton as glu
@@ -27,19 +27,11 @@ from rl_consistency.kernels.rms_norm import schedules as rms_norm
 from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.rotary import rotation_triton as rotary
-from rl_consistency.kernels.sampling.statistics_triton import (
-    vocabulary_combine,
-    vocabulary_row_statistics,
-)
+from rl_consistency.kernels.sampling import statistics_triton as vocabulary
+from rl_consistency.kernels.token_logprobs import backward_triton as logprobs_backward
 from rl_consistency.kernels.token_logprobs import schedules as logprobs
-from rl_consistency.kernels.token_logprobs.backward_triton import (
-    token_gradient,
-    token_gradient_table,
-    token_row_gradient,
-)
 from rl_consistency.kernels.token_logprobs.forward_triton import token_statistics
 from rl_consistency.kernels.token_logprobs.op import IGNORED
-from rl_consistency.numerics.settings import numeric_settings
 
 BF16 = torch.bfloat16
 FOLD_SHAPES = (
@@ -54,16 +46,21 @@ EMBEDDING_SHAPES = ((8192, 4096), (16384, 1024))
 LOGPROB_SHAPES = ((8192, 1024), (8192, 2048), (8192, 4096))
 
 
-def normal(device: torch.device, *shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    """Normal values whose every 37th column is an outlier."""
-    values = torch.randn(shape, device=device, dtype=dtype)
+def normal(device: torch.device, *shape: int) -> Tensor:
+    """Normal values in bf16 whose every 37th column is an outlier."""
+    values = torch.randn(shape, device=device, dtype=BF16)
     values[..., ::37] *= 30
     return values
 
 
+def _normals(device: torch.device, *shapes: Sequence[int]) -> Callable[[], tuple[Tensor, ...]]:
+    """Makes operands of these shapes."""
+    return lambda: tuple(normal(device, *shape) for shape in shapes)
+
+
 def _work(
     op: str, sizes: str, shape: Sequence[Any], operands: Callable[[], tuple[Tensor, ...]],
-    schedules: Sequence[Any], call: Op, picked: Any, **more: Any,
+    schedules: Sequence[Any], call: Op, picked: Any, **others: Op,
 ) -> Work:  # fmt: skip
     """A work of `schedules`; `call` takes the operands and `schedule`."""
     return Work(
@@ -72,15 +69,12 @@ def _work(
         operands=operands,
         candidates={label(s): partial(call, schedule=s) for s in schedules},
         picked=label(picked),
-        **more,
+        others=others,
     )
 
 
 def matmul_works(device: torch.device) -> Iterator[Work]:
     """y = x W^T ("nt") and dx = dy W ("nn") at every shape of the bench."""
-
-    def operands(m: int, k: int, weight: tuple[int, int]) -> tuple[Tensor, ...]:
-        return normal(device, m, k), normal(device, *weight)
 
     def product(a: Tensor, b: Tensor, layout: str, schedule: Any) -> Tensor:
         return matmul_fwd(a, b, None, layout, BF16, schedule)
@@ -90,12 +84,10 @@ def matmul_works(device: torch.device) -> Iterator[Work]:
 
     for m, layout, weight in itertools.product(ROWS, ("nt", "nn"), WEIGHTS):
         n, k = weight if layout == "nt" else weight[::-1]
-        stock = partial(library, layout=layout)
         yield _work(
-            "matmul", "layout m n k", (layout, m, n, k), partial(operands, m, k, weight),
+            "matmul", "layout m n k", (layout, m, n, k), _normals(device, (m, k), weight),
             matmul_candidates(m), partial(product, layout=layout),
-            matmul.pick(m, n, k, BF16, layout, True),
-            others={"cublas": (stock, library_defaults), "cublaslt": (stock, numeric_settings)},
+            matmul.pick(m, n, k, BF16, layout, True), cublaslt=partial(library, layout=layout),
         )  # fmt: skip
 
 
@@ -110,13 +102,12 @@ def matmul_candidates(m: int) -> list[Any]:
 def fold_works(device: torch.device) -> Iterator[Work]:
     """dW continued in an fp32 gradient."""
 
-    def fold(gradient: Tensor, dy: Tensor, x: Tensor, schedule: Any) -> Tensor:
+    def fold(dy: Tensor, x: Tensor, gradient: Tensor, schedule: Any) -> Tensor:
         launch_outer(gradient, dy, x, False, schedule)
         return gradient
 
     def operands(tokens: int, n: int, k: int) -> tuple[Tensor, ...]:
-        gradient = normal(device, n, k, dtype=torch.float32)
-        return gradient, normal(device, tokens, n), normal(device, tokens, k)
+        return normal(device, tokens, n), normal(device, tokens, k), normal(device, n, k).float()
 
     tma = has_tma(device)
     schedules = fold_outer.candidates(BF16, tma=tma)
@@ -177,33 +168,30 @@ def rotary_works(device: torch.device) -> Iterator[Work]:
 def glu_works(device: torch.device) -> Iterator[Work]:
     """SwiGLU, forward and backward."""
 
-    def forward(gate: Tensor, up: Tensor, dy: Tensor, schedule: Any) -> Tensor:
+    def forward(gate: Tensor, up: Tensor, schedule: Any) -> Tensor:
         return glu.glu_fwd(gate, up, "silu", schedule)
 
-    def backward(gate: Tensor, up: Tensor, dy: Tensor, schedule: Any) -> Any:
+    def backward(dy: Tensor, gate: Tensor, up: Tensor, schedule: Any) -> Any:
         return glu.glu_bwd(dy, gate, up, "silu", schedule)
 
-    def operands(*shape: int) -> tuple[Tensor, ...]:
-        return normal(device, *shape), normal(device, *shape), normal(device, *shape)
-
     for shape in GLU_SHAPES:
-        sizes = ("tokens width", shape, partial(operands, *shape))
-        for name, call in (("forward", forward), ("backward", backward)):
-            yield _work(f"glu {name}", *sizes, glu.CANDIDATES, call, glu.SCHEDULE)
+        for name, call, count in (("forward", forward, 2), ("backward", backward, 3)):
+            made = _normals(device, *[shape] * count)
+            schedules = glu.CANDIDATES
+            yield _work(f"glu {name}", "tokens width", shape, made, schedules, call, glu.SCHEDULE)
 
 
 def embedding_works(device: torch.device) -> Iterator[Work]:
-    """Gradients of embedding rows added to a table, ids as frequent as they are in text."""
+    """Gradients of embedding rows added to a table."""
 
-    def fold(table: Tensor, ids: Tensor, rows: Tensor, schedule: Any) -> Tensor:
+    def fold(rows: Tensor, ids: Tensor, table: Tensor, schedule: Any) -> Tensor:
         ranked = len(ids) <= fold_rows.RANKED_TOKENS
         fold_rows.launch_rows(table, ids, rows, schedule, ranked=ranked)
         return table
 
     def operands(tokens: int, width: int) -> tuple[Tensor, ...]:
-        uniform = torch.rand(tokens, dtype=torch.float64, device=device)
-        ids = (VOCABULARY**uniform).long().clamp(max=VOCABULARY - 1)
-        return torch.zeros(VOCABULARY, width, device=device), ids, normal(device, tokens, width)
+        ids = token_ids(tokens, VOCABULARY, device)
+        return normal(device, tokens, width), ids, torch.zeros(VOCABULARY, width, device=device)
 
     schedules = fold_rows.CANDIDATES
     for shape in EMBEDDING_SHAPES:
@@ -222,7 +210,7 @@ def logprobs_works(device: torch.device) -> Iterator[Work]:
         if schedule != logprobs.UNFUSED:
             return token_statistics(hidden, weight, divisor, True, schedule)
         pieces = [
-            vocabulary_row_statistics(matmul_nt(h, weight), divisor[: len(h)], True)
+            vocabulary.vocabulary_row_statistics(matmul_nt(h, weight), divisor[: len(h)], True)
             for h in hidden.split(weight.shape[1])
         ]
         return torch.cat(pieces, dim=2)
@@ -230,11 +218,11 @@ def logprobs_works(device: torch.device) -> Iterator[Work]:
     def gradient_operands(width: int) -> tuple[Tensor, ...]:
         hidden, weight, divisor = operands(width, width)
         partials = token_statistics(hidden, weight, divisor, True, "tma")
-        top, log_normalizer, entropy = vocabulary_combine(partials)
+        top, normalizer, entropy = vocabulary.vocabulary_combine(partials)
         dlogprobs, dentropy = torch.randn(2, width, device=device).unbind(0)
         targets = torch.randint(VOCABULARY, (width,), device=device)
-        table = token_gradient_table(
-            divisor, top, log_normalizer, entropy, dlogprobs, dentropy, targets, IGNORED
+        table = logprobs_backward.token_gradient_table(
+            divisor, top, normalizer, entropy, dlogprobs, dentropy, targets, IGNORED
         )
         return hidden, weight, table, weight.new_empty(width, VOCABULARY)
 
@@ -242,26 +230,22 @@ def logprobs_works(device: torch.device) -> Iterator[Work]:
         hidden: Tensor, weight: Tensor, table: Tensor, room: Tensor, schedule: str
     ) -> Tensor:
         if schedule == logprobs.UNFUSED:
-            token_row_gradient(matmul_nt(hidden, weight), table, room, True)
+            logprobs_backward.token_row_gradient(matmul_nt(hidden, weight), table, room, True)
         else:
-            token_gradient(hidden, weight, table, room, True, schedule)
+            logprobs_backward.token_gradient(hidden, weight, table, room, True, schedule)
         return room
 
-    for tokens, width in LOGPROB_SHAPES:
-        for name, schedules, call, rows, made in (
-            ("statistics", logprobs.STATISTICS_SCHEDULES, statistics, tokens,
-             partial(operands, tokens, width)),
-            ("gradient", logprobs.GRADIENT_SCHEDULES, gradient, width,
-             partial(gradient_operands, width)),
-        ):  # fmt: skip
-            tiled = [key for key, schedule in schedules.items() if schedule.kind == "tma"]
-            yield Work(
-                op=f"token_logprobs {name}",
-                shape={"rows": rows, "width": width},
-                operands=made,
-                candidates={s: partial(call, schedule=s) for s in (*tiled, logprobs.UNFUSED)},
-                picked="tma",
-            )
+    def tiled(schedules: Mapping[str, Any]) -> list[str]:
+        found = [name for name, schedule in schedules.items() if schedule.kind == "tma"]
+        return [*found, logprobs.UNFUSED]
+
+    head, sizes = "token_logprobs", "rows width"
+    for shape in LOGPROB_SHAPES:
+        made, schedules = partial(operands, *shape), tiled(logprobs.STATISTICS_SCHEDULES)
+        yield _work(f"{head} statistics", sizes, shape, made, schedules, statistics, "tma")
+        width = shape[1]
+        made, schedules = partial(gradient_operands, width), tiled(logprobs.GRADIENT_SCHEDULES)
+        yield _work(f"{head} gradient", sizes, (width, width), made, schedules, gradient, "tma")
 
 
 OPS: dict[str, Callable[[torch.device], Iterator[Work]]] = {

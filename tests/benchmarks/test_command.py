@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks.ops import suites as ops
 from benchmarks.results import load
-from benchmarks.suite import Case, Suite
+from benchmarks.suite import Case
 from benchmarks.timing import Ceilings
 
 
@@ -28,7 +27,6 @@ def test_a_missing_gpu_is_one_line_and_status_2(capsys, what):
         ("ops --only matmul_forward,nothing", "--only nothing: `ops` has matmul_forward, "),
         ("train --only matmul_forward", "`train` has training_step"),
         ("ops --json /absent/x.json", "not a file in an existing directory"),
-        ("rollout --model qwen3-8b --batch 0", "at least 1"),
         ("tune nothing", "the ops are matmul, fold"),
         ("tune fold --write", "--write goes with `tune matmul`"),
     ],
@@ -40,20 +38,21 @@ def test_bad_input_is_one_message_and_status_2(capsys, arguments, message):
 
 
 def test_a_run_saves_and_ends_with_a_line_of_json(monkeypatch, tmp_path, capsys):
-    def suites(*, quick):
-        good = Case(work="-", shape={}, run=lambda m: {"ours_us": 1.0, "ratio": 2.0})
-        bad = Case(work="bad", shape={}, run=lambda m: [][1])
-        return [Suite("gradient_fold", [good]), Suite("other", [bad])]
-
+    good = Case(work="-", shape={}, run=lambda m: {"ours_us": 1.0, "ratio": 0.5})
+    bad = Case(work="bad", shape={"n": 3}, run=lambda m: [][1])
+    suites = {"gradient_fold": [good], "other": [bad]}
     machine = SimpleNamespace(device=torch.device("cpu"), ceilings=Ceilings(1.0, 1.0))
-    monkeypatch.setattr(ops, "op_suites", suites)
-    monkeypatch.setattr(command, "_machine", lambda seconds: machine)
+    monkeypatch.setitem(command.SUITES, "ops", lambda: suites)
+    monkeypatch.setattr(command, "_machine", lambda: machine)
     file = tmp_path / "gpu.json"
     options = ["ops", "--json", str(file)]
     assert command.main([*options, "--only", "gradient_fold"]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last == {"failed": [], "figures": {"gradient_fold_geomean": 2.0}}
+    name = "gradient_fold_geomean"
+    assert last == {"failed": [], "figures": {name: 0.5}, "missed": [name]}
     assert command.main(options) == 1
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["failed"] == ["other: bad bfloat16 n=3"]
     results = load(file)
     assert [row.suite for row in results.rows] == ["gradient_fold", "other"]
     assert results.meta["command"] == f"python -m benchmarks ops --json {file}"

@@ -58,7 +58,6 @@ def test_decoding_begins_behind_the_step_that_gave_the_last_its_first_token():
     assert window.tokens_per_second == 1.6 and window.step_seconds == 1.0
     steady = run.steady(1)
     assert (steady.steps, steady.tokens, steady.tokens_before) == (2, 4, 4)
-    assert run.after_first_tokens().tokens_before == 2
 
 
 def test_a_step_that_prefills_all_is_no_decode_step():
@@ -108,7 +107,7 @@ def log(monkeypatch):
 
 def test_replays_are_timed_by_events_and_the_method_is_put_back(log):
     before = torch.cuda.CUDAGraph.replay
-    with replay_events(torch.device("cuda")) as pairs:
+    with replay_events() as pairs:
         torch.cuda.CUDAGraph().replay()
     assert log == ["event", "replay", "event"] and len(pairs) == 1
     assert torch.cuda.CUDAGraph.replay is before

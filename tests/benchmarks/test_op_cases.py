@@ -1,20 +1,23 @@
 """Every benchmark case runs, on a CPU and small, and times the same work on all sides."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from benchmarks import peers as bench_peers
-from benchmarks.ops.attention import decode_cases, prefill_cases
+from benchmarks.ops.attention import attention_backward, attention_decode, attention_forward
 from benchmarks.ops.elementwise import elementwise_cases
-from benchmarks.ops.logprobs import token_logprobs_cases
-from benchmarks.ops.matmul import gradient_fold_cases, product_cases
+from benchmarks.ops.logprobs import logprobs_and_gradients
+from benchmarks.ops.matmul import gradient_fold, product
 from benchmarks.ops.suites import accuracy_cases, op_suites
 from benchmarks.results import BARS
 from benchmarks.rollout.suites import rollout_suites
+from benchmarks.suite import cases
 from benchmarks.timing import Ceilings, _fields
-from benchmarks.train.step import training_step_cases, training_suites
+from benchmarks.train.step import training_step, training_suites
 
-WEIGHTS = ((48, 32), (32, 96))
+SIZES = [{"m": m, "n": n, "k": k} for m in (1, 17, 300) for n, k in ((48, 32), (32, 96))]
 TOLERANCE = {"attention": 0.02, "training": 0.01, "token_logprobs": 0.01}
 
 
@@ -43,7 +46,7 @@ class Machine:
         seconds = {name: 1.0 for name in self.results}
         if not race.stock.keys() & seconds.keys():
             seconds[next(iter(race.stock))] = 1.0  # no such backend on a CPU
-        return _fields(race, seconds, {}, Ceilings(1.0, 1.0).seconds(race), {})
+        return _fields(race, seconds, {}, Ceilings(1.0, 1.0).seconds(race))
 
 
 def flat(result):
@@ -51,16 +54,32 @@ def flat(result):
     return [part.detach().double() for part in parts]
 
 
+def prefill(length):
+    return {"length": length, "batch": 64 // length, "heads": "4/2"}
+
+
 CASES = [
-    *product_cases("nt", WEIGHTS, (1, 17, 300)),
-    *product_cases("nn", WEIGHTS, (1, 300)),
-    *gradient_fold_cases(WEIGHTS, (32,)),
-    *prefill_cases("attention forward", ((4, 2),), (32, 64), 64),
-    *prefill_cases("attention backward", ((4, 2),), (32,), 64),
-    *decode_cases(((4, 2),), (1, 2), (32,)),
+    *cases("matmul forward", partial(product, "nt"), SIZES),
+    *cases("matmul dX", partial(product, "nn"), SIZES),
+    *cases("dW fold", gradient_fold, [{"tokens": 32, "n": 48, "k": 32}]),
+    *cases("attention forward", attention_forward, [prefill(32), prefill(64)]),
+    *cases("attention backward", attention_backward, [prefill(32)]),
+    *cases(
+        "attention decode",
+        attention_decode,
+        [{"batch": batch, "context": 32, "heads": "4/2"} for batch in (1, 2)],
+    ),
     *elementwise_cases(((32, 256),), vocabulary=40),
-    *token_logprobs_cases(32, (16,), 50),
-    *training_step_cases(("tiny-qwen3",), ((2, 32),)),
+    *cases(
+        "token_logprobs forward + backward",
+        logprobs_and_gradients,
+        [{"tokens": 32, "width": 16, "vocabulary": 50}],
+    ),
+    *cases(
+        "training step",
+        training_step,
+        [{"model": "tiny-qwen3", "sequences": 2, "length": 32}],
+    ),
 ]
 
 
@@ -87,21 +106,12 @@ def test_ours_and_stock_do_the_same_work(case):
                 assert (mine - theirs).norm() <= limit * theirs.norm(), name
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.work} {dict(c.shape)}")
-def test_a_peer_that_is_not_installed_is_named(case, monkeypatch):
-    monkeypatch.setattr(bench_peers, "_present", lambda module: False)
-    case.run(machine := Machine())
-    missing = [name for name, why in machine.race.unavailable.items() if why == "not installed"]
-    expected = {
-        "matmul": ["batch_invariant_ops"],
-        "training": ["liger_kernel", "batch_invariant_ops"],
-        "token_logprobs": ["liger_kernel"],
-        "rms_norm": ["liger"],
-        "add_rms_norm": ["liger"],
-        "rotary": ["liger"],
-        "swiglu": ["liger"],
-    }
-    assert missing == expected.get(case.work.split()[0], [])
+def test_peers_that_are_not_installed_are_left_out(monkeypatch):
+    monkeypatch.setattr(bench_peers, "find_spec", lambda name: None)
+    assert bench_peers.installed() == {}
+    for case in CASES:
+        case.run(machine := Machine())
+        assert machine.race.peers.keys() <= {"torch rms_norm", "index_add_"}
 
 
 def test_the_embedding_gradient_adds_what_eager_adds():
@@ -113,22 +123,20 @@ def test_the_embedding_gradient_adds_what_eager_adds():
 
 
 def test_a_wrong_contestant_would_be_noticed():
-    (case,) = product_cases("nt", WEIGHTS[:1], (300,))
-    machine = Machine()
-    case.run(machine)
+    product("nt", machine := Machine(), 300, 48, 32)
     ours, stock = machine.results["ours"][0][0], machine.results["cublas"][0][0]
     assert (ours.roll(1, 0) - stock).norm() > 0.01 * stock.norm()
 
 
 def test_accuracy_rows_hold_the_error_ratio():
-    fields = accuracy_cases(())[0].run(Machine())
+    fields = accuracy_cases("tiny-qwen3")[0].run(Machine())
     assert 0 < fields["error_ratio"] < 1.1 and "gradient_norm" in fields["figures"]
 
 
-def test_every_bar_names_suites_that_exist():
-    known = {suite.name for suite in [*op_suites(), *training_suites(), *rollout_suites()]}
-    assert {name for bar in BARS.values() for name in bar.suites} == known
-    for suites in (op_suites, training_suites, rollout_suites):
-        quick, whole = suites(quick=True), suites()
-        assert {suite.name for suite in quick} <= {suite.name for suite in whole}
-        assert sum(len(s.cases) for s in quick) < sum(len(s.cases) for s in whole)
+def test_every_bar_names_suites_that_exist_and_no_case_is_there_twice():
+    suites = {**op_suites(), **training_suites(), **rollout_suites()}
+    assert {name for bar in BARS.values() for name in bar.suites} == suites.keys()
+    for cases_of in suites.values():
+        assert cases_of
+        shapes = [(case.work, case.dtype, *case.shape.items()) for case in cases_of]
+        assert len(set(shapes)) == len(shapes)

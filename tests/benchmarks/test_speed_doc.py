@@ -44,7 +44,7 @@ def results(complete=True, ratio=1.28):
         ratio=0.99,
         ceiling_fraction=0.5,
         tokens_per_second={"ours": 50_000.0, "stock": 50_505.0},
-        figures={"strict/idle_share": 0.021},
+        figures={"idle_share": 0.021},
         unavailable={"vllm": "not | installed"},
     )
     found = Results()

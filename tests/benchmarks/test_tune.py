@@ -1,12 +1,10 @@
 """The tune harness: candidates of other bytes are refused, winners become the matmul table."""
 
 import json
-from contextlib import nullcontext
 
 import torch
 
-from benchmarks.tune.harness import Work, label, measured, tune, winner
-from benchmarks.tune.matmul_table import write_table
+from benchmarks.tune.harness import Work, label, measured, tune, winner, write_table
 from benchmarks.tune.works import OPS, matmul_candidates
 
 
@@ -34,7 +32,7 @@ def work(**changes):
         "operands": lambda: (torch.arange(8.0),),
         "candidates": {"slow": add, "wrong": lambda x: x + 1.001},
         "picked": "slow",
-        "others": dict.fromkeys(("cublas", "cublaslt"), (add, nullcontext)),
+        "others": {"cublaslt": add},
     }
     return Work(**fields | changes)
 
@@ -42,14 +40,14 @@ def work(**changes):
 def test_a_candidate_of_other_bytes_is_refused_and_not_timed(capsys):
     rows = tune([work()], Machine())
     (row,) = rows.values()
-    assert row["refused"] == ["wrong"] and set(row["us"]) == {"slow", "cublas", "cublaslt"}
-    assert row["differing"] == {"cublas": 0, "cublaslt": 0}
+    assert row["refused"] == ["wrong"] and set(row["us"]) == {"slow", "cublaslt"}
+    assert row["differing"] == {"cublaslt": 0}
     assert "REFUSED: other bytes  wrong" in capsys.readouterr().out
 
 
 def test_a_call_that_writes_into_its_operands_is_compared_on_fresh_ones():
     row = measured(work(candidates={"a": lambda x: x.add_(1.0), "b": lambda x: x + 1.0}), Machine())
-    assert row["refused"] == [] and set(row["us"]) == {"a", "b", "cublas", "cublaslt"}
+    assert row["refused"] == [] and set(row["us"]) == {"a", "b", "cublaslt"}
 
 
 def test_what_a_file_has_is_not_measured_again(tmp_path):
@@ -61,10 +59,15 @@ def test_what_a_file_has_is_not_measured_again(tmp_path):
 
 def test_the_fastest_schedule_and_a_faster_library_of_the_same_bytes_are_written(tmp_path):
     def row(m, library_us, differing):
-        us = {"a": 10.0, "b": 8.0, "cublas": 1.0, "cublaslt": library_us}
+        us = {"a": 10.0, "b": 8.0, "cublaslt": library_us}
         shape = {"layout": "nt", "m": m, "n": 2, "k": 3}
-        found = {"cublas": 9, "cublaslt": differing}
-        return {"op": "matmul", "shape": shape, "us": us, "differing": found, "refused": []}
+        return {
+            "op": "matmul",
+            "shape": shape,
+            "us": us,
+            "differing": {"cublaslt": differing},
+            "refused": [],
+        }
 
     rows = {"1": row(1, 7.0, 0), "2": row(2, 7.0, 1), "3": row(3, 7.9, 0)}
     assert winner(rows["1"]) == "b"
