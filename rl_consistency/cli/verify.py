@@ -75,7 +75,11 @@ def run(args: argparse.Namespace) -> int:
         passed, content = _run_claims(_targets(args, device), device, _processes(args, device))
     if args.json is not None:
         record = {"passed": passed, "seconds": time.perf_counter() - start}
-        record |= {"machine": _machine(device), "fingerprint": _fingerprint(device)}
+        from rl_consistency.numerics.fingerprint import fingerprint
+
+        found = fingerprint(device)
+        record["fingerprint"] = {"digest": found.digest, "entries": found.entries}
+        record["machine"] = _machine(device)
         write_whole(args.json, json.dumps(record | content, indent=1) + "\n")
     return 0 if passed else 1
 
@@ -105,21 +109,18 @@ def _processes(args: argparse.Namespace, device: torch.device) -> int:
 def _run_claims(
     targets: Sequence[Target], device: torch.device, processes: int
 ) -> tuple[bool, dict[str, Any]]:
-    from rl_consistency.verify.claims import Check
-    from rl_consistency.verify.run import count_checks, run_checks
+    from rl_consistency.numerics.fingerprint import fingerprint
+    from rl_consistency.verify.run import run_checks
 
     console, start = Console(), time.perf_counter()
     with _progress(console) as progress:
-        task = progress.add_task(f"in {processes} processes", total=count_checks(targets))
-
-        def started(check: Check) -> None:
-            progress.update(task, description=f"{check.key} ({check.scope})")
+        task = progress.add_task(f"in {processes} processes", total=None)
 
         def finished(result: Result) -> None:
-            progress.advance(task)
+            progress.update(task, advance=1, description=f"{result.key} ({result.scope})")
             _log(console, result)
 
-        results = run_checks(targets, processes=processes, on_start=started, on_result=finished)
+        results = run_checks(targets, processes=processes, on_result=finished)
     for table in claims_tables(results):
         console.print(table)
     failed = [r for r in results if not r.passed]
@@ -129,9 +130,14 @@ def _run_claims(
     passed, compared = len(results) - len(failed), sum(r.cases for r in results)
     text = f"{passed} of {len(results)} checks passed, {compared:,} comparisons on {models}, "
     text += f"{time.perf_counter() - start:.0f} s, "
-    text += f"fingerprint {_fingerprint(device)['digest'][:12]}"
+    text += f"fingerprint {fingerprint(device).digest[:12]}"
     console.print(text, highlight=False)
     return not failed, {"results": [asdict(r) for r in results]}
+
+
+def _progress(console: Console) -> Progress:
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, TextColumn("{task.description}"), console=console, transient=True)
 
 
 def _log(console: Console, result: Result, mutant: str = "") -> None:
@@ -153,8 +159,8 @@ def claims_tables(results: Sequence[Result]) -> list[Table]:
         own = [r for r in results if r.claim == claim]
         if not own:
             continue
-        title = {"title": f"{claim}  {text}", "title_justify": "left", "title_style": "bold"}
-        table = Table(**title, show_header=False, box=None, expand=True)  # type: ignore[arg-type]
+        table = Table(show_header=False, box=None, expand=True, title_justify="left")
+        table.title = f"[bold]{claim}  {text}"
         table.add_column(width=5, no_wrap=True)
         table.add_column(width=max(len(r.subject) for r in results), no_wrap=True)
         table.add_column(ratio=1, overflow="fold")
@@ -166,22 +172,18 @@ def claims_tables(results: Sequence[Result]) -> list[Table]:
             figures = [r.figure for r in rows if r.figure is not None]
             varied = rows[0].what + (f": {max(figures):.2f} x stock" if figures else "")
             cases = f"{sum(r.cases for r in rows):,}"
-            table.add_row(verdict, rows[0].subject, varied, _scopes(rows), cases)
+            # `model fp32`, `other fp32`, `model bf16`, ... -> `2 models fp32 bf16`.
+            scopes = [r.scope.rpartition(" ") for r in rows]
+            models, dtypes = ([*dict.fromkeys(scope[i] for scope in scopes)] for i in (0, 2))
+            names = models[0] if len(models) == 1 else f"{len(models)} models"
+            where = f"{names} {' '.join(dtypes)}".strip()
+            table.add_row(verdict, rows[0].subject, varied, where, cases)
         tables.append(table)
     return tables
 
 
-def _scopes(rows: Sequence[Result]) -> str:
-    """`model fp32`, `other fp32`, `model bf16`, ... -> `2 models fp32 bf16`."""
-    models = dict.fromkeys(r.scope.rpartition(" ")[0] for r in rows)
-    dtypes = " ".join(dict.fromkeys(r.scope.rpartition(" ")[2] for r in rows))
-    names = " ".join(models) if len(models) == 1 else f"{len(models)} models"
-    return f"{names} {dtypes}".strip()
-
-
 def _run_mutants(device: torch.device) -> tuple[bool, dict[str, Any]]:
-    from rl_consistency.verify.mutants.catalogue import mutants_on
-    from rl_consistency.verify.mutants.run import run_controls, run_mutant
+    from rl_consistency.verify.mutants.run import mutants_on, run_controls, run_mutant
 
     console, start = Console(), time.perf_counter()
     mutants = mutants_on(device)
@@ -230,16 +232,21 @@ def mutants_table(found: Sequence[MutantResult]) -> Table:
 
 
 def _targets(args: argparse.Namespace, device: torch.device) -> list[Target]:
+    import torch
+
+    from rl_consistency.verify.presets import PRESETS, known_presets
     from rl_consistency.verify.targets import default_targets, directory_targets, preset_targets
 
-    dtypes = [_dtype(name) for name in dict.fromkeys(args.dtype or ())]
+    asked = dict.fromkeys(args.dtype or ())
+    if unknown := [name for name in asked if name not in DTYPES]:
+        text = f"canonical orders exist for {', '.join(DTYPES)}; fp8 has none."
+        raise ValueError(f"--dtype {unknown[0]!r}: {text}")
+    dtypes = [getattr(torch, name) for name in asked]
     quick = args.quick or (device.type == "cuda" and not args.full)
     if args.model is not None:
         return directory_targets(args.model, dtypes, device=device, quick=quick)
     if args.preset is None:
         return default_targets(dtypes, device=device, quick=quick)
-    from rl_consistency.verify.presets import PRESETS, known_presets
-
     everything = known_presets() if device.type == "cuda" else tuple(PRESETS)
     names = [n for name in args.preset for n in (everything if name == "all" else (name,))]
     return [
@@ -247,15 +254,6 @@ def _targets(args: argparse.Namespace, device: torch.device) -> list[Target]:
         for name in dict.fromkeys(names)
         for target in preset_targets(name, dtypes, device=device, quick=quick)
     ]
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    if name not in DTYPES:
-        allowed = ", ".join(DTYPES)
-        raise ValueError(f"--dtype {name!r}: canonical orders exist for {allowed}; fp8 has none.")
-    return getattr(torch, name)
 
 
 def _device(name: str) -> torch.device:
@@ -283,18 +281,6 @@ def _device(name: str) -> torch.device:
         torch.cuda.set_device(device)
         require_device("verify", torch.empty(0, device=device))
     return device
-
-
-def _progress(console: Console) -> Progress:
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, TextColumn("{task.description}"), console=console, transient=True)
-
-
-def _fingerprint(device: torch.device) -> dict[str, Any]:
-    from rl_consistency.numerics.fingerprint import fingerprint
-
-    found = fingerprint(device)
-    return {"digest": found.digest, "entries": found.entries}
 
 
 def _machine(device: torch.device) -> dict[str, Any]:

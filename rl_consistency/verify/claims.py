@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from types import MappingProxyType
+from dataclasses import asdict, dataclass, fields
 
 from torch import Tensor
 
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.bytes import bits, same_bytes
 
-CLAIMS: Mapping[str, str] = MappingProxyType(
-    {
-        "C1": "a token's output does not depend on what else is in the call",
-        "C2": "rollout logprobs are the bytes that training recomputes",
-        "C3": "gradients do not depend on how the batch is cut",
-        "C6": "the canonical order is as accurate as the stock op",
-        "C7": "both sides run one order, and a difference is named",
-    }
-)
+CLAIMS: Mapping[str, str] = {
+    "C1": "a token's output does not depend on what else is in the call",
+    "C2": "rollout logprobs are the bytes that training recomputes",
+    "C3": "gradients do not depend on how the batch is cut",
+    "C6": "the canonical order is as accurate as the stock op",
+    "C7": "both sides run one order, and a difference is named",
+}
 """Claims that one process can judge. C4 (processes) and C5 (resume) are judged by training runs."""
 
 RowName = Callable[[int], str]
@@ -59,21 +56,18 @@ class Result(_Row):
     seconds: float
 
 
+@dataclass(kw_only=True)
 class Tally:
     """Counts the comparisons of one check and keeps the first failure."""
 
-    def __init__(self) -> None:
-        self.cases = 0
-        self.mismatches = 0
-        self.detail = ""
-        self.figure: float | None = None
+    cases: int = 0
+    mismatches: int = 0
+    detail: str = ""
+    figure: float | None = None
 
     @property
     def passed(self) -> bool:
         return self.cases > 0 and self.mismatches == 0
-
-    def __repr__(self) -> str:
-        return f"{self.mismatches} of {self.cases} comparisons failed; {self.detail or 'no detail'}"
 
     def equal(
         self, case: str, expected: Tensor, actual: Tensor, row_name: RowName = "row {}".format
@@ -103,25 +97,18 @@ class Check(_Row):
     body: Callable[[Tally], None]
 
     def run(self) -> Result:
-        """Make the comparisons.
-
-        A `ConsistencyError` of the program under test is a failed comparison; other errors are no
-        results and pass through.
-        """
+        """Make the comparisons. A `ConsistencyError` of the program under test is a failed one;
+        other errors pass through."""
         tally, start = Tally(), time.perf_counter()
         try:
             self.body(tally)
         except ConsistencyError as error:
             tally.expect("refused", False, str(error))
-        return Result(
-            **{field.name: getattr(self, field.name) for field in fields(_Row)},
-            cases=tally.cases,
-            mismatches=tally.mismatches,
-            passed=tally.passed,
-            detail=tally.detail or ("" if tally.cases else "nothing was compared"),
-            figure=tally.figure,
-            seconds=time.perf_counter() - start,
-        )
+        if not tally.cases:
+            tally.detail = "nothing was compared"
+        own = {field.name: getattr(self, field.name) for field in fields(_Row)}
+        seconds = time.perf_counter() - start
+        return Result(**own, **asdict(tally), passed=tally.passed, seconds=seconds)
 
 
 def _first_difference(expected: Tensor, actual: Tensor, row_name: RowName) -> str:

@@ -39,10 +39,7 @@ def rows_alike(
     tally: Tally, name: str, op: RowOp, *inputs: Tensor, counts: Iterable[int] = ROW_COUNTS
 ) -> None:
     """A row alone and among others is the same bytes, in calls of `counts` rows, and in many orders
-    and storages.
-
-    The inputs are tensors [rows, ...]; row i of all of them belongs together.
-    """
+    and storages. Row i of all inputs [rows, ...] belongs together."""
     rows, device = len(inputs[0]), inputs[0].device
     alone = torch.cat([op(*(x[i : i + 1] for x in inputs)) for i in range(rows)]).detach()
 
@@ -74,12 +71,8 @@ def cuts_alike(
 ) -> None:
     """Parameter gradients of one call are those of the same tokens cut, filled and repeated.
 
-    Args:
-        tally: counts the comparisons.
-        parameters: their gradients are compared.
-        backward: runs forward and backward over some rows of every input.
-        inputs: tensors [rows, ...].
-        filler: value of each input's filler rows, whose gradient must be zero; None: all zero.
+    `backward` runs forward and backward over some rows of every input [rows, ...]. `filler` is the
+    value of each input's filler rows, whose gradient must be zero; None: all zero.
     """
     rows = len(inputs[0])
     values = filler or [0.0] * len(inputs)
@@ -88,8 +81,14 @@ def cuts_alike(
         for parameter in parameters:
             parameter.grad = None
         for begin, end in pairwise([0, *cuts, rows]):
-            pairs = zip(inputs, values, strict=True)
-            backward(*(_filled(x[begin:end], steps, value) for x, value in pairs))
+            # Whole steps of filler, its own last step completed first.
+            more = -(end - begin) % STEP + steps * STEP if steps else 0
+            backward(
+                *(
+                    torch.cat([x[begin:end], x.new_full((more, *x.shape[1:]), value)])
+                    for x, value in zip(inputs, values, strict=True)
+                )
+            )
         return [p.grad.clone() for p in parameters if p.grad is not None]
 
     whole = gradients(())
@@ -115,35 +114,30 @@ def schedules_alike(
 ) -> Tensor:
     """Every entry of a table of schedules gives what the first one gives, which is returned.
 
-    Entries that ask for more resources than the device has are left out; two must remain.
-
-    Raises:
-        ValueError: none remains.
+    Entries that ask for more resources than the device has are left out; two must remain. That none
+    remains is a ValueError.
     """
+
+    def fitting(entry: _Entry) -> Tensor | None:
+        try:
+            return run(entry)
+        except OutOfResources:
+            return None
+
     choices = list(entries)
-    compile_ahead(partial(within_resources, run, choice) for choice in choices)
+    compile_ahead(partial(fitting, choice) for choice in choices)
     first: Tensor | None = None
     used = 0
     for choice in choices:
-        found = within_resources(run, choice)
-        if found is None:
-            continue
-        used += 1
-        if first is None:
-            first = found
-        tally.equal(f"{name}, {choice}", first, found)
+        found = fitting(choice)
+        if found is not None:
+            used += 1
+            first = found if first is None else first
+            tally.equal(f"{name}, {choice}", first, found)
     tally.expect(f"{name}, entries that fit", used >= 2, f"{used} of {len(choices)}")
     if first is None:
         raise ValueError(f"{name}: no schedule of {len(choices)} fits this device.")
     return first
-
-
-def within_resources(run: Callable[[_Entry], Tensor], entry: _Entry) -> Tensor | None:
-    """What an entry gives; None where it asks for more resources than the device has."""
-    try:
-        return run(entry)
-    except OutOfResources:
-        return None
 
 
 def rows_of(*parts: Tensor) -> Tensor:
@@ -166,11 +160,3 @@ def misaligned(x: Tensor) -> Tensor:
     storage = x.new_empty(x.numel() + 1)
     storage[1:] = x.detach().flatten()
     return storage[1:].view(x.shape)
-
-
-def _filled(x: Tensor, steps: int, value: float) -> Tensor:
-    """x with whole steps of filler rows after it (its own last step completed first)."""
-    if not steps:
-        return x
-    count = -len(x) % STEP + steps * STEP
-    return torch.cat([x, x.new_full((count, *x.shape[1:]), value)])

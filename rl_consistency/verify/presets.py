@@ -9,7 +9,6 @@ would hide a lost low bit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -45,16 +44,14 @@ _SCALED_ROPE = _rope(
     original_max_position_embeddings=256,
 )
 
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "tiny-qwen3": _sized("qwen3", *_TINY, tie_word_embeddings=True),
-        "tiny-llama": _sized(
-            "llama", *_TINY, attention_bias=True, mlp_bias=True, rope_parameters=_SCALED_ROPE
-        ),
-        "tiny-qwen2": _sized("qwen2", *_TINY, tie_word_embeddings=True),
-        "tiny-mistral": _sized("mistral", *_TINY, sliding_window=100),
-    }
-)
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "tiny-qwen3": _sized("qwen3", *_TINY, tie_word_embeddings=True),
+    "tiny-llama": _sized(
+        "llama", *_TINY, attention_bias=True, mlp_bias=True, rope_parameters=_SCALED_ROPE
+    ),
+    "tiny-qwen2": _sized("qwen2", *_TINY, tie_word_embeddings=True),
+    "tiny-mistral": _sized("mistral", *_TINY, sliding_window=100),
+}
 """Tiny model -> its whole configuration; one of every family."""
 
 
@@ -65,18 +62,13 @@ def _qwen3(*sizes: int, tied: bool) -> dict[str, Any]:
 
 _LLAMA3_8B = (128_256, 4096, 14_336, 32, 32, 8, 128, 8192, 128_000, 128_001)
 
-REAL_PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
-        "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
-        "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
-        "llama3-8b": _sized("llama", *_LLAMA3_8B, tie_word_embeddings=False, **_LLAMA3),
-    }
-)
+REAL_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
+    "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
+    "llama3-8b": _sized("llama", *_LLAMA3_8B, tie_word_embeddings=False, **_LLAMA3),
+}
 """Model of real shape -> its whole published configuration; meant for a GPU."""
-
-OUTLIER_SHARE = 16
-"""One input channel in this many is an outlier."""
 
 
 def known_presets() -> tuple[str, ...]:
@@ -86,10 +78,7 @@ def known_presets() -> tuple[str, ...]:
 
 def preset_config(name: str, *, num_layers: int | None = None) -> PreTrainedConfig:
     """The transformers configuration of a preset, cut to its first layers if a number is given.
-
-    Raises:
-        ValueError: an unknown preset, or a number of layers it does not have.
-    """
+    An unknown preset, or a number of layers it does not have, is a ValueError."""
     if name not in known_presets():
         raise ValueError(f"unknown preset {name!r}; known: {', '.join(known_presets())}.")
     options = dict({**PRESETS, **REAL_PRESETS}[name])
@@ -109,19 +98,11 @@ def build_preset(
     device: torch.device | str = "cpu",
     num_layers: int | None = None,
 ) -> nn.Module:
-    """A causal LM in evaluation mode, its weights drawn on the device it will live on.
+    """A causal LM in evaluation mode, cut to its first layers if a number is given.
 
-    Args:
-        name: a key of `PRESETS` or `REAL_PRESETS`.
-        dtype: fp32, bf16 or fp16; the weights are fp32 values rounded once.
-        seed: of the weights, which differ between kinds of devices. The process-wide random state
-            is left as it was.
-        device: where the model is built.
-        num_layers: keep only so many layers; None keeps all.
-
-    Raises:
-        ValueError: an unknown preset.
-        TypeError: a dtype without a canonical order.
+    The weights are fp32 values rounded once, drawn on the device the model will live on; they
+    differ between kinds of devices. The process-wide random state is left as it was. A dtype
+    without a canonical order is a TypeError.
     """
     config = preset_config(name, num_layers=num_layers)
     if dtype not in DTYPES:
@@ -139,16 +120,17 @@ def build_preset(
 
 
 def _make_lifelike(parameter: nn.Parameter, generator: torch.Generator) -> None:
-    """Weights of unit gain with outlier channels; norm weights around 1; small biases."""
-    shape, channels, device = parameter.shape, parameter.shape[-1], generator.device
-    values = torch.randn(shape, generator=generator, device=device)
+    """Weights of unit gain, one input channel in 16 an outlier; norm weights around 1; small
+    biases."""
+    shape, channels = parameter.shape, parameter.shape[-1]
+    drawn: dict[str, Any] = {"generator": generator, "device": generator.device}
+    values = torch.randn(shape, **drawn)
     if parameter.dim() == 1:
         is_norm = bool((parameter == 1).all())
         parameter.copy_(1 + 0.2 * values if is_norm else 0.1 * values)
         return
-    drawn: dict[str, Any] = {"generator": generator, "device": device}
     spread = torch.randint(-4, 2, shape, dtype=torch.int32, **drawn)
-    outliers = torch.randperm(channels, **drawn)[: max(channels // OUTLIER_SHARE, 1)]
+    outliers = torch.randperm(channels, **drawn)[: max(channels // 16, 1)]
     spread[:, outliers] += torch.randint(1, 4, (len(outliers),), dtype=torch.int32, **drawn)
     values = torch.ldexp(values, spread)
     parameter.copy_(values / values.square().sum(dim=1).mean().sqrt())

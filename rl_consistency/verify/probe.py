@@ -8,15 +8,14 @@ partial sums then cancel and round at many scales, in every row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-EXPONENTS = (-8, 3)
-"""Each element is scaled by 2**e, e uniform in this range, ends included."""
-
-OUTLIER_EXPONENTS = (3, 6)
-"""Outlier channels are scaled by another 2**e, e uniform in this range, ends included."""
+EXPONENTS, OUTLIER_EXPONENTS = (-8, 4), (3, 7)
+"""Each element is scaled by 2**e, e uniform in the first range, its end left out; outlier channels
+by another 2**e with e in the second."""
 
 
 def probe(
@@ -30,28 +29,19 @@ def probe(
     """Probe values [*shape]; the same arguments give the same bytes on one kind of device.
 
     One channel (index of the last dimension) in 16, and at least one, is an outlier. Magnitudes
-    stay below 2**12 * scale, so fp16 holds them at scale 1.
-
-    Raises:
-        ValueError: the shape has no dimension, or a dimension of size 0.
+    stay below 2**12 * scale, so fp16 holds them at scale 1. An empty shape is a ValueError.
     """
     if not shape or min(shape) < 1:
         raise ValueError(f"a probe needs at least one dimension, all positive, got {list(shape)}")
-    generator = torch.Generator(device).manual_seed(seed)
     channels = shape[-1]
-    values = torch.randn(tuple(shape), generator=generator, device=device)
-    exponents = _uniform(EXPONENTS, tuple(shape), generator)
-    channel_exponents = torch.zeros(channels, dtype=torch.int32, device=device)
-    places = torch.randperm(channels, generator=generator, device=device)
-    outliers = places[: max(channels // 16, 1)]
-    channel_exponents[outliers] = _uniform(OUTLIER_EXPONENTS, (len(outliers),), generator)
-    return (torch.ldexp(values, exponents + channel_exponents) * scale).to(dtype)
-
-
-def _uniform(ends: tuple[int, int], shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.randint(
-        ends[0], ends[1] + 1, shape, generator=generator, device=generator.device, dtype=torch.int32
-    )
+    drawn: dict[str, Any] = {"device": device}
+    drawn["generator"] = torch.Generator(device).manual_seed(seed)
+    values = torch.randn(tuple(shape), **drawn)
+    exponents = torch.randint(*EXPONENTS, tuple(shape), dtype=torch.int32, **drawn)
+    outliers = torch.randperm(channels, **drawn)[: max(channels // 16, 1)]
+    more = torch.randint(*OUTLIER_EXPONENTS, (len(outliers),), dtype=torch.int32, **drawn)
+    exponents[..., outliers] += more
+    return (torch.ldexp(values, exponents) * scale).to(dtype)
 
 
 def probe_tokens(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -59,9 +49,6 @@ def probe_tokens(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list
 
     About half the tokens come from eight ids, so that most of them repeat: the gradient of an
     embedding row is then a sum whose order matters.
-
-    Raises:
-        ValueError: a negative length or a vocabulary of none.
     """
     if vocab_size < 1 or any(length < 0 for length in lengths):
         raise ValueError(

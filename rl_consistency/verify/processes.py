@@ -25,8 +25,6 @@ LONGEST = ("schedules: attention", "C1 token_logprobs", "8b fp32", "paged attent
 """Scopes that are begun first, so that none of them is the last to end; then the largest."""
 CONTEXT_BYTES = 2**30
 """Of device memory that a process takes whatever it runs: context, kernels, stacks."""
-BLOCKING_SYNC = 4
-"""CU_CTX_SCHED_BLOCKING_SYNC of the CUDA driver."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +32,18 @@ class Job:
     """Checks that one process makes in a row. It can be sent to another process."""
 
     scope: str
-    count: int
     memory: int = 0
     """Bytes of the device that the checks may hold, estimated from above."""
     open: Callable[[], AbstractContextManager[list[Check]]]
     """Makes the checks and holds what they need, for the length of a block."""
 
-    def run(self, on_start: Callable[[Check], None], on_result: Callable[[Result], None]) -> None:
+    def run(self, on_result: Callable[[Result], None]) -> list[Result]:
+        results: list[Result] = []
         with self.open() as checks:
             for check in checks:
-                on_start(check)
-                on_result(check.run())
+                results.append(check.run())
+                on_result(results[-1])
+        return results
 
 
 def run_in_processes(
@@ -53,11 +52,8 @@ def run_in_processes(
     """Run jobs side by side, as many at a time as the device's free memory holds, and return their
     results in order. A job that finds no memory left all the same runs again, alone.
 
-    `on_result` is called with a job's results as soon as they are there.
-
-    Raises:
-        RuntimeError: the traceback of an error that cannot be sent here; other errors are raised as
-            they are. The jobs that still run are ended.
+    `on_result` is called with a job's results as soon as they are there. A job's error ends those
+    that still run and is raised, as a RuntimeError with its traceback where it cannot be sent.
     """
     found: dict[int, list[Result]] = {}
     # As many threads compile as there are cores, twice over: they wait for the assembler.
@@ -66,7 +62,8 @@ def run_in_processes(
     room = math.inf
     if device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[0] - processes * CONTEXT_BYTES
-    waiting = sorted(range(len(jobs)), key=lambda i: (_rank(jobs[i]), -jobs[i].memory))
+    ranks = [[job.scope.endswith(op) for op in LONGEST] for job in jobs]
+    waiting = sorted(range(len(jobs)), key=lambda i: (ranks[i], jobs[i].memory), reverse=True)
     running: dict[Future[list[Result]], int] = {}
     alone: set[int] = set()
     children = {child.pid for child in active_children()}
@@ -97,10 +94,6 @@ def run_in_processes(
     return [result for i in range(len(jobs)) for result in found[i]]
 
 
-def _rank(job: Job) -> int:
-    return next((i for i, op in enumerate(LONGEST) if job.scope.endswith(op)), len(LONGEST))
-
-
 def _next(
     held: Sequence[float], waiting: Sequence[int], running: Iterable[int], room: float, most: int
 ) -> list[int]:
@@ -128,7 +121,8 @@ def _begin_process(device: torch.device, threads: int, compiling: int) -> None:
 def _wait_without_spinning(index: int) -> None:
     """A process that waits for the GPU leaves its core to those that compile."""
     driver = ctypes.CDLL("libcuda.so.1")
-    refused = driver.cuInit(0) or driver.cuDevicePrimaryCtxSetFlags_v2(index, BLOCKING_SYNC)
+    blocking_sync = 4  # CU_CTX_SCHED_BLOCKING_SYNC
+    refused = driver.cuInit(0) or driver.cuDevicePrimaryCtxSetFlags_v2(index, blocking_sync)
     if refused:
         raise RuntimeError(f"the CUDA driver does not take blocking waits: error {refused}.")
 
@@ -142,27 +136,15 @@ def _end_with_parent() -> None:
 
 
 def _run_job(job: Job) -> list[Result]:
-    results: list[Result] = []
-
-    def found(result: Result) -> None:
-        results.append(result)
-        _give_memory_back()
-
+    # The processes share the device's memory, and blocks of one size do not serve the next.
     try:
-        job.run(lambda check: None, found)
+        return job.run(lambda result: torch.cuda.empty_cache())
     except BaseException as error:
         if not _can_be_sent(error):
             raise RuntimeError("".join(traceback.format_exception(error))) from None
         raise
     finally:
         gc.collect()  # a patched model is a cycle of references
-        _give_memory_back()
-    return results
-
-
-def _give_memory_back() -> None:
-    """The processes share the device's memory, and blocks of one size do not serve the next."""
-    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 

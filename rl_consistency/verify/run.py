@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,10 @@ from rl_consistency.models.patch import patch
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.verify.checks import (
     attention,
-    gradient_cuts,
     identity,
+    ops,
     rollout,
     row_schedules,
-    rows,
     schedules,
     whole_model,
 )
@@ -30,24 +29,23 @@ from rl_consistency.verify.processes import Job, run_in_processes
 from rl_consistency.verify.targets import DTYPE_NAMES, Target
 
 OpCheck = Callable[[Tally, OpSetup], None]
-ChainCheck = Callable[[Tally, Chain], None]
 
 OP_CHECKS: tuple[tuple[str, str, str, OpCheck], ...] = (
-    ("C1", "linear", "rows: y, dX", rows.check_linear),
-    ("C1", "rms_norm", "rows: y, dx", rows.check_rms_norm),
-    ("C1", "rotary", "rows: q, k, dq, dk; table", rows.check_rotary),
-    ("C1", "glu", "rows: y and gradients", rows.check_glu),
-    ("C1", "embedding", "rows", rows.check_embedding),
+    ("C1", "linear", "rows: y, dX", ops.check_linear),
+    ("C1", "rms_norm", "rows: y, dx", ops.check_rms_norm),
+    ("C1", "rotary", "rows: q, k, dq, dk; table", ops.check_rotary),
+    ("C1", "glu", "rows: y and gradients", ops.check_glu),
+    ("C1", "embedding", "rows", ops.check_embedding),
     ("C1", "attention", "packed: o, lse", attention.check_attention),
     ("C1", "attention backward", "packed: dq, dk, dv", attention.check_attention_backward),
     ("C1", "paged attention", "chunks, decode, cache blocks", attention.check_paged_attention),
-    ("C1", "token_logprobs", "rows, truncated too; dhidden", rows.check_token_logprobs),
-    ("C1", "masked_reduction", "padding", rows.check_masked_reduction),
-    ("C1", "gradient_norm", "storage, threads", rows.check_gradient_norm),
-    ("C3", "linear", "dW, dbias: cuts, filler", gradient_cuts.check_linear_fold),
-    ("C3", "rms_norm", "dweight: cuts, filler", gradient_cuts.check_rms_norm_fold),
-    ("C3", "embedding", "dweight: cuts, filler", gradient_cuts.check_embedding_fold),
-    ("C3", "token_logprobs", "dW of the LM head: cuts, filler", gradient_cuts.check_lm_head_fold),
+    ("C1", "token_logprobs", "rows, truncated too; dhidden", ops.check_token_logprobs),
+    ("C1", "masked_reduction", "padding", ops.check_masked_reduction),
+    ("C1", "gradient_norm", "storage, threads", ops.check_gradient_norm),
+    ("C3", "linear", "dW, dbias: cuts, filler", ops.check_linear_fold),
+    ("C3", "rms_norm", "dweight: cuts, filler", ops.check_rms_norm_fold),
+    ("C3", "embedding", "dweight: cuts, filler", ops.check_embedding_fold),
+    ("C3", "token_logprobs", "dW of the LM head: cuts, filler", ops.check_lm_head_fold),
     *(
         ("C6", op, "values, gradients", partial(check_accuracy, op=op))
         for op in ACCURACY_CASES
@@ -70,7 +68,7 @@ SCHEDULE_CHECKS: tuple[tuple[str, OpCheck], ...] = (
 )
 """(op, check) for every table of schedules; on a GPU only, the CPU having one schedule per op."""
 
-CHAIN_CHECKS: tuple[tuple[str, str, str, ChainCheck], ...] = (
+CHAIN_CHECKS: tuple[tuple[str, str, str, Callable[[Tally, Chain], None]], ...] = (
     ("C1", "chain, packed", "batch, order, neighbours, gaps", whole_model.check_packed_chain),
     ("C1", "chain, padded", "left, right, position resets", whole_model.check_padded_chain),
     ("C1", "chain, paged", "chunks, decode, cache blocks", whole_model.check_paged_chain),
@@ -115,13 +113,6 @@ def process_checks(device: torch.device = CPU) -> list[Check]:
     return [_check(*row, "process", device=device) for row in PROCESS_CHECKS]
 
 
-def _check(
-    claim: str, subject: str, what: str, body: Callable[..., None], scope: str, **given: Any
-) -> Check:
-    body = partial(body, **given)
-    return Check(claim=claim, subject=subject, what=what, scope=scope, body=body)
-
-
 def op_checks_in(setup: OpSetup) -> list[Check]:
     """Checks of every op in one dtype, at one set of sizes."""
     return [_op_check(*row, setup) for row in OP_CHECKS]
@@ -135,16 +126,6 @@ def schedule_checks_in(setup: OpSetup) -> list[Check]:
     return [_op_check("C1", f"schedules: {op}", what, body, setup) for op, body in SCHEDULE_CHECKS]
 
 
-def _op_check(claim: str, subject: str, what: str, body: OpCheck, setup: OpSetup) -> Check:
-    def held(tally: Tally) -> None:
-        # As inside a patched model; without them no library product is a schedule.
-        with numeric_settings():
-            body(tally, setup)
-
-    scope = f"{setup.shapes.name} {DTYPE_NAMES[setup.dtype]}".lstrip()
-    return _check(claim, subject, what, held, scope)
-
-
 @contextmanager
 def chain_checks_of(target: Target) -> Iterator[list[Check]]:
     """Checks of one whole model, which is built and patched for the length of the block."""
@@ -152,6 +133,23 @@ def chain_checks_of(target: Target) -> Iterator[list[Check]]:
     with patch(model, grad_dtype=torch.float32):
         built = Chain(model, target.sweep)
         yield [_check(*row, target.scope, chain=built) for row in CHAIN_CHECKS]
+
+
+def _op_check(claim: str, subject: str, what: str, body: OpCheck, setup: OpSetup) -> Check:
+    scope = f"{setup.shapes.name} {DTYPE_NAMES[setup.dtype]}".lstrip()
+    return _check(claim, subject, what, _with_settings, scope, check=body, setup=setup)
+
+
+def _with_settings(tally: Tally, check: OpCheck, setup: OpSetup) -> None:
+    # As inside a patched model; without them no library product is a schedule.
+    with numeric_settings():
+        check(tally, setup)
+
+
+def _check(
+    claim: str, subject: str, what: str, body: Callable[..., None], scope: str, **given: Any
+) -> Check:
+    return Check(claim=claim, subject=subject, what=what, scope=scope, body=partial(body, **given))
 
 
 def op_setups(targets: Sequence[Target]) -> list[OpSetup]:
@@ -166,91 +164,48 @@ def op_setups(targets: Sequence[Target]) -> list[OpSetup]:
 
 def jobs_of(targets: Sequence[Target]) -> list[Job]:
     """All checks: the process, then dtype by dtype the ops and each target's chain."""
-    on_device = partial(_process_checks_on, _device_of(targets))
-    jobs = [Job(scope="process", count=len(PROCESS_CHECKS), open=on_device)]
+    device = targets[0].device if targets else CPU
+    jobs = [Job(scope="process", open=partial(nullcontext, process_checks(device)))]
     for dtype in dict.fromkeys(target.dtype for target in targets):
         own = [target for target in targets if target.dtype == dtype]
-        jobs += _jobs_of_ops(own)
+        jobs += _jobs_of_ops(op_setups(own))
         for t in own:
             memory = CHAIN_BYTES if t.parameters >= LARGE_PARAMETERS else TINY_BYTES
             memory += t.parameters * (dtype.itemsize + GRADIENTS_BYTES)
-            made = partial(chain_checks_of, t)
-            jobs.append(Job(scope=t.scope, count=len(CHAIN_CHECKS), memory=memory, open=made))
+            jobs.append(Job(scope=t.scope, memory=memory, open=partial(chain_checks_of, t)))
     return jobs
 
 
-def _device_of(targets: Sequence[Target]) -> torch.device:
-    return targets[0].device if targets else CPU
-
-
-def _jobs_of_ops(targets: Sequence[Target]) -> list[Job]:
+def _jobs_of_ops(setups: Sequence[OpSetup]) -> list[Job]:
     """One job for each op's check, at all sizes of a dtype: they share what has to be compiled."""
-    setups = op_setups(targets)
     # Ragged sizes have fewer schedules; the tables are for the real ones, if there are any.
-    real = [s for s in setups if s.shapes.name] or setups
+    real = [s for s in setups if s.shapes.name]
+    by_op = [
+        *zip(*map(op_checks_in, setups), strict=True),
+        *zip(*map(schedule_checks_in, real or setups), strict=True),
+    ]
+    table = max((s.shapes.vocab_size * s.shapes.hidden_size for s in real), default=0)
     jobs = []
-    for make, sizes in ((op_checks_in, setups), (schedule_checks_in, real)):
-        for i, check in enumerate(make(sizes[0]) if sizes else []):
-            memory, made = _op_memory(check.key, sizes), partial(_row_at, make, sizes, i)
-            jobs.append(Job(scope=check.key, count=len(sizes), memory=memory, open=made))
+    for checks in by_op:
+        key, memory = checks[0].key, OP_BYTES if real else TINY_BYTES
+        memory += table * next((b for op, b in TABLE_OPS.items() if key.endswith(op)), 0)
+        jobs.append(Job(scope=key, memory=memory, open=partial(nullcontext, [*checks])))
     return jobs
-
-
-def _op_memory(key: str, sizes: Sequence[OpSetup]) -> int:
-    if not any(s.shapes.name for s in sizes):
-        return TINY_BYTES
-    table = max(s.shapes.vocab_size * s.shapes.hidden_size for s in sizes)
-    return OP_BYTES + table * next((b for op, b in TABLE_OPS.items() if key.endswith(op)), 0)
-
-
-# A check cannot be sent to another process; a function that makes it there can.
-
-
-def _process_checks_on(device: torch.device) -> AbstractContextManager[list[Check]]:
-    return nullcontext(process_checks(device))
-
-
-def _row_at(
-    make: Callable[[OpSetup], list[Check]], sizes: Sequence[OpSetup], index: int
-) -> AbstractContextManager[list[Check]]:
-    return nullcontext([make(setup)[index] for setup in sizes])
-
-
-def count_checks(targets: Sequence[Target]) -> int:
-    """Checks that `run_checks` will make."""
-    return sum(job.count for job in jobs_of(targets))
 
 
 def run_checks(
     targets: Sequence[Target],
     *,
     processes: int = 1,
-    on_start: Callable[[Check], None] = lambda check: None,
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """Run every check: the process, then dtype by dtype the ops and each target's chain.
+    """Run all checks, shared among some processes: most of a first run on a GPU is compilation.
 
-    Args:
-        targets: models to verify.
-        processes: how many share the checks; most of a first run on a GPU is compilation.
-        on_start: called with each check before it runs, if it runs in this process.
-        on_result: called with each result as soon as it is found.
-
-    Returns:
-        The results in the order of the checks.
-
-    Raises:
-        RuntimeError: the traceback of another process whose error cannot be sent here.
+    `on_result` is called with each result as soon as it is found. All are returned in the order of
+    `jobs_of`. For errors of another process see `run_in_processes`.
     """
     jobs = jobs_of(targets)
     if processes > 1:
-        return run_in_processes(jobs, processes, _device_of(targets), on_result)
-    results: list[Result] = []
-
-    def found(result: Result) -> None:
-        results.append(result)
-        on_result(result)
-
-    for job in jobs:
-        job.run(on_start, found)
-    return results
+        device = targets[0].device if targets else CPU
+        return run_in_processes(jobs, processes, device, on_result)
+    return [result for job in jobs for result in job.run(on_result)]

@@ -8,12 +8,6 @@ from itertools import cycle, islice
 
 import torch
 
-SHORT = 33
-"""Samples up to this length fill a large batch once every length has appeared."""
-
-MAX_CHUNKS = 128
-"""A long sequence is fed to the paged cache in at most this many calls."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
@@ -46,16 +40,16 @@ class Sweep:
 
     def sample_lengths(self) -> list[int]:
         """One sample of every length, short ones up to the largest batch, then the long ones."""
-        short = [n for n in self.lengths if n <= SHORT] or [self.lengths[0]]
+        short = [n for n in self.lengths if n <= 33] or [self.lengths[0]]
         filler = max(max(self.batches) - len(self.lengths), 0)
         return [*self.lengths, *islice(cycle(short), filler), *self.long]
 
     def paged_samples(self, chunk: int) -> list[int]:
-        """Indices of the samples that are fed `chunk` tokens at a time: not in too many calls."""
+        """Indices of the samples that are fed `chunk` tokens at a time: in at most 128 calls."""
         lengths = self.sample_lengths()
         few = list(range(min(len(lengths), max(len(self.lengths), 8))))
         longer = range(len(lengths) - len(self.long), len(lengths))
-        return few + [i for i in longer if i not in few and lengths[i] <= MAX_CHUNKS * chunk]
+        return few + [i for i in longer if i not in few and lengths[i] <= 128 * chunk]
 
     def row_counts(self) -> list[int]:
         """Rows of a call to an op that treats rows one by one."""

@@ -15,19 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.models.families import check_config
 from rl_consistency.verify.checks.op_setup import CPU, TINY_SHAPES, OpShapes, shapes_of
-from rl_consistency.verify.presets import (
-    PRESETS,
-    REAL_PRESETS,
-    build_preset,
-    known_presets,
-    preset_config,
-)
+from rl_consistency.verify.presets import PRESETS, REAL_PRESETS, build_preset, preset_config
 from rl_consistency.verify.sweep import Sweep, sweep_for
 
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-QUICK_LAYERS = 2
-"""Layers of a model of real shape, unless all are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,21 +63,18 @@ def preset_targets(
     """One preset in some dtypes, or where none is given in fp32 and bf16, on a GPU fp16 too.
 
     `quick` takes the smaller sweep, and two layers of a model of real shape; None: on a GPU only.
-
-    Raises:
-        ValueError: an unknown preset, or one too large for a CPU.
+    An unknown preset, or one too large for a CPU, is a ValueError.
     """
-    if name not in known_presets():
-        raise ValueError(f"unknown preset {name!r}; known: {', '.join(known_presets())}.")
+    cuda = device.type == "cuda"
+    quick = cuda if quick is None else quick
     real = name in REAL_PRESETS
-    if real and device.type == "cpu":
+    layers = 2 if real and quick else None
+    config = preset_config(name, num_layers=layers)
+    if real and not cuda:
         raise ValueError(
             f"preset {name!r} has its real shapes, which take hours on a CPU; run it with --device "
             f"cuda, or choose one of {', '.join(PRESETS)}."
         )
-    quick = device.type == "cuda" if quick is None else quick
-    layers = QUICK_LAYERS if real and quick else None
-    parameters = count_parameters(preset_config(name, num_layers=layers))
     return [
         Target(
             name=name,
@@ -94,18 +82,11 @@ def preset_targets(
             device=device,
             sweep=sweep_for(device, quick=quick),
             build=partial(build_preset, name, dtype, device=device, num_layers=layers),
-            parameters=parameters,
-            shapes=shapes_of(name, preset_config(name)) if real else TINY_SHAPES,
+            parameters=count_parameters(config),
+            shapes=shapes_of(name, config) if real else TINY_SHAPES,
         )
-        for dtype in dtypes or (DTYPES if device.type == "cuda" else DTYPES[:2])
+        for dtype in dtypes or (DTYPES if cuda else DTYPES[:2])
     ]
-
-
-def count_parameters(config: PreTrainedConfig) -> int:
-    """Parameters of a causal LM, each counted once; no weight is made."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def directory_targets(
@@ -115,12 +96,8 @@ def directory_targets(
     device: torch.device = CPU,
     quick: bool = False,
 ) -> list[Target]:
-    """A model directory in some dtypes, or in the one it was saved in.
-
-    Raises:
-        FileNotFoundError: no such directory, or no config.json in it.
-        ValueError: an architecture or dtype without canonical orders.
-    """
+    """A model directory in some dtypes, or in the one it was saved in. An architecture or dtype
+    without canonical orders is a ValueError."""
     if not (directory / "config.json").is_file():
         what = "has no config.json" if directory.is_dir() else "is not a directory"
         raise FileNotFoundError(
@@ -128,15 +105,13 @@ def directory_targets(
         )
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     check_config(config)
-    saved = getattr(config, "dtype", None) or torch.float32
-    chosen = list(dtypes) or [saved]
-    for dtype in chosen:
-        if dtype not in DTYPES:
-            allowed = ", ".join(map(str, DTYPES))
-            raise ValueError(
-                f"{directory} is in {dtype}; canonical orders exist for {allowed}. Choose one with "
-                "--dtype."
-            )
+    chosen = list(dtypes) or [getattr(config, "dtype", None) or torch.float32]
+    if unknown := [dtype for dtype in chosen if dtype not in DTYPES]:
+        allowed = ", ".join(map(str, DTYPES))
+        raise ValueError(
+            f"{directory} is in {unknown[0]}; canonical orders exist for {allowed}. Choose one "
+            "with --dtype."
+        )
     return [
         Target(
             name=directory.name,
@@ -148,6 +123,13 @@ def directory_targets(
         )
         for dtype in chosen
     ]
+
+
+def count_parameters(config: PreTrainedConfig) -> int:
+    """Parameters of a causal LM, each counted once; no weight is made."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -15,9 +15,9 @@ from rl_consistency.cli.verify import claims_tables, mutants_table
 from rl_consistency.kernels.core import operand
 from rl_consistency.verify import run as verify
 from rl_consistency.verify.claims import Result
-from rl_consistency.verify.mutants import catalogue as mutants
 from rl_consistency.verify.mutants import perturbations
-from rl_consistency.verify.mutants.catalogue import Mutant
+from rl_consistency.verify.mutants import run as mutants
+from rl_consistency.verify.mutants.mutant import Mutant
 from rl_consistency.verify.mutants.run import MutantResult
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.sweep import QUICK
@@ -212,7 +212,7 @@ def test_a_surviving_mutant_is_shown_and_fails(monkeypatch, capsys, tmp_path):
     caught = Mutant(
         name="caught",
         what="embeddings depend on the call",
-        perturb=perturbations.embedding_quantized_per_call,
+        perturb=perturbations.embedding_quantized_per_call.perturb,
         caught_by=("C1 embedding",),
     )
     harmless = Mutant(name="harmless", what="-", perturb=nullcontext, caught_by=("C1 embedding",))

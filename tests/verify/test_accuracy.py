@@ -66,7 +66,7 @@ def test_a_less_accurate_order_is_over_the_limit():
 
 def test_the_check_is_red_where_the_ratio_is_over_the_limit():
     tally = Tally()
-    with perturbations.sums_in_half_precision():
+    with perturbations.sums_in_half_precision.perturb():
         check_accuracy(tally, FP32, "embedding")
     assert (tally.cases, tally.mismatches) == (2, 1)
     assert tally.detail.startswith("4096 x 96, dweight:")

@@ -11,8 +11,8 @@ from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.checks.op_setup import CPU, OpSetup
 from rl_consistency.verify.mutants.blockwise_attention import blockwise_attention
-from rl_consistency.verify.mutants.catalogue import MUTANTS, Mutant, mutants_on
-from rl_consistency.verify.mutants.run import run_controls, run_mutant
+from rl_consistency.verify.mutants.mutant import Mutant
+from rl_consistency.verify.mutants.run import MUTANTS, mutants_on, run_controls, run_mutant
 from rl_consistency.verify.probe import probe
 from rl_consistency.verify.run import CHAIN_CHECKS, SCHEDULE_CHECKS, op_checks_in, process_checks
 

@@ -9,13 +9,20 @@ import torch
 from rl_consistency.models import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.verify.checks import rows as op_checks
+from rl_consistency.verify.checks import ops as op_checks
 from rl_consistency.verify.checks.op_setup import CPU, TINY_SHAPES, shapes_of
 from rl_consistency.verify.checks.paged_calls import chunked, decoded, paged_calls
 from rl_consistency.verify.checks.whole_model import Chain, check_packed_chain
 from rl_consistency.verify.claims import CLAIMS, Check, Tally
 from rl_consistency.verify.presets import PRESETS, REAL_PRESETS, build_preset, preset_config
-from rl_consistency.verify.run import count_checks, jobs_of, op_setups, run_checks
+from rl_consistency.verify.run import (
+    CHAIN_CHECKS,
+    OP_CHECKS,
+    PROCESS_CHECKS,
+    jobs_of,
+    op_setups,
+    run_checks,
+)
 from rl_consistency.verify.substitution import attribute, substituted
 from rl_consistency.verify.sweep import CUDA_FULL, CUDA_QUICK, FULL, QUICK, Sweep, sweep_for
 from rl_consistency.verify.targets import (
@@ -40,10 +47,11 @@ def test_every_claim_holds_for_a_tiny_model():
         sweep=TINY,
         build=partial(build_preset, "tiny-qwen2", torch.bfloat16),
     )
-    started = []
-    results = run_checks([target], on_start=started.append)
+    reported = []
+    results = run_checks([target], on_result=reported.append)
     assert [r for r in results if not r.passed] == []
-    assert len(results) == len(started) == count_checks([target])
+    assert results == reported
+    assert len(results) == len(PROCESS_CHECKS) + len(OP_CHECKS) + len(CHAIN_CHECKS)
     assert {r.claim for r in results} == set(CLAIMS)
     shared = run_checks([target], processes=2)
     assert [(r.key, r.scope, r.cases, r.mismatches) for r in shared] == [

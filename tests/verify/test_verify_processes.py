@@ -89,8 +89,8 @@ def test_an_error_in_another_process_is_raised_here():
 
 
 def test_an_error_ends_what_still_runs():
-    endless = Job(scope="x", count=1, memory=1, open=partial(time.sleep, 600))
-    failing = Job(scope="y", count=1, open=partial(int, "no number"))
+    endless = Job(scope="x", memory=1, open=partial(time.sleep, 600))
+    failing = Job(scope="y", open=partial(int, "no number"))
     began = time.monotonic()
     with pytest.raises(ValueError, match="no number"):
         run_in_processes([failing, endless], 2, torch.device("cpu"), lambda result: None)
@@ -121,7 +121,7 @@ def test_an_error_that_cannot_be_sent_arrives_as_text(error):
         raise error
 
     with pytest.raises(RuntimeError, match=r"(?s)Traceback.*in refuse.*broken at here"):
-        _run_job(Job(scope="x", count=1, open=refuse))
+        _run_job(Job(scope="x", open=refuse))
 
 
 def test_an_error_that_can_be_sent_arrives_as_it_is():
@@ -129,7 +129,7 @@ def test_an_error_that_can_be_sent_arrives_as_it_is():
         raise ConsistencyError("bytes differ")
 
     with pytest.raises(ConsistencyError, match="bytes differ"):
-        _run_job(Job(scope="x", count=1, open=refuse))
+        _run_job(Job(scope="x", open=refuse))
 
 
 def test_a_process_takes_the_current_device_and_dies_of_an_interrupt(monkeypatch):
@@ -160,7 +160,7 @@ def test_a_job_leaves_nothing_in_memory_for_the_next_one():
 
     gc.disable()
     try:
-        _run_job(Job(scope="x", count=0, open=checks))
+        _run_job(Job(scope="x", open=checks))
     finally:
         gc.enable()
     assert len(kept) == 1 and kept[0]() is None
@@ -213,7 +213,7 @@ def short_of_memory(times):
     def opened():
         return nullcontext([Check(claim="C1", subject="x", what="y", scope="fp32", body=body)])
 
-    return Job(scope="x", count=1, memory=1, open=opened), tries
+    return Job(scope="x", memory=1, open=opened), tries
 
 
 def test_a_job_that_found_no_memory_runs_again_alone(monkeypatch):

@@ -1,15 +1,15 @@
 """C6: the error of every canonical order against fp64 is at most that of the stock op.
 
-`verify` judges these rows, and docs/accuracy.md is printed from them. The error of a result is the
-mean of |result - exact| / scale over its elements and the draws of a case. The scale of an element
-is the root mean square of its row times that of its column, so that neither one unlucky rounding
-nor one outlier channel decides. Parameter gradients are those of 512 tokens; see `long_fold_rows`.
+The error of a result is the mean of |result - exact| / scale over its elements and the draws of a
+case. The scale of an element is the root mean square of its row times that of its column, so that
+neither one unlucky rounding nor one outlier channel decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,10 +74,8 @@ def long_fold_rows(device: torch.device) -> list[AccuracyRow]:
     """
     setup = OpSetup(dtype=torch.float32, device=device)
     with numeric_settings():
-        found = [
-            *_measure("linear", setup.dtype, linear_case(setup, LONG_ROWS, 128, 128, draws=3)),
-            *_measure("rms_norm", setup.dtype, rms_norm_case(setup, LONG_ROWS, 128, draws=3)),
-        ]
+        found = _measure("linear", setup.dtype, linear_case(setup, LONG_ROWS, 128, 128, draws=3))
+        found += _measure("rms_norm", setup.dtype, rms_norm_case(setup, LONG_ROWS, 128, draws=3))
     return [row for row in found if row.quantity in ("dweight", "dbias")]
 
 
@@ -109,13 +107,9 @@ def _measure(op: str, dtype: torch.dtype, case: AccuracyCase) -> list[AccuracyRo
             pair = _error(ours[name], value), _error(stock[name], value)
             errors.setdefault(name, []).append(pair)
     known = str(torch.float32 if op in FP32_ONLY else dtype).removeprefix("torch.")
-    rows = []
-    for name, pairs in errors.items():
-        ours, stock = (sum(side) / len(pairs) for side in zip(*pairs, strict=True))
-        rows.append(
-            AccuracyRow(op=op, dtype=known, size=case.size, quantity=name, ours=ours, stock=stock)
-        )
-    return rows
+    row = partial(AccuracyRow, op=op, dtype=known, size=case.size)
+    means = {n: [sum(side) / len(e) for side in zip(*e, strict=True)] for n, e in errors.items()}
+    return [row(quantity=n, ours=ours, stock=stock) for n, (ours, stock) in means.items()]
 
 
 def _results(

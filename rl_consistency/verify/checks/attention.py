@@ -8,25 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.verify.checks.op_setup import Heads, OpSetup
 from rl_consistency.verify.checks.paged_calls import PagedCall, paged_plans, paged_rows
 from rl_consistency.verify.claims import Tally
+from rl_consistency.verify.laws import rows_of
 
 SCORE_SCALE = 0.06
 """Factor on probes: softmax weights then span several orders of magnitude, gradients stay in the
 range of fp16."""
 
-GAP = 2
-"""Steps between packed sequences, where there is a gap."""
-
 Sample = tuple[Tensor, Tensor, Tensor]
 """q [n, H, D], k and v [n, Hkv, D] of one sequence."""
-
-Arrangements = Iterable[tuple[str, Sequence[Sequence[int]]]]
-"""(name, calls as lists of sample indices)."""
 
 
 def check_attention(tally: Tally, setup: OpSetup) -> None:
@@ -38,13 +33,13 @@ def check_attention(tally: Tally, setup: OpSetup) -> None:
 
 def check_attention_backward(tally: Tally, setup: OpSetup) -> None:
     """dq, dk and dv of packed sequences."""
+    arrangements = [
+        (name, calls if name == "permuted batch" else calls[:4])
+        for name, calls in setup.sweep.arrangements()
+    ]
     for shape in setup.shapes.attention:
         samples = attention_probe(shape, setup.sweep.sample_lengths(), setup)
-        arrangements = [
-            (name, calls if name == "permuted batch" else calls[:4])
-            for name, calls in setup.sweep.arrangements()
-        ]
-        gradients_alike(tally, shape, samples, arrangements)
+        sequences_alike(tally, shape, samples, arrangements, packed_gradients)
 
 
 def check_paged_attention(tally: Tally, setup: OpSetup) -> None:
@@ -54,31 +49,42 @@ def check_paged_attention(tally: Tally, setup: OpSetup) -> None:
         paged_alike(tally, shape, samples, paged_plans(setup.sweep))
 
 
+def packed_attention(shape: Heads, samples: Sequence[Sample], gap: int = 0) -> list[Tensor]:
+    """[n, H * (D + 1)] fp32 per sample: outputs, then lse. Rows between them are NaN."""
+    layout, (q, k, v) = packed(samples, gap, junk=torch.nan)
+    found = attention_varlen(q, k, v, layout, scale=shape.scale, window=shape.window)
+    return of_sequences(layout, *found)
+
+
+def packed_gradients(shape: Heads, samples: Sequence[Sample], gap: int = 0) -> list[Tensor]:
+    """[n, (H + 2 Hkv) * D] fp32 per sample: dq, dk, dv. Rows between them are finite, as backward
+    expects."""
+    layout, operands = packed(samples, gap, junk=3.0)
+    q, k, v = (x.requires_grad_() for x in operands)
+    out, _ = attention_varlen(q, k, v, layout, scale=shape.scale, window=shape.window)
+    out.backward(q.detach())
+    return of_sequences(layout, *(x.grad for x in (q, k, v) if x.grad is not None))
+
+
+def of_sequences(layout: AttentionLayout, *parts: Tensor) -> list[Tensor]:
+    """Results of one call side by side, cut into those of each sequence."""
+    rows = rows_of(*parts)
+    spans = zip(layout.query_starts, layout.query_lens, strict=True)
+    return [rows[start : start + n] for start, n in spans]
+
+
 def sequences_alike(
-    tally: Tally, shape: Heads, samples: Sequence[Sample], arrangements: Arrangements
-) -> None:
-    """The law of packing: a sequence alone and among others, with and without rows of NaN between
-    them, gives the same outputs and lse."""
-    _packed_alike(tally, shape, samples, arrangements, packed_attention)
-
-
-def gradients_alike(
-    tally: Tally, shape: Heads, samples: Sequence[Sample], arrangements: Arrangements
-) -> None:
-    """The same law for dq, dk and dv; rows between sequences are finite, as backward expects."""
-    _packed_alike(tally, shape, samples, arrangements, packed_gradients)
-
-
-def _packed_alike(
     tally: Tally,
     shape: Heads,
     samples: Sequence[Sample],
-    arrangements: Arrangements,
-    run: Callable[..., list[Tensor]],
+    arrangements: Iterable[tuple[str, Sequence[Sequence[int]]]],
+    run: Callable[..., list[Tensor]] = packed_attention,
 ) -> None:
+    """The law of packing: a sequence alone and among others, with and without junk between them,
+    gives the same outputs and lse; with `packed_gradients` the same dq, dk and dv."""
     alone = [run(shape, [s])[0] for s in samples]
     for name, calls in arrangements:
-        for gap in (0, GAP) if name == "permuted batch" else (0,):
+        for gap in (0, 2) if name == "permuted batch" else (0,):
             for members in calls:
                 found = run(shape, [samples[i] for i in members], gap)
                 _compare(tally, f"{shape}, {name}, gap {gap}", members, alone, found)
@@ -90,14 +96,19 @@ def paged_alike(
     samples: Sequence[Sample],
     plans: Iterable[tuple[str, int, list[int], Callable[[int], list[int]]]],
 ) -> None:
-    """The law of the cache: decode and chunks give the bytes of packed prefill.
-
-    `plans` are like those of `paged_plans`.
-    """
+    """The law of the cache: plans as of `paged_plans` give the bytes of packed prefill."""
     alone = [packed_attention(shape, [s])[0] for s in samples]
     for name, block_size, members, cut in plans:
         own = [samples[i] for i in members]
-        found = _paged_attention(shape, own, [cut(len(s[0])) for s in own], block_size)
+
+        def run(call: PagedCall, own: list[Sample] = own) -> Tensor:
+            q, k, v = call_operands(own, call)
+            call.paged.write(0, k, v)
+            options = {"scale": shape.scale, "window": shape.window}
+            return rows_of(*attention_paged(q, call.paged, 0, **options))
+
+        schedules, cache = [cut(len(s[0])) for s in own], cache_of(shape, own[0][0])
+        found = paged_rows(schedules, run, block_size=block_size, **cache)
         _compare(tally, f"{shape}, {name}", members, alone, found)
 
 
@@ -112,40 +123,6 @@ def attention_probe(shape: Heads, lengths: Sequence[int], setup: OpSetup) -> lis
         (drawn(n, shape.heads, 3 * i), drawn(n, kv, 3 * i + 1), drawn(n, kv, 3 * i + 2))
         for i, n in enumerate(lengths)
     ]
-
-
-def packed_attention(shape: Heads, samples: Sequence[Sample], gap: int = 0) -> list[Tensor]:
-    """[n, H * (D + 1)] fp32 per sample: outputs, then lse."""
-    layout, (q, k, v) = packed(samples, gap, junk=torch.nan)
-    out, lse = attention_varlen(q, k, v, layout, scale=shape.scale, window=shape.window)
-    return _of_sequences(layout, out, lse)
-
-
-def packed_gradients(shape: Heads, samples: Sequence[Sample], gap: int = 0) -> list[Tensor]:
-    """[n, (H + 2 Hkv) * D] fp32 per sample: dq, dk, dv."""
-    layout, operands = packed(samples, gap, junk=3.0)
-    q, k, v = (x.requires_grad_() for x in operands)
-    out, _ = attention_varlen(q, k, v, layout, scale=shape.scale, window=shape.window)
-    out.backward(q.detach())
-    return _of_sequences(layout, *(x.grad for x in (q, k, v) if x.grad is not None))
-
-
-def _of_sequences(layout: PackedSequences, *parts: Tensor) -> list[Tensor]:
-    rows = torch.cat([part.float().flatten(1) for part in parts], dim=1)
-    spans = zip(layout.query_starts, layout.query_lens, strict=True)
-    return [rows[start : start + n] for start, n in spans]
-
-
-def _paged_attention(
-    shape: Heads, samples: Sequence[Sample], schedules: list[list[int]], block_size: int
-) -> list[Tensor]:
-    def run(call: PagedCall) -> Tensor:
-        q, k, v = call_operands(samples, call)
-        call.paged.write(0, k, v)
-        out, lse = attention_paged(q, call.paged, 0, scale=shape.scale, window=shape.window)
-        return torch.cat([out.float().flatten(1), lse], dim=1)
-
-    return paged_rows(schedules, run, block_size=block_size, **cache_of(shape, samples[0][0]))
 
 
 def call_operands(samples: Sequence[Sample], call: PagedCall) -> list[Tensor]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rl_consistency.verify.probe import probe
 from rl_consistency.verify.sweep import QUICK, Sweep
@@ -68,13 +71,8 @@ def shapes_of(name: str, config: Any) -> OpShapes:
     hidden, inner = config.hidden_size, config.intermediate_size
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     queries, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
-    linear = (
-        (hidden, queries),
-        (hidden, keys),
-        (queries, hidden),
-        (hidden, inner),
-        (inner, hidden),
-    )
+    linear = [(hidden, queries), (hidden, keys), (queries, hidden), (hidden, inner)]
+    linear.append((inner, hidden))
     return OpShapes(
         name=name,
         linear=tuple(dict.fromkeys(linear)),
@@ -104,3 +102,17 @@ class OpSetup:
     def drawn(self, shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Tensor:
         """Probe values in the dtype, on the device."""
         return probe(shape, self.dtype, seed=seed, scale=scale, device=self.device)
+
+
+def padded(
+    parts: Sequence[Tensor], pad: int, side: str, filler: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Tensors [n] as rows of one batch [parts, longest + pad], padded on the `left` or `right`, and
+    the bool mask of what is theirs."""
+
+    def batch(rows: list[Tensor], value: float) -> Tensor:
+        together = pad_sequence(rows, True, value, padding_side=side)
+        return F.pad(together, (pad, 0) if side == "left" else (0, pad), value=value)
+
+    own = [torch.ones_like(part, dtype=torch.bool) for part in parts]
+    return batch([*parts], filler), batch(own, False)

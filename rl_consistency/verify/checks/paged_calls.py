@@ -14,9 +14,6 @@ from torch import Tensor
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.verify.sweep import Sweep
 
-DECODED = 12
-"""Tokens at the end of each sequence that the decode schedule feeds one at a time."""
-
 
 @dataclass(frozen=True)
 class PagedCall:
@@ -34,8 +31,8 @@ def chunked(length: int, chunk: int) -> list[int]:
 
 
 def decoded(length: int) -> list[int]:
-    """One part for the prompt, then one token at a time."""
-    tail = min(length, DECODED)
+    """One part for the prompt, then the last 12 tokens one at a time."""
+    tail = min(length, 12)
     return ([length - tail] if length > tail else []) + [1] * tail
 
 
@@ -65,15 +62,8 @@ def paged_calls(
 ) -> Iterator[PagedCall]:
     """The calls that feed some sequences part by part, their blocks scattered over a cache of NaN.
 
-    Args:
-        schedules: sizes of each sequence's parts; call i holds every sequence's part i.
-        block_size: tokens of one cache block.
-        num_layers: layers that have a cache.
-        kv_heads: key heads.
-        head_dim: elements of a head.
-        dtype: of the cache.
-        device: of the cache.
-        seed: of the placement of the blocks.
+    `schedules` are the sizes of each sequence's parts; call i holds every sequence's part i. `seed`
+    is of the placement of the blocks, which hold `block_size` tokens each.
     """
     needed = [-(-sum(parts) // block_size) for parts in schedules]
     placement = torch.randperm(sum(needed), generator=torch.Generator().manual_seed(seed))
@@ -114,3 +104,9 @@ def paged_rows(
         for (i, _, _), part in zip(call.spans, rows, strict=True):
             parts[i].append(part)
     return [torch.cat(p) for p in parts]
+
+
+def cached_rows(paged: Any, layer: int) -> list[Tensor]:
+    """Keys and values [slots, Hkv, D] of one layer's cache."""
+    caches = (paged.key_cache[layer], paged.value_cache[layer])
+    return [cache.view(-1, *cache.shape[2:]) for cache in caches]

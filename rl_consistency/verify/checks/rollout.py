@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle, islice, takewhile
+from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.parity.drift import compare_logprobs
@@ -47,44 +46,33 @@ class Serving:
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
-    order: Sequence[int] | None = None
-    """Prompts in another order; None keeps theirs."""
-    alone: bool = False
-    """Every prompt in a call of its own."""
+    calls: Sequence[Sequence[int]] = (range(len(PROMPT_LENGTHS)),)
+    """The prompts of each call."""
     speculation: int = 0
     """Longest draft."""
 
 
-@dataclass(frozen=True)
 class RolloutProbe:
-    """Prompts with common prefixes, and how each is sampled."""
+    """Prompts with common prefixes: the first two begin alike, the last repeats the fourth."""
 
-    prompts: list[list[int]]
-    sampling: list[SamplingParams]
-
-    @classmethod
-    def of(cls, chain: Chain) -> RolloutProbe:
-        """Prompts for a chain's model: the first two begin alike, the last repeats the fourth."""
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
         room = chain.config.max_position_embeddings - MAX_TOKENS
         lengths = [min(n, room) for n in PROMPT_LENGTHS]
-        prompts = probe_tokens(lengths, chain.config.vocab_size, seed=3)
+        prompts = self.prompts = probe_tokens(lengths, chain.config.vocab_size, seed=3)
         prompts[1] = [*prompts[0][:33], *prompts[1][33:]]
         prompts[7] = [*prompts[3], *prompts[7][len(prompts[3]) :]]
-        turns = islice(cycle(SAMPLING), len(prompts))
         params = partial(SamplingParams, n=SAMPLES, max_tokens=MAX_TOKENS, seed=11)
-        return cls(prompts, [params(**kind) for kind in turns])
+        self.sampling = [params(**kind) for kind in islice(cycle(SAMPLING), len(prompts))]
 
-    def generate(
-        self, chain: Chain, serving: Serving
-    ) -> tuple[list[Completion], list[RolloutStatistics]]:
+    def generate(self, serving: Serving) -> tuple[list[Completion], list[RolloutStatistics]]:
         """Completions in the prompts' own order, and the statistics of each call."""
         options: dict[str, Any] = {"max_num_seqs": SAMPLES * len(self.prompts)} | serving.options
-        engine = RolloutEngine(chain.model, eos_token_id=chain.config.eos_token_id, **options)
-        order = list(range(len(self.prompts))) if serving.order is None else list(serving.order)
-        calls = [[i] for i in order] if serving.alone else [order]
+        eos = self.chain.config.eos_token_id
+        engine = RolloutEngine(self.chain.model, eos_token_id=eos, **options)
         found: dict[tuple[int, int], Completion] = {}
         stats: list[RolloutStatistics] = []
-        for members in calls:
+        for members in serving.calls:
             prompts = [self.prompts[i] for i in members]
             own = [replace(self.sampling[i], speculation=serving.speculation) for i in members]
             for c in engine.generate(prompts, own, prompt_ids=members):
@@ -96,8 +84,8 @@ class RolloutProbe:
 def servings(chain: Chain) -> Iterator[Serving]:
     """Every way to run the engine that must not matter."""
     count = len(PROMPT_LENGTHS)
-    yield Serving("each prompt alone", alone=True)
-    yield Serving("permuted prompts", order=[(5 * i + 3) % count for i in range(count)])
+    yield Serving("each prompt alone", calls=[[i] for i in range(count)])
+    yield Serving("permuted prompts", calls=[[(5 * i + 3) % count for i in range(count)]])
     yield Serving("at most 5 sequences", {"max_num_seqs": 5})
     for chunk in chain.sweep.chunks:
         yield Serving(f"prefill chunk {chunk}", {"prefill_chunk_size": chunk})
@@ -114,28 +102,29 @@ def servings(chain: Chain) -> Iterator[Serving]:
 
 def check_engine(tally: Tally, chain: Chain) -> None:
     """Tokens and logprobs of the engine under every serving against its default."""
-    probe = RolloutProbe.of(chain)
-    expected, stats = probe.generate(chain, Serving("default"))
+    probe = RolloutProbe(chain)
+    expected, stats = probe.generate(Serving("default"))
     tally.expect("prefix sharing took place", any(s.prefix_hit_tokens for s in stats))
     for serving in servings(chain):
-        found, stats = probe.generate(chain, serving)
+        found, stats = probe.generate(serving)
         if serving.name == "preemption":
             tally.expect("preemption took place", any(s.preemptions for s in stats))
         if serving.name == "no prefix sharing":
             tally.expect("nothing was shared", not any(s.prefix_hit_tokens for s in stats))
         for a, b in zip(expected, found, strict=True):
             sample = f"{serving.name}, prompt {a.prompt_index} sample {a.sample_index}"
-            if tally.expect(f"{sample}, tokens", a.token_ids == b.token_ids, _tokens(a, b)):
+            texts = f"{a.token_ids} against {b.token_ids}"
+            if tally.expect(f"{sample}, tokens", a.token_ids == b.token_ids, texts):
                 tally.equal(sample, a.token_logprobs, b.token_logprobs, "token {}".format)
 
 
 @torch.no_grad()
 def check_training(tally: Tally, chain: Chain) -> None:
     """Behaviour logprobs against `token_logprobs`, packed and padded: the ratio is exactly 1."""
-    probe = RolloutProbe.of(chain)
+    probe = RolloutProbe(chain)
     compared = 0
     for serving in (Serving("default"), Serving("chunked", {"prefill_chunk_size": 7})):
-        completions, _ = probe.generate(chain, serving)
+        completions, _ = probe.generate(serving)
         owners = [i // SAMPLES for i in range(len(completions))]
         pairs = zip(owners, completions, strict=True)
         sequences = [[*probe.prompts[owner], *c.token_ids] for owner, c in pairs]
@@ -148,25 +137,16 @@ def check_training(tally: Tally, chain: Chain) -> None:
                 chain.model, inputs, attention_mask=mask, prompt_lengths=prompts, sampling=sampling
             )
             found = [t.cpu() for t in training.split()]
-            compared += _compare(tally, f"{serving.name}, {layout}", rollout, found)
+            report = compare_logprobs(rollout, found)
+            compared += report.tokens
+            case = f"{serving.name}, {layout}"
+            tally.expect(
+                f"{case}, importance ratio",
+                report.ratio_min == report.ratio_max == 1.0,
+                f"from {report.ratio_min!r} to {report.ratio_max!r}, {report.mismatched_tokens} of "
+                f"{report.tokens} tokens differ",
+            )
+            for i, (ours, theirs) in enumerate(zip(rollout, found, strict=True)):
+                tally.equal(f"{case}, sample {i}", ours, theirs, "token {}".format)
     if not tally.mismatches:
         tally.detail = f"{compared} tokens, every importance ratio exactly 1"
-
-
-def _compare(tally: Tally, case: str, rollout: list[Tensor], training: list[Tensor]) -> int:
-    report = compare_logprobs(rollout, training)
-    tally.expect(
-        f"{case}, importance ratio",
-        report.ratio_min == report.ratio_max == 1.0,
-        f"from {report.ratio_min!r} to {report.ratio_max!r}, {report.mismatched_tokens} of "
-        f"{report.tokens} tokens differ",
-    )
-    for i, (ours, theirs) in enumerate(zip(rollout, training, strict=True)):
-        tally.equal(f"{case}, sample {i}", ours, theirs, "token {}".format)
-    return report.tokens
-
-
-def _tokens(a: Completion, b: Completion) -> str:
-    pairs = zip(a.token_ids, b.token_ids, strict=False)
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return f"token {same}: {a.token_ids[same : same + 3]} against {b.token_ids[same : same + 3]}"

@@ -4,6 +4,7 @@ bytes of every other."""
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from rl_consistency.kernels.sampling import draw_triton as sampling_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
 from rl_consistency.kernels.sampling.op import triton_distribution
 from rl_consistency.verify.checks.op_setup import MAX_ROWS, OpSetup
-from rl_consistency.verify.checks.rows import rotary_probe, sampling_in_turn
+from rl_consistency.verify.checks.ops import rotary_probe, sampling_in_turn
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.laws import rows_of, schedules_alike
 from rl_consistency.verify.probe import probe, probe_tokens
@@ -28,12 +29,6 @@ from rl_consistency.verify.substitution import attribute
 
 ROWS = MAX_ROWS + 3
 """At most: an odd number, ragged for programs of two rows, too."""
-
-LONG_RUN = 128
-"""Tokens, at least, whose gradient rows are folded; every third is the same one."""
-
-TABLE_ROWS = 1000
-"""Of the gradient that is folded; what lies between the rows used does not matter."""
 
 SAMPLING_SIZES = (
     (sampling_support_triton, "TILE", (512, 1024)),
@@ -55,14 +50,12 @@ def check_glu_schedules(tally: Tally, setup: OpSetup) -> None:
     # Where outliers meet, their product must fit fp16.
     up, dy = (setup.drawn(size, seed, 1 / 64) for seed in (2, 3))
 
-    def value(schedule: glu_triton.Schedule) -> Tensor:
-        return glu_triton.glu_fwd(gate, up, "silu", schedule)
-
     def gradients(schedule: glu_triton.Schedule) -> Tensor:
         return rows_of(*glu_triton.glu_bwd(dy, gate, up, "silu", schedule))
 
-    schedules_alike(tally, "silu", glu_triton.CANDIDATES, value)
-    schedules_alike(tally, "silu gradient", glu_triton.CANDIDATES, gradients)
+    entries = glu_triton.CANDIDATES
+    schedules_alike(tally, "silu", entries, partial(glu_triton.glu_fwd, gate, up, "silu"))
+    schedules_alike(tally, "silu gradient", entries, gradients)
 
 
 def check_rotary_schedules(tally: Tally, setup: OpSetup) -> None:
@@ -98,8 +91,9 @@ def norm_backward_entries(width: int, heads: int) -> list[rms_norm_schedules.Sch
 
 def check_gradient_row_schedules(tally: Tally, setup: OpSetup) -> None:
     """A buffer of embedding rows continued over tokens that repeat, ranked and sorted."""
-    height, width = min(setup.shapes.vocab_size, TABLE_ROWS), setup.shapes.hidden_size
-    count = max(setup.rows, LONG_RUN)
+    # What lies between the rows used does not matter.
+    height, width = min(setup.shapes.vocab_size, 1000), setup.shapes.hidden_size
+    count = max(setup.rows, 128)
     index = torch.tensor(probe_tokens([count], height, seed=2)[0], device=setup.device)
     # One run longer than any that shares a program, and tokens that are left out.
     index[::3], index[::50] = 5, -1
@@ -155,8 +149,7 @@ def _compare_norm(
     # Small: where outliers meet, gradients must fit fp16.
     weight, dy = setup.drawn((width,), 5, 0.1), setup.drawn(tuple(x.shape), 6, 0.01)
 
-    def normed(schedule: rms_norm_schedules.Schedule | None) -> tuple[Tensor, Tensor, Tensor]:
-        return rms_norm_fwd(x.view(-1, width), residual, weight, eps, schedule)
+    normed = partial(rms_norm_fwd, x.view(-1, width), residual, weight, eps)
 
     def forward(schedule: rms_norm_schedules.Schedule) -> Tensor:
         y, total, rstd = normed(schedule)

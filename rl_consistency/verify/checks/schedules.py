@@ -29,21 +29,23 @@ from rl_consistency.kernels.token_logprobs import backward_triton as token_gradi
 from rl_consistency.kernels.token_logprobs import forward_triton as token_logprobs_triton
 from rl_consistency.kernels.token_logprobs import schedules as token_logprobs_schedules
 from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits
-from rl_consistency.verify.checks.attention import attention_probe, cache_of, call_operands, packed
+from rl_consistency.verify.checks.attention import (
+    attention_probe,
+    cache_of,
+    call_operands,
+    of_sequences,
+    packed,
+)
 from rl_consistency.verify.checks.op_setup import MAX_ROWS, Heads, OpSetup
-from rl_consistency.verify.checks.paged_calls import decoded, paged_calls
-from rl_consistency.verify.checks.rows import token_logprob_probe, weight_scale
+from rl_consistency.verify.checks.ops import projection_probe, token_logprob_probe, weight_scale
+from rl_consistency.verify.checks.paged_calls import cached_rows, decoded, paged_calls
 from rl_consistency.verify.claims import Tally
-from rl_consistency.verify.compile_ahead import compile_ahead
-from rl_consistency.verify.laws import schedules_alike, within_resources
+from rl_consistency.verify.laws import rows_of, schedules_alike
 from rl_consistency.verify.probe import probe
 from rl_consistency.verify.substitution import attribute
 
 LENGTHS = (1, 33, 200, 2300)
 """Sequences of attention, from one block of keys to many."""
-
-FEW_ROWS = matmul_schedules.FUSED_ROWS - 3
-"""Rows of a fused product: ragged for every tile."""
 
 
 def check_matmul_schedules(tally: Tally, setup: OpSetup) -> None:
@@ -74,34 +76,26 @@ def check_matmul_schedules(tally: Tally, setup: OpSetup) -> None:
 
 def check_fused_product_schedules(tally: Tally, setup: OpSetup) -> None:
     """q, k, v in one launch and gate, up, silu in another, against the ops they stand for."""
-    inner, shape, dtype = setup.shapes.hidden_size, setup.shapes.attention[0], setup.dtype
-    # Small: the product of gate and up has to stay in the range of fp16.
-    x = setup.drawn((min(setup.rows, FEW_ROWS), inner), 0, 0.01)
-    sizes = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    sizes += [setup.shapes.glu_width] * 2
-    weights = [setup.drawn((n, inner), 1 + i, weight_scale(inner)) for i, n in enumerate(sizes)]
-    (wq, wk, wv), (w_gate, w_up) = weights[:3], weights[3:]
-    biases = bq, bk, bv = [setup.drawn((n,), 6 + i, 0.01) for i, n in enumerate(sizes[:3])]
-    gate, up = (matmul_nt(x, weight, bias=None, out_dtype=dtype) for weight in (w_gate, w_up))
-    gated = glu_triton.glu_fwd(gate, up, "silu")
+    dtype = setup.dtype
+    few = matmul_schedules.FUSED_ROWS - 3  # ragged for every tile
+    x, weights = projection_probe(min(setup.rows, few), setup)
+    biases = bq, bk, bv = [setup.drawn((len(w),), i, 0.01) for i, w in enumerate(weights[:3])]
+    pairs = zip(weights, [*biases, None, None], strict=True)
+    apart = [matmul_nt(x, weight, bias=bias, out_dtype=dtype) for weight, bias in pairs]
+    wq, wk, wv, w_gate, w_up = weights
+    gated = glu_triton.glu_fwd(apart[3], apart[4], "silu")
     tma = has_tma(setup.device) and takes_descriptors(x, w_gate, w_up, gated)
 
     def projected(schedule: matmul_schedules.Schedule) -> Tensor:
         return torch.cat(linear_triton.qkv_fwd(x, wq, wk, wv, bq, bk, bv, schedule), dim=1)
 
-    def activated(schedule: matmul_schedules.Schedule) -> Tensor:
-        return linear_triton.gate_up_glu_fwd(x, w_gate, w_up, "silu", schedule)
-
-    if dtype == torch.float32:
-        qkv = gate_up = list(matmul_schedules.FEW_ROWS_FP32)
-    else:
-        qkv = list(matmul_schedules.QKV)
+    qkv = gate_up = matmul_schedules.FEW_ROWS_FP32
+    if dtype != torch.float32:
+        qkv = matmul_schedules.QKV
         gate_up = [s for s in matmul_schedules.GATE_UP if tma or s.kind == "pointer"]
-    pairs = zip(weights[:3], biases, strict=True)
-    apart = [matmul_nt(x, weight, bias=bias, out_dtype=dtype) for weight, bias in pairs]
-    apart = torch.cat(apart, dim=1)
     whole = schedules_alike(tally, "q, k, v", qkv, projected)
-    tally.equal("q, k, v, against the ops apart", apart, whole)
+    tally.equal("q, k, v, against the ops apart", torch.cat(apart[:3], dim=1), whole)
+    activated = partial(linear_triton.gate_up_glu_fwd, x, w_gate, w_up, "silu")
     whole = schedules_alike(tally, "gate, up, silu", gate_up, activated)
     tally.equal("gate, up, silu, against the ops apart", gated, whole)
 
@@ -115,28 +109,16 @@ def check_gradient_fold_schedules(tally: Tally, setup: OpSetup) -> None:
         start = start.to(accumulator_dtype(x))
         tma = has_tma(setup.device) and takes_descriptors(dy, x)
 
-        def continued(
-            schedule: Any, dy: Tensor = dy, x: Tensor = x, start: Tensor = start
-        ) -> Tensor:
+        def continued(schedule: Any, dy: Tensor = dy, x: Tensor = x, start: Tensor = start):
             buffer = start.clone()
-            if schedule is None:
-                fold_outer(buffer, dy, x)
-            else:
-                gradient_fold_triton.launch_outer(buffer, dy, x, False, schedule)
+            gradient_fold_triton.launch_outer(buffer, dy, x, False, schedule)
             return buffer
 
         name = f"{columns} x {inner}"
         entries = gradient_fold_schedules.candidates(setup.dtype, tma=tma)
-        # One by one: a buffer is as large as the weight, in fp32.
-        compile_ahead(partial(within_resources, continued, entry) for entry in entries)
-        whole = continued(None)
-        used = 0
-        for schedule in entries:
-            found = within_resources(continued, schedule)
-            used += found is not None
-            if found is not None:
-                tally.equal(f"{name}, {schedule}", whole, found)
-        tally.expect(f"{name}, entries that fit", used >= 2, f"{used} of {len(entries)}")
+        whole = schedules_alike(tally, name, entries, continued)
+        fold_outer(start, dy, x)
+        tally.equal(f"{name}, as dispatched", whole, start)
 
 
 def check_attention_schedules(tally: Tally, setup: OpSetup) -> None:
@@ -151,8 +133,7 @@ def check_attention_schedules(tally: Tally, setup: OpSetup) -> None:
         for call in paged_calls(parts, block_size=16, **cache_of(shape, q)):
             q, k, v = call_operands(samples, call)
             call.paged.write(0, k, v)
-            caches = (call.paged.key_cache[0], call.paged.value_cache[0])
-            k, v = (cache.view(-1, *cache.shape[2:]) for cache in caches)
+            k, v = cached_rows(call.paged, 0)
             _compare_attention(tally, shape, call.paged, (q, k, v), decode + prefill)
 
 
@@ -162,23 +143,16 @@ def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
     temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0)
     logits = lm_head_logits(hidden, weight)
 
-    def from_logits(schedule: str) -> Tensor:
-        return vocabulary_statistics_triton.vocabulary_row_statistics(
-            logits, temperature, False, None, schedule
-        )
-
-    def with_product(schedule: str) -> Tensor:
-        return token_logprobs_triton.token_statistics(hidden, weight, temperature, False, schedule)
-
-    partials = schedules_alike(
-        tally, "rows", list(vocabulary_statistics_triton.ROW_SCHEDULES), from_logits
+    statistics = vocabulary_statistics_triton
+    from_logits = partial(statistics.vocabulary_row_statistics, logits, temperature, False, None)
+    with_product = partial(
+        token_logprobs_triton.token_statistics, hidden, weight, temperature, False
     )
-    top, log_normalizer, entropy = vocabulary_statistics_triton.vocabulary_combine(partials)
-    dlogprobs, dentropy = (
-        probe((len(hidden),), torch.float32, seed=s, device=setup.device) for s in (1, 2)
-    )
+    partials = schedules_alike(tally, "rows", statistics.ROW_SCHEDULES, from_logits)
+    drawn = partial(probe, (len(hidden),), torch.float32, device=setup.device)
+    top, log_normalizer, entropy = statistics.vocabulary_combine(partials)
     table = token_gradient_triton.token_gradient_table(
-        temperature, top, log_normalizer, entropy, dlogprobs, dentropy, targets, IGNORED
+        temperature, top, log_normalizer, entropy, drawn(seed=1), drawn(seed=2), targets, IGNORED
     )
     expected = torch.empty_like(logits, dtype=setup.dtype)
     token_gradient_triton.token_row_gradient(logits, table, expected, False)
@@ -205,9 +179,6 @@ def _compare_product(
 ) -> bool:
     """Whether the library had a schedule among those compared."""
 
-    def by_schedule(schedule: matmul_schedules.Schedule) -> Tensor:
-        return matmul_triton.matmul_fwd(a, b, bias, layout, a.dtype, schedule)
-
     def as_dispatched(rows: Tensor) -> Tensor:
         if layout == "nn":
             return matmul_nn(rows, b, out_dtype=a.dtype)
@@ -221,6 +192,7 @@ def _compare_product(
         for schedule in table
         if tma or schedule.kind == "pointer"
     ]
+    by_schedule = partial(matmul_triton.matmul_fwd, a, b, bias, layout, a.dtype)
     whole = schedules_alike(tally, name, entries, by_schedule)
     for count in sorted({1, 2, 16, 65, len(a)}):
         case = f"{name}, {count} rows as dispatched"
@@ -247,12 +219,10 @@ def _compare_attention(
 
     def attended(choice: tuple[attention_schedules.Schedule, int]) -> Tensor:
         schedule, programs = choice
-        out, lse = attention_triton.attention_fwd(
+        found = attention_triton.attention_fwd(
             *operands, *settings, schedule=schedule, programs_per_tile=programs
         )
-        rows = torch.cat([out.float().flatten(1), lse], dim=1)
-        spans = zip(layout.query_starts, layout.query_lens, strict=True)
-        return torch.cat([rows[start : start + count] for start, count in spans])
+        return torch.cat(of_sequences(layout, *found))
 
     # Few rows may have their keys spread over several programs.
     entries = attention_schedules.forward_entries(table, operands[0].dtype)
@@ -274,14 +244,13 @@ def _compare_backward(
         found = attention_backward_triton.attention_bwd(
             do, *operands, out, lse, *settings, **{name: schedule}
         )
-        return torch.cat([x.float().flatten(1) for x in found], dim=1)
+        return rows_of(*found)
 
-    entries, dtype = attention_schedules.backward_entries, do.dtype
-    by_query = entries(attention_schedules.BACKWARD_QUERIES, dtype)
-    by_key = [
-        s
-        for s in entries(attention_schedules.BACKWARD_KEYS, dtype)
-        if attention_schedules.admits(s, layout, do, *operands)
+    entries = attention_schedules.backward_entries
+    by_query = entries(attention_schedules.BACKWARD_QUERIES, do.dtype)
+    by_key = entries(attention_schedules.BACKWARD_KEYS, do.dtype)
+    choices = [("query_schedule", s) for s in by_query]
+    choices += [
+        ("key_schedule", s) for s in by_key if attention_schedules.admits(s, layout, do, *operands)
     ]
-    choices = [("query_schedule", s) for s in by_query] + [("key_schedule", s) for s in by_key]
     schedules_alike(tally, f"{shape}, backward", choices, gradients)

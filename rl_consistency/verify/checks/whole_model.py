@@ -22,6 +22,7 @@ from rl_consistency.parity.gradients import (
     gradients_kept,
     lay_out,
 )
+from rl_consistency.verify.checks.op_setup import padded
 from rl_consistency.verify.checks.paged_calls import PagedCall, paged_plans, paged_rows
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.probe import probe_tokens
@@ -110,45 +111,60 @@ def check_padded_chain(tally: Tally, chain: Chain) -> None:
     """Hidden states and logits of padded batches and of one row with position resets."""
     # Without the long samples: logits of a padded batch are [16, longest, vocabulary].
     members = list(range(min(len(chain.samples) - len(chain.sweep.long), 16)))
+    tokens = [torch.tensor(chain.samples[i], device=chain.device) for i in members]
     logits = [chain.model.lm_head(chain.alone[i]) for i in members]
     for pad in chain.sweep.pads:
         for side in ("left", "right"):
-            ids, mask = _padded([chain.samples[i] for i in members], pad, side, chain.device)
+            ids, mask = padded(tokens, pad, side)
             name = f"{side} padding {pad}"
-            hidden = chain.model.model(input_ids=ids, attention_mask=mask).last_hidden_state
-            found = [row[kept] for row, kept in zip(hidden, mask.bool(), strict=True)]
+            hidden = chain.model.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+            found = [row[kept] for row, kept in zip(hidden, mask, strict=True)]
             _compare_samples(tally, chain, name, members, found)
             if pad == chain.sweep.pads[-1]:
-                out = chain.model(input_ids=ids, attention_mask=mask).logits
+                out = chain.model(input_ids=ids, attention_mask=mask.long()).logits
                 for i in members:
-                    tally.equal(f"{name}, logits", logits[i], out[i][mask[i].bool()], _token(i))
-    ids = torch.tensor([[t for i in members for t in chain.samples[i]]], device=chain.device)
-    positions = torch.cat([torch.arange(len(chain.samples[i])) for i in members])[None]
-    positions = positions.to(chain.device)
-    hidden = chain.model.model(input_ids=ids, position_ids=positions).last_hidden_state[0]
-    found = list(hidden.split([len(chain.samples[i]) for i in members]))
+                    tally.equal(f"{name}, logits", logits[i], out[i][mask[i]], _token(i))
+    positions = torch.cat([torch.arange(len(own), device=chain.device) for own in tokens])
+    rows = {"input_ids": torch.cat(tokens)[None], "position_ids": positions[None]}
+    hidden = chain.model.model(**rows).last_hidden_state[0]
+    found = list(hidden.split([len(own) for own in tokens]))
     _compare_samples(tally, chain, "position resets in one row", members, found)
 
 
 def check_paged_chain(tally: Tally, chain: Chain) -> None:
     """Hidden states through the paged cache: chunk sizes, decode, cache block sizes."""
+    config = chain.config
+    head_dim = getattr(config, "head_dim", None)
+    cache = {
+        "num_layers": config.num_hidden_layers,
+        "kv_heads": config.num_key_value_heads,
+        "head_dim": head_dim or config.hidden_size // config.num_attention_heads,
+        "dtype": chain.model.dtype,
+        "device": chain.device,
+    }
     for name, block_size, members, cut in paged_plans(chain.sweep):
-        schedules = [cut(len(chain.samples[i])) for i in members]
-        found = _paged_hidden(chain, members, schedules, block_size)
+        samples = [chain.samples[i] for i in members]
+
+        def run(call: PagedCall, samples: list[list[int]] = samples) -> Tensor:
+            ids = [t for i, a, b in call.spans for t in samples[i][a:b]]
+            positions = [p for _, a, b in call.spans for p in range(a, b)]
+            both = torch.tensor([ids, positions], device=chain.device)
+            return paged_hidden_states(chain.model, both[0], both[1], call.paged)
+
+        schedules = [cut(len(sample)) for sample in samples]
+        found = paged_rows(schedules, run, block_size=block_size, **cache)
         _compare_samples(tally, chain, name, members, found)
 
 
 def check_logprob_chain(tally: Tally, chain: Chain) -> None:
     """Logprobs and entropies of `token_logprobs` in every batch size and layout."""
-    members = list(range(len(chain.samples)))
-    calls = [(f"batch {b}", group) for b in chain.sweep.batches[1:] for group in split(members, b)]
-    for name, group in calls:
-        for i, rows in zip(group, chain.logprobs(group), strict=True):
-            tally.equal(name, chain.alone_logprobs[i], rows, _token(i, 1))
-    group = members[1:16]
-    for layout in ("packed_with_gaps", "left_padded", "right_padded"):
+    members, sizes = list(range(len(chain.samples))), chain.sweep.batches[1:]
+    calls = [(f"batch {b}", group, "packed") for b in sizes for group in split(members, b)]
+    layouts = ("packed_with_gaps", "left_padded", "right_padded")
+    calls += [(layout, members[1:16], layout) for layout in layouts]
+    for name, group, layout in calls:
         for i, rows in zip(group, chain.logprobs(group, layout), strict=True):
-            tally.equal(layout, chain.alone_logprobs[i], rows, _token(i, 1))
+            tally.equal(name, chain.alone_logprobs[i], rows, _token(i, 1))
     hidden = torch.cat(chain.alone)[:512]
     weight = lm_head_weight(chain.model).detach()
     logits = lm_head_logits(hidden, weight)
@@ -176,23 +192,20 @@ def check_gradient_checkpointing(tally: Tally, chain: Chain) -> None:
     norm = chain.model.model.layers[0].input_layernorm
     handle = norm.register_forward_hook(lambda *_: runs.append(None))
     chain.model.train()
-    _switch_checkpointing(chain.model, "enable")
+    # Newer transformers renamed the method.
+    new = hasattr(chain.model, "activation_checkpointing_enable")
+    checkpointing = "activation_checkpointing" if new else "gradient_checkpointing"
+    getattr(chain.model, f"{checkpointing}_enable")()
     try:
         recomputed = _gradients(chain)
     finally:
-        _switch_checkpointing(chain.model, "disable")
+        getattr(chain.model, f"{checkpointing}_disable")()
         chain.model.train(training)
         handle.remove()
     tally.expect("layers were recomputed", len(runs) == 2, f"a layer ran {len(runs)} times")
     tally.expect("same parameters", stored.keys() == recomputed.keys())
     for name in stored:
         tally.equal(name, stored[name], recomputed[name])
-
-
-def _switch_checkpointing(model: Any, what: str) -> None:
-    """`enable` or `disable`; newer transformers renamed the method."""
-    method = getattr(model, f"activation_checkpointing_{what}", None)
-    (method or getattr(model, f"gradient_checkpointing_{what}"))()
 
 
 def _compare_samples(
@@ -204,43 +217,6 @@ def _compare_samples(
         if not tally.equal(case, chain.alone[i], rows, _token(i)) and unseen:
             where = chain.divergence(i, members)
             tally.detail += f"; first to differ: {where}" if where else "; not in a packed batch"
-
-
-def _paged_hidden(
-    chain: Chain, members: Sequence[int], schedules: list[list[int]], block_size: int
-) -> list[Tensor]:
-    config = chain.config
-    head_dim = getattr(config, "head_dim", None)
-
-    def run(call: PagedCall) -> Tensor:
-        ids = [t for i, a, b in call.spans for t in chain.samples[members[i]][a:b]]
-        positions = [p for _, a, b in call.spans for p in range(a, b)]
-        both = torch.tensor([ids, positions], device=chain.device)
-        return paged_hidden_states(chain.model, both[0], both[1], call.paged)
-
-    return paged_rows(
-        schedules,
-        run,
-        block_size=block_size,
-        num_layers=config.num_hidden_layers,
-        kv_heads=config.num_key_value_heads,
-        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
-        dtype=chain.model.dtype,
-        device=chain.device,
-    )
-
-
-def _padded(
-    sequences: Sequence[Sequence[int]], pad: int, side: str, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    width = max(map(len, sequences)) + pad
-    ids = torch.zeros(len(sequences), width, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, sequence in enumerate(sequences):
-        start = width - len(sequence) if side == "left" else 0
-        ids[row, start : start + len(sequence)] = torch.tensor(sequence)
-        mask[row, start : start + len(sequence)] = 1
-    return ids.to(device), mask.to(device)
 
 
 def _step(chain: Chain) -> tuple[list[list[int]], list[int], LossFunction]:

@@ -1,13 +1,9 @@
-"""Ways to make the program wrong, each put back on exit; `catalogue` says which checks must notice.
-
-Every name here is called without arguments and gives a context manager. Inside it a function of the
-package has the defect that the docstring names, on a CPU and on a GPU alike.
-"""
+"""Ways to make the program wrong, on a CPU and on a GPU alike, and the checks that must notice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +16,12 @@ from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttent
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.glu.op import glu
-from rl_consistency.kernels.gradient_fold.op import fold_rows
+from rl_consistency.kernels.gradient_fold.gradient_buffer import (
+    GradientBuffer,
+    _Gradient,
+    fold_parameter,
+)
+from rl_consistency.kernels.gradient_fold.op import STEP, fold_columns, fold_outer, fold_rows
 from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
@@ -30,20 +31,22 @@ from rl_consistency.kernels.rms_norm.op import rms_norm
 from rl_consistency.kernels.rotary.op import rotary, rotary_table
 from rl_consistency.kernels.sampling.op import distribution
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits, token_logprobs
-from rl_consistency.models import forward
+from rl_consistency.models import forward, packing
 from rl_consistency.models.stock_attention import stock_attention, stock_captured_attention
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.rollout.device import sampler
 from rl_consistency.rollout.device.random_stream import device_uniforms
+from rl_consistency.verify.checks.paged_calls import cached_rows
 from rl_consistency.verify.mutants.blockwise_attention import blockwise_attention
-from rl_consistency.verify.substitution import attribute, perturbation, substituted
+from rl_consistency.verify.mutants.mutant import mutant
+from rl_consistency.verify.substitution import attribute, substituted
 
 FEW_ROWS = 40
 """Rows below which a row-dependent schedule switches; a packed sequence has at least 16."""
 
 
-@contextmanager
-def split_k_for_few_rows() -> Iterator[None]:
+@mutant("split K", "C1 linear; token_logprobs; chain, packed; chain, logprobs")
+def split_k_for_few_rows() -> AbstractContextManager[None]:
     """Products of few rows add two halves of K."""
 
     def halves(a: Tensor, b: Tensor, *, bias: Tensor | None = None, **options: Any) -> Tensor:
@@ -58,11 +61,10 @@ def split_k_for_few_rows() -> Iterator[None]:
     def few_nn(a: Tensor, b: Tensor, **options: Any) -> Tensor:
         return halves(a, b.t(), **options) if len(a) < FEW_ROWS else matmul_nn(a, b, **options)
 
-    with substituted(matmul_nt, few_nt), substituted(matmul_nn, few_nn):
-        yield
+    return substituted(matmul_nt, few_nt, matmul_nn, few_nn)
 
 
-@perturbation(substituted, matmul_nt)
+@mutant("row-dependent tile", "C1 linear", at=(substituted, matmul_nt))
 def library_tile_for_few_rows(
     a: Tensor, b: Tensor, *, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
@@ -72,8 +74,7 @@ def library_tile_for_few_rows(
     return F.linear(a, b, bias).to(options.get("out_dtype", torch.float32))
 
 
-@contextmanager
-def _other_attention(attend: Callable[..., tuple[Tensor, Tensor] | None]) -> Iterator[None]:
+def _other_attention(attend: Callable[..., Any]) -> AbstractContextManager[None]:
     """Packed and paged attention by `attend`; by the right functions where it gives None."""
 
     def packed(q: Tensor, k: Tensor, v: Tensor, layout: Any, *, scale: float, window: Any = None):
@@ -81,20 +82,13 @@ def _other_attention(attend: Callable[..., tuple[Tensor, Tensor] | None]) -> Ite
         return found or attention_varlen(q, k, v, layout, scale=scale, window=window)
 
     def cached(q: Tensor, layout: Any, layer: int, *, scale: float, window: Any = None):
-        found = attend(q, *_cached_rows(layout, layer), layout, scale, window)
+        found = attend(q, *cached_rows(layout, layer), layout, scale, window)
         return found or attention_paged(q, layout, layer, scale=scale, window=window)
 
-    with substituted(attention_varlen, packed), substituted(attention_paged, cached):
-        yield
+    return substituted(attention_varlen, packed, attention_paged, cached)
 
 
-def _cached_rows(paged: Any, layer: int) -> list[Tensor]:
-    """Keys and values [slots, Hkv, D] of one layer's cache."""
-    caches = (paged.key_cache[layer], paged.value_cache[layer])
-    return [cache.view(-1, *cache.shape[2:]) for cache in caches]
-
-
-@perturbation(_other_attention)
+@mutant("KV split by length", "C1 attention; paged attention; chain, paged", at=(_other_attention,))
 def key_block_by_length(q: Tensor, k: Tensor, v: Tensor, layout: Any, *settings: Any) -> Any:
     """The key block is 32 once the longest context passes 128."""
     if max(layout.context_lens, default=0) <= 128:
@@ -102,13 +96,18 @@ def key_block_by_length(q: Tensor, k: Tensor, v: Tensor, layout: Any, *settings:
     return blockwise_attention(q, k, v, layout, *settings, block=32)
 
 
-@perturbation(_other_attention)
+@mutant("KV block at padding", "C1 attention; chain, packed; chain, padded", at=(_other_attention,))
 def keys_anchored_at_padding(*operands: Any) -> Any:
     """Key blocks are counted from the padded column, not the first token."""
     return blockwise_attention(*operands, at_padding=True)
 
 
-@perturbation(substituted, attention_paged)
+@mutant(
+    "other decode order",
+    "C1 paged attention; chain, paged",
+    "C2 rollout and training",
+    at=(substituted, attention_paged),
+)
 def stock_decode(
     q: Tensor, paged: Any, layer: int, *, scale: float, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -116,12 +115,12 @@ def stock_decode(
     if isinstance(paged, CapturedPagedAttention):
         out = stock_captured_attention(q, paged, layer, scale=scale, window=window)
     else:
-        k, v = _cached_rows(paged, layer)
+        k, v = cached_rows(paged, layer)
         out = stock_attention(q, k, v, paged, scale=scale, window=window)
     return out, torch.zeros(q.shape[:2], device=q.device)
 
 
-@perturbation(_other_attention)
+@mutant("library row sums", "C1 attention; attention backward", at=(_other_attention,))
 def library_row_sums_in_large_calls(
     q: Tensor, k: Tensor, v: Tensor, layout: Any, *settings: Any
 ) -> Any:
@@ -131,7 +130,7 @@ def library_row_sums_in_large_calls(
     return blockwise_attention(q, k, v, layout, *settings, block=max(layout.context_lens))
 
 
-@perturbation(substituted, glu)
+@mutant("stock silu", "C1 glu", at=(substituted, glu))
 def library_silu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     """Few rows go through torch's silu."""
     if activation != "silu" or len(gate) >= FEW_ROWS:
@@ -139,7 +138,7 @@ def library_silu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     return F.silu(gate) * up
 
 
-@perturbation(substituted, rms_norm)
+@mutant("norm over the batch", "C1 rms_norm; chain, packed", at=(substituted, rms_norm))
 def norm_reduced_over_the_batch(x: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
     """The split of a norm's sum depends on the number of rows."""
     if x.numel() // x.shape[-1] >= FEW_ROWS:
@@ -150,14 +149,18 @@ def norm_reduced_over_the_batch(x: Tensor, weight: Tensor, eps: float, **options
     return (wide * rstd * weight.float()).to(x.dtype)
 
 
-@perturbation(substituted, rotary_table)
+@mutant("rope by length", "C1 rotary", at=(substituted, rotary_table))
 def rope_scaled_by_length(inv_freq: Tensor, num_positions: int, scaling: float = 1.0) -> Tensor:
     """Frequencies depend on the longest position."""
     changed = inv_freq * min(1.0, 256 / num_positions) ** 0.01
     return rotary_table(changed, num_positions, scaling)
 
 
-@perturbation(substituted, embedding)
+@mutant(
+    "per-call quantization",
+    "C1 embedding; chain, packed; chain, padded",
+    at=(substituted, embedding),
+)
 def embedding_quantized_per_call(*args: Any, **kwargs: Any) -> Tensor:
     """Embeddings are quantized with one scale for the call."""
     rows = embedding(*args, **kwargs)
@@ -165,8 +168,8 @@ def embedding_quantized_per_call(*args: Any, **kwargs: Any) -> Tensor:
     return rows + ((rows.detach() / step).round() * step - rows.detach())
 
 
-@contextmanager
-def padding_takes_part_in_reductions() -> Iterator[None]:
+@mutant("padding in reductions", "C1 masked_reduction")
+def padding_takes_part_in_reductions() -> AbstractContextManager[None]:
     """Masked values enter the tree as zeros instead of being left out."""
 
     def wrong_sum(values: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -176,11 +179,10 @@ def padding_takes_part_in_reductions() -> Iterator[None]:
         count = values.numel() if mask is None else mask.bool().sum()
         return wrong_sum(values, mask) / count
 
-    with substituted(masked_sum, wrong_sum), substituted(masked_mean, wrong_mean):
-        yield
+    return substituted(masked_sum, wrong_sum, masked_mean, wrong_mean)
 
 
-@perturbation(substituted, gradient_norm)
+@mutant("norm by threads", "C1 gradient_norm", at=(substituted, gradient_norm))
 def norm_split_over_threads(gradients: Iterable[Tensor]) -> Tensor:
     """The gradient norm follows the number of threads, on a GPU the storage."""
     total = torch.zeros(())
@@ -199,7 +201,75 @@ def norm_split_over_threads(gradients: Iterable[Tensor]) -> Tensor:
     return total.sqrt()
 
 
-@perturbation(substituted, device_uniforms)
+@mutant(
+    "gradients added up",
+    "C3 rms_norm; linear; token_logprobs; chain, regrouped",
+    at=(substituted, fold_parameter),
+)
+def gradients_added_up_per_call(
+    ctx: Any, parameter: Any, buffer: Any, fold: Callable[[Any, bool], None], **options: Any
+) -> Tensor | None:
+    """Each call's gradient is summed from zero, then added."""
+
+    def from_zero(accumulator: Tensor, fresh: bool) -> None:
+        own = torch.zeros_like(accumulator)
+        fold(own, True)
+        accumulator.copy_(accumulator.float() + own.float())
+
+    return fold_parameter(ctx, parameter, buffer, from_zero)
+
+
+@mutant("atomic accumulation", "C3 linear; chain, regrouped; chain, recomputed")
+def fold_steps_in_any_order() -> AbstractContextManager[None]:
+    """The steps of a fold arrive in any order."""
+    generator = torch.Generator().manual_seed(0)
+
+    def shuffled(rows: Tensor, step: int) -> Tensor:
+        whole = torch.arange(len(rows) // step * step).view(-1, step)
+        mixed = whole[torch.randperm(len(whole), generator=generator)].flatten()
+        return torch.cat([mixed, torch.arange(len(mixed), len(rows))]).to(rows.device)
+
+    def outer(buffer: Tensor, dy: Tensor, x: Tensor, **options: Any) -> None:
+        order = shuffled(dy, STEP)
+        fold_outer(buffer, dy[order], x[order], **options)
+
+    def columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1) -> None:
+        order = shuffled(rows, STEP * rows_per_token)
+        fold_columns(buffer, rows[order], rows_per_token=rows_per_token)
+
+    return substituted(fold_outer, outer, fold_columns, columns)
+
+
+@mutant("sequences not aligned", "C3 chain, regrouped")
+def sequences_not_aligned() -> AbstractContextManager[Any]:
+    """Packed sequences do not start on a multiple of 16."""
+    return attribute(packing, "ALIGNMENT", 1)
+
+
+# In the chain so few tokens repeat that on a GPU their bf16 gradients add up exactly in fp32.
+@mutant("embedding shuffled", "C3 embedding; chain, regrouped", cuda="C3 embedding")
+def embedding_gradient_in_any_order() -> AbstractContextManager[None]:
+    """Repeated tokens are added in any order."""
+    generator = torch.Generator().manual_seed(0)
+
+    def shuffled(buffer: Tensor, index: Tensor, rows: Tensor, **options: Any) -> None:
+        order = torch.randperm(len(index), generator=generator).to(index.device)
+        fold_rows(buffer, index[order], rows[order], **options)
+
+    return substituted(fold_rows, shuffled)
+
+
+@mutant("tied buffer", "C3 chain, regrouped", at=(attribute, GradientBuffer, "for_uses"))
+@classmethod
+def tied_weights_share_a_buffer(cls: Any, parameter: Any, count: int) -> list[GradientBuffer]:
+    """Embedding and LM head fold into one accumulator."""
+    buffer = cls(parameter)
+    buffer._gradient = _Gradient(parameter, count)
+    buffer._gradient._require_unfolded = lambda use: None
+    return [buffer] * count
+
+
+@mutant("random stream per row", "C1 rollout engine", at=(substituted, device_uniforms))
 def random_stream_per_row(keys: Tensor, positions: Tensor) -> Tensor:
     """Random numbers are keyed by the row of the batch."""
     row = torch.arange(len(keys), device=keys.device)[:, None]
@@ -208,46 +278,52 @@ def random_stream_per_row(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 # In the rollout's forward pass alone; training keeps its own binding.
-@perturbation(attribute, forward, "lm_head_logits")
+@mutant("another rounding", "C2 rollout and training", at=(attribute, forward, "lm_head_logits"))
 def rollout_logits_rounded(hidden: Tensor, weight: Tensor) -> Tensor:
     """The rollout takes logprobs of logits rounded to bf16."""
     return lm_head_logits(hidden, weight).bfloat16().float()
 
 
-@perturbation(attribute, sampler, "distribution")
+@mutant(
+    "two distributions",
+    "C2 rollout and training",
+    "C7 one function",
+    at=(attribute, sampler, "distribution"),
+)
 def rollout_has_its_own_distribution(logits: Tensor, rows: Any) -> Any:
     """The rollout normalizes by a logsumexp of its own."""
     found = distribution(logits, rows)
     return replace(found, log_normalizer=found.scaled.logsumexp(dim=1))
 
 
-@perturbation(substituted, fingerprint)
+@mutant("blind fingerprint", "C7 fingerprint", at=(substituted, fingerprint))
 def fingerprint_without_orders(device: torch.device | str = "cpu") -> Fingerprint:
     """The fingerprint leaves the orders out."""
     entries = fingerprint(device).entries
     return Fingerprint({k: value for k, value in entries.items() if not k.startswith("order.")})
 
 
-@contextmanager
-def sums_in_half_precision() -> Iterator[None]:
+@mutant(
+    "half-precision sums",
+    "C6 linear; rms_norm; rotary; glu; embedding; attention; token_logprobs; masked_reduction; "
+    "gradient_norm",
+)
+def sums_in_half_precision() -> AbstractContextManager[None]:
     """Results pass through bf16."""
 
     def rounded(function: Callable[..., Any]) -> Callable[..., Any]:
-        def mutant(*args: Any, **kwargs: Any) -> Any:
+        def wrong(*args: Any, **kwargs: Any) -> Any:
             found = function(*args, **kwargs)
             if isinstance(found, Tensor):
                 return found.bfloat16().to(found.dtype)
             return tuple(x.bfloat16().to(x.dtype) for x in found)
 
-        return mutant
+        return wrong
 
     def rounded_fold(buffer: Tensor, index: Tensor, rows: Tensor, **options: Any) -> None:
         fold_rows(buffer, index, rows, **options)
         buffer.copy_(buffer.bfloat16())
 
     functions = linear, rms_norm, rotary, glu, attention_varlen, token_logprobs, tree_sum
-    with ExitStack() as stack:
-        stack.enter_context(substituted(fold_rows, rounded_fold))
-        for function in functions:
-            stack.enter_context(substituted(function, rounded(function)))
-        yield
+    pairs = [x for function in functions for x in (function, rounded(function))]
+    return substituted(fold_rows, rounded_fold, *pairs)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from rl_consistency.verify.checks.op_setup import CPU, OpSetup
-from rl_consistency.verify.claims import Check, Result
-from rl_consistency.verify.mutants.catalogue import Mutant
+from rl_consistency.verify.claims import Result
+from rl_consistency.verify.mutants import perturbations, schedule_perturbations
+from rl_consistency.verify.mutants.mutant import Mutant
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.run import (
     chain_checks_of,
@@ -21,6 +22,15 @@ from rl_consistency.verify.run import (
 )
 from rl_consistency.verify.sweep import QUICK
 from rl_consistency.verify.targets import Target
+
+MUTANTS = tuple(
+    value
+    for module in (perturbations, schedule_perturbations)
+    for value in vars(module).values()
+    if isinstance(value, Mutant)
+)
+"""Every negative control. A check that no mutant can fail proves nothing; every check that a mutant
+names must turn red, on a model that is built inside it."""
 
 PRESET = "tiny-qwen3"
 """Tied embeddings, GQA and qk-norm: every mutant can show in it."""
@@ -42,6 +52,11 @@ class MutantResult:
         return bool(self.results) and not self.survivors
 
 
+def mutants_on(device: torch.device) -> tuple[Mutant, ...]:
+    """The mutants that a device can show."""
+    return tuple(mutant for mutant in MUTANTS if mutant.keys(device))
+
+
 def run_mutant(mutant: Mutant, device: torch.device = CPU) -> MutantResult:
     """Run a mutant's checks inside its perturbation."""
     with mutant.perturb():
@@ -50,19 +65,20 @@ def run_mutant(mutant: Mutant, device: torch.device = CPU) -> MutantResult:
 
 
 def run_controls(keys: Iterable[str], device: torch.device = CPU) -> list[Result]:
-    """Run some checks on the program as it is now, over a small sweep.
-
-    Raises:
-        ValueError: no such check.
-    """
+    """Run some checks on the program as it is now, over a small sweep."""
     wanted = list(dict.fromkeys(keys))
     found: dict[str, Result] = {}
     for dtype in dict.fromkeys(_dtype_of(key, device) for key in wanted):
         group = [key for key in wanted if _dtype_of(key, device) == dtype]
-        with _control_checks(group, device, dtype) as checks:
+        setup = OpSetup(dtype=dtype, device=device, sweep=QUICK)
+        checks = process_checks(device) + op_checks_in(setup) + schedule_checks_in(setup)
+        with ExitStack() as stack:
+            if not {check.key for check in checks}.issuperset(group):
+                build = partial(build_preset, PRESET, dtype, device=device)
+                model = Target(name=PRESET, dtype=dtype, device=device, sweep=QUICK, build=build)
+                checks += stack.enter_context(chain_checks_of(model))
             by_key = {check.key: check for check in checks}
-            unknown = [key for key in group if key not in by_key]
-            if unknown:
+            if unknown := [key for key in group if key not in by_key]:
                 raise ValueError(f"no check {unknown[0]!r}; known: {', '.join(by_key)}.")
             found |= {key: by_key[key].run() for key in group}
     return [found[key] for key in wanted]
@@ -73,19 +89,3 @@ def _dtype_of(key: str, device: torch.device) -> torch.dtype:
     up in fp64, which hides most of theirs, and lacks the schedules for operands of 16 bits."""
     half = device.type == "cuda" and key.startswith(("C3", "C1 schedules"))
     return torch.bfloat16 if half else torch.float32
-
-
-@contextmanager
-def _control_checks(
-    keys: Sequence[str], device: torch.device, dtype: torch.dtype
-) -> Iterator[list[Check]]:
-    """All checks; a model is built only if one of `keys` needs it."""
-    setup = OpSetup(dtype=dtype, device=device, sweep=QUICK)
-    checks = process_checks(device) + op_checks_in(setup) + schedule_checks_in(setup)
-    if {check.key for check in checks}.issuperset(keys):
-        yield checks
-        return
-    build = partial(build_preset, PRESET, dtype, device=device)
-    target = Target(name=PRESET, dtype=dtype, device=device, sweep=QUICK, build=build)
-    with chain_checks_of(target) as chain:
-        yield checks + chain

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,19 +29,22 @@ from rl_consistency.kernels.sampling import statistics_triton as vocabulary_stat
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
 from rl_consistency.verify.checks.row_schedules import norm_backward_entries
 from rl_consistency.verify.mutants.blockwise_attention import blockwise_attention
-from rl_consistency.verify.substitution import perturbation, substituted
+from rl_consistency.verify.mutants.mutant import mutant
+from rl_consistency.verify.substitution import substituted
 
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
 """A launcher, and what takes its place."""
 
 
-@contextmanager
-def one_schedule_of_another_order() -> Iterator[None]:
+@mutant(
+    "schedule of another order",
+    cuda="C1 schedules: matmul; schedules: fused products; schedules: gradient fold; "
+    "schedules: attention; schedules: token_logprobs; schedules: glu; schedules: rotary; "
+    "schedules: rms_norm; schedules: gradient rows; schedules: sampling",
+)
+def one_schedule_of_another_order() -> AbstractContextManager[None]:
     """One entry of every schedule table splits a sum or rounds it once more."""
-    with ExitStack() as stack:
-        for original, mutant in (*_large_launchers(), *_fused_launchers(), *_row_launchers()):
-            stack.enter_context(substituted(original, mutant))
-        yield
+    return substituted(*chain.from_iterable(_large_launchers() + _small_launchers()))
 
 
 def _large_launchers() -> list[Pair]:
@@ -48,6 +52,7 @@ def _large_launchers() -> list[Pair]:
     product, outer = matmul_triton.matmul_fwd, gradient_fold_triton.launch_outer
     attend = attention_triton.attention_fwd
     statistics = vocabulary_statistics_triton.vocabulary_row_statistics
+    folds = gradient_fold_schedules.POINTER[0], gradient_fold_schedules.WIDE[0]
 
     def mutant_product(
         a: Tensor, b: Tensor, bias: Any, layout: str, out_dtype: torch.dtype, schedule: Any = None
@@ -61,13 +66,6 @@ def _large_launchers() -> list[Pair]:
         )
         total = low + high
         return (total if bias is None else total + bias.float()).to(out_dtype)
-
-    def mutant_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: Any) -> None:
-        if schedule not in (gradient_fold_schedules.POINTER[0], gradient_fold_schedules.WIDE[0]):
-            return outer(buffer, dy, x, fresh, schedule)
-        own = torch.zeros_like(buffer)
-        outer(own, dy, x, True, schedule)
-        buffer.add_(own)
 
     def mutant_attend(
         q: Tensor, k: Tensor, v: Tensor, layout: Any, scale: float, window: Any, **options: Any
@@ -86,15 +84,17 @@ def _large_launchers() -> list[Pair]:
 
     return [
         (product, mutant_product),
-        (outer, mutant_outer),
+        _some_entries(outer, lambda *_: folds, _added_up(outer)),
         (attend, mutant_attend),
         (statistics, mutant_statistics),
     ]
 
 
-def _fused_launchers() -> list[Pair]:
-    """Several products in one launch."""
+def _small_launchers() -> list[Pair]:
+    """Several products in one launch, and ops that treat rows one by one."""
     project: Callable[..., Any] = linear_triton.qkv_fwd
+    gated = linear_triton.gate_up_glu_fwd
+    rotate, fold = rotary_triton.rotary_fwd, gradient_rows_triton.launch_rows
 
     def split_k(x: Tensor, *operands: Any) -> tuple[Tensor, ...]:
         *weights, bq, bk, bv, schedule = operands
@@ -107,16 +107,6 @@ def _fused_launchers() -> list[Pair]:
         gate, up = (x.float() @ weight.float().t() for weight in (w_gate, w_up))
         return (F.silu(gate) * up).to(x.dtype)
 
-    gated = linear_triton.gate_up_glu_fwd
-    return [
-        _one_entry(project, lambda *_: matmul_schedules.QKV[1], split_k),
-        _one_entry(gated, lambda *_: matmul_schedules.GATE_UP[-1], unrounded),
-    ]
-
-
-def _row_launchers() -> list[Pair]:
-    """Ops that treat rows one by one."""
-    rotate, fold = rotary_triton.rotary_fwd, gradient_rows_triton.launch_rows
     norm_backward: Callable[..., Any] = rms_norm_bwd
     find, tile = sampling_support_triton.vocabulary_support, sampling_support_triton.TILE
     candidates = rms_norm_schedules.candidates
@@ -139,42 +129,52 @@ def _row_launchers() -> list[Pair]:
         *rows, rstd, heads, with_sums, schedule = operands
         return norm_backward(*rows, rstd.bfloat16().float(), heads, with_sums, schedule)
 
-    def backward_entry(dy: Any, dtotal: Any, x: Tensor, w: Any, rstd: Any, heads: int, *_: Any):
-        return norm_backward_entries(x.shape[-1], heads)[1]
-
-    def added_up(buffer: Tensor, *operands: Any, ranked: bool) -> None:
-        own = torch.zeros_like(buffer)
-        fold(own, *operands, ranked=ranked)
-        buffer.add_(own)
+    def backward_entries(dy: Any, dtotal: Any, x: Tensor, w: Any, rstd: Any, heads: int, *_: Any):
+        return norm_backward_entries(x.shape[-1], heads)[1:2]
 
     def support_by_tile(logits: Tensor, *rows: Any) -> Tensor:
         changed = tile != sampling_support_triton.TILE
         return find(logits.bfloat16().float() if changed else logits, *rows)
 
     return [
-        _one_entry(glu_triton.glu_fwd, lambda *_: glu_triton.CANDIDATES[1], silu_rounded),
-        _one_entry(glu_triton.glu_bwd, lambda *_: glu_triton.CANDIDATES[1], gradients_rounded),
-        _one_entry(rotate, lambda *_: rotary_triton.CANDIDATES[1], cosine_rounded),
-        _one_entry(rms_norm_fwd, lambda x, *_: candidates(x.shape[-1])[1], root_rounded),
-        _one_entry(rms_norm_bwd, backward_entry, from_a_rounded_root),
-        _one_entry(fold, lambda *_: gradient_rows_triton.CANDIDATES[1], added_up),
+        _some_entries(project, lambda *_: matmul_schedules.QKV[1:2], split_k),
+        _some_entries(gated, lambda *_: matmul_schedules.GATE_UP[-1:], unrounded),
+        _some_entries(glu_triton.glu_fwd, lambda *_: glu_triton.CANDIDATES[1:2], silu_rounded),
+        _some_entries(glu_triton.glu_bwd, lambda *_: glu_triton.CANDIDATES[1:2], gradients_rounded),
+        _some_entries(rotate, lambda *_: rotary_triton.CANDIDATES[1:2], cosine_rounded),
+        _some_entries(rms_norm_fwd, lambda x, *_: candidates(x.shape[-1])[1:2], root_rounded),
+        _some_entries(rms_norm_bwd, backward_entries, from_a_rounded_root),
+        _some_entries(fold, lambda *_: gradient_rows_triton.CANDIDATES[1:2], _added_up(fold)),
         (find, support_by_tile),
     ]
 
 
-def _one_entry(
-    launcher: Callable[..., Any], entry: Callable[..., Any], wrong: Callable[..., Any]
+def _added_up(fold: Callable[..., None]) -> Callable[..., None]:
+    """What is folded is summed from zero, then added."""
+
+    def wrong(buffer: Tensor, *operands: Any, **options: Any) -> None:
+        own = torch.zeros_like(buffer)
+        fold(own, *operands, **options)
+        buffer.add_(own)
+
+    return wrong
+
+
+def _some_entries(
+    launcher: Callable[..., Any], entries: Callable[..., Any], wrong: Callable[..., Any]
 ) -> Pair:
-    """`wrong` in place of a launcher where its last argument is one entry of its table."""
+    """`wrong` in place of a launcher whose last argument is one of `entries` of its table."""
 
     def mutant(*operands: Any, **options: Any) -> Any:
-        run = wrong if operands[-1] == entry(*operands) else launcher
+        run = wrong if operands[-1] in entries(*operands) else launcher
         return run(*operands, **options)
 
     return launcher, mutant
 
 
-@perturbation(substituted, attention_hopper_bwd)
+@mutant(
+    "backward in one kernel", cuda="C1 schedules: attention", at=(substituted, attention_hopper_bwd)
+)
 def one_kernel_backward_rounds_once_more(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> None:

@@ -1,15 +1,18 @@
-"""C1 for ops that treat rows one by one: a row alone and among others is the same bytes."""
+"""C1 and C3 op by op: a row alone and among others is the same bytes; parameter gradients are left
+folds, whatever the cut into calls and the filler."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
 from rl_consistency.kernels.reduction.masked_reduction import masked_mean, masked_sum
@@ -17,13 +20,10 @@ from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
 from rl_consistency.kernels.rotary.op import rotary, rotary_table
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits, token_logprobs
-from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpSetup
+from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpSetup, padded
 from rl_consistency.verify.claims import Tally
-from rl_consistency.verify.laws import RowOp, leaf_gradients, misaligned, rows_alike
+from rl_consistency.verify.laws import RowOp, cuts_alike, leaf_gradients, misaligned, rows_alike
 from rl_consistency.verify.probe import probe, probe_tokens
-
-HEAD_SCALE = 0.02
-"""Factor on the LM head's probe that spreads the logits over a few nats."""
 
 EPS = 1e-6
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
@@ -38,21 +38,14 @@ def check_linear(tally: Tally, setup: OpSetup) -> None:
         dy = setup.drawn((setup.rows, columns), 30 + i, 0.02)
         name = f"{inner} x {columns}"
         _alike(tally, setup, name, partial(linear, weight=weight, bias=bias), x)
-        _alike(tally, setup, f"{name} dX", _gradient_of(partial(linear, weight=weight)), x, dy)
-    _check_fused_projections(tally, setup)
+        _alike(tally, setup, f"{name} dX", _gradients_of(partial(linear, weight=weight)), x, dy)
+    with torch.no_grad():
+        _check_fused_projections(tally, setup)
 
 
-@torch.no_grad()
 def _check_fused_projections(tally: Tally, setup: OpSetup) -> None:
     """`linear_qkv` and `linear_glu` against the ops they are made of, for few and many rows."""
-    inner, shape = setup.shapes.hidden_size, setup.shapes.attention[0]
-    sizes = [shape.heads * shape.head_dim, *[shape.kv_heads * shape.head_dim] * 2]
-    sizes += [setup.shapes.glu_width] * 2
-    # Small: the product of gate and up has to stay in the range of fp16.
-    x = setup.drawn((setup.rows, inner), 40, 0.01)
-    q, k, v, gate, up = (
-        setup.drawn((n, inner), 41 + i, weight_scale(inner)) for i, n in enumerate(sizes)
-    )
+    x, (q, k, v, gate, up) = projection_probe(setup.rows, setup)
     apart = torch.cat([linear(x, weight) for weight in (q, k, v)], dim=1)
     gated = glu(linear(x, gate), linear(x, up))
     for count in setup.sweep.row_counts():
@@ -60,6 +53,17 @@ def _check_fused_projections(tally: Tally, setup: OpSetup) -> None:
         tally.equal(f"q, k, v in one call, {count} rows", apart[:count], fused)
         fused = linear_glu(x[:count], gate, up)
         tally.equal(f"gate, up, silu in one call, {count} rows", gated[:count], fused)
+
+
+def projection_probe(rows: int, setup: OpSetup) -> tuple[Tensor, list[Tensor]]:
+    """x, and the weights of its projections to q, k, v, gate and up."""
+    inner, shape = setup.shapes.hidden_size, setup.shapes.attention[0]
+    sizes = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    sizes += [setup.shapes.glu_width] * 2
+    scale = weight_scale(inner)
+    weights = [setup.drawn((n, inner), 41 + i, scale) for i, n in enumerate(sizes)]
+    # Small: the product of gate and up has to stay in the range of fp16.
+    return setup.drawn((rows, inner), 40, 0.01), weights
 
 
 def check_rms_norm(tally: Tally, setup: OpSetup) -> None:
@@ -73,7 +77,7 @@ def check_rms_norm(tally: Tally, setup: OpSetup) -> None:
         name = f"width {width}" if heads == 1 else f"{heads} heads of {width}"
         op = partial(rms_norm, weight=weight, eps=EPS, rows_per_token=heads)
         _alike(tally, setup, name, op, x)
-        _alike(tally, setup, f"{name} dx", _gradient_of(op), x, dy)
+        _alike(tally, setup, f"{name} dx", _gradients_of(op), x, dy)
         if heads == 1:
             _check_residual_addition(tally, f"{name}, with the residual addition", x, dy, weight)
 
@@ -132,13 +136,10 @@ def check_glu(tally: Tally, setup: OpSetup) -> None:
     # In a wide layer outliers of both meet; their product must fit fp16.
     up = setup.drawn(size, 2, 1 / 64 if setup.shapes.name else 1.0)
 
-    def gradients(op: RowOp, gate: Tensor, up: Tensor) -> Tensor:
-        return torch.cat(leaf_gradients(op, (gate, up), torch.ones_like(gate)), dim=1)
-
     for activation in ACTIVATIONS:
-        op = partial(glu, activation=activation)
+        op, dy = partial(glu, activation=activation), torch.ones_like(gate)
         _alike(tally, setup, activation, op, gate, up)
-        _alike(tally, setup, f"{activation} gradient", partial(gradients, op), gate, up)
+        _alike(tally, setup, f"{activation} gradient", _gradients_of(op), gate, up, dy)
 
 
 def check_embedding(tally: Tally, setup: OpSetup) -> None:
@@ -184,16 +185,10 @@ def check_masked_reduction(tally: Tally, setup: OpSetup) -> None:
     """Sum and mean of the same active values under every padding; inactive places hold NaN."""
     parts = [setup.drawn((n,), i) for i, n in enumerate(setup.sweep.sample_lengths())]
     flat = torch.cat(parts)
-    width = max(map(len, parts))
     expected = torch.stack([masked_sum(flat), masked_mean(flat)])
     for pad in setup.sweep.pads:
         for side in ("left", "right"):
-            values = flat.new_full((len(parts), width + pad), float("nan"))
-            mask = torch.zeros(values.shape, dtype=torch.bool, device=setup.device)
-            for row, part in enumerate(parts):
-                start = width + pad - len(part) if side == "left" else 0
-                values[row, start : start + len(part)] = part
-                mask[row, start : start + len(part)] = True
+            values, mask = padded(parts, pad, side, filler=torch.nan)
             found = torch.stack([masked_sum(values, mask), masked_mean(values, mask)])
             tally.equal(f"{side} padding {pad}", expected, found, ("sum", "mean").__getitem__)
     tally.equal("run again", expected, torch.stack([masked_sum(flat), masked_mean(flat)]))
@@ -218,6 +213,64 @@ def check_gradient_norm(tally: Tally, setup: OpSetup) -> None:
         torch.set_num_threads(threads)
 
 
+def check_linear_fold(tally: Tally, setup: OpSetup) -> None:
+    """dW and dbias of `linear`."""
+    for inner, columns in setup.shapes.linear if setup.shapes.name else ((96, 208),):
+        inputs = setup.drawn((setup.rows, inner), 3), setup.drawn((setup.rows, columns), 4)
+        sizes = {"weight": (columns, inner), "bias": (columns,)}
+        _fold_alike(tally, setup, linear, sizes, inputs, (1.0, 0.0))
+
+
+def check_rms_norm_fold(tally: Tally, setup: OpSetup) -> None:
+    """dweight of `rms_norm`, for hidden states and for several heads a token."""
+    shape = setup.shapes.attention[0]
+    for heads, width in ((1, setup.shapes.norm_widths[0]), (shape.heads, shape.head_dim)):
+        op = partial(rms_norm, eps=EPS, rows_per_token=heads)
+        inputs = [setup.drawn((setup.rows, heads, width), seed) for seed in (2, 3)]
+        _fold_alike(tally, setup, op, {"weight": (width,)}, inputs, (1.0, 0.0))
+
+
+def check_embedding_fold(tally: Tally, setup: OpSetup) -> None:
+    """The gradient of an embedding whose tokens repeat."""
+    vocab_size, hidden_size = setup.shapes.vocab_size, setup.shapes.hidden_size
+    tokens = torch.tensor(probe_tokens([setup.rows], vocab_size, seed=2)[0], device=setup.device)
+    inputs = tokens, setup.drawn((setup.rows, hidden_size), 3)
+    _fold_alike(tally, setup, embedding, {"weight": (vocab_size, hidden_size)}, inputs)
+
+
+def check_lm_head_fold(tally: Tally, setup: OpSetup) -> None:
+    """dweight of the LM head inside `token_logprobs`, and its chunks of tokens."""
+    hidden, head, targets, sampling = token_logprob_probe(setup.rows, setup)
+    inside = targets_inside(hidden, head, targets, sampling)
+    plain = SamplingRows.uniform(setup.rows, device=setup.device)
+    weight = _parameter(head)
+    buffer = GradientBuffer(weight)
+    everything = torch.arange(len(hidden), device=setup.device)
+
+    def backward(own: Tensor, kinds: SamplingRows, index: Tensor, chunk: int = 1024) -> None:
+        # Filler has index -1: the last row, not scored.
+        logprobs, entropy = token_logprobs(
+            hidden[index],
+            weight,
+            own[index].masked_fill(index < 0, IGNORED),
+            kinds.select(index),
+            chunk_tokens=chunk,
+            weight_grad=buffer,
+        )
+        (logprobs.sum() - 0.1 * entropy.sum()).backward()
+
+    for own, kinds in ((inside, sampling), (targets, plain)):
+        run = partial(backward, own, kinds)
+        cuts_alike(tally, (weight,), run, (everything,), (-1,))
+        whole = None
+        for chunk in (1024, 16, 48):
+            weight.grad = None
+            run(everything, chunk)
+            assert weight.grad is not None
+            whole = weight.grad.clone() if whole is None else whole
+            tally.equal(f"chunk_tokens {chunk}", whole, weight.grad)
+
+
 def weight_scale(inner: int) -> float:
     """Factor on a weight's probe that keeps products over `inner` channels within fp16."""
     return 0.02 * min(1.0, (1000 / inner) ** 0.5)
@@ -226,8 +279,8 @@ def weight_scale(inner: int) -> float:
 def token_logprob_probe(rows: int, setup: OpSetup) -> tuple[Tensor, Tensor, Tensor, SamplingRows]:
     """Hidden states, LM head, targets, and sampling parameters of five kinds in turn."""
     hidden_size, vocab_size = setup.shapes.hidden_size, setup.shapes.vocab_size
-    # Logits keep the spread they have at the tiny sizes: variances add up over hidden_size.
-    scale = HEAD_SCALE * (TINY_SHAPES.hidden_size / hidden_size) ** 0.5
+    # Logits spread over a few nats, as at the tiny sizes: variances add up over hidden_size.
+    scale = 0.02 * (TINY_SHAPES.hidden_size / hidden_size) ** 0.5
     hidden = setup.drawn((rows, hidden_size), 1, 0.1)
     weight = setup.drawn((vocab_size, hidden_size), 2, scale)
     targets = torch.tensor(probe_tokens([rows], vocab_size, seed=3)[0], device=setup.device)
@@ -255,6 +308,28 @@ def _alike(tally: Tally, setup: OpSetup, name: str, op: RowOp, *inputs: Tensor) 
     rows_alike(tally, name, op, *inputs, counts=setup.sweep.row_counts())
 
 
-def _gradient_of(op: RowOp) -> RowOp:
-    """(x, dy) -> dx of an op of one tensor."""
-    return lambda x, dy: leaf_gradients(op, (x,), dy)[0]
+def _parameter(values: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(values)
+    parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]  # all digits are compared
+    return parameter
+
+
+def _gradients_of(op: RowOp) -> RowOp:
+    """(operands, dy) -> gradients of all operands side by side."""
+    return lambda *xs: torch.cat(leaf_gradients(op, xs[:-1], xs[-1]), dim=1)
+
+
+def _fold_alike(
+    tally: Tally,
+    setup: OpSetup,
+    op: Callable[..., Tensor],
+    sizes: Mapping[str, tuple[int, ...]],
+    inputs: Sequence[Tensor],
+    filler: Sequence[float] | None = None,
+) -> None:
+    """C3 of an op with parameters of some sizes; `inputs` are its operand and dy, row by row."""
+    drawn = [_parameter(setup.drawn(size, i)) for i, size in enumerate(sizes.values(), 1)]
+    weights = dict(zip(sizes, drawn, strict=True))
+    buffers = {f"{name}_grad": GradientBuffer(weight) for name, weight in weights.items()}
+    bound = partial(op, **weights, **buffers)
+    cuts_alike(tally, drawn, lambda x, dy: bound(x).backward(dy), inputs, filler)
