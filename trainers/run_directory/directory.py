@@ -50,8 +50,8 @@ def check_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> None
     if unlisted:
         raise RunDirectoryError(
             f"{directory} holds {', '.join(unlisted)}, which no run of ours wrote: its "
-            f"{MANIFEST} is missing or does not list it. Move that away, or choose another "
-            "run.output_dir."
+            f"{MANIFEST} is missing (older versions wrote none) or does not list it. Move that "
+            "away, or choose another run.output_dir."
         )
     for name in (*FILES, MANIFEST, LOCK):
         if (directory / name).is_symlink():
@@ -89,8 +89,8 @@ def locked(directory: Path) -> Iterator[None]:
             ) from error
         except OSError as error:
             raise RunDirectoryError(
-                f"{directory / LOCK} cannot be locked ({error.strerror}), so another process could "
-                "train there too: choose a run.output_dir on a file system with locks."
+                f"{directory / LOCK} cannot be locked ({error.strerror}), and without a lock "
+                "another process could train there too: choose another run.output_dir."
             ) from error
         yield
 
@@ -100,11 +100,12 @@ def open_directory(config: RunConfig, *, overwrite: bool) -> None:
     check_directory(config, resume=False, overwrite=overwrite)
     directory = config.run.output_dir
     remove_leftovers(directory)
-    for name in FILES:
-        (directory / name).unlink(missing_ok=True)
+    # Checkpoints first: what a kill leaves of a run must not look like one to resume.
     for folder in (directory / CHECKPOINTS, directory / REPLAY):
         if folder.exists():
             discard(folder)
+    for name in FILES:
+        (directory / name).unlink(missing_ok=True)
     names = [*FILES, CHECKPOINTS, REPLAY]
     write_whole(directory / MANIFEST, seal({"format": FORMAT, "names": names}))
     write_config(config)
