@@ -356,7 +356,7 @@ def _full_disk_explained(checkpoints: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise RunDirectoryError(f"{error}. {remedy(checkpoints)}") from error
 

@@ -35,7 +35,7 @@ def settings(config: RunConfig) -> dict[str, str]:
 
     Without a schedule that ends, nothing before a step depends on how many steps follow.
     """
-    tree = config.model_dump(mode="json", exclude=FREE)  # type: ignore[arg-type]
+    tree = config.model_dump(mode="json", exclude=FREE)
     if config.optimizer.schedule == "constant":
         del tree["training"]["steps"]
     return dict(_flat(tree))

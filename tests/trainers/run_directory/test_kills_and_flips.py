@@ -5,6 +5,7 @@ flips.
 """
 
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -12,7 +13,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
 from itertools import count
 
@@ -41,34 +41,27 @@ def changes(tiny_run):
 
 def in_a_child(run, directory, *, kill_at_event=None, kill_after=None):
     """Run in a process of its own, and kill it; returns its count of file events, or None."""
-    counted = directory.with_name("events")
-    child = os.fork()
-    if child == 0:
-        try:
-            events = [0]
+    fork = multiprocessing.get_context("fork")
+    events = fork.Value("i", 0, lock=False)
 
-            def hook(event, args):
-                if event in FILE_EVENTS and (event in RELATIVE or str(directory) in str(args[0])):
-                    events[0] += 1
-                    if events[0] == kill_at_event:
-                        os.kill(os.getpid(), signal.SIGKILL)
+    def hook(event, args):
+        if event in FILE_EVENTS and (event in RELATIVE or str(directory) in str(args[0])):
+            events.value += 1
+            if events.value == kill_at_event:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-            sys.addaudithook(hook)
-            run()
-            counted.write_text(str(events[0]))
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
+    def child():
+        sys.addaudithook(hook)
+        run()
+
+    process = fork.Process(target=child)
+    process.start()
     if kill_after is not None:
         time.sleep(kill_after)
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return None
-    assert os.WEXITSTATUS(status) == 0
-    return int(counted.read_text())
+        process.kill()
+    process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return None if process.exitcode else events.value
 
 
 def prepare(mode, whole, directory):
