@@ -211,6 +211,7 @@ SCRIPT = """
 import os, signal, sys
 from rl_consistency.trainers import run
 from rl_consistency.trainers.run_directory import checkpoint
+from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
 
 recipe, mode = sys.argv[1:]
