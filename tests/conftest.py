@@ -37,6 +37,11 @@ pytest-xdist deals tests out in pairs, so a short one stands behind each of thei
 """
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "kills and flipped bits that test_kills_and_flips.py tries, of each so many"
+    parser.addoption("--attempts", type=int, default=5, help=text)
+
+
 @pytest.hookimpl(trylast=True)  # of what is not deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none; where there is one, the longest come first."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import errno
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -15,7 +17,7 @@ from accelerate import Accelerator
 
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.numerics.fingerprint import fingerprint
+from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.numerics.strict import Strictness, current, strict
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.rollout.engine import RolloutEngine
@@ -27,23 +29,35 @@ from rl_consistency.trainers.policy import context_length, eos_token_ids, load_p
 from rl_consistency.trainers.prompts import encode_targets, load_prompts
 from rl_consistency.trainers.rewards import RewardFunction, resolve
 from rl_consistency.trainers.run_directory.checkpoint import (
-    CheckpointError,
     list_checkpoints,
     load_checkpoint,
     load_weights,
     read_weights,
+    remedy,
     save_checkpoint,
     save_weights,
 )
 from rl_consistency.trainers.run_directory.directory import (
+    CHECKPOINTS,
+    METRICS,
     REFERENCE,
+    REPLAY,
     RunDirectoryError,
     check_directory,
+    locked,
     open_directory,
+    write_config,
+)
+from rl_consistency.trainers.run_directory.inputs import (
+    data_digests,
+    policy_digests,
+    reward_digests,
+    settings,
 )
 from rl_consistency.trainers.run_directory.metrics_file import MetricsFile, read_metrics
 from rl_consistency.trainers.run_directory.random_state import capture, restore, seeded
 from rl_consistency.trainers.run_directory.summary import summary_of, write_summary
+from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
 from rl_consistency.trainers.tracking import (
     WANDB_MISSING,
     ConsoleTable,
@@ -61,8 +75,9 @@ def train(
 ) -> dict[str, Any]:
     """Run a recipe to its end and return the summary, which is also written to `summary.json`.
 
-    `resume` continues from the newest checkpoint of the run directory, `overwrite` removes the run
-    that the directory already holds, and `announce` is told, line by line, what goes on.
+    `resume` continues from the newest checkpoint of the run directory, also with more steps than
+    the run was begun with, where its schedule does not end. `overwrite` removes the run that the
+    directory already holds. `announce` is told, line by line, what goes on.
 
     Raises:
         ValueError: bad configuration, data, policy, rewards or checkpoint.
@@ -72,13 +87,16 @@ def train(
     check_directory(config, resume=resume, overwrite=overwrite)
     _check_machine(config)
     with ExitStack() as stack:
+        stack.enter_context(_full_disk_explained(config.run.output_dir / CHECKPOINTS))
+        if resume:
+            stack.enter_context(locked(config.run.output_dir))
         stack.enter_context(_threads(config.run.num_threads))
         stack.enter_context(seeded(config.run.seed))
         stack.enter_context(_strictness(config))
         # Everything that may be refused is refused before the directory is touched.
         run = _Run(config, announce, stack)
-        first_step = run.restore() if resume else run.begin()
-        with TrackerSet(run.trackers(first_step, resume)) as trackers:
+        first_step = run.restore() if resume else run.begin(overwrite=overwrite)
+        with TrackerSet(run.trackers()) as trackers:
             # Logged first, saved second: no kill can leave a checkpoint whose metrics are missing.
             if not resume:
                 if opening := run.opening_metrics():
@@ -104,6 +122,7 @@ class _Run:
             config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
         self.model.train()
+        inputs = settings(config) | policy_digests(self.model, self.tokenizer)
         context = context_length(self.model)
         self.train_set, self.eval_set = load_prompts(config, self.tokenizer, context)
         self.warm_start_targets = []
@@ -119,31 +138,43 @@ class _Run:
         self.accelerator = Accelerator(cpu=config.run.device == "cpu", mixed_precision="no")
         self.model = self.accelerator.prepare(self.model)
         self.fingerprint = fingerprint(config.run.device)
+        inputs |= data_digests(self.train_set, self.eval_set) | reward_digests(self.rewards)
+        self.continued_under = Fingerprint(self.fingerprint.entries | inputs)
         self.warm_start_loss, self.reference_digest = float("nan"), None
         self.wandb_run_id = uuid4().hex[:8]
 
-    def begin(self) -> int:
+    def begin(self, *, overwrite: bool) -> int:
         """Open the run directory and do the warm start; returns the first step."""
-        open_directory(self.config)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.stack.enter_context(locked(self.directory))
+        open_directory(self.config, overwrite=overwrite)
+        self._open_metrics()
         if self.config.warm_start.steps:
             self._warm_start()
         if self.reference is not None:
-            save_weights(self.directory / REFERENCE, self.model)
-            self._load_reference(parameter_digest(self.model))
+            self.reference_digest = save_weights(self.directory / REFERENCE, self.model)
+            self._load_reference()
         self._assemble()
         return 1
 
     def restore(self) -> int:
         """Load the newest checkpoint; returns the step that follows it."""
-        if not (checkpoints := list_checkpoints(self.directory / "checkpoints")):
+        if not (checkpoints := list_checkpoints(self.directory / CHECKPOINTS)):
             raise RunDirectoryError(
                 f"{self.directory} has no complete checkpoint to resume from; start again with "
                 "--overwrite, and set training.save_every to have checkpoints on the way."
             )
-        checkpoint = load_checkpoint(checkpoints[-1], self.fingerprint)
+        checkpoint = load_checkpoint(checkpoints[-1], self.continued_under)
+        self._require_steps(checkpoint.step)
         load_weights(self.model, checkpoint.weights)
         if self.reference is not None:
-            self._load_reference(checkpoint.extra["reference_digest"])
+            self.reference_digest = checkpoint.extra["reference_digest"]
+            self._load_reference()
+        self._open_metrics(checkpoint.extra["metrics"])
+        # All that may be refused has been: from here on the directory changes.
+        remove_leftovers(self.directory)
+        remove_leftovers(self.directory / CHECKPOINTS)
+        write_config(self.config)
         self._assemble()
         self.optimizer.load(checkpoint.optimizer, checkpoint.schedule)
         self.hook.load_state_dict(checkpoint.totals)
@@ -152,6 +183,21 @@ class _Run:
         restore(checkpoint.extra["random_state"])
         self.announce(f"resumed from {checkpoint.path}")
         return checkpoint.step + 1
+
+    def _require_steps(self, done: int) -> None:
+        """RunDirectoryError unless the steps from `done` to the end can be run and saved."""
+        if self.config.training.steps < done:
+            raise RunDirectoryError(
+                f"training.steps: {self.config.training.steps} are fewer than the {done} steps "
+                f"that the run in {self.directory} has done: give as many or more."
+            )
+        for path in sorted((self.directory / CHECKPOINTS).glob("step_*")):
+            step = path.name.removeprefix("step_")
+            if step.isdecimal() and int(step) > done:
+                raise RunDirectoryError(
+                    f"{path} is no whole checkpoint and stands where the run will write one: "
+                    "remove it or move it away."
+                )
 
     def step(self, step: int) -> dict[str, Any]:
         """One GRPO step, with evaluation where it is due."""
@@ -179,9 +225,10 @@ class _Run:
             "wandb_run_id": self.wandb_run_id,
             "warm_start_loss": self.warm_start_loss,
             "reference_digest": self.reference_digest,
+            "metrics": self.metrics_file.state(),
         }
         save_checkpoint(
-            self.directory / "checkpoints",
+            self.directory / CHECKPOINTS,
             step=step,
             model=self.model,
             tokenizer=self.tokenizer,
@@ -189,15 +236,14 @@ class _Run:
             schedule=self.optimizer.schedule_state(),
             totals=self.hook.state_dict(),
             extra=extra,
-            fingerprint=self.fingerprint,
+            fingerprint=self.continued_under,
             keep=training.keep_checkpoints,
         )
 
-    def trackers(self, first_step: int, resume: bool) -> list[Tracker]:
+    def trackers(self) -> list[Tracker]:
         """Where metrics go, as the recipe says."""
-        wandb, resume_from = self.config.tracking.wandb, first_step - 1 if resume else None
-        file = MetricsFile(self.directory / "metrics.jsonl", resume_from=resume_from)
-        trackers: list[Tracker] = [file]
+        wandb = self.config.tracking.wandb
+        trackers: list[Tracker] = [self.metrics_file]
         if self.config.tracking.console:
             trackers.append(ConsoleTable(self.config.training.steps))
         if wandb is not None:
@@ -218,13 +264,17 @@ class _Run:
             "name": self.config.run.name,
             "steps": self.config.training.steps,
             "seconds": round(seconds, 1),
-            **summary_of(read_metrics(self.directory / "metrics.jsonl"), self.hook.summary()),
+            **summary_of(read_metrics(self.directory / METRICS), self.hook.summary()),
             "parameter_digest": parameter_digest(self.model),
             "strict": current().as_record(),
             "fingerprint": self.fingerprint.entries,
         }
         write_summary(self.directory, summary)
         return summary
+
+    def _open_metrics(self, resume_from: dict[str, Any] | None = None) -> None:
+        self.metrics_file = MetricsFile(self.directory / METRICS, resume_from=resume_from)
+        self.stack.callback(self.metrics_file.close)
 
     def _assemble(self) -> None:
         """Make optimizer, engine, hook and trainer around the weights as they are now."""
@@ -241,7 +291,7 @@ class _Run:
             self.model,
             **config.consistency.model_dump(exclude={"strict", "strict_except"}),
             micro_batch_size=config.training.micro_batch_size,
-            replay_dir=self.directory / "replay",
+            replay_dir=self.directory / REPLAY,
             config=config.model_dump(mode="json"),
             expected_fingerprint=engine.fingerprint,
             warn=self.announce,
@@ -290,18 +340,25 @@ class _Run:
             progress=progress,
         )
 
-    def _load_reference(self, digest: str | None) -> None:
+    def _load_reference(self) -> None:
         """Give the KL reference the weights that the run began with, freeze it and patch it."""
-        assert self.reference is not None
-        file = self.directory / REFERENCE
-        load_weights(self.reference, read_weights(file))
-        if parameter_digest(self.reference) != digest:
-            raise CheckpointError(
-                f"{file} is not the KL reference of this run; restore it, or use --overwrite."
-            )
-        self.reference_digest = digest
+        assert self.reference is not None and self.reference_digest is not None
+        load_weights(
+            self.reference, read_weights(self.directory / REFERENCE, self.reference_digest)
+        )
         self.reference.requires_grad_(False)
         self.stack.enter_context(patch(self.reference))
+
+
+@contextmanager
+def _full_disk_explained(checkpoints: Path) -> Iterator[None]:
+    """Say what helps where the disk has no room for one of the run's files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunDirectoryError(f"{error}. {remedy(checkpoints)}") from error
 
 
 @contextmanager

@@ -3,18 +3,15 @@
     checkpoints/step_000030/
         config.json, model.safetensors, tokenizer files     loadable by from_pretrained
         optimizer.safetensors                               moments and master weights
-        trainer.json                                        step, schedule, totals, fingerprint
+        trainer.json                                        step, schedule, totals, fingerprint,
+                                                            SHA-256 of itself and of all others
 
-A checkpoint is written under a temporary name, flushed, and renamed at the end: an interrupt or a
+A checkpoint is written under a name of its own, flushed, and renamed at the end: an interrupt or a
 full disk leaves the previous one whole. Loading it runs none of its files.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,10 +24,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl_consistency.numerics.fingerprint import Fingerprint
+from rl_consistency.trainers.run_directory.sealed_json import file_digest, seal, unseal
+from rl_consistency.trainers.run_directory.unfinished import discard, replace, unfinished
 
-FORMAT = 1
+FORMAT = 2
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "trainer.json"
-_PARTIAL, _REPLACED = ".partial", ".replaced"
 _KEPT = ("schedule", "totals", "extra")
 _REMEDY = "Remove this checkpoint directory and resume from the one before it."
 
@@ -68,83 +66,91 @@ def save_checkpoint(
     fingerprint: Fingerprint,
     keep: int,
 ) -> Path:
-    """Write `directory/step_NNNNNN`, remove all but the newest `keep`; CheckpointError if not."""
+    """Write `directory/step_NNNNNN`, which must not exist; remove all but the newest `keep`.
+
+    What is behind a link stays, and a checkpoint in which somebody keeps a file of their own.
+    CheckpointError, and nothing changed, where it cannot be written.
+    """
     target = directory / f"step_{step:06d}"
-    partial = target.with_name(target.name + _PARTIAL)
-    with _explained(f"the checkpoint {target}", partial):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(partial)
-        if model.generation_config is not None:
-            model.generation_config.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        save_file(_weights(model), partial / WEIGHTS, metadata={"format": "pt"})
-        save_file({k: v.detach().contiguous() for k, v in optimizer.items()}, partial / OPTIMIZER)
-        state = {
-            "format": FORMAT,
-            "step": step,
-            "schedule": dict(schedule),
-            "totals": dict(totals),
-            "extra": dict(extra),
-            "fingerprint": fingerprint.entries,
-            "sha256": {name: _sha256(partial / name) for name in (WEIGHTS, OPTIMIZER)},
-        }
-        (partial / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        _flush(*partial.rglob("*"), partial)
-        replaced = target.with_name(target.name + _REPLACED)
-        if target.exists():
-            os.replace(target, replaced)
-        os.replace(partial, target)
-        shutil.rmtree(replaced, ignore_errors=True)
-        _flush(directory)
-    for old in list_checkpoints(directory)[:-keep]:
-        (old / STATE).unlink()  # first: what is half removed must not be listed
-        shutil.rmtree(old)
+    with _explained(f"the checkpoint {target}", directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with unfinished(directory) as place:
+            model.config.architectures = [type(model).__name__]
+            model.config.save_pretrained(place)
+            if model.generation_config is not None:
+                model.generation_config.save_pretrained(place)
+            tokenizer.save_pretrained(place)
+            save_file(_weights(model), place / WEIGHTS, metadata={"format": "pt"})
+            save_file({k: v.detach().contiguous() for k, v in optimizer.items()}, place / OPTIMIZER)
+            files = sorted(file for file in place.rglob("*") if file.is_file())
+            state = {
+                "format": FORMAT,
+                "step": step,
+                "schedule": dict(schedule),
+                "totals": dict(totals),
+                "extra": dict(extra),
+                "fingerprint": fingerprint.entries,
+                "files": {str(file.relative_to(place)): file_digest(file) for file in files},
+            }
+            (place / STATE).write_text(seal(state), encoding="utf-8")
+            replace(place, target)
+    if not directory.is_symlink():
+        ours = [path for path in list_checkpoints(directory) if not path.is_symlink()]
+        for old in ours[:-keep]:
+            if not strangers(old):
+                discard(old)
     return target
 
 
-def save_weights(file: Path, model: Any) -> None:
-    """Write a model's parameters to one file; CheckpointError, and no file, if the disk refuses."""
-    partial = file.with_name(file.name + _PARTIAL)
-    with _explained(str(file), partial):
-        save_file(_weights(model), partial, metadata={"format": "pt"})
-        os.replace(partial, file)
+def save_weights(file: Path, model: Any) -> str:
+    """Write a model's parameters to one file, whole or not at all, and return its SHA-256.
+
+    CheckpointError if the disk refuses.
+    """
+    with _explained(str(file), file.parent), unfinished(file.parent) as place:
+        written = place / file.name
+        save_file(_weights(model), written, metadata={"format": "pt"})
+        digest = file_digest(written)
+        replace(written, file)
+    return digest
 
 
-def read_weights(file: Path) -> dict[str, Tensor]:
-    """What `save_weights` wrote; CheckpointError if it is missing or truncated."""
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError) as error:
+def read_weights(file: Path, digest: str) -> dict[str, Tensor]:
+    """What `save_weights` wrote; CheckpointError if it is missing or has another SHA-256."""
+    if not file.is_file() or file_digest(file) != digest:
         raise CheckpointError(
-            f"{file} is missing, truncated or damaged ({error}); restore it, or use --overwrite."
-        ) from error
+            f"{file} is missing, damaged or of another run (SHA-256); restore it, or begin another "
+            "run."
+        )
+    return load_file(file)
 
 
 @contextmanager
-def _explained(what: str, partial: Path) -> Iterator[None]:
-    """Remove `partial` on any failure, and say what a failing disk means for the run."""
+def _explained(what: str, directory: Path) -> Iterator[None]:
+    """Say what a failing disk means for the run whose checkpoints are in `directory`."""
     try:
         yield
     except BaseException as error:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
         # tokenizers reports a failed write as a bare Exception.
         if isinstance(error, OSError | SafetensorError) or type(error) is Exception:
-            raise CheckpointError(
-                f"cannot write {what}: {error}. Earlier checkpoints are whole; free some space "
-                "(training.keep_checkpoints) and continue with --resume."
-            ) from error
+            raise CheckpointError(f"cannot write {what}: {error}. {remedy(directory)}") from error
         raise
+
+
+def remedy(directory: Path) -> str:
+    """What helps a run that a full disk stopped, its checkpoints being in `directory`."""
+    if list_checkpoints(directory):
+        return "Earlier checkpoints are whole: free some space and continue with --resume."
+    return (
+        "There is no checkpoint yet: free some space, or set run.output_dir to another disk, and "
+        "begin again with --overwrite."
+    )
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """Complete checkpoints, oldest first; leftovers of an interrupted write are not listed."""
     steps = {path.name.removeprefix("step_"): path for path in directory.glob("step_*")}
-    complete = [step for step in steps if step.isdigit() and (steps[step] / STATE).is_file()]
+    complete = [step for step in steps if step.isdecimal() and (steps[step] / STATE).is_file()]
     return [steps[step] for step in sorted(complete, key=int)]
 
 
@@ -154,16 +160,25 @@ def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
     if difference := fingerprint.difference(Fingerprint(state["fingerprint"])):
         raise CheckpointError(
             f"{path} was written under another fingerprint: {'; '.join(difference)} (now != then). "
-            "Restore that environment, or start a new run with this directory as policy.path."
+            "Restore what was then, or start a new run with this directory as policy.path."
         )
-    tensors = {}
-    for name in (WEIGHTS, OPTIMIZER):
+    for name, digest in state["files"].items():
         file = path / name
-        if not file.is_file() or _sha256(file) != state["sha256"].get(name):
+        if not file.is_file() or file_digest(file) != digest:
             raise CheckpointError(f"{file} is missing, truncated or damaged (SHA-256). {_REMEDY}")
-        tensors[name] = load_file(file)
+    tensors = {name: load_file(path / name) for name in (WEIGHTS, OPTIMIZER)}
     kept = {name: state[name] for name in _KEPT}
     return Checkpoint(path, state["step"], tensors[WEIGHTS], tensors[OPTIMIZER], **kept)
+
+
+def strangers(path: Path) -> list[Path]:
+    """What lies in a checkpoint's directory and is not listed there: not ours to remove."""
+    try:
+        listed = {path / STATE, *(path / name for name in _read_state(path)["files"])}
+    except CheckpointError:
+        listed = set()
+    found = (p for p in sorted(path.rglob("*")) if p.is_symlink() or not p.is_dir())
+    return [p for p in found if p.is_symlink() or p not in listed]
 
 
 @torch.no_grad()
@@ -187,33 +202,12 @@ def _weights(model: Any) -> dict[str, Tensor]:
 
 def _read_state(path: Path) -> dict[str, Any]:
     try:
-        state = json.loads((path / STATE).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(
-            f"{path} is not a readable checkpoint: {error}. Resume from another, or start again."
-        ) from error
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        state = unseal(path / STATE)
+    except ValueError as error:
+        raise CheckpointError(f"{error}. {_REMEDY}") from error
+    if state.get("format") != FORMAT:
         raise CheckpointError(
             f"{path / STATE} is not of checkpoint format {FORMAT}; resume with the rl_consistency "
             "that wrote it."
         )
-    if missing := sorted({"step", "fingerprint", *_KEPT, "sha256"} - state.keys()):
-        raise CheckpointError(
-            f"{path / STATE} is damaged: it lacks {', '.join(missing)}. {_REMEDY}"
-        )
     return state
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _flush(*paths: Path) -> None:
-    """Wait until files and directories are on the disk."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

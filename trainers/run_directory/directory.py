@@ -1,26 +1,38 @@
-"""A run's directory: what may be started or resumed there, and what a new run removes."""
+"""A run's directory: what may be started or resumed there, and what a new run removes.
+
+`manifest.json` says that the directory is a run's and under which names the run writes. It is there
+before they are, so that each of them is the run's own; where it does not list a name, that is the
+user's. A run writes into no other, and removes no other. (wandb keeps its own directory, whose
+names do not collide; nothing here touches it.)
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
-import shutil
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rl_consistency.trainers.config.recipe import RunConfig, dump_config
-
-REFERENCE = "reference.safetensors"
-RUN_FILES = (
-    "config.yaml",
-    "metrics.jsonl",
-    "summary.json",
-    "report.html",
-    "drift.png",
-    REFERENCE,
-    "checkpoints",
-    "replay",
-    "wandb",
+from rl_consistency.trainers.run_directory.checkpoint import strangers
+from rl_consistency.trainers.run_directory.sealed_json import seal, unseal
+from rl_consistency.trainers.run_directory.unfinished import (
+    discard,
+    is_leftover,
+    remove_leftovers,
+    write_whole,
 )
-"""What a run leaves in its directory, and all that `overwrite` removes from it."""
+
+MANIFEST, LOCK = "manifest.json", ".rl_consistency.lock"
+CONFIG, METRICS, REFERENCE = "config.yaml", "metrics.jsonl", "reference.safetensors"
+FILES = (CONFIG, METRICS, REFERENCE, "summary.json", "report.html", "drift.png")
+CHECKPOINTS, REPLAY = "checkpoints", "replay"
+FORMAT = 1
+
+_STEP, _BUNDLE = re.compile(r"step_\d+"), re.compile(r"bundle-[0-9a-f]{16}|\.unfinished-\w+")
+_BUNDLE_FILES = {"bundle.json", "logprobs.safetensors"}
 
 
 class RunDirectoryError(ValueError):
@@ -32,47 +44,137 @@ def check_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> None
     directory = config.run.output_dir
     if directory.exists() and not directory.is_dir():
         raise RunDirectoryError(f"run.output_dir: {directory} is not a directory; choose another.")
-    started = any((directory / name).exists() for name in RUN_FILES)
-    if resume:
-        if not started:
-            raise RunDirectoryError(f"{directory} holds no run to resume; leave out --resume.")
-        _require_same_config(directory / "config.yaml", config)
-    elif started and not overwrite:
+    listed = _listed(directory)
+    names = (*FILES, CHECKPOINTS, REPLAY)
+    unlisted = [n for n in names if n not in listed and os.path.lexists(directory / n)]
+    if unlisted:
         raise RunDirectoryError(
-            f"{directory} already holds a run; continue it with --resume, remove it with "
-            "--overwrite, or choose another with --set run.output_dir=DIR."
+            f"{directory} holds {', '.join(unlisted)}, which no run of ours wrote: its "
+            f"{MANIFEST} is missing (older versions wrote none) or does not list it. Move that "
+            "away, or choose another run.output_dir."
         )
-    policy = config.policy.path
-    if overwrite and policy is not None and directory.resolve() in policy.resolve().parents:
-        raise RunDirectoryError(
-            f"policy.path {policy} lies inside {directory}, which --overwrite would remove: choose "
-            "another run.output_dir."
-        )
+    for name in (*FILES, MANIFEST, LOCK):
+        if (directory / name).is_symlink():
+            raise RunDirectoryError(
+                f"{directory / name} is a link, which no run writes through: put the file in its "
+                "place, or choose another run.output_dir."
+            )
+    if resume and not listed:
+        raise RunDirectoryError(f"{directory} holds no run to resume; leave out --resume.")
+    if listed and not resume:
+        if not overwrite:
+            raise RunDirectoryError(
+                f"{directory} already holds a run; continue it with --resume, remove it with "
+                "--overwrite, or choose another with --set run.output_dir=DIR."
+            )
+        _require_removable(config)
 
 
-def open_directory(config: RunConfig) -> None:
-    """Make the run directory, without what an earlier run left in it, and save the config there."""
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the directory for this process; RunDirectoryError if another one does.
+
+    The system releases the lock when the process ends, however it ends.
+    """
+    with ExitStack() as stack:
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            descriptor = os.open(directory / LOCK, flags, 0o666)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunDirectoryError(
+                f"another process is at work in {directory}: wait for it or stop it, or choose "
+                "another with --set run.output_dir=DIR."
+            ) from error
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{directory / LOCK} cannot be locked ({error.strerror}), and without a lock "
+                "another process could train there too: choose another run.output_dir."
+            ) from error
+        yield
+
+
+def open_directory(config: RunConfig, *, overwrite: bool) -> None:
+    """Remove what an earlier run left, and save the config; the directory is locked by now."""
+    check_directory(config, resume=False, overwrite=overwrite)
     directory = config.run.output_dir
-    directory.mkdir(parents=True, exist_ok=True)
-    for name in RUN_FILES:
-        path = directory / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    write_atomically(directory / "config.yaml", dump_config(config))
+    remove_leftovers(directory)
+    # Checkpoints first: what a kill leaves of a run must not look like one to resume.
+    for folder in (directory / CHECKPOINTS, directory / REPLAY):
+        if folder.exists():
+            discard(folder)
+    for name in FILES:
+        (directory / name).unlink(missing_ok=True)
+    names = [*FILES, CHECKPOINTS, REPLAY]
+    write_whole(directory / MANIFEST, seal({"format": FORMAT, "names": names}))
+    write_config(config)
 
 
-def _require_same_config(file: Path, config: RunConfig) -> None:
-    if not file.is_file() or file.read_text("utf-8") != dump_config(config):
+def write_config(config: RunConfig) -> None:
+    """Save the resolved config: a record, which nothing reads back."""
+    write_whole(config.run.output_dir / CONFIG, dump_config(config))
+
+
+def _listed(directory: Path) -> list[str]:
+    """The names under which the run in `directory` writes; none where there is no run."""
+    file = directory / MANIFEST
+    if not os.path.lexists(file):
+        return []
+    try:
+        manifest = unseal(file)
+    except ValueError as error:
         raise RunDirectoryError(
-            f"{file} is not the configuration given now; resume with the recipe and --set values "
-            "the run was started with."
+            f"{error}. What is the run's cannot be told from what is not: restore the file, or go "
+            "on in another run.output_dir with the newest checkpoint as policy.path."
+        ) from error
+    if manifest.get("format") != FORMAT:
+        raise RunDirectoryError(f"{file} is not of format {FORMAT}; use the version that wrote it.")
+    return manifest["names"]
+
+
+def _require_removable(config: RunConfig) -> None:
+    """RunDirectoryError if `open_directory` would remove what no run wrote, or an input."""
+    directory = config.run.output_dir
+    if found := [str(path.relative_to(directory)) for path in _strangers(directory)]:
+        more = "" if len(found) <= 5 else f" and {len(found) - 5} more"
+        raise RunDirectoryError(
+            f"{', '.join(found[:5])}{more} in {directory}: no run of ours wrote these files or "
+            "links, and --overwrite removes nothing else. Move them away, or choose another "
+            "run.output_dir."
         )
+    doomed = {(directory / name).resolve() for name in (*FILES, CHECKPOINTS, REPLAY)}
+    for key, path in (
+        ("policy.path", config.policy.path),
+        ("data.path", config.data.path),
+        ("data.eval_path", config.data.eval_path),
+    ):
+        if path is not None and doomed & {path.resolve(), *path.resolve().parents}:
+            raise RunDirectoryError(
+                f"{key} {path} lies inside the run in {directory} that --overwrite would remove: "
+                "choose another run.output_dir."
+            )
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file in one piece: a kill leaves the old text or the new."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+def _strangers(directory: Path) -> Iterator[Path]:
+    """What lies under the names of a run but was not written by it; links always."""
+    yield from (directory / name for name in FILES if (directory / name).is_dir())
+    for name in (CHECKPOINTS, REPLAY):
+        folder = directory / name
+        if folder.is_symlink() or not folder.is_dir():
+            yield from [folder] if os.path.lexists(folder) else []
+            continue
+        for child in sorted(folder.iterdir()):
+            pattern = _STEP if name == CHECKPOINTS else _BUNDLE
+            if is_leftover(child):
+                continue
+            if child.is_symlink() or not child.is_dir() or not pattern.fullmatch(child.name):
+                yield child
+            elif name == CHECKPOINTS:
+                yield from strangers(child)
+            else:
+                yield from (f for f in sorted(child.iterdir()) if not _of_a_bundle(f))
+
+
+def _of_a_bundle(file: Path) -> bool:
+    return file.name in _BUNDLE_FILES and file.is_file() and not file.is_symlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -20,24 +21,30 @@ class MetricsFile:
     """One JSON object per line and step, on disk before `log` returns.
 
     JSON has no NaN: non-finite numbers are written as the strings "nan", "inf" and "-inf", which
-    `read_metrics` turns back. `resume_from` is the step of the checkpoint a run continues from:
-    lines of later steps, and a last line that a kill left unfinished, are cut off.
+    `read_metrics` turns back. `resume_from` is the `state` that the checkpoint a run continues from
+    has kept: what was written after it is cut off.
 
     Raises:
         FileExistsError: the file holds lines and the run does not resume.
-        FileNotFoundError: the run resumes and there is no file.
-        ValueError: a line other than an unfinished last one is not a step's metrics.
+        ValueError: the run resumes and the file does not begin as it did then.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, resume_from: int | None = None) -> None:
-        path = Path(path)
+    def __init__(
+        self, path: str | os.PathLike[str], *, resume_from: Mapping[str, Any] | None = None
+    ) -> None:
+        self._path = path = Path(path)
         self._last_step = -1
         if resume_from is not None:
-            self._last_step = _cut_after(path, resume_from)
+            _cut_after(path, resume_from)
+            self._last_step = max((row["step"] for row in read_metrics(path)), default=-1)
         elif path.exists() and path.stat().st_size:
             raise FileExistsError(f"{path} holds a run: resume that run or choose another folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._stream = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+
+    def state(self) -> dict[str, Any]:
+        """What `resume_from` needs to continue from here: the length and SHA-256 of the file."""
+        return _state(self._path.read_bytes())
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Append one line; a full disk (OSError) leaves the file as it was.
@@ -103,18 +110,17 @@ def _rows(path: Path, data: bytes) -> Iterable[tuple[int, dict[str, Any]]]:
         offset, last_step = offset + len(line), step
 
 
-def _cut_after(path: Path, step: int) -> int:
-    """Truncate after the last line of a step <= `step`; returns that line's step, or -1."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: the run to resume has no metrics there")
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    end, last = len(whole), -1
-    for offset, row in _rows(path, whole):
-        if row["step"] > step:
-            end = offset
-            break
-        last = row["step"]
-    if end < len(data):
-        os.truncate(path, end)
-    return last
+def _cut_after(path: Path, state: Mapping[str, Any]) -> None:
+    """Truncate to the length of `state`; ValueError if those bytes are not the ones of then."""
+    data = path.read_bytes() if path.is_file() else b""
+    if _state(data[: state["bytes"]]) != state:
+        raise ValueError(
+            f"{path} is missing or damaged: its first {state['bytes']} bytes are not those of the "
+            "checkpoint to resume from (SHA-256). Restore the file, or start a new run with that "
+            "checkpoint as policy.path."
+        )
+    os.truncate(path, state["bytes"])
+
+
+def _state(data: bytes) -> dict[str, Any]:
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}

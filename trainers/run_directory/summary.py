@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from rl_consistency.trainers.run_directory.directory import write_atomically
+from rl_consistency.trainers.run_directory.unfinished import write_whole
 
 SUMMARY_STEPS = 5
 """Steps at either end of a run whose mean reward the summary shows."""
@@ -44,4 +44,4 @@ def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
     numbers = {k: v for k, v in summary.items() if isinstance(v, float)}
     nonfinite = {k: str(v) for k, v in numbers.items() if not math.isfinite(v)}
     text = json.dumps({**summary, **nonfinite}, indent=2, allow_nan=False)
-    write_atomically(directory / "summary.json", text + "\n")
+    write_whole(directory / "summary.json", text + "\n")

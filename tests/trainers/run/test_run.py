@@ -23,8 +23,10 @@ def test_a_run_leaves_what_it_promises(tiny_run):
     summary, rows = tiny_run(**tiny_run.LONG, announce=told.append)
     directory = tiny_run.directory / "run"
     assert sorted(path.name for path in directory.iterdir()) == [
+        ".rl_consistency.lock",
         "checkpoints",
         "config.yaml",
+        "manifest.json",
         "metrics.jsonl",
         "reference.safetensors",
         "summary.json",

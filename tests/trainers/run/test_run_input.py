@@ -1,4 +1,5 @@
 import json
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def test_a_failing_reward_function_does_not_cost_the_checkpoints(tiny_run, lasti
     _, rows = tiny_run.of_its_own("whole", **changes)
     real, calls = toy_rewards.varied, []
 
+    @wraps(real)
     def fails_later(**given):
         calls.append(1)
         if len(calls) == 4:

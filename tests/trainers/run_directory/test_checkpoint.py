@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import resource
 import shutil
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from rl_consistency.trainers.run_directory.checkpoint import (
     save_checkpoint,
     save_weights,
 )
+from rl_consistency.trainers.run_directory.sealed_json import seal, unseal
+from rl_consistency.trainers.run_directory.unfinished import remove_leftovers, write_whole
 
 
 def built(architecture="qwen3", *, seed=1, dtype=torch.float32, **changes):
@@ -109,28 +112,30 @@ def test_pruning_keeps_the_newest(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000010", "step_000100"]
 
 
-def test_saving_a_step_again_replaces_it(tmp_path):
-    save(tmp_path, model=built(seed=1))
-    path = save(tmp_path, model=built(seed=2))
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
-    weights = load_checkpoint(path, fingerprint()).weights
-    assert parameter_digest(weights) == parameter_digest(built(seed=2))
+def test_a_checkpoint_that_is_there_is_not_replaced(tmp_path):
+    path = save(tmp_path, model=built(seed=1))
+    before = contents(path)
+    with pytest.raises(CheckpointError, match=f"{path.name}.*not empty"):
+        save(tmp_path, model=built(seed=2))
+    assert contents(path) == before and [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_leftovers_of_a_kill_are_neither_listed_nor_in_the_way(tmp_path):
+def test_leftovers_of_a_kill_are_not_listed_and_are_removed_by_name_alone(tmp_path):
     path = save(tmp_path, step=1)
+    shutil.copytree(path, tmp_path / ".rl_consistency-0123")
     shutil.copytree(path, tmp_path / "step_000002.partial")
-    shutil.copytree(path, tmp_path / "step_000002.replaced")
     (tmp_path / "step_000003").mkdir()
+    (tmp_path / ".rl_consistency-link").symlink_to(path)
     assert list_checkpoints(tmp_path) == [path]
-    again = save(tmp_path, step=2)
-    assert list_checkpoints(tmp_path) == [path, again]
-    assert not (tmp_path / "step_000002.partial").exists()
+    remove_leftovers(tmp_path)
+    left = [".rl_consistency-link", "step_000001", "step_000002.partial", "step_000003"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == left
+    load_checkpoint(path, fingerprint())
 
 
-@pytest.mark.parametrize("file", [WEIGHTS, OPTIMIZER])
+@pytest.mark.parametrize("file", [WEIGHTS, OPTIMIZER, "config.json", "tokenizer.json"])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "one bit"])
-def test_damaged_tensors_are_refused(tmp_path, file, damage):
+def test_a_damaged_file_is_refused(tmp_path, file, damage):
     path = save(tmp_path)
     data = bytearray((path / file).read_bytes())
     if damage == "missing":
@@ -152,14 +157,26 @@ def test_a_damaged_state_file_is_refused(tmp_path, text):
         load_checkpoint(path, fingerprint())
 
 
-@pytest.mark.parametrize("field", ["step", "schedule", "totals", "extra", "fingerprint", "sha256"])
-def test_a_state_file_that_lacks_something_is_refused(tmp_path, field):
+def test_a_state_file_of_an_older_version_is_refused_by_name(tmp_path):
     path = save(tmp_path)
-    state = json.loads((path / STATE).read_text())
-    del state[field]
-    (path / STATE).write_text(json.dumps(state))
-    with pytest.raises(CheckpointError, match=f"it lacks {field}"):
+    state = unseal(path / STATE)
+    (path / STATE).write_text(json.dumps({**state, "format": 1, "sha256": {WEIGHTS: "0"}}))
+    with pytest.raises(CheckpointError, match=rf"{STATE}.*an older rl_consistency wrote it"):
         load_checkpoint(path, fingerprint())
+    (path / STATE).write_text(seal({**state, "format": 3}))
+    with pytest.raises(CheckpointError, match=rf"{STATE} is not of checkpoint format 2"):
+        load_checkpoint(path, fingerprint())
+
+
+def test_any_flipped_bit_of_the_state_file_is_seen(tmp_path):
+    path = save(tmp_path)
+    data = (path / STATE).read_bytes()
+    for position in range(0, 8 * len(data), 97):
+        flipped = bytearray(data)
+        flipped[position // 8] ^= 1 << position % 8
+        (path / STATE).write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=STATE):
+            load_checkpoint(path, fingerprint())
 
 
 def test_another_fingerprint_is_refused_by_name(tmp_path):
@@ -240,32 +257,50 @@ def test_an_interrupt_in_the_middle_of_a_save_leaves_the_previous_checkpoint(
 
 def test_an_interrupt_in_the_middle_of_pruning_lists_only_whole_checkpoints(tmp_path, monkeypatch):
     save(tmp_path, step=1)
-    real = shutil.rmtree
 
     def interrupted(path, **given):
-        if path.name == "step_000001":
+        if (path / WEIGHTS).is_file():
             (path / WEIGHTS).unlink()
             raise KeyboardInterrupt
-        real(path, **given)
 
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", interrupted)
         save(tmp_path, step=2, keep=1)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002"]
+    assert len(list(tmp_path.iterdir())) == 2
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
 
 
 def test_weights_alone_are_written_whole_or_not_at_all(tmp_path):
     file = tmp_path / "reference.safetensors"
     model = built()
-    save_weights(file, model)
-    assert parameter_digest(read_weights(file)) == parameter_digest(model)
+    digest = save_weights(file, model)
+    assert parameter_digest(read_weights(file, digest)) == parameter_digest(model)
     before = file.read_bytes()
     with largest_file(1000), pytest.raises(CheckpointError, match="cannot write .*reference"):
         save_weights(file, built(seed=2))
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
-    file.write_bytes(before[:-10])
-    with pytest.raises(CheckpointError, match="reference.safetensors is missing, truncated"):
-        read_weights(file)
-    file.unlink()
-    with pytest.raises(CheckpointError, match="reference.safetensors is missing, truncated"):
-        read_weights(file)
+    for damage in (before[:-10], before[:20] + b"!" + before[21:], None):
+        file.unlink() if damage is None else file.write_bytes(damage)
+        with pytest.raises(CheckpointError, match="reference.safetensors is missing, damaged"):
+            read_weights(file, digest)
+
+
+def test_a_disk_that_fills_up_before_the_first_checkpoint_does_not_advise_to_resume(tmp_path):
+    with largest_file(1000), pytest.raises(CheckpointError) as error:
+        save(tmp_path)
+    assert "no checkpoint yet: free some space" in str(error.value)
+    assert "--overwrite" in str(error.value) and "--resume" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_of_a_run_have_the_rights_that_the_user_s_mask_gives(tmp_path):
+    before = os.umask(0o027)
+    try:
+        path = save(tmp_path / "run")
+        write_whole(tmp_path / "run" / "text", "text")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o750
+    assert (tmp_path / "run" / "text").stat().st_mode & 0o777 == 0o640

@@ -79,46 +79,60 @@ def test_a_new_run_does_not_write_into_an_old_file(tmp_path):
         MetricsFile(tmp_path / "m.jsonl")
 
 
+def state_after(path, steps):
+    """What a checkpoint keeps of the file when these steps have been logged."""
+    tracker = MetricsFile(path)
+    for step in steps:
+        tracker.log(step, {"loss": step / 8})
+    tracker.close()
+    return tracker.state()
+
+
 def test_resuming_cuts_later_steps_and_an_unfinished_line(tmp_path):
     path = tmp_path / "m.jsonl"
-    write(path, range(1, 8))
-    with open(path, "a") as stream:
-        stream.write('{"step": 8, "lo')
-    write(path, [6, 7], resume_from=5)
-    assert steps_of(path) == [1, 2, 3, 4, 5, 6, 7]
-
-
-@pytest.mark.parametrize("resume_from", [2, 5])
-def test_an_unfinished_line_goes_even_when_no_later_step_does(tmp_path, resume_from):
-    path = tmp_path / "m.jsonl"
-    write(path, [1, 2])
+    state = state_after(path, range(1, 6))
     before = path.read_bytes()
-    path.write_bytes(before + b'{"step": 3, "lo')
-    write(path, [], resume_from=resume_from)
-    assert path.read_bytes() == before
+    path.write_bytes(before + b'{"step": 6, "loss": 1}\n{"step": 7, "lo')
+    write(path, [6, 7], resume_from=state)
+    assert steps_of(path) == [1, 2, 3, 4, 5, 6, 7] and path.read_bytes().startswith(before)
 
 
-def test_resuming_keeps_bytes_of_earlier_steps(tmp_path):
+def test_resuming_before_the_first_step_keeps_nothing(tmp_path):
     path = tmp_path / "m.jsonl"
-    write(path, range(1, 4))
-    before = path.read_bytes()
-    write(path, [], resume_from=3)
-    assert path.read_bytes() == before
-    write(path, [], resume_from=0)
+    state = state_after(path, [])
+    write(path, [1], resume_from=state)
+    write(path, [], resume_from=state)
     assert path.read_bytes() == b""
 
 
 def test_resuming_does_not_allow_a_step_twice(tmp_path):
-    write(tmp_path / "m.jsonl", [1, 2])
-    tracker = MetricsFile(tmp_path / "m.jsonl", resume_from=2)
+    state = state_after(tmp_path / "m.jsonl", [1, 2])
+    tracker = MetricsFile(tmp_path / "m.jsonl", resume_from=state)
     with pytest.raises(ValueError, match="steps must ascend"):
         tracker.log(2, STEP)
     tracker.close()
 
 
-def test_resuming_without_a_file_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no metrics there"):
-        MetricsFile(tmp_path / "m.jsonl", resume_from=3)
+@pytest.mark.parametrize("damage", ["missing", "a hole", "one bit", "truncated"])
+def test_resuming_after_damage_is_refused_and_changes_nothing(tmp_path, damage):
+    path = tmp_path / "m.jsonl"
+    state = state_after(path, [1, 2, 3])
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(
+        {
+            "missing": b"",
+            "a hole": lines[0] + lines[2] + b'{"step": 4, "loss": 0.25}\n',
+            "one bit": b"".join(lines).replace(b"0.125", b"0.135"),
+            "truncated": b"".join(lines)[:-3],
+        }[damage]
+    )
+    before = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    with pytest.raises(ValueError, match=r"m\.jsonl is missing or damaged"):
+        MetricsFile(path, resume_from=state)
+    assert path.exists() == (damage != "missing")
+    assert not path.exists() or path.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -128,9 +142,8 @@ def test_a_damaged_line_in_the_middle_is_named_not_dropped(tmp_path, line):
     path = tmp_path / "m.jsonl"
     write(path, [1, 2])
     path.write_bytes(path.read_bytes() + line + b'{"step": 9}\n')
-    for read in (read_metrics, lambda p: MetricsFile(p, resume_from=9)):
-        with pytest.raises(ValueError, match=r"m\.jsonl, line 3"):
-            read(path)
+    with pytest.raises(ValueError, match=r"m\.jsonl, line 3"):
+        read_metrics(path)
     assert path.read_bytes().endswith(b'{"step": 9}\n')
 
 

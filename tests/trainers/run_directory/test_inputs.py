@@ -1,0 +1,158 @@
+"""A run resumes only with the data, rewards, tokenizer, policy and metrics it was begun with."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from rl_consistency.trainers.config.policy_sections import BuildSection
+from rl_consistency.trainers.data.tokenizer import byte_tokenizer
+from rl_consistency.trainers.policy import build_model
+from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+STEPS = {"training.steps": 4, "training.save_every": 2, "training.keep_checkpoints": 3}
+
+
+@pytest.fixture
+def given(tiny_run):
+    """A recipe whose policy, tokenizer and data are files."""
+    model = tiny_run.directory / "model"
+    built = build_model(BuildSection(architecture="qwen3", **SIZES), byte_tokenizer(), seed=2)
+    built.save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
+    return {
+        **STEPS,
+        "policy.build": None,
+        "policy.path": str(model),
+        "tokenizer.kind": "auto",
+        "data.task": None,
+        "data.path": str(tiny_run.example_file()),
+        "data.eval_path": str(tiny_run.example_file(5, "eval.jsonl")),
+    }
+
+
+def stopped(tiny_run, given):
+    """Run to the end, and take the last checkpoint away; returns the digest at the end."""
+    summary, _ = tiny_run(**given)
+    shutil.rmtree(tiny_run.directory / "run" / "checkpoints" / "step_000004")
+    return summary["parameter_digest"]
+
+
+def edit_answer(directory):
+    file = directory / "train.jsonl"
+    file.write_text(file.read_text().replace('"answer": "24"', '"answer": "25"'))
+
+
+def swap_lines(directory):
+    file = directory / "train.jsonl"
+    first, *rest = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*rest, first]))
+
+
+def add_line(directory):
+    with (directory / "train.jsonl").open("a") as stream:
+        stream.write(json.dumps({"question": "9+9=", "answer": "18"}) + "\n")
+
+
+def edit_evaluation(directory):
+    file = directory / "eval.jsonl"
+    file.write_text(file.read_text().replace('"answer": "4"', '"answer": "5"'))
+
+
+def edit_reward(directory):
+    file = directory / "toy_rewards.py"
+    file.write_text(file.read_text().replace("% 7 / 7", "% 5 / 5"))
+    sys.modules.pop("toy_rewards")
+
+
+def edit_tokenizer(directory):
+    file = directory / "model" / "tokenizer_config.json"
+    file.write_text(file.read_text().replace('"split_special_tokens": true,', ""))
+
+
+def edit_config(directory):
+    file = directory / "model" / "config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "rms_norm_eps": 1e-5}))
+
+
+def edit_ends(directory):
+    file = directory / "model" / "generation_config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "eos_token_id": [258, 48]}))
+
+
+def edit_weights(directory):
+    build = BuildSection(architecture="qwen3", **SIZES)
+    build_model(build, byte_tokenizer(), seed=3).save_pretrained(directory / "model")
+
+
+@pytest.mark.parametrize(
+    ("edit", "name"),
+    [
+        (edit_answer, "training data"),
+        (swap_lines, "training data"),
+        (add_line, "training data"),
+        (edit_evaluation, "evaluation data"),
+        (edit_reward, "reward function toy_rewards:varied"),
+        (edit_tokenizer, "tokenizer"),
+        (edit_config, "policy's config"),
+        (edit_ends, "policy's config"),
+        (edit_weights, "policy's weights"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_an_edited_input_is_refused_by_name(tiny_run, given, edit, name):
+    stopped(tiny_run, given)
+    before = tiny_run.files()
+    edit(tiny_run.directory)
+    with pytest.raises(CheckpointError, match=f"another fingerprint: {name}: "):
+        tiny_run(**given, resume=True)
+    assert tiny_run.files() == before
+
+
+def test_inputs_that_moved_are_the_same_inputs(tiny_run, given):
+    digest = stopped(tiny_run, given)
+    moved = tiny_run.directory / "moved"
+    moved.mkdir()
+    for key in ("policy.path", "data.path", "data.eval_path"):
+        given[key] = shutil.move(given[key], moved)
+    summary, _ = tiny_run(**given, resume=True)
+    assert summary["parameter_digest"] == digest
+
+
+def test_metrics_with_a_hole_are_refused(tiny_run, given):
+    stopped(tiny_run, given)
+    file = tiny_run.directory / "run" / "metrics.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[1:]))
+    before = tiny_run.files()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is missing or damaged"):
+        tiny_run(**given, resume=True)
+    assert tiny_run.files() == before
+
+
+def test_metrics_after_the_checkpoint_may_be_anything(tiny_run, lasting, given):
+    digest = stopped(tiny_run, given)
+    file = tiny_run.directory / "run" / "metrics.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:2]) + b"\0\xff no line")
+    summary, rows = tiny_run(**given, resume=True)
+    assert summary["parameter_digest"] == digest and [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+def test_an_output_directory_inside_the_model_s_or_beside_the_data_resumes(tiny_run, given):
+    given["run.output_dir"] = str(tiny_run.directory / "model")
+    summary, _ = tiny_run(**given)
+    again, _ = tiny_run(**given, resume=True)
+    assert again["parameter_digest"] == summary["parameter_digest"]

@@ -1,0 +1,132 @@
+"""One run directory, one process."""
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl_consistency.trainers import run as run_module
+from rl_consistency.trainers.run_directory.directory import RunDirectoryError
+from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
+
+ROOT = Path(__file__).parents[3]
+SAVING = {"training.steps": 3, "training.save_every": 1}
+
+
+def second(tiny_run, monkeypatch, **modes):
+    """What a second run in the same directory meets, begun in the middle of a first one."""
+    met, log = [], MetricsFile.log
+
+    def and_another(self, step, metrics):
+        log(self, step, metrics)
+        if step == 2 and not met:
+            met.append(None)
+            before = tiny_run.files()
+            with pytest.raises(RunDirectoryError) as error:
+                tiny_run(**SAVING, **modes)
+            met[0] = str(error.value)
+            assert tiny_run.files() == before
+
+    monkeypatch.setattr(MetricsFile, "log", and_another)
+    return met
+
+
+@pytest.mark.parametrize("mode", ["resume", "overwrite"])
+def test_a_second_run_in_the_directory_of_a_running_one_is_refused(
+    tiny_run, lasting, monkeypatch, mode
+):
+    _, rows = tiny_run.of_its_own("whole", **SAVING)
+    met = second(tiny_run, monkeypatch, **{mode: True})
+    _, mine = tiny_run(**SAVING)
+    assert "another process" in met[0] and str(tiny_run.directory / "run") in met[0]
+    assert lasting(mine) == lasting(rows)
+
+
+def test_of_two_resumed_runs_the_second_is_refused(tiny_run, lasting, monkeypatch):
+    _, rows = tiny_run.of_its_own("whole", **SAVING)
+    tiny_run(**SAVING | {"training.steps": 1})
+    met = second(tiny_run, monkeypatch, resume=True)
+    _, mine = tiny_run(**SAVING, resume=True)
+    assert "another process" in met[0]
+    assert lasting(mine) == lasting(rows)
+
+
+def test_a_file_system_without_locks_is_refused(tiny_run, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(RunDirectoryError, match="cannot be locked .No locks available"):
+        tiny_run(**SAVING)
+
+
+def test_a_run_begun_while_another_begins_is_refused(tiny_run, monkeypatch):
+    real = run_module.open_directory
+
+    def both(config, **given):
+        monkeypatch.setattr(run_module, "open_directory", real)
+        tiny_run(**SAVING)  # the other run is begun and ended in between
+        real(config, **given)
+
+    monkeypatch.setattr(run_module, "open_directory", both)
+    with pytest.raises(RunDirectoryError, match="another process|already holds a run"):
+        tiny_run(**SAVING)
+
+
+def test_a_link_in_the_place_of_the_lock_is_refused(tiny_run):
+    tiny_run(**SAVING)
+    directory = tiny_run.directory / "run"
+    target = tiny_run.directory / "precious"
+    (directory / ".rl_consistency.lock").unlink()
+    (directory / ".rl_consistency.lock").symlink_to(target)
+    with pytest.raises(RunDirectoryError, match=r"\.rl_consistency\.lock"):
+        tiny_run(**SAVING, resume=True)
+    assert not target.exists()
+
+
+SCRIPT = """
+import os, signal, sys
+from rl_consistency.trainers import run
+from rl_consistency.trainers.config.recipe import load_config
+from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
+
+log = MetricsFile.log
+
+def log_and_wait(self, step, metrics):
+    log(self, step, metrics)
+    if step == 2:
+        print("here", flush=True)
+        sys.stdin.read()
+
+MetricsFile.log = log_and_wait
+run.train(load_config(sys.argv[1]), announce=lambda line: None)
+"""
+
+
+def test_a_kill_releases_the_lock(tiny_run):
+    recipe, script = tiny_run.directory / "recipe.yaml", tiny_run.directory / "script.py"
+    recipe.write_text(yaml.safe_dump(tiny_run.tree(**SAVING)))
+    script.write_text(SCRIPT)
+    paths = os.pathsep.join([str(ROOT), str(tiny_run.directory)])
+    process = subprocess.Popen(
+        [sys.executable, script, recipe],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout.readline() == b"here\n"
+        with pytest.raises(RunDirectoryError, match="another process"):
+            tiny_run(**SAVING, resume=True)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    summary, _ = tiny_run(**SAVING, resume=True)
+    assert summary["steps"] == 3

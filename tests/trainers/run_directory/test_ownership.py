@@ -1,0 +1,205 @@
+"""What a run may remove: only what its manifest lists, and never through a link."""
+
+import shutil
+
+import pytest
+
+from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
+from rl_consistency.trainers.run_directory.directory import RunDirectoryError
+
+SHORT = {"training.steps": 1}
+SAVING = {"training.steps": 3, "training.save_every": 1, "training.keep_checkpoints": 1}
+
+
+def contents(directory):
+    """Every file below a directory, and where its links lead."""
+    return {
+        str(path.relative_to(directory)): path.readlink()
+        if path.is_symlink()
+        else path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def put(file, text="mine"):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "name", ["checkpoints/epoch3.pt", "config.yaml", "metrics.jsonl", "replay/a", "report.html"]
+)
+def test_a_directory_with_a_user_s_own_files_is_refused_by_name(tiny_run, name, overwrite):
+    directory = tiny_run.directory / "run"
+    put(directory / name)
+    with pytest.raises(RunDirectoryError, match=rf"{name.split('/')[0]}.* no run of ours"):
+        tiny_run(**SHORT, overwrite=overwrite)
+    assert contents(directory) == {name: b"mine"}
+
+
+def test_overwriting_leaves_a_user_s_wandb_and_notes(tiny_run):
+    directory = tiny_run.directory / "run"
+    put(directory / "wandb" / "run-1" / "run.wandb")
+    put(directory / "notes.txt")
+    for overwrite in (False, True):
+        tiny_run(**SHORT, overwrite=overwrite)
+        assert (directory / "wandb" / "run-1" / "run.wandb").read_text() == "mine"
+        assert (directory / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoints/notes.txt",
+        "checkpoints/best/model.safetensors",
+        "checkpoints/step_000001/notes.txt",
+        "replay/notes.txt",
+        "replay/bundle-0123456789abcdef/notes.txt",
+    ],
+)
+def test_a_user_s_files_among_those_of_a_run_are_refused_by_name(tiny_run, name):
+    tiny_run(**SHORT)
+    directory = tiny_run.directory / "run"
+    put(directory / name)
+    before = contents(directory)
+    with pytest.raises(RunDirectoryError, match=r"notes\.txt|checkpoints/best"):
+        tiny_run(**SHORT, overwrite=True)
+    assert contents(directory) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.yaml", "metrics.jsonl", "checkpoints", "checkpoints/step_000001", "replay"],
+)
+def test_overwriting_neither_follows_nor_removes_a_link(tiny_run, name):
+    tiny_run(**SHORT)
+    directory, archive = tiny_run.directory / "run", tiny_run.directory / "archive"
+    if name == "replay":
+        archive.mkdir()
+    else:
+        shutil.move(directory / name, archive)
+    (directory / name).symlink_to(archive)
+    before, kept = contents(directory), contents(archive) if archive.is_dir() else {}
+    with pytest.raises(RunDirectoryError, match=f"{name}.*link"):
+        tiny_run(**SHORT, overwrite=True)
+    assert contents(directory) == before
+    assert archive.exists() and (contents(archive) if archive.is_dir() else {}) == kept
+
+
+def test_pruning_leaves_an_archived_checkpoint_that_is_linked_back(tiny_run):
+    tiny_run(**SAVING | {"training.steps": 2})
+    directory, archive = tiny_run.directory / "run" / "checkpoints", tiny_run.directory / "archive"
+    shutil.move(directory / "step_000002", archive)
+    (directory / "step_000002").symlink_to(archive)
+    kept = contents(archive)
+    tiny_run(**SAVING, resume=True)
+    assert contents(archive) == kept
+    assert (directory / "step_000002").is_symlink()
+    assert [path.name for path in list_checkpoints(directory)] == ["step_000002", "step_000003"]
+
+
+def test_pruning_leaves_a_checkpoint_in_which_the_user_keeps_something(tiny_run):
+    tiny_run(**SAVING | {"training.steps": 2})
+    directory = tiny_run.directory / "run" / "checkpoints"
+    put(directory / "step_000002" / "notes.txt")
+    before = contents(directory / "step_000002")
+    tiny_run(**SAVING, resume=True)
+    assert contents(directory / "step_000002") == before
+
+
+def test_pruning_removes_nothing_behind_a_link(tiny_run):
+    tiny_run(**SAVING | {"training.steps": 2})
+    directory, archive = tiny_run.directory / "run" / "checkpoints", tiny_run.directory / "archive"
+    shutil.move(directory, archive)
+    directory.symlink_to(archive)
+    kept = contents(archive)
+    tiny_run(**SAVING, resume=True)
+    assert kept.items() <= contents(archive).items()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "summary.json"])
+def test_resuming_does_not_write_through_a_link(tiny_run, name):
+    tiny_run(**SAVING | {"training.steps": 2})
+    directory = tiny_run.directory / "run"
+    archived = tiny_run.directory / name
+    shutil.move(directory / name, archived)
+    (directory / name).symlink_to(archived)
+    before = archived.read_bytes()
+    with pytest.raises(RunDirectoryError, match=f"{name}.*link"):
+        tiny_run(**SAVING, resume=True)
+    assert archived.read_bytes() == before and (directory / name).is_symlink()
+
+
+def test_a_run_directory_that_is_itself_a_link_runs_resumes_and_is_overwritten(tiny_run):
+    real = tiny_run.directory / "scratch"
+    real.mkdir()
+    (tiny_run.directory / "run").symlink_to(real)
+    tiny_run(**SAVING)
+    tiny_run(**SAVING, resume=True)
+    tiny_run(**SHORT, overwrite=True)
+    assert [path.name for path in list_checkpoints(real / "checkpoints")] == ["step_000001"]
+
+
+@pytest.mark.parametrize("name", ["config.yaml.partial", "summary.json.partial"])
+def test_a_file_at_a_guessable_name_beside_ours_is_left_alone(tiny_run, name):
+    target = tiny_run.directory / "precious.txt"
+    put(target)
+    directory = tiny_run.directory / "run"
+    directory.mkdir()
+    (directory / name).symlink_to(target)
+    tiny_run(**SHORT)
+    assert target.read_text() == "mine" and (directory / name).is_symlink()
+
+
+def test_no_step_leaves_a_file_at_a_guessable_name(tiny_run):
+    target = tiny_run.directory / "precious"
+    put(target / "a")
+    checkpoints = tiny_run.directory / "run" / "checkpoints"
+    tiny_run(**SAVING | {"training.steps": 1})
+    (checkpoints / "step_000002.partial").symlink_to(target)
+    put(checkpoints / "step_000003.partial" / "a")
+    tiny_run(**SAVING, resume=True)
+    assert contents(target) == {"a": b"mine"}
+    assert (checkpoints / "step_000002.partial").is_symlink()
+    assert (checkpoints / "step_000003.partial" / "a").read_text() == "mine"
+
+
+def test_inputs_among_the_files_that_overwriting_removes_are_refused(tiny_run):
+    tiny_run(**SHORT)
+    directory = tiny_run.directory / "run"
+    inputs = {"data.task": None, "data.path": str(directory / "metrics.jsonl")}
+    with pytest.raises(RunDirectoryError, match=r"data\.path .* lies inside"):
+        tiny_run(**SHORT, **inputs, overwrite=True)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing", "empty"])
+def test_a_damaged_manifest_lists_nothing_that_may_be_removed(tiny_run, damage):
+    tiny_run(**SHORT)
+    file = tiny_run.directory / "run" / "manifest.json"
+    text = file.read_bytes()
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(b"" if damage == "empty" else text.replace(b"config", b"confih"))
+    before = contents(file.parent)
+    for mode in ("overwrite", "resume"):
+        with pytest.raises(RunDirectoryError, match=r"manifest\.json"):
+            tiny_run(**SHORT, **{mode: True})
+    assert contents(file.parent) == before
+
+
+def test_overwriting_goes_on_after_a_kill_in_the_middle_of_it(tiny_run, monkeypatch):
+    tiny_run(**SAVING)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tiny_run(**SHORT, overwrite=True)
+    _, rows = tiny_run(**SHORT, overwrite=True)
+    assert [row["step"] for row in rows] == [1]
+    assert not list((tiny_run.directory / "run").rglob(".rl_consistency-*"))
+
+
+def interrupted(path, **given):
+    raise KeyboardInterrupt

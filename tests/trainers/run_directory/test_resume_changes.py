@@ -1,0 +1,110 @@
+"""What may be another when a run resumes, and what is cleaned up or named then."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rl_consistency.trainers.config.recipe import load_config
+from rl_consistency.trainers.run_directory import unfinished
+from rl_consistency.trainers.run_directory.checkpoint import CheckpointError, list_checkpoints
+from rl_consistency.trainers.run_directory.directory import RunDirectoryError
+
+
+def test_a_run_directory_that_moved_resumes(tiny_run, lasting, lasting_summary):
+    summary, rows = tiny_run(**tiny_run.LONG)
+    moved = tiny_run.directory / "elsewhere" / "run"
+    moved.parent.mkdir()
+    shutil.move(tiny_run.directory / "run", moved)
+    shutil.rmtree(moved / "checkpoints" / "step_000006")
+    changes = tiny_run.LONG | {"run.output_dir": str(moved)}
+    resumed, resumed_rows = tiny_run(**changes, resume=True)
+    assert lasting(resumed_rows) == lasting(rows) and lasting_summary(resumed) == lasting_summary(
+        summary
+    )
+    assert load_config(moved / "config.yaml").run.output_dir == moved
+
+
+@pytest.mark.parametrize("done", [2, 4])
+def test_a_run_given_more_steps_ends_as_one_begun_with_them(tiny_run, lasting, done):
+    changes = {**tiny_run.LONG, "optimizer.schedule": "constant", "training.eval_every": 0}
+    summary, rows = tiny_run.of_its_own("whole", **changes)
+    short, short_rows = tiny_run(**changes | {"training.steps": done})
+    assert lasting(short_rows) == lasting(rows)[: done + 1]
+    resumed, resumed_rows = tiny_run(**changes, resume=True)
+    assert lasting(resumed_rows) == lasting(rows)
+    assert resumed["parameter_digest"] == summary["parameter_digest"] != short["parameter_digest"]
+
+
+def test_more_steps_under_a_schedule_that_ends_are_refused(tiny_run):
+    tiny_run(**tiny_run.LONG)
+    before = tiny_run.files()
+    with pytest.raises(CheckpointError, match=r"training\.steps: 8 != 6 \(now != then\)"):
+        tiny_run(**tiny_run.LONG | {"training.steps": 8}, resume=True)
+    assert tiny_run.files() == before
+
+
+def test_fewer_steps_than_are_done_are_refused(tiny_run):
+    tiny_run(**{"training.steps": 3})
+    with pytest.raises(RunDirectoryError, match=r"training\.steps: 2 are fewer than the 3 steps"):
+        tiny_run(**{"training.steps": 2}, resume=True)
+
+
+def test_fewer_checkpoints_may_be_kept_by_a_resumed_run(tiny_run):
+    changes = {"training.save_every": 1, "training.keep_checkpoints": 3}
+    tiny_run(**changes)
+    fewer = {"training.save_every": 2, "training.keep_checkpoints": 1, "training.steps": 4}
+    tiny_run(**fewer, resume=True)
+    kept = list_checkpoints(tiny_run.directory / "run" / "checkpoints")
+    assert [path.name for path in kept] == ["step_000004"]
+
+
+def test_what_a_kill_left_is_removed_when_the_run_resumes(tiny_run, monkeypatch):
+    changes = {"training.save_every": 1, "training.keep_checkpoints": 1}
+
+    def killed(path, **given):
+        if (Path(path) / "trainer.json").is_file():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(unfinished.shutil, "rmtree", killed)
+        tiny_run(**changes)
+    directory = tiny_run.directory / "run"
+    assert list(directory.rglob(".rl_consistency-*"))
+    tiny_run(**changes, resume=True)
+    assert not list(directory.rglob(".rl_consistency-*"))
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_000003"]
+
+
+def test_half_a_checkpoint_in_the_way_is_named_before_the_run_goes_on(tiny_run):
+    tiny_run(**{"training.save_every": 1})
+    newest = tiny_run.directory / "run" / "checkpoints" / "step_000003"
+    (newest / "trainer.json").unlink()
+    before = tiny_run.files()
+    with pytest.raises(RunDirectoryError, match=f"{newest} is no whole checkpoint"):
+        tiny_run(**{"training.save_every": 1}, resume=True)
+    assert tiny_run.files() == before
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_disk_that_is_full_at_the_metrics_says_what_helps(tiny_run, monkeypatch, step):
+    real = os.fsync
+
+    def full(descriptor):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if name.endswith("metrics.jsonl") and Path(name).stat().st_size > 0:
+            logged.append(name)
+            if len(logged) == 1 + 2 * step:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    logged, changes = [], {"training.save_every": 1 if step else 0}
+    remedy = "continue with --resume" if step else "begin again with --overwrite"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(RunDirectoryError, match=f"No space left .*free some space.*{remedy}"):
+            tiny_run(**changes)
+    _, rows = tiny_run(**changes, **{"resume" if step else "overwrite": True})
+    assert [row["step"] for row in rows] == [1, 2, 3]

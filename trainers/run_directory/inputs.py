@@ -1,0 +1,95 @@
+"""What a run was given, as text to compare: a checkpoint is continued only under the same.
+
+Each input enters as it was read, not as the file it came from: data and model may move.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.prompts import PromptSet
+from rl_consistency.trainers.rewards import RewardFunction
+from rl_consistency.trainers.run_directory.sealed_json import file_digest
+
+FREE = {
+    "run": {"name", "output_dir"},
+    "policy": {"path"},
+    "data": {"path", "eval_path"},
+    "training": {"save_every", "keep_checkpoints"},
+    "tracking": True,
+}
+"""Keys of a recipe that may be others when it is resumed: what they name is compared by content, or
+no bit depends on them."""
+
+
+def settings(config: RunConfig) -> dict[str, str]:
+    """The recipe's values that decide on the trajectory, by dotted key.
+
+    Without a schedule that ends, nothing before a step depends on how many steps follow.
+    """
+    tree = config.model_dump(mode="json", exclude=FREE)
+    if config.optimizer.schedule == "constant":
+        del tree["training"]["steps"]
+    return dict(_flat(tree))
+
+
+def policy_digests(model: Any, tokenizer: Any) -> dict[str, str]:
+    """Of the policy as it was loaded or built, and of its tokenizer's files."""
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    config.pop("_name_or_path", None)
+    generation = model.generation_config and model.generation_config.to_json_string()
+    with TemporaryDirectory() as directory:
+        tokenizer.save_pretrained(directory)
+        files = sorted(file for file in Path(directory).rglob("*") if file.is_file())
+        contents = [[str(f.relative_to(directory)), file_digest(f)] for f in files]
+    return {
+        "policy's weights": parameter_digest(model),
+        "policy's config": _digest([config, generation]),
+        "tokenizer": _digest(contents),
+    }
+
+
+def data_digests(train: PromptSet, evaluation: PromptSet | None) -> dict[str, str]:
+    """Of the examples and the tokens of their prompts."""
+    sets = {"training data": train, "evaluation data": evaluation}
+    return {name: _prompts_digest(prompts) for name, prompts in sets.items() if prompts}
+
+
+def reward_digests(rewards: Sequence[RewardFunction]) -> dict[str, str]:
+    """Of the file that a reward function's module is; what the module imports does not enter."""
+    return {f"reward function {term.name}": _source_digest(term) for term in rewards}
+
+
+def _source_digest(term: RewardFunction) -> str:
+    named, _, _ = term.name.rpartition(":")
+    names = {named, getattr(term.function, "__module__", named)} - {""}
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in sorted(names))
+    return _digest([file_digest(Path(file)) for file in files if file])
+
+
+def _prompts_digest(prompts: PromptSet) -> str:
+    rows = [
+        [example.id, example.prompt, example.answer, example.target, dict(example.extra), tokens]
+        for example, tokens in zip(prompts.examples, prompts.prompts, strict=True)
+    ]
+    return _digest(rows)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, json.dumps(value)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
