@@ -22,6 +22,7 @@ from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.grpo import GRPOTrainer
 from rl_consistency.trainers.hooks import ConsistencyHook
+from rl_consistency.trainers.launch import check_launch
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
 from rl_consistency.trainers.prompts import encode_targets, load_prompts
@@ -69,8 +70,8 @@ def train(
         ConsistencyError: drift, where the recipe says `on_drift: raise`.
     """
     started = time.perf_counter()
-    check_directory(config, resume=resume, overwrite=overwrite)
     _check_machine(config)
+    check_directory(config, resume=resume, overwrite=overwrite)
     with ExitStack() as stack:
         stack.enter_context(_threads(config.run.num_threads))
         stack.enter_context(seeded(config.run.seed))
@@ -325,6 +326,7 @@ def _strictness(config: RunConfig) -> AbstractContextManager[Strictness]:
 
 def _check_machine(config: RunConfig) -> None:
     """Refuse what this machine cannot do, before anything is computed or written."""
+    check_launch(config.run.device)
     if config.tracking.wandb is not None and find_spec("wandb") is None:
         raise ValueError(WANDB_MISSING)
     if config.run.device == "cuda" and not torch.cuda.is_available():
