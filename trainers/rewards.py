@@ -104,11 +104,14 @@ def resolve(name: str) -> RewardCallable:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise RewardError(
-            f"reward function {name!r}: cannot import {module_name!r} ({error}); install it or put "
-            "its folder on PYTHONPATH"
-        ) from error
+    except BaseException as error:  # the module is others' code, as in _call
+        problem = f"reward function {name!r}: cannot import {module_name!r}"
+        if isinstance(error, ImportError):
+            remedy = "install it or put its folder on PYTHONPATH"
+            raise RewardError(f"{problem} ({error}); {remedy}") from error
+        if not isinstance(error, KeyboardInterrupt):
+            raise RewardError(f"{problem}: {type(error).__name__}: {error}") from error
+        raise
     function = getattr(module, attribute, None)
     if not callable(function):
         raise RewardError(f"reward function {name!r}: {module_name} has no function {attribute!r}")
@@ -165,8 +168,11 @@ def _scores(
 
 def _call(
     term: RewardFunction, examples: Sequence[Example], completions: Sequence[str]
-) -> tuple[Any, Exception | None]:
-    """What the function returned, and what it raised: others write it, so that may be anything."""
+) -> tuple[Any, BaseException | None]:
+    """What the function returned, and what it raised: others write it, so that may be anything.
+
+    An exit is one of them: no function may end a run as if it were done.
+    """
     names = sorted({name for example in examples for name in example.extra})
     try:
         scores = term.function(
@@ -176,9 +182,9 @@ def _call(
             **{name: [example.extra.get(name) for example in examples] for name in names},
         )
     except BaseException as error:
-        if isinstance(error, Exception):
+        if not isinstance(error, KeyboardInterrupt):
             return None, error
-        raise  # an interrupt or an exit
+        raise
     return scores, None
 
 

@@ -18,11 +18,11 @@ from rl_consistency.trainers.run_directory.metrics_file import Metrics
 
 
 class Tracker(Protocol):
-    """Receives the metrics of each step, steps strictly ascending."""
+    """Receives the metrics of each step, steps strictly ascending, and whether the run failed."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool = False) -> None: ...
 
 
 class TrackerSet:
@@ -38,10 +38,10 @@ class TrackerSet:
     def __enter__(self) -> TrackerSet:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         with ExitStack() as stack:
             for tracker in reversed(self._trackers):
-                stack.callback(tracker.close)
+                stack.callback(tracker.close, failed=error is not None)
 
 
 class _Column(NamedTuple):
@@ -94,7 +94,7 @@ class ConsoleTable:
             self._live.start()
         self._live.update(self._table(), refresh=True)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -173,5 +173,5 @@ class WandbTracker:
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, failed: bool = False) -> None:
+        self._run.finish(exit_code=int(failed))

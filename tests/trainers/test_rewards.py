@@ -135,6 +135,29 @@ def test_a_failure_of_the_batch_only_says_so():
     assert "on the batch of 3, on no sample of it alone" in str(refusal(fails_on_three))
 
 
+@pytest.mark.parametrize("raised", [SystemExit(0), GeneratorExit()])
+def test_a_function_that_exits_ends_no_run_as_if_it_were_done(raised):
+    def exits(**_):
+        raise raised
+
+    assert f"'mine' raised {type(raised).__name__}" in str(refusal(exits))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("def f(:", r"SyntaxError: invalid syntax \(broken_rewards.py, line 1\)"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, text, message):
+    (tmp_path / "broken_rewards.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RewardError, match=f"cannot import 'broken_rewards': {message}"):
+        resolve("broken_rewards:f")
+
+
 def test_an_interrupt_passes_through():
     def interrupted(**_):
         raise KeyboardInterrupt
