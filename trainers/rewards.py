@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from typing import Any
 from rl_consistency.trainers.data.examples import Example
 
 RewardCallable = Callable[..., Any]
+_ARGUMENTS = frozenset({"prompts", "completions", "answers"})
 Texts = Sequence[str]
 
 
@@ -118,6 +120,35 @@ def resolve(name: str) -> RewardCallable:
     return function
 
 
+def check_fields(functions: Sequence[RewardFunction], examples: Sequence[Example]) -> None:
+    """RewardError where the fields of the data are not those that the functions take.
+
+    A batch hands over the fields of its examples, so a function has to take all fields of the data
+    and may demand only those of every example.
+    """
+    names = [frozenset(example.extra) for example in examples]
+    everywhere, anywhere = frozenset.intersection(*names), frozenset.union(*names)
+    if taken := sorted(anywhere & _ARGUMENTS):
+        raise RewardError(
+            f"the data field {', '.join(taken)} has the name of an argument that every reward "
+            "function takes: rename it in the data"
+        )
+    for term in functions:
+        try:
+            signature = inspect.signature(term.function)
+        except ValueError:
+            continue  # written in C: its first call tells
+        for fields in (everywhere, anywhere):
+            try:
+                signature.bind(**dict.fromkeys(_ARGUMENTS | fields))
+            except TypeError as error:
+                given = ", ".join(sorted(fields)) or "none"
+                raise RewardError(
+                    f"reward function {term.name!r} does not fit the data: {error}; beside prompt "
+                    f"and answer the data has the fields {given} (take others with **extra)"
+                ) from error
+
+
 def compute_rewards(
     functions: Sequence[RewardFunction], examples: Sequence[Example], completions: Sequence[str]
 ) -> Rewards:
@@ -128,12 +159,6 @@ def compute_rewards(
     """
     if len(examples) != len(completions):
         raise ValueError(f"{len(completions)} completions for {len(examples)} examples")
-    fields = {name for example in examples for name in example.extra}
-    if taken := sorted(fields & {"prompts", "completions", "answers"}):
-        raise ValueError(
-            f"the data field {', '.join(taken)} has the name of an argument that every reward "
-            "function takes: rename it in the data"
-        )
     total = [0.0] * len(completions)
     by_function: dict[str, list[float]] = {}
     for term in functions:

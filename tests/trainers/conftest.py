@@ -18,6 +18,9 @@ def varied(prompts, completions, answers, **extra):
 def short(prompts, completions, answers, **extra):
     return [1.0 - len(text) / 9 for text in completions]
 
+def demanding(prompts, completions, answers, level):
+    return [0.0] * len(completions)
+
 def raising(prompts, completions, answers, **extra):
     raise RuntimeError("no judge at home")
 

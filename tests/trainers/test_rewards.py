@@ -7,6 +7,7 @@ from rl_consistency.trainers.rewards import (
     RewardError,
     RewardFunction,
     arithmetic,
+    check_fields,
     compute_rewards,
     exact_match,
     gsm8k,
@@ -191,7 +192,23 @@ def test_a_gsm8k_answer_without_a_number_is_an_error_of_the_data():
         compute_rewards([RewardFunction("gsm8k", gsm8k)], [example], ["5"])
 
 
-def test_a_data_field_named_like_an_argument_is_refused():
-    example = Example(id=3, prompt="p", answer="a", target="a", extra={"answers": 1})
-    with pytest.raises(ValueError, match="answers has the name of an argument"):
-        compute_rewards([RewardFunction("exact_match", exact_match)], [example], ["5"])
+@pytest.mark.parametrize(
+    ("function", "extra", "message"),
+    [
+        (exact_match, [{"answers": 1}, {}], "answers has the name of an argument"),
+        (lambda level, **_: [], [{}, {}], "missing a required argument: 'level'"),
+        (lambda level, **_: [], [{"level": 1}, {}], "missing a required argument: 'level'"),
+        (lambda prompts, completions, answers: [], [{}, {"x": 1}], "unexpected .* 'x'"),
+    ],
+)
+def test_fields_that_do_not_fit_a_function_are_refused(function, extra, message):
+    examples = [
+        Example(id=i, prompt="p", answer="a", target="a", extra=e) for i, e in enumerate(extra)
+    ]
+    with pytest.raises(RewardError, match=message):
+        check_fields([RewardFunction("mine", function)], examples)
+
+
+def test_fields_that_fit_are_let_through():
+    functions = [exact_match, lambda level, **_: [], lambda level=0, **_: []]
+    check_fields([RewardFunction("mine", f) for f in functions], EXAMPLES)

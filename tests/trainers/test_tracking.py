@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 from rich.console import Console
 
-from rl_consistency.trainers.tracking import ConsoleTable, TrackerSet, WandbTracker
+from rl_consistency.trainers.tracking import ConsoleTable, TrackerSet, WandbTracker, check_wandb
 
 STEP = {
     "reward/mean": 0.25,
@@ -99,6 +99,16 @@ def test_missing_wandb_is_an_error_with_its_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"rl-consistency\[wandb\].*tracking\.wandb"):
         WandbTracker("project", directory=tmp_path)
+
+
+def test_wandb_online_without_a_key_is_refused_with_its_remedy(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is an optional extra")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for name in ("HOME", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    check_wandb("offline")
+    with pytest.raises(ValueError, match=r"online: .*No API key.*WANDB_API_KEY.*offline"):
+        check_wandb("online")
 
 
 def test_an_unknown_wandb_mode_is_refused(tmp_path):

@@ -22,7 +22,7 @@ class RunSection(Section):
     """Seeds the data order, the sampler, the weights of a built policy and the generated task."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the run computes; cuda is one NVIDIA GPU of compute capability 8.0 or later."""
-    num_threads: Count | None = None
+    num_threads: Annotated[Count, Field(le=1024)] | None = None
     """CPU threads; part of the fingerprint. Tiny models run fastest on 1; null = torch's choice."""
 
 
