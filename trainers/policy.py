@@ -8,7 +8,13 @@ from typing import Any
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rl_consistency.trainers.config.policy_sections import (
     BuildSection,
@@ -40,7 +46,7 @@ def load_policy(
     PolicyError or ValueError where model or tokenizer cannot be loaded.
     """
     if policy.path is not None:
-        _check_directory(policy.path)
+        read_config(policy.path)  # first: the tokenizer reads the same file, and would be blamed
     source = policy.path or policy.hub
     if tokenizer.kind == "byte":
         loaded = byte_tokenizer()
@@ -52,7 +58,8 @@ def load_policy(
     if policy.build is not None:
         model = build_model(policy.build, loaded, seed=seed, dtype=dtype)
     else:
-        model = _pretrained(policy, dtype)
+        assert source is not None
+        model = read_model(source, dtype, local=policy.path is not None)
     embedding: Any = model.get_input_embeddings()
     if len(loaded) > (rows := embedding.weight.shape[0]):
         raise PolicyError(
@@ -114,25 +121,28 @@ def context_length(model: PreTrainedModel) -> int:
     return int(model.config.max_position_embeddings)
 
 
-def _check_directory(path: Path) -> None:
-    """Refuse a path that is not a model directory with unquantised weights."""
-    if not path.is_dir():
-        raise PolicyError(
-            f"policy.path: no model directory {path}: give one that save_pretrained wrote"
+def read_config(directory: Path) -> PreTrainedConfig:
+    """The configuration of a model directory; PolicyError where there is none that can be used."""
+    if not directory.is_dir():
+        raise PolicyError(f"no model directory {directory}: give one that save_pretrained wrote")
+    file = directory / "config.json"
+    if not file.is_file():
+        raise PolicyError(f"{directory} has no config.json: it is no model directory")
+    _refuse_quantised(_object(file), str(directory))
+    with explained(PolicyError, f"{file} {_NOT_LOADED}"):
+        return AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
         )
-    config_file = path / "config.json"
-    if not config_file.is_file():
-        raise PolicyError(f"policy.path: {path} has no config.json: it is no model directory")
-    _refuse_quantised(_object(config_file), str(path))
-    # Before the tokenizer, which reads the same file and would be blamed for it.
-    with explained(PolicyError, f"{config_file} {_NOT_LOADED}"):
-        AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    if (generation := path / "generation_config.json").exists():
+
+
+def _check_weights(directory: Path) -> None:
+    """Refuse a directory whose weights are missing, or anywhere but in it."""
+    if (generation := directory / "generation_config.json").exists():
         _object(generation)  # transformers would pass over a damaged one, and its end tokens
     names = ("model.safetensors", "model.safetensors.index.json")
-    weights, index = (path / name for name in names)
+    weights, index = (directory / name for name in names)
     if not (weights.is_file() or index.is_file()):
-        raise PolicyError(f"policy.path: {path} has no weights: {' or '.join(names)} is needed")
+        raise PolicyError(f"{directory} has no weights: {' or '.join(names)} is needed")
     if not weights.is_file():
         _check_shards(index)
 
@@ -142,19 +152,19 @@ def _object(file: Path) -> dict[str, Any]:
     try:
         return parse_json_object(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise PolicyError(f"policy.path: {file}: {error}") from error
+        raise PolicyError(f"{file}: {error}") from error
 
 
 def _check_shards(index: Path) -> None:
     """Refuse an index that names anything but files beside it: it decides what is opened."""
     shards = _object(index).get("weight_map")
     if not isinstance(shards, dict) or not shards:
-        raise PolicyError(f"policy.path: {index}: weight_map must map tensors to files")
+        raise PolicyError(f"{index}: weight_map must map tensors to files")
     for tensor, name in shards.items():
         if not isinstance(name, str) or Path(name).name != name or name == "..":
-            raise PolicyError(f"policy.path: {index}: {tensor}: {name!r} is no file beside it")
+            raise PolicyError(f"{index}: {tensor}: {name!r} is no file beside it")
         if not (index.parent / name).is_file():
-            raise PolicyError(f"policy.path: {index}: {tensor}: there is no file {name}")
+            raise PolicyError(f"{index}: {tensor}: there is no file {name}")
 
 
 def _refuse_quantised(config: dict[str, Any], source: str) -> None:
@@ -171,14 +181,19 @@ def _refuse_quantised(config: dict[str, Any], source: str) -> None:
     )
 
 
-def _pretrained(policy: PolicySection, dtype: torch.dtype) -> PreTrainedModel:
-    source = str(policy.path or policy.hub)
+def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) -> PreTrainedModel:
+    """The model of a directory or, with `local=False`, of the hub, on the CPU.
+
+    PolicyError where its weights are damaged, do not fit its configuration, or are not finite.
+    """
+    if local:
+        _check_weights(Path(source))
     with explained(PolicyError, f"{source}, by its config.json, {_NOT_LOADED}"):
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                source,
+                str(source),
                 dtype=dtype,
-                local_files_only=policy.path is not None,
+                local_files_only=local,
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
@@ -188,7 +203,7 @@ def _pretrained(policy: PolicySection, dtype: torch.dtype) -> PreTrainedModel:
             problem = f"its weights are truncated or damaged ({error}): copy or download them again"
             raise PolicyError(f"{source}: {problem}") from error
     model, report = loaded
-    _refuse_quantised(model.config.to_dict(), source)
+    _refuse_quantised(model.config.to_dict(), str(source))
     # Hugging Face would fill a missing tensor with random numbers and go on.
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if keys := sorted(map(str, report.get(problem) or ())):

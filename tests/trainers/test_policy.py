@@ -161,7 +161,7 @@ def test_a_config_that_is_not_json_is_named(copy):
 )
 def test_a_config_that_is_no_json_object_is_named(copy, name, text, message):
     (copy / name).write_text(text)
-    with pytest.raises(PolicyError, match=rf"policy\.path: .*/{name}: {message}"):
+    with pytest.raises(PolicyError, match=f"/{name}: {message}"):
         load_policy(PolicySection(path=copy), BYTE, seed=0)
 
 

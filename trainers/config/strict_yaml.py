@@ -41,7 +41,7 @@ class _StrictLoader(yaml.SafeLoader):
         elif isinstance(event, yaml.ScalarEvent) and _NO_TEXT.search(event.value):
             problem = "a text with the character 0 or half a surrogate pair"
         if problem:
-            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+            raise yaml.MarkedYAMLError(None, None, problem, event.start_mark)
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -51,7 +51,7 @@ class _StrictLoader(yaml.SafeLoader):
         digits = self.construct_scalar(node)
         if len(digits) > 100:
             problem = f"a number of {len(digits)} digits"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
         return int(digits, 10)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -64,7 +64,7 @@ class _StrictLoader(yaml.SafeLoader):
             elif key in first_line:
                 problem = f"the key {key!r} stands twice, on lines {first_line[key]} and {line}"
             if problem:
-                raise yaml.constructor.ConstructorError(None, None, problem, mark)
+                raise yaml.MarkedYAMLError(None, None, problem, mark)
             first_line[key] = line
         return super().construct_mapping(node, deep=deep)
 
