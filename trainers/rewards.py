@@ -165,6 +165,9 @@ def compute_rewards(
         scores = _scores(term, examples, completions)
         by_function[term.name] = scores
         total = [sum_ + term.weight * score for sum_, score in zip(total, scores, strict=True)]
+    if wrong := [i for i, value in enumerate(total) if not isfinite(value)]:
+        sample = _sample(wrong[0], examples, completions)
+        raise RewardError(f"the weighted rewards add up to {total[wrong[0]]} for {sample}")
     return Rewards(total, by_function)
 
 
@@ -183,12 +186,19 @@ def _scores(
             f"returned {len(scores)} scores for {len(completions)} completions: sample "
             f"{min(len(scores), len(completions))} is the first unmatched one"
         )
-    elif wrong := [i for i, s in enumerate(scores) if not (isinstance(s, Real) and isfinite(s))]:
+    elif wrong := [i for i, s in enumerate(scores) if not _is_finite(s)]:
         sample = _sample(wrong[0], examples, completions)
-        problem = f"returned {scores[wrong[0]]!r}, not a finite number, for {sample}"
+        problem = f"returned {scores[wrong[0]]!r:.60}, not a finite number, for {sample}"
     else:
         return [float(score) for score in scores]
     raise RewardError(f"reward function {term.name!r} {problem}") from error
+
+
+def _is_finite(score: Any) -> bool:
+    try:
+        return isinstance(score, Real) and isfinite(score)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def _call(

@@ -24,6 +24,9 @@ def demanding(prompts, completions, answers, level):
 def raising(prompts, completions, answers, **extra):
     raise RuntimeError("no judge at home")
 
+def exiting(prompts, completions, answers, **extra):
+    raise SystemExit(0)
+
 def nan_for_the_third(prompts, completions, answers, **extra):
     return [float("nan") if i == 2 else 0.0 for i in range(len(completions))]
 

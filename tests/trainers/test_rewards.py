@@ -159,6 +159,12 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, text, 
         resolve("broken_rewards:f")
 
 
+def test_weighted_rewards_that_overflow_are_refused():
+    huge = [RewardFunction(name, lambda **_: [0.0, 1.0, 0.0], 1e308) for name in ("a", "b")]
+    with pytest.raises(RewardError, match="add up to inf for sample 1, example 41"):
+        compute_rewards(huge, EXAMPLES, COMPLETIONS)
+
+
 def test_an_interrupt_passes_through():
     def interrupted(**_):
         raise KeyboardInterrupt
@@ -167,7 +173,7 @@ def test_an_interrupt_passes_through():
         score(interrupted)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), None, "1"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), None, "1", 10**400])
 def test_a_score_that_is_no_finite_number_is_named_with_its_sample(value):
     text = str(refusal(lambda **_: [0.0, value, value]))
     assert "'mine' returned" in text and "sample 1, example 41, completion 'wrong'" in text
