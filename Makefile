@@ -1,6 +1,7 @@
 # make demo      set up .venv with what a run needs and train the tiny arithmetic recipe
 # make test      the test suite                     make lint       style, bans, types
 # make gpu-test  the tests marked gpu               make bench      benchmarks, on a green tree
+# make oldest    a run and some tests with the oldest versions setup.cfg allows
 #
 # Variables: PYTHON       the interpreter .venv is made from (3.11 or newer)
 #            TORCH_INDEX  the index torch comes from; for the small CPU build on an ordinary machine
@@ -22,10 +23,10 @@ CONSTRAINTS := constraints-cpu.txt
 PACKAGING := setup.cfg pyproject.toml $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint gpu-test bench
+.PHONY: help demo test lint oldest gpu-test bench
 
 help:
-	@sed -n '1,3p' Makefile
+	@sed -n '1,4p' Makefile
 
 demo: .venv/.ready
 	$(BIN)/rl-consistency train $(RECIPE) --overwrite
@@ -38,6 +39,9 @@ lint: .venv/.ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/banned_patterns.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+oldest: .venv/.ready-dev
+	OMP_NUM_THREADS=1 $(BIN)/python tools/oldest_versions.py
 
 gpu-test:
 	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m gpu -n $(GPU_WORKERS) --dist load --maxschedchunk 1

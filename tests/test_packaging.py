@@ -1,6 +1,7 @@
 import configparser
 import os
 import re
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -73,11 +74,19 @@ def test_the_pinned_versions_satisfy_every_floor(setup_cfg):
         assert pins[name] >= tuple(map(int, floor.split("."))), requirement
 
 
-def test_ci_runs_what_a_developer_runs():
+def test_ci_runs_what_a_developer_runs_and_the_oldest_versions():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     text = script.read_text()
-    assert "set -euo pipefail" in text and "make lint\nmake test\n" in text
+    assert "set -euo pipefail" in text and "make lint\nmake test\nmake oldest\n" in text
+
+
+def test_every_requirement_is_run_at_its_floor_or_named_as_kept():
+    tool = runpy.run_path(str(ROOT / "tools" / "oldest_versions.py"))
+    floors = tool["oldest"]()
+    assert {"transformers", "tokenizers", "safetensors"} <= floors.keys()
+    assert set(tool["KEPT"]) == {"torch", "triton"} and set(tool["KEPT"]) < floors.keys()
+    assert all(re.fullmatch(r"\d+(\.\d+)+", floor) for floor in floors.values())
 
 
 def test_the_wheel_holds_every_file_of_every_room_once(wheel):

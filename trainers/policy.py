@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rl_consistency.trainers.config.policy_sections import (
     BuildSection,
     PolicySection,
     TokenizerSection,
 )
+from rl_consistency.trainers.data.foreign_files import explained, parse_json_object
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer, load_tokenizer
 
 VOCABULARY_MULTIPLE = 16
 """A built policy's vocabulary is padded to a multiple of this."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+_NOT_LOADED = "cannot be loaded as a causal language model"
 _FAMILIES = {"qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
 
 
@@ -39,7 +46,7 @@ def load_policy(
     PolicyError or ValueError where model or tokenizer cannot be loaded.
     """
     if policy.path is not None:
-        _check_directory(policy.path)
+        read_config(policy.path)  # first: the tokenizer reads the same file, and would be blamed
     source = policy.path or policy.hub
     if tokenizer.kind == "byte":
         loaded = byte_tokenizer()
@@ -51,13 +58,15 @@ def load_policy(
     if policy.build is not None:
         model = build_model(policy.build, loaded, seed=seed, dtype=dtype)
     else:
-        model = _pretrained(policy, dtype)
+        assert source is not None
+        model = read_model(source, dtype, local=policy.path is not None)
     embedding: Any = model.get_input_embeddings()
     if len(loaded) > (rows := embedding.weight.shape[0]):
         raise PolicyError(
             f"the tokenizer has {len(loaded)} tokens, the model's vocabulary only {rows}: they do "
             "not belong together (tokenizer.kind auto takes the model's own)"
         )
+    eos_token_ids(model, loaded)
     if policy.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.to(torch.device(device))  # type: ignore[arg-type]
@@ -81,18 +90,30 @@ def build_model(
         eos_token_id=tokenizer.eos_token_id,
         **({"sliding_window": None} if build.architecture == "mistral" else {}),
     )
-    with torch.random.fork_rng(devices=[]):
+    too_large = "policy.build: the model cannot be made on this machine: choose smaller sizes"
+    with explained(PolicyError, too_large), torch.random.fork_rng(devices=[]):
         # The CPU draws for every device; torch.manual_seed would seed the GPUs too.
         torch.default_generator.manual_seed(seed)
         return model_class(config).to(dtype)
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids that end a completion: the tokenizer's and those of the generation config, sorted."""
+    """The ids that end a completion: the tokenizer's and those of the generation config, sorted.
+
+    PolicyError where one is no token of the model.
+    """
     generation = model.generation_config
     configured = generation.eos_token_id if generation is not None else None
     listed = configured if isinstance(configured, list) else [configured]
-    return tuple(sorted({i for i in [*listed, tokenizer.eos_token_id] if i is not None}))
+    ids = [i for i in [*listed, tokenizer.eos_token_id] if i is not None]
+    embedding: Any = model.get_input_embeddings()
+    rows = embedding.weight.shape[0]
+    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < rows]:
+        raise PolicyError(
+            f"eos_token_id {wrong[0]!r} is no token of the model's vocabulary of {rows}: mend "
+            "generation_config.json or the tokenizer"
+        )
+    return tuple(sorted(set(ids)))
 
 
 def context_length(model: PreTrainedModel) -> int:
@@ -100,23 +121,50 @@ def context_length(model: PreTrainedModel) -> int:
     return int(model.config.max_position_embeddings)
 
 
-def _check_directory(path: Path) -> None:
-    """Refuse a path that is not a model directory with unquantised weights."""
-    if not path.is_dir():
-        raise PolicyError(
-            f"policy.path: no model directory {path}: give one that save_pretrained wrote"
+def read_config(directory: Path) -> PreTrainedConfig:
+    """The configuration of a model directory; PolicyError where there is none that can be used."""
+    if not directory.is_dir():
+        raise PolicyError(f"no model directory {directory}: give one that save_pretrained wrote")
+    file = directory / "config.json"
+    if not file.is_file():
+        raise PolicyError(f"{directory} has no config.json: it is no model directory")
+    _refuse_quantised(_object(file), str(directory))
+    with explained(PolicyError, f"{file} {_NOT_LOADED}"):
+        return AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
         )
-    config_file = path / "config.json"
-    if not config_file.is_file():
-        raise PolicyError(f"policy.path: {path} has no config.json: it is no model directory")
-    try:
-        config = json.loads(config_file.read_text("utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise PolicyError(f"policy.path: {config_file} is not JSON: {error}") from error
-    _refuse_quantised(config, str(path))
+
+
+def _check_weights(directory: Path) -> None:
+    """Refuse a directory whose weights are missing, or anywhere but in it."""
+    if (generation := directory / "generation_config.json").exists():
+        _object(generation)  # transformers would pass over a damaged one, and its end tokens
     names = ("model.safetensors", "model.safetensors.index.json")
-    if not any((path / name).is_file() for name in names):
-        raise PolicyError(f"policy.path: {path} has no weights: {' or '.join(names)} is needed")
+    weights, index = (directory / name for name in names)
+    if not (weights.is_file() or index.is_file()):
+        raise PolicyError(f"{directory} has no weights: {' or '.join(names)} is needed")
+    if not weights.is_file():
+        _check_shards(index)
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model directory."""
+    try:
+        return parse_json_object(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{file}: {error}") from error
+
+
+def _check_shards(index: Path) -> None:
+    """Refuse an index that names anything but files beside it: it decides what is opened."""
+    shards = _object(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise PolicyError(f"{index}: weight_map must map tensors to files")
+    for tensor, name in shards.items():
+        if not isinstance(name, str) or Path(name).name != name or name == "..":
+            raise PolicyError(f"{index}: {tensor}: {name!r} is no file beside it")
+        if not (index.parent / name).is_file():
+            raise PolicyError(f"{index}: {tensor}: there is no file {name}")
 
 
 def _refuse_quantised(config: dict[str, Any], source: str) -> None:
@@ -124,33 +172,38 @@ def _refuse_quantised(config: dict[str, Any], source: str) -> None:
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
     if quantisation is None and "float8" not in dtype:
         return
-    kind = quantisation.get("quant_method", quantisation) if quantisation else dtype
+    kind = quantisation or dtype
+    if isinstance(quantisation, dict):
+        kind = quantisation.get("quant_method", quantisation)
     raise PolicyError(
         f"{source} holds quantised weights ({kind}), which are not supported: use a model saved as "
         f"{' or '.join(DTYPES)}"
     )
 
 
-def _pretrained(policy: PolicySection, dtype: torch.dtype) -> PreTrainedModel:
-    source = str(policy.path or policy.hub)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=dtype,
-            local_files_only=policy.path is not None,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except SafetensorError as error:
-        raise PolicyError(
-            f"{source}: its weights are truncated or damaged ({error}): copy or download them again"
-        ) from error
-    except (OSError, ValueError) as error:
-        message = f"{source} cannot be loaded as a causal language model: {error}"
-        raise PolicyError(message) from error
+def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) -> PreTrainedModel:
+    """The model of a directory or, with `local=False`, of the hub, on the CPU.
+
+    PolicyError where its weights are damaged, do not fit its configuration, or are not finite.
+    """
+    if local:
+        _check_weights(Path(source))
+    with explained(PolicyError, f"{source}, by its config.json, {_NOT_LOADED}"):
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(source),
+                dtype=dtype,
+                local_files_only=local,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, with the tensor's name
+            )
+        except SafetensorError as error:
+            problem = f"its weights are truncated or damaged ({error}): copy or download them again"
+            raise PolicyError(f"{source}: {problem}") from error
     model, report = loaded
-    _refuse_quantised(model.config.to_dict(), source)
+    _refuse_quantised(model.config.to_dict(), str(source))
     # Hugging Face would fill a missing tensor with random numbers and go on.
     for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if keys := sorted(map(str, report.get(problem) or ())):
@@ -158,4 +211,7 @@ def _pretrained(policy: PolicySection, dtype: torch.dtype) -> PreTrainedModel:
                 f"{source}: its weights do not fit its config.json: {len(keys)} "
                 f"{problem.replace('_', ' ')}, the first is {keys[0]}"
             )
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise PolicyError(f"{source}: {name} holds NaN or infinity: its training diverged")
     return model

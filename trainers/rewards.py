@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from typing import Any
 from rl_consistency.trainers.data.examples import Example
 
 RewardCallable = Callable[..., Any]
+_ARGUMENTS = frozenset({"prompts", "completions", "answers"})
 Texts = Sequence[str]
 
 
@@ -104,15 +106,47 @@ def resolve(name: str) -> RewardCallable:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise RewardError(
-            f"reward function {name!r}: cannot import {module_name!r} ({error}); install it or put "
-            "its folder on PYTHONPATH"
-        ) from error
+    except BaseException as error:  # the module is others' code, as in _call
+        problem = f"reward function {name!r}: cannot import {module_name!r}"
+        if isinstance(error, ImportError):
+            remedy = "install it or put its folder on PYTHONPATH"
+            raise RewardError(f"{problem} ({error}); {remedy}") from error
+        if not isinstance(error, KeyboardInterrupt):
+            raise RewardError(f"{problem}: {type(error).__name__}: {error}") from error
+        raise
     function = getattr(module, attribute, None)
     if not callable(function):
         raise RewardError(f"reward function {name!r}: {module_name} has no function {attribute!r}")
     return function
+
+
+def check_fields(functions: Sequence[RewardFunction], examples: Sequence[Example]) -> None:
+    """RewardError where the fields of the data are not those that the functions take.
+
+    A batch hands over the fields of its examples, so a function has to take all fields of the data
+    and may demand only those of every example.
+    """
+    names = [frozenset(example.extra) for example in examples]
+    everywhere, anywhere = frozenset.intersection(*names), frozenset.union(*names)
+    if taken := sorted(anywhere & _ARGUMENTS):
+        raise RewardError(
+            f"the data field {', '.join(taken)} has the name of an argument that every reward "
+            "function takes: rename it in the data"
+        )
+    for term in functions:
+        try:
+            signature = inspect.signature(term.function)
+        except ValueError:
+            continue  # written in C: its first call tells
+        for fields in (everywhere, anywhere):
+            try:
+                signature.bind(**dict.fromkeys(_ARGUMENTS | fields))
+            except TypeError as error:
+                given = ", ".join(sorted(fields)) or "none"
+                raise RewardError(
+                    f"reward function {term.name!r} does not fit the data: {error}; beside prompt "
+                    f"and answer the data has the fields {given} (take others with **extra)"
+                ) from error
 
 
 def compute_rewards(
@@ -125,18 +159,15 @@ def compute_rewards(
     """
     if len(examples) != len(completions):
         raise ValueError(f"{len(completions)} completions for {len(examples)} examples")
-    fields = {name for example in examples for name in example.extra}
-    if taken := sorted(fields & {"prompts", "completions", "answers"}):
-        raise ValueError(
-            f"the data field {', '.join(taken)} has the name of an argument that every reward "
-            "function takes: rename it in the data"
-        )
     total = [0.0] * len(completions)
     by_function: dict[str, list[float]] = {}
     for term in functions:
         scores = _scores(term, examples, completions)
         by_function[term.name] = scores
         total = [sum_ + term.weight * score for sum_, score in zip(total, scores, strict=True)]
+    if wrong := [i for i, value in enumerate(total) if not isfinite(value)]:
+        sample = _sample(wrong[0], examples, completions)
+        raise RewardError(f"the weighted rewards add up to {total[wrong[0]]} for {sample}")
     return Rewards(total, by_function)
 
 
@@ -155,18 +186,28 @@ def _scores(
             f"returned {len(scores)} scores for {len(completions)} completions: sample "
             f"{min(len(scores), len(completions))} is the first unmatched one"
         )
-    elif wrong := [i for i, s in enumerate(scores) if not (isinstance(s, Real) and isfinite(s))]:
+    elif wrong := [i for i, s in enumerate(scores) if not _is_finite(s)]:
         sample = _sample(wrong[0], examples, completions)
-        problem = f"returned {scores[wrong[0]]!r}, not a finite number, for {sample}"
+        problem = f"returned {scores[wrong[0]]!r:.60}, not a finite number, for {sample}"
     else:
         return [float(score) for score in scores]
     raise RewardError(f"reward function {term.name!r} {problem}") from error
 
 
+def _is_finite(score: Any) -> bool:
+    try:
+        return isinstance(score, Real) and isfinite(score)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
 def _call(
     term: RewardFunction, examples: Sequence[Example], completions: Sequence[str]
-) -> tuple[Any, Exception | None]:
-    """What the function returned, and what it raised: others write it, so that may be anything."""
+) -> tuple[Any, BaseException | None]:
+    """What the function returned, and what it raised: others write it, so that may be anything.
+
+    An exit is one of them: no function may end a run as if it were done.
+    """
     names = sorted({name for example in examples for name in example.extra})
     try:
         scores = term.function(
@@ -176,9 +217,9 @@ def _call(
             **{name: [example.extra.get(name) for example in examples] for name in names},
         )
     except BaseException as error:
-        if isinstance(error, Exception):
+        if not isinstance(error, KeyboardInterrupt):
             return None, error
-        raise  # an interrupt or an exit
+        raise
     return scores, None
 
 

@@ -7,7 +7,6 @@ import errno
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,10 +23,11 @@ from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.grpo import GRPOTrainer
 from rl_consistency.trainers.hooks import ConsistencyHook
+from rl_consistency.trainers.launch import check_launch
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
 from rl_consistency.trainers.prompts import encode_targets, load_prompts
-from rl_consistency.trainers.rewards import RewardFunction, resolve
+from rl_consistency.trainers.rewards import RewardFunction, check_fields, resolve
 from rl_consistency.trainers.run_directory.checkpoint import (
     list_checkpoints,
     load_checkpoint,
@@ -59,11 +59,11 @@ from rl_consistency.trainers.run_directory.random_state import capture, restore,
 from rl_consistency.trainers.run_directory.summary import summary_of, write_summary
 from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
 from rl_consistency.trainers.tracking import (
-    WANDB_MISSING,
     ConsoleTable,
     Tracker,
     TrackerSet,
     WandbTracker,
+    check_wandb,
 )
 from rl_consistency.trainers.warm_start import warm_start
 
@@ -84,8 +84,8 @@ def train(
         ConsistencyError: drift, where the recipe says `on_drift: raise`.
     """
     started = time.perf_counter()
-    check_directory(config, resume=resume, overwrite=overwrite)
     _check_machine(config)
+    check_directory(config, resume=resume, overwrite=overwrite)
     with ExitStack() as stack:
         stack.enter_context(_full_disk_explained(config.run.output_dir / CHECKPOINTS))
         if resume:
@@ -131,6 +131,8 @@ class _Run:
         self.rewards = [
             RewardFunction(f.name, resolve(f.name), f.weight) for f in config.reward.functions
         ]
+        for prompts in filter(None, (self.train_set, self.eval_set)):
+            check_fields(self.rewards, prompts.examples)
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
         session = stack.enter_context(patch(self.model, grad_dtype=torch.float32))
         if not current().stock:
@@ -382,8 +384,9 @@ def _strictness(config: RunConfig) -> AbstractContextManager[Strictness]:
 
 def _check_machine(config: RunConfig) -> None:
     """Refuse what this machine cannot do, before anything is computed or written."""
-    if config.tracking.wandb is not None and find_spec("wandb") is None:
-        raise ValueError(WANDB_MISSING)
+    check_launch(config.run.device)
+    if config.tracking.wandb is not None:
+        check_wandb(config.tracking.wandb.mode)
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "run.device is cuda but torch sees no GPU here; set it to cpu, or install a CUDA build"

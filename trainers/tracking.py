@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,11 +19,11 @@ from rl_consistency.trainers.run_directory.metrics_file import Metrics
 
 
 class Tracker(Protocol):
-    """Receives the metrics of each step, steps strictly ascending."""
+    """Receives the metrics of each step, steps strictly ascending, and whether the run failed."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, *, failed: bool = False) -> None: ...
 
 
 class TrackerSet:
@@ -38,10 +39,10 @@ class TrackerSet:
     def __enter__(self) -> TrackerSet:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         with ExitStack() as stack:
             for tracker in reversed(self._trackers):
-                stack.callback(tracker.close)
+                stack.callback(tracker.close, failed=error is not None)
 
 
 class _Column(NamedTuple):
@@ -94,7 +95,7 @@ class ConsoleTable:
             self._live.start()
         self._live.update(self._table(), refresh=True)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -134,12 +135,32 @@ WANDB_MISSING = (
 )
 
 
+def check_wandb(mode: str) -> None:
+    """ValueError where a run could not log there: no wandb, or online and nobody is logged in.
+
+    On a terminal wandb asks for the key here, before any work.
+    """
+    if find_spec("wandb") is None:
+        raise ValueError(WANDB_MISSING)
+    if mode == "online":
+        import wandb
+
+        remedy = "set WANDB_API_KEY, run `wandb login`, or set tracking.wandb.mode to offline"
+        try:
+            known = wandb.login()
+        except wandb.Error as error:
+            raise ValueError(f"tracking.wandb.mode online: {error} ({remedy})") from error
+        if not known:
+            raise ValueError(f"tracking.wandb.mode online needs a key: {remedy}")
+
+
 class WandbTracker:
     """Logs to Weights & Biases, into `directory`; the same `run_id` continues the same run.
 
     `mode` "offline" needs neither key nor network; upload later with `wandb sync`.
 
-    Raises: ImportError when wandb is not installed, ValueError on another mode than the two.
+    Raises: ImportError when wandb is not installed, ValueError on another mode than the two and
+    where wandb cannot begin the run.
     """
 
     def __init__(
@@ -159,19 +180,22 @@ class WandbTracker:
         except ImportError as error:
             raise ImportError(WANDB_MISSING) from error
         Path(directory).mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=project,
-            name=name,
-            dir=os.fspath(directory),
-            config=dict(config or {}),
-            mode=mode,
-            id=run_id,
-            resume=None if run_id is None else "allow",
-            settings=wandb.Settings(silent=True),
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                dir=os.fspath(directory),
+                config=dict(config or {}),
+                mode=mode,
+                id=run_id,
+                resume=None if run_id is None else "allow",
+                settings=wandb.Settings(silent=True),
+            )
+        except wandb.Error as error:
+            raise ValueError(f"wandb cannot begin the run: {error}") from error
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, failed: bool = False) -> None:
+        self._run.finish(exit_code=int(failed))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -17,21 +20,68 @@ COMMANDS = {
 """Subcommand -> help; its `add_arguments` and `run` stand in `cli.<name>`."""
 
 
+OUTPUTS = (1, 2)
+"""Standard output and error, as descriptors."""
+CLOSED_PIPE = 141
+"""What a shell reports of a command that wrote to a pipe which nobody reads."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; `arguments` None takes those of the process.
 
-    Returns the exit status: 0, 1 when a claim fails, 2 on bad input, 130 on an interrupt.
+    Returns the exit status: 0 done, 1 a claim failed, 2 bad input, 3 an error of ours (with its
+    traceback), 130 an interrupt, 141 (and no message) where the output's reader has left.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        args = _parser(arguments).parse_args(arguments)
+        try:
+            args = _parser(arguments).parse_args(arguments)
+            return _run(args)
+        finally:
+            # A closed pipe shows here, not in a message of the interpreter at its end.
+            print(end="", flush=True)
+    except (BrokenPipeError, SystemExit) as error:
+        if not _reader_left(error):
+            raise
+        for descriptor in filter(_is_broken, OUTPUTS):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        return CLOSED_PIPE
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
         return args.run(args)
-    except rl_consistency.ConsistencyError as error:
+    except BaseException as error:
+        if not _reader_left(error):
+            return _status(error)
+        raise
+
+
+def _status(error: BaseException) -> int:
+    """The exit status of a command that raised this, and its message: all meanings stand here."""
+    if isinstance(error, rl_consistency.ConsistencyError):
         return _fail(error, 1)
-    except (ValueError, TypeError, OSError) as error:
+    if isinstance(error, ValueError | TypeError | OSError):
         return _fail(error, 2)
-    except KeyboardInterrupt:
+    if isinstance(error, KeyboardInterrupt):
         return _fail("interrupted", 130)
+    # An exit too: a command returns its status, so this one is of code that it called.
+    traceback.print_exception(error)
+    return _fail("this is a mistake of rl-consistency; please report the lines above", 3)
+
+
+def _reader_left(error: BaseException) -> bool:
+    """Whether nobody reads our output any more; other pipes, such as wandb's, break as well."""
+    if isinstance(error, SystemExit):  # rich has already turned the output away, and exits
+        return isinstance(error.__context__, BrokenPipeError)
+    return isinstance(error, BrokenPipeError) and any(map(_is_broken, OUTPUTS))
+
+
+def _is_broken(descriptor: int) -> bool:
+    """Whether this is a pipe without a reader."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from rl_consistency.cli import plots
 from rl_consistency.cli.output_file import write_whole
 from rl_consistency.cli.plots import Rows, load_rows, series
+from rl_consistency.trainers.data.foreign_files import parse_json_object
 
 CSS = """
 :root { --ink: #1f2937; --muted: #6b7280; --line: #e5e7eb; --good: #0f766e; --bad: #b91c1c; }
@@ -86,7 +87,7 @@ def render(run_dir: str | os.PathLike[str]) -> Path:
 {_figures(rows)}
 {_summary(run_dir / "summary.json")}
 <section><details><summary>Configuration</summary>
-<pre>{html.escape(config.read_text())}</pre></details></section>
+<pre>{html.escape(config.read_text("utf-8", errors="replace"))}</pre></details></section>
 </main></body></html>
 """
     target = run_dir / "report.html"
@@ -137,11 +138,9 @@ def _summary(path: Path) -> str:
             "The figures above are those of the steps so far.</p></section>"
         )
     try:
-        summary = json.loads(path.read_bytes())
+        summary = parse_json_object(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is not whole JSON: resume the run to rewrite it") from error
-    if not isinstance(summary, dict):
-        raise ValueError(f"{path} must hold a JSON object, got a {type(summary).__name__}")
+        raise ValueError(f"{path}: {error}: resume the run to rewrite it") from error
     flat = dict(_flattened(summary))
     paths = ("consistency/", "stock/")
     figures = dict.fromkeys(name.split("/", 1)[1] for name in flat if name.startswith(paths))

@@ -64,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify; 0 when every row is green, 1 when one is red."""
+    from rl_consistency.trainers.launch import refuse_many_processes
+
+    refuse_many_processes()
     if args.json is not None:
         require_writable("--json", args.json)
     device = _device(args.device)

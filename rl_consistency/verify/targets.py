@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.models.families import check_config
+from rl_consistency.trainers.policy import read_config, read_model
 from rl_consistency.verify.checks.op_setup import CPU, TINY_SHAPES, OpShapes, shapes_of
 from rl_consistency.verify.presets import PRESETS, REAL_PRESETS, build_preset, preset_config
 from rl_consistency.verify.sweep import Sweep, sweep_for
@@ -103,7 +103,7 @@ def directory_targets(
         raise FileNotFoundError(
             f"{directory} {what}; --model takes a directory written by save_pretrained."
         )
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = read_config(directory)
     check_config(config)
     chosen = list(dtypes) or [getattr(config, "dtype", None) or torch.float32]
     if unknown := [dtype for dtype in chosen if dtype not in DTYPES]:
@@ -133,9 +133,5 @@ def count_parameters(config: PreTrainedConfig) -> int:
 
 
 def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
-    except SafetensorError as error:
-        message = f"the weights in {directory} are damaged ({error}); save them again."
-        raise ValueError(message) from error
+    model = read_model(directory, dtype)
     return model.to(device).eval()  # type: ignore[return-value]

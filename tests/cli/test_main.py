@@ -1,7 +1,9 @@
 """The command line as a whole: dispatch, exit statuses, messages."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 import rl_consistency
 from rl_consistency.cli.main import COMMANDS, main
 from rl_consistency.numerics.errors import ConsistencyError
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -56,13 +60,56 @@ def test_an_interrupt_has_its_own_status(command, capsys):
     assert capsys.readouterr().err == "error: interrupted\n"
 
 
-def test_a_bug_is_not_hidden(command):
-    def bug(args):
-        raise KeyError("bug")
+@pytest.mark.parametrize("bug", [KeyError("bug"), RecursionError("deep"), SystemExit(0)])
+def test_a_bug_shows_its_traceback_and_has_a_status_of_its_own(command, capsys, bug):
+    def fail(args):
+        raise bug
 
-    command.action = bug
-    with pytest.raises(KeyError):
-        main(["verify"])
+    command.action = fail
+    assert main(["verify"]) == 3
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and type(bug).__name__ in shown
+    assert shown.splitlines()[-1].startswith("error: this is a mistake of rl-consistency")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "print('x' * 100_000, flush=True)",
+        "print('x')",  # stays in the buffer until the end
+        "Console().print('x')",  # rich makes an exit of it
+        "print('x' * 100_000, file=sys.stderr)",
+        "raise ValueError('x')",  # whose message is what cannot be written
+    ],
+)
+def test_a_closed_pipe_is_quiet(tmp_path, write):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom types import ModuleType\nfrom rich.console import Console\n"
+        "from rl_consistency.cli.main import main\n"
+        "verify = ModuleType('verify')\nverify.add_arguments = lambda parser: None\n"
+        f"def run(args):\n    {write}\n    return 0\n"
+        "verify.run = run\nsys.modules['rl_consistency.cli.verify'] = verify\n"
+        "sys.exit(main(['verify']))\n"
+    )
+    both, other = ("stderr" in write or "raise" in write), tmp_path / "other"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as closed, other.open("wb") as file:
+        streams = {"stdout": closed, "stderr": closed if both else file}
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, script], env=environment, check=False, **streams)
+    assert done.returncode == 141
+    assert other.read_bytes() == b""
+
+
+def test_another_broken_pipe_is_an_error(command, capsys):
+    def fail(args):
+        raise BrokenPipeError(32, "the pipe of a tracker")
+
+    command.action = fail
+    assert main(["verify"]) == 2
+    assert "the pipe of a tracker" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["unknown"], ["verify", "--unknown"]])

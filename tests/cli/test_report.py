@@ -133,7 +133,7 @@ def test_a_truncated_metrics_line_is_named_and_the_old_report_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("summary", "message"), [('{"a": ', "not whole JSON"), ("[1]", "JSON object, got a list")]
+    ("summary", "message"), [('{"a": ', "not JSON"), ("[1]", "JSON object is needed, got list")]
 )
 def test_a_damaged_summary_is_named(tmp_path, summary, message):
     run = make_run(tmp_path / "run")

@@ -147,6 +147,13 @@ def test_bad_input_is_one_message_and_status_2(runs, capsys, options, message):
     assert runs.targets is None
 
 
+def test_several_processes_of_a_launcher_are_refused(runs, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["verify", "--quick"]) == 2
+    assert "WORLD_SIZE=2: a run is one process" in capsys.readouterr().err
+    assert runs.targets is None
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_a_missing_gpu_is_named(runs, capsys):
     assert main(["verify", "--device", "cuda"]) == 2

@@ -18,8 +18,14 @@ def varied(prompts, completions, answers, **extra):
 def short(prompts, completions, answers, **extra):
     return [1.0 - len(text) / 9 for text in completions]
 
+def demanding(prompts, completions, answers, level):
+    return [0.0] * len(completions)
+
 def raising(prompts, completions, answers, **extra):
     raise RuntimeError("no judge at home")
+
+def exiting(prompts, completions, answers, **extra):
+    raise SystemExit(0)
 
 def nan_for_the_third(prompts, completions, answers, **extra):
     return [float("nan") if i == 2 else 0.0 for i in range(len(completions))]

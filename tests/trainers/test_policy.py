@@ -3,13 +3,14 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rl_consistency.trainers.config.policy_sections import (
     BuildSection,
     PolicySection,
     TokenizerSection,
 )
-from rl_consistency.trainers.data.tokenizer import EOS_TOKEN, byte_tokenizer
+from rl_consistency.trainers.data.tokenizer import EOS_TOKEN, TokenizerError, byte_tokenizer
 from rl_consistency.trainers.policy import (
     PolicyError,
     build_model,
@@ -145,8 +146,126 @@ def test_a_missing_file_is_named(copy, file, message):
 
 def test_a_config_that_is_not_json_is_named(copy):
     (copy / "config.json").write_text("{")
-    with pytest.raises(PolicyError, match=r"config.json is not JSON"):
+    with pytest.raises(PolicyError, match=r"config.json: not JSON"):
         load_policy(PolicySection(path=copy), BYTE, seed=0)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "a JSON object is needed, got list"),
+        ('{"a": NaN}', "NaN is no number"),
+        ('{"a":' + "[" * 100_000, "nested too deep"),
+    ],
+)
+def test_a_config_that_is_no_json_object_is_named(copy, name, text, message):
+    (copy / name).write_text(text)
+    with pytest.raises(PolicyError, match=f"/{name}: {message}"):
+        load_policy(PolicySection(path=copy), BYTE, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 100}, "cannot be loaded"),
+        ({"vocab_size": 1000}, "1 mismatched keys, the first is .*embed_tokens"),
+        ({"vocab_size": "x"}, "'vocab_size' expected int, got str"),
+        ({"num_hidden_layers": 3}, r"`num_hidden_layers` \(3\) must be equal"),
+        ({"num_hidden_layers": "x"}, "'num_hidden_layers' expected int, got str"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"num_key_value_heads": 3}, "mismatched keys, the first is .*k_proj"),
+        ({"hidden_act": "none such"}, "none such"),
+        ({"dtype": "none such"}, "none such"),
+        ({"quantization_config": ["int4"]}, "quantised weights .*int4"),
+    ],
+)
+@pytest.mark.parametrize("tokenizer", [BYTE, AUTO])
+def test_a_wrong_value_of_the_config_is_one_line_that_names_the_directory(
+    copy, tokenizer, change, message
+):
+    edit_config(copy, **change)
+    with pytest.raises(PolicyError, match=message) as caught:
+        load_policy(PolicySection(path=copy), tokenizer, seed=0)
+    assert str(copy) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def shards(saved, tmp_path):
+    """A copy in several files, their index, and a change of where the index says they lie."""
+    model, tokenizer = load_policy(PolicySection(path=saved), BYTE, seed=0)
+    directory = tmp_path / "shards"
+    model.save_pretrained(directory, max_shard_size="20KB")
+    tokenizer.save_pretrained(directory)
+    return directory, directory / "model.safetensors.index.json"
+
+
+def test_a_policy_in_several_files_loads(saved, shards):
+    (whole, _), (parts, _) = (
+        load_policy(PolicySection(path=path), AUTO, seed=0) for path in (saved, shards[0])
+    )
+    assert as_bytes(whole) == as_bytes(parts)
+
+
+@pytest.mark.parametrize("place", ["../outside.safetensors", "{parent}/outside.safetensors", ".."])
+def test_an_index_that_leaves_the_directory_is_refused(shards, place):
+    directory, index = shards
+    content = json.loads(index.read_text())
+    tensor, name = next(iter(content["weight_map"].items()))
+    shutil.copy(directory / name, directory.parent / "outside.safetensors")
+    place = place.format(parent=directory.parent)
+    content["weight_map"] = {k: place if v == name else v for k, v in content["weight_map"].items()}
+    index.write_text(json.dumps(content))
+    with pytest.raises(PolicyError, match=f"index.json: {tensor}: '{place}' is no file beside it"):
+        load_policy(PolicySection(path=directory), AUTO, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1], "a JSON object is needed"),
+        ({}, "weight_map must map"),
+        ({"weight_map": [1]}, "weight_map must map"),
+        ({"weight_map": {"a": 1}}, "a: 1 is no file beside it"),
+        ({"weight_map": {"a": "absent"}}, "a: there is no file absent"),
+    ],
+)
+def test_an_index_that_maps_no_tensors_to_files_is_refused(shards, content, message):
+    directory, index = shards
+    index.write_text(json.dumps(content))
+    with pytest.raises(PolicyError, match=message):
+        load_policy(PolicySection(path=directory), AUTO, seed=0)
+
+
+@pytest.mark.parametrize("wrong", [272, -1, True, "x", [[1]]])
+def test_an_end_token_outside_the_vocabulary_is_refused(copy, wrong):
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(PolicyError, match="eos_token_id .* is no token .* vocabulary of 272"):
+        load_policy(PolicySection(path=copy), BYTE, seed=0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(copy, value):
+    file = copy / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"][5] = value
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(PolicyError, match=r"model\.norm\.weight holds NaN or infinity"):
+        load_policy(PolicySection(path=copy), BYTE, seed=0)
+
+
+def test_sizes_that_no_machine_holds_are_refused():
+    with pytest.raises(PolicyError, match=r"policy\.build: .*: choose smaller sizes"):
+        load_policy(PolicySection(build=sizes(hidden_size=10**12)), BYTE, seed=0)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["[]", "{", '{"a":' + "[" * 100_000])
+def test_a_damaged_tokenizer_is_one_line(copy, name, text):
+    (copy / name).write_text(text)
+    with pytest.raises(TokenizerError, match="holds no tokenizer that can be loaded") as caught:
+        load_policy(PolicySection(path=copy), AUTO, seed=0)
+    assert "\n" not in str(caught.value)
 
 
 def test_truncated_weights_are_refused(copy):

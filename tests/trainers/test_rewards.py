@@ -7,6 +7,7 @@ from rl_consistency.trainers.rewards import (
     RewardError,
     RewardFunction,
     arithmetic,
+    check_fields,
     compute_rewards,
     exact_match,
     gsm8k,
@@ -135,6 +136,35 @@ def test_a_failure_of_the_batch_only_says_so():
     assert "on the batch of 3, on no sample of it alone" in str(refusal(fails_on_three))
 
 
+@pytest.mark.parametrize("raised", [SystemExit(0), GeneratorExit()])
+def test_a_function_that_exits_ends_no_run_as_if_it_were_done(raised):
+    def exits(**_):
+        raise raised
+
+    assert f"'mine' raised {type(raised).__name__}" in str(refusal(exits))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("def f(:", r"SyntaxError: invalid syntax \(broken_rewards.py, line 1\)"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, text, message):
+    (tmp_path / "broken_rewards.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RewardError, match=f"cannot import 'broken_rewards': {message}"):
+        resolve("broken_rewards:f")
+
+
+def test_weighted_rewards_that_overflow_are_refused():
+    huge = [RewardFunction(name, lambda **_: [0.0, 1.0, 0.0], 1e308) for name in ("a", "b")]
+    with pytest.raises(RewardError, match="add up to inf for sample 1, example 41"):
+        compute_rewards(huge, EXAMPLES, COMPLETIONS)
+
+
 def test_an_interrupt_passes_through():
     def interrupted(**_):
         raise KeyboardInterrupt
@@ -143,7 +173,7 @@ def test_an_interrupt_passes_through():
         score(interrupted)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), None, "1"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), None, "1", 10**400])
 def test_a_score_that_is_no_finite_number_is_named_with_its_sample(value):
     text = str(refusal(lambda **_: [0.0, value, value]))
     assert "'mine' returned" in text and "sample 1, example 41, completion 'wrong'" in text
@@ -168,7 +198,23 @@ def test_a_gsm8k_answer_without_a_number_is_an_error_of_the_data():
         compute_rewards([RewardFunction("gsm8k", gsm8k)], [example], ["5"])
 
 
-def test_a_data_field_named_like_an_argument_is_refused():
-    example = Example(id=3, prompt="p", answer="a", target="a", extra={"answers": 1})
-    with pytest.raises(ValueError, match="answers has the name of an argument"):
-        compute_rewards([RewardFunction("exact_match", exact_match)], [example], ["5"])
+@pytest.mark.parametrize(
+    ("function", "extra", "message"),
+    [
+        (exact_match, [{"answers": 1}, {}], "answers has the name of an argument"),
+        (lambda level, **_: [], [{}, {}], "missing a required argument: 'level'"),
+        (lambda level, **_: [], [{"level": 1}, {}], "missing a required argument: 'level'"),
+        (lambda prompts, completions, answers: [], [{}, {"x": 1}], "unexpected .* 'x'"),
+    ],
+)
+def test_fields_that_do_not_fit_a_function_are_refused(function, extra, message):
+    examples = [
+        Example(id=i, prompt="p", answer="a", target="a", extra=e) for i, e in enumerate(extra)
+    ]
+    with pytest.raises(RewardError, match=message):
+        check_fields([RewardFunction("mine", function)], examples)
+
+
+def test_fields_that_fit_are_let_through():
+    functions = [exact_match, lambda level, **_: [], lambda level=0, **_: []]
+    check_fields([RewardFunction("mine", f) for f in functions], EXAMPLES)

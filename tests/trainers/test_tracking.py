@@ -2,11 +2,12 @@ import io
 import math
 import os
 import sys
+from contextlib import nullcontext
 
 import pytest
 from rich.console import Console
 
-from rl_consistency.trainers.tracking import ConsoleTable, TrackerSet, WandbTracker
+from rl_consistency.trainers.tracking import ConsoleTable, TrackerSet, WandbTracker, check_wandb
 
 STEP = {
     "reward/mean": 0.25,
@@ -55,8 +56,9 @@ class Recorder:
     def log(self, step, metrics):
         self.seen.append((step, metrics))
 
-    def close(self):
+    def close(self, *, failed=False):
         self.closed += 1
+        self.failed = failed
         if self.fails:
             raise OSError("no")
 
@@ -69,10 +71,44 @@ def test_a_tracker_set_logs_to_all_and_closes_all_even_if_one_fails():
     assert [tracker.closed for tracker in (a, b, c)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt, SystemExit])
+def test_trackers_learn_whether_the_run_failed(error):
+    recorder = Recorder()
+    with pytest.raises(error) if error else nullcontext(), TrackerSet([recorder]):
+        if error is not None:
+            raise error
+    assert recorder.closed == 1 and recorder.failed == (error is not None)
+
+
+@pytest.mark.parametrize(("failed", "status"), [(False, 0), (True, 1)])
+def test_wandb_is_told_the_status_of_a_run(tmp_path, monkeypatch, failed, status):
+    wandb = pytest.importorskip("wandb", reason="wandb is an optional extra")
+    tracker, statuses = WandbTracker("project", directory=tmp_path), []
+    finish = wandb.Run.finish
+
+    def recorded(run, exit_code=None, **options):
+        statuses.append(exit_code)
+        return finish(run, exit_code, **options)
+
+    monkeypatch.setattr(wandb.Run, "finish", recorded)
+    tracker.close(failed=failed)
+    assert statuses == [status]
+
+
 def test_missing_wandb_is_an_error_with_its_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"rl-consistency\[wandb\].*tracking\.wandb"):
         WandbTracker("project", directory=tmp_path)
+
+
+def test_wandb_online_without_a_key_is_refused_with_its_remedy(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is an optional extra")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for name in ("HOME", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    check_wandb("offline")
+    with pytest.raises(ValueError, match=r"online: .*No API key.*WANDB_API_KEY.*offline"):
+        check_wandb("online")
 
 
 def test_an_unknown_wandb_mode_is_refused(tmp_path):

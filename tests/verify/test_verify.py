@@ -1,5 +1,6 @@
 """The verification itself: what its parts count, and that a small run of all of it is green."""
 
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -311,6 +312,14 @@ def test_damaged_weights_are_named(tmp_path):
     (target,) = directory_targets(tmp_path, [])
     with pytest.raises(ValueError, match="damaged"):
         target.build()
+
+
+def test_a_wrong_value_in_config_json_is_named(tmp_path):
+    preset_config("tiny-qwen3").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": "x"}))
+    with pytest.raises(ValueError, match=r"config\.json .*'vocab_size' expected int, got str"):
+        directory_targets(tmp_path, [])
 
 
 def test_unknown_targets_are_named(tmp_path):

@@ -25,7 +25,7 @@ class ArithmeticSection(Section):
 
     name: Literal["arithmetic"]
     """Which generated task."""
-    num_terms: Annotated[Int, Field(ge=2)] = 4
+    num_terms: Annotated[Int, Field(ge=2, le=64)] = 4
     """Terms of each sum."""
     max_value: Count = 9
     """Each term is drawn from 1 to this."""

@@ -32,7 +32,12 @@ from rl_consistency.trainers.config.run_sections import (
     TrackingSection,
 )
 from rl_consistency.trainers.config.section import Section
-from rl_consistency.trainers.config.strict_yaml import RecipeSyntaxError, apply_overrides, parse
+from rl_consistency.trainers.config.strict_yaml import (
+    RecipeSyntaxError,
+    apply_overrides,
+    read,
+    shown,
+)
 
 MOVED = {
     "rollout.samples_per_prompt": "rollout.sampling.n",
@@ -166,9 +171,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = Path(path)
     try:
-        tree = parse(path.read_text("utf-8"), str(path))
+        tree = read(path)
         if not isinstance(tree, dict):
-            raise ConfigError(f"{path} must be a mapping of sections, got {_shown(tree)}")
+            raise ConfigError(f"{path} must be a mapping of sections, got {shown(repr(tree))}")
         apply_overrides(tree, overrides)
     except RecipeSyntaxError as error:
         raise ConfigError(str(error)) from error
@@ -202,13 +207,8 @@ def _problems(error: ValidationError) -> list[str]:
             message = str(item.get("ctx", {}).get("error", item["msg"]))
             problems += [f"{path}: {message}"] if path else message.splitlines()
         else:
-            problems.append(f"{path}: {item['msg']}, got {_shown(item['input'])}")
+            problems.append(f"{path}: {item['msg']}, got {shown(repr(item['input']))}")
     return problems
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _hint(location: tuple[int | str, ...]) -> str:

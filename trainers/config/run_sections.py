@@ -16,13 +16,13 @@ class RunSection(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Letters, digits, `.`, `_`, `-`; names the output directory and the tracked run."""
-    output_dir: LocalPath = Field(default_factory=lambda data: Path("runs") / data["name"])
+    output_dir: LocalPath = Field(default_factory=lambda data: Path("runs") / data.get("name", ""))
     """Where config, metrics, summary, report and checkpoints go; default runs/<name>."""
     seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0
     """Seeds the data order, the sampler, the weights of a built policy and the generated task."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the run computes; cuda is one NVIDIA GPU of compute capability 8.0 or later."""
-    num_threads: Count | None = None
+    num_threads: Annotated[Count, Field(le=1024)] | None = None
     """CPU threads; part of the fingerprint. Tiny models run fastest on 1; null = torch's choice."""
 
 

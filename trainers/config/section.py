@@ -22,7 +22,14 @@ def _not_bool(value: Any) -> Any:
     return value
 
 
-Int = Annotated[int, BeforeValidator(_not_bool)]
+def _expanded(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"there is no user {path.parts[0]}: write the path out") from error
+
+
+Int = Annotated[int, BeforeValidator(_not_bool), Field(ge=-(2**63), lt=2**63)]
 Float = Annotated[float, BeforeValidator(_not_bool)]
 Count = Annotated[Int, Field(ge=1)]
 CountOrZero = Annotated[Int, Field(ge=0)]
@@ -30,7 +37,7 @@ Positive = Annotated[Float, Field(gt=0)]
 PositiveOrZero = Annotated[Float, Field(ge=0)]
 BelowOne = Annotated[Float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
-LocalPath = Annotated[Path, AfterValidator(Path.expanduser)]
+LocalPath = Annotated[Path, AfterValidator(_expanded)]
 
 
 def require_one(**choices: Any) -> None:

@@ -2,16 +2,21 @@
 
 YAML 1.1, which PyYAML reads by default, turns `1e-3` into a string, `on` into a boolean, `010`
 into 8 and `12:30` into 750. Here a scalar is null, a boolean (true, false), a decimal integer, a
-float or a string.
+float or a string. Aliases and tags are refused, and size and depth are bounded: a recipe is a small
+tree, and an override of one place must not change another.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
+
+LARGEST, DEEPEST = 2**18, 32
+"""Bytes of a recipe, and sections within sections; ours have 3,000 and 4."""
 
 
 class RecipeSyntaxError(ValueError):
@@ -23,8 +28,31 @@ class _StrictLoader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str | None, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event, problem = self.peek_event(), None
+        if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
+            problem = "an alias (& or *): write the value out at each place"
+        elif event.tag is not None:
+            problem = f"the tag {event.tag.replace('tag:yaml.org,2002:', '!!')}: leave it out"
+        elif self.depth == DEEPEST:
+            problem = f"nested deeper than {DEEPEST} levels"
+        elif isinstance(event, yaml.ScalarEvent) and _NO_TEXT.search(event.value):
+            problem = "a text with the character 0 or half a surrogate pair"
+        if problem:
+            raise yaml.MarkedYAMLError(None, None, problem, event.start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
     def construct_decimal(self, node: yaml.ScalarNode) -> int:
-        return int(self.construct_scalar(node), 10)
+        digits = self.construct_scalar(node)
+        if len(digits) > 100:
+            problem = f"a number of {len(digits)} digits"
+            raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
+        return int(digits, 10)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         first_line: dict[Any, int] = {}
@@ -36,11 +64,12 @@ class _StrictLoader(yaml.SafeLoader):
             elif key in first_line:
                 problem = f"the key {key!r} stands twice, on lines {first_line[key]} and {line}"
             if problem:
-                raise yaml.constructor.ConstructorError(None, None, problem, mark)
+                raise yaml.MarkedYAMLError(None, None, problem, mark)
             first_line[key] = line
         return super().construct_mapping(node, deep=deep)
 
 
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 _SCALARS = (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -56,22 +85,41 @@ for _tag, _pattern, _first in _SCALARS:
 _StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_decimal)
 
 
+def read(path: Path) -> Any:
+    """The value of a YAML file; RecipeSyntaxError, OSError or UnicodeDecodeError."""
+    with path.open("rb") as stream:
+        data = stream.read(LARGEST + 1)
+    if len(data) > LARGEST:
+        raise RecipeSyntaxError(f"{path} has more than {LARGEST:,} bytes: it is no recipe")
+    return parse(data.decode("utf-8"), str(path))
+
+
 def parse(text: str, source: str) -> Any:
     """The value of one YAML document. `source` names it in errors (RecipeSyntaxError)."""
-    loader = _StrictLoader(text)
-    loader.name = source
     try:
-        return loader.get_single_data()
-    except yaml.YAMLError as error:
-        raise RecipeSyntaxError(f"{source} is not valid YAML: {error}") from error
-    finally:
-        loader.dispose()
+        return yaml.load(text, _StrictLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = error.problem or error.context
+        raise RecipeSyntaxError(f"{source} is not valid YAML{line}: {problem}") from error
+    except yaml.reader.ReaderError as error:
+        line, character = text.count("\n", 0, error.position) + 1, f"U+{error.character:04X}"
+        raise RecipeSyntaxError(
+            f"{source} is not valid YAML, line {line}: the character {character} is not allowed"
+        ) from error
+
+
+def shown(text: str) -> str:
+    """A text in an error message: its beginning, where it is long."""
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     """Sets each `a.b=value` in `tree`, in order; the value is YAML; a list is entered by index."""
     for override in overrides:
         path, equals, text = override.partition("=")
+        override = shown(override)
         keys = path.strip().split(".")
         if not equals or not all(keys):
             raise RecipeSyntaxError(

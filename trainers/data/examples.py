@@ -7,13 +7,18 @@ examples a step sees is a function of (seed, step), so a resumed run needs only 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from rl_consistency.trainers.data.foreign_files import parse_json_object
+
+LONGEST_LINE = 2**24
+"""Bytes of a line of JSONL."""
 
 
 class DataError(ValueError):
@@ -55,20 +60,13 @@ def read_jsonl(
 ) -> list[Example]:
     """The examples of a JSONL file in the order of its lines, at most the first `limit`.
 
-    Fields other than the two become `extra`. Raises DataError on a missing or empty file and on a
-    line that is blank, not UTF-8, not a JSON object, repeats a field, or lacks a usable prompt or
-    answer (text that is not blank; an integer answer is read as its decimal text).
+    Fields other than the two become `extra`. Raises DataError on what is no file or an empty one
+    and on a line that is blank, longer than 16 MiB, no JSON object (see `parse_json`), or lacks a
+    usable prompt or answer (text that is not blank; an integer is read as its decimal text).
     """
     path = Path(path)
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read the data file {path}: {error.strerror or error}") from error
-    lines = raw.removesuffix(b"\n").split(b"\n") if raw.strip() else []
-    if not lines:
-        raise DataError(f"{path} is empty: it needs one JSON object per line")
     examples = []
-    for index, line in enumerate(lines[:limit]):
+    for index, line in enumerate(islice(_lines(path), limit)):
         place = f"{path}, line {index + 1}"
         record = _record(line, place)
         text, answer = (_text(record, name, place) for name in (prompt_field, answer_field))
@@ -76,26 +74,33 @@ def read_jsonl(
         rest = {k: v for k, v in record.items() if k not in (prompt_field, answer_field)}
         extra = MappingProxyType(rest)
         examples.append(Example(id=index, prompt=prompt, answer=answer, target=answer, extra=extra))
+    if not examples:
+        raise DataError(f"{path} is empty: it needs one JSON object per line")
     return examples
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        if path.exists() and not path.is_file():
+            raise DataError(f"cannot read the data file {path}: it is no regular file")
+        with path.open("rb") as stream:
+            for number in count(1):
+                if not (line := stream.readline(LONGEST_LINE + 1)):
+                    return
+                if len(line) > LONGEST_LINE:
+                    raise DataError(f"{path}, line {number}: longer than {LONGEST_LINE >> 20} MiB")
+                yield line.rstrip(b"\r\n")
+    except OSError as error:
+        raise DataError(f"cannot read the data file {path}: {error.strerror or error}") from error
 
 
 def _record(line: bytes, place: str) -> dict[str, Any]:
     if not line.strip():
         raise DataError(f"{place}: blank; remove the line")
-
-    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise DataError(f"{place}: the field {', '.join(repeated)} stands more than once")
-        return dict(pairs)
-
     try:
-        record = json.loads(line.decode("utf-8"), object_pairs_hook=without_repeats)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{place}: not JSON in UTF-8: {error}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: a JSON object is needed, got {type(record).__name__}")
-    return record
+        return parse_json_object(line)
+    except ValueError as error:
+        raise DataError(f"{place}: {error}") from error
 
 
 def _text(record: dict[str, Any], name: str, place: str) -> str:

@@ -8,7 +8,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from rl_consistency.trainers.data.foreign_files import explained
+
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|pad|>", "<|bos|>", "<|eos|>"
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be loaded or used; the message names it and the remedy."""
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -37,19 +43,20 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 def load_tokenizer(source: str | Path, *, local: bool = True) -> PreTrainedTokenizerBase:
     """The tokenizer saved in a model directory or, with `local=False`, of a hub model.
 
-    ValueError if there is none, it needs code from the model's author, or it has no end token.
+    TokenizerError if there is none, it needs code from the model's author, or has no end token.
     """
     if local and not Path(source).is_dir():
-        raise ValueError(f"no model directory {source}: policy.path must name one")
-    try:
+        raise TokenizerError(f"no model directory {source}: policy.path must name one")
+    what = (
+        f"{source} holds no tokenizer that can be loaded: it needs tokenizer.json and "
+        "tokenizer_config.json, or set tokenizer.kind: byte"
+    )
+    with explained(TokenizerError, what):
         tokenizer = AutoTokenizer.from_pretrained(
             str(source), local_files_only=local, trust_remote_code=False
         )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{source} holds no tokenizer that can be loaded: it needs tokenizer.json and "
-            f"tokenizer_config.json, or set tokenizer.kind: byte ({error})"
-        ) from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {source} has no eos_token: set it and save it again")
+        raise TokenizerError(
+            f"the tokenizer of {source} has no eos_token: set it and save it again"
+        )
     return tokenizer

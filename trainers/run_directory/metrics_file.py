@@ -67,7 +67,7 @@ class MetricsFile:
             raise
         self._last_step = step
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         self._stream.close()
 
 

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,62 @@ def test_a_duplicate_key_is_refused_with_both_lines(tmp_path):
 )
 def test_a_file_that_is_no_recipe_is_refused(tmp_path, text, message):
     assert message in refusal_of(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("a\0b", "line 3: the character U.0000 is not allowed"),
+        (r'"a\0b"', "line 3: a text with the character 0"),
+        (r'"\ud800"', "line 3: a text with .* half a surrogate pair"),
+        ("!!bool abc", "line 3: the tag !!bool: leave it out"),
+        ("!!timestamp abc", "line 3: the tag !!timestamp"),
+        ("&a 1", "line 3: an alias"),
+        ("&a [*a]", "line 3: an alias"),
+        ("[" * 5_000, "line 3: nested deeper than 32 levels"),
+        ("9" * 5_000, "line 3: a number of 5000 digits"),
+        ("\n\t- 1", "line 4: found character '.t'"),
+        ("1\n---\na: 1", "line 4: but found another document"),
+        ("x" * 2**18, "more than 262,144 bytes"),
+    ],
+)
+def test_yaml_that_no_recipe_needs_is_refused_in_one_line(tmp_path, value, message):
+    found = refusal_of(tmp_path, f"run:\n  name: x\n  seed: {value}\n")
+    assert re.search(message, found) and "\n" not in found
+
+
+def test_an_alias_bomb_is_bounded_in_time_and_memory(tmp_path):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
+    assert "line 1: an alias" in refusal_of(tmp_path, "\n".join(lines))
+
+
+def test_an_endless_recipe_is_not_read_to_its_end():
+    assert "more than 262,144 bytes" in refusal(recipe=Path("/dev/zero"))
+
+
+def test_an_unknown_user_s_home_is_named():
+    message = refusal("run.output_dir=~nobody_of_this_name/x", "data.task=null", "data.path=~no_/x")
+    assert "run.output_dir: there is no user ~nobody_of_this_name: write the path out" in message
+    assert "data.path: there is no user ~no_" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.steps=99999999999999999999", "less than"),
+        ("data.task.num_terms=1000", "less than or equal to 64"),
+        ("run.num_threads=999999999", "less than or equal to 1024"),
+        ("optimizer.learning_rate=1e999", "a finite number, got inf"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(override, message):
+    found = refusal(override)
+    assert f"  {override.partition('=')[0]}: " in found and message in found
+
+
+def test_a_long_override_is_shown_in_short():
+    assert len(refusal("run.seed=" + "9" * 5_000)) < 200
 
 
 def test_a_missing_recipe_is_named(tmp_path):

@@ -1,6 +1,8 @@
 import dataclasses
 import json
+import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -27,6 +29,11 @@ def write(tmp_path, *lines, end="\n"):
         + end.encode()
     )
     return file
+
+
+def line_with(value):
+    """A good line with one more field, in JSON as it is given."""
+    return f'{{"question": "a", "answer": "b", "x": {value}}}'
 
 
 def encode(text):
@@ -73,6 +80,15 @@ def test_a_limit_takes_the_first_lines(tmp_path):
         ({"question": "a", "answer": None}, "'answer' must be text, got NoneType"),
         ({"question": "a", "answer": True}, "'answer' must be text, got bool"),
         ('{"question": "a", "answer": "b", "answer": "c"}', "answer stands more than once"),
+        (line_with(r'"\ud800"'), "half a surrogate pair"),
+        (line_with("9" * 5_000), "a number of 5000 digits"),
+        (line_with("[" * 100_000 + "]" * 100_000), "nested too deep"),
+        (line_with("NaN"), "NaN is no number of JSON"),
+        (line_with("-Infinity"), "-Infinity is no number of JSON"),
+        (line_with("1e999"), "the number 1e999 is out of range"),
+        (line_with('{"a": 1, "a": 2}'), "a stands more than once"),
+        ("\ufeff" + line_with("1"), "Unexpected UTF-8 BOM"),
+        (line_with("1") + "\0", "not JSON"),
     ],
 )
 def test_an_unusable_line_is_named_and_nothing_is_dropped(tmp_path, line, message):
@@ -89,12 +105,39 @@ def test_a_line_that_is_not_utf_8_is_named(tmp_path):
         read_jsonl(file)
 
 
-@pytest.mark.parametrize("content", ["", "\n", " \n\n"])
-def test_an_empty_file_is_refused(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "message"), [("", "is empty"), ("\n", "line 1: blank"), (" \n\n", "line 1: blank")]
+)
+def test_an_empty_file_is_refused(tmp_path, content, message):
     file = tmp_path / "data.jsonl"
     file.write_text(content)
-    with pytest.raises(DataError, match="is empty"):
+    with pytest.raises(DataError, match=message):
         read_jsonl(file)
+
+
+def test_a_file_is_not_read_beyond_its_limit(tmp_path):
+    file = write(tmp_path, {"question": "a", "answer": "b"}, "{")
+    assert len(read_jsonl(file, limit=1)) == 1
+
+
+def test_an_enormous_line_is_refused_in_little_memory(tmp_path):
+    file = write(tmp_path, {"question": "a", "answer": "b"})
+    with file.open("r+b") as stream:
+        stream.seek(2**33)  # 8 GiB without a line end; a hole, which takes no disk
+        stream.write(b"x")
+    with pytest.raises(DataError, match="line 2: longer than 16 MiB"):
+        read_jsonl(file)
+
+
+@pytest.mark.parametrize("kind", ["directory", "fifo", "device"])
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path, kind):
+    path = {"device": Path("/dev/zero")}.get(kind, tmp_path / kind)
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    with pytest.raises(DataError, match="cannot read the data file .*: it is no regular file"):
+        read_jsonl(path)
 
 
 def test_a_missing_file_is_named(tmp_path):

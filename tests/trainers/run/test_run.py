@@ -10,6 +10,7 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.replay import load_replay_bundle
 from rl_consistency.trainers import run as run_module
+from rl_consistency.trainers import tracking
 from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.rewards import RewardError
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
@@ -80,13 +81,13 @@ def test_evaluation_that_is_off_never_happens(tiny_run):
 
 
 def test_a_missing_wandb_is_refused_before_anything_is_written(tiny_run, monkeypatch):
-    monkeypatch.setattr(run_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"wandb is not installed: pip install"):
         tiny_run(**{"tracking.wandb": {"project": "bits"}})
     assert not (tiny_run.directory / "run").exists()
 
 
-def test_wandb_gets_the_metrics_too(tiny_run, monkeypatch):
+def test_wandb_gets_the_metrics_and_whether_the_run_failed(tiny_run, monkeypatch):
     seen = []
 
     class Wandb:
@@ -96,14 +97,20 @@ def test_wandb_gets_the_metrics_too(tiny_run, monkeypatch):
         def log(self, step, metrics):
             seen.append((self.project, self.given["mode"], step, set(metrics)))
 
-        def close(self):
-            seen.append("closed")
+        def close(self, *, failed):
+            seen.append(failed)
 
     monkeypatch.setattr(run_module, "WandbTracker", Wandb)
-    monkeypatch.setattr(run_module, "find_spec", lambda name: name)
-    tiny_run(**{"training.steps": 1, "tracking.wandb": {"project": "bits"}})
+    monkeypatch.setattr(run_module, "check_wandb", lambda mode: None)
+    changes = {"training.steps": 1, "tracking.wandb": {"project": "bits"}}
+    tiny_run(**changes)
     assert seen[0][:3] == ("bits", "offline", 1) and "consistency/tokens" in seen[0][3]
-    assert seen[-1] == "closed"
+    assert seen[-1] is False
+    with pytest.raises(RewardError, match="raised SystemExit: 0"):
+        tiny_run(
+            **changes, **{"reward.functions": [{"name": "toy_rewards:exiting"}]}, overwrite=True
+        )
+    assert seen[-1] is True
 
 
 def test_a_directory_that_holds_a_run_is_refused_and_left_alone(tiny_run):

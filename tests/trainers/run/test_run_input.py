@@ -102,6 +102,27 @@ def test_data_that_cannot_be_used_is_named_before_the_directory_is_made(
     assert not (tiny_run.directory / "run").exists()
 
 
+DEMANDING = {"reward.functions": [{"name": "toy_rewards:demanding"}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (DEMANDING, "toy_rewards:demanding' does not fit the data: missing .* 'level'"),
+        ({"tracking.wandb": {"project": "x", "mode": "online"}}, "set WANDB_API_KEY"),
+        ({"data.answer_field": "reply"}, "line 1: no field 'reply'"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_directory_is_made(
+    tiny_run, monkeypatch, changes, message
+):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(tiny_run.directory))
+    with pytest.raises(ValueError, match=message):
+        tiny_run(**from_file(tiny_run, **changes))
+    assert not (tiny_run.directory / "run").exists()
+
+
 def test_a_prompt_longer_than_the_context_is_named(tiny_run):
     policy = saved_policy(tiny_run.directory / "model", positions=12)
     with pytest.raises(DataError, match=r"example \d+: .* the model's context is 12"):
