@@ -204,9 +204,9 @@ def test_the_models_of_a_run_are_given_back_unpatched(tiny_run, monkeypatch):
     models = []
     real = run_module.patch
 
-    def remembered(model):
+    def remembered(model, **options):
         models.append(model)
-        return real(model)
+        return real(model, **options)
 
     monkeypatch.setattr(run_module, "patch", remembered)
     tiny_run(**{"training.steps": 1, "algorithm.kl_coefficient": 0.1})

@@ -1,0 +1,340 @@
+"""What people do to models: each either changes what the stock forward computes, or nothing.
+
+A modification takes the model and a `random.Random`; one that does not fit a model does nothing.
+"""
+
+import copy
+from types import MethodType
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+MODIFICATIONS = []
+
+
+def modification(change):
+    MODIFICATIONS.append(change)
+    return change
+
+
+def layer(model, rng):
+    return rng.choice(list(model.model.layers))
+
+
+def linear(model, rng):
+    own = layer(model, rng)
+    names = ["self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj"]
+    name = rng.choice([*names, "mlp.down_proj", "mlp.gate_proj"])
+    parent = own.get_submodule(name.rpartition(".")[0])
+    return parent, name.rpartition(".")[2]
+
+
+def doubled(module, operands, output):
+    return output * 2 if isinstance(output, torch.Tensor) else output
+
+
+@modification
+def hook_on_lm_head(model, rng):
+    model.lm_head.register_forward_hook(doubled)
+
+
+@modification
+def hook_on_base_model(model, rng):
+    def halved(module, operands, output):
+        output.last_hidden_state = output.last_hidden_state * 0.5
+        return output
+
+    model.model.register_forward_hook(halved)
+
+
+@modification
+def hook_on_a_layer(model, rng):
+    layer(model, rng).register_forward_hook(doubled)
+
+
+@modification
+def pre_hook_on_a_layer(model, rng):
+    layer(model, rng).register_forward_pre_hook(lambda module, operands: (operands[0] * 1.5,))
+
+
+@modification
+def hook_on_an_activation(model, rng):
+    layer(model, rng).mlp.act_fn.register_forward_hook(doubled)
+
+
+@modification
+def hook_on_a_linear(model, rng):
+    parent, name = linear(model, rng)
+    getattr(parent, name).register_forward_hook(doubled)
+
+
+@modification
+def hook_on_a_norm(model, rng):
+    layer(model, rng).input_layernorm.register_forward_hook(doubled)
+
+
+@modification
+def hook_on_embeddings(model, rng):
+    model.model.embed_tokens.register_forward_hook(doubled)
+
+
+@modification
+def hook_on_rotary(model, rng):
+    def turned(module, operands, output):
+        return output[1], output[0]
+
+    model.model.rotary_emb.register_forward_hook(turned)
+
+
+@modification
+def another_activation(model, rng):
+    layer(model, rng).mlp.act_fn = nn.ReLU()
+
+
+@modification
+def forward_of_one_mlp(model, rng):
+    mlp = layer(model, rng).mlp
+    mlp.forward = MethodType(lambda self, x: self.down_proj(self.up_proj(x)), mlp)
+
+
+@modification
+def subclass_of_the_mlp(model, rng):
+    mlp = layer(model, rng).mlp
+    stock = type(mlp)
+    mlp.__class__ = type("Mine", (stock,), {"forward": lambda self, x: stock.forward(self, x) * 2})
+
+
+@modification
+def another_class_of_linear(model, rng):
+    parent, name = linear(model, rng)
+    forward = nn.Linear.forward
+    cls = type("Scaled", (nn.Linear,), {"forward": lambda self, x: forward(self, x) * 1.25})
+    getattr(parent, name).__class__ = cls
+
+
+class Adapted(nn.Module):
+    """An adapter around a projection."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        make = {"dtype": base.weight.dtype, "bias": False}
+        self.down = nn.Linear(base.in_features, 2, **make)
+        self.up = nn.Linear(2, base.out_features, **make)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+@modification
+def adapter_around_a_linear(model, rng):
+    parent, name = linear(model, rng)
+    setattr(parent, name, Adapted(getattr(parent, name)))
+
+
+@modification
+def edited_frequencies(model, rng):
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+@modification
+def edited_rotary_scaling(model, rng):
+    model.model.rotary_emb.attention_scaling *= 1.5
+
+
+@modification
+def edited_attention_scale(model, rng):
+    layer(model, rng).self_attn.scaling *= 2
+
+
+@modification
+def attention_to_the_future(model, rng):
+    layer(model, rng).self_attn.is_causal = False
+
+
+@modification
+def dropout_of_one_attention(model, rng):
+    layer(model, rng).self_attn.attention_dropout = 0.5
+    model.train()
+
+
+@modification
+def bias_of_the_head(model, rng):
+    head = model.lm_head
+    head.bias = nn.Parameter(torch.randn(head.out_features, dtype=head.weight.dtype))
+
+
+@modification
+def embedding_with_max_norm(model, rng):
+    model.model.embed_tokens.max_norm = 0.5
+
+
+@modification
+def gradients_scaled_by_frequency(model, rng):
+    model.model.embed_tokens.scale_grad_by_freq = True
+
+
+@modification
+def layer_repeated_as_a_copy(model, rng):
+    layers = list(model.model.layers)
+    layers.insert(rng.randrange(len(layers) + 1), copy.deepcopy(rng.choice(layers)))
+    model.model.layers = nn.ModuleList(layers)
+    model.config.num_hidden_layers = len(layers)
+
+
+@modification
+def layer_used_twice(model, rng):
+    layers = list(model.model.layers)
+    model.model.layers = nn.ModuleList([*layers, rng.choice(layers)])
+    model.config.num_hidden_layers = len(layers) + 1
+
+
+@modification
+def layer_removed(model, rng):
+    layers = list(model.model.layers)
+    del layers[rng.randrange(len(layers))]
+    model.model.layers = nn.ModuleList(layers)
+    model.config.num_hidden_layers = len(layers)
+
+
+@modification
+def layers_in_another_order(model, rng):
+    layers = list(model.model.layers)
+    rng.shuffle(layers)
+    model.model.layers = nn.ModuleList(layers)
+
+
+@modification
+def fewer_layers_by_config(model, rng):
+    model.config.num_hidden_layers = max(model.config.num_hidden_layers - 1, 1)
+
+
+@modification
+def pruned_weight(model, rng):
+    parent, name = linear(model, rng)
+    prune.l1_unstructured(getattr(parent, name), "weight", amount=0.5)
+
+
+@modification
+def weight_norm(model, rng):
+    parent, name = linear(model, rng)
+    module = parametrizations.weight_norm(getattr(parent, name))
+    module.parametrizations.weight.original0.data.mul_(1.5)
+
+
+@modification
+def edited_epsilon(model, rng):
+    layer(model, rng).input_layernorm.variance_epsilon = 0.5
+
+
+@modification
+def epsilon_by_config(model, rng):
+    model.config.rms_norm_eps = 0.5
+
+
+@modification
+def another_norm(model, rng):
+    own = layer(model, rng)
+    size = model.config.hidden_size
+    own.input_layernorm = nn.LayerNorm(size, dtype=own.input_layernorm.weight.dtype)
+
+
+@modification
+def norm_left_out(model, rng):
+    attention = layer(model, rng).self_attn
+    if hasattr(attention, "q_norm"):
+        attention.q_norm = nn.Identity()
+
+
+@modification
+def head_untied(model, rng):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone() * 1.5)
+
+
+@modification
+def weights_shared_by_layers(model, rng):
+    first, last = model.model.layers[0], model.model.layers[-1]
+    last.mlp.up_proj.weight = first.mlp.up_proj.weight
+
+
+@modification
+def one_module_in_fp32(model, rng):
+    layer(model, rng).mlp.float()
+
+
+@modification
+def window_set_later(model, rng):
+    attention = layer(model, rng).self_attn
+    attention.sliding_window = 4
+
+
+@modification
+def rope_by_config(model, rng):
+    model.config.rope_parameters["rope_theta"] *= 7
+
+
+@modification
+def activation_by_config(model, rng):
+    model.config.hidden_act = "gelu_pytorch_tanh"
+
+
+@modification
+def frozen_weights(model, rng):
+    for parameter in model.model.layers[0].parameters():
+        parameter.requires_grad_(False)
+
+
+@modification
+def transposed_storage(model, rng):
+    parent, name = linear(model, rng)
+    weight = getattr(parent, name).weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+@modification
+def bias_added_to_a_linear(model, rng):
+    parent, name = linear(model, rng)
+    module = getattr(parent, name)
+    module.bias = nn.Parameter(torch.randn(module.out_features, dtype=module.weight.dtype))
+
+
+@modification
+def unused_attribute(model, rng):
+    layer(model, rng).residual_multiplier = 0.5
+
+
+@modification
+def unused_buffer(model, rng):
+    layer(model, rng).register_buffer("note", torch.zeros(1))
+
+
+@modification
+def soft_cap(model, rng):
+    model.config.final_logit_softcapping = 1.0
+
+
+@modification
+def grouping_edited(model, rng):
+    attention = layer(model, rng).self_attn
+    attention.num_key_value_groups = 1
+
+
+@modification
+def weight_as_a_plain_tensor(model, rng):
+    parent, name = linear(model, rng)
+    module = getattr(parent, name)
+    weight = module.weight.detach() * 1.5
+    del module.weight
+    module.weight = weight
+
+
+@modification
+def gradient_checkpointing(model, rng):
+    model.gradient_checkpointing_enable()
+    model.train()
+
+
+@modification
+def dtype_of_all(model, rng):
+    model.to(torch.float32)
