@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from rl_consistency.kernels.attention.layout import AttentionLayout
+from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
 from rl_consistency.models.modules import CanonicalModule, CanonicalRMSNorm
 from rl_consistency.models.packing import packed_inputs
 
@@ -34,6 +36,8 @@ class CanonicalBaseModel(CanonicalModule):
     layers: nn.ModuleList
     norm: nn.Module
     rotary_emb: nn.Module
+    guard: Callable[[], object]
+    """Raises unless the whole model is as it was patched."""
 
     def forward(
         self,
@@ -52,11 +56,15 @@ class CanonicalBaseModel(CanonicalModule):
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
     ) -> Tensor:
         """Hidden states [R, H] of packed rows [R]; rollout and training both come through here."""
-        hidden = self.embed_tokens(input_ids).unsqueeze(0)
+        # Rollouts have their guard once, in the engine, and not at every step.
+        if isinstance(layout, PackedSequences) and not torch.compiler.is_compiling():
+            self.guard()
+        hidden = self.embed_tokens(input_ids.unsqueeze(0))
         longest = max(layout.context_lens, default=0)
         cos_sin = self.rotary_emb(hidden, position_ids.unsqueeze(0), longest)
-        for layer in self.layers[: self.config.num_hidden_layers]:
-            hidden = layer(hidden, position_embeddings=cos_sin, attention_layout=layout)
+        shared: dict[str, Any] = {"position_embeddings": cos_sin, "attention_layout": layout}
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, cache_index=index, **shared)
         return self.norm(hidden)[0]
 
 

@@ -1,5 +1,6 @@
 import copy
 import gc
+import io
 
 import pytest
 import torch
@@ -220,13 +221,28 @@ def test_patching_twice_is_refused():
         pass
 
 
-def test_patching_a_copy_of_a_patched_model_is_refused():
-    model = build_preset("tiny-llama")
-    with (
-        patch(model),
-        pytest.raises(ValueError, match="copy of a patched one; copy a model before"),
-    ):
-        patch(copy.deepcopy(model))
+def through_a_file(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file])
+def test_a_copy_of_a_patched_model_is_a_stock_model(copied):
+    model, ids = build_preset("tiny-llama"), tokens(build_preset("tiny-llama"))
+    untouched = copy.deepcopy(model)
+    with patch(model) as session, torch.no_grad():
+        expected = model(ids).logits
+        other = copied(model)
+        assert [type(m) for m in other.modules()] == [type(m) for m in untouched.modules()]
+        assert [set(vars(m)) for m in other.modules()] == [
+            set(vars(m)) for m in untouched.modules()
+        ]
+        assert first_difference({"": other(ids).logits}, {"": untouched(ids).logits}) is None
+        session.verify()
+        with patch(other):
+            assert first_difference({"": other(ids).logits}, {"": expected}) is None
 
 
 def test_two_models_may_be_patched_and_restored_in_any_order(nothing_held):

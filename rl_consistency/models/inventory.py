@@ -1,0 +1,261 @@
+"""What a stock forward reads of a model, and whether the patched forward honours it.
+
+A covered model is what its config makes: the same classes and their code, submodules, plain
+attributes and rotary frequencies. The values of the parameters are its own, and hooks may stand
+where the patched forward calls the module. Anything else is a fault, and is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rl_consistency.kernels.core.operand import DTYPES
+from rl_consistency.models import families
+from rl_consistency.models.modules import ADDED, CanonicalModule
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+
+UNCALLED = ("", "model", "model.rotary_emb", "lm_head")
+"""Modules that the patched forward does not call as stock does; so are all `act_fn`."""
+
+_UNREAD = frozenset(
+    (
+        *("training", "gradient_checkpointing", "layer_idx", "padding_idx", "vocab_size", "config"),
+        *("max_seq_len_cached", "original_max_seq_len", "name_or_path", "kernel_config"),
+        *("loss_type", "all_tied_weights_keys", "generation_config", "warnings_issued"),
+    )
+)
+"""Attributes that no covered forward reads, or that the patched forward honours."""
+
+_CALLS = frozenset(("forward", "packed_forward", "_call_impl", "_wrapped_call_impl"))
+_CHECKPOINTING = frozenset(("gradient_checkpointing", "_gradient_checkpointing_func"))
+
+
+class Fault(NamedTuple):
+    """A place that is not as the config makes it, or that the patched forward would pass over."""
+
+    name: str
+    kind: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"module {self.name or 'root'} ({self.kind}) {self.reason}"
+
+
+def faults(model: nn.Module, *, patched: bool = False) -> list[Fault]:
+    """Every fault of a model of a covered class; `patched`: its modules have to be canonical."""
+    config: Any = model.config
+    kind = type(model).__name__
+    if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
+        return [Fault("", kind, "has a hook on all modules, some of which would not run it")]
+    try:
+        families.check_config(config)
+        families.check_code(config)
+        families.check_parameters(model)
+        made = _as_configured(config, families.stock_class(type(model)))
+        return list(_Comparison(model, patched).walk("", model, made))
+    except families.UnsupportedModelError as error:
+        return [Fault("", kind, f"is not covered: {error}")]
+
+
+def _as_configured(config: PreTrainedConfig, cls: Any) -> nn.Module:
+    """The model that the config makes, without memory; its rotary frequencies are real."""
+    config = copy.deepcopy(config)
+    config.pad_token_id = None
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        made = cls(config)
+    with torch.device("cpu"):
+        made.model.rotary_emb = type(made.model.rotary_emb)(config)
+    return made
+
+
+class _Comparison:
+    """Walks a model beside the one that its config makes."""
+
+    def __init__(self, model: nn.Module, patched: bool) -> None:
+        self._config: Any = model.config
+        self._patched = patched
+        self._mixins = families.mixins(self._config)
+
+    def walk(self, name: str, module: nn.Module, made: nn.Module) -> Iterator[Fault]:
+        """Faults of a module and of all below it."""
+        stock = families.stock_class(type(module))
+        fault = partial(Fault, name, stock.__name__)
+        if stock is not type(made):
+            made_class = type(made).__name__
+            yield fault(f"has no canonical order: the config makes a {made_class} here")
+            return
+        if self._patched and stock in self._mixins and not isinstance(module, CanonicalModule):
+            yield fault("runs its stock class")
+            return
+        yield from map(fault, self._own_faults(name, module, made))
+        present = module._modules
+        if isinstance(made, nn.ModuleList) and len(present) != len(made):
+            yield fault(f"has {len(present)} layers, and config.num_hidden_layers is {len(made)}")
+            return
+        for key, child in made.named_children():
+            path, found = f"{name}.{key}".lstrip("."), present.get(key)
+            if found is None:
+                yield Fault(path, type(child).__name__, "is missing")
+            elif key in vars(module):
+                yield Fault(path, type(child).__name__, "is hidden by an attribute")
+            else:
+                yield from self.walk(path, found, child)
+        for key in present.keys() - made._modules.keys():
+            if (extra := present[key]) is not None:
+                reason = "has no canonical order: the config makes no module here"
+                yield Fault(f"{name}.{key}".lstrip("."), type(extra).__name__, reason)
+
+    def _own_faults(self, name: str, module: nn.Module, made: nn.Module) -> Iterator[str]:
+        own, expected = vars(module), vars(made)
+        if not families.has_own_code(type(made)):
+            yield "has a class whose forward was replaced"
+        for key in sorted(own.keys() - expected.keys() - ADDED):
+            if key in _CALLS:
+                yield f"had its {key} replaced on the instance (by a hook or a wrapper)"
+            elif key in made._parameters or key in made._buffers or _is_read(key, type(made)):
+                yield f"has a {key} of its own, which hides the one it was made with"
+        for key in expected.keys() - _UNREAD:
+            value, right = _plain(own.get(key)), _plain(expected[key])
+            if not key.startswith("_") and value != right:
+                yield f"has {key}={value!r}, and the config makes it {right!r}"
+        for kind in ("_parameters", "_buffers"):
+            if (found := _shapes(own[kind])) != (right := _shapes(expected[kind])):
+                yield f"has {kind[1:]} {found}, and the config makes {right}"
+        if "config" in expected:
+            yield from self._config_faults(name, own.get("config"))
+        if own.get("_compiled_call_impl") is not None and _on_cpu(module):
+            yield "is compiled, and compiled code has other bytes on a CPU"
+        uncalled = name in UNCALLED or name.endswith(".mlp.act_fn")
+        if uncalled and any(own[hooks] for hooks in HOOKS):
+            yield "has a hook, which the patched forward would not run"
+        if name == "model.rotary_emb":
+            for key, frequencies in made.named_buffers():
+                if not _is_rounding_of(own["_buffers"].get(key), frequencies):
+                    yield f"has a {key} that the config does not make"
+
+    def _config_faults(self, name: str, config: Any) -> Iterator[str]:
+        if name in UNCALLED and config is not self._config:
+            yield "has a config that is not the model's"
+        elif config is not self._config:
+            families.check_attention(config)
+
+
+def _is_read(key: str, cls: type[nn.Module]) -> bool:
+    """Whether a forward may look for this attribute on the class, and find an instance's first."""
+    if issubclass(cls, PreTrainedModel) or key in _CHECKPOINTING:
+        return False
+    return hasattr(cls, key) and not hasattr(nn.Module, key)
+
+
+def _plain(value: Any) -> Any:
+    """A value to compare; an object that has no plain value stands for its type."""
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    is_plain = value is None or isinstance(value, (bool, int, float, str, tuple))
+    return value if is_plain or callable(value) else type(value)
+
+
+def _shapes(tensors: dict[str, Tensor | None]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
+
+
+def _on_cpu(module: nn.Module) -> bool:
+    return any(parameter.device.type == "cpu" for parameter in module.parameters())
+
+
+def _is_rounding_of(buffer: Tensor | None, frequencies: Tensor) -> bool:
+    """Whether a buffer holds the frequencies, perhaps cast as `model.to(dtype)` does.
+
+    The patched forward computes them from the config. Devices differ in the last bits.
+    """
+    if buffer is None or buffer.shape != frequencies.shape:
+        return False
+    found = buffer.detach().float().cpu()
+    rounded = [frequencies.to(dtype).float() for dtype in DTYPES]
+    return any(torch.allclose(found, right, rtol=1e-6, atol=0.0) for right in rounded)
+
+
+class ForwardState(NamedTuple):
+    """What a forward pass reads beside the values of the parameters; two are equal where nothing
+    was changed between them."""
+
+    hooked: bool
+    """Whether any module has a hook; what a hook reads in turn cannot be seen."""
+    config: str
+    code: tuple[object, ...]
+    modules: tuple[object, ...]
+
+
+class ForwardWatch:
+    """Reads the state of a model's forward in some microseconds a module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        modules = list(model.modules())
+        self._parts = [(weakref.ref(module), _getter(module)) for module in modules]
+        self._classes = tuple({families.stock_class(type(module)) for module in modules})
+
+    def read(self) -> ForwardState:
+        """The state now; a module that is gone or lacks an attribute is in it as None."""
+        model: Any = self._model()
+        hooked = False
+        modules: list[object] = []
+        for ref, get in self._parts:
+            module = ref()
+            try:
+                own = module.__dict__
+                parameters, children, buffers, before, after, back, behind, *plain = get(own)
+            except (AttributeError, KeyError):
+                modules.append(None)
+                continue
+            hooks = None
+            if before or after or back or behind:
+                hooked, hooks = True, (*before, "/", *after, "/", *back, "/", *behind)
+            modules.append(
+                (
+                    type(module),
+                    len(own),
+                    plain,
+                    hooks,
+                    [(id(p), p.dtype) if p is not None else None for p in parameters.values()],
+                    [*map(id, children.values())] if children else None,
+                    [*map(_version, buffers.values())] if buffers else None,
+                    id(own.get("config")),
+                )
+            )
+        everywhere = [tuple(getattr(torch_module, name)) for name in _GLOBAL_HOOKS]
+        code = tuple((cls.forward, cls.__call__) for cls in self._classes)
+        functions, config = (), ""
+        if model is not None:
+            functions, config = families.functions(model.config), repr(vars(model.config))
+        return ForwardState(hooked, config, (*code, *functions, *everywhere), tuple(modules))
+
+
+def _version(buffer: Tensor | None) -> tuple[int, int]:
+    """What changes when a buffer is replaced or written to."""
+    tracked = buffer is not None and not buffer.is_inference()
+    return id(buffer), buffer._version if tracked else 0
+
+
+def _getter(module: nn.Module) -> itemgetter[str]:
+    """Takes the containers and the plain attributes of a module out of its dictionary."""
+    unwatched = {"training", "_rotary_table", *_CHECKPOINTING}
+    plain = [
+        key
+        for key, value in vars(module).items()
+        if key not in unwatched and (value is None or isinstance(value, (bool, int, float, str)))
+    ]
+    return itemgetter("_parameters", "_modules", "_buffers", *HOOKS, *plain)
