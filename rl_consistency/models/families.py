@@ -104,8 +104,10 @@ def check_config(config: PreTrainedConfig) -> None:
         covered = ", ".join(LAYER_TYPES)
         problems.append(f"layer types {', '.join(other_layers)} (covered: {covered})")
     layers, types = config.num_hidden_layers, getattr(config, "layer_types", None)
-    if types is not None and len(types) != layers:
-        problems.append(f"{len(types)} layer_types for num_hidden_layers={layers} (give each one)")
+    if types is not None and len(types) < layers:
+        problems.append(
+            f"{len(types)} layer_types for num_hidden_layers={layers} (give one for each)"
+        )
     heads: int = config.num_attention_heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:

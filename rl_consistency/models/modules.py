@@ -265,7 +265,7 @@ class CanonicalAttention(CanonicalModule):
         past_key_values: Any = None,
         *,
         attention_layout: AttentionLayout,
-        cache_index: int = 0,
+        cache_index: int,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """`cache_index`: the layer's place in the stack, which its cache belongs to. `layer_idx` is

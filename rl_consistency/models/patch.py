@@ -102,7 +102,8 @@ class PatchSession:
                 _restore_gradient_dtype(parameter)
         self._taken.clear()
         self._settings.close()
-        _SESSIONS.pop(self.model, None)
+        if (model := self._model()) is not None:
+            _SESSIONS.pop(model, None)
 
     @contextmanager
     def stock(self) -> Iterator[nn.Module]:
