@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
 from rl_consistency.models.modules import CanonicalModule, CanonicalRMSNorm
 from rl_consistency.models.packing import packed_inputs
+from rl_consistency.numerics.strict import Strictness, current, held
 
 
 class CanonicalDecoderLayer(CanonicalModule):
@@ -22,8 +23,15 @@ class CanonicalDecoderLayer(CanonicalModule):
     post_attention_layernorm: CanonicalRMSNorm
     mlp: nn.Module
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """Hidden states [1, R, H] after attention and MLP; see `CanonicalAttention` for kwargs."""
+    def forward(self, hidden_states: Tensor, *, choice: Strictness, **kwargs: Any) -> Tensor:
+        """Hidden states [1, R, H] after attention and MLP; see `CanonicalAttention` for kwargs.
+
+        Gradient checkpointing comes here again, perhaps in a thread of autograd: `choice` is that
+        of the first time.
+        """
+        if choice is not current():
+            with held(choice):
+                return CanonicalDecoderLayer.forward(self, hidden_states, choice=choice, **kwargs)
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         normed, total = self.post_attention_layernorm.after_addition(attended, hidden_states)
         return total + self.mlp(normed)
@@ -62,7 +70,7 @@ class CanonicalBaseModel(CanonicalModule):
         hidden = self.embed_tokens(input_ids.unsqueeze(0))
         longest = max(layout.context_lens, default=0)
         cos_sin = self.rotary_emb(hidden, position_ids.unsqueeze(0), longest)
-        shared: dict[str, Any] = {"position_embeddings": cos_sin, "attention_layout": layout}
+        shared = {"position_embeddings": cos_sin, "attention_layout": layout, "choice": current()}
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, cache_index=index, **shared)
         return self.norm(hidden)[0]

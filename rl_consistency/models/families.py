@@ -105,9 +105,7 @@ def check_config(config: PreTrainedConfig) -> None:
         problems.append(f"layer types {', '.join(other_layers)} (covered: {covered})")
     layers, types = config.num_hidden_layers, getattr(config, "layer_types", None)
     if types is not None and len(types) < layers:
-        problems.append(
-            f"{len(types)} layer_types for num_hidden_layers={layers} (give one for each)"
-        )
+        problems.append(f"{len(types)} layer_types for num_hidden_layers={layers} (give each one)")
     heads: int = config.num_attention_heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
