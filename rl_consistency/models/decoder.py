@@ -15,6 +15,23 @@ from rl_consistency.models.packing import packed_inputs
 from rl_consistency.numerics.strict import Strictness, current, held
 
 
+def without_fp16_backward(output: Tensor) -> Tensor:
+    """The output, whose backward is a ValueError in fp16: before it touches a gradient."""
+    if output.dtype == torch.float16 and output.requires_grad:
+        output.register_hook(_refuse_fp16)
+    return output
+
+
+def _refuse_fp16(gradient: Tensor) -> None:
+    raise ValueError(NO_FP16_TRAINING)
+
+
+NO_FP16_TRAINING = (
+    "float16 is not covered in training, where gradients would need a loss scale; use "
+    "model.to(torch.bfloat16), or score under torch.no_grad()."
+)
+
+
 class CanonicalDecoderLayer(CanonicalModule):
     """A decoder layer whose first residual addition and second norm are one op."""
 
@@ -73,7 +90,7 @@ class CanonicalBaseModel(CanonicalModule):
         shared = {"position_embeddings": cos_sin, "attention_layout": layout, "choice": current()}
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, cache_index=index, **shared)
-        return self.norm(hidden)[0]
+        return without_fp16_backward(self.norm(hidden)[0])
 
 
 class CanonicalCausalLM(CanonicalModule):
@@ -100,6 +117,6 @@ class CanonicalCausalLM(CanonicalModule):
         batch = packed_inputs(input_ids, attention_mask, position_ids, kwargs)
         packed = batch.packed
         hidden = self.model.packed_forward(packed.input_ids, packed.position_ids, packed.layout)
-        logits = batch.unpack(self.lm_head(hidden))
-        output = CausalLMOutputWithPast(logits=logits[:, -logits_to_keep:])  # type: ignore[arg-type]
+        logits = batch.unpack(self.lm_head(hidden))[:, -logits_to_keep:]
+        output = CausalLMOutputWithPast(logits=without_fp16_backward(logits))  # type: ignore[arg-type]
         return output.to_tuple() if return_dict is False else output

@@ -195,8 +195,8 @@ class ForwardState(NamedTuple):
     hooked: bool
     """Whether any module has a hook; what a hook reads in turn cannot be seen."""
     config: str
-    code: tuple[object, ...]
-    modules: tuple[object, ...]
+    values: tuple[object, ...]
+    """Classes, attributes, hooks and identities of all modules, and the functions they call."""
 
 
 class ForwardWatch:
@@ -212,42 +212,41 @@ class ForwardWatch:
         """The state now; a module that is gone or lacks an attribute is in it as None."""
         model: Any = self._model()
         hooked = False
-        modules: list[object] = []
+        values: list[object] = []  # flat: thousands of small tuples would keep the collector busy
         for ref, get in self._parts:
             module = ref()
             try:
                 own = module.__dict__
-                parameters, children, buffers, before, after, back, behind, *plain = get(own)
+                parameters, children, buffers, *rest = get(own)
             except (AttributeError, KeyError):
-                modules.append(None)
+                values.append(None)
                 continue
-            hooks = None
-            if before or after or back or behind:
-                hooked, hooks = True, (*before, "/", *after, "/", *back, "/", *behind)
-            modules.append(
-                (
-                    type(module),
-                    len(own),
-                    plain,
-                    hooks,
-                    [(id(p), p.dtype) if p is not None else None for p in parameters.values()],
-                    [*map(id, children.values())] if children else None,
-                    [*map(_version, buffers.values())] if buffers else None,
-                    id(own.get("config")),
-                )
-            )
-        everywhere = [tuple(getattr(torch_module, name)) for name in _GLOBAL_HOOKS]
-        code = tuple((cls.forward, cls.__call__) for cls in self._classes)
-        functions, config = (), ""
+            values += (type(module), len(own), id(own.get("config")))
+            for hooks in rest[: len(HOOKS)]:
+                if hooks:
+                    hooked = True
+                    values += hooks
+                values.append(None)
+            values += rest[len(HOOKS) :]
+            for parameter in parameters.values():
+                values += (id(parameter), getattr(parameter, "dtype", None))
+            values += map(id, children.values())
+            for buffer in buffers.values():
+                values += (id(buffer), _version(buffer))
+        for name in _GLOBAL_HOOKS:
+            values += getattr(torch_module, name)
+        for cls in self._classes:
+            values += (cls.forward, cls.__call__)
+        config = ""
         if model is not None:
-            functions, config = families.functions(model.config), repr(vars(model.config))
-        return ForwardState(hooked, config, (*code, *functions, *everywhere), tuple(modules))
+            values += families.functions(model.config)
+            config = repr(vars(model.config))
+        return ForwardState(hooked, config, tuple(values))
 
 
-def _version(buffer: Tensor | None) -> tuple[int, int]:
-    """What changes when a buffer is replaced or written to."""
-    tracked = buffer is not None and not buffer.is_inference()
-    return id(buffer), buffer._version if tracked else 0
+def _version(buffer: Tensor | None) -> int:
+    """What changes when a buffer is written to."""
+    return buffer._version if buffer is not None and not buffer.is_inference() else 0
 
 
 def _getter(module: nn.Module) -> itemgetter[str]:

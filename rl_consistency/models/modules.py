@@ -216,7 +216,8 @@ class CanonicalRotaryEmbedding(CanonicalModule):
                 rows *= 2
             # From the config: `model.to(dtype)` rounds the module's buffer of frequencies.
             kinds = ROPE_INIT_FUNCTIONS | {"default": self.compute_default_rope_parameters}
-            frequencies = kinds[self.rope_type](self.config)[0].to(device)  # [D/2] fp32
+            with torch.device("cpu"):  # whatever device the model was built under
+                frequencies = kinds[self.rope_type](self.config)[0].to(device)  # [D/2] fp32
             table = rotary_table(frequencies, rows, self.attention_scaling)
             self._rotary_table = table
         return table

@@ -27,7 +27,12 @@ from rl_consistency.models.modules import (
 )
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.numerics.settings import SETTINGS, numeric_settings, verify_settings
+from rl_consistency.numerics.settings import (
+    SETTINGS,
+    numeric_settings,
+    verify_defaults,
+    verify_settings,
+)
 from rl_consistency.numerics.strict import VARIABLE, current
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, PatchSession] = weakref.WeakKeyDictionary()
@@ -145,13 +150,15 @@ class PatchSession:
     def check(self) -> ForwardState:
         """The state of the forward, if the patch is live and nothing stands in its way.
 
-        UnsupportedModelError naming what does; ConsistencyError for a changed numeric setting.
+        UnsupportedModelError naming what does; ConsistencyError for a changed numeric setting;
+        ValueError for another default dtype or device.
         """
         if self._in_stock:
             raise ValueError("the model is not patched inside session.stock(); leave the block.")
         if not self._taken:
             raise ValueError(NOT_PATCHED)
         verify_settings()
+        verify_defaults()
         if found := self.faults():
             raise UnsupportedModelError(
                 f"{found[0]}; it was patched and changed since ({len(found)} such places). Undo "

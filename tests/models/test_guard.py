@@ -1,4 +1,4 @@
-"""What the inventory lets pass: hooks that are run, and what no forward reads."""
+"""The guard: what it lets pass, and what it looks at beside the modules."""
 
 import pytest
 import torch
@@ -146,3 +146,82 @@ def test_the_guard_looks_closer_only_after_a_change(model, monkeypatch):
         scores(model)
         scores(model)
         assert looks == [True, True]
+
+
+# fp16 is computed and not trained; torch has its usual defaults.
+
+IDS = [[1, 2, 3, 4, 5, 6, 7]]
+
+
+def scored_ids(model):
+    return token_logprobs(model, IDS, prompt_lengths=[1]).logprobs
+
+
+def logits(model):
+    return model(input_ids=torch.tensor(IDS)).logits
+
+
+def hidden_states(model):
+    return model.model(input_ids=torch.tensor(IDS)).last_hidden_state
+
+
+@pytest.mark.parametrize("compute", [scored_ids, logits, hidden_states])
+@pytest.mark.parametrize("tied", ["tiny-qwen3", "tiny-llama"])
+def test_fp16_training_is_refused_before_a_gradient_is_touched(compute, tied):
+    model = build_preset(tied, torch.float16)
+    with patch(model):
+        with pytest.raises(ValueError, match="float16 is not covered in training"):
+            compute(model).float().sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("compute", [scored_ids, logits, hidden_states])
+def test_fp16_scores_without_gradients(compute):
+    model = build_preset("tiny-qwen3", torch.float16)
+    with patch(model):
+        with torch.no_grad():
+            expected = compute(model)
+        model.requires_grad_(False)
+        assert torch.isfinite(expected).all() and torch.equal(compute(model), expected)
+
+
+@pytest.fixture
+def defaults():
+    """Torch's defaults, put back after the test."""
+    yield torch.set_default_dtype, torch.set_default_device
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("dtype, device", [(torch.bfloat16, "cpu"), (torch.float32, "meta")])
+def test_other_defaults_are_named_with_what_to_do(dtype, device, defaults):
+    model = build_preset("tiny-qwen3")
+    with patch(model) as session:
+        engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=8)
+        ids = torch.tensor(IDS)
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(device)
+        for compute in (
+            lambda: token_logprobs(model, ids, prompt_lengths=[1]),
+            lambda: model(input_ids=ids),
+            lambda: engine.generate(IDS, SamplingParams()),
+            session.verify,
+        ):
+            with pytest.raises(ValueError, match=rf"{dtype} on {device}; .*set_default_dtype\("):
+                compute()
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        session.verify()
+        assert engine.generate(IDS, SamplingParams())
+
+
+def test_a_model_built_and_patched_under_other_defaults_is_covered(defaults):
+    expected = build_preset("tiny-qwen3", torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    model = build_preset("tiny-qwen3", torch.bfloat16)
+    session = patch(model)
+    torch.set_default_dtype(torch.float32)
+    model.load_state_dict(expected.state_dict())
+    with session, patch(expected):
+        session.verify()
+        assert torch.equal(scored_ids(model), scored_ids(expected))
