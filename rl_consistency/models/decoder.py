@@ -77,12 +77,13 @@ class CanonicalBaseModel(CanonicalModule):
         hidden = self.packed_forward(packed.input_ids, packed.position_ids, packed.layout)
         return BaseModelOutputWithPast(last_hidden_state=batch.unpack(hidden))  # type: ignore[arg-type]
 
+    @torch.compiler.disable  # a compiler would rewrite the ops, with other bytes on a CPU
     def packed_forward(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
     ) -> Tensor:
         """Hidden states [R, H] of packed rows [R]; rollout and training both come through here."""
         # Rollouts have their guard once, in the engine, and not at every step.
-        if isinstance(layout, PackedSequences) and not torch.compiler.is_compiling():
+        if isinstance(layout, PackedSequences):
             self.guard()
         hidden = self.embed_tokens(input_ids.unsqueeze(0))
         longest = max(layout.context_lens, default=0)
@@ -99,6 +100,7 @@ class CanonicalCausalLM(CanonicalModule):
     model: CanonicalBaseModel
     lm_head: nn.Module
 
+    @torch.compiler.disable
     def forward(
         self,
         input_ids: Tensor | None = None,

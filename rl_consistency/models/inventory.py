@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.models import families
-from rl_consistency.models.modules import ADDED, CanonicalModule
+from rl_consistency.models.modules import ADDED, CanonicalAttention, CanonicalModule
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
@@ -66,7 +66,7 @@ def faults(model: nn.Module, *, patched: bool = False) -> list[Fault]:
         made = _as_configured(config, families.stock_class(type(model)))
         return list(_Comparison(model, patched).walk("", model, made))
     except families.UnsupportedModelError as error:
-        return [Fault("", kind, f"is not covered: {error}")]
+        return [Fault("", kind, f"is not covered: {str(error).rstrip('.')}")]
 
 
 def _as_configured(config: PreTrainedConfig, cls: Any) -> nn.Module:
@@ -93,9 +93,10 @@ class _Comparison:
         """Faults of a module and of all below it."""
         stock = families.stock_class(type(module))
         fault = partial(Fault, name, stock.__name__)
-        if stock is not type(made):
-            made_class = type(made).__name__
-            yield fault(f"has no canonical order: the config makes a {made_class} here")
+        if stock is not (right := type(made)):
+            if stock.__name__ == right.__name__:  # another library's
+                fault = partial(Fault, name, f"{stock.__module__}.{stock.__name__}")
+            yield fault(f"has no canonical order: the config makes a {right.__name__} here")
             return
         if self._patched and stock in self._mixins and not isinstance(module, CanonicalModule):
             yield fault("runs its stock class")
@@ -134,6 +135,10 @@ class _Comparison:
         for kind in ("_parameters", "_buffers"):
             if (found := _shapes(own[kind])) != (right := _shapes(expected[kind])):
                 yield f"has {kind[1:]} {found}, and the config makes {right}"
+        if isinstance(module, CanonicalAttention):
+            right = families.window_of(self._config, module)
+            if module.window != right:
+                yield f"was patched with a window of {module.window}, and the config has {right}"
         if "config" in expected:
             yield from self._config_faults(name, own.get("config"))
         if own.get("_compiled_call_impl") is not None and _on_cpu(module):
@@ -149,8 +154,11 @@ class _Comparison:
     def _config_faults(self, name: str, config: Any) -> Iterator[str]:
         if name in UNCALLED and config is not self._config:
             yield "has a config that is not the model's"
-        elif config is not self._config:
+        elif config is not self._config:  # of a layer that was copied
             families.check_attention(config)
+            window = getattr(config, "sliding_window", None)
+            if window != getattr(self._config, "sliding_window", None):
+                yield f"has sliding_window={window} in a config of its own"
 
 
 def _is_read(key: str, cls: type[nn.Module]) -> bool:
@@ -211,6 +219,7 @@ class ForwardWatch:
     def read(self) -> ForwardState:
         """The state now; a module that is gone or lacks an attribute is in it as None."""
         model: Any = self._model()
+        config = model.config if model is not None else None
         hooked = False
         values: list[object] = []  # flat: thousands of small tuples would keep the collector busy
         for ref, get in self._parts:
@@ -221,7 +230,9 @@ class ForwardWatch:
             except (AttributeError, KeyError):
                 values.append(None)
                 continue
-            values += (type(module), len(own), id(own.get("config")))
+            values += (type(module), len(own))
+            if (own_config := own.get("config")) is not config:  # of a layer that was copied
+                values.append(repr(own_config and vars(own_config)))
             for hooks in rest[: len(HOOKS)]:
                 if hooks:
                     hooked = True
@@ -237,11 +248,9 @@ class ForwardWatch:
             values += getattr(torch_module, name)
         for cls in self._classes:
             values += (cls.forward, cls.__call__)
-        config = ""
-        if model is not None:
-            values += families.functions(model.config)
-            config = repr(vars(model.config))
-        return ForwardState(hooked, config, tuple(values))
+        if config is not None:
+            values += families.functions(config)
+        return ForwardState(hooked, repr(config and vars(config)), tuple(values))
 
 
 def _version(buffer: Tensor | None) -> int:

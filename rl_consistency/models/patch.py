@@ -275,7 +275,9 @@ def patch(model: nn.Module) -> PatchSession:
             f"{type(model).__name__} is not a Hugging Face model; patch the ...ForCausalLM itself."
         )
     families.check_config(config)
+    families.check_code(config)
     families.check_head(model)
+    families.check_parameters(model)
     audit(model).require_supported()
     session = PatchSession(model)
     try:

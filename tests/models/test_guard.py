@@ -225,3 +225,12 @@ def test_a_model_built_and_patched_under_other_defaults_is_covered(defaults):
     with session, patch(expected):
         session.verify()
         assert torch.equal(scored_ids(model), scored_ids(expected))
+
+
+def test_torch_compile_leaves_a_patched_model_as_it_is(model):
+    with patch(model), torch.no_grad():
+        ids = torch.tensor(tokens(model))
+        expected = {"logits": model(input_ids=ids).logits, "scores": scores(model)}
+        compiled = torch.compile(model)
+        found = {"logits": compiled(input_ids=ids).logits, "scores": torch.compile(scores)(model)}
+        assert first_difference(found, expected) is None

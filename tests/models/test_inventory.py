@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen3 import modeling_qwen3
 
-from rl_consistency.models import audit
+from rl_consistency.models import audit, families
 from rl_consistency.models import patch as patching
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.patch import patch
@@ -146,6 +146,12 @@ def own_attention(model, undo):
     model.config._attn_implementation = "twice"
 
 
+def adapter_named_alike(model, undo):
+    linear = type("Linear", (nn.Module,), {"__module__": "peft.layer"})()
+    linear.base_layer = model.model.layers[0].self_attn.q_proj
+    model.model.layers[0].self_attn.q_proj = linear
+
+
 class OtherMLP(modeling_qwen3.Qwen3MLP):
     def forward(self, x):
         return super().forward(x) * 0.5
@@ -232,6 +238,7 @@ REFUSED = {
     "pruned": (pruned, "up_proj .* has a weight of its own"),
     "weight norm": (weight_norm, "up_proj .* has no canonical order: the config makes a Linear"),
     "old weight norm": (old_weight_norm, "up_proj .* has a weight of its own"),
+    "an adapter": (adapter_named_alike, r"q_proj \(peft.layer.Linear\) has no canonical order"),
     "own attention": (own_attention, "attention implementation 'twice' is a function of"),
     "compiled part": (
         lambda model, undo: model.model.layers[0].mlp.compile(),
@@ -335,7 +342,25 @@ def test_without_the_inventory_the_number_is_wrong(name, model, undo, monkeypatc
         model.config._attn_implementation = "sdpa"
     change(model, undo)
     right = stock_scores(model)
+    monkeypatch.setattr(families, "check_code", lambda config: None)
     for place in (audit, patching):
         monkeypatch.setattr(place, "faults", lambda model, patched=False: [])
     with patch(model):
         assert (scores(model) - right).abs().max() > 1e-3
+
+
+def test_a_window_edited_in_the_config_of_a_live_patch_is_refused():
+    """Mistral reads it from the config at every call."""
+    model = build_preset("tiny-mistral")
+    with patch(model):
+        before = scores(model)
+        model.config.sliding_window += 1
+        with pytest.raises(UnsupportedModelError, match="patched with a window of"):
+            scores(model)
+        model.config.sliding_window -= 1
+        layer = model.model.layers[1].self_attn
+        layer.config = copy.deepcopy(model.config)
+        assert torch.equal(scores(model), before)
+        layer.config.sliding_window += 1
+        with pytest.raises(UnsupportedModelError, match="self_attn .* in a config of its own"):
+            scores(model)
