@@ -77,7 +77,7 @@ class CanonicalBaseModel(CanonicalModule):
         hidden = self.packed_forward(packed.input_ids, packed.position_ids, packed.layout)
         return BaseModelOutputWithPast(last_hidden_state=batch.unpack(hidden))  # type: ignore[arg-type]
 
-    @torch.compiler.disable  # a compiler would rewrite the ops, with other bytes on a CPU
+    @torch.compiler.disable()  # a compiler would rewrite the ops, with other bytes on a CPU
     def packed_forward(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
     ) -> Tensor:
@@ -100,7 +100,7 @@ class CanonicalCausalLM(CanonicalModule):
     model: CanonicalBaseModel
     lm_head: nn.Module
 
-    @torch.compiler.disable
+    @torch.compiler.disable()
     def forward(
         self,
         input_ids: Tensor | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
@@ -129,7 +130,8 @@ _FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attenti
 def functions(config: PreTrainedConfig) -> tuple[Callable[..., Any], ...]:
     """The functions that a stock forward calls now, the attention last."""
     source, name = modeling(config), config._attn_implementation
-    own = tuple(getattr(source, function) for function in _FUNCTIONS)
+    own = (getattr(source, function) for function in _FUNCTIONS)
+    own = (getattr(function, "forward", function) for function in own)  # see `_home`
     return *own, source.ALL_ATTENTION_FUNCTIONS.get(name, source.eager_attention_forward)
 
 
@@ -181,10 +183,13 @@ def has_own_code(cls: type[nn.Module]) -> bool:
     return forward is nn.Module.forward or (code is not None and code.co_qualname in names)
 
 
-def _home(function: Callable[..., Any]) -> str:
+def _home(function: Any) -> str:
     """The module that a function was written in; `functools.wraps` does not hide it."""
     if isinstance(function, partial):
         return _home(function.func)
+    if isinstance(function, nn.Module):  # Hugging Face's kernels makes modules of functions
+        forward = vars(function).get("forward", type(function).forward)
+        return _home(inspect.getclosurevars(forward).nonlocals.get("func", forward))
     return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
 
 

@@ -258,7 +258,7 @@ def _version(buffer: Tensor | None) -> int:
     return buffer._version if buffer is not None and not buffer.is_inference() else 0
 
 
-def _getter(module: nn.Module) -> itemgetter[str]:
+def _getter(module: nn.Module) -> itemgetter[Any]:
     """Takes the containers and the plain attributes of a module out of its dictionary."""
     unwatched = {"training", "_rotary_table", *_CHECKPOINTING}
     plain = [

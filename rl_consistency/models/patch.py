@@ -246,7 +246,7 @@ class PatchSession:
             module.activation = families.ACTIVATIONS[config.hidden_act]
         elif isinstance(module, CanonicalAttention):
             module.window = families.window_of(config, module)
-            module.apply_stock_rotary = families.modeling(config).apply_rotary_pos_emb
+            module.apply_stock_rotary = families.functions(config)[0]
             if hasattr(module, "q_norm"):
                 module.q_norm.rows_per_token = config.num_attention_heads
                 module.k_norm.rows_per_token = config.num_key_value_heads

@@ -51,7 +51,7 @@ class TokenLogprobs:
         return list(self.logprobs.split(self.lengths))
 
 
-@torch.compiler.disable  # a compiler would rewrite the ops, with other bytes on a CPU
+@torch.compiler.disable()  # a compiler would rewrite the ops, with other bytes on a CPU
 def token_logprobs(
     model: nn.Module,
     sequences: Sequence[Sequence[int]] | Tensor | PackedBatch,

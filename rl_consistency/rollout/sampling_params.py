@@ -88,8 +88,9 @@ class SamplingParams:
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
     """The value as an int, of whatever library; ValueError unless it is an integer, no less than
     `low` and no more than `high`."""
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-    number = int(value) if is_integer else low - 1
+    number = low - 1
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        number = operator.index(value)  # type: ignore[arg-type]
     if number < low or (high is not None and number > high):
         bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name} must be an integer {bounds}, got {value!r}")

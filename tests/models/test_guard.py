@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+from transformers.models.qwen3 import modeling_qwen3
 
 from rl_consistency.models import patch as patching
+from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.inventory import faults
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
@@ -234,3 +237,26 @@ def test_torch_compile_leaves_a_patched_model_as_it_is(model):
         compiled = torch.compile(model)
         found = {"logits": compiled(input_ids=ids).logits, "scores": torch.compile(scores)(model)}
         assert first_difference(found, expected) is None
+
+
+def as_module(function):
+    """What Hugging Face's kernels makes of a function of transformers, where it is installed."""
+
+    class Func(torch.nn.Module):
+        def forward(self, *operands, **options):
+            return func(*operands, **options)
+
+    func = function
+    return Func()
+
+
+def test_a_function_that_is_a_module_is_covered_until_its_forward_is_replaced(model, monkeypatch):
+    rotate = as_module(modeling_qwen3.apply_rotary_pos_emb)
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", rotate)
+    with patch(model) as session:
+        session.verify()
+        with strict(except_={"rotary"}):
+            assert torch.isfinite(scores(model)).all()
+        rotate.forward = lambda q, k, cos, sin, unsqueeze_dim=1: (q, k)
+        with pytest.raises(UnsupportedModelError, match="apply_rotary_pos_emb was replaced"):
+            scores(model)
