@@ -189,7 +189,8 @@ def _home(function: Any) -> str:
         return _home(function.func)
     if isinstance(function, nn.Module):  # Hugging Face's kernels makes modules of functions
         forward = vars(function).get("forward", type(function).forward)
-        return _home(inspect.getclosurevars(forward).nonlocals.get("func", forward))
+        around = inspect.getclosurevars(forward).nonlocals if hasattr(forward, "__code__") else {}
+        return _home(around.get("func", forward))
     return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
 
 
@@ -205,9 +206,15 @@ def check_head(model: nn.Module) -> None:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """UnsupportedModelError naming a parameter whose dtype is not the first's, or has no order."""
+    """UnsupportedModelError naming a parameter that is no plain one (quantized, sharded), whose
+    dtype is not the first's, or has no order."""
     first: torch.dtype | None = None
     for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            raise UnsupportedModelError(
+                f"parameter {name} is a {type(parameter).__name__}; it has to be a plain "
+                "nn.Parameter: load the model without quantization, and patch it before sharding."
+            )
         first = first or parameter.dtype
         if parameter.dtype not in DTYPES or parameter.dtype != first:
             raise UnsupportedModelError(

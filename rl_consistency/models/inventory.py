@@ -114,7 +114,7 @@ class _Comparison:
                 yield Fault(path, type(child).__name__, "is hidden by an attribute")
             else:
                 yield from self.walk(path, found, child)
-        for key in present.keys() - made._modules.keys():
+        for key in sorted(present.keys() - made._modules.keys()):
             if (extra := present[key]) is not None:
                 reason = "has no canonical order: the config makes no module here"
                 yield Fault(f"{name}.{key}".lstrip("."), type(extra).__name__, reason)
@@ -127,8 +127,8 @@ class _Comparison:
             if key in _CALLS:
                 yield f"had its {key} replaced on the instance (by a hook or a wrapper)"
             elif key in made._parameters or key in made._buffers or _is_read(key, type(made)):
-                yield f"has a {key} of its own, which hides the one it was made with"
-        for key in expected.keys() - _UNREAD:
+                yield f"has its own {key}, which hides the one it was made with"
+        for key in sorted(expected.keys() - _UNREAD):
             value, right = _plain(own.get(key)), _plain(expected[key])
             if not key.startswith("_") and value != right:
                 yield f"has {key}={value!r}, and the config makes it {right!r}"
@@ -149,7 +149,7 @@ class _Comparison:
         if name == "model.rotary_emb":
             for key, frequencies in made.named_buffers():
                 if not _is_rounding_of(own["_buffers"].get(key), frequencies):
-                    yield f"has a {key} that the config does not make"
+                    yield f"has another {key} than the config makes"
 
     def _config_faults(self, name: str, config: Any) -> Iterator[str]:
         if name in UNCALLED and config is not self._config:

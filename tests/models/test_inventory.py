@@ -152,6 +152,15 @@ def adapter_named_alike(model, undo):
     model.model.layers[0].self_attn.q_proj = linear
 
 
+class Sharded(torch.Tensor):
+    """A tensor that has its own arithmetic."""
+
+
+def tensor_subclass(model, undo):
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Sharded))
+
+
 class OtherMLP(modeling_qwen3.Qwen3MLP):
     def forward(self, x):
         return super().forward(x) * 0.5
@@ -222,8 +231,8 @@ REFUSED = {
     ),
     "subclass of the MLP": (subclassed, r"mlp \(OtherMLP\) has no canonical order"),
     "forward on the instance": (instance_forward, r"mlp \(Qwen3MLP\) had its forward replaced"),
-    "frequencies": (scaled_frequencies, r"rotary_emb .* has a inv_freq that the config does not"),
-    "frequencies replaced": (scaled_data, r"rotary_emb .* has a inv_freq that the config does"),
+    "frequencies": (scaled_frequencies, r"rotary_emb .* has another inv_freq than"),
+    "frequencies replaced": (scaled_data, r"rotary_emb .* has another inv_freq than"),
     "scaling": (set_on(ATTENTION, scaling=0.5), r"self_attn .* has scaling=0.5, and the config"),
     "not causal": (set_on(ATTENTION, is_causal=False), "has is_causal=False"),
     "dropout": (set_on(ATTENTION, attention_dropout=0.5), "has attention_dropout=0.5"),
@@ -235,9 +244,9 @@ REFUSED = {
         r"embed_tokens \(Embedding\) has scale_grad_by_freq=True",
     ),
     "renormalized embedding": (set_on("model.embed_tokens", max_norm=1.0), "has max_norm=1.0"),
-    "pruned": (pruned, "up_proj .* has a weight of its own"),
+    "pruned": (pruned, "up_proj .* has its own weight, which hides"),
     "weight norm": (weight_norm, "up_proj .* has no canonical order: the config makes a Linear"),
-    "old weight norm": (old_weight_norm, "up_proj .* has a weight of its own"),
+    "old weight norm": (old_weight_norm, "up_proj .* has its own weight, which hides"),
     "an adapter": (adapter_named_alike, r"q_proj \(peft.layer.Linear\) has no canonical order"),
     "own attention": (own_attention, "attention implementation 'twice' is a function of"),
     "compiled part": (
@@ -256,7 +265,7 @@ REFUSED = {
         in_config(num_hidden_layers=3),
         "2 layer_types for num_hidden_layers=3",
     ),
-    "rope in the config": (other_rope, "rotary_emb .* inv_freq that the config does not make"),
+    "rope in the config": (other_rope, "rotary_emb .* has another inv_freq than the config makes"),
     "eps in the config": (in_config(rms_norm_eps=0.1), "has variance_epsilon=1e-06, and"),
     "activation in the config": (in_config(hidden_act="gelu"), "makes a GELUActivation here"),
     "dropout in the config": (in_config(attention_dropout=0.5), "active dropout"),
@@ -265,6 +274,7 @@ REFUSED = {
         lambda model, undo: setattr(model.model, "config", copy.deepcopy(model.config)),
         r"model \(Qwen3Model\) has a config that is not the model's",
     ),
+    "a tensor subclass": (tensor_subclass, "up_proj.weight is a Sharded"),
     "an extra buffer": (
         lambda model, undo: model.model.layers[0].mlp.register_buffer("mask", torch.ones(1)),
         "mlp .* has buffers {'mask'",
