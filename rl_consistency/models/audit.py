@@ -6,7 +6,7 @@ and `python -m rl_consistency.models.audit` prints `docs/audit.md`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.models import families
+from rl_consistency.models.inventory import faults
 from rl_consistency.numerics.orders import ORDERS
 
 
@@ -52,9 +53,9 @@ class AuditTable:
         if self.unsupported:
             row = self.unsupported[0]
             raise families.UnsupportedModelError(
-                f"module {row.name} ({row.kind}) has no canonical order, and {row.basis} "
-                f"({len(self.unsupported)} such modules). Remove or merge it (adapters, "
-                "quantized layers), or use a dense Llama, Mistral, Qwen2 or Qwen3."
+                f"module {row.name or 'root'} ({row.kind}) {row.basis} ({len(self.unsupported)} "
+                "such places). Undo it (merge adapters, load without quantization, keep what the "
+                "config makes), or use a dense Llama, Mistral, Qwen2 or Qwen3."
             )
 
     def __str__(self) -> str:
@@ -121,28 +122,20 @@ FUNCTIONAL = (
 """Ops on the forward path that are not modules, for every covered family."""
 
 
-def audit(model: nn.Module, stock_classes: Mapping[str, type[nn.Module]]) -> AuditTable:
-    """The table of one model; `stock_classes`: what each patched module, by name, was before."""
+def audit(model: nn.Module, *, patched: bool = False) -> AuditTable:
+    """The table of one model of a covered class; `patched`: its modules have to be canonical."""
     config = model.config
     assert isinstance(config, PreTrainedConfig)
-    rows: list[AuditRow] = []
-    activations: set[int] = set()
+    found = faults(model, patched=patched)
+    rows = [AuditRow(f.name, f.kind, Verdict.UNSUPPORTED, f.reason) for f in found]
+    refused = {row.name for row in rows}
     mixins = families.mixins(config)
     for name, module in model.named_modules():
-        stock = stock_classes.get(name, type(module))
-        kind, mixin = stock.__name__, mixins.get(stock)
-        if "forward" in vars(module):
-            reason = "its forward was replaced on the instance (by a hook or a wrapper)"
-            rows.append(AuditRow(name, kind, Verdict.UNSUPPORTED, reason))
-        elif mixin is not None:
-            if mixin.op:
-                rows.append(_canonical(name, kind, mixin.op))
-            if mixin.op == "glu":  # it replaces the activation only; another child runs as it is
-                activations.add(id(module.act_fn))
-        elif id(module) in activations:
-            rows.append(_canonical(name, kind, "glu"))
-        elif stock is not nn.ModuleList:
-            rows.append(AuditRow(name, kind, Verdict.UNSUPPORTED, "no audit covers it"))
+        stock = families.stock_class(type(module))
+        mixin = mixins.get(stock)
+        op = mixin.op if mixin is not None else "glu" if name.endswith(".mlp.act_fn") else ""
+        if op and name not in refused:
+            rows.append(_canonical(name, stock.__name__, op))
     return AuditTable((*rows, *FUNCTIONAL))
 
 

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from rl_consistency.kernels.attention.layout import AttentionLayout
+from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
 from rl_consistency.models.modules import CanonicalModule, CanonicalRMSNorm
 from rl_consistency.models.packing import packed_inputs
+from rl_consistency.numerics.strict import Strictness, current, held
+
+
+def without_fp16_backward(output: Tensor) -> Tensor:
+    """The output, whose backward is a ValueError in fp16: before it touches a gradient."""
+    if output.dtype == torch.float16 and output.requires_grad:
+        output.register_hook(_refuse_fp16)
+    return output
+
+
+def _refuse_fp16(gradient: Tensor) -> None:
+    raise ValueError(NO_FP16_TRAINING)
+
+
+NO_FP16_TRAINING = (
+    "float16 is not covered in training, where gradients would need a loss scale; use "
+    "model.to(torch.bfloat16), or score under torch.no_grad()."
+)
 
 
 class CanonicalDecoderLayer(CanonicalModule):
@@ -20,8 +40,15 @@ class CanonicalDecoderLayer(CanonicalModule):
     post_attention_layernorm: CanonicalRMSNorm
     mlp: nn.Module
 
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """Hidden states [1, R, H] after attention and MLP; see `CanonicalAttention` for kwargs."""
+    def forward(self, hidden_states: Tensor, *, choice: Strictness, **kwargs: Any) -> Tensor:
+        """Hidden states [1, R, H] after attention and MLP; see `CanonicalAttention` for kwargs.
+
+        Gradient checkpointing comes here again, perhaps in a thread of autograd: `choice` is that
+        of the first time.
+        """
+        if choice is not current():
+            with held(choice):
+                return CanonicalDecoderLayer.forward(self, hidden_states, choice=choice, **kwargs)
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
         normed, total = self.post_attention_layernorm.after_addition(attended, hidden_states)
         return total + self.mlp(normed)
@@ -34,6 +61,8 @@ class CanonicalBaseModel(CanonicalModule):
     layers: nn.ModuleList
     norm: nn.Module
     rotary_emb: nn.Module
+    guard: Callable[[], object]
+    """Raises unless the whole model is as it was patched."""
 
     def forward(
         self,
@@ -48,16 +77,21 @@ class CanonicalBaseModel(CanonicalModule):
         hidden = self.packed_forward(packed.input_ids, packed.position_ids, packed.layout)
         return BaseModelOutputWithPast(last_hidden_state=batch.unpack(hidden))  # type: ignore[arg-type]
 
+    @torch.compiler.disable()  # a compiler would rewrite the ops, with other bytes on a CPU
     def packed_forward(
         self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
     ) -> Tensor:
         """Hidden states [R, H] of packed rows [R]; rollout and training both come through here."""
-        hidden = self.embed_tokens(input_ids).unsqueeze(0)
+        # Rollouts have their guard once, in the engine, and not at every step.
+        if isinstance(layout, PackedSequences):
+            self.guard()
+        hidden = self.embed_tokens(input_ids.unsqueeze(0))
         longest = max(layout.context_lens, default=0)
         cos_sin = self.rotary_emb(hidden, position_ids.unsqueeze(0), longest)
-        for layer in self.layers[: self.config.num_hidden_layers]:
-            hidden = layer(hidden, position_embeddings=cos_sin, attention_layout=layout)
-        return self.norm(hidden)[0]
+        shared = {"position_embeddings": cos_sin, "attention_layout": layout, "choice": current()}
+        for index, layer in enumerate(self.layers):
+            hidden = layer(hidden, cache_index=index, **shared)
+        return without_fp16_backward(self.norm(hidden)[0])
 
 
 class CanonicalCausalLM(CanonicalModule):
@@ -66,6 +100,7 @@ class CanonicalCausalLM(CanonicalModule):
     model: CanonicalBaseModel
     lm_head: nn.Module
 
+    @torch.compiler.disable()
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -84,6 +119,6 @@ class CanonicalCausalLM(CanonicalModule):
         batch = packed_inputs(input_ids, attention_mask, position_ids, kwargs)
         packed = batch.packed
         hidden = self.model.packed_forward(packed.input_ids, packed.position_ids, packed.layout)
-        logits = batch.unpack(self.lm_head(hidden))
-        output = CausalLMOutputWithPast(logits=logits[:, -logits_to_keep:])  # type: ignore[arg-type]
+        logits = batch.unpack(self.lm_head(hidden))[:, -logits_to_keep:]
+        output = CausalLMOutputWithPast(logits=without_fp16_backward(logits))  # type: ignore[arg-type]
         return output.to_tuple() if return_dict is False else output

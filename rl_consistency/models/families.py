@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
+import inspect
+from collections.abc import Callable
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +15,12 @@ from transformers import PreTrainedConfig
 from rl_consistency.kernels.attention.op import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.models import decoder, modules
-from rl_consistency.models.modules import CanonicalEmbedding, CanonicalLinear, CanonicalModule
+from rl_consistency.models.modules import (
+    STOCK_CLASS,
+    CanonicalEmbedding,
+    CanonicalLinear,
+    CanonicalModule,
+)
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """model_type -> class-name prefix in transformers."""
@@ -70,14 +77,21 @@ def module_kinds() -> dict[str, type[CanonicalModule]]:
 @cache
 def canonical_class(mixin: type[CanonicalModule], stock: type[nn.Module]) -> type[nn.Module]:
     """`stock` with `mixin` in front; keeps the name, which save_pretrained writes to the config."""
-    return type(stock.__name__, (mixin, stock), {"__module__": mixin.__module__})
+    own = {"__module__": mixin.__module__, STOCK_CLASS: stock}
+    return type(stock.__name__, (mixin, stock), own)
+
+
+def stock_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that `canonical_class` was given for this one; any other is its own."""
+    return vars(cls).get(STOCK_CLASS, cls)
 
 
 def window_of(config: PreTrainedConfig, attention: nn.Module) -> int | None:
     """Sliding window of one attention layer, or None."""
-    if config.model_type == "mistral":
-        return getattr(config, "sliding_window", None)
-    return getattr(attention, "sliding_window", None)
+    if config.model_type == "llama":
+        return None  # its forward reads no such attribute
+    holder = config if config.model_type == "mistral" else attention
+    return getattr(holder, "sliding_window", None)
 
 
 def check_config(config: PreTrainedConfig) -> None:
@@ -91,6 +105,11 @@ def check_config(config: PreTrainedConfig) -> None:
     if other_layers:
         covered = ", ".join(LAYER_TYPES)
         problems.append(f"layer types {', '.join(other_layers)} (covered: {covered})")
+    layers, types = config.num_hidden_layers, getattr(config, "layer_types", None)
+    if layers < 1:
+        problems.append(f"num_hidden_layers={layers} (covered: 1 or more)")
+    if types is not None and len(types) < layers:
+        problems.append(f"{len(types)} layer_types for num_hidden_layers={layers} (give each one)")
     heads: int = config.num_attention_heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     if head_dim % HEAD_DIM_MULTIPLE or head_dim > MAX_HEAD_DIM:
@@ -107,6 +126,77 @@ def check_config(config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(f"{config.model_type} not covered: {'; '.join(problems)}.")
 
 
+_FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "repeat_kv", "eager_attention_forward")
+"""Functions of a modeling file that its forward calls."""
+
+
+def functions(config: PreTrainedConfig) -> tuple[Callable[..., Any], ...]:
+    """The functions that a stock forward calls now, the attention last."""
+    source, name = modeling(config), config._attn_implementation
+    own = (getattr(source, function) for function in _FUNCTIONS)
+    own = (getattr(function, "forward", function) for function in own)  # see `_home`
+    return *own, source.ALL_ATTENTION_FUNCTIONS.get(name, source.eager_attention_forward)
+
+
+def check_code(config: PreTrainedConfig) -> None:
+    """UnsupportedModelError naming a class or function of transformers that was replaced."""
+    source, prefix = modeling(config), FAMILIES[config.model_type]
+    found: dict[str, str] = {}
+    for part in _PARTS:
+        cls, name = getattr(source, prefix + part), prefix + part
+        if (cls.__module__, cls.__name__) != (source.__name__, name):
+            found[name] = f"{cls.__module__}.{cls.__name__}"
+        elif not has_own_code(cls):
+            found[name] = "a class with another forward"
+    for name in _FUNCTIONS:
+        if (home := _home(getattr(source, name))) != source.__name__:
+            found[name] = f"a function of {home}"
+    for name, other in found.items():
+        raise UnsupportedModelError(
+            f"{source.__name__}.{name} was replaced by {other}; the canonical ops would run in its "
+            "place. Undo that (a kernel library patched transformers? rl_consistency brings its "
+            "own kernels), and build the model after it."
+        )
+    check_attention(config)
+
+
+def check_attention(config: PreTrainedConfig) -> None:
+    """UnsupportedModelError for an attention function that is not one of transformers' own."""
+    *_, function = functions(config)
+    if not _home(function).startswith("transformers."):
+        name = config._attn_implementation
+        raise UnsupportedModelError(
+            f"attention implementation {name!r} is a function of {_home(function)}; the canonical "
+            "order would run in its place. Call model.set_attn_implementation('sdpa')."
+        )
+
+
+def has_own_code(cls: type[nn.Module]) -> bool:
+    """Whether the class has the `forward` it was written with, under decorators of its library."""
+    if cls.__call__ is not nn.Module.__call__:
+        return False
+    forward: Any = cls.forward
+    while hasattr(forward, "__wrapped__"):
+        if _home(forward).partition(".")[0] not in ("transformers", "torch"):
+            return False
+        forward = forward.__wrapped__
+    owners = [base for base in cls.__mro__ if base.__module__ == _home(forward)]
+    code = getattr(forward, "__code__", None)
+    names = {f"{base.__qualname__}.forward" for base in owners}
+    return forward is nn.Module.forward or (code is not None and code.co_qualname in names)
+
+
+def _home(function: Any) -> str:
+    """The module that a function was written in; `functools.wraps` does not hide it."""
+    if isinstance(function, partial):
+        return _home(function.func)
+    if isinstance(function, nn.Module):  # Hugging Face's kernels makes modules of functions
+        forward = vars(function).get("forward", type(function).forward)
+        around = inspect.getclosurevars(forward).nonlocals if hasattr(forward, "__code__") else {}
+        return _home(around.get("func", forward))
+    return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+
+
 def check_head(model: nn.Module) -> None:
     """UnsupportedModelError for a bare decoder, a wrapper, or the head of another task."""
     config: Any = model.config
@@ -119,9 +209,15 @@ def check_head(model: nn.Module) -> None:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """UnsupportedModelError naming a parameter whose dtype is not the first's, or has no order."""
+    """UnsupportedModelError naming a parameter that is no plain one (quantized, sharded), whose
+    dtype is not the first's, or has no order."""
     first: torch.dtype | None = None
     for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            raise UnsupportedModelError(
+                f"parameter {name} is a {type(parameter).__name__}; it has to be a plain "
+                "nn.Parameter: load the model without quantization, and patch it before sharding."
+            )
         first = first or parameter.dtype
         if parameter.dtype not in DTYPES or parameter.dtype != first:
             raise UnsupportedModelError(

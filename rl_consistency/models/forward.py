@@ -12,7 +12,7 @@ from rl_consistency.kernels.token_logprobs.op import lm_head_logits
 from rl_consistency.models.decoder import CanonicalBaseModel
 from rl_consistency.models.modules import CanonicalLinear, CanonicalRotaryEmbedding
 from rl_consistency.models.packing import PackedBatch
-from rl_consistency.models.patch import patched_part, patched_session
+from rl_consistency.models.patch import patched_part
 from rl_consistency.numerics.strict import is_canonical
 
 
@@ -77,7 +77,6 @@ def _lm_head(model: nn.Module) -> CanonicalLinear:
 
 
 def _decoder(model: nn.Module) -> CanonicalBaseModel:
-    patched_session(model)
-    decoder = model.model
+    decoder = patched_part(model, "model")
     assert isinstance(decoder, CanonicalBaseModel)
     return decoder

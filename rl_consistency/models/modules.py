@@ -7,6 +7,7 @@ the stock path. Inside a patched model hidden states are packed rows [1, R, ...]
 
 from __future__ import annotations
 
+import copyreg
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,17 @@ from rl_consistency.kernels.rotary.op import rotary, rotary_table
 from rl_consistency.models.stock_attention import stock_attention, stock_captured_attention
 from rl_consistency.numerics.strict import current, is_canonical
 
+ADDED = frozenset(
+    (
+        *("_gradient_buffers", "rows_per_token", "activation", "window"),
+        *("apply_stock_rotary", "_rotary_table", "guard"),
+    )
+)
+"""Attributes that a patched module has and a stock one has not."""
+
+STOCK_CLASS = "_stock_class"
+"""Name under which a canonical class keeps the class that it stands for."""
+
 TABLE_POSITIONS = 1024  # positions of the first rotary table; it grows by doubling
 
 
@@ -39,6 +51,15 @@ class CanonicalModule(nn.Module):
 
     op: str = ""
     """The op this module runs in, by its name in `numerics.strict.OPS`; empty for containers."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy, whether by `copy` or by pickle, is the stock module with copied parameters."""
+        stock = vars(type(self)).get(STOCK_CLASS)
+        if stock is None:  # another library made a class of this one
+            return super().__reduce_ex__(protocol)
+        state = {name: value for name, value in vars(self).items() if name not in ADDED}
+        rebuild = copyreg._reconstructor  # pyright: ignore[reportAttributeAccessIssue]
+        return rebuild, (stock, object, None), state
 
     def gradient_buffer(self, name: str) -> GradientBuffer | None:
         """The buffer that the gradient of one of the module's parameters is folded into.
@@ -180,7 +201,8 @@ class CanonicalRotaryEmbedding(CanonicalModule):
                 rows *= 2
             # From the config: `model.to(dtype)` rounds the module's buffer of frequencies.
             kinds = ROPE_INIT_FUNCTIONS | {"default": self.compute_default_rope_parameters}
-            frequencies = kinds[self.rope_type](self.config)[0].to(device)  # [D/2] fp32
+            with torch.device("cpu"):  # whatever device the model was built under
+                frequencies = kinds[self.rope_type](self.config)[0].to(device)  # [D/2] fp32
             table = rotary_table(frequencies, rows, self.attention_scaling)
             self._rotary_table = table
         return table
@@ -210,7 +232,6 @@ class CanonicalAttention(CanonicalModule):
     op = "attention"
     head_dim: int
     scaling: float
-    layer_idx: int
     window: int | None
     apply_stock_rotary: Any
     q_proj: CanonicalLinear
@@ -228,10 +249,13 @@ class CanonicalAttention(CanonicalModule):
         past_key_values: Any = None,
         *,
         attention_layout: AttentionLayout,
+        cache_index: int,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        """`cache_index`: the layer's place in the stack, which its cache belongs to. `layer_idx` is
+        what the layer was made as: layers may be copied, moved or removed."""
         q, k, v = self._inputs(hidden_states, *position_embeddings)
-        out = self._attend(q, k, v, attention_layout)
+        out = self._attend(q, k, v, attention_layout, cache_index)
         return self.o_proj(out.reshape(1, hidden_states.shape[1], -1)), None
 
     def _inputs(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,16 +275,18 @@ class CanonicalAttention(CanonicalModule):
             return *rotary(q, k, cos, sin), v
         return *self.apply_stock_rotary(q, k, cos[0], sin[0], unsqueeze_dim=1), v
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, index: int
+    ) -> Tensor:
         canonical = is_canonical("attention")
         scores: dict[str, Any] = {"scale": self.scaling, "window": self.window}
         if isinstance(layout, PagedAttention):
-            layout.write(self.layer_idx, k, v)
+            layout.write(index, k, v)
             if canonical:
-                return attention_paged(q, layout, self.layer_idx, **scores)[0]
+                return attention_paged(q, layout, index, **scores)[0]
             if isinstance(layout, CapturedPagedAttention):
-                return stock_captured_attention(q, layout, self.layer_idx, **scores)
-            cache = (layout.key_cache[self.layer_idx], layout.value_cache[self.layer_idx])
+                return stock_captured_attention(q, layout, index, **scores)
+            cache = (layout.key_cache[index], layout.value_cache[index])
             k, v = (c.view(-1, *c.shape[2:]) for c in cache)
         elif canonical:
             assert isinstance(layout, PackedSequences)

@@ -15,57 +15,43 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.models import families
 from rl_consistency.models.audit import AuditTable, audit
+from rl_consistency.models.decoder import CanonicalBaseModel
 from rl_consistency.models.families import UnsupportedModelError
-from rl_consistency.models.modules import CanonicalAttention, CanonicalMLP, CanonicalModule
+from rl_consistency.models.inventory import Fault, ForwardState, ForwardWatch, faults
+from rl_consistency.models.modules import (
+    ADDED,
+    CanonicalAttention,
+    CanonicalMLP,
+    CanonicalModule,
+    CanonicalRotaryEmbedding,
+)
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.numerics.settings import SETTINGS, numeric_settings, verify_settings
+from rl_consistency.numerics.settings import (
+    SETTINGS,
+    numeric_settings,
+    verify_defaults,
+    verify_settings,
+)
 from rl_consistency.numerics.strict import VARIABLE, current
 
 _SESSIONS: weakref.WeakKeyDictionary[nn.Module, PatchSession] = weakref.WeakKeyDictionary()
 
 NOT_PATCHED = "the model is not patched; call rl_consistency.patch(model) first."
 
-_ATTRIBUTES = "_gradient_buffers rows_per_token activation window apply_stock_rotary _rotary_table"
-
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """An attribute through which a forward pass reaches a canonical module, or a parent of one."""
+class _Taken:
+    """A module that was patched, by the object: it may move, or leave the model."""
 
     name: str
-    parent: weakref.ref[nn.Module]
-    attribute: str
     module: weakref.ref[nn.Module]
-    canonical: bool
-
-    @staticmethod
-    def all_in(model: nn.Module) -> list[_Place]:
-        """One place per parent and attribute: a shared module has several."""
-        places: list[_Place] = []
-        for name, parent in model.named_modules():
-            for own, module in parent._modules.items():
-                if module is None or not any(map(_is_ours, module.modules())):
-                    continue
-                path, refs = f"{name}.{own}".lstrip("."), (weakref.ref(parent), weakref.ref(module))
-                places.append(_Place(path, refs[0], own, refs[1], _is_ours(module)))
-        return places
-
-    def held(self) -> bool:
-        """Whether the attribute still gives this module, canonical if it was."""
-        # Looked up as forward does: an attribute of the instance or its class hides a submodule.
-        found = getattr(self.parent(), self.attribute, None)
-        if found is None or found is not self.module():
-            return False
-        return not self.canonical or _is_canonical(found)
+    stock: type[nn.Module]
+    canonical: type[nn.Module]
 
 
 def _is_ours(module: nn.Module) -> bool:
     return isinstance(module, CanonicalModule)
-
-
-def _is_canonical(module: nn.Module) -> bool:
-    return _is_ours(module) and "forward" not in module.__dict__
 
 
 class PatchSession:
@@ -79,9 +65,12 @@ class PatchSession:
     def __init__(self, model: nn.Module):
         # _SESSIONS finds the session through the model; a strong reference would keep both forever.
         self._model = weakref.ref(model)
-        self._stock_classes: dict[str, type[nn.Module]] = {}
-        self._places: list[_Place] = []
         self._widened: list[nn.Parameter] = []
+        self._taken: list[_Taken] = []
+        self._in_stock = False
+        self._shared: list[tuple[str, str, nn.Module]] = []
+        self._watch: ForwardWatch | None = None
+        self._sound: ForwardState | None = None  # the last state that was found without a fault
         self._settings = ExitStack()
         self._settings_found = _read_settings()
         # Releases the settings when the session is dropped without restore(), or at exit.
@@ -104,51 +93,104 @@ class PatchSession:
     @property
     def live(self) -> bool:
         """Whether the model runs in the canonical orders now."""
-        return bool(self._stock_classes) and not self._undone()
+        return bool(self._taken) and not self._in_stock and not self.faults()
 
     def restore(self) -> None:
-        """Give the model its stock classes back; parameters and gradients stay. Idempotent."""
-        self._swap_to_stock()
-        for name in self._stock_classes:
-            for attribute in _ATTRIBUTES.split():
-                self.model.get_submodule(name).__dict__.pop(attribute, None)
+        """Give the patched modules their stock classes back, also those that have left the model;
+        parameters, gradients and what was put into the model since stay. Idempotent.
+
+        ValueError, and nothing is changed, if another library made a class of a canonical one.
+        """
+        for _, module in self._swap_to_stock():
+            for attribute in ADDED:
+                module.__dict__.pop(attribute, None)
         for parameter in self._widened:
             _restore_gradient_dtype(parameter)
         self._widened.clear()
-        self._stock_classes.clear()
-        self._places.clear()
+        self._taken.clear()
         self._settings.close()
-        _SESSIONS.pop(self.model, None)
+        if (model := self._model()) is not None:
+            _SESSIONS.pop(model, None)
 
     @contextmanager
     def stock(self) -> Iterator[nn.Module]:
         """Inside the block, the unpatched Hugging Face model: same parameters, and the numeric
-        settings from before the patch."""
-        patched = {name: type(self.model.get_submodule(name)) for name in self._stock_classes}
-        held = _read_settings()
-        self._swap_to_stock()
+        settings from before the patch. Errors are those of `restore`."""
+        nested, held = self._in_stock, _read_settings()
+        swapped = self._swap_to_stock()
+        self._in_stock = True
         _write_settings(self._settings_found)
         try:
             yield self.model
         finally:
-            if self._stock_classes:  # else the block restored the session
+            self._in_stock = nested
+            if self._taken:  # else the block restored the session
                 _write_settings(held)
-            for name in self._stock_classes:
-                self.model.get_submodule(name).__class__ = patched[name]
+                for taken, module in swapped:
+                    if not nested and type(module) is taken.stock:
+                        module.__class__ = taken.canonical
 
     def report(self) -> AuditTable:
         """Every leaf module and functional op on the forward path, with its verdict."""
-        return audit(self.model, self._stock_classes)
+        return audit(self.model, patched=bool(self._taken) and not self._in_stock)
+
+    def faults(self) -> list[Fault]:
+        """What was changed since the patch and cannot be honoured; see `models/inventory.py`.
+
+        It compares the state of the forward with the last sound one, in some microseconds a module,
+        and looks closer where they differ.
+        """
+        if self._watch is None or (now := self._watch.read()) != self._sound:
+            found = faults(self.model, patched=True)
+            if found:
+                return found
+            self._watch = ForwardWatch(self.model)
+            self._shared = _shared_modules(self.model)
+            now = self._watch.read()
+        self._sound = now
+        return []
+
+    def check(self) -> ForwardState:
+        """The state of the forward, if the patch is live and nothing stands in its way.
+
+        UnsupportedModelError naming what does; ConsistencyError for a changed numeric setting;
+        ValueError for another default dtype or device.
+        """
+        if self._in_stock:
+            raise ValueError("the model is not patched inside session.stock(); leave the block.")
+        if not self._taken:
+            raise ValueError(NOT_PATCHED)
+        verify_settings()
+        verify_defaults()
+        if found := self.faults():
+            raise UnsupportedModelError(
+                f"{found[0]}; it was patched and changed since ({len(found)} such places). Undo "
+                "the change, or restore() the session and patch again."
+            )
+        assert self._sound is not None
+        return self._sound
+
+    def check_forward(self) -> None:
+        """`check`, and under gradients that no module with trained weights is at two places."""
+        self.check()
+        if torch.is_grad_enabled():
+            for name, other, module in self._shared:
+                if any(p.requires_grad for p in module.parameters(recurse=False)):
+                    raise UnsupportedModelError(
+                        f"{name} and {other} are one module, whose gradient would depend on how "
+                        "the batch is cut. Give each place a copy (copy.deepcopy), freeze its "
+                        "parameters, or run under torch.no_grad()."
+                    )
 
     def verify(self) -> None:
         """Prove that the patch is live, or raise a ConsistencyError: by classes, by settings and by
         the bytes of three sequences' hidden states, computed alone and together."""
-        undone = self._undone()
-        if undone or not self._stock_classes:
-            where = f"module {undone[0] or 'root'}" if undone else "the whole model"
+        undone = self.faults() if self._taken else []
+        if undone or not self._taken:
+            what = str(undone[0]) if undone else "the whole model runs its stock classes"
             raise ConsistencyError(
-                f"the patch is not live: {where} runs its stock class. Patch last, after whatever "
-                "replaces modules, and do not use a session after restore()."
+                f"the patch is not live: {what}. Patch last, after whatever changes modules, and "
+                "do not use a session after restore()."
             )
         verify_settings()
         if stock := ", ".join(sorted(current().stock)):
@@ -180,34 +222,39 @@ class PatchSession:
         bits = [hidden.float().view(torch.int32) for hidden in (together, torch.cat(alone))]
         return int((bits[0] != bits[1]).any(dim=1).sum()), len(together)
 
-    def _undone(self) -> list[str]:
-        """Names of the modules that no longer run as they were patched; the root's is empty."""
-        undone = [place.name for place in self._places if not place.held()]
-        root_undone = "" in self._stock_classes and not _is_canonical(self.model)
-        return ["", *undone] if root_undone else undone
-
-    def _swap_to_stock(self) -> None:
-        for name, cls in self._stock_classes.items():
-            self.model.get_submodule(name).__class__ = cls
+    def _swap_to_stock(self) -> list[tuple[_Taken, nn.Module]]:
+        """Swap the modules that are left, which it returns; ValueError, and none is swapped, if one
+        has a class of neither kind."""
+        left = [(taken, module) for taken in self._taken if (module := taken.module()) is not None]
+        for taken, module in left:
+            if type(module) not in (taken.stock, taken.canonical):
+                raise ValueError(
+                    f"module {taken.name or 'root'} is a {type(module).__qualname__} now, which "
+                    "another library made of the patched class; undo that first (parametrizations, "
+                    "FSDP). Nothing was restored."
+                )
+        for taken, module in left:
+            module.__class__ = taken.stock
+        return left
 
     def _swap_to_canonical(self) -> None:
         config: Any = self.model.config
         table = families.mixins(config)
         buffers = _gradient_buffers(self.model)
         for name, module in self.model.named_modules():
-            mixin = table.get(type(module))
+            stock = type(module)
+            mixin = table.get(stock)
             if mixin is None:
                 continue
-            stock = type(module)
-            module.__class__ = families.canonical_class(mixin, stock)
+            canonical = families.canonical_class(mixin, stock)
+            self._taken.append(_Taken(name, weakref.ref(module), stock, canonical))
+            module.__class__ = canonical
             assert isinstance(module, CanonicalModule)
             module._gradient_buffers = {
                 own: buffers[f"{name}.{own}".lstrip(".")]
                 for own, _ in module.named_parameters(recurse=False)
             }
-            self._stock_classes[name] = stock
             self._configure(config, module)
-        self._places = _Place.all_in(self.model)
 
     def _set_gradient_dtype(self, dtype: torch.dtype | None) -> None:
         if dtype not in (None, torch.float32):
@@ -228,10 +275,14 @@ class PatchSession:
             module.activation = families.ACTIVATIONS[config.hidden_act]
         elif isinstance(module, CanonicalAttention):
             module.window = families.window_of(config, module)
-            module.apply_stock_rotary = families.modeling(config).apply_rotary_pos_emb
+            module.apply_stock_rotary = families.functions(config)[0]
             if hasattr(module, "q_norm"):
                 module.q_norm.rows_per_token = config.num_attention_heads
                 module.k_norm.rows_per_token = config.num_key_value_heads
+        elif isinstance(module, CanonicalRotaryEmbedding):
+            module._rotary_table = None
+        elif isinstance(module, CanonicalBaseModel):
+            module.guard = self.check_forward
 
 
 def patch(model: nn.Module, *, grad_dtype: torch.dtype | None = None) -> PatchSession:
@@ -250,19 +301,16 @@ def patch(model: nn.Module, *, grad_dtype: torch.dtype | None = None) -> PatchSe
     """
     if model in _SESSIONS:
         raise ValueError("the model is patched already; restore() the session before that.")
-    if _is_ours(model):
-        raise ValueError(
-            "the model is a copy of a patched one; copy a model before patching, or restore() it."
-        )
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_input_embeddings"):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a Hugging Face model; patch the ...ForCausalLM itself."
         )
     families.check_config(config)
+    families.check_code(config)
     families.check_head(model)
     families.check_parameters(model)
-    audit(model, {}).require_supported()
+    audit(model).require_supported()
     session = PatchSession(model)
     try:
         session._settings.enter_context(numeric_settings())
@@ -276,10 +324,11 @@ def patch(model: nn.Module, *, grad_dtype: torch.dtype | None = None) -> PatchSe
 
 
 def patched_session(model: nn.Module) -> PatchSession:
-    """The live session of a model; ValueError if it is not patched, or is running stock."""
+    """The live session of a model; its errors are those of `PatchSession.check`."""
     session = _SESSIONS.get(model)
-    if session is None or not session.live:
+    if session is None:
         raise ValueError(NOT_PATCHED)
+    session.check()
     return session
 
 
@@ -288,9 +337,20 @@ def patched_part(model: nn.Module, name: str) -> nn.Module:
 
     `patched_session` checks every module; a call that has used it needs only this check after.
     """
-    if model not in _SESSIONS or not _is_canonical(getattr(model, name)):
+    part = getattr(model, name, None)
+    if model not in _SESSIONS or part is None or not _is_ours(part):
         raise ValueError(NOT_PATCHED)
-    return getattr(model, name)
+    return part
+
+
+def _shared_modules(model: nn.Module) -> list[tuple[str, str, nn.Module]]:
+    """Canonical modules at two places: both names, and the module."""
+    seen: dict[nn.Module, str] = {}
+    found = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if _is_ours(module) and seen.setdefault(module, name) != name:
+            found.append((seen[module], name, module))
+    return found
 
 
 def _read_settings() -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits
 from rl_consistency.kernels.token_logprobs.op import token_logprobs as scored_rows
+from rl_consistency.models.decoder import NO_FP16_TRAINING
 from rl_consistency.models.forward import lm_head_gradient, lm_head_weight, packed_hidden_states
 from rl_consistency.models.packing import PackedBatch, from_host, pack_padded
 from rl_consistency.numerics.strict import is_canonical
@@ -50,6 +51,7 @@ class TokenLogprobs:
         return list(self.logprobs.split(self.lengths))
 
 
+@torch.compiler.disable()  # a compiler would rewrite the ops, with other bytes on a CPU
 def token_logprobs(
     model: nn.Module,
     sequences: Sequence[Sequence[int]] | Tensor | PackedBatch,
@@ -73,7 +75,8 @@ def token_logprobs(
         sampling: what the tokens were sampled with, for all or each; None is temperature 1 without
             truncation.
 
-    ValueError if the model is not patched, shapes disagree, or nothing is scored.
+    ValueError if the model is not patched or was changed since, shapes disagree, nothing is scored,
+    or an fp16 model would be trained; ConsistencyError for a changed numeric setting.
     """
     batch, lens = _pack(model, sequences, attention_mask)
     context: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]
@@ -84,6 +87,8 @@ def token_logprobs(
         )
     scored = _scored_tokens(lens, prompt_lengths, loss_mask, attention_mask)
     hidden = packed_hidden_states(model, batch)
+    if hidden.dtype == torch.float16 and hidden.requires_grad:
+        raise ValueError(NO_FP16_TRAINING)
     rows = _scored_rows(batch, lens, scored)
     parameters = _sampling_rows(sampling, lens, rows)
     given = (hidden[rows.index], lm_head_weight(model), rows.targets, parameters)

@@ -111,3 +111,14 @@ def verify_settings() -> None:
             f"process-wide numeric settings changed: {'; '.join(wrong)}. Run inside "
             "numeric_settings(), and remove what sets them."
         )
+
+
+def verify_defaults() -> None:
+    """ValueError if tensors without a dtype or device would be others than fp32 on the CPU."""
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    if dtype != torch.float32 or device.type != "cpu":
+        raise ValueError(
+            f"torch's defaults are {dtype} on {device}; a patched model needs torch.float32 on "
+            "cpu. Build the model under other defaults, then call "
+            "torch.set_default_dtype(torch.float32) and torch.set_default_device(None)."
+        )

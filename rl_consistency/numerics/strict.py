@@ -42,8 +42,9 @@ _current: ContextVar[Strictness | None] = ContextVar("strictness", default=None)
 def strict(enabled: bool = True, *, except_: Iterable[str] = ()) -> Iterator[Strictness]:
     """Choose canonical or stock paths inside a block; nests, and restores on any exit.
 
-    Keep the backward pass inside the block too: gradient checkpointing would else recompute the
-    forward pass under another choice.
+    It holds in this thread. One that is started inside begins with the environment's choice: open
+    the block there, or start it by `contextvars.copy_context().run`. A layer that gradient
+    checkpointing computes again has the choice of its first time.
 
     Args:
         enabled: True runs every op in its canonical order, False on its stock path.
@@ -54,9 +55,16 @@ def strict(enabled: bool = True, *, except_: Iterable[str] = ()) -> Iterator[Str
     """
     exceptions = _known(except_)
     stock = exceptions if enabled else frozenset(OPS) - exceptions
-    token = _current.set(Strictness(stock))
+    with held(Strictness(stock)) as choice:
+        yield choice
+
+
+@contextmanager
+def held(choice: Strictness) -> Iterator[Strictness]:
+    """Put a choice in force inside a block."""
+    token = _current.set(choice)
     try:
-        yield Strictness(stock)
+        yield choice
     finally:
         _current.reset(token)
 

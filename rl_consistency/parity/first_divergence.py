@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl_consistency.models.inventory import UNCALLED
 from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.parity.bytes import same_bytes
 
@@ -23,7 +24,7 @@ _BEFORE = {
 
 
 class Activations:
-    """What every leaf module of a patched model received and gave, in order of execution."""
+    """What every leaf module that is called received and gave, in order of execution."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -45,7 +46,7 @@ def recorded(model: nn.Module) -> Iterator[Activations]:
     handles = []
     for name, module in model.named_modules():
         leaf = isinstance(module, CanonicalModule) and not list(module.children())
-        if not leaf or module.op == "rotary":
+        if not leaf or name in UNCALLED:
             continue
 
         def before(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:

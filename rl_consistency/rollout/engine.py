@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +17,7 @@ from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.completion import Completion, FailedRequestsError
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.drafter import Drafter, PromptLookupDrafter
-from rl_consistency.rollout.progress import ProgressCallback
+from rl_consistency.rollout.progress import RolloutProgress
 from rl_consistency.rollout.requests import OpenRequests, RequestLimits, eos_token_ids
 from rl_consistency.rollout.sampling_params import SamplingParams, check_integer
 from rl_consistency.rollout.scheduler import Scheduler
@@ -34,6 +36,9 @@ class RolloutEngine:
     Keys and values of finished samples stay in the cache while the weights stay: a later prompt
     that continues one computes only what is new. `fingerprint` holds the orders, versions and
     device of the rollout side, for training to compare.
+
+    Threads may share an engine: `generate` waits for the `generate` of another, and each other call
+    for a step under way. A `stream` or prompts of `submit` that are not finished are refused.
 
     Args:
         model: a causal language model under a live `rl_consistency.patch`.
@@ -112,6 +117,9 @@ class RolloutEngine:
         )
         self._loop = StepLoop(self._runner, self._new_scheduler(), self._blocks)
         self._requests = OpenRequests()
+        # Reentrant: a progress callback may submit and cancel.
+        self._turn = threading.RLock()  # of one `generate`
+        self._lock = threading.RLock()  # of one change of state
 
     @property
     def stats(self) -> RolloutStatistics:
@@ -130,7 +138,7 @@ class RolloutEngine:
         *,
         prompt_ids: Sequence[int] | None = None,
         request_ids: Sequence[str] | None = None,
-        progress: ProgressCallback | None = None,
+        progress: RolloutProgress | None = None,
         weights_digest: str | None = None,
     ) -> list[Completion]:
         """Draw `n` completions of every prompt.
@@ -142,7 +150,8 @@ class RolloutEngine:
                 samples when it keeps its id. Default: the index in `prompts`.
             request_ids: names for `cancel` and for error messages, different from those of
                 unfinished requests. Default: made up.
-            progress: called after each step; `progress_bar()` gives one.
+            progress: called after each step, or a block that gives such a function, as
+                `progress_bar()` does.
             weights_digest: `model_digest` of the weights as the trainer left them, to compare.
 
         Returns the completions in order of (prompt index, sample index). Warns if sampled library
@@ -155,17 +164,18 @@ class RolloutEngine:
             ConsistencyError: the weights have another digest than given; or the weights, the ops
                 on their stock path or the forward hooks were changed meanwhile.
         """
-        completions = sorted(
-            self.stream(
-                prompts,
-                sampling,
-                prompt_ids=prompt_ids,
-                request_ids=request_ids,
-                progress=progress,
-                weights_digest=weights_digest,
-            ),
-            key=lambda completion: (completion.prompt_index, completion.sample_index),
-        )
+        with self._turn:
+            completions = sorted(
+                self.stream(
+                    prompts,
+                    sampling,
+                    prompt_ids=prompt_ids,
+                    request_ids=request_ids,
+                    progress=progress,
+                    weights_digest=weights_digest,
+                ),
+                key=lambda completion: (completion.prompt_index, completion.sample_index),
+            )
         if any(completion.error is not None for completion in completions):
             raise FailedRequestsError(completions)
         return completions
@@ -177,7 +187,7 @@ class RolloutEngine:
         *,
         prompt_ids: Sequence[int] | None = None,
         request_ids: Sequence[str] | None = None,
-        progress: ProgressCallback | None = None,
+        progress: RolloutProgress | None = None,
         weights_digest: str | None = None,
     ) -> Generator[Completion]:
         """Yield each completion as it ends; arguments and errors are those of `generate`.
@@ -186,16 +196,17 @@ class RolloutEngine:
         submitted meanwhile are finished and yielded too. Closing the iterator cancels what is
         unfinished and drops the prefix cache.
         """
-        self._require_idle("generate or stream")
-        self.submit(
-            prompts,
-            sampling,
-            prompt_ids=prompt_ids,
-            request_ids=request_ids,
-            weights_digest=weights_digest,
-        )
-        completions = self._run(progress)
-        next(completions)  # enters its `try`, so that closing it cancels
+        with self._lock:
+            self._require_idle("generate or stream")
+            self.submit(
+                prompts,
+                sampling,
+                prompt_ids=prompt_ids,
+                request_ids=request_ids,
+                weights_digest=weights_digest,
+            )
+            completions = self._run(progress)
+            next(completions)  # enters its `try`, so that closing it cancels
         return completions
 
     def submit(
@@ -213,17 +224,18 @@ class RolloutEngine:
         this call: give ids, or another seed, to prompts that join unfinished ones. The weights, the
         `strict` choice, forward hooks and CUDA stream must stay until `has_unfinished` is False.
         """
-        ids = self._requests.made_up_ids(len(prompts)) if request_ids is None else request_ids
-        sequences = self._limits.sequences(prompts, sampling, prompt_ids, ids)
-        self._requests.check(ids, sequences)
-        if self.has_unfinished:
-            self._weights.compare(weights_digest)
-        else:
-            self._begin(weights_digest)
-        for sequence in sequences:
-            self._requests.add(sequence)
-            self._loop.add(sequence)
-        return list(ids)
+        with self._lock:
+            ids = self._requests.made_up_ids(len(prompts)) if request_ids is None else request_ids
+            sequences = self._limits.sequences(prompts, sampling, prompt_ids, ids)
+            self._requests.check(ids, sequences)
+            if self.has_unfinished:
+                self._weights.compare(weights_digest)
+            else:
+                self._begin(weights_digest)
+            for sequence in sequences:
+                self._requests.add(sequence)
+                self._loop.add(sequence)
+            return list(ids)
 
     def cancel(self, request_id: str) -> bool:
         """Cancel what is unfinished of a request; returns whether there was anything.
@@ -231,13 +243,14 @@ class RolloutEngine:
         Its KV blocks are free at once, and the next `step` returns its completions, with the tokens
         known by now. If no request is left the prefix cache is dropped.
         """
-        sequences = list(self._requests.live.get(request_id, ()))
-        for sequence in sequences:
-            self._loop.cancel(sequence)
-            self._requests.end(sequence)
-        if sequences and not self._requests.live:
-            self._loop.forget()
-        return bool(sequences)
+        with self._lock:
+            sequences = list(self._requests.live.get(request_id, ()))
+            for sequence in sequences:
+                self._loop.cancel(sequence)
+                self._requests.end(sequence)
+            if sequences and not self._requests.live:
+                self._loop.forget()
+            return bool(sequences)
 
     def step(self) -> list[Completion]:
         """Launch one step and take in the one before; returns what ended.
@@ -246,20 +259,24 @@ class RolloutEngine:
         ready for others. Errors are those of `generate`; another CUDA stream than at the first
         request is a ValueError.
         """
-        if not self.has_unfinished:
-            return []
-        try:
-            for sequence in self._loop.step():
-                self._requests.end(sequence)
-            completions = self._requests.take_completions()
-            if self._loop.has_unfinished:
-                self._weights.after_step(ends_samples=bool(completions))
-            else:
-                self._weights.after_rollout()
-                self._weights.library_generation()
-        except BaseException:
-            self._abandon()
-            raise
+        with self._lock:
+            if not self.has_unfinished:
+                return []
+            try:
+                return self._step()
+            except BaseException:
+                self._abandon()
+                raise
+
+    def _step(self) -> list[Completion]:
+        for sequence in self._loop.step():
+            self._requests.end(sequence)
+        completions = self._requests.take_completions()
+        if self._loop.has_unfinished:
+            self._weights.after_step(ends_samples=bool(completions))
+        else:
+            self._weights.after_rollout()
+            self._weights.library_generation()
         return completions
 
     def warm_up(
@@ -279,29 +296,33 @@ class RolloutEngine:
             batch_sizes: numbers of samples decoding together; None is all up to `max_num_seqs`.
             longest: tokens of the longest sample, for stock attention; None is the most possible.
         """
-        self._require_idle("warm_up")
-        self._runner.begin(self._weights.library_generation())
-        self._runner.warm_up(
-            batch_sizes,
-            drafts=range(sampling.speculation + 1),
-            truncates=sampling.restricts_support,
-            longest=longest,
-        )
+        with self._lock:
+            self._require_idle("warm_up")
+            self._runner.begin(self._weights.library_generation())
+            self._runner.warm_up(
+                batch_sizes,
+                drafts=range(sampling.speculation + 1),
+                truncates=sampling.restricts_support,
+                longest=longest,
+            )
 
-    def _run(self, progress: ProgressCallback | None) -> Generator[Any]:
+    def _run(self, progress: RolloutProgress | None) -> Generator[Any]:
         """First None, then the completions of all that is unfinished in this rollout."""
         loop, requests = self._loop, self._requests  # each rollout has its own loop
+        block = progress if isinstance(progress, AbstractContextManager) else nullcontext(progress)
         try:
             yield None
-            while self._loop is loop and self.has_unfinished:
-                completions = self.step()
-                if progress is not None:
-                    tokens = loop.statistics.decode_tokens
-                    progress(tokens, requests.num_finished, requests.num_samples)
-                yield from completions
+            with block as report:
+                while self._loop is loop and self.has_unfinished:
+                    completions = self.step()
+                    if report is not None:
+                        tokens = loop.statistics.decode_tokens
+                        report(tokens, requests.num_finished, requests.num_samples)
+                    yield from completions
         finally:
-            if self._loop is loop and self.has_unfinished:
-                self._abandon()
+            with self._lock:
+                if self._loop is loop and self.has_unfinished:
+                    self._abandon()
 
     def _begin(self, weights_digest: str | None) -> None:
         """From idle to work: new counters, and no cached key of other weights."""

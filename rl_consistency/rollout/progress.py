@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 ProgressCallback = Callable[[int, int, int], None]
 """Called after each step with (tokens generated, samples finished, samples in all)."""
+
+RolloutProgress = ProgressCallback | AbstractContextManager[ProgressCallback]
+"""What `generate` takes; a block is entered for the rollout."""
 
 
 @contextmanager
@@ -18,10 +21,10 @@ def progress_bar(
 ) -> Iterator[ProgressCallback]:
     """A bar of finished samples with the tokens per second beside it.
 
-        with progress_bar() as progress:
-            engine.generate(prompts, sampling, progress=progress)
+        engine.generate(prompts, sampling, progress=progress_bar())
 
-    It is drawn on `console`, standard error by default, if that is a terminal.
+    It is drawn on `console`, standard error by default, if that is a terminal. A `with` block keeps
+    one bar for several rollouts.
     """
     console = console or Console(stderr=True)
     columns = (

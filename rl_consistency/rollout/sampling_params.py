@@ -6,7 +6,10 @@ import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
+
+import numpy as np
 
 from rl_consistency.rollout.drafter import MAX_DRAFT
 
@@ -54,23 +57,27 @@ class SamplingParams:
     logprob, and saves time where text is copied and few sequences run."""
 
     def __post_init__(self) -> None:
-        check_integer("n", self.n, 1)
-        check_integer("top_k", self.top_k, 0, 2**31 - 1)
-        check_integer("max_tokens", self.max_tokens, 1)
-        check_integer("seed", self.seed, 0, 2**64 - 1)
-        check_integer("speculation", self.speculation, 0, MAX_DRAFT)
-        temperature = _real("temperature", self.temperature)
-        if temperature != 0.0 and not MIN_TEMPERATURE <= temperature <= _MAX_TEMPERATURE:
+        values: dict[str, Any] = {
+            "n": check_integer("n", self.n, 1),
+            "top_k": check_integer("top_k", self.top_k, 0, 2**31 - 1),
+            "max_tokens": check_integer("max_tokens", self.max_tokens, 1),
+            "seed": check_integer("seed", self.seed, 0, 2**64 - 1),
+            "speculation": check_integer("speculation", self.speculation, 0, MAX_DRAFT),
+            "stop_token_ids": _token_ids(self.stop_token_ids),
+            "stop": _strings(self.stop),
+            "ignore_eos": _flag("ignore_eos", self.ignore_eos),
+        }
+        for name in ("temperature", "top_p", "min_p"):
+            values[name] = _real(name, getattr(self, name))
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        if self.temperature != 0.0 and not MIN_TEMPERATURE <= self.temperature <= _MAX_TEMPERATURE:
             allowed = f"0 (greedy) or at least {MIN_TEMPERATURE:g} and finite in fp32"
             raise ValueError(f"temperature must be {allowed}, got {self.temperature!r}")
-        if not _MIN_TOP_P <= _real("top_p", self.top_p) <= 1.0:
+        if not _MIN_TOP_P <= self.top_p <= 1.0:
             raise ValueError(f"top_p must lie in (0, 1] in fp32, got {self.top_p!r}; 1 is off")
-        if not 0.0 <= _real("min_p", self.min_p) <= 1.0:
+        if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p must lie in [0, 1], got {self.min_p!r}; 0 turns it off")
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
-        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
-        object.__setattr__(self, "stop", _strings(self.stop))
 
     @property
     def restricts_support(self) -> bool:
@@ -78,16 +85,26 @@ class SamplingParams:
         return self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
-def check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
-    """ValueError unless the value is an integer, no less than `low` and no more than `high`."""
-    number = value if isinstance(value, int) and not isinstance(value, bool) else low - 1
+def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
+    """The value as an int, of whatever library; ValueError unless it is an integer, no less than
+    `low` and no more than `high`."""
+    number = low - 1
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        number = operator.index(value)  # type: ignore[arg-type]
     if number < low or (high is not None and number > high):
         bounds = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name} must be an integer {bounds}, got {value!r}")
+    return number
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
 
 
 def _real(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, got {value!r}")
     try:
         return float(value)

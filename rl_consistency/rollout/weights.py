@@ -6,18 +6,22 @@ They hold as long as the weights, the forward pass and the library products stay
 from __future__ import annotations
 
 import warnings
-from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn.modules import module as torch_module
 
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.reduction.weights_digest import weights_digest
-from rl_consistency.models.patch import patched_session
+from rl_consistency.models.inventory import ForwardState
+from rl_consistency.models.patch import PatchSession, patched_session
 from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.settings import verify_settings
 from rl_consistency.numerics.strict import Strictness, current
 
+_CHANGED = (
+    "the model was patched again, or its hooks, modules, attributes or config were changed, during "
+    "generation; do so only when generate has returned, or the stream is closed"
+)
 _LOOK_EVERY = 16  # steps between two looks at the parameters: some 30 us for 400 of them
 
 
@@ -26,15 +30,13 @@ def model_digest(model: Any) -> str:
     return weights_digest(model.named_parameters())
 
 
-def forward_path(model: Any) -> tuple[object, ...]:
-    """What a patched model's forward pass runs, without its weights: the patch session, the
-    modules' classes, and the forward hooks, named by numbers that PyTorch never gives twice."""
-    everywhere = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
-    modules = tuple(
-        (name, type(module), *chain(module._forward_pre_hooks, "/", module._forward_hooks))
-        for name, module in model.named_modules()
-    )
-    return patched_session(model), *chain(everywhere[0], "/", everywhere[1]), modules
+def forward_path(model: Any) -> tuple[PatchSession, ForwardState]:
+    """What a patched model's forward pass runs, without the values of its weights.
+
+    Errors are those of `PatchSession.check`.
+    """
+    session = patched_session(model)
+    return session, session.check()
 
 
 class _Origin(NamedTuple):
@@ -42,7 +44,7 @@ class _Origin(NamedTuple):
 
     digest: str
     strictness: Strictness
-    path: tuple[object, ...]
+    path: tuple[PatchSession, ForwardState]
     generation: int  # of the library products
 
 
@@ -79,7 +81,8 @@ class WeightsWatch:
         return self._generation
 
     def take_over(self, given: str | None, generation: int) -> bool:
-        """Look at the model before a rollout; True if nothing cached before may be used.
+        """Look at the model before a rollout; True if nothing cached before may be used: after any
+        change, and always while modules have hooks.
 
         ConsistencyError if the weights have another digest than the `given` one, if any.
         """
@@ -91,7 +94,8 @@ class WeightsWatch:
         held = _Origin(model_digest(self._model), current(), path, generation)
         self.compare(given, held)
         self._held = held
-        return held != before
+        # What a hook reads may have changed, and leaves no trace here.
+        return held != before or path[1].hooked
 
     def compare(self, given: str | None, held: _Origin | None = None) -> None:
         """ConsistencyError if a given digest is not that of the weights in use."""
@@ -110,6 +114,7 @@ class WeightsWatch:
         `.data`. Both raise a ConsistencyError.
         """
         assert self._held is not None
+        verify_settings()
         if (now := current()) != self._held.strictness:
             before = _stock_ops(self._held.strictness)
             raise ConsistencyError(
@@ -128,11 +133,12 @@ class WeightsWatch:
         before, after = self._held.digest, model_digest(self._model)
         if after != before:
             _fail(f"their digest was {before} and is {after}")
-        if forward_path(self._model) != self._held.path:
-            raise ConsistencyError(
-                "the model was patched again, or forward hooks or modules were changed, during "
-                "generation; do so only when generate has returned, or the stream is closed"
-            )
+        try:
+            changed = forward_path(self._model) != self._held.path
+        except ValueError as error:  # it cannot even be honoured
+            raise ConsistencyError(f"{_CHANGED}: {error}") from error
+        if changed:
+            raise ConsistencyError(_CHANGED)
 
     def _look(self) -> list[int]:
         """Address and version of every parameter."""

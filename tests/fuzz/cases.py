@@ -6,13 +6,18 @@ or after the patch, has passed.
 
 import copy
 import random
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import get_args
 
 import torch
 from modifications import MODIFICATIONS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_consistency import ConsistencyError, RolloutEngine, SamplingParams, patch, token_logprobs
+from rl_consistency.models.batch_layout import Layout
+from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.gradients import Regrouping, check_gradients
 from rl_consistency.verify.presets import _make_lifelike
 
@@ -23,17 +28,9 @@ class Interrupted(Exception):
     """Raised by a case in the middle of something."""
 
 
-@dataclass
-class Outcome:
-    """What a case did."""
-
-    text: str
-    refused: str | None
-
-
 def random_config(rng):
     heads = rng.choice([1, 2, 4])
-    dim = rng.choice([8, 16, 32])
+    dim = rng.choice([16, 32, 48])
     family = rng.choice(["llama", "mistral", "qwen2", "qwen3"])
     options = {
         "vocab_size": rng.choice([64, 257, 331]),
@@ -70,7 +67,9 @@ def random_model(rng, dtype):
     family, options = random_config(rng)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(rng.randrange(1 << 30))
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options)).to(dtype)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(family, **options), dtype=dtype
+        )
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -85,54 +84,210 @@ def sequences_for(rng, vocabulary):
     ]
 
 
+@dataclass
+class Work:
+    """What a model is asked to do."""
+
+    sequences: list[list[int]]
+    weights: torch.Tensor
+    """Of the scored tokens in the loss, [T] fp32."""
+
+    def loss(self, logprobs, group=None):
+        """Weighted sum of the logprobs of some sequences; all by default."""
+        group = range(len(self.sequences)) if group is None else group
+        ends = list(accumulate(len(tokens) - 1 for tokens in self.sequences))
+        spans = [self.weights[ends[i] - len(self.sequences[i]) + 1 : ends[i]] for i in group]
+        return -(logprobs * torch.cat(spans).to(logprobs.dtype)).sum()
+
+
 def stock_logprobs(model, sequences):
-    """Of all tokens but the first, by the stock forward in the model's own dtype."""
+    """Of all tokens but the first of each, by the stock forward."""
     found = []
     for tokens in sequences:
         ids = torch.tensor([tokens])
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
-        found.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        found.append(wide.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
     return torch.cat(found)
 
 
-def canonical_logprobs(model, sequences):
-    return token_logprobs(model, sequences, prompt_lengths=[1] * len(sequences)).logprobs
+def canonical_logprobs(model, sequences, **options):
+    prompts = [1] * len(sequences)
+    return token_logprobs(model, sequences, prompt_lengths=prompts, **options).logprobs
 
 
-def same(a, b, what):
-    if a.shape != b.shape or not torch.equal(a.view(torch.int32), b.view(torch.int32)):
-        raise AssertionError(f"{what}: bytes differ")
+def gradients(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def run(seed):
-    """Run the case of a seed; AssertionError on a finding."""
+def stock_numbers(model, work, dtype):
+    """Logprobs and gradients by the stock forward of a copy in a dtype."""
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    model = model.to(dtype) if dtype == torch.float64 else model
+    logprobs = stock_logprobs(model, work.sequences)
+    work.loss(logprobs).backward()
+    return logprobs.detach().double(), {n: g.double() for n, g in gradients(model).items()}
+
+
+def same_bytes(found, expected, what):
+    difference = first_difference({"": found}, {"": expected})
+    assert difference is None, f"{what}: {difference}"
+
+
+def judge_numbers(model, work, by_stock, in_fp64):
+    """Logprobs and gradients are those of the stock forward, as far as rounding goes."""
+    (stock, stock_gradients), (exact, exact_gradients) = by_stock, in_fp64
+    model.zero_grad()
+    scored = canonical_logprobs(model, work.sequences)
+    work.loss(scored).backward()
+    slack = 3e-2 if model.dtype == torch.bfloat16 else 5e-4
+    allowed = 4 * (stock - exact).abs().max() + slack
+    error = (scored.detach().double() - exact).abs().max()
+    assert error <= allowed, f"logprobs are {error:.3g} off, allowed {allowed:.3g}"
+    found = gradients(model)
+    assert found.keys() == exact_gradients.keys(), found.keys() ^ exact_gradients.keys()
+    largest = max((right.norm() for right in exact_gradients.values()), default=0.0)
+    for name, gradient in found.items():
+        right = exact_gradients[name]
+        scale = right.norm() + 1e-3 * largest + 1e-9  # some are zero but for rounding
+        allowed = 4 * (stock_gradients[name] - right).norm() / scale + slack
+        error = (gradient.double() - right).norm() / scale
+        assert error <= allowed, f"gradient of {name} is {error:.3g} off, allowed {allowed:.3g}"
+
+
+def judge_cuts(rng, model, work):
+    """Gradients do not depend on the cut, nor on a backward pass that was interrupted."""
+    cuts = [
+        Regrouping("cut", (rng.randint(1, 3), rng.randint(1, 3)), rng.choice(get_args(Layout)))
+        for _ in range(2)
+    ]
+    loss = lambda scored, group: work.loss(scored.logprobs, group)  # noqa: E731
+    prompts = [1] * len(work.sequences)
+    check = {"prompt_lengths": prompts, "loss": loss, "regroupings": cuts, "compare_present": True}
+    if rng.random() < 0.3:
+        interrupted_backward(rng, model, work)
+        model.zero_grad()
+        work.loss(canonical_logprobs(model, work.sequences)).backward()
+    report = check_gradients(model, work.sequences, **check)
+    assert report.failure() is None, report.failure()
+
+
+def interrupted_backward(rng, model, work):
+    def interrupt(gradient):
+        raise Interrupted
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    handle = rng.choice(trained).register_hook(interrupt)
+    try:
+        work.loss(canonical_logprobs(model, work.sequences)).backward()
+    except Interrupted:
+        pass
+    finally:
+        handle.remove()
+
+
+def judge_rollout(rng, model, work):
+    """Rollout logprobs are training's; no setting and no interruption moves a byte."""
+    sampling = SamplingParams(
+        n=rng.choice([1, 3]),
+        temperature=rng.choice([0.0, 0.7, 1.0]),
+        top_k=rng.choice([0, 0, 5]),
+        top_p=rng.choice([1.0, 0.9]),
+        min_p=rng.choice([0.0, 0.1]),
+        max_tokens=rng.choice([1, 7, 24]),
+        seed=rng.randrange(1 << 40),
+        speculation=rng.choice([0, 0, 3]),
+    )
+    eos = rng.choice([None, 1])
+    found = [random_engine(rng, model, eos).generate(work.sequences, sampling)]
+    other = random_engine(rng, model, eos)
+    if rng.random() < 0.5:
+        steps = rng.randrange(6)
+
+        def interrupt(*counts):
+            nonlocal steps
+            steps -= 1
+            if steps < 0:
+                raise Interrupted
+
+        with suppress(Interrupted):
+            other.generate(work.sequences, sampling, progress=interrupt)
+    found.append(other.generate(work.sequences, sampling))
+    first, second = ([(c.token_ids, list(c.token_logprobs)) for c in cs] for cs in found)
+    assert first == second, "completions depend on the engine's settings"
+    sequences = [[*work.sequences[c.prompt_index], *c.token_ids] for c in found[0]]
+    lengths = [len(work.sequences[c.prompt_index]) for c in found[0]]
+    with torch.no_grad():
+        scored = token_logprobs(model, sequences, prompt_lengths=lengths, sampling=sampling)
+    rollout = torch.tensor([x for c in found[0] for x in c.token_logprobs])
+    same_bytes(rollout, scored.logprobs, "rollout against training")
+
+
+def random_engine(rng, model, eos):
+    return RolloutEngine(
+        model,
+        eos_token_id=eos,
+        kv_block_size=rng.choice([1, 7, 16]),
+        num_kv_blocks=rng.choice([None, 200]),
+        max_batch_tokens=rng.choice([4, 33, 2048]),
+        max_num_seqs=rng.choice([1, 4, 256]),
+        prefill_chunk_size=rng.choice([None, 3, 16]),
+        enable_prefix_sharing=rng.random() < 0.7,
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a case."""
+
+    text: str
+    refused: str | None
+    """Why it is refused, by us or by the stock forward."""
+
+
+def plan_of(seed):
+    """The random numbers of a case, its dtype, and its changes before and after the patch."""
     rng = random.Random(seed)
     dtype = rng.choice([torch.float32, torch.float32, torch.bfloat16])
+    before = rng.sample(MODIFICATIONS, rng.choice([0, 0, 1, 1, 1, 2]))
+    after = rng.sample(MODIFICATIONS, rng.choice([0, 0, 1]))
+    return rng, dtype, before, after
+
+
+def run(seed, plan=None):
+    """Run the case of a seed, or a plan like `plan_of`'s; an AssertionError is a finding."""
+    rng, dtype, before, after = plan or plan_of(seed)
     model, text = random_model(rng, dtype)
-    count = rng.choice([0, 0, 1, 1, 1, 2])
-    changes = rng.sample(MODIFICATIONS, count)
-    later = rng.sample(MODIFICATIONS, 1) if rng.random() < 0.3 else []
-    names = [c.__name__ for c in changes], [c.__name__ for c in later]
+    names = [[change.__name__ for change in changes] for changes in (before, after)]
     text = f"seed {seed}: {text}, {dtype}, changed {names[0]}, after the patch {names[1]}"
+    rows = sequences_for(rng, model.config.vocab_size)
+    work = Work(rows, torch.rand(sum(len(row) - 1 for row in rows)) + 0.5)
     try:
-        for change in changes:
+        for change in before:
             change(model, rng)
-        sequences = sequences_for(rng, model.config.vocab_size)
-        with torch.no_grad():
-            stock = stock_logprobs(model, sequences)
+        stock_numbers(model, work, None)
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-        return Outcome(text, f"stock fails too: {error}")  # two changes that do not go together
+        return Outcome(text, f"the stock forward fails: {error}")
     try:
-        with patch(model):
-            _judge(rng, model, sequences, stock, dtype, text)
-            for change in later:
+        with patch(model, grad_dtype=rng.choice([None, torch.float32])):
+            judge(rng, model, work)
+            for change in after:
                 change(model, rng)
-                try:
-                    with torch.no_grad():
-                        fresh = stock_logprobs(copy.deepcopy(_unpatched(model)), sequences)
-                except REFUSED as error:
-                    return Outcome(text, str(error))
-                _judge(rng, model, sequences, fresh, dtype, text)
+                judge(rng, model, work)
     except REFUSED as error:
+        assert before or after, f"an unchanged model is refused: {error}"
+        assert "\n" not in str(error), f"not one line: {error}"
         return Outcome(text, str(error))
     return Outcome(text, None)
+
+
+def judge(rng, model, work):
+    """All laws; a change after the patch that the stock forward does not survive is no case."""
+    try:
+        stock = [stock_numbers(model, work, dtype) for dtype in (None, torch.float64)]
+    except (RuntimeError, AttributeError, IndexError, KeyError, TypeError):
+        raise ValueError("the stock forward fails") from None
+    judge_numbers(model, work, *stock)
+    judge_cuts(rng, model, work)
+    judge_rollout(rng, model, work)

@@ -6,7 +6,7 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qw
 from rl_consistency.models import families
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalLinear, CanonicalModule, CanonicalRMSNorm
-from rl_consistency.verify.presets import PRESETS, build_preset
+from rl_consistency.verify.presets import PRESETS, build_preset, preset_config
 
 CONFIGS = (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
 
@@ -90,3 +90,16 @@ def test_windows_follow_each_familys_own_rule():
         model = build_preset(preset)
         attention = model.model.layers[0].self_attn
         assert families.window_of(model.config, attention) == expected
+
+
+def test_an_attribute_that_no_llama_reads_is_no_window():
+    attention = build_preset("tiny-llama").model.layers[0].self_attn
+    attention.sliding_window = 4
+    assert families.window_of(attention.config, attention) is None
+
+
+def test_a_model_without_layers_is_refused():
+    config = preset_config("tiny-llama")
+    config.num_hidden_layers = 0
+    with pytest.raises(families.UnsupportedModelError, match="num_hidden_layers=0"):
+        families.check_config(config)

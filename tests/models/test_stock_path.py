@@ -1,12 +1,15 @@
 """Single ops on their stock path: the ablation the knob promises."""
 
+import threading
+import warnings
+
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
-from rl_consistency.numerics.strict import OPS, strict
+from rl_consistency.numerics.strict import OPS, current, strict
 
 SEQUENCES = [[(i * 5 + n) % 64 for i in range(n)] for n in (9, 17, 30)]
 
@@ -56,3 +59,19 @@ def test_returning_to_the_canonical_path_gives_its_bytes_again(model):
         again = gradients(model, [[0], [1], [2]])
         for name, gradient in expected.items():
             assert torch.equal(again[name], gradient), name
+
+
+def test_a_layer_computed_again_in_a_thread_has_the_choice_of_its_first_time(model):
+    """As autograd does it on a GPU, where its threads know no `strict` block."""
+    seen = []
+    with warnings.catch_warnings():  # newer transformers have another name for it
+        warnings.simplefilter("ignore", FutureWarning)
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: seen.append(current()))
+    with patch(model):
+        with strict(except_={"rms_norm"}) as choice:
+            scored = token_logprobs(model, SEQUENCES, prompt_lengths=[2] * len(SEQUENCES))
+        thread = threading.Thread(target=scored.logprobs.sum().backward)
+        thread.start()
+        thread.join()
+    assert seen == [choice, choice]

@@ -6,50 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module
-from torch.nn.modules.module import register_module_forward_hook
 
 from rl_consistency.models import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.verify.presets import build_preset
 
 PARTS = ["self_attn.q_proj", "self_attn.k_norm", "mlp.down_proj", "post_attention_layernorm"]
-
-
-@pytest.mark.parametrize("method", ["forward", "__call__"])
-@pytest.mark.parametrize("part", PARTS)
-def test_a_method_that_a_subclass_overrides_is_called(part, method):
-    model = build_preset("tiny-qwen3")
-    seen = []
-    with patch(model):
-        watched = model.model.layers[0].get_submodule(part)
-        canonical = type(watched)
-
-        def noted(self, x):
-            seen.append(part)
-            return getattr(canonical, method)(self, x)
-
-        watched.__class__ = type("Watched", (canonical,), {method: noted})
-        hidden(model)
-        watched.__class__ = canonical
-    assert seen == [part]
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_a_part_that_somebody_compiled_is_called(part, monkeypatch):
-    def compiled(call, **options):
-        def noted(*operands):
-            seen.append(part)
-            return call(*operands)
-
-        return noted
-
-    model = build_preset("tiny-qwen3")
-    seen = []
-    monkeypatch.setattr(torch, "compile", compiled)
-    model.model.layers[0].get_submodule(part).compile()
-    with patch(model):
-        hidden(model)
-    assert seen == [part]
 
 
 def hidden(model):
@@ -78,20 +40,6 @@ def test_a_watched_part_of_the_mlp_is_called(part):
     with patch(model):
         hidden(model)
     assert seen == [part]
-
-
-def test_a_hook_on_all_modules_sees_every_one():
-    model = build_preset("tiny-qwen3")
-    seen = []
-    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
-    try:
-        with patch(model):
-            hidden(model)
-            layer = model.model.layers[0]
-            parts = [layer.get_submodule(part) for part in PARTS]
-    finally:
-        handle.remove()
-    assert all(any(module is part for module in seen) for part in parts)
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from rl_consistency.rollout.progress import progress_bar
+from rl_consistency.models.patch import patch
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.progress import ProgressCallback, progress_bar
+from rl_consistency.rollout.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -20,3 +26,40 @@ def test_a_bar_shows_samples_and_tokens_on_a_terminal_only(terminal: bool) -> No
     shown = text.getvalue()
     for part in ("sampling", "4/4", "2,500 tokens"):
         assert (part in shown) == terminal
+
+
+class Counting(AbstractContextManager[ProgressCallback]):
+    """An engine's callback and block: notes what is called."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __enter__(self) -> ProgressCallback:
+        self.events.append("enter")
+        return lambda *counts: self.events.append("step")
+
+    def __exit__(self, *exception: object) -> None:
+        self.events.append("exit")
+
+
+def test_a_bar_is_given_to_generate_as_it_is(tiny_qwen3: Callable[..., Any]) -> None:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=100)
+    params = SamplingParams(n=2, max_tokens=3)
+    with patch(model := tiny_qwen3()):
+        engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=8)
+        engine.generate([[1]], params, progress=progress_bar("sampling", console=console))
+    assert "2/2" in text.getvalue() and "6 tokens" in text.getvalue()
+
+
+def test_a_block_is_left_when_the_rollout_ends_or_fails(tiny_qwen3: Callable[..., Any]) -> None:
+    with patch(model := tiny_qwen3()):
+        engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=8)
+        whole, left = Counting(), Counting()
+        engine.generate([[1]], SamplingParams(max_tokens=3), progress=whole)
+        stream = engine.stream([[1]], SamplingParams(max_tokens=3, n=2), progress=left)
+        next(stream)
+        stream.close()
+        assert not engine.has_unfinished
+    assert whole.events[0] == "enter" and whole.events[-1] == "exit" and "step" in whole.events
+    assert left.events[0] == "enter" and left.events[-1] == "exit"

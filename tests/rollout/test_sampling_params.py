@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -34,6 +35,15 @@ def test_stop_tokens_become_a_tuple_so_that_params_stay_hashable() -> None:
     assert params.stop_token_ids == (3, 5)
     assert hash(params) == hash(SamplingParams(stop_token_ids=(3, 5)))
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = {"n": np.int64(4), "top_k": np.uint8(3), "seed": np.uint64(2**64 - 1)}
+    given |= {"temperature": np.float32(0.5), "min_p": np.float64(0.1), "ignore_eos": np.True_}
+    params = SamplingParams(**given, stop_token_ids=np.array([3, 5]))  # type: ignore[arg-type]
+    same = {"n": 4, "top_k": 3, "seed": 2**64 - 1, "temperature": 0.5, "min_p": 0.1}
+    plain = SamplingParams(**same, ignore_eos=True, stop_token_ids=(3, 5))  # type: ignore[arg-type]
+    assert params == plain and repr(params) == repr(plain)
 
 
 def test_the_bounds_belong_to_the_ranges() -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.models.forward import next_token_logits, paged_hidden_states, rotary_rows
+from rl_consistency.models.inventory import ForwardState
+from rl_consistency.models.patch import PatchSession
 from rl_consistency.rollout.device import decode_graphs
 from rl_consistency.rollout.device.decode_graphs import CapturedCall, DecodeGraphs, width_for
 from rl_consistency.rollout.device.device_state import DeviceState
@@ -34,6 +36,8 @@ MEMORY_BOUND_TOKENS = 256  # up to here reading the weights takes longer than mu
 RAGGED = 0  # in place of a width: chunks that run without a graph
 
 _Group = dict[int, ScheduledChunk]  # the chunks of one call, by their index in the step
+
+_Path = tuple[PatchSession, ForwardState]
 
 _Rows = tuple[Tensor, list[tuple[int, int, int]]]
 """What one call sampled: [2, rows] int32 on the host, token ids and the bits of their fp32
@@ -114,11 +118,12 @@ class ModelRunner:
                 f"{model.dtype} on {model.device}; build the RolloutEngine after moving or casting"
             )
         captured_from, self._captured_from = self._captured_from, self._read_by_graphs(generation)
-        if self._graphs is not None and captured_from != self._captured_from:
+        hooked = self._captured_from[1][1].hooked  # a graph does not run what a hook does
+        if self._graphs is not None and (hooked or captured_from != self._captured_from):
             self._graphs.drop()
         self._stream = self._current_stream()
 
-    def _read_by_graphs(self, generation: int) -> tuple[object, ...]:
+    def _read_by_graphs(self, generation: int) -> tuple[list[int], _Path, int]:
         """What graphs depend on: where the tensors lie that they read, and what was captured."""
         tensors = itertools.chain(self._model.parameters(), self._model.buffers())
         return [tensor.data_ptr() for tensor in tensors], forward_path(self._model), generation

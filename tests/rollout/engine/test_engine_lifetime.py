@@ -272,7 +272,7 @@ def triple_input(module: Any, arguments: Any) -> Any:
     return (arguments[0] * 3, *arguments[1:])
 
 
-@pytest.mark.parametrize("kind", ["forward", "pre", "global"])
+@pytest.mark.parametrize("kind", ["forward", "pre"])
 def test_a_hook_added_or_removed_between_rollouts_drops_the_cache(
     engine: RolloutEngine, model: Any, kind: str
 ) -> None:
@@ -281,15 +281,11 @@ def test_a_hook_added_or_removed_between_rollouts_drops_the_cache(
     add = {
         "forward": lambda: mlp.register_forward_hook(triple),
         "pre": lambda: mlp.register_forward_pre_hook(triple_input),
-        "global": lambda: torch.nn.modules.module.register_module_forward_hook(
-            lambda module, arguments, output: output * 3 if module is mlp else None
-        ),
     }[kind]
     hook = add()
     try:
         assert is_as_fresh(engine)
         assert content(engine.generate(PROMPTS, PARAMS)) != before
-        assert engine.stats.prefix_hit_tokens > 0  # the same hook as before
     finally:
         hook.remove()
     assert is_as_fresh(engine)

@@ -157,7 +157,7 @@ def test_hooks_and_another_patch_drop_the_graphs(
     assert not dropped
     with model.model.layers[0].mlp.register_forward_hook(lambda module, given, output: output):
         engine._runner.begin()
-        engine._runner.begin()
-        assert len(dropped) == 1
+        engine._runner.begin()  # what the hook reads may be other than before
+        assert len(dropped) == 2
     engine._runner.begin()
-    assert len(dropped) == 2
+    assert len(dropped) == 3

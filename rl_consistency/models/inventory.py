@@ -1,0 +1,269 @@
+"""What a stock forward reads of a model, and whether the patched forward honours it.
+
+A covered model is what its config makes: the same classes and their code, submodules, plain
+attributes and rotary frequencies. The values of the parameters are its own, and hooks may stand
+where the patched forward calls the module. Anything else is a fault, and is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rl_consistency.kernels.core.operand import DTYPES
+from rl_consistency.models import families
+from rl_consistency.models.modules import ADDED, CanonicalAttention, CanonicalModule
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+
+UNCALLED = ("", "model", "model.rotary_emb", "lm_head")
+"""Modules that the patched forward does not call as stock does; so are all `act_fn`."""
+
+_UNREAD = frozenset(
+    (
+        *("training", "gradient_checkpointing", "layer_idx", "padding_idx", "vocab_size", "config"),
+        *("max_seq_len_cached", "original_max_seq_len", "name_or_path", "kernel_config"),
+        *("loss_type", "all_tied_weights_keys", "generation_config", "warnings_issued"),
+    )
+)
+"""Attributes that no covered forward reads, or that the patched forward honours."""
+
+_CALLS = frozenset(("forward", "packed_forward", "_call_impl", "_wrapped_call_impl"))
+_CHECKPOINTING = frozenset(("gradient_checkpointing", "_gradient_checkpointing_func"))
+
+
+class Fault(NamedTuple):
+    """A place that is not as the config makes it, or that the patched forward would pass over."""
+
+    name: str
+    kind: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"module {self.name or 'root'} ({self.kind}) {self.reason}"
+
+
+def faults(model: nn.Module, *, patched: bool = False) -> list[Fault]:
+    """Every fault of a model of a covered class; `patched`: its modules have to be canonical."""
+    config: Any = model.config
+    kind = type(model).__name__
+    if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
+        return [Fault("", kind, "has a hook on all modules, some of which would not run it")]
+    try:
+        families.check_config(config)
+        families.check_code(config)
+        families.check_parameters(model)
+        made = _as_configured(config, families.stock_class(type(model)))
+        return list(_Comparison(model, patched).walk("", model, made))
+    except families.UnsupportedModelError as error:
+        return [Fault("", kind, f"is not covered: {str(error).rstrip('.')}")]
+
+
+def _as_configured(config: PreTrainedConfig, cls: Any) -> nn.Module:
+    """The model that the config makes, without memory; its rotary frequencies are real."""
+    config = copy.deepcopy(config)
+    config.pad_token_id = None
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        made = cls(config)
+    with torch.device("cpu"):
+        made.model.rotary_emb = type(made.model.rotary_emb)(config)
+    return made
+
+
+class _Comparison:
+    """Walks a model beside the one that its config makes."""
+
+    def __init__(self, model: nn.Module, patched: bool) -> None:
+        self._config: Any = model.config
+        self._patched = patched
+        self._mixins = families.mixins(self._config)
+
+    def walk(self, name: str, module: nn.Module, made: nn.Module) -> Iterator[Fault]:
+        """Faults of a module and of all below it."""
+        stock = families.stock_class(type(module))
+        fault = partial(Fault, name, stock.__name__)
+        if stock is not (right := type(made)):
+            if stock.__name__ == right.__name__:  # another library's
+                fault = partial(Fault, name, f"{stock.__module__}.{stock.__name__}")
+            yield fault(f"has no canonical order: the config makes a {right.__name__} here")
+            return
+        if self._patched and stock in self._mixins and not isinstance(module, CanonicalModule):
+            yield fault("runs its stock class")
+            return
+        yield from map(fault, self._own_faults(name, module, made))
+        present = module._modules
+        if isinstance(made, nn.ModuleList) and len(present) != len(made):
+            yield fault(f"has {len(present)} layers, and config.num_hidden_layers is {len(made)}")
+            return
+        for key, child in made.named_children():
+            path, found = f"{name}.{key}".lstrip("."), present.get(key)
+            if found is None:
+                yield Fault(path, type(child).__name__, "is missing")
+            elif key in vars(module):
+                yield Fault(path, type(child).__name__, "is hidden by an attribute")
+            else:
+                yield from self.walk(path, found, child)
+        for key in sorted(present.keys() - made._modules.keys()):
+            if (extra := present[key]) is not None:
+                reason = "has no canonical order: the config makes no module here"
+                yield Fault(f"{name}.{key}".lstrip("."), type(extra).__name__, reason)
+
+    def _own_faults(self, name: str, module: nn.Module, made: nn.Module) -> Iterator[str]:
+        own, expected = vars(module), vars(made)
+        if not families.has_own_code(type(made)):
+            yield "has a class whose forward was replaced"
+        for key in sorted(own.keys() - expected.keys() - ADDED):
+            if key in _CALLS:
+                yield f"had its {key} replaced on the instance (by a hook or a wrapper)"
+            elif key in made._parameters or key in made._buffers or _is_read(key, type(made)):
+                yield f"has its own {key}, which hides the one it was made with"
+        for key in sorted(expected.keys() - _UNREAD):
+            value, right = _plain(own.get(key)), _plain(expected[key])
+            if not key.startswith("_") and value != right:
+                yield f"has {key}={value!r}, and the config makes it {right!r}"
+        for kind in ("_parameters", "_buffers"):
+            if (found := _shapes(own[kind])) != (right := _shapes(expected[kind])):
+                yield f"has {kind[1:]} {found}, and the config makes {right}"
+        if isinstance(module, CanonicalAttention):
+            right = families.window_of(self._config, module)
+            if module.window != right:
+                yield f"was patched with a window of {module.window}, and the config has {right}"
+        if "config" in expected:
+            yield from self._config_faults(name, own.get("config"))
+        if own.get("_compiled_call_impl") is not None and _on_cpu(module):
+            yield "is compiled, and compiled code has other bytes on a CPU"
+        uncalled = name in UNCALLED or name.endswith(".mlp.act_fn")
+        if uncalled and any(own[hooks] for hooks in HOOKS):
+            yield "has a hook, which the patched forward would not run"
+        if name == "model.rotary_emb":
+            for key, frequencies in made.named_buffers():
+                if not _is_rounding_of(own["_buffers"].get(key), frequencies):
+                    yield f"has another {key} than the config makes"
+
+    def _config_faults(self, name: str, config: Any) -> Iterator[str]:
+        if name in UNCALLED and config is not self._config:
+            yield "has a config that is not the model's"
+        elif config is not self._config:  # of a layer that was copied
+            families.check_attention(config)
+            window = getattr(config, "sliding_window", None)
+            if window != getattr(self._config, "sliding_window", None):
+                yield f"has sliding_window={window} in a config of its own"
+
+
+def _is_read(key: str, cls: type[nn.Module]) -> bool:
+    """Whether a forward may look for this attribute on the class, and find an instance's first."""
+    if issubclass(cls, PreTrainedModel) or key in _CHECKPOINTING:
+        return False
+    return hasattr(cls, key) and not hasattr(nn.Module, key)
+
+
+def _plain(value: Any) -> Any:
+    """A value to compare; an object that has no plain value stands for its type."""
+    if isinstance(value, partial):
+        return value.func, value.args, value.keywords
+    is_plain = value is None or isinstance(value, (bool, int, float, str, tuple))
+    return value if is_plain or callable(value) else type(value)
+
+
+def _shapes(tensors: dict[str, Tensor | None]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
+
+
+def _on_cpu(module: nn.Module) -> bool:
+    return any(parameter.device.type == "cpu" for parameter in module.parameters())
+
+
+def _is_rounding_of(buffer: Tensor | None, frequencies: Tensor) -> bool:
+    """Whether a buffer holds the frequencies, perhaps cast as `model.to(dtype)` does.
+
+    The patched forward computes them from the config. Devices differ in the last bits.
+    """
+    if buffer is None or buffer.shape != frequencies.shape:
+        return False
+    found = buffer.detach().float().cpu()
+    rounded = [frequencies.to(dtype).float() for dtype in DTYPES]
+    return any(torch.allclose(found, right, rtol=1e-6, atol=0.0) for right in rounded)
+
+
+class ForwardState(NamedTuple):
+    """What a forward pass reads beside the values of the parameters; two are equal where nothing
+    was changed between them."""
+
+    hooked: bool
+    """Whether any module has a hook; what a hook reads in turn cannot be seen."""
+    config: str
+    values: tuple[object, ...]
+    """Classes, attributes, hooks and identities of all modules, and the functions they call."""
+
+
+class ForwardWatch:
+    """Reads the state of a model's forward in some microseconds a module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        modules = list(model.modules())
+        self._parts = [(weakref.ref(module), _getter(module)) for module in modules]
+        self._classes = tuple({families.stock_class(type(module)) for module in modules})
+
+    def read(self) -> ForwardState:
+        """The state now; a module that is gone or lacks an attribute is in it as None."""
+        model: Any = self._model()
+        config = model.config if model is not None else None
+        hooked = False
+        values: list[object] = []  # flat: thousands of small tuples would keep the collector busy
+        for ref, get in self._parts:
+            module = ref()
+            try:
+                own = module.__dict__
+                parameters, children, buffers, *rest = get(own)
+            except (AttributeError, KeyError):
+                values.append(None)
+                continue
+            values += (type(module), len(own))
+            if (own_config := own.get("config")) is not config:  # of a layer that was copied
+                values.append(repr(own_config and vars(own_config)))
+            for hooks in rest[: len(HOOKS)]:
+                if hooks:
+                    hooked = True
+                    values += hooks
+                values.append(None)
+            values += rest[len(HOOKS) :]
+            for parameter in parameters.values():
+                values += (id(parameter), getattr(parameter, "dtype", None))
+            values += map(id, children.values())
+            for buffer in buffers.values():
+                values += (id(buffer), _version(buffer))
+        for name in _GLOBAL_HOOKS:
+            values += getattr(torch_module, name)
+        for cls in self._classes:
+            values += (cls.forward, cls.__call__)
+        if config is not None:
+            values += families.functions(config)
+        return ForwardState(hooked, repr(config and vars(config)), tuple(values))
+
+
+def _version(buffer: Tensor | None) -> int:
+    """What changes when a buffer is written to."""
+    return buffer._version if buffer is not None and not buffer.is_inference() else 0
+
+
+def _getter(module: nn.Module) -> itemgetter[Any]:
+    """Takes the containers and the plain attributes of a module out of its dictionary."""
+    unwatched = {"training", "_rotary_table", *_CHECKPOINTING}
+    plain = [
+        key
+        for key, value in vars(module).items()
+        if key not in unwatched and (value is None or isinstance(value, (bool, int, float, str)))
+    ]
+    return itemgetter("_parameters", "_modules", "_buffers", *HOOKS, *plain)

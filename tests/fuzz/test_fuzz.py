@@ -1,0 +1,56 @@
+"""Random models, changes, engine settings, cuts and interruptions; `--fuzz-seconds inf` by hand."""
+
+import random
+import sys
+import time
+import traceback
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_consistency.models import audit, families
+from rl_consistency.models import patch as patching
+
+sys.path.insert(0, str(Path(__file__).parent))
+try:
+    import cases
+    import modifications
+finally:
+    sys.path.pop(0)
+
+
+def test_random_cases_are_right_or_refused(pytestconfig, capsys):
+    seconds = pytestconfig.getoption("--fuzz-seconds")
+    end, done, refused = time.monotonic() + seconds, 0, 0
+    for seed in count(pytestconfig.getoption("--fuzz-seed")):
+        if time.monotonic() > end:
+            break
+        try:
+            outcome = cases.run(seed)
+        except Exception:
+            pytest.fail(f"seed {seed}\n{traceback.format_exc()}")
+        done, refused = done + 1, refused + (outcome.refused is not None)
+        if seconds > 300 and done % 100 == 0:
+            with capsys.disabled():
+                print(f"\r{done} cases, {refused} refused, next seed {seed + 1}", end="")
+    assert 0 < refused < done
+
+
+PASSED_OVER = (
+    *("hook_on_lm_head", "hook_on_base_model", "another_activation"),
+    *("edited_frequencies", "bias_of_the_head", "embedding_with_max_norm"),
+    "gradients_scaled_by_frequency",
+)
+
+
+@pytest.mark.parametrize("name", PASSED_OVER)
+def test_without_the_inventory_the_same_oracle_finds_it_wrong(name, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(families, "check_code", lambda config: None)
+    for place in (audit, patching):
+        monkeypatch.setattr(place, "faults", lambda model, patched=False: [])
+    plan = (random.Random(3), torch.float32, [getattr(modifications, name)], [])
+    with pytest.raises(AssertionError, match="off, allowed"):
+        cases.run(3, plan)

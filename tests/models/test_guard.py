@@ -1,0 +1,262 @@
+"""The guard: what it lets pass, and what it looks at beside the modules."""
+
+import pytest
+import torch
+from transformers.models.qwen3 import modeling_qwen3
+
+from rl_consistency.models import patch as patching
+from rl_consistency.models.families import UnsupportedModelError
+from rl_consistency.models.inventory import faults
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.numerics.strict import strict
+from rl_consistency.parity.digest import first_difference
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.verify.presets import build_preset
+from rl_consistency.verify.probe import probe_tokens
+
+
+@pytest.fixture
+def model():
+    return build_preset("tiny-qwen3")
+
+
+def tokens(model, *lengths):
+    return probe_tokens(lengths or (21,), model.config.vocab_size)
+
+
+def scores(model):
+    return token_logprobs(model, tokens(model), prompt_lengths=[1]).logprobs.detach()
+
+
+@torch.no_grad()
+def stock_scores(model):
+    ids = torch.tensor(tokens(model))
+    logprobs = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+    return logprobs[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+
+
+def rolled_out(model, **settings):
+    engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=32, **settings)
+    return engine.generate(tokens(model, 9, 17), SamplingParams(n=2, max_tokens=6))
+
+
+def halved(module, given, output):
+    if isinstance(output, torch.Tensor):
+        return output * 0.5
+    if isinstance(output, tuple):
+        return (output[0] * 0.5, *output[1:])
+    return type(output)(last_hidden_state=output.last_hidden_state * 0.5)
+
+
+ALLOWED = (
+    *(
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.norm",
+        "model.layers.1.self_attn",
+        "model.layers.1.mlp",
+    ),
+    *(
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.self_attn.k_norm",
+        "model.layers.1.self_attn.o_proj",
+        "model.layers.1.mlp.up_proj",
+    ),
+    *("model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"),
+)
+
+
+@pytest.mark.parametrize("path", ALLOWED)
+def test_a_hook_where_the_forward_calls_is_run_in_rollout_and_training(path, model):
+    model.get_submodule(path).register_forward_hook(halved)
+    right = stock_scores(model)
+    with patch(model) as session:
+        session.verify()
+        assert (scores(model) - right).abs().max() < 1e-4
+        prompts, found = tokens(model, 9, 17), rolled_out(model)
+        sequences = [[*prompts[c.prompt_index], *c.token_ids] for c in found]
+        lengths = [len(prompts[c.prompt_index]) for c in found]
+        again = token_logprobs(model, sequences, prompt_lengths=lengths).split()
+    assert all(torch.equal(c.token_logprobs, own) for c, own in zip(found, again, strict=True))
+
+
+def test_a_hook_on_the_embedding_sees_three_dimensions(model):
+    shapes = []
+    model.model.embed_tokens.register_forward_hook(lambda m, given, y: shapes.append(y.shape))
+    with patch(model):
+        scores(model)
+    assert shapes == [(1, 32, model.config.hidden_size)]
+
+
+def train_mode(model):
+    model.train()
+
+
+def saved(model):
+    model.config.architectures = ["Qwen3ForCausalLM"]
+    model.config.use_cache = False
+    model.config.pad_token_id = 10**6
+
+
+def annotated(model):
+    model.model.norm.note = "mine"
+    model.generate = lambda *_: None
+
+
+@pytest.mark.parametrize("change", [train_mode, saved, annotated])
+def test_what_no_forward_reads_may_be_changed(change, model):
+    with patch(model) as session:
+        before = scores(model)
+        change(model)
+        assert first_difference({"": scores(model)}, {"": before}) is None
+        session.verify()
+    change(model)
+    with patch(model) as session:
+        session.verify()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("preset", ["tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3"])
+def test_a_model_that_was_cast_is_what_its_config_makes(preset, dtype):
+    model = build_preset(preset)
+    assert faults(model) == []
+    assert faults(model.to(dtype)) == []
+    assert faults(model.float()) == []
+
+
+def test_looking_at_a_model_draws_no_random_number(model):
+    before = torch.random.get_rng_state()
+    assert faults(model) == []
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_guard_looks_closer_only_after_a_change(model, monkeypatch):
+    looks = []
+
+    def counted(model, patched=False):
+        looks.append(patched)
+        return faults(model, patched=patched)
+
+    monkeypatch.setattr(patching, "faults", counted)
+    with patch(model):
+        for _ in range(3):
+            scores(model)
+            model.train(not model.training)
+        assert looks == [True]
+        model.model.norm.register_forward_hook(lambda *_: None)
+        scores(model)
+        scores(model)
+        assert looks == [True, True]
+
+
+# fp16 is computed and not trained; torch has its usual defaults.
+
+IDS = [[1, 2, 3, 4, 5, 6, 7]]
+
+
+def scored_ids(model):
+    return token_logprobs(model, IDS, prompt_lengths=[1]).logprobs
+
+
+def logits(model):
+    return model(input_ids=torch.tensor(IDS)).logits
+
+
+def hidden_states(model):
+    return model.model(input_ids=torch.tensor(IDS)).last_hidden_state
+
+
+@pytest.mark.parametrize("compute", [scored_ids, logits, hidden_states])
+@pytest.mark.parametrize("tied", ["tiny-qwen3", "tiny-llama"])
+def test_fp16_training_is_refused_before_a_gradient_is_touched(compute, tied):
+    model = build_preset(tied, torch.float16)
+    with patch(model):
+        with pytest.raises(ValueError, match="float16 is not covered in training"):
+            compute(model).float().sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("compute", [scored_ids, logits, hidden_states])
+def test_fp16_scores_without_gradients(compute):
+    model = build_preset("tiny-qwen3", torch.float16)
+    with patch(model):
+        with torch.no_grad():
+            expected = compute(model)
+        model.requires_grad_(False)
+        assert torch.isfinite(expected).all() and torch.equal(compute(model), expected)
+
+
+@pytest.fixture
+def defaults():
+    """Torch's defaults, put back after the test."""
+    yield torch.set_default_dtype, torch.set_default_device
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("dtype, device", [(torch.bfloat16, "cpu"), (torch.float32, "meta")])
+def test_other_defaults_are_named_with_what_to_do(dtype, device, defaults):
+    model = build_preset("tiny-qwen3")
+    with patch(model) as session:
+        engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=8)
+        ids = torch.tensor(IDS)
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(device)
+        for compute in (
+            lambda: token_logprobs(model, ids, prompt_lengths=[1]),
+            lambda: model(input_ids=ids),
+            lambda: engine.generate(IDS, SamplingParams()),
+            session.verify,
+        ):
+            with pytest.raises(ValueError, match=rf"{dtype} on {device}; .*set_default_dtype\("):
+                compute()
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        session.verify()
+        assert engine.generate(IDS, SamplingParams())
+
+
+def test_a_model_built_and_patched_under_other_defaults_is_covered(defaults):
+    expected = build_preset("tiny-qwen3", torch.bfloat16)
+    torch.set_default_dtype(torch.bfloat16)
+    model = build_preset("tiny-qwen3", torch.bfloat16)
+    session = patch(model)
+    torch.set_default_dtype(torch.float32)
+    model.load_state_dict(expected.state_dict())
+    with session, patch(expected):
+        session.verify()
+        assert torch.equal(scored_ids(model), scored_ids(expected))
+
+
+def test_torch_compile_leaves_a_patched_model_as_it_is(model):
+    with patch(model), torch.no_grad():
+        ids = torch.tensor(tokens(model))
+        expected = {"logits": model(input_ids=ids).logits, "scores": scores(model)}
+        compiled = torch.compile(model)
+        found = {"logits": compiled(input_ids=ids).logits, "scores": torch.compile(scores)(model)}
+        assert first_difference(found, expected) is None
+
+
+def as_module(function):
+    """What Hugging Face's kernels makes of a function of transformers, where it is installed."""
+
+    class Func(torch.nn.Module):
+        def forward(self, *operands, **options):
+            return func(*operands, **options)
+
+    func = function
+    return Func()
+
+
+def test_a_function_that_is_a_module_is_covered_until_its_forward_is_replaced(model, monkeypatch):
+    rotate = as_module(modeling_qwen3.apply_rotary_pos_emb)
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", rotate)
+    with patch(model) as session:
+        session.verify()
+        with strict(except_={"rotary"}):
+            assert torch.isfinite(scores(model)).all()
+        rotate.forward = lambda q, k, cos, sin, unsqueeze_dim=1: (q, k)
+        with pytest.raises(UnsupportedModelError, match="apply_rotary_pos_emb was replaced"):
+            scores(model)

@@ -1,0 +1,376 @@
+"""What the patched forward would pass over is refused by name, before the patch and after it."""
+
+import copy
+import functools
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations, prune
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.qwen3 import modeling_qwen3
+
+from rl_consistency.models import audit, families
+from rl_consistency.models import patch as patching
+from rl_consistency.models.families import UnsupportedModelError
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.verify.presets import build_preset
+from rl_consistency.verify.probe import probe_tokens
+
+SAMPLING = SamplingParams(n=2, max_tokens=6)
+
+
+@pytest.fixture
+def model():
+    return build_preset("tiny-qwen3")
+
+
+@pytest.fixture
+def undo():
+    """Callbacks and blocks that end with the test: changes to classes and to the process."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def tokens(model, *lengths):
+    return probe_tokens(lengths or (21,), model.config.vocab_size)
+
+
+def scores(model):
+    return token_logprobs(model, tokens(model), prompt_lengths=[1]).logprobs.detach()
+
+
+@torch.no_grad()
+def stock_scores(model):
+    ids = torch.tensor(tokens(model))
+    logprobs = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+    return logprobs[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
+
+
+def rolled_out(model, **settings):
+    engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=32, **settings)
+    return engine.generate(tokens(model, 9, 17), SAMPLING)
+
+
+def set_on(path, **attributes):
+    """A change of attributes of one module."""
+
+    def change(model, undo):
+        for name, value in attributes.items():
+            setattr(model.get_submodule(path), name, value)
+
+    return change
+
+
+def in_config(**values):
+    def change(model, undo):
+        for name, value in values.items():
+            setattr(model.config, name, value)
+
+    return change
+
+
+def hooked(path, kind="forward", hook=lambda module, *_: None):
+    def change(model, undo):
+        undo.enter_context(getattr(model.get_submodule(path), f"register_{kind}_hook")(hook))
+
+    return change
+
+
+def halved(module, given, output):
+    if isinstance(output, torch.Tensor):
+        return output * 0.5
+    if isinstance(output, tuple):
+        return (output[0] * 0.5, *output[1:])
+    return type(output)(last_hidden_state=output.last_hidden_state * 0.5)
+
+
+def replaced(owner, name, value):
+    """A change outside the model: a class or function of transformers."""
+
+    def change(model, undo):
+        undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    return change
+
+
+def biased_head(model, undo):
+    head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features)
+    head.weight = model.lm_head.weight
+    nn.init.normal_(head.bias)
+    model.lm_head = head
+
+
+def relu(model, undo):
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.ReLU()
+
+
+def scaled_frequencies(model, undo):
+    model.model.rotary_emb.inv_freq.mul_(0.25)
+
+
+def scaled_data(model, undo):
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.25
+
+
+def hooked_everywhere(model, undo):
+    undo.enter_context(register_module_forward_hook(lambda *_: None))
+
+
+def pruned(model, undo):
+    prune.random_unstructured(model.model.layers[0].mlp.up_proj, "weight", amount=0.3)
+
+
+def weight_norm(model, undo):
+    parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+
+
+def old_weight_norm(model, undo):
+    nn.utils.weight_norm(model.model.layers[0].mlp.up_proj)
+
+
+def own_attention(model, undo):
+    def twice(module, query, key, value, mask, **options):
+        return sdpa_attention_forward(module, query * 2, key, value, mask, **options)
+
+    AttentionInterface.register("twice", twice)
+    model.config._attn_implementation = "twice"
+
+
+def adapter_named_alike(model, undo):
+    linear = type("Linear", (nn.Module,), {"__module__": "peft.layer"})()
+    linear.base_layer = model.model.layers[0].self_attn.q_proj
+    model.model.layers[0].self_attn.q_proj = linear
+
+
+class Sharded(torch.Tensor):
+    """A tensor that has its own arithmetic."""
+
+
+def tensor_subclass(model, undo):
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Sharded))
+
+
+class OtherMLP(modeling_qwen3.Qwen3MLP):
+    def forward(self, x):
+        return super().forward(x) * 0.5
+
+
+def subclassed(model, undo):
+    model.model.layers[1].mlp = OtherMLP(model.config)
+
+
+def instance_forward(model, undo):
+    mlp = model.model.layers[1].mlp
+    mlp.forward = functools.partial(modeling_qwen3.Qwen3MLP.forward, mlp)
+
+
+def fewer_layers(model, undo):
+    del model.model.layers[0]
+
+
+def no_norm(model, undo):
+    model.model.layers[0].self_attn.q_norm = None
+
+
+def other_rope(model, undo):
+    model.config.rope_parameters["rope_theta"] = 500.0
+
+
+@functools.wraps(modeling_qwen3.Qwen3MLP.forward)
+def half_mlp(self, x):
+    return half_mlp.__wrapped__(self, x) * 0.5
+
+
+def half_rotary(q, k, cos, sin, unsqueeze_dim=1):
+    return q, k
+
+
+def half_linear(self, x):
+    return nn.functional.linear(x, self.weight, self.bias) * 0.5
+
+
+ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
+
+REFUSED = {
+    "bias on the head": (biased_head, r"lm_head \(Linear\) has parameters .*'bias'"),
+    "hook on the head": (hooked("lm_head", hook=halved), r"lm_head \(Linear\) has a hook"),
+    "hook before the head": (hooked("lm_head", "forward_pre"), r"lm_head \(Linear\) has a hook"),
+    "hook behind the head": (hooked("lm_head", "full_backward"), r"lm_head .* has a hook"),
+    "hook on the decoder": (hooked("model", hook=halved), r"model \(Qwen3Model\) has a hook"),
+    "hook on the root": (hooked(""), r"root \(Qwen3ForCausalLM\) has a hook"),
+    "hook on rotary": (hooked("model.rotary_emb"), r"model.rotary_emb .* has a hook"),
+    "hook on act_fn": (hooked(f"{MLP}.act_fn", hook=halved), r"act_fn .* has a hook"),
+    "hook on all modules": (hooked_everywhere, "a hook on all modules"),
+    "another act_fn": (relu, r"mlp.act_fn \(ReLU\) .*makes a SiLUActivation here"),
+    "another MLP.forward": (
+        replaced(modeling_qwen3.Qwen3MLP, "forward", half_mlp),
+        "Qwen3MLP was replaced by a class with another forward",
+    ),
+    "another Linear.forward": (
+        replaced(nn.Linear, "forward", half_linear),
+        r"\(Linear\) has a class whose forward was replaced",
+    ),
+    "another MLP class": (
+        replaced(modeling_qwen3, "Qwen3MLP", OtherMLP),
+        "modeling_qwen3.Qwen3MLP was replaced by .*OtherMLP; .*kernel library",
+    ),
+    "another rotary function": (
+        replaced(modeling_qwen3, "apply_rotary_pos_emb", half_rotary),
+        "apply_rotary_pos_emb was replaced by a function of ",
+    ),
+    "subclass of the MLP": (subclassed, r"mlp \(OtherMLP\) has no canonical order"),
+    "forward on the instance": (instance_forward, r"mlp \(Qwen3MLP\) had its forward replaced"),
+    "frequencies": (scaled_frequencies, r"rotary_emb .* has another inv_freq than"),
+    "frequencies replaced": (scaled_data, r"rotary_emb .* has another inv_freq than"),
+    "scaling": (set_on(ATTENTION, scaling=0.5), r"self_attn .* has scaling=0.5, and the config"),
+    "not causal": (set_on(ATTENTION, is_causal=False), "has is_causal=False"),
+    "dropout": (set_on(ATTENTION, attention_dropout=0.5), "has attention_dropout=0.5"),
+    "eps": (set_on("model.norm", variance_epsilon=0.1), r"model.norm .* has variance_epsilon=0.1"),
+    "groups": (set_on(ATTENTION, num_key_value_groups=1), "has num_key_value_groups=1"),
+    "window": (set_on(ATTENTION, sliding_window=4), "has sliding_window=4"),
+    "frequency-scaled gradient": (
+        set_on("model.embed_tokens", scale_grad_by_freq=True),
+        r"embed_tokens \(Embedding\) has scale_grad_by_freq=True",
+    ),
+    "renormalized embedding": (set_on("model.embed_tokens", max_norm=1.0), "has max_norm=1.0"),
+    "pruned": (pruned, "up_proj .* has its own weight, which hides"),
+    "weight norm": (weight_norm, "up_proj .* has no canonical order: the config makes a Linear"),
+    "old weight norm": (old_weight_norm, "up_proj .* has its own weight, which hides"),
+    "an adapter": (adapter_named_alike, r"q_proj \(peft.layer.Linear\) has no canonical order"),
+    "own attention": (own_attention, "attention implementation 'twice' is a function of"),
+    "compiled part": (
+        lambda model, undo: model.model.layers[0].mlp.compile(),
+        r"mlp \(Qwen3MLP\) is compiled",
+    ),
+    "wrapped part": (
+        lambda model, undo: setattr(
+            model.model.layers[0], "mlp", torch.compile(model.model.layers[0].mlp)
+        ),
+        r"mlp \(OptimizedModule\) has no canonical order",
+    ),
+    "a layer less": (fewer_layers, r"layers \(ModuleList\) has 1 layers, .*num_hidden_layers is 2"),
+    "no norm": (no_norm, r"q_norm \(Qwen3RMSNorm\) is missing"),
+    "more layers in the config": (
+        in_config(num_hidden_layers=3),
+        "2 layer_types for num_hidden_layers=3",
+    ),
+    "rope in the config": (other_rope, "rotary_emb .* has another inv_freq than the config makes"),
+    "eps in the config": (in_config(rms_norm_eps=0.1), "has variance_epsilon=1e-06, and"),
+    "activation in the config": (in_config(hidden_act="gelu"), "makes a GELUActivation here"),
+    "dropout in the config": (in_config(attention_dropout=0.5), "active dropout"),
+    "one dtype": (lambda model, undo: model.model.norm.bfloat16(), "model.norm.weight is torch.bf"),
+    "one config": (
+        lambda model, undo: setattr(model.model, "config", copy.deepcopy(model.config)),
+        r"model \(Qwen3Model\) has a config that is not the model's",
+    ),
+    "a tensor subclass": (tensor_subclass, "up_proj.weight is a Sharded"),
+    "an extra buffer": (
+        lambda model, undo: model.model.layers[0].mlp.register_buffer("mask", torch.ones(1)),
+        "mlp .* has buffers {'mask'",
+    ),
+}
+
+BEFORE_ONLY = {"bias on the head", "weight norm", "another MLP class"}
+"""Changes that a live patch meets in other words, or that do not reach a model once built."""
+
+
+@pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
+def test_what_the_forward_would_pass_over_is_refused_untouched(change, message, model, undo):
+    change(model, undo)
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(UnsupportedModelError, match=message):
+        patch(model)
+    assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - BEFORE_ONLY))
+def test_a_live_patch_refuses_the_same_before_a_number_is_computed(name, model, undo):
+    change, message = REFUSED[name]
+    with patch(model) as session:
+        engine_before = RolloutEngine(model, eos_token_id=None, num_kv_blocks=32)
+        scores(model)
+        change(model, undo)
+        for compute in (
+            lambda: scores(model),
+            lambda: model(input_ids=torch.tensor(tokens(model))),
+            lambda: model.model(input_ids=torch.tensor(tokens(model))),
+            lambda: engine_before.generate(tokens(model, 9), SAMPLING),
+            lambda: rolled_out(model),
+        ):
+            with pytest.raises(UnsupportedModelError, match=message):
+                compute()
+        with pytest.raises(ConsistencyError, match=message):
+            session.verify()
+        assert not session.live
+
+
+def test_a_parametrization_of_a_patched_part_is_refused_and_stands_in_restores_way(model, undo):
+    session = patch(model)
+    up = model.model.layers[0].mlp.up_proj
+    parametrizations.weight_norm(up)
+    with pytest.raises(UnsupportedModelError, match="up_proj .* has no canonical order"):
+        scores(model)
+    with pytest.raises(ValueError, match="up_proj is a Parametrized.*Nothing was restored"):
+        session.restore()
+    assert session._taken and type(model.model.norm) is not modeling_qwen3.Qwen3RMSNorm
+    nn.utils.parametrize.remove_parametrizations(up, "weight")
+    session.restore()
+    assert type(model.model.norm) is modeling_qwen3.Qwen3RMSNorm
+
+
+WRONG = (
+    *("bias on the head", "hook on the head", "hook on the decoder", "hook on act_fn"),
+    *("another act_fn", "another MLP.forward", "frequencies", "not causal", "own attention"),
+    *("hook on all modules",),
+)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_without_the_inventory_the_number_is_wrong(name, model, undo, monkeypatch):
+    """Negative control: what is refused is not honoured."""
+
+    def hook_everywhere(model, undo):
+        head = model.lm_head
+        undo.enter_context(
+            register_module_forward_hook(lambda m, given, y: y * 0.5 if m is head else None)
+        )
+
+    change = hook_everywhere if name == "hook on all modules" else REFUSED[name][0]
+    if name == "not causal":
+        change = set_on(ATTENTION, is_causal=False)
+        model.config._attn_implementation = "sdpa"
+    change(model, undo)
+    right = stock_scores(model)
+    monkeypatch.setattr(families, "check_code", lambda config: None)
+    for place in (audit, patching):
+        monkeypatch.setattr(place, "faults", lambda model, patched=False: [])
+    with patch(model):
+        assert (scores(model) - right).abs().max() > 1e-3
+
+
+def test_a_window_edited_in_the_config_of_a_live_patch_is_refused():
+    """Mistral reads it from the config at every call."""
+    model = build_preset("tiny-mistral")
+    with patch(model):
+        before = scores(model)
+        model.config.sliding_window += 1
+        with pytest.raises(UnsupportedModelError, match="patched with a window of"):
+            scores(model)
+        model.config.sliding_window -= 1
+        layer = model.model.layers[1].self_attn
+        layer.config = copy.deepcopy(model.config)
+        assert torch.equal(scores(model), before)
+        layer.config.sliding_window += 1
+        with pytest.raises(UnsupportedModelError, match="self_attn .* in a config of its own"):
+            scores(model)

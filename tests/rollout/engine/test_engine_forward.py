@@ -1,0 +1,121 @@
+"""What changes the forward pass beside its weights: cached keys do not outlive it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from rl_consistency.models.inventory import ForwardState, ForwardWatch
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+
+PROMPT = list(range(1, 30))
+PARAMS = SamplingParams(n=2, max_tokens=9, seed=4)
+
+
+@pytest.fixture
+def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Any]:
+    with patch(built := tiny_qwen3()):
+        yield built
+
+
+@pytest.fixture
+def engine(model: Any) -> RolloutEngine:
+    return RolloutEngine(model, eos_token_id=None, kv_block_size=4, num_kv_blocks=64)
+
+
+@pytest.fixture
+def precision() -> Iterator[Callable[[str], None]]:
+    """Sets the process's precision of matrix products; undone after the test."""
+    before = torch.get_float32_matmul_precision()
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+def mismatched(engine: RolloutEngine, model: Any) -> int:
+    found = engine.generate([PROMPT], PARAMS)
+    sequences = [[*PROMPT, *c.token_ids] for c in found]
+    with torch.no_grad():
+        scored = token_logprobs(model, sequences, prompt_lengths=[len(PROMPT)] * len(found))
+    pairs = zip(found, scored.split(), strict=True)
+    return sum(int((c.token_logprobs != own).sum()) for c, own in pairs)
+
+
+def steered(model: Any) -> torch.Tensor:
+    """A vector that a hook adds to the first layer's output."""
+    vector = torch.zeros(model.config.hidden_size)
+    model.model.layers[0].register_forward_hook(lambda module, given, output: output + vector)
+    return vector
+
+
+def test_what_a_hook_reads_may_change_between_rollouts(engine: RolloutEngine, model: Any) -> None:
+    vector = steered(model)
+    for _ in range(3):
+        assert mismatched(engine, model) == 0
+        vector += 0.1
+
+
+def test_keys_kept_beside_a_hook_are_caught(
+    engine: RolloutEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control."""
+    read = ForwardWatch.read
+
+    def unseeing(self: ForwardWatch) -> ForwardState:
+        return read(self)._replace(hooked=False)
+
+    monkeypatch.setattr(ForwardWatch, "read", unseeing)
+    vector = steered(model)
+    assert mismatched(engine, model) == 0
+    vector += 0.1
+    assert mismatched(engine, model) > 0
+
+
+def test_an_attribute_written_during_a_rollout_is_an_error(
+    engine: RolloutEngine, model: Any
+) -> None:
+    def changed(*_: int) -> None:
+        model.model.layers[1].self_attn.scaling = 0.5
+
+    with pytest.raises(ConsistencyError, match=r"during generation.* has scaling=0\.5"):
+        engine.generate([PROMPT], PARAMS, progress=changed)
+    assert not engine.has_unfinished
+
+
+def test_a_numeric_setting_is_checked_wherever_a_number_begins(
+    engine: RolloutEngine, model: Any, precision: Callable[[str], None]
+) -> None:
+    ids = torch.tensor([PROMPT])
+    precision("medium")
+    for compute in (
+        lambda: engine.generate([PROMPT], PARAMS),
+        lambda: engine.submit([PROMPT], PARAMS),
+        lambda: RolloutEngine(model, eos_token_id=None),
+        lambda: token_logprobs(model, ids, prompt_lengths=[1]),
+        lambda: model(input_ids=ids),
+    ):
+        with pytest.raises(ConsistencyError, match="float32_matmul_precision is 'medium'"):
+            compute()
+    precision("highest")
+    assert mismatched(engine, model) == 0
+
+
+def test_a_numeric_setting_written_during_a_rollout_is_an_error(
+    engine: RolloutEngine, precision: Callable[[str], None]
+) -> None:
+    steps: list[int] = []
+
+    def changed(*_: int) -> None:
+        steps.append(1)
+        precision("highest" if len(steps) > 1 else "medium")
+
+    with pytest.raises(ConsistencyError, match="float32_matmul_precision is 'medium'"):
+        engine.generate([PROMPT], PARAMS, progress=changed)
+    assert not engine.has_unfinished

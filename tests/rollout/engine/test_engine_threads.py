@@ -1,0 +1,105 @@
+"""Threads that share an engine: each gets its own completions, or a clear error."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+from transformers import Qwen3ForCausalLM
+
+from rl_consistency.models.patch import patch
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+
+PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], list(range(20, 33))]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Qwen3ForCausalLM]:
+    with patch(built := tiny_qwen3()):
+        yield built
+
+
+@pytest.fixture
+def engine(model: Any) -> RolloutEngine:
+    return RolloutEngine(model, eos_token_id=None, kv_block_size=4, num_kv_blocks=64)
+
+
+def params(seed: int) -> SamplingParams:
+    return SamplingParams(n=2, max_tokens=12, seed=seed)
+
+
+def drawn(engine: RolloutEngine, seed: int, **options: Any) -> list[list[int]]:
+    return [c.token_ids for c in engine.generate(PROMPTS, params(seed), **options)]
+
+
+def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Starts a call in a thread; the function it returns waits for the result or the error."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except ValueError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def wait() -> Any:
+        thread.join(timeout=60)
+        return results[0]
+
+    return wait
+
+
+def test_a_second_generate_waits_for_the_first(engine: RolloutEngine) -> None:
+    expected = {seed: drawn(engine, seed) for seed in range(4)}
+    for _ in range(3):
+        waits = {seed: in_thread(lambda seed=seed: drawn(engine, seed)) for seed in range(4)}
+        assert {seed: wait() for seed, wait in waits.items()} == expected
+    assert not engine.has_unfinished
+
+
+def while_it_runs(engine: RolloutEngine) -> tuple[list[list[int]], Any]:
+    """What a `generate` gives, and what another gives that a thread calls during it."""
+    waits: list[Callable[[], Any]] = []
+
+    def call(*_: int) -> None:
+        if not waits:
+            waits.append(in_thread(lambda: drawn(engine, 1)))
+
+    first = drawn(engine, 0, progress=call)
+    return first, waits[0]()
+
+
+def test_a_generate_called_during_another_gives_what_it_gives_alone(engine: RolloutEngine) -> None:
+    assert while_it_runs(engine) == (drawn(engine, 0), drawn(engine, 1))
+
+
+def test_without_turns_the_second_call_is_not_served(engine: RolloutEngine) -> None:
+    """Negative control."""
+    engine._turn = nullcontext()  # type: ignore[assignment]
+    first, second = while_it_runs(engine)
+    assert first == drawn(engine, 0) and isinstance(second, ValueError)
+
+
+def test_a_stream_that_is_open_is_an_error_for_another_thread(engine: RolloutEngine) -> None:
+    stream = engine.stream(PROMPTS, params(0))
+    next(stream)
+    refused = in_thread(lambda: drawn(engine, 1))()
+    assert isinstance(refused, ValueError) and "unfinished requests" in str(refused)
+    assert len(list(stream)) == 5
+    assert drawn(engine, 1) == in_thread(lambda: drawn(engine, 1))()
+
+
+def test_another_thread_may_cancel(engine: RolloutEngine) -> None:
+    def cancel(*_: int) -> None:
+        assert in_thread(lambda: engine.cancel("long"))() in (True, False)
+
+    found = engine.generate(PROMPTS[:1], params(0), request_ids=["long"], progress=cancel)
+    assert {c.finish_reason for c in found} == {"cancelled"}
+    assert drawn(engine, 1) and not engine.has_unfinished

@@ -1,0 +1,86 @@
+"""Layers copied, moved, removed or repeated: each place in the stack has its own cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rl_consistency.models.modules import CanonicalAttention
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.verify.presets import build_preset
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3], list(range(20, 41))]
+PARAMS = SamplingParams(n=2, max_tokens=12, seed=8)
+
+
+def grown(layers: nn.ModuleList) -> list[nn.Module]:
+    return [*layers, copy.deepcopy(layers[1])]
+
+
+def shortened(layers: nn.ModuleList) -> list[nn.Module]:
+    return [layers[1]]
+
+
+def turned(layers: nn.ModuleList) -> list[nn.Module]:
+    return [layers[1], layers[0]]
+
+
+def repeated(layers: nn.ModuleList) -> list[nn.Module]:
+    return [layers[0], layers[1], layers[1]]
+
+
+STACKS = [grown, shortened, turned, repeated]
+
+
+def stacked(change: Callable[[nn.ModuleList], list[nn.Module]]) -> Any:
+    model: Any = build_preset("tiny-llama")
+    model.model.layers = nn.ModuleList(change(model.model.layers))
+    model.config.num_hidden_layers = len(model.model.layers)
+    return model
+
+
+def mismatched(model: Any) -> int:
+    """How many completions have other logprobs than training computes."""
+    found = RolloutEngine(model, eos_token_id=None, num_kv_blocks=64).generate(PROMPTS, PARAMS)
+    sequences = [[*PROMPTS[c.prompt_index], *c.token_ids] for c in found]
+    lengths = [len(PROMPTS[c.prompt_index]) for c in found]
+    with torch.no_grad():
+        scored = token_logprobs(model, sequences, prompt_lengths=lengths).split()
+    pairs = zip(found, scored, strict=True)
+    return sum(not torch.equal(c.token_logprobs, own) for c, own in pairs)
+
+
+@pytest.mark.parametrize("change", STACKS)
+def test_rollout_equals_training_and_both_are_the_stock_model(change: Any) -> None:
+    model = stacked(change)
+    ids = torch.tensor([PROMPTS[2]])
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        with patch(model) as session:
+            session.verify()
+            assert mismatched(model) == 0
+            assert (model(input_ids=ids).logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("change", [grown, repeated])
+def test_a_cache_that_goes_by_the_layers_own_number_is_caught(
+    change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control."""
+    attend = CanonicalAttention._attend
+
+    def by_number(self: Any, q: Any, k: Any, v: Any, layout: Any, index: int) -> Any:
+        return attend(self, q, k, v, layout, self.layer_idx)
+
+    monkeypatch.setattr(CanonicalAttention, "_attend", by_number)
+    model = stacked(change)
+    with patch(model):
+        assert mismatched(model) > 0
