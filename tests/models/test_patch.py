@@ -372,3 +372,19 @@ def test_a_session_whose_model_is_gone_restores_nothing():
     with patch(build_preset("tiny-llama")) as session:
         pass
     assert not session.live
+
+
+def test_a_module_at_two_places_is_refused_in_training_alone():
+    model = build_preset("tiny-llama")
+    model.model.layers = nn.ModuleList([*model.model.layers, model.model.layers[0]])
+    model.config.num_hidden_layers = 3
+    with patch(model):
+        with pytest.raises(
+            UnsupportedModelError, match=r"layers.0.* and .*layers.2.* are one module"
+        ):
+            model(tokens(model))
+        with torch.no_grad():
+            model(tokens(model))
+        for parameter in model.model.layers[0].parameters():
+            parameter.requires_grad_(False)
+        model(tokens(model)).logits.sum().backward()
