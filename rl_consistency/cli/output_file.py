@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
+from rl_consistency.trainers.run_directory.unfinished import PREFIX, unfinished
+
 
 def require_writable(option: str, file: Path) -> None:
     """OSError, naming option and file, unless `write_whole` could write it; leaves nothing."""
@@ -17,7 +19,7 @@ def require_writable(option: str, file: Path) -> None:
     try:
         if target.exists():
             target.open("r+b").close()
-        NamedTemporaryFile(dir=target.parent, prefix=_unfinished(target).name).close()
+        NamedTemporaryFile(dir=target.parent, prefix=PREFIX).close()
     except OSError as error:
         reason = f"cannot be written here ({error.strerror}); choose another."
         raise OSError(f"{option} {file}: {reason}") from error
@@ -32,18 +34,10 @@ def write_whole(file: Path, text: str) -> None:
         file.write_text(text, encoding="utf-8")
         return
     target = Path(os.path.realpath(file))
-    unfinished = _unfinished(target)
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, target)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    with unfinished(target.parent) as place:
+        (place / target.name).write_text(text, encoding="utf-8")
+        os.replace(place / target.name, target)
 
 
 def _is_stream(file: Path) -> bool:
     return file.exists() and not file.is_file() and not file.is_dir()
-
-
-def _unfinished(target: Path) -> Path:
-    return target.with_name(f".{target.name}.unfinished")

@@ -120,3 +120,11 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
     write_whole(pipe, "content")
     assert os.read(reader, 100) == b"content" and pipe.is_fifo()
     os.close(reader)
+
+
+def test_a_file_at_a_guessable_name_beside_it_is_left_alone(tmp_path):
+    mine, target = tmp_path / ".x.json.unfinished", tmp_path / "x.json"
+    mine.write_text("mine")
+    write_whole(target, "new")
+    assert mine.read_text() == "mine" and target.read_text() == "new"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".x.json.unfinished", "x.json"]

@@ -94,7 +94,7 @@ def _rows(path: Path, data: bytes) -> Iterable[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(data.splitlines(keepends=True), start=1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             remedy = "repair or delete it"
             if not line.endswith(b"\n"):
                 remedy = "a kill left it unfinished; resume the run, which drops it, or delete it"
