@@ -12,17 +12,17 @@ from rl_consistency.trainers.run_directory.unfinished import PREFIX, unfinished
 def require_writable(option: str, file: Path) -> None:
     """OSError, naming option and file, unless `write_whole` could write it; leaves nothing."""
     target = Path(os.path.realpath(file))
-    if target.is_dir() or not target.parent.is_dir():
-        raise FileNotFoundError(f"{option} {file}: not a file in an existing directory.")
-    if _is_stream(file):
-        return
     try:
-        if target.exists():
-            target.open("r+b").close()
-        NamedTemporaryFile(dir=target.parent, prefix=PREFIX).close()
+        misplaced = target.is_dir() or not target.parent.is_dir()
+        if not misplaced and not _is_stream(file):
+            if target.exists():
+                target.open("r+b").close()
+            NamedTemporaryFile(dir=target.parent, prefix=PREFIX).close()
     except OSError as error:
         reason = f"cannot be written here ({error.strerror}); choose another."
         raise OSError(f"{option} {file}: {reason}") from error
+    if misplaced:
+        raise FileNotFoundError(f"{option} {file}: not a file in an existing directory.")
 
 
 def write_whole(file: Path, text: str) -> None:

@@ -28,7 +28,7 @@ def unwritable(tmp_path, request):
         "under a file": tmp_path / "file" / "x.json",
         "a place without files": READ_ONLY / "x.json",
         "a file of such a place": READ_ONLY / "version",
-        "too long a name": tmp_path / f"{'x' * 250}.json",
+        "too long a name": tmp_path / f"{'x' * 251}.json",
     }[request.param]
 
 

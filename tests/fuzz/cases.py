@@ -141,7 +141,8 @@ def judge_numbers(model, work, by_stock, in_fp64):
     model.zero_grad()
     scored = canonical_logprobs(model, work.sequences)
     work.loss(scored).backward()
-    slack = 3e-2 if model.dtype == torch.bfloat16 else 5e-4
+    # Few tokens may be lucky in bf16: two units in the last place of the largest logprob.
+    slack = 2**-7 * exact.abs().max() if model.dtype == torch.bfloat16 else 5e-4
     allowed = 4 * (stock - exact).abs().max() + slack
     error = (scored.detach().double() - exact).abs().max()
     assert error <= allowed, f"logprobs are {error:.3g} off, allowed {allowed:.3g}"
@@ -151,6 +152,7 @@ def judge_numbers(model, work, by_stock, in_fp64):
     for name, gradient in found.items():
         right = exact_gradients[name]
         scale = right.norm() + 1e-3 * largest + 1e-9  # some are zero but for rounding
+        slack = 3e-2 if model.dtype == torch.bfloat16 else 5e-4
         allowed = 4 * (stock_gradients[name] - right).norm() / scale + slack
         error = (gradient.double() - right).norm() / scale
         assert error <= allowed, f"gradient of {name} is {error:.3g} off, allowed {allowed:.3g}"

@@ -3,7 +3,6 @@
 import random
 import sys
 import time
-import traceback
 from itertools import count
 from pathlib import Path
 
@@ -29,8 +28,9 @@ def test_random_cases_are_right_or_refused(pytestconfig, capsys):
             break
         try:
             outcome = cases.run(seed)
-        except Exception:
-            pytest.fail(f"seed {seed}\n{traceback.format_exc()}")
+        except BaseException as error:
+            error.add_note(f"the case of --fuzz-seed {seed}")
+            raise
         done, refused = done + 1, refused + (outcome.refused is not None)
         if seconds > 300 and done % 100 == 0:
             with capsys.disabled():
