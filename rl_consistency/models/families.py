@@ -173,17 +173,21 @@ def check_attention(config: PreTrainedConfig) -> None:
 
 def has_own_code(cls: type[nn.Module]) -> bool:
     """Whether the class has the `forward` it was written with, under decorators of its library."""
-    if cls.__call__ is not nn.Module.__call__:
+    if not _is_of_a_library(cls.__call__):  # transformers has one of its own up to 5.17
         return False
     forward: Any = cls.forward
     while hasattr(forward, "__wrapped__"):
-        if _home(forward).partition(".")[0] not in ("transformers", "torch"):
+        if not _is_of_a_library(forward):
             return False
         forward = forward.__wrapped__
     owners = [base for base in cls.__mro__ if base.__module__ == _home(forward)]
     code = getattr(forward, "__code__", None)
     names = {f"{base.__qualname__}.forward" for base in owners}
     return forward is nn.Module.forward or (code is not None and code.co_qualname in names)
+
+
+def _is_of_a_library(function: Any) -> bool:
+    return _home(function).partition(".")[0] in ("transformers", "torch")
 
 
 def _home(function: Any) -> str:

@@ -141,9 +141,7 @@ def judge_numbers(model, work, by_stock, in_fp64):
     model.zero_grad()
     scored = canonical_logprobs(model, work.sequences)
     work.loss(scored).backward()
-    # Few tokens may be lucky in bf16: two units in the last place of the largest logprob.
-    slack = 2**-7 * exact.abs().max() if model.dtype == torch.bfloat16 else 5e-4
-    allowed = 4 * (stock - exact).abs().max() + slack
+    allowed = 4 * (stock - exact).abs().max() + 5e-4
     error = (scored.detach().double() - exact).abs().max()
     assert error <= allowed, f"logprobs are {error:.3g} off, allowed {allowed:.3g}"
     found = gradients(model)
@@ -152,8 +150,7 @@ def judge_numbers(model, work, by_stock, in_fp64):
     for name, gradient in found.items():
         right = exact_gradients[name]
         scale = right.norm() + 1e-3 * largest + 1e-9  # some are zero but for rounding
-        slack = 3e-2 if model.dtype == torch.bfloat16 else 5e-4
-        allowed = 4 * (stock_gradients[name] - right).norm() / scale + slack
+        allowed = 4 * (stock_gradients[name] - right).norm() / scale + 5e-4
         error = (gradient.double() - right).norm() / scale
         assert error <= allowed, f"gradient of {name} is {error:.3g} off, allowed {allowed:.3g}"
 
@@ -290,6 +287,14 @@ def judge(rng, model, work):
         stock = [stock_numbers(model, work, dtype) for dtype in (None, torch.float64)]
     except (RuntimeError, AttributeError, IndexError, KeyError, TypeError):
         raise ValueError("the stock forward fails") from None
-    judge_numbers(model, work, *stock)
+    if model.dtype == torch.float32:
+        judge_numbers(model, work, *stock)
+    else:  # bf16 rounds too much for a tight bound: the same model in fp32 has one
+        wide = copy.deepcopy(model).float()
+        stock = [stock_numbers(wide, work, dtype) for dtype in (None, torch.float64)]
+        with patch(wide):
+            judge_numbers(wide, work, *stock)
+        model.zero_grad()
+        work.loss(canonical_logprobs(model, work.sequences)).backward()
     judge_cuts(rng, model, work)
     judge_rollout(rng, model, work)
