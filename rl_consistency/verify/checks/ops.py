@@ -73,7 +73,8 @@ def check_rms_norm(tally: Tally, setup: OpSetup) -> None:
     for size in (*sizes, (shape.heads, shape.head_dim)):
         width, heads = size[-1], size[0] if len(size) == 2 else 1
         weight = setup.drawn((width,), width)
-        x, dy = (setup.drawn((setup.rows, *size), width + i) for i in (1, 2))
+        x = setup.drawn((setup.rows, *size), width + 1)
+        dy = setup.drawn((setup.rows, *size), width + 2, scale=2**-4)  # dx has to fit into fp16
         name = f"width {width}" if heads == 1 else f"{heads} heads of {width}"
         op = partial(rms_norm, weight=weight, eps=EPS, rows_per_token=heads)
         _alike(tally, setup, name, op, x)
