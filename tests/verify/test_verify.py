@@ -329,3 +329,10 @@ def test_unknown_targets_are_named(tmp_path):
         directory_targets(tmp_path / "absent", [])
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         directory_targets(tmp_path, [])
+
+
+def test_the_probe_of_a_norms_gradient_fits_into_fp16():
+    (setup,) = op_setups(preset_targets("tiny-llama", [torch.float16]))
+    tally = Tally()
+    op_checks.check_rms_norm(tally, replace(setup, sweep=QUICK))
+    assert tally.mismatches == 0, tally.detail
