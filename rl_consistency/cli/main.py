@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for descriptor in filter(_is_broken, OUTPUTS):
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         return CLOSED_PIPE
+    except OSError as error:  # of the flush: the disk behind the output is full, say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), OUTPUTS[0])
+        return _fail(f"standard output cannot be written to: {error.strerror}", 2)
 
 
 def _run(args: argparse.Namespace) -> int:

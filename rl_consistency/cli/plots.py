@@ -20,7 +20,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
+from rl_consistency.trainers.run_directory.directory import own_file
 from rl_consistency.trainers.run_directory.metrics_file import read_metrics
+from rl_consistency.trainers.run_directory.unfinished import unfinished
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -86,10 +88,10 @@ def _figure(width: float, height: float) -> Callable[[Draw], Callable[[Rows], Fi
 
 def save_picture(run_dir: str | os.PathLike[str]) -> Path:
     """Write `drift.png`, both paths over the run, into the run directory; errors of `load_rows`."""
-    rows, target = load_rows(run_dir), Path(run_dir) / "drift.png"
-    unfinished = target.with_name(".drift.png.unfinished")
-    drift_figure(rows).savefig(unfinished, format="png", dpi=160)
-    os.replace(unfinished, target)
+    rows, target = load_rows(run_dir), own_file(Path(run_dir), "drift.png")
+    with unfinished(target.parent) as place:
+        drift_figure(rows).savefig(place / target.name, format="png", dpi=160)
+        os.replace(place / target.name, target)
     return target
 
 

@@ -19,6 +19,7 @@ from rl_consistency.cli import plots
 from rl_consistency.cli.output_file import write_whole
 from rl_consistency.cli.plots import Rows, load_rows, series
 from rl_consistency.trainers.data.foreign_files import parse_json_object
+from rl_consistency.trainers.run_directory.directory import own_file
 
 CSS = """
 :root { --ink: #1f2937; --muted: #6b7280; --line: #e5e7eb; --good: #0f766e; --bad: #b91c1c; }
@@ -90,7 +91,7 @@ def render(run_dir: str | os.PathLike[str]) -> Path:
 <pre>{html.escape(config.read_text("utf-8", errors="replace"))}</pre></details></section>
 </main></body></html>
 """
-    target = run_dir / "report.html"
+    target = own_file(run_dir, "report.html")
     write_whole(target, page)
     return target
 

@@ -145,3 +145,11 @@ def test_the_module_is_the_command_and_loads_nothing_heavy():
         [sys.executable, "-m", "rl_consistency", "--version"], capture_output=True, text=True
     )
     assert shown.stdout == f"rl-consistency {rl_consistency.__version__}\n"
+
+
+def test_an_output_without_room_is_bad_input_in_one_line():
+    command = [sys.executable, "-m", "rl_consistency", "--version"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: standard output cannot be written to: No space left on device\n"

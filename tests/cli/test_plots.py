@@ -144,3 +144,15 @@ def test_a_missing_or_empty_run_is_refused(tmp_path):
     write_metrics(tmp_path, [])
     with pytest.raises(ValueError, match="before its first step"):
         load_rows(tmp_path)
+
+
+def test_a_users_file_beside_the_picture_and_behind_a_link_is_left_alone(tmp_path):
+    write_metrics(tmp_path, [row(1)])
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".drift.png.unfinished").symlink_to("mine")
+    save_picture(tmp_path)
+    (tmp_path / "drift.png").unlink()
+    (tmp_path / "drift.png").symlink_to("mine")
+    with pytest.raises(ValueError, match=r"drift.png is a link, or a file that no run of ours"):
+        save_picture(tmp_path)
+    assert (tmp_path / "mine").read_text() == "mine"

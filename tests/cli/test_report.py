@@ -6,6 +6,8 @@ from html.parser import HTMLParser
 import pytest
 
 from rl_consistency.cli.report import render
+from rl_consistency.trainers.run_directory.directory import FORMAT, MANIFEST
+from rl_consistency.trainers.run_directory.sealed_json import seal
 
 
 def make_run(run_dir, *, mismatched=0, checks=(True, True), summary=None):
@@ -83,7 +85,16 @@ def test_four_plots_are_inline_and_well_formed(tmp_path):
 
 def test_the_same_run_gives_the_same_page(tmp_path):
     run = make_run(tmp_path / "run", summary=SUMMARY)
+    (run / MANIFEST).write_text(seal({"format": FORMAT, "names": ["report.html"]}))
     assert render(run).read_bytes() == render(run).read_bytes()
+
+
+def test_a_page_that_no_run_wrote_is_not_overwritten(tmp_path):
+    run = make_run(tmp_path / "run", summary=SUMMARY)
+    (run / "report.html").write_text("mine")
+    with pytest.raises(ValueError, match=r"report.html is a link, or a file that no run of ours"):
+        render(run)
+    assert (run / "report.html").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

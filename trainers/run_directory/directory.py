@@ -116,6 +116,17 @@ def write_config(config: RunConfig) -> None:
     write_whole(config.run.output_dir / CONFIG, dump_config(config))
 
 
+def own_file(directory: Path, name: str) -> Path:
+    """Where a run writes a file; RunDirectoryError if what stands there is not a run's."""
+    file = directory / name
+    if file.is_symlink() or (file.exists() and name not in _listed(directory)):
+        raise RunDirectoryError(
+            f"{file} is a link, or a file that no run of ours wrote ({MANIFEST} does not list it): "
+            "move it away."
+        )
+    return file
+
+
 def _listed(directory: Path) -> list[str]:
     """The names under which the run in `directory` writes; none where there is no run."""
     file = directory / MANIFEST

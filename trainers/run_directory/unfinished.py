@@ -7,6 +7,7 @@ is made exclusively, so that nothing of the user's can stand there, and renamed 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from pathlib import Path
 from uuid import uuid4
 
 PREFIX = ".rl_consistency-"
-"""Names that begin so are leftovers of a kill."""
+_LEFTOVER = re.compile(re.escape(PREFIX) + "[0-9a-f]{32}")
 
 
 @contextmanager
@@ -51,11 +52,14 @@ def discard(directory: Path) -> None:
 
 def is_leftover(path: Path) -> bool:
     """Whether a kill left it: half written, or half removed."""
-    return path.name.startswith(PREFIX) and path.is_dir() and not path.is_symlink()
+    ours = _LEFTOVER.fullmatch(path.name) is not None
+    return ours and path.is_dir() and not path.is_symlink()
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what kills left in a directory."""
+    """Remove what kills left in a directory, and nothing behind a link."""
+    if directory.is_symlink():
+        return
     for path in filter(is_leftover, directory.glob(PREFIX + "*")):
         shutil.rmtree(path)
 

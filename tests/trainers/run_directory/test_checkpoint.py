@@ -122,7 +122,7 @@ def test_a_checkpoint_that_is_there_is_not_replaced(tmp_path):
 
 def test_leftovers_of_a_kill_are_not_listed_and_are_removed_by_name_alone(tmp_path):
     path = save(tmp_path, step=1)
-    shutil.copytree(path, tmp_path / ".rl_consistency-0123")
+    shutil.copytree(path, tmp_path / f".rl_consistency-{'0123' * 8}")
     shutil.copytree(path, tmp_path / "step_000002.partial")
     (tmp_path / "step_000003").mkdir()
     (tmp_path / ".rl_consistency-link").symlink_to(path)

@@ -6,6 +6,7 @@ import pytest
 
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
+from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
 
 SHORT = {"training.steps": 1}
 SAVING = {"training.steps": 3, "training.save_every": 1, "training.keep_checkpoints": 1}
@@ -203,3 +204,15 @@ def test_overwriting_goes_on_after_a_kill_in_the_middle_of_it(tiny_run, monkeypa
 
 def interrupted(path, **given):
     raise KeyboardInterrupt
+
+
+def test_a_directory_that_only_begins_like_a_leftover_is_left_alone(tmp_path):
+    mine, kept = tmp_path / ".rl_consistency-notes", tmp_path / "elsewhere"
+    for directory in (mine, kept / f".rl_consistency-{'0' * 32}", tmp_path / "run"):
+        directory.mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints").symlink_to(kept)
+    remove_leftovers(tmp_path)
+    remove_leftovers(tmp_path / "run" / "checkpoints")
+    assert mine.is_dir() and len(list(kept.iterdir())) == 1
+    remove_leftovers(kept)
+    assert not list(kept.iterdir())
