@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -67,6 +68,13 @@ def load_policy(
             "not belong together (tokenizer.kind auto takes the model's own)"
         )
     eos_token_ids(model, loaded)
+    with (
+        TemporaryDirectory() as place,
+        explained(
+            PolicyError, f"{source or 'policy.build'}: a checkpoint could not hold its config.json"
+        ),
+    ):
+        model.config.save_pretrained(place)
     if policy.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.to(torch.device(device))  # type: ignore[arg-type]

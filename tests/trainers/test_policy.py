@@ -178,6 +178,7 @@ def test_a_config_that_is_no_json_object_is_named(copy, name, text, message):
         ({"hidden_act": "none such"}, "none such"),
         ({"dtype": "none such"}, "none such"),
         ({"quantization_config": ["int4"]}, "quantised weights .*int4"),
+        ({"output_attentions": True}, "could not hold its config.json .*output_attentions"),
     ],
 )
 @pytest.mark.parametrize("tokenizer", [BYTE, AUTO])
