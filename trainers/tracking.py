@@ -136,7 +136,7 @@ WANDB_MISSING = (
 
 
 def check_wandb(mode: str) -> None:
-    """ValueError where a run could not log there: no wandb, or online and nobody is logged in.
+    """ValueError where a run could not log there: wandb is missing, or is online without a login.
 
     On a terminal wandb asks for the key here, before any work.
     """

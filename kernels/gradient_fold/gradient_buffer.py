@@ -72,7 +72,7 @@ class _Gradient:
     def __init__(self, parameter: nn.Parameter, uses: int):
         self.parameter, self.uses = parameter, uses
         self._published = False
-        """Whether a pass has left a gradient that nobody has dropped."""
+        """Whether an earlier pass has left a gradient."""
         self._forget()
 
     def __getstate__(self) -> tuple[nn.Parameter, int]:
@@ -247,8 +247,8 @@ def _filled(parameter: Tensor, *, zeroed: bool) -> Tensor:
 
 
 def _accumulates(ctx: Any, parameter: Tensor) -> bool | None:
-    """Whether this backward pass adds to `parameter.grad`; False if `torch.autograd.grad` gets its
-    gradient, None if nobody does."""
+    """True if this backward pass adds to `parameter.grad`, False if it returns the gradient from
+    `torch.autograd.grad`, None if it needs no gradient of the parameter."""
     for node, _ in ctx.next_functions:
         if getattr(node, "variable", None) is parameter:
             try:

@@ -23,7 +23,7 @@ COMMANDS = {
 OUTPUTS = (1, 2)
 """Standard output and error, as descriptors."""
 CLOSED_PIPE = 141
-"""What a shell reports of a command that wrote to a pipe which nobody reads."""
+"""A shell reports this of a command that wrote to a pipe without a reader."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +74,7 @@ def _status(error: BaseException) -> int:
 
 
 def _reader_left(error: BaseException) -> bool:
-    """Whether nobody reads our output any more; other pipes, such as wandb's, break as well."""
+    """Whether the pipe that broke is our output; other pipes, such as wandb's, break as well."""
     if isinstance(error, SystemExit):  # rich has already turned the output away, and exits
         return isinstance(error.__context__, BrokenPipeError)
     return isinstance(error, BrokenPipeError) and any(map(_is_broken, OUTPUTS))

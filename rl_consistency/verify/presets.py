@@ -115,11 +115,11 @@ def build_preset(
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            _make_lifelike(parameter, generator)
+            make_lifelike(parameter, generator)
     return model.eval()
 
 
-def _make_lifelike(parameter: nn.Parameter, generator: torch.Generator) -> None:
+def make_lifelike(parameter: nn.Parameter, generator: torch.Generator) -> None:
     """Weights of unit gain, one input channel in 16 an outlier; norm weights around 1; small
     biases."""
     shape, channels = parameter.shape, parameter.shape[-1]

@@ -133,10 +133,10 @@ def chain_checks_of(target: Target) -> Iterator[list[Check]]:
     model = target.build()
     with patch(model, grad_dtype=torch.float32):
         built = Chain(model, target.sweep)
-        yield [_check(*row, target.scope, chain=built) for row in _chain_checks(target.dtype)]
+        yield [_check(*row, target.scope, chain=built) for row in chain_rows(target.dtype)]
 
 
-def _chain_checks(dtype: torch.dtype) -> list[tuple[str, str, str, ChainCheck]]:
+def chain_rows(dtype: torch.dtype) -> list[tuple[str, str, str, ChainCheck]]:
     """The rows for a model of this dtype; fp16 is not trained."""
     return [row for row in CHAIN_CHECKS if row[0] != "C3" or dtype != torch.float16]
 

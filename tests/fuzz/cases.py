@@ -19,7 +19,7 @@ from rl_consistency import ConsistencyError, RolloutEngine, SamplingParams, patc
 from rl_consistency.models.batch_layout import Layout
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.gradients import Regrouping, check_gradients
-from rl_consistency.verify.presets import _make_lifelike
+from rl_consistency.verify.presets import make_lifelike
 
 REFUSED = (ValueError, TypeError, ConsistencyError)
 
@@ -73,7 +73,7 @@ def random_model(rng, dtype):
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     with torch.no_grad():
         for parameter in model.parameters():
-            _make_lifelike(parameter, generator)
+            make_lifelike(parameter, generator)
     return model.eval(), f"{family} {options}"
 
 

@@ -20,7 +20,7 @@ from rl_consistency.verify.run import (
     OP_CHECKS,
     PROCESS_CHECKS,
     SCHEDULE_CHECKS,
-    _chain_checks,
+    chain_rows,
     run_checks,
 )
 from rl_consistency.verify.sweep import QUICK, Sweep
@@ -45,7 +45,7 @@ def test_every_claim_holds_for_a_tiny_model_in_several_processes(dtype):
     )
     results = run_checks([target], processes=4)
     assert [(r.key, r.detail) for r in results if not r.passed] == []
-    tables = PROCESS_CHECKS, OP_CHECKS, SCHEDULE_CHECKS, _chain_checks(dtype)
+    tables = PROCESS_CHECKS, OP_CHECKS, SCHEDULE_CHECKS, chain_rows(dtype)
     assert len(results) == sum(map(len, tables))
     assert {r.claim for r in results} == set(CLAIMS)
 

@@ -1,4 +1,4 @@
-"""How a run writes: whole or not at all, under names that nobody else has.
+"""How a run writes: whole or not at all, under random names.
 
 What is being written, and what is being removed, lies in a directory `.rl_consistency-<random>`. It
 is made exclusively, so that nothing of the user's can stand there, and renamed in one piece.
