@@ -32,16 +32,22 @@ class BackwardPasses:
         self._folded: list[Gradient] = []
         self._end: weakref.ref[_End] | None = None
         """Of the pass that was begun last; autograd drops it together with the pass."""
+        self._closed = False
 
     def watch(self, gradient: Gradient) -> None:
         """Tell this gradient of passes that end in an error."""
         self._gradients.append(gradient)
 
     def enter(self) -> None:
-        """Begin a pass unless one runs."""
+        """Begin a pass unless one runs. ValueError if no more may begin."""
         if self._end is not None and self._end() is not None:
             return
-        self.close()
+        self.clear()
+        if self._closed:
+            raise ValueError(
+                "the model was restored between forward and backward. Call backward() before "
+                "restore(), inside the `with patch(...)` block."
+            )
         end = _End(self)
         self._end = weakref.ref(end)
         Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportAttributeAccessIssue]
@@ -51,7 +57,12 @@ class BackwardPasses:
         self._folded.append(gradient)
 
     def close(self) -> None:
-        """Tell all gradients if the last pass ended in an error; called once it is over."""
+        """Let no more pass begin."""
+        self.clear()
+        self._closed = True
+
+    def clear(self) -> None:
+        """Tell all gradients if the last pass has ended in an error."""
         if self._end is None or self._end() is not None:
             return
         self._end = None

@@ -177,6 +177,7 @@ class PatchSession:
     def check_forward(self) -> None:
         """`check`, and under gradients that no module with trained weights is at two places."""
         self.check()
+        self._passes.clear()
         if torch.is_grad_enabled():
             for name, other, module in self._shared:
                 if any(p.requires_grad for p in module.parameters(recurse=False)):

@@ -1,5 +1,6 @@
 """A canonical gradient is an ordinary one to autograd, hooks and optimizers, whatever the cut."""
 
+import contextlib
 import copy
 import io
 import itertools
@@ -513,6 +514,36 @@ def test_an_error_that_is_kept_does_not_keep_the_pass():
     backward(param, [buffer], ALL)
     backward(whole := parameter(), [GradientBuffer(whole)], ALL)
     assert same_bytes(param.grad, whole.grad) and errors[0].__traceback__
+
+
+def test_forward_passes_of_two_sessions_do_not_go_backward_together():
+    """Each would continue the gradient that is there, and autograd would add it twice."""
+    param, sessions = parameter(), (BackwardPasses(), BackwardPasses())
+    first, second = (
+        loss(param, GradientBuffer.for_uses(param, 1, session), ALL) for session in sessions
+    )
+    sessions[0].close()
+    with pytest.raises(ValueError, match=r"restored between forward and backward.*with patch"):
+        (first + second).backward()
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_what_a_failed_pass_held_is_freed_before_the_next_forward(dtype, grad_dtype):
+    param, passes, held = parameter(dtype, grad_dtype), BackwardPasses(), []
+    buffers = GradientBuffer.for_uses(param, 2, passes)
+    backward(param, buffers, slice(0, 64))
+
+    def refuse(accumulator, fresh):
+        held.append(StorageWeakRef(accumulator.untyped_storage()))
+        held.append(StorageWeakRef(before.untyped_storage()))
+        raise torch.OutOfMemoryError("no memory")
+
+    before = param.grad
+    with contextlib.suppress(torch.OutOfMemoryError):
+        use(param, buffers[0], refuse).backward()
+    param.grad = before = None
+    passes.clear()
+    assert len(held) == 2 and all(storage.expired() for storage in held)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
