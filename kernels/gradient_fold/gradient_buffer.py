@@ -166,17 +166,17 @@ class _Gradient:
 
     def _handed(self) -> Tensor:
         """What autograd gets: a tensor that nothing else refers to, which it keeps as it is."""
-        before = self._before
-        if not self._in_place:
-            dtype = _gradient_dtype(self.parameter)
-            gradient = before
-            if gradient is None:
-                gradient = torch.empty_like(self.parameter, dtype=dtype)
-            _add_up(self._accumulators, gradient)
-        else:
-            gradient, self._accumulators[0] = self._accumulators[0], None
-            assert gradient is not None
-        return gradient if before is None else gradient.detach()
+        before, only = self._before, self._accumulators[0]
+        if self._in_place:
+            assert only is not None
+            self._accumulators[0] = None
+            return only if before is None else only.detach()
+        if before is not None:
+            return _add_up(self._accumulators, before).detach()
+        dtype = _gradient_dtype(self.parameter)
+        if only is not None and self.uses == 1:
+            return only.to(dtype, copy=True)
+        return _add_up(self._accumulators, torch.empty_like(self.parameter, dtype=dtype))
 
     @torch.no_grad()
     def publish(self) -> str:

@@ -229,9 +229,9 @@ def fold_steps_in_any_order() -> AbstractContextManager[None]:
         order = shuffled(dy, STEP)
         fold_outer(buffer, dy[order], x[order], **options)
 
-    def columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1) -> None:
+    def columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1, **options: Any) -> None:
         order = shuffled(rows, STEP * rows_per_token)
-        fold_columns(buffer, rows[order], rows_per_token=rows_per_token)
+        fold_columns(buffer, rows[order], rows_per_token=rows_per_token, **options)
 
     return substituted(fold_outer, outer, fold_columns, columns)
 

@@ -138,6 +138,10 @@ def test_a_fresh_buffer_counts_as_zero_whatever_it_holds(tokens):
     fold_outer(fresh, dy, x, fresh=True)
     fold_outer(expected, dy, x)
     assert same_bytes(fresh, expected)
+    fresh, expected = torch.full((24,), float("nan")).double(), torch.zeros(24).double()
+    fold_columns(fresh, dy, fresh=True)
+    fold_columns(expected, dy)
+    assert same_bytes(fresh, expected)
 
 
 def test_step_sums_made_elsewhere_continue_the_same_fold():

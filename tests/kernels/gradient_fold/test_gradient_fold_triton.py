@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -156,10 +157,12 @@ def test_step_sums_are_halving_trees(rows_per_token):
 def test_step_sums_are_folded_upward():
     sums = probe((70, K))
     got, expected = torch.zeros(K, dtype=torch.float64), torch.zeros(K, dtype=torch.float64)
+    fresh = torch.full((K,), float("nan"), dtype=torch.float64)
     fold_step_sums(got, sums)
+    fold_step_sums(fresh, sums, True)
     for row in sums:
         expected += row
-    assert same_bytes(got, expected)
+    assert same_bytes(got, expected) and same_bytes(fresh, expected)
     for dtype in DTYPES:
         assert same_bytes(folded_step_sums(sums, dtype), expected.float().to(dtype))
 
@@ -265,6 +268,10 @@ def test_empty_calls_change_nothing():
     fold_step_sums(buffer[0], torch.zeros(0, K))
     gradient_fold_outer(torch.zeros(0, K), torch.zeros(16, 0), torch.zeros(16, K), False)
     assert same_bytes(buffer, before)
+    for fold in (partial(gradient_fold_columns, rows_per_token=1), fold_step_sums):
+        fresh = torch.full((K,), float("nan"), dtype=torch.float64)
+        fold(fresh, torch.zeros(0, K), fresh=True)
+        assert not fresh.any()
 
 
 @pytest.mark.parametrize(
