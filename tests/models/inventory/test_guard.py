@@ -1,9 +1,12 @@
 """The guard: what it lets pass, and what it looks at beside the modules."""
 
+import shutil
+
 import pytest
 import torch
 from transformers.models.qwen3 import modeling_qwen3
 
+from rl_consistency.models import decoder
 from rl_consistency.models import patch as patching
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.inventory import faults
@@ -144,6 +147,18 @@ def test_fp16_training_is_refused_before_a_gradient_is_touched(compute, tied):
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("compute", [logits, hidden_states])
+def test_without_the_refusal_small_gradients_vanish_in_fp16(compute, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(decoder, "without_fp16_backward", lambda output: output)
+    largest = []
+    for dtype in (torch.float16, torch.float32):
+        with patch(model := build_preset("tiny-llama", dtype)):
+            (compute(model).float().square().mean() * 1e-6).backward()
+        largest.append(max(p.grad.abs().max() for p in model.model.layers.parameters()))
+    assert largest[0] == 0 < largest[1]
+
+
 @pytest.mark.parametrize("compute", [scored_ids, logits, hidden_states])
 def test_fp16_scores_without_gradients(compute):
     model = build_preset("tiny-qwen3", torch.float16)
@@ -184,6 +199,22 @@ def test_other_defaults_are_named_with_what_to_do(dtype, device, defaults):
         assert engine.generate(IDS, SamplingParams())
 
 
+@pytest.mark.parametrize(
+    "dtype, device, message",
+    [(torch.bfloat16, "cpu", "Index put"), (torch.float32, "meta", "on meta tensors")],
+)
+def test_without_the_check_other_defaults_end_within_torch(
+    dtype, device, message, model, defaults, monkeypatch
+):
+    """Negative control."""
+    monkeypatch.setattr(patching, "verify_defaults", lambda: None)
+    with patch(model):
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(device)
+        with pytest.raises(RuntimeError, match=message):
+            rolled_out(model)
+
+
 def test_a_model_built_and_patched_under_other_defaults_is_covered(defaults):
     expected = build_preset("tiny-qwen3", torch.bfloat16)
     torch.set_default_dtype(torch.bfloat16)
@@ -203,6 +234,14 @@ def test_torch_compile_leaves_a_patched_model_as_it_is(model):
         compiled = torch.compile(model)
         found = {"logits": compiled(input_ids=ids).logits, "scores": torch.compile(scores)(model)}
         assert first_difference(found, expected) is None
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+def test_a_part_that_is_compiled_by_itself_has_other_bits(model):
+    """Negative control: the decoder lets no compiler in, the call of a part does."""
+    with patch(model), torch.no_grad():
+        norm, x = model.model.norm, torch.linspace(-3, 3, 21 * 96).view(1, 21, 96)
+        assert first_difference({"": torch.compile(norm)(x)}, {"": norm(x)}) is not None
 
 
 def as_module(function):

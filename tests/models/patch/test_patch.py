@@ -214,6 +214,15 @@ def test_a_copy_of_a_patched_model_is_a_stock_model(copied):
             assert first_difference({"": other(ids).logits}, {"": expected}) is None
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_without_a_rule_of_its_own_fails(copied, monkeypatch):
+    """Negative control."""
+    monkeypatch.delattr(CanonicalModule, "__reduce_ex__")
+    model = build_preset("tiny-llama")
+    with patch(model), pytest.raises((TypeError, pickle.PicklingError), match="pickle"):
+        copied(model)
+
+
 def test_two_models_may_be_patched_and_restored_in_any_order(nothing_held):
     before = [setting.read() for setting in SETTINGS]
     policy, reference = build_preset("tiny-llama"), build_preset("tiny-qwen3")
