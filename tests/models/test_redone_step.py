@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from rl_consistency.kernels.gradient_fold import gradient_buffer
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference
@@ -98,3 +99,14 @@ def test_the_micro_batch_alone_done_again_is_refused(point, model, monkeypatch):
     run_out(model, point, monkeypatch)
     with pytest.raises(ValueError, match=r"ended in an error.*zero_grad\(\) and do all"):
         backward(model, 1)
+
+
+def test_without_the_refusal_the_earlier_micro_batch_is_lost(model, monkeypatch):
+    """Negative control."""
+    backward(model, 1)
+    alone = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    run_out(model, "in a layer", monkeypatch)
+    monkeypatch.setattr(gradient_buffer._Gradient, "_require_zeros", lambda self, gradient: None)
+    backward(model, 1)
+    assert first_difference({"": model.lm_head.weight.grad}, {"": alone}) is None
