@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.qwen3 import modeling_qwen3
 
-from rl_consistency.models import decoder
+from rl_consistency.models import decoder, modules
 from rl_consistency.models import patch as patching
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.inventory import faults
@@ -49,6 +49,16 @@ def test_a_hook_where_the_forward_calls_is_run_in_rollout_and_training(path, mod
         lengths = [len(prompts[c.prompt_index]) for c in found]
         again = token_logprobs(model, sequences, prompt_lengths=lengths).split()
     assert all(torch.equal(c.token_logprobs, own) for c, own in zip(found, again, strict=True))
+
+
+def test_a_fused_norm_passes_over_its_hook(model, monkeypatch):
+    """Negative control."""
+    norm = model.model.layers[0].post_attention_layernorm
+    norm.register_forward_hook(halved)
+    right = stock_scores(model)
+    monkeypatch.setattr(modules, "_all_plain", lambda *parts: True)
+    with patch(model):
+        assert (scores(model) - right).abs().max() > 1e-2
 
 
 def test_a_hook_on_the_embedding_sees_three_dimensions(model):
