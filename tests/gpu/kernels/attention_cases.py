@@ -14,6 +14,7 @@ from rl_consistency.kernels.attention.op import (
     attention_paged,
     attention_varlen,
 )
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.checks.attention import SCORE_SCALE
 from rl_consistency.verify.compile_ahead import compile_ahead
 from rl_consistency.verify.probe import probe
@@ -45,12 +46,6 @@ class Case:
 
 MAIN = Case(BF16, 128)
 WINDOWED = Case(BF16, 128, 300)
-
-
-def same_bytes(a, b):
-    assert a.dtype == b.dtype and a.shape == b.shape
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
 def all_same(one, other):

@@ -23,7 +23,7 @@ from rl_consistency.kernels.sampling.statistics_triton import (
 )
 from rl_consistency.kernels.sampling.support_triton import vocabulary_support
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits, token_logprobs
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.rollout.device.random_stream import device_uniforms, stream_keys
 from rl_consistency.rollout.device.sampler import inverse_cdf, sample
 from rl_consistency.verify.probe import probe
@@ -51,10 +51,6 @@ def pinned_exp(x):
     y = torch.empty_like(x)
     exp_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), N=1024, enable_fp_fusion=False)
     return y
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def random_rows(count, seed=0):

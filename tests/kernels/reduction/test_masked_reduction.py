@@ -2,15 +2,11 @@ import pytest
 import torch
 
 from rl_consistency.kernels.reduction.masked_reduction import masked_mean, masked_sum
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.probe import probe
 
 LENGTHS = (5, 17, 40, 1, 33)
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def rows(dtype=torch.float32):

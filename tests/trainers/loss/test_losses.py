@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 from rl_consistency.trainers.losses import merge_outputs, policy_loss, token_weights
 
@@ -71,10 +72,6 @@ def loss_and_gradient(batch, cuts, kind, loss=policy_loss, weights=weights_of):
         gradients.append(leaf.grad)
         first += size
     return torch.cat(gradients), merge_outputs(outputs)
-
-
-def same_bytes(a, b):
-    return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 def test_weights_are_the_written_fractions():
