@@ -11,8 +11,6 @@ from rl_consistency.models import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.verify.presets import build_preset
 
-PARTS = ["self_attn.q_proj", "self_attn.k_norm", "mlp.down_proj", "post_attention_layernorm"]
-
 
 def hidden(model):
     tokens = torch.tensor([list(range(3, 20))])

@@ -22,8 +22,8 @@ EXAMPLES = [
 COMPLETIONS = ["0", "wrong", "2"]
 
 
-def score(function, name="mine"):
-    return compute_rewards([RewardFunction(name, function)], EXAMPLES, COMPLETIONS)
+def score(function):
+    return compute_rewards([RewardFunction("mine", function)], EXAMPLES, COMPLETIONS)
 
 
 def refusal(function):

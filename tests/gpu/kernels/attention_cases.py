@@ -120,18 +120,16 @@ def among(case):
 
 
 @cache
-def cached_keys(case, block_size=BLOCK, extra_blocks=3):
+def cached_keys(case, block_size=BLOCK):
     """The long sequence's keys and values in scattered blocks, NaN elsewhere, and the table."""
     blocks = -(-LONG // block_size)
     generator = torch.Generator().manual_seed(0)
-    table = torch.randperm(blocks + extra_blocks, generator=generator)[:blocks]
+    table = torch.randperm(blocks + 3, generator=generator)[:blocks]
     positions = torch.arange(LONG)
     slots = table[positions // block_size] * block_size + positions % block_size
     caches = []
     for part in sequence(case, 0)[1:3]:
-        cache_ = part.new_full(
-            (blocks + extra_blocks, block_size, case.kv_heads, case.dim), torch.nan
-        )
+        cache_ = part.new_full((blocks + 3, block_size, case.kv_heads, case.dim), torch.nan)
         cache_.view(-1, case.kv_heads, case.dim)[slots.to(DEVICE)] = part
         caches.append(cache_)
     return *caches, table.tolist()

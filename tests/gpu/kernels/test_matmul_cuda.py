@@ -332,7 +332,7 @@ def test_default_cublas_fails_the_same_check():
     assert not same_bytes(torch.mm(a[:16], b.t()), matmul_nt(a[:16], b, out_dtype=a.dtype))
 
 
-def test_a_split_k_fails_the_same_checks(monkeypatch):
+def test_a_split_k_fails_the_same_checks():
     a, b, _ = operands(300, 1024, 4096)
 
     def split(rows):

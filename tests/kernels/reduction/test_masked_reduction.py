@@ -13,10 +13,10 @@ def rows(dtype=torch.float32):
     return [probe((n,), dtype, seed=n) for n in LENGTHS]
 
 
-def padded(values, side, extra, fill=float("nan")):
-    """[B, L] values and mask, padding on one side, anything at all in it."""
+def padded(values, side, extra):
+    """[B, L] values and mask, padding of NaN on one side."""
     width = max(LENGTHS) + extra
-    batch = torch.full((len(values), width), fill, dtype=values[0].dtype)
+    batch = torch.full((len(values), width), torch.nan, dtype=values[0].dtype)
     mask = torch.zeros(len(values), width, dtype=torch.bool)
     for i, value in enumerate(values):
         start = width - len(value) if side == "left" else 0

@@ -285,7 +285,7 @@ def test_a_live_patch_refuses_the_same_before_a_number_is_computed(name, model, 
         assert not session.live
 
 
-def test_a_parametrization_of_a_patched_part_is_refused_and_stands_in_restores_way(model, undo):
+def test_a_parametrization_of_a_patched_part_is_refused_and_stands_in_restores_way(model):
     session = patch(model)
     up = model.model.layers[0].mlp.up_proj
     parametrizations.weight_norm(up)

@@ -89,7 +89,7 @@ def runner_of(model: Any, *, graphs: bool = True, block_size: int = 4) -> ModelR
 
 
 def prompts(
-    runner: ModelRunner, count: int, params: SamplingParams = PLAIN, length: int = 3
+    runner: ModelRunner, count: int, params: SamplingParams = PLAIN
 ) -> list[RolloutSequence]:
     """Admitted sequences of different lengths, their slots in another order than their rows."""
     sequences = []
@@ -100,7 +100,7 @@ def prompts(
             prompt_id=i,
             params=params,
             stop_token_ids=frozenset(),
-            token_ids=[(7 * i + 3 * n + 1) % 40 for n in range(length + 2 * i)],
+            token_ids=[(7 * i + 3 * n + 1) % 40 for n in range(3 + 2 * i)],
         )
         size = 120 // MOST
         sequence.block_table = list(range((i + 1) * size - 1, i * size - 1, -1))

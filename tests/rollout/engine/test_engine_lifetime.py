@@ -18,7 +18,6 @@ from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from tests.rollout.engine.engines import content, is_idle
 
-VOCAB = 60
 PROMPT = list(range(1, 30))
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], PROMPT]
 PARAMS = SamplingParams(max_tokens=9, seed=4)

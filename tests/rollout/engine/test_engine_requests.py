@@ -283,7 +283,7 @@ def test_the_space_of_the_first_token_belongs_to_the_text(model: Any, expected: 
     assert (completion.token_ids, completion.finish_reason) == (whole[:1], "stop")
 
 
-def test_a_stop_string_in_the_prompt_ends_nothing(model: Any, expected: Any) -> None:
+def test_a_stop_string_in_the_prompt_ends_nothing(model: Any) -> None:
     stop = Pairs().decode(PROMPTS[0][:2])
     params = SamplingParams(n=2, max_tokens=6, seed=4, stop=(stop,))
     completions = engine_of(model, tokenizer=Pairs()).generate([PROMPTS[0]], params)

@@ -16,7 +16,6 @@ from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import model_digest
 from tests.rollout.engine.engines import content, engine_of, is_idle
 
-VOCAB = 60
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 59, 11, 12], list(range(20, 33))]
 SAMPLING = [SamplingParams(n=2, max_tokens=n, seed=4) for n in (6, 21, 9, 14)]
 

@@ -168,7 +168,7 @@ def test_without_their_digest_metrics_with_a_hole_are_summed_up(tiny_run, given,
     assert summary["steps"] == 4 and [row["step"] for row in rows] == [2, 3, 4]
 
 
-def test_metrics_after_the_checkpoint_may_be_anything(tiny_run, lasting, given):
+def test_metrics_after_the_checkpoint_may_be_anything(tiny_run, given):
     digest = stopped(tiny_run, given)
     file = tiny_run.directory / "run" / "metrics.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)

@@ -25,9 +25,9 @@ def contents(directory):
     }
 
 
-def put(file, text="mine"):
+def put(file):
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+    file.write_text("mine")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
