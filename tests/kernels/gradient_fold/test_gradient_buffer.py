@@ -1,8 +1,11 @@
 """A canonical gradient is an ordinary one to autograd, hooks and optimizers, whatever the cut."""
 
+import contextlib
 import copy
+import io
 import itertools
 import pickle
+import threading
 
 import pytest
 import torch
@@ -10,10 +13,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from rl_consistency.kernels.gradient_fold import gradient_buffer
+from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.parity.digest import first_difference
+from rl_consistency.verify.mutants.perturbations import tied_weights_share_a_buffer
 from rl_consistency.verify.probe import probe
 
 TOKENS = 176
@@ -23,6 +27,12 @@ ALL = slice(0, TOKENS)
 
 def same_bytes(a, b):
     return first_difference({"": a}, {"": b}) is None
+
+
+def assert_near(a, b):
+    """Up to some roundings of the largest values."""
+    error = 4 * torch.finfo(a.dtype).eps * b.float().abs().max()
+    torch.testing.assert_close(a, b, rtol=0.0, atol=float(error))
 
 
 def spans(cuts):
@@ -42,6 +52,25 @@ class Use(torch.autograd.Function):
         param, buffer, fold, overwrites = ctx.given
         dx = torch.ones(1) if ctx.needs_input_grad[0] else None
         return dx, fold_parameter(ctx, param, buffer, fold, overwrites=overwrites), None, None, None
+
+
+class Head(torch.autograd.Function):
+    """0, of hidden states, with a gradient of an LM head that may be frozen."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, buffer, fold):
+        ctx.given = (weight, buffer, fold)
+        return hidden * 0.0
+
+    @staticmethod
+    def backward(ctx, _):
+        weight, buffer, fold = ctx.given
+        gradient = None
+        if ctx.needs_input_grad[1]:
+            gradient = fold_parameter(ctx, weight, buffer, fold)
+        else:
+            buffer.pass_by()
+        return torch.ones(1), gradient, None, None
 
 
 def use(param, buffer, fold, x=None, overwrites=False):
@@ -125,15 +154,15 @@ def test_a_tied_gradient_is_the_sum_of_its_uses_in_their_order():
     assert same_bytes(param.grad, parts[0] + parts[1])
 
 
-def test_uses_that_share_an_accumulator_fail_where_each_has_its_own(monkeypatch):
+def test_uses_that_share_an_accumulator_fail_where_each_has_its_own():
     """The folds of the uses interleave by micro-batch."""
-    monkeypatch.setattr(gradient_buffer._Gradient, "_require_unfolded", lambda *given: None)
     gradients = []
     for cuts in ([], [32, 48]):
         param = parameter()
-        buffer, _ = GradientBuffer.for_uses(param, 2)
-        for span in spans(cuts):
-            backward(param, [buffer, buffer], span)
+        with tied_weights_share_a_buffer.perturb():
+            buffers = GradientBuffer.for_uses(param, 2)
+            for span in spans(cuts):
+                backward(param, buffers, span)
         gradients.append(param.grad)
     assert not same_bytes(*gradients)
 
@@ -320,14 +349,252 @@ def test_zero_grad_starts_afresh_and_what_came_before_may_be_scaled(uses, set_to
     assert same_bytes(param.grad, fresh.grad)
 
 
-@pytest.mark.parametrize(("uses", "grad_dtype"), [(1, torch.bfloat16), (2, torch.float32)])
-def test_scaling_between_backward_passes_is_refused_where_the_fold_is_kept_apart(uses, grad_dtype):
-    param = parameter(torch.bfloat16, grad_dtype)
+CHANGES = {
+    "scaled": lambda param: param.grad.mul_(0.5),
+    "scaled behind autograd": lambda param: param.grad.data.mul_(0.5),
+    "zeroed behind autograd": lambda param: param.grad.data.zero_(),
+    "another tensor": lambda param: setattr(param, "grad", param.grad * 0.5),
+    "clipped in part": lambda param: param.grad.data.clamp_(-1.0, 1.0),
+    "an additional term": lambda param: (param.float() ** 2).sum().backward(),
+    "a copy": lambda param: setattr(param, "grad", copy.deepcopy(param.grad)),
+    "saved and loaded": lambda param: setattr(param, "grad", reloaded(param.grad)),
+}
+"""What people do to a gradient between two backward passes."""
+
+
+def reloaded(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_the_fold_goes_on_from_what_was_written_into_the_gradient(uses, dtype, grad_dtype, change):
+    param, later = parameter(dtype, grad_dtype), parameter(dtype, grad_dtype)
     buffers = GradientBuffer.for_uses(param, uses)
     backward(param, buffers, slice(0, 64))
-    param.grad.mul_(0.5)
-    with pytest.raises(ValueError, match=r"was changed.*zero_grad"):
-        backward(param, buffers, slice(64, TOKENS))
+    before = param.grad.clone()
+    CHANGES[change](param)
+    changed = param.grad.clone()
+    backward(param, buffers, slice(64, TOKENS))
+    backward(later, GradientBuffer.for_uses(later, uses), slice(64, TOKENS))
+    assert same_bytes(changed, before) == (change in ("a copy", "saved and loaded"))
+    if change.startswith("zeroed"):
+        assert same_bytes(param.grad, later.grad)
+    assert_near(param.grad, changed + later.grad)
+
+
+def test_what_was_not_written_to_goes_on_with_all_its_digits():
+    whole, param = parameter(torch.bfloat16), parameter(torch.bfloat16)
+    backward(whole, [GradientBuffer(whole)], ALL)
+    buffer = GradientBuffer(param)
+    backward(param, [buffer], slice(0, 64))
+    param.grad.data[:12] = 0.0
+    backward(param, [buffer], slice(64, TOKENS))
+    assert same_bytes(param.grad[12:], whole.grad[12:])
+    assert not same_bytes(param.grad[:12], whole.grad[:12])
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_a_gradient_stays_the_same_tensor_in_the_same_memory(uses, dtype, grad_dtype):
+    whole = parameter(dtype, grad_dtype)
+    backward(whole, GradientBuffer.for_uses(whole, uses), ALL)
+    for held in (True, False):
+        param, flat = parameter(dtype, grad_dtype), torch.zeros(1000, dtype=grad_dtype)
+        param.grad = flat[:960].view(24, 40)
+        others = [param.grad] if held else []
+        buffers = GradientBuffer.for_uses(param, uses)
+        for span in spans([32, 48]):
+            backward(param, buffers, span)
+            assert all(param.grad is other for other in others)
+        assert same_bytes(flat[:960].view(24, 40), whole.grad)
+        assert param.grad.data_ptr() == flat.data_ptr()
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_a_gradient_in_another_layout_is_continued(uses, dtype, grad_dtype):
+    whole, param = parameter(dtype, grad_dtype), parameter(dtype, grad_dtype)
+    backward(whole, GradientBuffer.for_uses(whole, uses), ALL)
+    param.grad = torch.zeros(40, 24, dtype=grad_dtype).t()
+    buffers = GradientBuffer.for_uses(param, uses)
+    for span in spans([32, 48]):
+        backward(param, buffers, span)
+    assert same_bytes(param.grad.contiguous(), whole.grad)
+
+
+@pytest.mark.parametrize("uses", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_a_term_beside_the_folds_is_added(uses, dtype, grad_dtype):
+    param, terms, alone = (parameter(dtype, grad_dtype) for _ in range(3))
+    backward(alone, GradientBuffer.for_uses(alone, uses), ALL)
+    buffers = GradientBuffer.for_uses(param, uses)
+    for p, folds in ((param, loss(param, buffers, ALL)), (terms, 0.0)):
+        (folds + (p.float() ** 2).sum()).backward()
+    assert_near(param.grad, alone.grad + terms.grad)
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_a_loss_that_some_uses_of_a_tied_weight_do_not_reach(dtype, grad_dtype, others):
+    param, whole = parameter(dtype, grad_dtype), torch.zeros(24, 40)
+    used, unused = GradientBuffer.for_uses(param, 2)
+    (dy, _), (x, _) = data(2)
+    fold = lambda g, fresh: fold_outer(g, dy, x)  # noqa: E731
+    for _ in range(2):
+        result = use(param, used, fold)
+        (result + (param.float() * 0.0).sum() if others else result).backward()
+        fold_outer(whole, dy, x)
+        use(param, unused, fold)
+    assert same_bytes(param.grad, whole.to(grad_dtype))
+    with pytest.raises(ValueError, match="1 of the 2 uses"):
+        torch.autograd.grad(use(param, used, fold), param)
+    param.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ValueError, match="1 of the 2 uses"):
+        use(param, used, fold).backward()
+
+
+def test_a_parameter_frozen_since_the_forward_pass_keeps_its_gradient():
+    param, x = parameter(), torch.zeros(1, requires_grad=True)
+    buffer = GradientBuffer(param)
+    backward(param, [buffer], slice(0, 64))
+    before, later = param.grad.clone(), loss(param, [buffer], slice(64, TOKENS), x)
+    param.requires_grad_(False)
+    later.backward()
+    assert same_bytes(param.grad, before)
+
+
+@pytest.mark.parametrize("between", ["autograd.grad", "another session"])
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_nothing_lets_a_failed_pass_go_on(uses, dtype, grad_dtype, between):
+    params, passes = [parameter(dtype, grad_dtype) for _ in range(2)], BackwardPasses()
+    buffers = [GradientBuffer.for_uses(p, uses, passes) for p in params]
+
+    def both(span):
+        return sum(loss(p, own, span) for p, own in zip(params, buffers, strict=True))
+
+    both(slice(0, 64)).backward()
+    hook = params[0].register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        both(slice(64, TOKENS)).backward()
+    hook.remove()
+    if between == "autograd.grad":
+        torch.autograd.grad(both(ALL), params)
+    else:
+        passes.close()
+        passes = BackwardPasses()
+        buffers = [GradientBuffer.for_uses(p, uses, passes) for p in params]
+    with pytest.raises(ValueError, match=r"ended in an error.*zero_grad"):
+        both(slice(64, TOKENS)).backward()
+    for p in params:
+        p.grad = None
+    both(ALL).backward()
+    whole = parameter(dtype, grad_dtype)
+    backward(whole, GradientBuffer.for_uses(whole, uses), ALL)
+    assert all(same_bytes(p.grad, whole.grad) for p in params)
+
+
+def test_an_error_that_is_kept_does_not_keep_the_pass():
+    """Its traceback holds the frames of the backward functions."""
+    param, errors = parameter(), []
+    buffer = GradientBuffer(param)
+
+    def refuse(accumulator, fresh):
+        raise torch.OutOfMemoryError("no memory")
+
+    try:
+        use(param, buffer, refuse).backward()
+    except torch.OutOfMemoryError as error:
+        errors.append(error)
+    backward(param, [buffer], ALL)
+    backward(whole := parameter(), [GradientBuffer(whole)], ALL)
+    assert same_bytes(param.grad, whole.grad) and errors[0].__traceback__
+
+
+def test_forward_passes_of_two_sessions_do_not_go_backward_together():
+    """Each would continue the gradient that is there, and autograd would add it twice."""
+    param, sessions = parameter(), (BackwardPasses(), BackwardPasses())
+    first, second = (
+        loss(param, GradientBuffer.for_uses(param, 1, session), ALL) for session in sessions
+    )
+    sessions[0].close()
+    with pytest.raises(ValueError, match=r"restored between forward and backward.*with patch"):
+        (first + second).backward()
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_what_a_failed_pass_held_is_freed_before_the_next_forward(dtype, grad_dtype):
+    param, passes, held = parameter(dtype, grad_dtype), BackwardPasses(), []
+    buffers = GradientBuffer.for_uses(param, 2, passes)
+    backward(param, buffers, slice(0, 64))
+
+    def refuse(accumulator, fresh):
+        held.append(StorageWeakRef(accumulator.untyped_storage()))
+        held.append(StorageWeakRef(before.untyped_storage()))
+        raise torch.OutOfMemoryError("no memory")
+
+    before = param.grad
+    with contextlib.suppress(torch.OutOfMemoryError):
+        use(param, buffers[0], refuse).backward()
+    param.grad = before = None
+    passes.clear()
+    assert len(held) == 2 and all(storage.expired() for storage in held)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_several_passes_under_reentrant_checkpointing_are_refused(frozen):
+    passes = BackwardPasses()
+    layer, head = parameter(), parameter().requires_grad_(not frozen)
+    (inner,), (outer,) = (GradientBuffer.for_uses(p, 1, passes) for p in (layer, head))
+    dy, x = data(1)
+
+    def forward(span):
+        start = torch.zeros(1, requires_grad=True)
+        hidden = checkpoint(lambda x: loss(layer, [inner], span, x), start, use_reentrant=True)
+        return Head.apply(hidden, head, outer, lambda g, fresh: fold_outer(g, dy[0], x[0]))
+
+    forward(ALL).backward()
+    with pytest.raises(ValueError, match="several forward passes"):
+        (forward(slice(0, 64)) + forward(slice(64, TOKENS))).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_graph_of_the_backward_pass_may_be_made(uses, dtype):
+    whole, param = parameter(dtype), parameter(dtype)
+    backward(whole, GradientBuffer.for_uses(whole, uses), ALL)
+    buffers = GradientBuffer.for_uses(param, uses)
+    for span in spans([32, 48]):
+        loss(param, buffers, span).backward(create_graph=True)
+    assert same_bytes(param.grad, whole.grad)
+
+
+def test_a_second_thread_in_backward_is_refused():
+    """It comes while the first is between two parameters."""
+    passes, params = BackwardPasses(), [parameter(), parameter()]
+    buffers = [GradientBuffer.for_uses(p, 1, passes)[0] for p in params]
+    refusals = []
+
+    def other():
+        try:
+            backward(params[1], [buffers[1]], ALL)
+        except ValueError as error:
+            refusals.append(str(error))
+
+    def fold(accumulator, fresh):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    x = torch.zeros(1, requires_grad=True)
+    first = use(params[0], buffers[0], fold, x)
+    use(params[1], buffers[1], lambda g, fresh: g.add_(1.0), first).backward()
+    assert "several" in refusals[0] and (params[1].grad == 1.0).all()
 
 
 def test_without_a_buffer_autograd_receives_the_fold_in_the_gradients_dtype():
