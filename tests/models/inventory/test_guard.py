@@ -160,7 +160,7 @@ def test_fp16_training_is_refused_before_a_gradient_is_touched(compute, tied):
 @pytest.mark.parametrize("compute", [logits, hidden_states])
 def test_without_the_refusal_small_gradients_vanish_in_fp16(compute, monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(decoder, "without_fp16_backward", lambda output: output)
+    monkeypatch.setattr(decoder, "_guard_backward", lambda gradient: None)
     largest = []
     for dtype in (torch.float16, torch.float32):
         with patch(model := build_preset("tiny-llama", dtype)):
@@ -182,7 +182,7 @@ def test_fp16_scores_without_gradients(compute):
 @pytest.fixture
 def defaults():
     """Torch's defaults, put back after the test."""
-    yield torch.set_default_dtype, torch.set_default_device
+    yield
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
 
@@ -209,19 +209,12 @@ def test_other_defaults_are_named_with_what_to_do(dtype, device, defaults):
         assert engine.generate(IDS, SamplingParams())
 
 
-@pytest.mark.parametrize(
-    "dtype, device, message",
-    [(torch.bfloat16, "cpu", "Index put"), (torch.float32, "meta", "on meta tensors")],
-)
-def test_without_the_check_other_defaults_end_within_torch(
-    dtype, device, message, model, defaults, monkeypatch
-):
+def test_without_the_check_another_default_device_ends_within_torch(model, defaults, monkeypatch):
     """Negative control."""
     monkeypatch.setattr(patching, "verify_defaults", lambda: None)
     with patch(model):
-        torch.set_default_dtype(dtype)
-        torch.set_default_device(device)
-        with pytest.raises(RuntimeError, match=message):
+        torch.set_default_device("meta")
+        with pytest.raises(RuntimeError, match="on meta tensors"):
             rolled_out(model)
 
 
