@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 import rl_consistency
+from rl_consistency.cli import main as cli
 from rl_consistency.cli.main import COMMANDS, main
 from rl_consistency.numerics.errors import ConsistencyError
 
@@ -70,6 +71,16 @@ def test_a_bug_shows_its_traceback_and_has_a_status_of_its_own(command, capsys, 
     shown = capsys.readouterr().err
     assert "Traceback" in shown and type(bug).__name__ in shown
     assert shown.splitlines()[-1].startswith("error: this is a mistake of rl-consistency")
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_exit_that_is_let_through_passes_for_an_end_of_ours(command, monkeypatch, status):
+    """Negative control."""
+    command.action = lambda args: sys.exit(status)
+    monkeypatch.setattr(cli, "_run", lambda args: args.run(args))
+    with pytest.raises(SystemExit) as exit_:
+        main(["verify"])
+    assert exit_.value.code == status
 
 
 @pytest.mark.parametrize(

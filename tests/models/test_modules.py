@@ -313,43 +313,6 @@ def test_projections_are_apart_on_a_cpu_with_gradients_and_on_the_stock_path(mon
             assert not modules._may_fuse(x, pair)
 
 
-def test_a_projection_replaced_by_another_class_is_called_and_not_fused(monkeypatch):
-    """An adapter of a fine-tuning library, say: it wraps the projection and does more."""
-
-    class Doubled(torch.nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return 2 * self.inner(x)
-
-    model = build_preset("tiny-llama")
-    x = torch.ones(1, 3, 96) / 8
-    with patch(model), torch.no_grad():
-        mlp = model.model.layers[0].mlp
-        gate, up = mlp.gate_proj, mlp.up_proj
-        expected = mlp.down_proj(modules.glu(2 * gate(x), up(x), mlp.activation))
-        mlp.gate_proj = Doubled(gate)
-        with monkeypatch.context() as on_a_gpu:
-            on_a_gpu.setattr(torch.Tensor, "is_cuda", True)
-            assert modules._may_fuse(x, (gate, up))
-            assert not modules._may_fuse(x, (mlp.gate_proj, up))
-        assert torch.equal(mlp(x), expected)
-        mlp.gate_proj = gate
-
-
-def test_a_projection_whose_forward_was_replaced_is_not_fused(monkeypatch):
-    model = build_preset("tiny-llama")
-    with patch(model), torch.no_grad():
-        pair = (model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj)
-        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-        x = torch.zeros(1, 3, 96)
-        assert modules._may_fuse(x, pair)
-        monkeypatch.setattr(pair[1], "forward", torch.zeros_like, raising=False)
-        assert not modules._may_fuse(x, pair)
-
-
 def test_rotary_table_grows_by_the_bound_of_the_layout_without_reading_positions(monkeypatch):
     model = build_preset("tiny-llama")
     with patch(model):

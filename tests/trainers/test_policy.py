@@ -245,14 +245,26 @@ def test_an_end_token_outside_the_vocabulary_is_refused(copy, wrong):
         load_policy(PolicySection(path=copy), BYTE, seed=0)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused_by_name(copy, value):
-    file = copy / "model.safetensors"
+def diverge(directory, value):
+    file = directory / "model.safetensors"
     weights = load_file(file)
     weights["model.norm.weight"][5] = value
     save_file(weights, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(copy, value):
+    diverge(copy, value)
     with pytest.raises(PolicyError, match=r"model\.norm\.weight holds NaN or infinity"):
         load_policy(PolicySection(path=copy), BYTE, seed=0)
+
+
+def test_without_the_check_weights_that_are_not_finite_are_loaded(copy, monkeypatch):
+    """Negative control."""
+    diverge(copy, float("nan"))
+    monkeypatch.setattr(torch.Tensor, "isfinite", lambda tensor: torch.tensor(True))
+    model, _ = load_policy(PolicySection(path=copy), BYTE, seed=0)
+    assert model(torch.tensor([[1, 2]])).logits.isnan().all()
 
 
 def test_sizes_that_no_machine_holds_are_refused():

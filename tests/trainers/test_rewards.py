@@ -2,6 +2,7 @@ import sys
 
 import pytest
 
+from rl_consistency.trainers import rewards
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.rewards import (
     RewardError,
@@ -21,8 +22,8 @@ EXAMPLES = [
 COMPLETIONS = ["0", "wrong", "2"]
 
 
-def score(function, name="mine"):
-    return compute_rewards([RewardFunction(name, function)], EXAMPLES, COMPLETIONS)
+def score(function):
+    return compute_rewards([RewardFunction("mine", function)], EXAMPLES, COMPLETIONS)
 
 
 def refusal(function):
@@ -136,12 +137,27 @@ def test_a_failure_of_the_batch_only_says_so():
     assert "on the batch of 3, on no sample of it alone" in str(refusal(fails_on_three))
 
 
-@pytest.mark.parametrize("raised", [SystemExit(0), GeneratorExit()])
-def test_a_function_that_exits_ends_no_run_as_if_it_were_done(raised):
-    def exits(**_):
-        raise raised
+def exits(**_):
+    raise SystemExit(0)
 
-    assert f"'mine' raised {type(raised).__name__}" in str(refusal(exits))
+
+def generator_exits(**_):
+    raise GeneratorExit
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(exits, "SystemExit"), (generator_exits, "GeneratorExit")]
+)
+def test_a_function_that_exits_ends_no_run_as_if_it_were_done(function, name):
+    assert f"'mine' raised {name}" in str(refusal(function))
+
+
+def test_a_function_that_is_just_called_ends_the_run_as_if_it_were_done(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(rewards, "_call", lambda term, *_: (term.function(), None))
+    with pytest.raises(SystemExit) as exit_:
+        score(exits)
+    assert exit_.value.code == 0
 
 
 @pytest.mark.parametrize(

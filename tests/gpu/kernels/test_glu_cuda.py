@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from rl_consistency.kernels.glu.activation_triton import CANDIDATES, SCHEDULE, glu_bwd, glu_fwd
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu, glu_reference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT, assert_within
 from rl_consistency.verify.laws import judged, rows_of, schedules_alike
 from rl_consistency.verify.probe import probe
@@ -17,12 +18,6 @@ STOCK = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-
-
-def same_bytes(a, b):
-    assert a.dtype == b.dtype and a.shape == b.shape
-    bits = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
 def operands(dtype, seed=0):

@@ -27,11 +27,6 @@ def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Any]:
 
 
 @pytest.fixture
-def engine(model: Any) -> RolloutEngine:
-    return RolloutEngine(model, eos_token_id=None, kv_block_size=4, num_kv_blocks=64)
-
-
-@pytest.fixture
 def precision() -> Iterator[Callable[[str], None]]:
     """Sets the process's precision of matrix products; undone after the test."""
     before = torch.get_float32_matmul_precision()

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from rl_consistency.numerics.strict import OPS
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.trainers.config import strict_yaml
 from rl_consistency.trainers.config.recipe import ConfigError, RunConfig, dump_config, load_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -249,6 +250,22 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path, text, message):
 def test_yaml_that_no_recipe_needs_is_refused_in_one_line(tmp_path, value, message):
     found = refusal_of(tmp_path, f"run:\n  name: x\n  seed: {value}\n")
     assert re.search(message, found) and "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ("a\0b", yaml.reader.ReaderError),
+        ("!!bool abc", KeyError),
+        ("!!timestamp abc", AttributeError),
+        ("[" * 5_000, RecursionError),
+    ],
+)
+def test_pyyaml_alone_ends_in_a_traceback(tmp_path, monkeypatch, value, error):
+    """Negative control."""
+    monkeypatch.setattr(strict_yaml, "parse", lambda text, source: yaml.safe_load(text))
+    with pytest.raises(error):
+        refusal_of(tmp_path, f"run:\n  name: x\n  seed: {value}\n")
 
 
 def test_an_alias_bomb_is_bounded_in_time_and_memory(tmp_path):

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.rewards import RewardError
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_a_run_leaves_what_it_promises(tiny_run):

@@ -11,8 +11,6 @@ from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import PolicyError, build_model
 from rl_consistency.trainers.rewards import RewardError
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.mark.parametrize(
     ("name", "message"),

@@ -4,6 +4,8 @@ import shutil
 
 import pytest
 
+from rl_consistency.trainers import run
+from rl_consistency.trainers.run_directory import directory as directory_module
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
@@ -23,9 +25,9 @@ def contents(directory):
     }
 
 
-def put(file, text="mine"):
+def put(file):
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+    file.write_text("mine")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -38,6 +40,21 @@ def test_a_directory_with_a_user_s_own_files_is_refused_by_name(tiny_run, name, 
     with pytest.raises(RunDirectoryError, match=rf"{name.split('/')[0]}.* no run of ours"):
         tiny_run(**SHORT, overwrite=overwrite)
     assert contents(directory) == {name: b"mine"}
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """No run looks at what is in its directory."""
+    for place in (run, directory_module):
+        monkeypatch.setattr(place, "check_directory", lambda config, **modes: None)
+
+
+@pytest.mark.parametrize("name", ["checkpoints/epoch3.pt", "config.yaml", "replay/a"])
+def test_without_the_check_a_user_s_own_files_are_deleted(tiny_run, unchecked, name):
+    """Negative control."""
+    put(tiny_run.directory / "run" / name)
+    tiny_run(**SHORT, overwrite=True)
+    assert b"mine" not in tiny_run.files().values()
 
 
 def test_overwriting_leaves_a_user_s_wandb_and_notes(tiny_run):
@@ -87,6 +104,19 @@ def test_overwriting_neither_follows_nor_removes_a_link(tiny_run, name):
         tiny_run(**SHORT, overwrite=True)
     assert contents(directory) == before
     assert archive.exists() and (contents(archive) if archive.is_dir() else {}) == kept
+
+
+def test_without_the_check_a_link_is_written_through_and_removed(tiny_run, unchecked):
+    """Negative control."""
+    tiny_run(**SAVING | {"training.steps": 2})
+    linked, archived = tiny_run.directory / "run" / "metrics.jsonl", tiny_run.directory / "mine"
+    shutil.move(linked, archived)
+    linked.symlink_to(archived)
+    before = archived.read_bytes()
+    tiny_run(**SAVING, resume=True)
+    assert archived.read_bytes() != before
+    tiny_run(**SHORT, overwrite=True)
+    assert not linked.is_symlink()
 
 
 def test_pruning_leaves_an_archived_checkpoint_that_is_linked_back(tiny_run):
@@ -152,6 +182,23 @@ def test_a_file_at_a_guessable_name_beside_ours_is_left_alone(tiny_run, name):
     (directory / name).symlink_to(target)
     tiny_run(**SHORT)
     assert target.read_text() == "mine" and (directory / name).is_symlink()
+
+
+def test_a_guessable_name_destroys_what_a_link_there_leads_to(tiny_run, monkeypatch):
+    """Negative control."""
+
+    def write_beside(file, text):
+        partial = file.with_name(f"{file.name}.partial")
+        partial.write_text(text)
+        partial.rename(file)
+
+    monkeypatch.setattr(directory_module, "write_whole", write_beside)
+    target, directory = tiny_run.directory / "precious.txt", tiny_run.directory / "run"
+    put(target)
+    directory.mkdir()
+    (directory / "config.yaml.partial").symlink_to(target)
+    tiny_run(**SHORT)
+    assert target.read_text() != "mine"
 
 
 def test_no_step_leaves_a_file_at_a_guessable_name(tiny_run):
