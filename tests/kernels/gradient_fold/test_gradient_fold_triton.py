@@ -37,7 +37,7 @@ from rl_consistency.kernels.gradient_fold.schedules import (
     pick,
 )
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.probe import probe
 
@@ -48,10 +48,6 @@ pytestmark = pytest.mark.skipif(
 TOKENS, N, K = 48, 24, 40
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL = Schedule(kind="pointer", block_n=16, block_k=32, block_t=16, warps=4, stages=2)
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def operands(dtype=torch.float32, tokens=TOKENS):
