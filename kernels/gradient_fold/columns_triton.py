@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.core.operand import dense_rows
+from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.reduction.tree_fold_triton import halve
 
@@ -40,6 +41,7 @@ def _pair(rows_ptr, row, columns, inside, last, stride, FIRST: tl.constexpr, P: 
     return a.to(tl.float32) + b.to(tl.float32)
 
 
+@remembered
 @triton.jit
 def _step_sums_kernel(
     rows_ptr, sums_ptr, R, C, stride,
@@ -84,6 +86,7 @@ def _load_steps(row, inside, count, C: tl.constexpr, BATCH: tl.constexpr):
     return steps
 
 
+@remembered
 @triton.jit
 def _fold_steps_kernel(
     sums_ptr, buffer_ptr, S, stride,
