@@ -136,6 +136,9 @@ def read_config(directory: Path) -> PreTrainedConfig:
     file = directory / "config.json"
     if not file.is_file():
         raise PolicyError(f"{directory} has no config.json: it is no model directory")
+    for path in directory.iterdir():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise PolicyError(f"{path} is no regular file: a pipe would be waited for")
     _refuse_quantised(_object(file), str(directory))
     with explained(PolicyError, f"{file} {_NOT_LOADED}"):
         return AutoConfig.from_pretrained(

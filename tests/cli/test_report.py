@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -150,6 +151,17 @@ def test_a_damaged_summary_is_named(tmp_path, summary, message):
     run = make_run(tmp_path / "run")
     (run / "summary.json").write_text(summary)
     with pytest.raises(ValueError, match=message):
+        render(run)
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "config.yaml", "manifest.json", "summary.json", "report.html"]
+)
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path, name):
+    run = make_run(tmp_path / "run", summary=SUMMARY)
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    with pytest.raises(ValueError, match=f"{name} is no regular file"):
         render(run)
 
 

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 
 import pytest
@@ -141,6 +142,14 @@ def test_a_missing_directory_is_named(tmp_path):
 def test_a_missing_file_is_named(copy, file, message):
     (copy / file).unlink()
     with pytest.raises(ValueError, match=message):
+        load_policy(PolicySection(path=copy), AUTO, seed=0)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json"])
+def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(copy, name):
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    with pytest.raises(PolicyError, match=f"{name} is no regular file"):
         load_policy(PolicySection(path=copy), AUTO, seed=0)
 
 

@@ -44,6 +44,7 @@ def check_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> None
     directory = config.run.output_dir
     if directory.exists() and not directory.is_dir():
         raise RunDirectoryError(f"run.output_dir: {directory} is not a directory; choose another.")
+    require_kinds(directory)
     listed = _listed(directory)
     names = (*FILES, CHECKPOINTS, REPLAY)
     unlisted = [n for n in names if n not in listed and os.path.lexists(directory / n)]
@@ -68,6 +69,20 @@ def check_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> None
                 "--overwrite, or choose another with --set run.output_dir=DIR."
             )
         _require_removable(config)
+
+
+def require_kinds(directory: Path) -> None:
+    """RunDirectoryError where something else stands in the place of a run's file or folder.
+
+    A pipe would be waited for, a folder could not be replaced at the end of a run.
+    """
+    for name in (*FILES, MANIFEST, LOCK, CHECKPOINTS, REPLAY):
+        path, folder = directory / name, name in (CHECKPOINTS, REPLAY)
+        if path.exists() and not (path.is_dir() if folder else path.is_file()):
+            kind = "directory" if folder else "regular file"
+            raise RunDirectoryError(
+                f"{path} is no {kind}, and a run needs one there: move it away."
+            )
 
 
 @contextmanager
@@ -169,13 +184,12 @@ def _require_removable(config: RunConfig) -> None:
 
 def _strangers(directory: Path) -> Iterator[Path]:
     """What lies under the names of a run but was not written by it; links always."""
-    yield from (directory / name for name in FILES if (directory / name).is_dir())
     for name in (CHECKPOINTS, REPLAY):
         folder = directory / name
-        if folder.is_symlink() or not folder.is_dir():
-            yield from [folder] if os.path.lexists(folder) else []
+        if folder.is_symlink():
+            yield folder
             continue
-        for child in sorted(folder.iterdir()):
+        for child in sorted(folder.iterdir()) if folder.exists() else []:
             pattern = _STEP if name == CHECKPOINTS else _BUNDLE
             if is_leftover(child):
                 continue

@@ -1,5 +1,6 @@
 """What a run may remove: only what its manifest lists, and never through a link."""
 
+import os
 import shutil
 
 import pytest
@@ -131,6 +132,45 @@ def test_resuming_does_not_write_through_a_link(tiny_run, name):
     with pytest.raises(RunDirectoryError, match=f"{name}.*link"):
         tiny_run(**SAVING, resume=True)
     assert archived.read_bytes() == before and (directory / name).is_symlink()
+
+
+@pytest.mark.parametrize("mode", ["resume", "overwrite"])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+@pytest.mark.parametrize(
+    "name",
+    ["manifest.json", "config.yaml", "metrics.jsonl", "summary.json", "report.html", "drift.png"],
+)
+def test_what_is_no_file_in_the_place_of_one_is_refused_at_once(tiny_run, name, make, mode):
+    tiny_run(**SAVING)
+    directory = tiny_run.directory / "run"
+    (directory / name).unlink(missing_ok=True)
+    make(directory / name)
+    before = contents(directory)
+    with pytest.raises(RunDirectoryError, match=f"{name} is no regular file"):
+        tiny_run(**SAVING | {"training.steps": 4}, **{mode: True})
+    assert contents(directory) == before and os.path.lexists(directory / name)
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "replay"])
+def test_a_file_in_the_place_of_a_folder_is_refused_at_once(tiny_run, name):
+    tiny_run(**SHORT)
+    directory = tiny_run.directory / "run"
+    shutil.rmtree(directory / name, ignore_errors=True)
+    put(directory / name)
+    with pytest.raises(RunDirectoryError, match=f"{name} is no directory"):
+        tiny_run(**SHORT, resume=True)
+    assert (directory / name).read_text() == "mine"
+
+
+def test_a_pipe_in_the_place_of_a_checkpoint_s_state_is_refused_and_not_waited_for(tiny_run):
+    tiny_run(**SHORT)
+    state = tiny_run.directory / "run" / "checkpoints" / "step_000001" / "trainer.json"
+    state.unlink()
+    os.mkfifo(state)
+    for mode in ("resume", "overwrite"):
+        with pytest.raises(RunDirectoryError, match="step_000001|no complete checkpoint"):
+            tiny_run(**SHORT, **{mode: True})
+    assert state.is_fifo()
 
 
 def test_a_run_directory_that_is_itself_a_link_runs_resumes_and_is_overwritten(tiny_run):
