@@ -31,7 +31,7 @@ FILES = (CONFIG, METRICS, REFERENCE, "summary.json", "report.html", "drift.png")
 CHECKPOINTS, REPLAY = "checkpoints", "replay"
 FORMAT = 1
 
-_STEP, _BUNDLE = re.compile(r"step_\d+"), re.compile(r"bundle-[0-9a-f]{16}|\.unfinished-\w+")
+_BUNDLE = re.compile(r"bundle-[0-9a-f]{16}|\.unfinished-\w+")
 _BUNDLE_FILES = {"bundle.json", "logprobs.safetensors"}
 
 
@@ -190,16 +190,15 @@ def _strangers(directory: Path) -> Iterator[Path]:
             yield folder
             continue
         for child in sorted(folder.iterdir()) if folder.exists() else []:
-            pattern = _STEP if name == CHECKPOINTS else _BUNDLE
-            if is_leftover(child):
-                continue
-            if child.is_symlink() or not child.is_dir() or not pattern.fullmatch(child.name):
-                yield child
-            elif name == CHECKPOINTS:
-                yield from strangers(child)
-            else:
-                yield from (f for f in sorted(child.iterdir()) if not _of_a_bundle(f))
+            if not is_leftover(child):
+                yield from strangers(child) if name == CHECKPOINTS else _beside_a_bundle(child)
 
 
-def _of_a_bundle(file: Path) -> bool:
-    return file.name in _BUNDLE_FILES and file.is_file() and not file.is_symlink()
+def _beside_a_bundle(path: Path) -> list[Path]:
+    """What no run wrote of a path in the folder of the replay bundles."""
+    if path.is_symlink() or not path.is_dir() or not _BUNDLE.fullmatch(path.name):
+        return [path]
+    found = sorted(path.iterdir())
+    if not found and path.name.startswith("bundle-"):  # a whole bundle is renamed into its place
+        return [path]
+    return [f for f in found if f.name not in _BUNDLE_FILES or f.is_symlink() or not f.is_file()]

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
@@ -109,6 +110,50 @@ def test_pruning_leaves_a_checkpoint_in_which_the_user_keeps_something(tiny_run)
     before = contents(directory / "step_000002")
     tiny_run(**SAVING, resume=True)
     assert contents(directory / "step_000002") == before
+
+
+@pytest.mark.parametrize("name", ["step_1", "step_9", "step_0", "step_1 copy", "step_1.bak"])
+def test_a_copy_of_a_checkpoint_is_neither_pruned_nor_overwritten_nor_counted(
+    tiny_run, name, monkeypatch
+):
+    real, copies = run_module.save_checkpoint, []
+
+    def and_copy(directory, **given):
+        path = real(directory, **given)
+        if not copies:
+            shutil.copytree(path, directory / name)
+            copies.append(contents(directory / name))
+        return path
+
+    monkeypatch.setattr(run_module, "save_checkpoint", and_copy)
+    tiny_run(**SAVING)
+    directory = tiny_run.directory / "run" / "checkpoints"
+    assert sorted(path.name for path in directory.iterdir()) == sorted([name, "step_000003"])
+    with pytest.raises(RunDirectoryError, match=f"checkpoints/{name} in"):
+        tiny_run(**SHORT, overwrite=True)
+    assert contents(directory / name) == copies[0]
+
+
+@pytest.mark.parametrize("name", ["step_000001/mine", "step_000002/mine/too", "step_000009"])
+def test_a_user_s_empty_folder_is_neither_pruned_nor_overwritten(tiny_run, name):
+    two = SAVING | {"training.steps": 2, "training.keep_checkpoints": 2}
+    tiny_run(**two)
+    folder = tiny_run.directory / "run" / "checkpoints" / name
+    folder.mkdir(parents=True)
+    with pytest.raises(RunDirectoryError, match=f"checkpoints/{name.removesuffix('/too')}"):
+        tiny_run(**SHORT, overwrite=True)
+    if name != "step_000009":  # which stands where the run would write
+        tiny_run(**SAVING | {"training.steps": 4}, resume=True)
+    assert folder.is_dir()
+
+
+def test_an_empty_folder_with_the_name_of_a_bundle_is_not_overwritten(tiny_run):
+    tiny_run(**SHORT)
+    folder = tiny_run.directory / "run" / "replay" / "bundle-0123456789abcdef"
+    folder.mkdir(parents=True)
+    with pytest.raises(RunDirectoryError, match=folder.name):
+        tiny_run(**SHORT, overwrite=True)
+    assert folder.is_dir()
 
 
 def test_pruning_removes_nothing_behind_a_link(tiny_run):
