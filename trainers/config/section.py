@@ -22,9 +22,9 @@ def _not_bool(value: Any) -> Any:
     return value
 
 
-def _expanded(path: Path) -> Path:
+def _absolute(path: Path) -> Path:
     try:
-        return path.expanduser()
+        return path.expanduser().absolute()
     except RuntimeError as error:
         raise ValueError(f"there is no user {path.parts[0]}: write the path out") from error
 
@@ -37,7 +37,7 @@ Positive = Annotated[Float, Field(gt=0)]
 PositiveOrZero = Annotated[Float, Field(ge=0)]
 BelowOne = Annotated[Float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
-LocalPath = Annotated[Path, AfterValidator(_expanded)]
+LocalPath = Annotated[Path, AfterValidator(_absolute)]
 
 
 def require_one(**choices: Any) -> None:

@@ -87,7 +87,7 @@ def test_a_model_directory_and_a_file_of_examples_run_as_well(tiny_run):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"data.path": "absent.jsonl"}, DataError, "cannot read the data file absent.jsonl"),
+        ({"data.path": "absent.jsonl"}, DataError, r"cannot read the data file /.*absent\.jsonl"),
         ({"data.max_prompt_tokens": 3}, DataError, r"example \d+: its prompt has 4 tokens"),
         ({"data.prompt_template": "{prompt}" * 8}, DataError, r"example \d+: its prompt has"),
         ({"rollout.prompts_per_step": 21}, DataError, "21 exceeds the 20 training examples of"),
