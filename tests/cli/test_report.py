@@ -134,6 +134,15 @@ def test_the_configuration_is_text_not_markup(tmp_path):
     assert "<script>alert(1)</script>" in "".join(page.text)
 
 
+def test_the_largest_metrics_are_drawn(tmp_path):
+    run = make_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row, value in zip(rows, (1e50, -1e50), strict=True):
+        row |= dict.fromkeys(row.keys() - {"step"}, value)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert render(run).is_file()
+
+
 def test_a_truncated_metrics_line_is_named_and_the_old_report_kept(tmp_path):
     run = make_run(tmp_path / "run")
     before = render(run).read_bytes()
