@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
     ("name", "message"),
     [
         ("raising", r"raised RuntimeError: no judge at home \(sample 0, example \d+"),
-        ("nan_for_the_third", r"returned nan, not a finite number, for sample 2, example \d+"),
+        ("nan_for_the_third", r"returned nan, not a finite float32, for sample 2, example \d+"),
         ("one_too_few", r"returned 7 scores for 8 completions: sample 7"),
     ],
 )
