@@ -49,11 +49,14 @@ def gsm8k(prompts: Texts, completions: Texts, answers: Texts, **extra: Any) -> l
     """
     scores = []
     for completion, answer in zip(completions, answers, strict=True):
-        expected = final_number(answer)
-        if expected is None:
-            raise ValueError(f"the reference answer {answer[-80:]!r} holds no number")
-        scores.append(float(final_number(completion) == expected))
+        scores.append(float(final_number(completion) == _reference_number(answer)))
     return scores
+
+
+def _reference_number(answer: str) -> Decimal:
+    if (number := final_number(answer)) is None:
+        raise ValueError(f"the reference answer {answer[-80:]!r} holds no number")
+    return number
 
 
 def arithmetic(prompts: Texts, completions: Texts, answers: Texts, **extra: Any) -> list[float]:
@@ -122,8 +125,9 @@ def resolve(name: str) -> RewardCallable:
     return function
 
 
-def check_fields(functions: Sequence[RewardFunction], examples: Sequence[Example]) -> None:
-    """RewardError where the fields of the data are not those that the functions take.
+def check_data(functions: Sequence[RewardFunction], examples: Sequence[Example]) -> None:
+    """RewardError where the fields of the data are not those that the functions take, or an answer
+    holds no number for `gsm8k`.
 
     A batch hands over the fields of its examples, so a function has to take all fields of the data
     and may demand only those of every example.
@@ -136,6 +140,11 @@ def check_fields(functions: Sequence[RewardFunction], examples: Sequence[Example
             "function takes: rename it in the data"
         )
     for term in functions:
+        for example in examples if term.function is gsm8k else ():
+            try:
+                _reference_number(example.answer)
+            except ValueError as error:
+                raise RewardError(f"{example.place}: {error}: reward function gsm8k") from error
         try:
             signature = inspect.signature(term.function)
         except ValueError:

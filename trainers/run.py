@@ -27,7 +27,7 @@ from rl_consistency.trainers.launch import check_launch
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
 from rl_consistency.trainers.prompts import encode_targets, load_prompts
-from rl_consistency.trainers.rewards import RewardFunction, check_fields, resolve
+from rl_consistency.trainers.rewards import RewardFunction, check_data, resolve
 from rl_consistency.trainers.run_directory.checkpoint import (
     list_checkpoints,
     load_checkpoint,
@@ -132,7 +132,7 @@ class _Run:
             RewardFunction(f.name, resolve(f.name), f.weight) for f in config.reward.functions
         ]
         for prompts in filter(None, (self.train_set, self.eval_set)):
-            check_fields(self.rewards, prompts.examples)
+            check_data(self.rewards, prompts.examples)
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
         session = stack.enter_context(patch(self.model, grad_dtype=torch.float32))
         if not current().stock:

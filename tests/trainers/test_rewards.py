@@ -8,7 +8,7 @@ from rl_consistency.trainers.rewards import (
     RewardError,
     RewardFunction,
     arithmetic,
-    check_fields,
+    check_data,
     compute_rewards,
     exact_match,
     gsm8k,
@@ -262,9 +262,9 @@ def test_fields_that_do_not_fit_a_function_are_refused(function, extra, message)
         Example(id=i, prompt="p", answer="a", target="a", extra=e) for i, e in enumerate(extra)
     ]
     with pytest.raises(RewardError, match=message):
-        check_fields([RewardFunction("mine", function)], examples)
+        check_data([RewardFunction("mine", function)], examples)
 
 
 def test_fields_that_fit_are_let_through():
     functions = [exact_match, lambda level, **_: [], lambda level=0, **_: []]
-    check_fields([RewardFunction("mine", f) for f in functions], EXAMPLES)
+    check_data([RewardFunction("mine", f) for f in functions], EXAMPLES)
