@@ -264,6 +264,41 @@ def test_weights_that_are_not_finite_are_refused_by_name(copy, value):
         load_policy(PolicySection(path=copy), BYTE, seed=0)
 
 
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 0},
+        {"rope_theta": -1.5},
+        {"rope_theta": 1e-300},
+        {"rope_type": "linear", "factor": 0},
+        YARN | {"factor": 0},
+        YARN | {"attention_factor": 1e300},
+        LLAMA3 | {"factor": 0},
+    ],
+)
+def test_rope_without_finite_angles_is_refused_by_its_key(copy, rope):
+    edit_config(copy, rope_parameters={"rope_type": "default", "rope_theta": 1e4} | rope)
+    with pytest.raises(PolicyError, match="config.json: rope_parameters .* not finite") as caught:
+        load_policy(PolicySection(path=copy), BYTE, seed=0)
+    assert all(key in str(caught.value) for key in rope)
+
+
+def test_rope_that_is_built_without_finite_angles_is_refused():
+    with pytest.raises(PolicyError, match="policy.build: rope_parameters .* not finite"):
+        load_policy(PolicySection(build=sizes(rope_theta=1e-300)), BYTE, seed=0)
+
+
+@pytest.mark.parametrize("eps", [-1.0, -1e-6])
+def test_a_negative_rms_norm_eps_is_refused_by_its_key(copy, eps):
+    edit_config(copy, rms_norm_eps=eps)
+    with pytest.raises(PolicyError, match=rf"config.json: rms_norm_eps {eps} is negative"):
+        load_policy(PolicySection(path=copy), BYTE, seed=0)
+
+
 def test_sizes_that_no_machine_holds_are_refused():
     with pytest.raises(PolicyError, match=r"policy\.build: .*: choose smaller sizes"):
         load_policy(PolicySection(build=sizes(hidden_size=10**12)), BYTE, seed=0)
