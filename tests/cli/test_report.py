@@ -123,6 +123,11 @@ def test_the_summary_sets_both_paths_side_by_side_and_never_rounds_to_a_claim(tm
     assert "final/parameter_digest" in text and "abcd" in text
 
 
+def test_a_run_whose_name_is_no_utf_8_has_a_page(tmp_path):
+    text = render(make_run(tmp_path / os.fsdecode(b"run\xff"))).read_text("utf-8")
+    assert "<h1>run\ufffd</h1>" in text
+
+
 def test_a_run_without_a_summary_is_said_to_be_unfinished(tmp_path):
     text = " ".join(read(render(make_run(tmp_path / "run"))).text)
     assert "the run has not finished" in text

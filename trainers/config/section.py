@@ -24,9 +24,13 @@ def _not_bool(value: Any) -> Any:
 
 def _absolute(path: Path) -> Path:
     try:
-        return path.expanduser().absolute()
+        absolute = path.expanduser().absolute()
+        str(absolute).encode("utf-8")
     except RuntimeError as error:
         raise ValueError(f"there is no user {path.parts[0]}: write the path out") from error
+    except UnicodeEncodeError as error:  # libraries that write a checkpoint take no other text
+        raise ValueError(f"{absolute!r} is no text in UTF-8: give an absolute path") from error
+    return absolute
 
 
 Int = Annotated[int, BeforeValidator(_not_bool), Field(ge=-(2**63), lt=2**63)]

@@ -1,3 +1,4 @@
+import os
 import re
 from pathlib import Path
 
@@ -65,6 +66,16 @@ def test_the_output_directory_follows_the_name():
     assert load_config(DEMO, ["run.name=x"]).run.output_dir == Path.cwd() / "runs/x"
     assert load_config(DEMO, ["run.output_dir=/tmp/y"]).run.output_dir == Path("/tmp/y")
     assert load_config(DEMO, ["run.output_dir=~/y"]).run.output_dir == Path.home() / "y"
+
+
+def test_a_directory_whose_name_is_no_utf_8_is_refused(tmp_path, monkeypatch):
+    directory = tmp_path / os.fsdecode(b"\xff")
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    assert (
+        "run.output_dir: " in (message := refusal("run.name=x")) and "no text in UTF-8" in message
+    )
+    assert load_config(DEMO, [f"run.output_dir={tmp_path}"]).run.output_dir == tmp_path
 
 
 def test_a_path_stays_what_it_was_where_the_recipe_was_loaded(tmp_path, monkeypatch):
