@@ -238,8 +238,9 @@ def _require_finite(model: PreTrainedModel, source: str) -> None:
         raise PolicyError(f"{source}: rms_norm_eps {eps} is negative; give 0 or more")
     for module in model.modules():
         if hasattr(module, "inv_freq"):
-            angles: Any = module.inv_freq * getattr(module, "attention_scaling", 1.0)
-            if not angles.isfinite().all():
+            frequencies: Any = module.inv_freq
+            scaled = frequencies * getattr(module, "attention_scaling", 1.0)
+            if not scaled.isfinite().all():
                 rope = config.rope_parameters
                 raise PolicyError(
                     f"{source}: rope_parameters {rope} give angles that are not finite"

@@ -8,6 +8,7 @@ names do not collide; nothing here touches it.)
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -16,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rl_consistency.trainers.config.recipe import RunConfig, dump_config
-from rl_consistency.trainers.run_directory.checkpoint import strangers
+from rl_consistency.trainers.run_directory.checkpoint import remedy, strangers
 from rl_consistency.trainers.run_directory.sealed_json import seal, unseal
 from rl_consistency.trainers.run_directory.unfinished import (
     discard,
@@ -108,6 +109,17 @@ def locked(directory: Path) -> Iterator[None]:
                 "another process could train there too: choose another run.output_dir."
             ) from error
         yield
+
+
+@contextmanager
+def full_disk_explained(directory: Path) -> Iterator[None]:
+    """Say what helps where the disk has no room for one of the run's files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunDirectoryError(f"{error}. {remedy(directory / CHECKPOINTS)}") from error
 
 
 def open_directory(config: RunConfig, *, overwrite: bool) -> None:
