@@ -79,7 +79,7 @@ def require_kinds(directory: Path) -> None:
     """
     for name in (*FILES, MANIFEST, LOCK, CHECKPOINTS, REPLAY):
         path, folder = directory / name, name in (CHECKPOINTS, REPLAY)
-        if path.exists() and not (path.is_dir() if folder else path.is_file()):
+        if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file()):
             kind = "directory" if folder else "regular file"
             raise RunDirectoryError(
                 f"{path} is no {kind}, and a run needs one there: move it away."

@@ -196,15 +196,19 @@ def test_what_is_no_file_in_the_place_of_one_is_refused_at_once(tiny_run, name, 
     assert contents(directory) == before and os.path.lexists(directory / name)
 
 
+@pytest.mark.parametrize(
+    "make", [put, lambda path: path.symlink_to("nowhere")], ids=["file", "link"]
+)
 @pytest.mark.parametrize("name", ["checkpoints", "replay"])
-def test_a_file_in_the_place_of_a_folder_is_refused_at_once(tiny_run, name):
+def test_what_is_no_folder_in_the_place_of_one_is_refused_at_once(tiny_run, name, make):
     tiny_run(**SHORT)
     directory = tiny_run.directory / "run"
     shutil.rmtree(directory / name, ignore_errors=True)
-    put(directory / name)
+    make(directory / name)
+    before = contents(directory)
     with pytest.raises(RunDirectoryError, match=f"{name} is no directory"):
         tiny_run(**SHORT, resume=True)
-    assert (directory / name).read_text() == "mine"
+    assert contents(directory) == before
 
 
 def test_a_pipe_in_the_place_of_a_checkpoint_s_state_is_refused_and_not_waited_for(tiny_run):
