@@ -24,7 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
+from rl_consistency.kernels.gradient_fold.backward_passes import (
+    BackwardPasses,
+    several_forward_passes,
+)
 
 Fold = Callable[[Tensor, bool], None]
 """Continues an accumulator; a fresh one counts as zero, whatever it holds."""
@@ -71,10 +74,6 @@ class GradientBuffer:
             torch._dynamo.graph_break()  # what was folded before is no part of a graph
         return self._gradient.fold(self._use, ctx, fold, overwrites)
 
-    def pass_by(self) -> None:
-        """Take part in the backward pass without a gradient; ValueError the second time."""
-        self._gradient.pass_by(self._use)
-
 
 class _Left:
     """What a pass leaves on the gradient itself, so that it goes when the gradient goes."""
@@ -95,12 +94,12 @@ class _Gradient:
         passes.watch(self)
         self._forget()
 
-    def __getstate__(self) -> tuple[nn.Parameter, int, BackwardPasses]:
+    def __getstate__(self) -> tuple[nn.Parameter, int]:
         """A copy starts without a fold, since a copied parameter has no gradient."""
-        return self.parameter, self.uses, BackwardPasses()
+        return self.parameter, self.uses
 
-    def __setstate__(self, state: tuple[nn.Parameter, int, BackwardPasses]) -> None:
-        self.__init__(*state)
+    def __setstate__(self, state: tuple[nn.Parameter, int]) -> None:
+        self.__init__(*state, BackwardPasses())
 
     def fold(self, use: int, ctx: Any, fold: Fold, overwrites: bool) -> Tensor | None:
         """See `fold_parameter`."""
@@ -112,33 +111,21 @@ class _Gradient:
         fresh = accumulator is None
         if accumulator is None:
             accumulator = _filled(self.parameter, zeroed=not overwrites)
-        try:
-            fold(accumulator, fresh)
-            self._folded.add(use)
-        finally:
-            if use not in self._folded and accumulates:
-                self.parameter.grad = self._before
+        fold(accumulator, fresh)
         self._accumulators[use] = accumulator
+        self._folded.add(use)
         return self._handed() if len(self._folded) == self.uses else None
 
-    def pass_by(self, use: int) -> None:
-        """See `GradientBuffer.pass_by`."""
-        self._enter(use, None)
-        self._folded.add(use)
-
-    def _enter(self, use: int, accumulates: bool | None) -> None:
-        self._passes.enter()
+    def _enter(self, use: int, accumulates: bool) -> None:
+        running = self._passes.enter()
         if not self._folded:
             self._accumulates = accumulates
             if accumulates:
                 self._continue(self.parameter.grad)
-            self._passes.add(self)
+            running.folded.append(self)
         elif use in self._folded or accumulates != self._accumulates:
-            raise ValueError(
-                f"a parameter of shape {tuple(self.parameter.shape)} took part in several forward "
-                "passes that go backward together, which would make its gradient depend on how the "
-                "batch was cut. Call backward() once per forward pass; gradients add up."
-            )
+            parameter = f"a parameter of shape {tuple(self.parameter.shape)}"
+            raise ValueError(several_forward_passes(parameter))
 
     def _continue(self, gradient: Tensor | None) -> None:
         """Take the accumulators that a gradient is the sum of."""
@@ -151,7 +138,8 @@ class _Gradient:
         if gradient is None:
             return
         left = getattr(gradient, _LEFT, None) or _Left([])
-        if left.fault and gradient.any():
+        self._adds = not (self._hooked or left.fault) or bool(gradient.any())
+        if left.fault and self._adds:
             raise ValueError(_not_continued(self.parameter, left.fault))
         self._in_place = self._in_place and gradient.is_contiguous()
         if self._in_place:
@@ -182,12 +170,14 @@ class _Gradient:
     def publish(self) -> str:
         """End a pass: leave the accumulators with the gradient that autograd has written."""
         error = ""
-        if self._accumulates is not None and len(self._folded) < self.uses:
+        if len(self._folded) < self.uses:
             error = self._complete()
         gradient, before = self.parameter.grad, self._before
         if self._accumulates and gradient is not None:
-            if before is not None:
-                if gradient.data_ptr() != before.data_ptr():
+            alias = before is not None and gradient.data_ptr() == before.data_ptr()
+            # A view of other memory was put there on purpose, as DDP puts its buckets.
+            if before is not None and (alias or not gradient._is_view()):
+                if not alias:
                     before.copy_(gradient)
                 gradient = self.parameter.grad = before
             left = _Left(self._accumulators)
@@ -195,7 +185,7 @@ class _Gradient:
                 _add_up(left.accumulators, gradient.clone()), gradient
             ):
                 left = _Left([], HOOKED)
-                error = "" if before is None else _not_continued(self.parameter, HOOKED)
+                error = _not_continued(self.parameter, HOOKED) if self._adds else ""
             if left.fault or not self._in_place:
                 setattr(gradient, _LEFT, left)
         self._forget()
@@ -213,14 +203,18 @@ class _Gradient:
         )
 
     def abandon(self) -> None:
-        """Mark what a failed pass has left; some of it may be lost."""
+        """Mark what a failed pass has left."""
+        if self.parameter.grad is None:
+            self.parameter.grad = self._before
         self._forget()
         if self.parameter.grad is not None:
             setattr(self.parameter.grad, _LEFT, _Left([], FAILED))
 
     def _forget(self) -> None:
-        self._accumulates: bool | None = None
-        """Whether the pass adds to `.grad`; None if it makes no gradient."""
+        self._accumulates = False
+        """Whether the pass adds to `.grad`."""
+        self._adds = False
+        """Whether there is anything that it adds to."""
         self._accumulators: list[Tensor | None] = [None] * self.uses
         self._folded: set[int] = set()
         self._before: Tensor | None = None

@@ -72,8 +72,6 @@ def lm_head_gradients(
     dweight = None
     if needs_weight:
         dweight = fold_parameter(ctx, weight, weight_grad, fold, overwrites=True)
-    elif weight_grad is not None:
-        weight_grad.pass_by()
     if not folded:
         fold(None, False)
     return dhidden, dweight

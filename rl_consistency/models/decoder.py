@@ -10,24 +10,27 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
+from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
 from rl_consistency.models.modules import CanonicalModule, CanonicalRMSNorm
 from rl_consistency.models.packing import PackedBatch, packed_inputs
 from rl_consistency.numerics.settings import verify_settings
 from rl_consistency.numerics.strict import Strictness, current, held
 
 
-def guarded_backward(output: Tensor) -> Tensor:
-    """The output, whose backward is a ValueError in fp16 and a ConsistencyError under other numeric
-    settings."""
+def guarded_backward(output: Tensor, passes: BackwardPasses | None = None) -> Tensor:
+    """The output, whose backward is a ValueError in fp16, a ConsistencyError under other numeric
+    settings, and a ValueError if it is the second in one of the `passes`."""
+
+    def guard(gradient: Tensor) -> None:
+        if gradient.dtype == torch.float16:
+            raise ValueError(NO_FP16_TRAINING)
+        verify_settings()
+        if passes is not None:
+            passes.enter_forward()
+
     if output.requires_grad:
-        output.register_hook(_guard_backward)
+        output.register_hook(guard)
     return output
-
-
-def _guard_backward(gradient: Tensor) -> None:
-    if gradient.dtype == torch.float16:
-        raise ValueError(NO_FP16_TRAINING)
-    verify_settings()
 
 
 NO_FP16_TRAINING = (
@@ -67,6 +70,7 @@ class CanonicalBaseModel(CanonicalModule):
     rotary_emb: nn.Module
     guard: Callable[[], object]
     """Raises unless the whole model is as it was patched."""
+    passes: BackwardPasses
 
     def forward(
         self,
@@ -99,7 +103,7 @@ class CanonicalBaseModel(CanonicalModule):
         shared = {"position_embeddings": cos_sin, "attention_layout": layout, "choice": current()}
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, cache_index=index, **shared)
-        return guarded_backward(self.norm(hidden)[0])
+        return guarded_backward(self.norm(hidden)[0], self.passes)
 
 
 class CanonicalCausalLM(CanonicalModule):

@@ -30,7 +30,7 @@ from rl_consistency.numerics.strict import current, is_canonical
 ADDED = frozenset(
     (
         *("_gradient_buffers", "rows_per_token", "activation", "window"),
-        *("apply_stock_rotary", "_rotary_table", "guard"),
+        *("apply_stock_rotary", "_rotary_table", "guard", "passes"),
     )
 )
 """Attributes that a patched module has and a stock one has not."""

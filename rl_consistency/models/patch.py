@@ -177,7 +177,6 @@ class PatchSession:
     def check_forward(self) -> None:
         """`check`, and under gradients that no module with trained weights is at two places."""
         self.check()
-        self._passes.clear()
         if torch.is_grad_enabled():
             for name, other, module in self._shared:
                 if any(p.requires_grad for p in module.parameters(recurse=False)):
@@ -287,7 +286,7 @@ class PatchSession:
         elif isinstance(module, CanonicalRotaryEmbedding):
             module._rotary_table = None
         elif isinstance(module, CanonicalBaseModel):
-            module.guard = self.check_forward
+            module.guard, module.passes = self.check_forward, self._passes
 
 
 def patch(model: nn.Module, *, grad_dtype: torch.dtype | None = None) -> PatchSession:

@@ -1,3 +1,4 @@
+import re
 import sys
 
 import pytest
@@ -8,7 +9,7 @@ from rl_consistency.trainers.rewards import (
     RewardError,
     RewardFunction,
     arithmetic,
-    check_fields,
+    check_data,
     compute_rewards,
     exact_match,
     gsm8k,
@@ -130,6 +131,49 @@ def test_what_a_function_raises_is_named_with_its_sample_and_chained():
     assert isinstance(error.__cause__, ValueError)
 
 
+def silent(self):
+    raise RuntimeError("no text")
+
+
+class Silent(Exception):
+    __str__ = __repr__ = silent
+
+
+class SilentNumber(float):
+    __float__ = __repr__ = silent
+
+
+def test_an_exception_that_cannot_be_shown_is_named_by_its_type():
+    def raises(**_):
+        raise Silent
+
+    text = r"'mine' raised Silent: \(str raised RuntimeError\) \(sample 0, example 40"
+    assert re.search(text, str(refusal(raises)))
+
+
+def test_what_a_function_raises_is_told_in_one_line_of_bounded_length():
+    def raises(**_):
+        raise ValueError("first\nsecond\n" * 1000)
+
+    assert "'mine' raised ValueError: first second first" in (text := str(refusal(raises)))
+    assert "\n" not in text and len(text) < 500
+
+
+@pytest.mark.parametrize("value", [Silent(), SilentNumber(1)], ids=["no number", "number"])
+def test_a_score_that_cannot_be_shown_is_named_with_its_sample(value):
+    text = str(refusal(lambda **_: [0.0, value, 1.0]))
+    assert "'mine' returned (repr raised RuntimeError), not a finite" in text
+    assert "sample 1, example 41" in text
+
+
+def test_a_list_that_cannot_be_read_is_named_by_what_it_raises():
+    class Unreadable(list):
+        def __iter__(self):
+            raise Silent
+
+    assert "'mine' raised Silent" in str(refusal(lambda **_: Unreadable([0.0] * 3)))
+
+
 def test_a_failure_of_the_batch_only_says_so():
     def fails_on_three(completions, **_):
         return [0.0] if len(completions) == 1 else {}["x"]
@@ -166,6 +210,9 @@ def test_a_function_that_is_just_called_ends_the_run_as_if_it_were_done(monkeypa
         ("raise SystemExit(0)", "SystemExit: 0"),
         ("def f(:", r"SyntaxError: invalid syntax \(broken_rewards.py, line 1\)"),
         ("1 / 0", "ZeroDivisionError"),
+        ("def __getattr__(name): raise RuntimeError(name)", "RuntimeError: "),
+        ("class E(Exception):\n def __str__(self): 1 / 0\nraise E", "E: .str raised ZeroDivision"),
+        ("raise ImportError('two\\nlines')", "ImportError: two lines; install"),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, text, message):
@@ -173,6 +220,7 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, text, 
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RewardError, match=f"cannot import 'broken_rewards': {message}"):
         resolve("broken_rewards:f")
+    sys.modules.pop("broken_rewards", None)
 
 
 def test_weighted_rewards_that_overflow_are_refused():
@@ -189,7 +237,9 @@ def test_an_interrupt_passes_through():
         score(interrupted)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), None, "1", 10**400])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), -float("inf"), None, "1", 10**400, 1e39, -(10**39)]
+)
 def test_a_score_that_is_no_finite_number_is_named_with_its_sample(value):
     text = str(refusal(lambda **_: [0.0, value, value]))
     assert "'mine' returned" in text and "sample 1, example 41, completion 'wrong'" in text
@@ -228,9 +278,9 @@ def test_fields_that_do_not_fit_a_function_are_refused(function, extra, message)
         Example(id=i, prompt="p", answer="a", target="a", extra=e) for i, e in enumerate(extra)
     ]
     with pytest.raises(RewardError, match=message):
-        check_fields([RewardFunction("mine", function)], examples)
+        check_data([RewardFunction("mine", function)], examples)
 
 
 def test_fields_that_fit_are_let_through():
     functions = [exact_match, lambda level, **_: [], lambda level=0, **_: []]
-    check_fields([RewardFunction("mine", f) for f in functions], EXAMPLES)
+    check_data([RewardFunction("mine", f) for f in functions], EXAMPLES)

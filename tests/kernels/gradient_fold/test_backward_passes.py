@@ -1,15 +1,18 @@
 """Which backward passes continue a fold, and which are refused."""
 
 import contextlib
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from rl_consistency.kernels.gradient_fold import gradient_buffer
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
-from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.parity.bytes import same_bytes
 from tests.kernels.gradient_fold.uses import (
@@ -23,25 +26,6 @@ from tests.kernels.gradient_fold.uses import (
     spans,
     use,
 )
-
-
-class Head(torch.autograd.Function):
-    """0, of hidden states, with a gradient of an LM head that may be frozen."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, buffer, fold):
-        ctx.given = (weight, buffer, fold)
-        return hidden * 0.0
-
-    @staticmethod
-    def backward(ctx, _):
-        weight, buffer, fold = ctx.given
-        gradient = None
-        if ctx.needs_input_grad[1]:
-            gradient = fold_parameter(ctx, weight, buffer, fold)
-        else:
-            buffer.pass_by()
-        return torch.ones(1), gradient, None, None
 
 
 @pytest.mark.parametrize("uses", [1, 2])
@@ -130,6 +114,63 @@ def test_nothing_lets_a_failed_pass_go_on(uses, dtype, grad_dtype, between):
     assert all(same_bytes(p.grad, whole.grad) for p in params)
 
 
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_an_error_in_a_hook_loses_no_gradient_and_is_not_gone_on_from(dtype, grad_dtype):
+    param = parameter(dtype, grad_dtype)
+    buffer = GradientBuffer(param)
+    backward(param, [buffer], slice(0, 64))
+    hook = param.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(param, [buffer], slice(64, TOKENS))
+    hook.remove()
+    assert param.grad is not None
+    with pytest.raises(ValueError, match=r"ended in an error.*zero_grad"):
+        backward(param, [buffer], slice(64, TOKENS))
+
+
+def test_new_gradients_after_a_failed_pass_are_added_to():
+    param, whole = parameter(), parameter()
+    buffer = GradientBuffer(param)
+    hook = param.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(param, [buffer], ALL)
+    hook.remove()
+    param.grad = None
+    (param * 0.0).sum().backward()
+    backward(param, [buffer], ALL)
+    backward(whole, [GradientBuffer(whole)], ALL)
+    assert same_bytes(param.grad, whole.grad)
+
+
+def test_an_interrupt_at_the_end_of_a_pass_is_a_failed_pass(monkeypatch):
+    param = parameter(torch.bfloat16)
+    buffer = GradientBuffer(param)
+
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(gradient_buffer._Gradient, "publish", interrupt)
+        backward(param, [buffer], ALL)
+    with pytest.raises(ValueError, match=r"ended in an error.*zero_grad"):
+        backward(param, [buffer], ALL)
+    param.grad = None
+    backward(param, [buffer], ALL)
+
+
+def test_a_parameter_goes_with_its_model():
+    passes = BackwardPasses()
+    param = parameter()
+    buffers, held = GradientBuffer.for_uses(param, 2, passes), weakref.ref(param)
+    backward(param, buffers, ALL)
+    gc.disable()
+    try:
+        del param, buffers
+        assert held() is None
+    finally:
+        gc.enable()
+
+
 def test_an_error_that_is_kept_does_not_keep_the_pass():
     """Its traceback holds the frames of the backward functions."""
     param, errors = parameter(), []
@@ -159,7 +200,7 @@ def test_forward_passes_of_two_sessions_do_not_go_backward_together():
 
 
 @pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
-def test_what_a_failed_pass_held_is_freed_before_the_next_forward(dtype, grad_dtype):
+def test_what_a_failed_pass_held_is_freed_at_once(dtype, grad_dtype):
     param, passes, held = parameter(dtype, grad_dtype), BackwardPasses(), []
     buffers = GradientBuffer.for_uses(param, 2, passes)
     backward(param, buffers, slice(0, 64))
@@ -173,36 +214,33 @@ def test_what_a_failed_pass_held_is_freed_before_the_next_forward(dtype, grad_dt
     with contextlib.suppress(torch.OutOfMemoryError):
         use(param, buffers[0], refuse).backward()
     param.grad = before = None
-    passes.clear()
     assert len(held) == 2 and all(storage.expired() for storage in held)
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_several_passes_under_reentrant_checkpointing_are_refused(frozen):
-    passes = BackwardPasses()
-    layer, head = parameter(), parameter().requires_grad_(not frozen)
-    (inner,), (outer,) = (GradientBuffer.for_uses(p, 1, passes) for p in (layer, head))
-    dy, x = data(1)
+def test_several_passes_under_reentrant_checkpointing_are_refused():
+    """Each layer folds in a graph of its own, and every forward pass shows in the outer one."""
+    passes, layer = BackwardPasses(), parameter()
+    (buffer,) = GradientBuffer.for_uses(layer, 1, passes)
 
     def forward(span):
         start = torch.zeros(1, requires_grad=True)
-        hidden = checkpoint(lambda x: loss(layer, [inner], span, x), start, use_reentrant=True)
-        return Head.apply(hidden, head, outer, lambda g, fresh: fold_outer(g, dy[0], x[0]))
+        hidden = checkpoint(lambda x: loss(layer, [buffer], span, x), start, use_reentrant=True)
+        hidden.register_hook(lambda gradient: passes.enter_forward())
+        return hidden
 
     forward(ALL).backward()
-    with pytest.raises(ValueError, match="several forward passes"):
+    forward(ALL).backward()
+    with pytest.raises(ValueError, match=r"the model took part in several forward passes"):
         (forward(slice(0, 64)) + forward(slice(64, TOKENS))).backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("uses", [1, 2])
-def test_a_graph_of_the_backward_pass_may_be_made(uses, dtype):
-    whole, param = parameter(dtype), parameter(dtype)
-    backward(whole, GradientBuffer.for_uses(whole, uses), ALL)
-    buffers = GradientBuffer.for_uses(param, uses)
-    for span in spans([32, 48]):
-        loss(param, buffers, span).backward(create_graph=True)
-    assert same_bytes(param.grad, whole.grad)
+def test_a_graph_of_the_backward_pass_is_refused():
+    """Without the refusal a penalty on gradients would be dropped silently."""
+    param = parameter()
+    buffer = GradientBuffer(param)
+    with pytest.raises(ValueError, match="create_graph=True.*not covered"):
+        torch.autograd.grad(loss(param, [buffer], ALL), param, create_graph=True)
+    backward(param, [buffer], ALL)
 
 
 def test_a_second_thread_in_backward_is_refused():

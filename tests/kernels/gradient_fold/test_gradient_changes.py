@@ -135,3 +135,27 @@ def test_a_gradient_that_was_there_first_is_continued(uses, dtype, grad_dtype):
     for _ in range(2):
         sum(use(param, buffer, lambda g, fresh: g.add_(10.0)) for buffer in buffers).backward()
     assert param.grad.tolist() == [1.0 + 20 * uses, -2.0 + 20 * uses, 3.0 + 20 * uses]
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_zeros_that_a_hook_is_added_to_count_as_none(uses):
+    param, seen = parameter(), []
+    param.register_hook(lambda g: g * 0.5)
+    buffers = GradientBuffer.for_uses(param, uses)
+    for _ in range(3):
+        backward(param, buffers, ALL)
+        seen.append(param.grad.clone())
+        param.grad.zero_()
+    assert same_bytes(seen[0], seen[1]) and same_bytes(seen[0], seen[2])
+
+
+def test_a_view_that_a_hook_puts_in_place_of_the_gradient_stays():
+    """As DDP does with its buckets."""
+    param, bucket = parameter(), torch.zeros(1000)
+    view = bucket[:960].view(24, 40)
+    buffer = GradientBuffer(param)
+    backward(param, [buffer], slice(0, 64))
+    param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", view.copy_(p.grad)))
+    backward(param, [buffer], slice(64, TOKENS))
+    backward(whole := parameter(), [GradientBuffer(whole)], ALL)
+    assert param.grad is view and same_bytes(view, whole.grad)

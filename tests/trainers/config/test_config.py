@@ -1,3 +1,4 @@
+import os
 import re
 from pathlib import Path
 
@@ -63,9 +64,31 @@ def test_a_config_cannot_be_changed():
 
 
 def test_the_output_directory_follows_the_name():
-    assert load_config(DEMO, ["run.name=x"]).run.output_dir == Path("runs/x")
+    assert load_config(DEMO, ["run.name=x"]).run.output_dir == Path.cwd() / "runs/x"
     assert load_config(DEMO, ["run.output_dir=/tmp/y"]).run.output_dir == Path("/tmp/y")
     assert load_config(DEMO, ["run.output_dir=~/y"]).run.output_dir == Path.home() / "y"
+
+
+def test_a_directory_whose_name_is_no_utf_8_is_refused(tmp_path, monkeypatch):
+    directory = tmp_path / os.fsdecode(b"\xff")
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    assert (
+        "run.output_dir: " in (message := refusal("run.name=x")) and "no text in UTF-8" in message
+    )
+    assert load_config(DEMO, [f"run.output_dir={tmp_path}"]).run.output_dir == tmp_path
+
+
+def test_a_path_stays_what_it_was_where_the_recipe_was_loaded(tmp_path, monkeypatch):
+    paths = [
+        f"data.path={tmp_path.name}",
+        "data.task=null",
+        "run.output_dir=y",
+        "training.eval_every=0",
+    ]
+    monkeypatch.chdir(tmp_path.parent)
+    config = load_config(DEMO, paths)
+    assert (config.run.output_dir, config.data.path) == (tmp_path.parent / "y", tmp_path)
 
 
 def test_overrides_are_yaml_and_the_last_one_wins():
@@ -325,7 +348,7 @@ def test_a_malformed_override_is_refused(override, message):
 def test_the_gsm8k_recipe_accepts_a_directory_from_the_command_line(tmp_path):
     config = load_config(GSM8K, [f"policy.path={tmp_path}"])
     assert config.policy.path == tmp_path
-    assert config.data.path == Path("../shared/data/gsm8k/train.jsonl")
+    assert config.data.path == Path.cwd() / "../shared/data/gsm8k/train.jsonl"
 
 
 def test_the_resolved_config_holds_every_field():

@@ -103,6 +103,21 @@ def test_without_the_removal_what_a_kill_left_stays(tiny_run, monkeypatch):
     assert before and after == before
 
 
+@pytest.mark.parametrize("name", ["step_9", "step_000009", "step_2"])
+def test_a_misnamed_checkpoint_is_named_with_what_to_do(tiny_run, lasting, name):
+    changes = {"training.save_every": 1, "training.keep_checkpoints": 1}
+    _, rows = tiny_run(**changes)
+    checkpoints = tiny_run.directory / "run" / "checkpoints"
+    misnamed = (checkpoints / "step_000003").rename(checkpoints / name)
+    before = tiny_run.files()
+    with pytest.raises(CheckpointError, match=f"{misnamed} holds .* step 3: rename it to step_0+3"):
+        tiny_run(**changes, resume=True)
+    assert tiny_run.files() == before
+    misnamed.rename(checkpoints / "step_000003")
+    _, resumed = tiny_run(**changes, resume=True)
+    assert lasting(resumed) == lasting(rows)
+
+
 def test_half_a_checkpoint_in_the_way_is_named_before_the_run_goes_on(tiny_run):
     tiny_run(**{"training.save_every": 1})
     newest = tiny_run.directory / "run" / "checkpoints" / "step_000003"
