@@ -41,6 +41,29 @@ def test_several_forward_passes_in_one_backward_are_refused(uses):
     assert same_bytes(param.grad, whole.grad)
 
 
+@pytest.fixture
+def unrefused(monkeypatch):
+    """What folds a use twice in one pass is let through."""
+    real = gradient_buffer._Gradient._enter
+
+    def enter(self, use, accumulates):
+        with contextlib.suppress(ValueError):
+            real(self, use, accumulates)
+
+    monkeypatch.setattr(gradient_buffer._Gradient, "_enter", enter)
+
+
+def test_without_the_refusal_gradients_depend_on_the_cut(unrefused):
+    """Negative control: autograd adds up what each forward pass hands over."""
+    gradients = []
+    for cuts in ([], [64]):
+        param = parameter()
+        buffers = GradientBuffer.for_uses(param, 1)
+        sum(loss(param, buffers, span) for span in spans(cuts)).backward()
+        gradients.append(param.grad)
+    assert not same_bytes(*gradients)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_passes_continue_the_same_fold(reentrant):
     whole, param = parameter(torch.bfloat16), parameter(torch.bfloat16)
@@ -81,6 +104,18 @@ def test_a_parameter_frozen_since_the_forward_pass_keeps_its_gradient():
     param.requires_grad_(False)
     later.backward()
     assert same_bytes(param.grad, before)
+
+
+def test_a_fold_of_a_frozen_parameter_drops_its_gradient(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(gradient_buffer, "_accumulates", lambda ctx, param: True)
+    param, x = parameter(), torch.zeros(1, requires_grad=True)
+    buffer = GradientBuffer(param)
+    backward(param, [buffer], slice(0, 64))
+    later = loss(param, [buffer], slice(64, TOKENS), x)
+    param.requires_grad_(False)
+    later.backward()
+    assert param.grad is None
 
 
 @pytest.mark.parametrize("between", ["autograd.grad", "another session"])
@@ -126,6 +161,22 @@ def test_an_error_in_a_hook_loses_no_gradient_and_is_not_gone_on_from(dtype, gra
     assert param.grad is not None
     with pytest.raises(ValueError, match=r"ended in an error.*zero_grad"):
         backward(param, [buffer], slice(64, TOKENS))
+
+
+def test_a_failed_pass_that_nobody_ends_loses_the_gradient_and_is_gone_on_from(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(gradient_buffer._Gradient, "abandon", gradient_buffer._Gradient._forget)
+    param, later = parameter(), parameter()
+    buffer = GradientBuffer(param)
+    backward(param, [buffer], slice(0, 64))
+    hook = param.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(param, [buffer], slice(64, TOKENS))
+    hook.remove()
+    assert param.grad is None
+    backward(param, [buffer], slice(64, TOKENS))
+    backward(later, [GradientBuffer(later)], slice(64, TOKENS))
+    assert same_bytes(param.grad, later.grad)
 
 
 def test_new_gradients_after_a_failed_pass_are_added_to():
@@ -188,15 +239,26 @@ def test_an_error_that_is_kept_does_not_keep_the_pass():
     assert same_bytes(param.grad, whole.grad) and errors[0].__traceback__
 
 
-def test_forward_passes_of_two_sessions_do_not_go_backward_together():
-    """Each would continue the gradient that is there, and autograd would add it twice."""
+def of_two_sessions():
+    """The gradient of two forward passes, the first of which belongs to a restored session."""
     param, sessions = parameter(), (BackwardPasses(), BackwardPasses())
-    first, second = (
-        loss(param, GradientBuffer.for_uses(param, 1, session), ALL) for session in sessions
-    )
+    buffers = [GradientBuffer.for_uses(param, 1, session) for session in sessions]
+    losses = [loss(param, *given) for given in zip(buffers, spans([64]), strict=True)]
     sessions[0].close()
+    sum(losses).backward()
+    return param.grad
+
+
+def test_forward_passes_of_two_sessions_do_not_go_backward_together():
     with pytest.raises(ValueError, match=r"restored between forward and backward.*with patch"):
-        (first + second).backward()
+        of_two_sessions()
+
+
+def test_where_a_restored_session_goes_on_gradients_depend_on_the_cut(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(BackwardPasses, "close", lambda self: None)
+    backward(whole := parameter(), [GradientBuffer(whole)], ALL)
+    assert not same_bytes(of_two_sessions(), whole.grad)
 
 
 @pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
@@ -217,8 +279,9 @@ def test_what_a_failed_pass_held_is_freed_at_once(dtype, grad_dtype):
     assert len(held) == 2 and all(storage.expired() for storage in held)
 
 
-def test_several_passes_under_reentrant_checkpointing_are_refused():
-    """Each layer folds in a graph of its own, and every forward pass shows in the outer one."""
+def reentrant():
+    """A layer, and its forward pass over a span: it folds in a graph of its own, and every forward
+    pass shows in the outer one."""
     passes, layer = BackwardPasses(), parameter()
     (buffer,) = GradientBuffer.for_uses(layer, 1, passes)
 
@@ -228,14 +291,29 @@ def test_several_passes_under_reentrant_checkpointing_are_refused():
         hidden.register_hook(lambda gradient: passes.enter_forward())
         return hidden
 
+    return layer, forward
+
+
+def test_several_passes_under_reentrant_checkpointing_are_refused():
+    _, forward = reentrant()
     forward(ALL).backward()
     forward(ALL).backward()
     with pytest.raises(ValueError, match=r"the model took part in several forward passes"):
         (forward(slice(0, 64)) + forward(slice(64, TOKENS))).backward()
 
 
+def test_reentrant_passes_that_nobody_counts_depend_on_the_cut(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(BackwardPasses, "enter_forward", lambda self: None)
+    gradients = []
+    for cuts in ([], [64]):
+        layer, forward = reentrant()
+        sum(map(forward, spans(cuts))).backward()
+        gradients.append(layer.grad)
+    assert not same_bytes(*gradients)
+
+
 def test_a_graph_of_the_backward_pass_is_refused():
-    """Without the refusal a penalty on gradients would be dropped silently."""
     param = parameter()
     buffer = GradientBuffer(param)
     with pytest.raises(ValueError, match="create_graph=True.*not covered"):
@@ -243,8 +321,18 @@ def test_a_graph_of_the_backward_pass_is_refused():
     backward(param, [buffer], ALL)
 
 
-def test_a_second_thread_in_backward_is_refused():
-    """It comes while the first is between two parameters."""
+def test_without_the_refusal_a_penalty_on_gradients_is_dropped_silently(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(BackwardPasses, "enter", torch.no_grad()(BackwardPasses.enter))
+    param = parameter()
+    folds = loss(param, [GradientBuffer(param)], ALL)
+    (found,) = torch.autograd.grad(folds, param, create_graph=True)
+    assert found.any() and not found.requires_grad
+
+
+def with_a_second_thread():
+    """A gradient of ones, into which a thread folds while the first is between two parameters; and
+    the errors of that thread."""
     passes, params = BackwardPasses(), [parameter(), parameter()]
     buffers = [GradientBuffer.for_uses(p, 1, passes)[0] for p in params]
     refusals = []
@@ -263,7 +351,18 @@ def test_a_second_thread_in_backward_is_refused():
     x = torch.zeros(1, requires_grad=True)
     first = use(params[0], buffers[0], fold, x)
     use(params[1], buffers[1], lambda g, fresh: g.add_(1.0), first).backward()
-    assert "several" in refusals[0] and (params[1].grad == 1.0).all()
+    return params[1].grad, refusals
+
+
+def test_a_second_thread_in_backward_is_refused():
+    gradient, (refusal,) = with_a_second_thread()
+    assert "several" in refusal and (gradient == 1.0).all()
+
+
+def test_without_the_refusal_a_second_thread_adds_to_the_gradient(unrefused):
+    """Negative control."""
+    gradient, refusals = with_a_second_thread()
+    assert not refusals and (gradient != 1.0).any()
 
 
 @pytest.mark.parametrize("uses", [1, 2])
