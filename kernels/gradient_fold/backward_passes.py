@@ -84,6 +84,7 @@ class BackwardPasses:
         """Let no more pass begin."""
         self._closed = True
 
+    @torch.no_grad()
     def publish(self) -> None:
         """End the pass; ValueError for what is wrong with a gradient."""
         errors = [error for gradient in self._folded if (error := gradient.publish())]

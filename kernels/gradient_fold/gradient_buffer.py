@@ -166,7 +166,6 @@ class _Gradient:
             return only.to(dtype, copy=True)
         return _add_up(self._accumulators, torch.empty_like(self.parameter, dtype=dtype))
 
-    @torch.no_grad()
     def publish(self) -> str:
         """End a pass: leave the accumulators with the gradient that autograd has written."""
         error = ""
