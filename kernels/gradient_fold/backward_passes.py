@@ -20,8 +20,11 @@ class Gradient(Protocol):
         """Called when a pass has ended; what is wrong with the gradient, or nothing."""
         ...
 
-    def abandon(self) -> None:
-        """Called when a pass has ended in an error, though this gradient may be no part of it."""
+    def abandon(self, lost: bool) -> None:
+        """Called when a pass has ended in an error, though this gradient may be no part of it.
+
+        `lost`: gradients of parameters were being written.
+        """
         ...
 
 
@@ -30,22 +33,26 @@ class BackwardPasses:
 
     def __init__(self) -> None:
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
+        self._folded: list[Gradient] = []
+        self._entered = False
+        """Whether a forward pass goes backward in the pass that runs."""
+        self._writes = False
+        """Whether the pass that runs writes gradients of parameters."""
         self._end: weakref.ref[_End] | None = None
-        """Of the pass that runs; autograd drops it together with the pass."""
+        """Of the pass that runs. Autograd alone holds it, so that it is gone after an error."""
         self._closed = False
 
     def watch(self, gradient: Gradient) -> None:
         """Tell this gradient of passes that end in an error."""
         self._gradients.add(gradient)
 
-    def enter(self) -> _End:
-        """The pass that runs, begun if none does.
+    def enter(self) -> None:
+        """Begin a pass unless one runs.
 
         ValueError if no more may begin, and for a graph of the gradients.
         """
-        end = self._end and self._end()
-        if end is not None:
-            return end
+        if self._end is not None and self._end() is not None:
+            return
         if self._closed:
             raise ValueError(
                 "the model was restored between forward and backward. Call backward() before "
@@ -56,48 +63,60 @@ class BackwardPasses:
                 "create_graph=True: gradients of gradients are not covered, and would be zero. "
                 "Leave it out, or compute that term inside session.stock()."
             )
+        self._folded, self._entered, self._writes = [], False, False
         end = _End(self)
         self._end = weakref.ref(end)
         Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportAttributeAccessIssue]
-        return end
 
     def enter_forward(self) -> None:
-        """Begin the backward pass of a forward pass; ValueError on a second one in it."""
-        self.enter().require_only("the model")
+        """Begin the pass of a forward pass; ValueError on a second one in it."""
+        self.enter()
+        if self._entered:
+            raise ValueError(several_forward_passes("the model"))
+        self._entered = True
+
+    def add(self, gradient: Gradient, writes: bool) -> None:
+        """Have the gradient published at the end of the pass, which writes it or returns it."""
+        self._folded.append(gradient)
+        self._writes |= writes
 
     def close(self) -> None:
         """Let no more pass begin."""
         self._closed = True
 
-    def abandon(self) -> None:
-        """Tell all gradients that a pass has ended in an error."""
-        for gradient in list(self._gradients):
-            gradient.abandon()
-
-
-class _End:
-    """A pass: what autograd calls at its end, and drops without a call after an error."""
-
-    def __init__(self, passes: BackwardPasses):
-        self._passes = passes
-        self.folded: list[Gradient] = []
-        self._seen: set[str] = set()
-        self._done = False
-
-    def require_only(self, name: str) -> None:
-        """ValueError the second time."""
-        if name in self._seen:
-            raise ValueError(several_forward_passes(name))
-        self._seen.add(name)
-
-    def __call__(self) -> None:
-        errors = [error for gradient in self.folded if (error := gradient.publish())]
-        self._done, self._passes._end = True, None
+    @torch.no_grad()
+    def publish(self) -> None:
+        """End the pass; ValueError for what is wrong with a gradient."""
+        errors = [error for gradient in self._folded if (error := gradient.publish())]
+        self._folded = []
         if errors:
             raise ValueError(errors[0])
 
+    def abandon(self) -> None:
+        """Tell all gradients that the pass has ended in an error."""
+        self._end = None
+        for gradient in list(self._gradients):
+            gradient.abandon(self._writes)
+
+
+class _End:
+    """What autograd calls at the end of a pass, and drops without a call after an error."""
+
+    def __init__(self, passes: BackwardPasses):
+        self._passes: BackwardPasses | None = passes
+
+    def __call__(self) -> None:
+        passes, self._passes = self._passes, None
+        assert passes is not None
+        passes._end = None
+        try:
+            passes.publish()
+        except BaseException:
+            passes.abandon()
+            raise
+
     def __del__(self) -> None:
-        if not self._done:
+        if self._passes is not None:
             self._passes.abandon()
 
 

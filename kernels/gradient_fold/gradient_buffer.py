@@ -117,12 +117,12 @@ class _Gradient:
         return self._handed() if len(self._folded) == self.uses else None
 
     def _enter(self, use: int, accumulates: bool) -> None:
-        running = self._passes.enter()
+        self._passes.enter()
         if not self._folded:
             self._accumulates = accumulates
             if accumulates:
                 self._continue(self.parameter.grad)
-            running.folded.append(self)
+            self._passes.add(self, accumulates)
         elif use in self._folded or accumulates != self._accumulates:
             parameter = f"a parameter of shape {tuple(self.parameter.shape)}"
             raise ValueError(several_forward_passes(parameter))
@@ -166,12 +166,11 @@ class _Gradient:
             return only.to(dtype, copy=True)
         return _add_up(self._accumulators, torch.empty_like(self.parameter, dtype=dtype))
 
-    @torch.no_grad()
     def publish(self) -> str:
         """End a pass: leave the accumulators with the gradient that autograd has written."""
+        if len(self._folded) < self.uses and (error := self._complete()):
+            return error
         error = ""
-        if len(self._folded) < self.uses:
-            error = self._complete()
         gradient, before = self.parameter.grad, self._before
         if self._accumulates and gradient is not None:
             alias = before is not None and gradient.data_ptr() == before.data_ptr()
@@ -202,12 +201,12 @@ class _Gradient:
             "with hooks do not cover. Remove the hooks, call backward() and read .grad."
         )
 
-    def abandon(self) -> None:
+    def abandon(self, lost: bool) -> None:
         """Mark what a failed pass has left."""
-        if self.parameter.grad is None:
+        if self._before is not None:
             self.parameter.grad = self._before
         self._forget()
-        if self.parameter.grad is not None:
+        if lost and self.parameter.grad is not None:
             setattr(self.parameter.grad, _LEFT, _Left([], FAILED))
 
     def _forget(self) -> None:

@@ -260,7 +260,7 @@ def tied_weights_share_a_buffer() -> AbstractContextManager[Any]:
     """Embedding and LM head fold into one accumulator."""
     enter = _Gradient._enter
 
-    def shared(self: _Gradient, use: int, accumulates: bool | None) -> None:
+    def shared(self: _Gradient, use: int, accumulates: bool) -> None:
         enter(self, use, accumulates)
         held = next((part for part in self._accumulators if part is not None), None)
         self._accumulators = [held if i == use else None for i in range(self.uses)]

@@ -91,9 +91,13 @@ def test_a_loss_that_some_uses_of_a_tied_weight_do_not_reach(dtype, grad_dtype, 
     assert same_bytes(param.grad, whole.to(grad_dtype))
     with pytest.raises(ValueError, match="1 of the 2 uses"):
         torch.autograd.grad(use(param, used, fold), param)
-    param.register_post_accumulate_grad_hook(lambda p: None)
+    use(param, used, fold).backward()
+    param.grad = None
+    param.register_hook(lambda g: None)
+    before = param.grad = torch.ones_like(param, dtype=grad_dtype)
     with pytest.raises(ValueError, match="1 of the 2 uses"):
-        use(param, used, fold).backward()
+        (use(param, used, fold) + (param.float() * 0.0).sum()).backward()
+    assert param.grad is before
 
 
 def test_a_parameter_frozen_since_the_forward_pass_keeps_its_gradient():
@@ -222,7 +226,7 @@ def test_a_parameter_goes_with_its_model():
         gc.enable()
 
 
-def test_an_error_that_is_kept_does_not_keep_the_pass():
+def test_an_error_that_is_kept_does_not_keep_the_pass(monkeypatch):
     """Its traceback holds the frames of the backward functions."""
     param, errors = parameter(), []
     buffer = GradientBuffer(param)
@@ -230,13 +234,31 @@ def test_an_error_that_is_kept_does_not_keep_the_pass():
     def refuse(accumulator, fresh):
         raise torch.OutOfMemoryError("no memory")
 
-    try:
+    def refused():
         use(param, buffer, refuse).backward()
-    except torch.OutOfMemoryError as error:
-        errors.append(error)
-    backward(param, [buffer], ALL)
+
+    def refused_before_it_folds():
+        backward(param, [buffer], ALL)
+        backward(param, [buffer], ALL)
+
+    def interrupted_at_its_end():
+        with monkeypatch.context() as patched:
+            patched.setattr(gradient_buffer._Gradient, "publish", lambda self: 1 / 0)
+            backward(param, [buffer], ALL)
+
     backward(whole := parameter(), [GradientBuffer(whole)], ALL)
-    assert same_bytes(param.grad, whole.grad) and errors[0].__traceback__
+    for fail in (refused, refused_before_it_folds, interrupted_at_its_end):
+        hook = param.register_hook(lambda g: g * 0.5)
+        try:
+            fail()
+        except (torch.OutOfMemoryError, ValueError, ZeroDivisionError) as error:
+            errors.append(error)
+        hook.remove()
+        param.grad = None
+        backward(param, [buffer], ALL)
+        assert same_bytes(param.grad, whole.grad)
+        param.grad = None
+    assert len(errors) == 3 and all(error.__traceback__ for error in errors)
 
 
 def of_two_sessions():
