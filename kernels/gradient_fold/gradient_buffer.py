@@ -78,8 +78,8 @@ class GradientBuffer:
 class _Left:
     """What a pass leaves on the gradient itself, so that it goes when the gradient goes."""
 
-    def __init__(self, accumulators: list[Tensor | None], fault: str = ""):
-        self.accumulators, self.fault = accumulators, fault
+    def __init__(self, accumulators: list[Tensor | None], fault: str = "", version: int = -1):
+        self.accumulators, self.fault, self.version = accumulators, fault, version
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or a saved gradient is a plain tensor, with an attribute that says nothing."""
@@ -143,7 +143,8 @@ class _Gradient:
         if gradient is None:
             return
         left = getattr(gradient, _LEFT, None) or _Left([])
-        self._adds = not (self._hooked or left.fault) or bool(gradient.any())
+        touched = gradient._version != left.version
+        self._adds = not (self._hooked or left.fault) or not touched or bool(gradient.any())
         if left.fault and self._adds:
             raise ValueError(_not_continued(self.parameter, left.fault))
         self._in_place = self._in_place and gradient.is_contiguous()
@@ -155,7 +156,7 @@ class _Gradient:
             self._accumulators[0] = _filled(self.parameter, zeroed=False).copy_(gradient)
         if hasattr(gradient, _LEFT):
             delattr(gradient, _LEFT)
-        self._before, self.parameter.grad = gradient, None
+        self._before, self._version = gradient, gradient._version
 
     def _handed(self) -> Tensor:
         """What autograd gets: a tensor that nothing else refers to, which it keeps as it is."""
@@ -163,13 +164,19 @@ class _Gradient:
         if self._in_place:
             assert only is not None
             self._accumulators[0] = None
-            return only if before is None else only.detach()
-        if before is not None:
-            return _add_up(self._accumulators, before).detach()
+            if before is None:
+                return only
+            self.parameter.grad = None
+            return before.detach()
         dtype = _gradient_dtype(self.parameter)
         if only is not None and self.uses == 1:
-            return only.to(dtype, copy=True)
-        return _add_up(self._accumulators, torch.empty_like(self.parameter, dtype=dtype))
+            gradient = only.to(dtype, copy=True)
+        else:
+            gradient = _add_up(self._accumulators, torch.empty_like(self.parameter, dtype=dtype))
+        if before is not None:
+            # Autograd adds to it; hooks and other terms of the loss may fail until then.
+            self._zeroed = before.zero_()._version
+        return gradient
 
     def publish(self) -> str:
         """End a pass: leave the accumulators with the gradient that autograd has written."""
@@ -197,22 +204,23 @@ class _Gradient:
 
     def _complete(self) -> str:
         """Hand over the gradient of some uses, where the loss did not depend on the others."""
-        if self._accumulates and not _has_hooks(self.parameter):
+        beside = self._before is not None and self._before._version != self._version
+        if self._accumulates and not beside and not _has_hooks(self.parameter):
             torch.autograd.backward(self.parameter, self._handed())
             return ""
         return (
             f"the loss depends on {len(self._folded)} of the {self.uses} uses of a tied parameter "
             f"of shape {tuple(self.parameter.shape)}, which torch.autograd.grad and parameters "
-            "with hooks do not cover. Remove the hooks, call backward() and read .grad."
+            "with hooks or other terms of the loss do not cover. Call backward() for these terms "
+            "alone, remove the hooks, and read .grad."
         )
 
     def abandon(self, lost: bool) -> None:
         """Mark what a failed pass has left."""
-        if self._before is not None:
-            self.parameter.grad = self._before
+        version = self._zeroed
         self._forget()
         if lost and self.parameter.grad is not None:
-            setattr(self.parameter.grad, _LEFT, _Left([], FAILED))
+            setattr(self.parameter.grad, _LEFT, _Left([], FAILED, version))
 
     def _forget(self) -> None:
         self._accumulates = False
@@ -223,6 +231,8 @@ class _Gradient:
         self._folded: set[int] = set()
         self._before: Tensor | None = None
         """`.grad` as it was before the pass."""
+        self._version = self._zeroed = -1
+        """Of `.grad`: as it was before the pass, and once its values are in what autograd adds."""
         self._hooked = self._in_place = False
 
 

@@ -226,7 +226,7 @@ def test_a_fold_of_step_sums_does_not_depend_on_its_batches(columns):
         expected += step_sum
     for batch in (16, 64, 128):
         got = torch.zeros(columns, dtype=torch.float64, device="cuda")
-        launch_steps(got, sums, from_zero=False, batch=batch)
+        launch_steps(got, sums, fresh=False, batch=batch)
         assert same_bytes(got, expected)
     for dtype in DTYPES:
         assert same_bytes(folded_step_sums(sums, dtype), expected.float().to(dtype))

@@ -123,7 +123,7 @@ def test_a_gradient_that_a_pass_forgets_is_replaced_and_its_memory_not_filled(us
 
     def forgetful(self, gradient):
         real(self, gradient)
-        self._before = None
+        self._before = self.parameter.grad = None
 
     monkeypatch.setattr(gradient_buffer._Gradient, "_continue", forgetful)
     param, flat = parameter(torch.bfloat16), torch.zeros(960, dtype=torch.bfloat16)
