@@ -39,10 +39,8 @@ class GradientBuckets:
             self._buckets[-1].append(name)
 
     def step(self) -> Iterator[Round]:
-        """The rounds of a step, which the caller's loop works through.
-
-        The other ranks wait for what this one does not give, so NaN is sent for it, and `take`
-        reports it.
+        """The rounds of a step, for the caller's loop. The other ranks wait for what this one does
+        not give, so NaN is sent for it, and `take` reports it.
         """
         self._missing: list[str] = []
         for round in self._total.step():

@@ -13,7 +13,7 @@ Cost: a round sends what an fp32 reduce-scatter sends. The carry has 4 / world s
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -58,13 +58,14 @@ class OrderedSum:
         cuda = world.device.type == "cuda"
         self._stream = torch.cuda.Stream(world.device) if cuda else None
         self._sent: deque[tuple[str, Tensor, Callable[[], Tensor]]] = deque()
+        self._added: Counter[str] = Counter()
         self._group_carry: dict[str, Tensor] = {}
         self._carry: dict[str, Tensor] = {}
 
     def step(self) -> Iterator[Round]:
-        """The rounds of a step, which the caller's loop works through; what an unfinished step left
-        is dropped."""
+        """The rounds of a step, for the caller's loop. What an unfinished step left is dropped."""
         self._sent.clear()
+        self._added.clear()
         self._group_carry.clear()
         self._carry.clear()
         for round in self.rounds:
@@ -82,17 +83,16 @@ class OrderedSum:
                 f"gradient {key} must be a vector that {self.world.size} ranks divide, "
                 f"got {list(vector.shape)}."
             )
+        self._added[key] += 1
         with self._own_stream(vector):
             wait = self._inner.exchange(self._what(key), vector, self._round.senders)
             self._sent.append((key, vector, wait))
             self._fold(1)  # this exchange runs while the one before is added up
 
     def take(self, key: str) -> Tensor:
-        """This rank's slice [n] of a sum, once the last round has added to it; it is forgotten."""
-        if self._round is not self.rounds[-1]:
-            raise ValueError(
-                f"gradient {key} is not summed yet: work through all rounds of `step`."
-            )
+        """This rank's slice [n] of a sum, once every round has added to it; it is forgotten."""
+        if (added := self._added[key]) != (rounds := len(self.rounds)):
+            raise ValueError(f"gradient {key} was added in {added} of {rounds} rounds, not each.")
         with self._own_stream():
             self._fold(0)
         if self._stream is not None:

@@ -105,6 +105,7 @@ class StockSum(OrderedSum):
     def add(self, key, vector):
         if self.world.size == 1:
             return super().add(key, vector)
+        self._added[key] += 1
         part = vector.new_empty(len(vector) // self.world.size)
         dist.reduce_scatter_tensor(part, vector)
         self._carry[key] = self._carry[key] + part if key in self._carry else part
@@ -144,6 +145,7 @@ class OtherRankOrder(OrderedSum):
     """Chunks are added from the last rank to the first."""
 
     def add(self, key, vector):
+        self._added[key] += 1
         self._sent.append((key, vector, lambda: received().flip(0)))
         received = self._inner.exchange(key, vector, self._round.senders)
         self._fold(1)
@@ -270,12 +272,12 @@ def test_bad_vectors_are_refused():
         total.add("x", torch.zeros(3, 3))
 
 
-def test_a_sum_is_taken_after_its_last_round():
+def test_a_sum_is_taken_once_every_round_has_added_to_it():
     total = OrderedSum(ALONE, LeafOrder(2))
     rounds = total.step()
     next(rounds)
     total.add("x", torch.ones(3))
-    with pytest.raises(ValueError, match="gradient x is not summed yet"):
+    with pytest.raises(ValueError, match="gradient x was added in 1 of 2 rounds"):
         total.take("x")
     next(rounds)
     total.add("x", torch.ones(3))
