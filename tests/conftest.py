@@ -5,6 +5,7 @@ The variable has to stand before anything imports triton; importing a transforme
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from itertools import zip_longest
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from rl_consistency.numerics import settings
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -56,3 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU (sm_80 or later)"))
+
+
+@pytest.fixture
+def nothing_held(monkeypatch):
+    """Sessions that other tests of this process left open hold no settings here."""
+    gc.collect()
+    monkeypatch.setattr(settings, "_held", settings._Held())

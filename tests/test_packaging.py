@@ -92,6 +92,17 @@ def test_every_requirement_is_run_at_its_floor_or_named_as_kept():
     assert all(re.fullmatch(r"\d+(\.\d+)+", floor) for floor in floors.values())
 
 
+def test_a_requirement_without_a_floor_is_an_error(tmp_path):
+    """Negative control: none is left out of `make oldest` unseen."""
+    oldest = runpy.run_path(str(ROOT / "tools" / "oldest_versions.py"))["oldest"]
+    oldest.__globals__["ROOT"] = tmp_path
+    (tmp_path / "setup.cfg").write_text(
+        "[options]\ninstall_requires =\n    numpy>=1.26\n    rich\n"
+    )
+    with pytest.raises(ValueError, match="element #1 has length 1"):
+        oldest()
+
+
 def test_the_wheel_holds_every_file_of_every_room_once(wheel):
     packed = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")]
     rooms = {room: (ROOT / "rl_consistency" / room).resolve() for room in ROOMS}

@@ -102,7 +102,9 @@ def build_model(
     with explained(PolicyError, too_large), torch.random.fork_rng(devices=[]):
         # The CPU draws for every device; torch.manual_seed would seed the GPUs too.
         torch.default_generator.manual_seed(seed)
-        return model_class(config).to(dtype)
+        model = model_class(config).to(dtype)
+        _require_finite(model, "policy.build")
+    return model
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -136,6 +138,9 @@ def read_config(directory: Path) -> PreTrainedConfig:
     file = directory / "config.json"
     if not file.is_file():
         raise PolicyError(f"{directory} has no config.json: it is no model directory")
+    for path in directory.iterdir():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise PolicyError(f"{path} is no regular file: a pipe would be waited for")
     _refuse_quantised(_object(file), str(directory))
     with explained(PolicyError, f"{file} {_NOT_LOADED}"):
         return AutoConfig.from_pretrained(
@@ -219,7 +224,24 @@ def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) ->
                 f"{source}: its weights do not fit its config.json: {len(keys)} "
                 f"{problem.replace('_', ' ')}, the first is {keys[0]}"
             )
+    _require_finite(model, f"{source}/config.json")
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise PolicyError(f"{source}: {name} holds NaN or infinity: its training diverged")
     return model
+
+
+def _require_finite(model: PreTrainedModel, source: str) -> None:
+    """PolicyError where a setting of its config makes numbers NaN or infinite under any weights."""
+    config: Any = model.config
+    if (eps := getattr(config, "rms_norm_eps", 0.0)) < 0:
+        raise PolicyError(f"{source}: rms_norm_eps {eps} is negative; give 0 or more")
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            frequencies: Any = module.inv_freq
+            scaled = frequencies * getattr(module, "attention_scaling", 1.0)
+            if not scaled.isfinite().all():
+                rope = config.rope_parameters
+                raise PolicyError(
+                    f"{source}: rope_parameters {rope} give angles that are not finite"
+                )

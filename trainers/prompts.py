@@ -54,7 +54,7 @@ def encode_targets(train: PromptSet, tokenizer: Any, context_length: int) -> lis
         length = len(prompt) + len(targets[-1])
         if length > context_length:
             raise DataError(
-                f"example {example.id}: prompt and answer have {length} tokens, the model's "
+                f"{example.place}: prompt and answer have {length} tokens, the model's "
                 f"context is {context_length}: remove the example, or set warm_start.steps to 0"
             )
     return targets

@@ -18,12 +18,15 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from math import isfinite
+from math import nan
 from numbers import Real
 from typing import Any
 
 from rl_consistency.trainers.data.examples import Example
+from rl_consistency.trainers.data.foreign_files import one_line, shown
 
+LARGEST = (2 - 2**-23) * 2.0**127
+"""Of float32, in which advantages are."""
 RewardCallable = Callable[..., Any]
 _ARGUMENTS = frozenset({"prompts", "completions", "answers"})
 Texts = Sequence[str]
@@ -46,11 +49,14 @@ def gsm8k(prompts: Texts, completions: Texts, answers: Texts, **extra: Any) -> l
     """
     scores = []
     for completion, answer in zip(completions, answers, strict=True):
-        expected = final_number(answer)
-        if expected is None:
-            raise ValueError(f"the reference answer {answer[-80:]!r} holds no number")
-        scores.append(float(final_number(completion) == expected))
+        scores.append(float(final_number(completion) == _reference_number(answer)))
     return scores
+
+
+def _reference_number(answer: str) -> Decimal:
+    if (number := final_number(answer)) is None:
+        raise ValueError(f"the reference answer {answer[-80:]!r} holds no number")
+    return number
 
 
 def arithmetic(prompts: Texts, completions: Texts, answers: Texts, **extra: Any) -> list[float]:
@@ -106,22 +112,22 @@ def resolve(name: str) -> RewardCallable:
     module_name, _, attribute = name.partition(":")
     try:
         module = importlib.import_module(module_name)
+        function = getattr(module, attribute, None)
     except BaseException as error:  # the module is others' code, as in _call
-        problem = f"reward function {name!r}: cannot import {module_name!r}"
-        if isinstance(error, ImportError):
-            remedy = "install it or put its folder on PYTHONPATH"
-            raise RewardError(f"{problem} ({error}); {remedy}") from error
         if not isinstance(error, KeyboardInterrupt):
-            raise RewardError(f"{problem}: {type(error).__name__}: {error}") from error
+            problem = f"reward function {name!r}: cannot import {module_name!r}: {one_line(error)}"
+            missing = isinstance(error, ImportError)
+            remedy = "; install it or put its folder on PYTHONPATH" if missing else ""
+            raise RewardError(problem + remedy) from error
         raise
-    function = getattr(module, attribute, None)
     if not callable(function):
         raise RewardError(f"reward function {name!r}: {module_name} has no function {attribute!r}")
     return function
 
 
-def check_fields(functions: Sequence[RewardFunction], examples: Sequence[Example]) -> None:
-    """RewardError where the fields of the data are not those that the functions take.
+def check_data(functions: Sequence[RewardFunction], examples: Sequence[Example]) -> None:
+    """RewardError where the fields of the data are not those that the functions take, or an answer
+    holds no number for `gsm8k`.
 
     A batch hands over the fields of its examples, so a function has to take all fields of the data
     and may demand only those of every example.
@@ -134,6 +140,11 @@ def check_fields(functions: Sequence[RewardFunction], examples: Sequence[Example
             "function takes: rename it in the data"
         )
     for term in functions:
+        for example in examples if term.function is gsm8k else ():
+            try:
+                _reference_number(example.answer)
+            except ValueError as error:
+                raise RewardError(f"{example.place}: {error}: reward function gsm8k") from error
         try:
             signature = inspect.signature(term.function)
         except ValueError:
@@ -155,7 +166,7 @@ def compute_rewards(
     """The rewards of `completions`; the i-th answers `examples[i]`.
 
     RewardError, naming function and sample, when a function raises or does not return one finite
-    number for each completion.
+    number within float32 for each completion.
     """
     if len(examples) != len(completions):
         raise ValueError(f"{len(completions)} completions for {len(examples)} examples")
@@ -165,7 +176,7 @@ def compute_rewards(
         scores = _scores(term, examples, completions)
         by_function[term.name] = scores
         total = [sum_ + term.weight * score for sum_, score in zip(total, scores, strict=True)]
-    if wrong := [i for i, value in enumerate(total) if not isfinite(value)]:
+    if wrong := [i for i, value in enumerate(total) if not abs(value) <= LARGEST]:
         sample = _sample(wrong[0], examples, completions)
         raise RewardError(f"the weighted rewards add up to {total[wrong[0]]} for {sample}")
     return Rewards(total, by_function)
@@ -175,10 +186,11 @@ def _scores(
     term: RewardFunction, examples: Sequence[Example], completions: Sequence[str]
 ) -> list[float]:
     scores, error = _call(term, examples, completions)
+    numbers = [_number(score) for score in scores] if type(scores) is list else []
     if error is not None:
         where = _failing_sample(term, examples, completions)
-        problem = f"raised {type(error).__name__}: {error} ({where})"
-    elif not isinstance(scores, list | tuple):
+        problem = f"raised {one_line(error)} ({where})"
+    elif type(scores) is not list:
         kind = type(scores).__name__
         problem = f"returned {kind}: it must return a list with one number per completion"
     elif len(scores) != len(completions):
@@ -186,25 +198,28 @@ def _scores(
             f"returned {len(scores)} scores for {len(completions)} completions: sample "
             f"{min(len(scores), len(completions))} is the first unmatched one"
         )
-    elif wrong := [i for i, s in enumerate(scores) if not _is_finite(s)]:
+    elif wrong := [i for i, number in enumerate(numbers) if not abs(number) <= LARGEST]:
         sample = _sample(wrong[0], examples, completions)
-        problem = f"returned {scores[wrong[0]]!r:.60}, not a finite number, for {sample}"
+        problem = f"returned {shown(scores[wrong[0]]):.60}, not a finite float32, for {sample}"
     else:
-        return [float(score) for score in scores]
+        return numbers
     raise RewardError(f"reward function {term.name!r} {problem}") from error
 
 
-def _is_finite(score: Any) -> bool:
+def _number(score: Any) -> float:
+    """A score as a float; NaN where it is no number, or is beyond every float."""
     try:
-        return isinstance(score, Real) and isfinite(score)
-    except OverflowError:  # an integer beyond every float
-        return False
+        return float(score) if isinstance(score, Real) else nan
+    except BaseException as error:  # others may have written its class
+        if not isinstance(error, KeyboardInterrupt):
+            return nan
+        raise
 
 
 def _call(
     term: RewardFunction, examples: Sequence[Example], completions: Sequence[str]
 ) -> tuple[Any, BaseException | None]:
-    """What the function returned, and what it raised: others write it, so that may be anything.
+    """The list the function returned, and what it raised: others write it, so that may be anything.
 
     An exit is one of them: no function may end a run as if it were done.
     """
@@ -216,6 +231,7 @@ def _call(
             answers=[example.answer for example in examples],
             **{name: [example.extra.get(name) for example in examples] for name in names},
         )
+        scores = list(scores) if isinstance(scores, list | tuple) else scores
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):
             return None, error

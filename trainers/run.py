@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import errno
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -27,13 +25,12 @@ from rl_consistency.trainers.launch import check_launch
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
 from rl_consistency.trainers.prompts import encode_targets, load_prompts
-from rl_consistency.trainers.rewards import RewardFunction, check_fields, resolve
+from rl_consistency.trainers.rewards import RewardFunction, check_data, resolve
 from rl_consistency.trainers.run_directory.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     load_weights,
     read_weights,
-    remedy,
     save_checkpoint,
     save_weights,
 )
@@ -44,6 +41,7 @@ from rl_consistency.trainers.run_directory.directory import (
     REPLAY,
     RunDirectoryError,
     check_directory,
+    full_disk_explained,
     locked,
     open_directory,
     write_config,
@@ -56,7 +54,7 @@ from rl_consistency.trainers.run_directory.inputs import (
 )
 from rl_consistency.trainers.run_directory.metrics_file import MetricsFile, read_metrics
 from rl_consistency.trainers.run_directory.random_state import capture, restore, seeded
-from rl_consistency.trainers.run_directory.summary import summary_of, write_summary
+from rl_consistency.trainers.run_directory.summary import passed, summary_of, write_summary
 from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
 from rl_consistency.trainers.tracking import (
     ConsoleTable,
@@ -71,13 +69,19 @@ Announce = Callable[[str], None]
 
 
 def train(
-    config: RunConfig, *, resume: bool = False, overwrite: bool = False, announce: Announce = print
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    announce: Announce = print,
+    finish: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Run a recipe to its end and return the summary, which is also written to `summary.json`.
 
     `resume` continues from the newest checkpoint of the run directory, also with more steps than
     the run was begun with, where its schedule does not end. `overwrite` removes the run that the
-    directory already holds. `announce` is told, line by line, what goes on.
+    directory already holds. `announce` is told, line by line, what goes on. `finish` is called once
+    the summary is written: the trackers learn that the run failed if it raises, or on drift.
 
     Raises:
         ValueError: bad configuration, data, policy, rewards or checkpoint.
@@ -87,7 +91,7 @@ def train(
     _check_machine(config)
     check_directory(config, resume=resume, overwrite=overwrite)
     with ExitStack() as stack:
-        stack.enter_context(_full_disk_explained(config.run.output_dir / CHECKPOINTS))
+        stack.enter_context(full_disk_explained(config.run.output_dir))
         if resume:
             stack.enter_context(locked(config.run.output_dir))
         stack.enter_context(_threads(config.run.num_threads))
@@ -109,7 +113,10 @@ def train(
                     trackers.log(step, error.metrics)
                     raise
                 run.save_if_due(step)
-        return run.summarize(time.perf_counter() - started)
+            summary = run.summarize(time.perf_counter() - started)
+            finish()
+            trackers.failed = not passed(summary)
+        return summary
 
 
 class _Run:
@@ -132,7 +139,7 @@ class _Run:
             RewardFunction(f.name, resolve(f.name), f.weight) for f in config.reward.functions
         ]
         for prompts in filter(None, (self.train_set, self.eval_set)):
-            check_fields(self.rewards, prompts.examples)
+            check_data(self.rewards, prompts.examples)
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
         session = stack.enter_context(patch(self.model, grad_dtype=torch.float32))
         if not current().stock:
@@ -350,17 +357,6 @@ class _Run:
         )
         self.reference.requires_grad_(False)
         self.stack.enter_context(patch(self.reference))
-
-
-@contextmanager
-def _full_disk_explained(checkpoints: Path) -> Iterator[None]:
-    """Say what helps where the disk has no room for one of the run's files."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise RunDirectoryError(f"{error}. {remedy(checkpoints)}") from error
 
 
 @contextmanager

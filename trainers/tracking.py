@@ -27,10 +27,14 @@ class Tracker(Protocol):
 
 
 class TrackerSet:
-    """Several trackers as one; a context manager that closes them all, even if one fails."""
+    """Several trackers as one; a context manager that closes them all, even if one fails.
+
+    The run failed where the block raises or sets `failed`.
+    """
 
     def __init__(self, trackers: Iterable[Tracker]) -> None:
         self._trackers = list(trackers)
+        self.failed = False
 
     def log(self, step: int, metrics: Metrics) -> None:
         for tracker in self._trackers:
@@ -42,7 +46,7 @@ class TrackerSet:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         with ExitStack() as stack:
             for tracker in reversed(self._trackers):
-                stack.callback(tracker.close, failed=error is not None)
+                stack.callback(tracker.close, failed=self.failed or error is not None)
 
 
 class _Column(NamedTuple):

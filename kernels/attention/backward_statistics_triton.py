@@ -17,9 +17,11 @@ from torch import Tensor
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import PER_CALL
 from rl_consistency.kernels.attention.tiles_triton import addresses
+from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.reduction.tree_fold_triton import LOG2E, tree_fold
 
 
+@remembered
 @triton.jit(do_not_specialize=["num_rows"])
 def attention_delta_kernel(
     dO, OUT, DELTA, num_rows, stride_dot, stride_doh, stride_ot, stride_oh, HEADS: tl.constexpr,
@@ -36,6 +38,7 @@ def attention_delta_kernel(
     tl.store(DELTA + row, tree_fold(product, ROWS, DIM), mask=row < num_rows)
 
 
+@remembered
 @triton.jit(do_not_specialize=PER_CALL)
 def attention_statistics_kernel(
     dO, OUT, LSE, STATISTICS, counters, tiles, query_start, query_len, num_tiles, stride_dot,

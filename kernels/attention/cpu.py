@@ -36,7 +36,7 @@ def attention_cpu_fwd(
         q.view(rows, kv_heads, group, head_dim).transpose(1, 2).reshape(-1, kv_heads, head_dim)
     )
     out = q.new_zeros(rows * group, kv_heads, head_dim)
-    lse = torch.full((rows * group, kv_heads), -math.inf)
+    lse = torch.full((rows * group, kv_heads), -math.inf, dtype=torch.float32)
     per_tile = 2 * KEY_BLOCK * kv_heads * head_dim * 4
     for tiles in torch.arange(len(plan.sequence)).split(max(1, GATHER_BYTES // per_tile)):
         values, statistics = _fold_tiles(queries, k, v, plan, tiles, scale, window)

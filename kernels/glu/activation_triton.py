@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, contiguous_format, empty_like
 
+from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -122,6 +123,7 @@ def glu_value(gate, up, ACTIVATION: tl.constexpr):
     return activate(gate, ACTIVATION) * up
 
 
+@remembered
 @triton.jit
 def _forward_kernel(gate_ptr, up_ptr, y_ptr, N, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -132,6 +134,7 @@ def _forward_kernel(gate_ptr, up_ptr, y_ptr, N, ACTIVATION: tl.constexpr, BLOCK:
     tl.store(y_ptr + index, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@remembered
 @triton.jit
 def _backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, N, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.core.operand import dense_rows
+from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.reduction.tree_fold_triton import halve
 
@@ -40,6 +41,7 @@ def _pair(rows_ptr, row, columns, inside, last, stride, FIRST: tl.constexpr, P: 
     return a.to(tl.float32) + b.to(tl.float32)
 
 
+@remembered
 @triton.jit
 def _step_sums_kernel(
     rows_ptr, sums_ptr, R, C, stride,
@@ -84,12 +86,13 @@ def _load_steps(row, inside, count, C: tl.constexpr, BATCH: tl.constexpr):
     return steps
 
 
+@remembered
 @triton.jit
 def _fold_steps_kernel(
     sums_ptr, buffer_ptr, S, stride,
-    FROM_ZERO: tl.constexpr, C: tl.constexpr, BATCH: tl.constexpr, BLOCK_C: tl.constexpr,
+    FRESH: tl.constexpr, C: tl.constexpr, BATCH: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Continue the buffer; FROM_ZERO starts from zero in fp64 and rounds to the buffer's dtype."""
+    """Continue the buffer; FRESH starts from zero in fp64 and rounds to a narrower buffer."""
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = columns < C
     pointers = buffer_ptr + columns.to(tl.int64) * stride
@@ -97,7 +100,7 @@ def _fold_steps_kernel(
     # Each turn loads the next turn's batch. Within one turn the compiler would spread the loads
     # between the additions.
     ahead = _load_steps(row, inside, S, C, BATCH)
-    if FROM_ZERO:
+    if FRESH:
         acc = tl.zeros((BLOCK_C,), tl.float64)
     else:
         acc = tl.load(pointers, mask=inside, other=0.0)
@@ -107,7 +110,7 @@ def _fold_steps_kernel(
         ahead = _load_steps(row, inside, S - start - BATCH, C, BATCH)
         for i in tl.static_range(BATCH):
             acc += steps[i].to(acc.dtype)
-    if FROM_ZERO:
+    if acc.dtype != buffer_ptr.dtype.element_ty:
         acc = acc.to(tl.float32).to(buffer_ptr.dtype.element_ty)
     tl.store(pointers, acc, mask=inside)
 
@@ -128,10 +131,15 @@ def step_sums(rows: Tensor, rows_per_token: int) -> Tensor:
 
 
 @kernel_op(mutates=("buffer",), fake=lambda *_: None)
-def fold_step_sums(buffer: Tensor, sums: Tensor) -> None:
-    """Continue `buffer` [C] (fp64 or fp32) over step sums [S, C] (fp32, contiguous), S upward."""
+def fold_step_sums(buffer: Tensor, sums: Tensor, fresh: bool = False) -> None:
+    """Continue `buffer` [C] (fp64 or fp32) over step sums [S, C] (fp32, contiguous), S upward.
+
+    A `fresh` fp64 buffer counts as all zero.
+    """
     if sums.numel():
-        launch_steps(buffer, sums, from_zero=False)
+        launch_steps(buffer, sums, fresh=fresh)
+    elif fresh:
+        buffer.zero_()
 
 
 @kernel_op(fake=lambda sums, dtype: sums.new_empty((sums.shape[1],), dtype=dtype))
@@ -141,23 +149,29 @@ def folded_step_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
     if not sums.numel():
         return sums.new_zeros((sums.shape[1],), dtype=dtype)
     folded = sums.new_empty((sums.shape[1],), dtype=dtype)
-    launch_steps(folded, sums, from_zero=True)
+    launch_steps(folded, sums, fresh=True)
     return folded
 
 
-def launch_steps(buffer: Tensor, sums: Tensor, *, from_zero: bool, batch: int = BATCH) -> None:
+def launch_steps(buffer: Tensor, sums: Tensor, *, fresh: bool, batch: int = BATCH) -> None:
     """Fold step sums [S, C], loading `batch` of them at once."""
     steps, columns = sums.shape
     block = 32
     _fold_steps_kernel[(-(-columns // block),)](
-        sums, buffer, steps, buffer.stride(0), FROM_ZERO=from_zero, C=columns, BATCH=batch,
+        sums, buffer, steps, buffer.stride(0), FRESH=fresh, C=columns, BATCH=batch,
         BLOCK_C=block, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 @kernel_op(mutates=("buffer",), fake=lambda *_: None)
-def gradient_fold_columns(buffer: Tensor, rows: Tensor, rows_per_token: int) -> None:
-    """Continue `buffer` [C] (fp64 or fp32) over rows [T * rows_per_token, C]."""
-    if min(rows.shape) == 0:
-        return
-    fold_step_sums(buffer, step_sums(rows, rows_per_token))
+def gradient_fold_columns(
+    buffer: Tensor, rows: Tensor, rows_per_token: int, fresh: bool = False
+) -> None:
+    """Continue `buffer` [C] (fp64 or fp32) over rows [T * rows_per_token, C].
+
+    A `fresh` fp64 buffer counts as all zero.
+    """
+    if min(rows.shape) > 0:
+        fold_step_sums(buffer, step_sums(rows, rows_per_token), fresh)
+    elif fresh:
+        buffer.zero_()

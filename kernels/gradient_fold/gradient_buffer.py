@@ -1,47 +1,64 @@
 """A parameter's gradient as a fold that goes on over backward passes.
 
-To autograd it is an ordinary gradient: the backward pass hands it over in the parameter's
-`grad_dtype`, then autograd writes `.grad` and calls every hook once.
+To autograd it is an ordinary gradient: the backward pass hands over the sum of all passes in the
+parameter's `grad_dtype`, then autograd writes `.grad` and calls every hook once. A `.grad` that was
+there stays the same tensor.
 
 Shapes: those of the parameter.
 Dtypes and rounding points: `accumulator_dtype` inside; one rounding to `parameter.grad_dtype`.
 Order: that of `gradient_fold`; the accumulators of all uses are added in the order of the uses.
-Errors: ValueError on a gradient that was changed between two passes, on one that a failed pass has
-    left, and on several forward passes that go backward together.
-Cost: where accumulator and gradient have one dtype and the parameter has one use, they are one
-    tensor. Otherwise the accumulators live as long as the gradient.
+Varies with: what others write into `.grad` between two passes; the fold goes on from there.
+Errors: ValueError on a hook that changes the gradient of one of several passes, on a gradient that
+    a failed pass has left, and on several forward passes that go backward together.
+Cost: where accumulator and gradient have one dtype and the parameter has one use and no hook, they
+    are one tensor. Otherwise the accumulators live as long as the gradient, and a pass that
+    continues one reads both.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.utils.weak import TensorWeakRef
+
+from rl_consistency.kernels.gradient_fold.backward_passes import (
+    BackwardPasses,
+    several_forward_passes,
+)
 
 Fold = Callable[[Tensor, bool], None]
 """Continues an accumulator; a fresh one counts as zero, whatever it holds."""
+
+_LEFT = "_left_by_fold"
+"""The attribute of a gradient that keeps what the fold goes on from."""
+
+FAILED = "is left by a backward pass that ended in an error"
+HOOKED = "was changed by a hook, or by a term beside the patched forward,"
 
 
 class GradientBuffer:
     """One use of one parameter; tied weights have several, so that no use interrupts another.
 
-    In a backward pass every use folds once: the first hands autograd the gradient, the others
-    complete it before autograd reads it. The next pass continues it, and a gradient that was there
-    before the first pass too. So a tensor hook sees the sum of all passes since `zero_grad`.
+    In a backward pass every use folds once, and the last one hands autograd the gradient: the sum
+    of all passes since `zero_grad`, which is what a tensor hook sees.
     """
 
     def __init__(self, parameter: nn.Parameter):
-        self._gradient, self._use = _Gradient(parameter, 1), 0
+        self._gradient, self._use = _Gradient(parameter, 1, BackwardPasses()), 0
 
     @classmethod
-    def for_uses(cls, parameter: nn.Parameter, count: int) -> list[GradientBuffer]:
-        """One buffer per use, in the order in which their sum adds them."""
+    def for_uses(
+        cls, parameter: nn.Parameter, count: int, passes: BackwardPasses | None = None
+    ) -> list[GradientBuffer]:
+        """One buffer per use, in the order in which their sum adds them.
+
+        Parameters of one model share its `passes`.
+        """
         buffers: list[GradientBuffer] = [cls(parameter) for _ in range(count)]
-        shared = _Gradient(parameter, count)
+        shared = _Gradient(parameter, count, passes or BackwardPasses())
         for use, buffer in enumerate(buffers):
             buffer._gradient, buffer._use = shared, use
         return buffers
@@ -58,21 +75,23 @@ class GradientBuffer:
         return self._gradient.fold(self._use, ctx, fold, overwrites)
 
 
-class _Left(NamedTuple):
+class _Left:
     """What a pass leaves on the gradient itself, so that it goes when the gradient goes."""
 
-    accumulators: list[Tensor | None]
-    version: int
-    """Of the gradient; -1 if a hook changed it."""
+    def __init__(self, accumulators: list[Tensor | None], fault: str = ""):
+        self.accumulators, self.fault = accumulators, fault
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a saved gradient is a plain tensor, with an attribute that says nothing."""
+        return OrderedDict, ()
 
 
 class _Gradient:
     """The gradient of one parameter: an accumulator per use, and the pass that goes on."""
 
-    def __init__(self, parameter: nn.Parameter, uses: int):
-        self.parameter, self.uses = parameter, uses
-        self._published = False
-        """Whether an earlier pass has left a gradient."""
+    def __init__(self, parameter: nn.Parameter, uses: int, passes: BackwardPasses):
+        self.parameter, self.uses, self._passes = parameter, uses, passes
+        passes.watch(self)
         self._forget()
 
     def __getstate__(self) -> tuple[nn.Parameter, int]:
@@ -80,125 +99,126 @@ class _Gradient:
         return self.parameter, self.uses
 
     def __setstate__(self, state: tuple[nn.Parameter, int]) -> None:
-        self.__init__(*state)
+        self.__init__(*state, BackwardPasses())
 
     def fold(self, use: int, ctx: Any, fold: Fold, overwrites: bool) -> Tensor | None:
         """See `fold_parameter`."""
         accumulates = _accumulates(ctx, self.parameter)
         if accumulates is None:
             return None
-        first = torch._C._current_graph_task_id() != self._task
-        if first:
-            self._begin(accumulates)
-        self._require_unfolded(use)
-        accumulator, fresh = self._accumulators[use], False
+        self._enter(use, accumulates)
+        accumulator = self._accumulators[use]
+        fresh = accumulator is None
         if accumulator is None:
-            accumulator, fresh = _filled(self.parameter, zeroed=not overwrites), True
+            accumulator = _filled(self.parameter, zeroed=not overwrites)
         fold(accumulator, fresh)
-        self._folded.add(use)
-        if accumulates:
-            self.parameter.grad = None
-        gradient = self._sum(use, accumulator, first)
-        self._handed = TensorWeakRef(gradient), gradient.data_ptr(), gradient._version
-        return gradient if first else None
-
-    def _begin(self, accumulates: bool) -> None:
-        """Start a pass: on `parameter.grad`, or on nothing."""
-        carried = self._carried(self.parameter.grad if accumulates else None)
-        self._forget()
-        self._task, self._accumulators = torch._C._current_graph_task_id(), carried
-        self._unfinished = accumulates
-        end = self._publish if accumulates else self._forget
-        Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _carried(self, gradient: Tensor | None) -> list[Tensor | None]:
-        """The accumulators that a gradient is the sum of."""
-        fresh: list[Tensor | None] = [None] * self.uses
-        if gradient is None:
-            self._published = False
-            return fresh
-        left: _Left | None = getattr(gradient, "_left_by_fold", None)
-        in_place = self._in_place()
-        changed = self._published and not in_place
-        if left is not None:
-            changed = left.version != gradient._version
-        if changed or self._unfinished:
-            self._require_zeros(gradient)
-            return fresh
-        if left is not None:
-            return list(left.accumulators)
-        wide = accumulator_dtype(self.parameter)
-        return [gradient if in_place else gradient.to(wide, copy=True), *fresh[1:]]
-
-    def _require_zeros(self, gradient: Tensor) -> None:
-        if not gradient.any():
-            return
-        if self._unfinished:
-            found = "is left by a backward pass that ended in an error"
-        else:
-            found = "was changed between two backward passes"
-        raise ValueError(
-            f"the gradient of a parameter of shape {tuple(gradient.shape)} {found}, so the fold "
-            "cannot be continued. Call optimizer.zero_grad() and do all micro-batches of the step "
-            "again. Scale or clip only after the last one (a hook that returns another gradient "
-            "does it in each), and keep one strict(...) choice for all."
-        )
-
-    def _require_unfolded(self, use: int) -> None:
-        if use in self._folded:
-            raise ValueError(
-                f"a parameter of shape {tuple(self.parameter.shape)} took part in several forward "
-                "passes that go backward together, which would make its gradient depend on how the "
-                "batch was cut. Call backward() once per forward pass; gradients add up."
-            )
-
-    def _sum(self, use: int, accumulator: Tensor, first: bool) -> Tensor:
-        """The gradient of all uses so far; the tensor of the pass's first use again."""
-        if self._in_place():
-            # Autograd keeps it without a copy if nothing else refers to it.
-            self._accumulators[use] = None
-            return accumulator
         self._accumulators[use] = accumulator
-        dtype = _gradient_dtype(self.parameter)
-        gradient = torch.empty_like(self.parameter, dtype=dtype) if first else self._handed[0]()
-        assert gradient is not None
-        parts = [part for part in self._accumulators if part is not None]
-        if len(parts) > 1 and parts[0].dtype == dtype:
-            # An embedding table is large: this takes no temporary and few passes.
-            torch.add(parts[0], parts[1], out=gradient)
-            for part in parts[2:]:
-                gradient.add_(part)
-            return gradient
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return gradient.copy_(total)
+        self._folded.add(use)
+        return self._handed() if len(self._folded) == self.uses else None
 
-    def _publish(self) -> None:
-        """End a pass: leave the accumulators with the gradient that autograd has written."""
-        gradient = self.parameter.grad
-        if gradient is not None:
-            handed, address, version = self._handed
-            kept = gradient.data_ptr() == address and gradient._version == version
-            if not kept and (own := handed()) is not None:  # somebody refers to ours: a copy
-                kept = own._version == version and torch.equal(own, gradient)
-            if not (kept and self._in_place()):
-                left = _Left(self._accumulators, gradient._version if kept else -1)
-                gradient._left_by_fold = left  # pyright: ignore[reportAttributeAccessIssue]
-            self._published = True
-        self._forget()
+    def _enter(self, use: int, accumulates: bool) -> None:
+        self._passes.enter()
+        if not self._folded:
+            self._accumulates = accumulates
+            if accumulates:
+                self._continue(self.parameter.grad)
+            self._passes.add(self, accumulates)
+        elif use in self._folded or accumulates != self._accumulates:
+            parameter = f"a parameter of shape {tuple(self.parameter.shape)}"
+            raise ValueError(several_forward_passes(parameter))
 
-    def _forget(self) -> None:
-        self._task, self._unfinished = -1, False
-        self._accumulators: list[Tensor | None] = [None] * self.uses
-        self._folded: set[int] = set()
-        self._handed: tuple[Any, int, int] = (lambda: None, 0, 0)
-
-    def _in_place(self) -> bool:
-        """Whether accumulator and gradient are one tensor."""
-        return self.uses == 1 and accumulator_dtype(self.parameter) == _gradient_dtype(
+    def _continue(self, gradient: Tensor | None) -> None:
+        """Take the accumulators that a gradient is the sum of."""
+        # A hook may change what it is given, which the accumulator has to survive.
+        self._hooked = bool(self.parameter._backward_hooks)
+        one = self.uses == 1 and not self._hooked
+        self._in_place = one and accumulator_dtype(self.parameter) == _gradient_dtype(
             self.parameter
         )
+        if gradient is None:
+            return
+        left = getattr(gradient, _LEFT, None) or _Left([])
+        self._adds = not (self._hooked or left.fault) or bool(gradient.any())
+        if left.fault and self._adds:
+            raise ValueError(_not_continued(self.parameter, left.fault))
+        self._in_place = self._in_place and gradient.is_contiguous()
+        if self._in_place:
+            self._accumulators[0] = gradient
+        elif left.accumulators and not left.fault:
+            self._accumulators = _resumed(left.accumulators, gradient)
+        else:
+            self._accumulators[0] = _filled(self.parameter, zeroed=False).copy_(gradient)
+        if hasattr(gradient, _LEFT):
+            delattr(gradient, _LEFT)
+        self._before, self.parameter.grad = gradient, None
+
+    def _handed(self) -> Tensor:
+        """What autograd gets: a tensor that nothing else refers to, which it keeps as it is."""
+        before, only = self._before, self._accumulators[0]
+        if self._in_place:
+            assert only is not None
+            self._accumulators[0] = None
+            return only if before is None else only.detach()
+        if before is not None:
+            return _add_up(self._accumulators, before).detach()
+        dtype = _gradient_dtype(self.parameter)
+        if only is not None and self.uses == 1:
+            return only.to(dtype, copy=True)
+        return _add_up(self._accumulators, torch.empty_like(self.parameter, dtype=dtype))
+
+    def publish(self) -> str:
+        """End a pass: leave the accumulators with the gradient that autograd has written."""
+        error = ""
+        if len(self._folded) < self.uses:
+            error = self._complete()
+        gradient, before = self.parameter.grad, self._before
+        if self._accumulates and gradient is not None:
+            alias = before is not None and gradient.data_ptr() == before.data_ptr()
+            # A view of other memory was put there on purpose, as DDP puts its buckets.
+            if before is not None and (alias or not gradient._is_view()):
+                if not alias:
+                    before.copy_(gradient)
+                gradient = self.parameter.grad = before
+            left = _Left(self._accumulators)
+            if self._hooked and not _same_bytes(
+                _add_up(left.accumulators, gradient.clone()), gradient
+            ):
+                left = _Left([], HOOKED)
+                error = _not_continued(self.parameter, HOOKED) if self._adds else ""
+            if left.fault or not self._in_place:
+                setattr(gradient, _LEFT, left)
+        self._forget()
+        return error
+
+    def _complete(self) -> str:
+        """Hand over the gradient of some uses, where the loss did not depend on the others."""
+        if self._accumulates and not _has_hooks(self.parameter):
+            torch.autograd.backward(self.parameter, self._handed())
+            return ""
+        return (
+            f"the loss depends on {len(self._folded)} of the {self.uses} uses of a tied parameter "
+            f"of shape {tuple(self.parameter.shape)}, which torch.autograd.grad and parameters "
+            "with hooks do not cover. Remove the hooks, call backward() and read .grad."
+        )
+
+    def abandon(self, lost: bool) -> None:
+        """Mark what a failed pass has left."""
+        if self.parameter.grad is None:
+            self.parameter.grad = self._before
+        self._forget()
+        if lost and self.parameter.grad is not None:
+            setattr(self.parameter.grad, _LEFT, _Left([], FAILED))
+
+    def _forget(self) -> None:
+        self._accumulates = False
+        """Whether the pass adds to `.grad`."""
+        self._adds = False
+        """Whether there is anything that it adds to."""
+        self._accumulators: list[Tensor | None] = [None] * self.uses
+        self._folded: set[int] = set()
+        self._before: Tensor | None = None
+        """`.grad` as it was before the pass."""
+        self._hooked = self._in_place = False
 
 
 def fold_parameter(
@@ -241,14 +261,59 @@ def _gradient_dtype(parameter: Tensor) -> torch.dtype:
     return parameter.grad_dtype or parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def _filled(parameter: Tensor, *, zeroed: bool) -> Tensor:
     make = torch.zeros_like if zeroed else torch.empty_like
     return make(parameter, dtype=accumulator_dtype(parameter))
 
 
+def _add_up(accumulators: list[Tensor | None], out: Tensor) -> Tensor:
+    """out <- the sum of the accumulators, in their order and dtype, rounded once."""
+    parts = [part for part in accumulators if part is not None]
+    if len(parts) > 1 and parts[0].dtype == out.dtype:
+        # An embedding table is large: this takes no temporary and few passes.
+        torch.add(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            out.add_(part)
+        return out
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return out.copy_(total)
+
+
+def _resumed(accumulators: list[Tensor | None], gradient: Tensor) -> list[Tensor | None]:
+    """The accumulators of a gradient; where it was changed since, it is what it is now."""
+    same = _add_up(accumulators, torch.empty_like(gradient)) == gradient
+    resumed: list[Tensor | None] = []
+    changed: Tensor | float = gradient
+    for part in accumulators:
+        resumed.append(None if part is None else torch.where(same, part, changed))
+        changed = changed if part is None else 0.0
+    return resumed
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    a, b = (tensor.contiguous().view(torch.uint8) for tensor in (a, b))
+    return torch.equal(a, b)
+
+
+def _not_continued(parameter: Tensor, fault: str) -> str:
+    return (
+        f"the gradient of a parameter of shape {tuple(parameter.shape)} {fault} so the fold cannot "
+        "be continued. Call optimizer.zero_grad() and do all micro-batches of the step again, in "
+        "one backward pass if a hook changes gradients."
+    )
+
+
 def _accumulates(ctx: Any, parameter: Tensor) -> bool | None:
     """True if this backward pass adds to `parameter.grad`, False if it returns the gradient from
     `torch.autograd.grad`, None if it needs no gradient of the parameter."""
+    if not parameter.requires_grad:  # frozen since the forward pass
+        return None
     for node, _ in ctx.next_functions:
         if getattr(node, "variable", None) is parameter:
             try:

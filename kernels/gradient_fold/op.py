@@ -75,24 +75,32 @@ def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) ->
     buffer.add_(0.0)
 
 
-def fold_columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1) -> None:
-    """Continue `buffer` [C] (fp64 or fp32, in place) over rows [T * rows_per_token, C]."""
+def fold_columns(
+    buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1, fresh: bool = False
+) -> None:
+    """Continue `buffer` [C] (fp64 or fp32, in place) over rows [T * rows_per_token, C].
+
+    A `fresh` fp64 buffer counts as all zero.
+    """
     if buffer.is_cuda:
-        columns_triton.gradient_fold_columns(buffer, rows, rows_per_token)
+        columns_triton.gradient_fold_columns(buffer, rows, rows_per_token, fresh)
         return
     step = STEP * rows_per_token
     rows = _whole_steps(rows, step)
-    fold_step_sums(buffer, tree_sum(rows.view(-1, step, rows.shape[1]), dim=1))
+    fold_step_sums(buffer, tree_sum(rows.view(-1, step, rows.shape[1]), dim=1), fresh=fresh)
 
 
-def fold_step_sums(buffer: Tensor, sums: Tensor) -> None:
+def fold_step_sums(buffer: Tensor, sums: Tensor, *, fresh: bool = False) -> None:
     """Continue `buffer` [C] (fp64 or fp32, in place) over its steps' fp32 sums [S, C].
 
-    The caller has added the rows of each step by the halving tree.
+    The caller has added the rows of each step by the halving tree. A `fresh` fp64 buffer counts as
+    all zero.
     """
     if buffer.is_cuda:
-        columns_triton.fold_step_sums(buffer, sums)
+        columns_triton.fold_step_sums(buffer, sums, fresh)
         return
+    if fresh:
+        buffer.zero_()
     for partial in sums.unbind(0):
         buffer.add_(partial)
 

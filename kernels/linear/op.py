@@ -182,7 +182,13 @@ class LinearFunction(torch.autograd.Function):
                 overwrites=True,
             )
         if ctx.needs_input_grad[2]:
-            dbias = fold_parameter(ctx, bias, bias_grad, lambda g, fresh: fold_columns(g, rows))
+            dbias = fold_parameter(
+                ctx,
+                bias,
+                bias_grad,
+                lambda g, fresh: fold_columns(g, rows, fresh=fresh),
+                overwrites=True,
+            )
         return dx, dweight, dbias, None, None
 
 

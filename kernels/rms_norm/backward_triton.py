@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.kernels.rms_norm.forward_triton import (
@@ -121,6 +122,7 @@ def _wide_parts(
         return low + high
 
 
+@remembered
 @triton.jit(do_not_specialize=["num_rows"])
 def _wide_kernel(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, dtotal_ptr, dx_ptr, sums_ptr, num_rows,
@@ -241,6 +243,7 @@ def _chain(x, N: tl.constexpr):
     return (((((((0.0 + row0) + row1) + row2) + row3) + row4) + row5) + row6) + row7
 
 
+@remembered
 @triton.jit(do_not_specialize=["num_rows"])
 def _narrow_kernel(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, dtotal_ptr, dx_ptr, sums_ptr, num_rows,

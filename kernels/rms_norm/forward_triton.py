@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.rms_norm.schedules import Schedule, block_width, pick_forward
 
@@ -63,6 +64,7 @@ def load_rows(source, row, column, inside, INNER: tl.constexpr):
     return tl.load(source[0] + offsets[:, None] + column[None, :], mask=inside, other=0.0)
 
 
+@remembered
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
     x_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, num_rows, eps, x_outer, x_inner,

@@ -146,7 +146,8 @@ def _backward_cpu(ctx, dy: Tensor, dtotal: None) -> tuple[Tensor | None, Tensor 
             ctx,
             weight,
             ctx.weight_grad,
-            lambda g, fresh: fold_columns(g, rows, rows_per_token=ctx.rows_per_token),
+            lambda g, fresh: fold_columns(g, rows, rows_per_token=ctx.rows_per_token, fresh=fresh),
+            overwrites=True,
         )
     return dx, dweight
 
@@ -159,7 +160,13 @@ def _backward_cuda(ctx, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tens
         return dx, None
     if ctx.weight_grad is None:
         return dx, folded_step_sums(sums, weight.dtype)
-    dweight = fold_parameter(ctx, weight, ctx.weight_grad, lambda g, fresh: fold_step_sums(g, sums))
+    dweight = fold_parameter(
+        ctx,
+        weight,
+        ctx.weight_grad,
+        lambda g, fresh: fold_step_sums(g, sums, fresh=fresh),
+        overwrites=True,
+    )
     return dx, dweight
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor, contiguous_format, empty_like
 
 from rl_consistency.kernels.core.operand import dense_rows
+from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 
 
@@ -59,6 +60,7 @@ def _rotate_heads(
         tl.store(written + HALF, (x2 * cos + x1 * sin).to(dtype), mask=inside)
 
 
+@remembered
 @triton.jit(do_not_specialize=["num_tokens"])
 def _rotary_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, num_tokens, q_token, q_head, k_token,

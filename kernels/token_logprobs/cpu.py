@@ -33,7 +33,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, rows, chunk_tokens, weight_grad):
         ctx.save_for_backward(hidden, weight, targets)
         ctx.rows, ctx.chunk_tokens, ctx.weight_grad = rows, chunk_tokens, weight_grad
-        logprobs = torch.zeros(hidden.shape[0], device=hidden.device)
+        logprobs = torch.zeros(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
         for span in chunks(hidden.shape[0], chunk_tokens):
             scored, sampled, target = _chunk(hidden, weight, targets, rows, span)

@@ -69,6 +69,7 @@ def token_logprobs(
     *,
     chunk_tokens: int | None = None,
     weight_grad: GradientBuffer | None = None,
+    check_targets: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each row's sampling distribution.
 
@@ -80,6 +81,8 @@ def token_logprobs(
         chunk_tokens: rows whose logits or logit gradients exist at one time, a multiple of 16; it
             changes no bit. None chooses by the device.
         weight_grad: buffer that the LM head's gradient is folded into.
+        check_targets: whether to check their values, which waits for a GPU; False if the caller
+            knows that they are valid.
 
     Returns differentiable (logprobs [T] fp32, entropy [T] fp32), both 0 where a target is ignored.
     """
@@ -93,7 +96,7 @@ def token_logprobs(
         raise ValueError(
             f"token_logprobs: chunk_tokens {chunk_tokens}; a multiple of {STEP} is needed."
         )
-    require_targets(targets, hidden, weight.shape[0])
+    require_targets(targets, hidden, weight.shape[0], values=check_targets)
     score = triton_token_logprobs if hidden.is_cuda else cpu_token_logprobs
     return score(hidden, weight, targets, rows, chunk_tokens, weight_grad)
 

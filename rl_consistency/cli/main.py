@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import select
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from functools import wraps
 from importlib import import_module
+from typing import Any
 
 import rl_consistency
 
@@ -24,40 +30,105 @@ OUTPUTS = (1, 2)
 """Standard output and error, as descriptors."""
 CLOSED_PIPE = 141
 """A shell reports this of a command that wrote to a pipe without a reader."""
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a command as an interrupt does; a shell reports 128 and their number."""
+
+
+class OutputError(ValueError):
+    """Standard output that cannot be written to: an OSError would be taken for one of a file."""
+
+
+class Ended(KeyboardInterrupt):
+    """One of `ENDINGS` came: what lets an interrupt through lets this through."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; `arguments` None takes those of the process.
 
     Returns the exit status: 0 done, 1 a claim failed, 2 bad input, 3 an error of ours (with its
-    traceback), 130 an interrupt, 141 (and no message) where the output's reader has left.
+    traceback), 130 an interrupt, 129 and 143 SIGHUP and SIGTERM, 141 (and no message) where the
+    output's reader has left.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    output = sys.stdout and _Output(sys.stdout)
     try:
-        try:
-            args = _parser(arguments).parse_args(arguments)
-            return _run(args)
-        finally:
-            # A closed pipe shows here, not in a message of the interpreter at its end.
-            print(end="", flush=True)
+        with redirect_stdout(output), _ended_by_signals():
+            try:
+                args = _parser(arguments).parse_args(arguments)
+                return _run(args)
+            finally:
+                # A closed pipe shows here, not in a message of the interpreter at its end.
+                print(end="", flush=True)
     except (BrokenPipeError, SystemExit) as error:
         if not _reader_left(error):
             raise
-        for descriptor in filter(_is_broken, OUTPUTS):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        _turn_away(*filter(_is_broken, OUTPUTS))
         return CLOSED_PIPE
-    except OSError as error:  # of the flush: the disk behind the output is full, say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), OUTPUTS[0])
-        return _fail(f"standard output cannot be written to: {error.strerror}", 2)
+    except KeyboardInterrupt as error:  # while the command was imported
+        return _status(error)
+    except OutputError as error:
+        _turn_away(OUTPUTS[0])
+        return _fail(error, 2)
 
 
 def _run(args: argparse.Namespace) -> int:
     try:
         return args.run(args)
     except BaseException as error:
-        if not _reader_left(error):
+        if not isinstance(error, OutputError) and not _reader_left(error):
             return _status(error)
         raise
+
+
+class _Output:
+    """A stream that is standard output: what it cannot encode it escapes, as standard error does,
+    and its errors are named."""
+
+    def __init__(self, stream: Any) -> None:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+        self._stream = stream
+        self.write, self.flush = _named(stream.write), _named(stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _named(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def named(*given: Any) -> Any:
+        try:
+            return method(*given)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            text = f"standard output cannot be written to: {error.strerror}"
+            raise OutputError(text) from error
+
+    return named
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Make an `Ended` of each of `ENDINGS` that would kill this process, and of no other."""
+    process = os.getpid()
+
+    def end(number: int, _: object) -> None:
+        if os.getpid() == process:
+            raise Ended(number)
+        signal.signal(number, signal.SIG_DFL)  # a process that a reward function forked, say
+        signal.raise_signal(number)
+
+    ours = [number for number in ENDINGS if signal.getsignal(number) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        ours = []  # Python lets no other thread change that
+    for number in ours:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _status(error: BaseException) -> int:
@@ -66,11 +137,15 @@ def _status(error: BaseException) -> int:
         return _fail(error, 1)
     if isinstance(error, ValueError | TypeError | OSError):
         return _fail(error, 2)
+    if isinstance(error, Ended):
+        number = signal.Signals(error.args[0])
+        return _fail(f"ended by {number.name}", 128 + number)
     if isinstance(error, KeyboardInterrupt):
         return _fail("interrupted", 130)
     # An exit too: a command returns its status, so this one is of code that it called.
-    traceback.print_exception(error)
-    return _fail("this is a mistake of rl-consistency; please report the lines above", 3)
+    lines = "".join(traceback.format_exception(error))
+    text = "this is a mistake of rl-consistency; please report the lines above"
+    return _fail(text, 3, before=lines)
 
 
 def _reader_left(error: BaseException) -> bool:
@@ -106,6 +181,17 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     return parser
 
 
-def _fail(error: object, status: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
+def _turn_away(*descriptors: int) -> None:
+    """Let what is still to be written to an output go nowhere."""
+    for descriptor in descriptors:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def _fail(error: object, status: int, *, before: str = "") -> int:
+    try:
+        print(f"{before}error: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        raise
+    except OSError:  # nobody can be told
+        _turn_away(OUTPUTS[1])
     return status

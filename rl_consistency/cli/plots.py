@@ -20,7 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
-from rl_consistency.trainers.run_directory.directory import own_file
+from rl_consistency.trainers.run_directory.directory import own_file, require_kinds
 from rl_consistency.trainers.run_directory.metrics_file import read_metrics
 from rl_consistency.trainers.run_directory.unfinished import unfinished
 
@@ -97,6 +97,7 @@ def save_picture(run_dir: str | os.PathLike[str]) -> Path:
 
 def load_rows(run_dir: str | os.PathLike[str]) -> Rows:
     """The rows of a run's metrics file; FileNotFoundError without one, ValueError if damaged."""
+    require_kinds(Path(run_dir))
     path = run_file(Path(run_dir), "metrics.jsonl")
     if not (rows := read_metrics(path)):
         raise ValueError(f"{path} is empty: the run ended before its first step")

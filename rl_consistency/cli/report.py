@@ -78,7 +78,7 @@ def render(run_dir: str | os.PathLike[str]) -> Path:
     run_dir = Path(run_dir)
     rows = load_rows(run_dir)
     config = plots.run_file(run_dir, "config.yaml")
-    name = html.escape(run_dir.resolve().name)
+    name = html.escape(os.fsencode(run_dir.resolve().name).decode("utf-8", errors="replace"))
     page = f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{name} · rl_consistency</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}</style></head>

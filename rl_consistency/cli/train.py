@@ -33,16 +33,22 @@ def run(args: argparse.Namespace) -> int:
     from rl_consistency.cli.report import render
     from rl_consistency.trainers.config.recipe import load_config
     from rl_consistency.trainers.run import train
+    from rl_consistency.trainers.run_directory.summary import passed
 
     console = Console()
     config = load_config(find_recipe(args.recipe), args.overrides)
     announce = partial(console.print, highlight=False, markup=False)
-    summary = train(config, resume=args.resume, overwrite=args.overwrite, announce=announce)
     directory = config.run.output_dir
-    picture, report = save_picture(directory), render(directory)
+
+    def finish() -> None:
+        save_picture(directory)
+        render(directory)
+
+    modes = {"resume": args.resume, "overwrite": args.overwrite}
+    summary = train(config, **modes, announce=announce, finish=finish)
     console.print(summary_table(summary))
-    # Paths stay whole, to be copied.
-    console.print(f"picture  {picture}\nreport   {report}", soft_wrap=True, markup=False)
+    paths = f"picture  {directory / 'drift.png'}\nreport   {directory / 'report.html'}"
+    console.print(paths, soft_wrap=True, markup=False)  # whole, to be copied
     return 0 if passed(summary) else 1
 
 
@@ -56,12 +62,6 @@ def find_recipe(name: str) -> Path:
         names = ", ".join(shipped) or "none"
         raise ValueError(f"no recipe {name!r}: give a YAML file, or one of {names}")
     return shipped[name]
-
-
-def passed(summary: dict[str, Any]) -> bool:
-    """Whether no token and no gradient element differed over the run."""
-    names = ("mismatched_tokens", "gradient_check/mismatched_elements")
-    return all(summary[f"consistency/{name}"] == 0 for name in names)
 
 
 def summary_table(summary: dict[str, Any]) -> Table:

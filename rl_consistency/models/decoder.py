@@ -10,20 +10,27 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
+from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
 from rl_consistency.models.modules import CanonicalModule, CanonicalRMSNorm
-from rl_consistency.models.packing import packed_inputs
+from rl_consistency.models.packing import PackedBatch, packed_inputs
+from rl_consistency.numerics.settings import verify_settings
 from rl_consistency.numerics.strict import Strictness, current, held
 
 
-def without_fp16_backward(output: Tensor) -> Tensor:
-    """The output, whose backward is a ValueError in fp16: before it touches a gradient."""
-    if output.dtype == torch.float16 and output.requires_grad:
-        output.register_hook(_refuse_fp16)
+def guarded_backward(output: Tensor, passes: BackwardPasses | None = None) -> Tensor:
+    """The output, whose backward is a ValueError in fp16, a ConsistencyError under other numeric
+    settings, and a ValueError if it is the second in one of the `passes`."""
+
+    def guard(gradient: Tensor) -> None:
+        if gradient.dtype == torch.float16:
+            raise ValueError(NO_FP16_TRAINING)
+        verify_settings()
+        if passes is not None:
+            passes.enter_forward()
+
+    if output.requires_grad:
+        output.register_hook(guard)
     return output
-
-
-def _refuse_fp16(gradient: Tensor) -> None:
-    raise ValueError(NO_FP16_TRAINING)
 
 
 NO_FP16_TRAINING = (
@@ -57,12 +64,13 @@ class CanonicalDecoderLayer(CanonicalModule):
 class CanonicalBaseModel(CanonicalModule):
     """The decoder without its head: packs any form of batch, and unpacks the result."""
 
-    embed_tokens: nn.Module
+    embed_tokens: nn.Embedding
     layers: nn.ModuleList
     norm: nn.Module
     rotary_emb: nn.Module
     guard: Callable[[], object]
     """Raises unless the whole model is as it was patched."""
+    passes: BackwardPasses
 
     def forward(
         self,
@@ -73,9 +81,13 @@ class CanonicalBaseModel(CanonicalModule):
     ) -> BaseModelOutputWithPast:
         """Hidden states [B, L, H] after the final norm, zeros at padding."""
         batch = packed_inputs(input_ids, attention_mask, position_ids, kwargs)
-        packed = batch.packed
-        hidden = self.packed_forward(packed.input_ids, packed.position_ids, packed.layout)
+        hidden = self.batch_forward(batch.packed)
         return BaseModelOutputWithPast(last_hidden_state=batch.unpack(hidden))  # type: ignore[arg-type]
+
+    def batch_forward(self, batch: PackedBatch) -> Tensor:
+        """Hidden states [R, H] of a batch of R rows; ValueError on ids outside the vocabulary."""
+        batch.require_vocabulary(self.embed_tokens.num_embeddings)
+        return self.packed_forward(batch.input_ids, batch.position_ids, batch.layout)
 
     @torch.compiler.disable()  # a compiler would rewrite the ops, with other bytes on a CPU
     def packed_forward(
@@ -91,7 +103,7 @@ class CanonicalBaseModel(CanonicalModule):
         shared = {"position_embeddings": cos_sin, "attention_layout": layout, "choice": current()}
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, cache_index=index, **shared)
-        return without_fp16_backward(self.norm(hidden)[0])
+        return guarded_backward(self.norm(hidden)[0], self.passes)
 
 
 class CanonicalCausalLM(CanonicalModule):
@@ -117,8 +129,7 @@ class CanonicalCausalLM(CanonicalModule):
                 "of last positions, or use rl_consistency.token_logprobs."
             )
         batch = packed_inputs(input_ids, attention_mask, position_ids, kwargs)
-        packed = batch.packed
-        hidden = self.model.packed_forward(packed.input_ids, packed.position_ids, packed.layout)
+        hidden = self.model.batch_forward(batch.packed)
         logits = batch.unpack(self.lm_head(hidden))[:, -logits_to_keep:]
-        output = CausalLMOutputWithPast(logits=without_fp16_backward(logits))  # type: ignore[arg-type]
+        output = CausalLMOutputWithPast(logits=guarded_backward(logits))  # type: ignore[arg-type]
         return output.to_tuple() if return_dict is False else output

@@ -21,8 +21,7 @@ def packed_hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
 
     Filler rows hold values no sequence depends on.
     """
-    decoder = _decoder(model)
-    return decoder.packed_forward(batch.input_ids, batch.position_ids, batch.layout)
+    return _decoder(model).batch_forward(batch)
 
 
 @torch.no_grad()

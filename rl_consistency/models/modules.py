@@ -30,7 +30,7 @@ from rl_consistency.numerics.strict import current, is_canonical
 ADDED = frozenset(
     (
         *("_gradient_buffers", "rows_per_token", "activation", "window"),
-        *("apply_stock_rotary", "_rotary_table", "guard"),
+        *("apply_stock_rotary", "_rotary_table", "guard", "passes"),
     )
 )
 """Attributes that a patched module has and a stock one has not."""
@@ -160,8 +160,8 @@ class CanonicalEmbedding(CanonicalModule):
             self.weight,
             padding_idx=self.padding_idx,
             weight_grad=self.gradient_buffer("weight"),
-            # The engine checks its ids itself; reading them here would stall every decode step.
-            check_ids=torch.is_grad_enabled() or not input.is_cuda,
+            # Batches and the engine check their ids; reading them here would wait for the GPU.
+            check_ids=not input.is_cuda,
         )
 
 

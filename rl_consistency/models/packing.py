@@ -41,6 +41,7 @@ class PackedBatch:
     position_ids: Tensor  # [R] int64, counted from each sequence's first token
     layout: PackedSequences
     token_rows: Tensor  # [N] int64, row of each real token, sequence by sequence
+    id_range: tuple[int, int]  # the smallest and the largest token id
 
     @classmethod
     def from_sequences(
@@ -54,11 +55,23 @@ class PackedBatch:
         if tokens.size and tokens.dtype.kind not in "iu":
             raise TypeError(f"token ids must be integers, got {tokens.dtype}.")
         lens = [len(sequence) for sequence in sequences]
-        return cls.from_tokens(from_host(tokens.astype(np.int64), device), lens, gap=gap)
+        tokens = tokens.astype(np.int64)
+        id_range = (int(tokens.min()), int(tokens.max())) if tokens.size else None
+        return cls.from_tokens(from_host(tokens, device), lens, gap=gap, id_range=id_range)
 
     @classmethod
-    def from_tokens(cls, tokens: Tensor, lens: Sequence[int], *, gap: int = 0) -> PackedBatch:
-        """Pack tokens [N] that stand sequence by sequence; see `from_sequences`."""
+    def from_tokens(
+        cls,
+        tokens: Tensor,
+        lens: Sequence[int],
+        *,
+        gap: int = 0,
+        id_range: tuple[int, int] | None = None,
+    ) -> PackedBatch:
+        """Pack tokens [N] that stand sequence by sequence; see `from_sequences`.
+
+        Without `id_range`, their smallest and largest id, they are read, which waits for a GPU.
+        """
         if not lens or min(lens) == 0:
             found = f"{len(lens)} sequences of lengths {list(lens)[:8]}"
             raise ValueError(f"cannot pack {found}; give at least one, and none may be empty.")
@@ -73,7 +86,20 @@ class PackedBatch:
         input_ids = tokens.new_zeros(len(position_ids))
         input_ids[token_rows] = tokens
         layout = PackedSequences.of(starts.tolist(), sizes.tolist())
-        return cls(input_ids, from_host(position_ids, tokens.device), layout, token_rows)
+        if id_range is None:
+            low, high = torch.stack(tokens.aminmax()).tolist()
+            id_range = low, high
+        position_ids = from_host(position_ids, tokens.device)
+        return cls(input_ids, position_ids, layout, token_rows, id_range)
+
+    def require_vocabulary(self, size: int) -> None:
+        """ValueError if an id is outside a vocabulary of this size."""
+        low, high = self.id_range
+        if low < 0 or high >= size:
+            raise ValueError(
+                f"token ids span [{low}, {high}], and the model's vocabulary has {size}. Use the "
+                "tokenizer that belongs to the model."
+            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.models import families
 from rl_consistency.models.audit import AuditTable, audit
@@ -66,6 +67,7 @@ class PatchSession:
         # _SESSIONS finds the session through the model; a strong reference would keep both forever.
         self._model = weakref.ref(model)
         self._widened: list[nn.Parameter] = []
+        self._passes = BackwardPasses()
         self._taken: list[_Taken] = []
         self._in_stock = False
         self._shared: list[tuple[str, str, nn.Module]] = []
@@ -101,7 +103,9 @@ class PatchSession:
 
         ValueError, and nothing is changed, if another library made a class of a canonical one.
         """
-        for _, module in self._swap_to_stock():
+        restored = self._swap_to_stock()
+        self._passes.close()
+        for _, module in restored:
             for attribute in ADDED:
                 module.__dict__.pop(attribute, None)
         for parameter in self._widened:
@@ -240,7 +244,7 @@ class PatchSession:
     def _swap_to_canonical(self) -> None:
         config: Any = self.model.config
         table = families.mixins(config)
-        buffers = _gradient_buffers(self.model)
+        buffers = _gradient_buffers(self.model, self._passes)
         for name, module in self.model.named_modules():
             stock = type(module)
             mixin = table.get(stock)
@@ -282,7 +286,7 @@ class PatchSession:
         elif isinstance(module, CanonicalRotaryEmbedding):
             module._rotary_table = None
         elif isinstance(module, CanonicalBaseModel):
-            module.guard = self.check_forward
+            module.guard, module.passes = self.check_forward, self._passes
 
 
 def patch(model: nn.Module, *, grad_dtype: torch.dtype | None = None) -> PatchSession:
@@ -362,7 +366,7 @@ def _write_settings(values: tuple[Any, ...]) -> None:
         setting.write(value)
 
 
-def _gradient_buffers(model: nn.Module) -> dict[str, GradientBuffer]:
+def _gradient_buffers(model: nn.Module, passes: BackwardPasses) -> dict[str, GradientBuffer]:
     """One buffer per use of each parameter, by qualified name; a tied parameter has several."""
     uses: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
@@ -371,7 +375,9 @@ def _gradient_buffers(model: nn.Module) -> dict[str, GradientBuffer]:
     return {
         name: buffer
         for parameter, names in uses.items()
-        for name, buffer in zip(names, GradientBuffer.for_uses(parameter, len(names)), strict=True)
+        for name, buffer in zip(
+            names, GradientBuffer.for_uses(parameter, len(names), passes), strict=True
+        )
     }
 
 

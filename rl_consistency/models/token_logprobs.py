@@ -93,7 +93,9 @@ def token_logprobs(
     parameters = _sampling_rows(sampling, lens, rows)
     given = (hidden[rows.index], lm_head_weight(model), rows.targets, parameters)
     if is_canonical("token_logprobs"):
-        logprobs, entropy = scored_rows(*given, weight_grad=lm_head_gradient(model))
+        logprobs, entropy = scored_rows(
+            *given, weight_grad=lm_head_gradient(model), check_targets=False
+        )
     else:
         logprobs, entropy = _stock_scores(*given)
     lengths = [int(mask.sum()) for mask in scored]

@@ -1,14 +1,17 @@
 """The command line as a whole: dispatch, exit statuses, messages."""
 
 import os
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import rl_consistency
+from rl_consistency.cli import main as cli
 from rl_consistency.cli.main import COMMANDS, main
 from rl_consistency.numerics.errors import ConsistencyError
 
@@ -51,11 +54,12 @@ def test_an_expected_error_is_one_message_and_a_status(command, capsys, error, s
     assert captured.out == ""
 
 
-def test_an_interrupt_has_its_own_status(command, capsys):
-    def interrupt(args):
+@pytest.mark.parametrize("place", ["action", "add_arguments"])
+def test_an_interrupt_has_its_own_status(command, capsys, place):
+    def interrupt(_):
         raise KeyboardInterrupt
 
-    command.action = interrupt
+    setattr(command, place, interrupt)
     assert main(["verify"]) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
 
@@ -72,6 +76,37 @@ def test_a_bug_shows_its_traceback_and_has_a_status_of_its_own(command, capsys, 
     assert shown.splitlines()[-1].startswith("error: this is a mistake of rl-consistency")
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_exit_that_is_let_through_passes_for_an_end_of_ours(command, monkeypatch, status):
+    """Negative control."""
+    command.action = lambda args: sys.exit(status)
+    monkeypatch.setattr(cli, "_run", lambda args: args.run(args))
+    with pytest.raises(SystemExit) as exit_:
+        main(["verify"])
+    assert exit_.value.code == status
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Runs the command in a process of its own, in which `verify` does what is given."""
+
+    def run(body, **options):
+        file = tmp_path / "script.py"
+        file.write_text(
+            "import os, signal, sys, time\nfrom types import ModuleType\n"
+            "from rich.console import Console\nfrom rl_consistency.cli.main import main\n"
+            "verify = ModuleType('verify')\nverify.add_arguments = lambda parser: None\n"
+            f"def run(args):\n    {body}\n    return 0\n"
+            "verify.run = run\nsys.modules['rl_consistency.cli.verify'] = verify\n"
+            "sys.exit(main(['verify']))\n"
+        )
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | options.pop("env", {})
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+        return subprocess.run([sys.executable, file], env=environment, check=False, **streams)
+
+    return run
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -82,23 +117,13 @@ def test_a_bug_shows_its_traceback_and_has_a_status_of_its_own(command, capsys, 
         "raise ValueError('x')",  # whose message is what cannot be written
     ],
 )
-def test_a_closed_pipe_is_quiet(tmp_path, write):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\nfrom types import ModuleType\nfrom rich.console import Console\n"
-        "from rl_consistency.cli.main import main\n"
-        "verify = ModuleType('verify')\nverify.add_arguments = lambda parser: None\n"
-        f"def run(args):\n    {write}\n    return 0\n"
-        "verify.run = run\nsys.modules['rl_consistency.cli.verify'] = verify\n"
-        "sys.exit(main(['verify']))\n"
-    )
+def test_a_closed_pipe_is_quiet(tmp_path, script, write):
     both, other = ("stderr" in write or "raise" in write), tmp_path / "other"
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as closed, other.open("wb") as file:
         streams = {"stdout": closed, "stderr": closed if both else file}
-        environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run([sys.executable, script], env=environment, check=False, **streams)
+        done = script(write, **streams)
     assert done.returncode == 141
     assert other.read_bytes() == b""
 
@@ -147,9 +172,56 @@ def test_the_module_is_the_command_and_loads_nothing_heavy():
     assert shown.stdout == f"rl-consistency {rl_consistency.__version__}\n"
 
 
-def test_an_output_without_room_is_bad_input_in_one_line():
-    command = [sys.executable, "-m", "rl_consistency", "--version"]
+@pytest.mark.parametrize("write", ["print('x', flush=True)", "print('x')", "Console().print('x')"])
+def test_an_output_without_room_is_bad_input_in_one_line(script, write):
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        done = script(write, stdout=full)
     assert done.returncode == 2
-    assert done.stderr == "error: standard output cannot be written to: No space left on device\n"
+    assert done.stderr == b"error: standard output cannot be written to: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [("raise ValueError('x')", 2), ("raise KeyError('x')", 3)]
+)
+def test_errors_that_nobody_can_be_told_of_keep_their_status(script, body, status):
+    with open("/dev/full", "w") as full:
+        assert script(body, stderr=full).returncode == status
+
+
+@pytest.mark.parametrize("write", ["print('5 é')", "Console().print('5 é')", "print('5 \\udcff')"])
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_what_the_output_cannot_encode_is_escaped(script, write, encoding):
+    done = script(write, env={"PYTHONIOENCODING": encoding})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(b"5 ")
+
+
+END = "os.kill(os.getpid(), signal.{})\n    time.sleep(0.01)\n    print('went on')"
+
+
+@pytest.mark.parametrize(("signal_", "status"), [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_that_ends_a_run_has_its_own_status(script, signal_, status):
+    done = script(END.format(signal_))
+    assert (done.returncode, done.stdout) == (status, b"")
+    assert done.stderr == f"error: ended by {signal_}\n".encode()
+
+
+def test_a_signal_that_was_ignored_stays_ignored(script):
+    done = script(
+        END.format("SIGHUP"), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    )
+    assert (done.returncode, done.stdout) == (0, b"went on\n")
+
+
+def test_a_process_that_a_command_forked_dies_of_the_signal(script):
+    end = "if not (child := os.fork()): os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)\n    "
+    done = script(f"{end}print(os.waitpid(child, 0)[1])")
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"15\n", b"")
+
+
+def test_signals_are_left_as_they_were(command):
+    command.action = lambda args: 0
+    main(["verify"])
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(main, ["verify"]).result() == 0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

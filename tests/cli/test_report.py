@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -122,6 +123,11 @@ def test_the_summary_sets_both_paths_side_by_side_and_never_rounds_to_a_claim(tm
     assert "final/parameter_digest" in text and "abcd" in text
 
 
+def test_a_run_whose_name_is_no_utf_8_has_a_page(tmp_path):
+    text = render(make_run(tmp_path / os.fsdecode(b"run\xff"))).read_text("utf-8")
+    assert "<h1>run\ufffd</h1>" in text
+
+
 def test_a_run_without_a_summary_is_said_to_be_unfinished(tmp_path):
     text = " ".join(read(render(make_run(tmp_path / "run"))).text)
     assert "the run has not finished" in text
@@ -131,6 +137,15 @@ def test_the_configuration_is_text_not_markup(tmp_path):
     page = read(render(make_run(tmp_path / "run")))
     assert "script" not in {tag for tag, _ in page.seen}
     assert "<script>alert(1)</script>" in "".join(page.text)
+
+
+def test_the_largest_metrics_are_drawn(tmp_path):
+    run = make_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row, value in zip(rows, (1e50, -1e50), strict=True):
+        row |= dict.fromkeys(row.keys() - {"step"}, value)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert render(run).is_file()
 
 
 def test_a_truncated_metrics_line_is_named_and_the_old_report_kept(tmp_path):
@@ -150,6 +165,17 @@ def test_a_damaged_summary_is_named(tmp_path, summary, message):
     run = make_run(tmp_path / "run")
     (run / "summary.json").write_text(summary)
     with pytest.raises(ValueError, match=message):
+        render(run)
+
+
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "config.yaml", "manifest.json", "summary.json", "report.html"]
+)
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path, name):
+    run = make_run(tmp_path / "run", summary=SUMMARY)
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    with pytest.raises(ValueError, match=f"{name} is no regular file"):
         render(run)
 
 

@@ -1,10 +1,17 @@
 import argparse
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
-from rl_consistency.cli import train
+from rl_consistency.cli import plots, report, train
+from rl_consistency.cli.main import main
+from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
 RECIPE = {
@@ -32,18 +39,49 @@ RECIPE = {
 }
 
 
-@pytest.fixture
-def command(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(RECIPE))
+ROOT = Path(__file__).parents[2]
 
+
+@pytest.fixture
+def recipe(tmp_path):
+    """The arguments that name the recipe and where its run goes."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(RECIPE))
+    return [str(file), "--set", f"run.output_dir={tmp_path / 'run'}"]
+
+
+@pytest.fixture
+def command(recipe):
     def run(*arguments):
         parser = argparse.ArgumentParser()
         train.add_arguments(parser)
-        target = f"run.output_dir={tmp_path / 'run'}"
-        return train.run(parser.parse_args([str(recipe), "--set", target, *arguments]))
+        return train.run(parser.parse_args([*recipe, *arguments]))
 
     return run
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What a tracker learns of how runs end, one entry a run."""
+    found = []
+
+    class Wandb:
+        def __init__(self, project, **given):
+            pass
+
+        def log(self, step, metrics):
+            pass
+
+        def close(self, *, failed):
+            found.append(failed)
+
+    monkeypatch.setattr(run_module, "WandbTracker", Wandb)
+    monkeypatch.setattr(run_module, "check_wandb", lambda mode: None)
+    return found
+
+
+TRACKED = ("--set", "tracking={wandb: {project: bits}}")
+DRIFTING = ("--set", "consistency={strict: false, on_drift: record}")
 
 
 def test_a_run_without_drift_succeeds_and_shows_both_sides(command, tmp_path, capsys):
@@ -69,6 +107,57 @@ def test_a_run_without_drift_succeeds_and_shows_both_sides(command, tmp_path, ca
 def test_a_run_with_recorded_drift_fails(command):
     settings = ("consistency.strict=false", "consistency.on_drift=record")
     assert command(*(part for s in settings for part in ("--set", s))) == 1
+
+
+@pytest.mark.parametrize(("arguments", "status", "failed"), [((), 0, False), (DRIFTING, 1, True)])
+def test_trackers_learn_what_the_status_says(recipe, told, arguments, status, failed):
+    assert main(["train", *recipe, *TRACKED, *arguments]) == status
+    assert told == [failed]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(run_module, "write_summary"), (plots, "save_picture"), (report, "render")],
+)
+def test_trackers_learn_that_the_end_of_a_run_failed(recipe, told, monkeypatch, module, name):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, name, full)
+    assert main(["train", *recipe, *TRACKED]) == 2
+    assert told == [True]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_trackers_learn_of_a_run_that_a_signal_ends_and_it_resumes(
+    recipe, told, tmp_path, monkeypatch, number, status
+):
+    (tmp_path / "ending.py").write_text(
+        "import os\nsteps = []\ndef reward(completions, **_):\n    steps.append(1)\n"
+        f"    if len(steps) == 2: os.kill(os.getpid(), {int(number)})\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = ("reward.functions=[{name: 'ending:reward'}]", "training.save_every=1")
+    changes = [part for c in (*changes, "training.eval_every=0") for part in ("--set", c)]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["train", *recipe, *TRACKED, *changes]) == status
+        assert told == [True]
+        assert main(["train", *recipe, *TRACKED, *changes, "--resume"]) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+        sys.modules.pop("ending")
+    assert told == [True, False]
+
+
+def test_an_output_without_room_is_not_taken_for_the_disk_of_the_run(recipe):
+    command = [sys.executable, "-m", "rl_consistency", "train", *recipe]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment)
+    text = b"error: standard output cannot be written to: No space left on device"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, text)
 
 
 def test_a_run_without_shadow_checks_or_evaluation_is_shown_too(command, capsys):

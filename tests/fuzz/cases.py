@@ -12,7 +12,6 @@ from itertools import accumulate
 from typing import get_args
 
 import torch
-from modifications import MODIFICATIONS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rl_consistency import ConsistencyError, RolloutEngine, SamplingParams, patch, token_logprobs
@@ -20,6 +19,7 @@ from rl_consistency.models.batch_layout import Layout
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.gradients import Regrouping, check_gradients
 from rl_consistency.verify.presets import make_lifelike
+from tests.fuzz.modifications import MODIFICATIONS
 
 REFUSED = (ValueError, TypeError, ConsistencyError)
 

@@ -1,23 +1,15 @@
 """Random models, changes, engine settings, cuts and interruptions; `--fuzz-seconds inf` by hand."""
 
 import random
-import sys
 import time
 from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
 
 from rl_consistency.models import audit, families
 from rl_consistency.models import patch as patching
-
-sys.path.insert(0, str(Path(__file__).parent))
-try:
-    import cases
-    import modifications
-finally:
-    sys.path.pop(0)
+from tests.fuzz import cases, modifications
 
 
 def test_random_cases_are_right_or_refused(pytestconfig, capsys):

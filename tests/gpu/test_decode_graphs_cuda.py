@@ -14,8 +14,8 @@ from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.rollout.device.decode_graphs import DecodeCall, buckets_up_to
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
+from tests.rollout.device.launches import ahead, decoded, verified, whole
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,6 @@ GREEDY = SamplingParams(temperature=0.0)
 MOST = 262
 BLOCKS = 8
 """Of 16 tokens, for each sequence."""
-STEPS = 4
 EDGES = sorted({n for b in buckets_up_to(MOST) for n in (b - 1, b, b + 1) if 1 <= n <= MOST})
 
 
@@ -39,7 +38,7 @@ def model(request, small_model):
 
 @pytest.fixture(scope="module")
 def texts(model):
-    """What eager steps of all sequences give, [MOST][1 + STEPS] (token, logprob)."""
+    """What eager steps of all sequences give, [MOST][1 + 4] (token, logprob)."""
     runner = runner_of(model, cuda_graphs=False)
     return decoded(runner, prompts(runner, MOST))
 
@@ -80,35 +79,6 @@ def prompts(runner, count, params=PLAIN):
         runner.admit(sequence)
         sequences.append(sequence)
     return sequences
-
-
-def whole(sequences):
-    return [ScheduledChunk(s, 0, s.num_tokens, True) for s in sequences]
-
-
-def ahead(sequences, step):
-    return [ScheduledChunk(s, s.num_tokens + step, 1, True) for s in sequences]
-
-
-def decoded(runner, sequences, steps=STEPS):
-    """All steps queued before the first is read."""
-    queued = [runner.launch(whole(sequences))]
-    queued += [runner.launch(ahead(sequences, step)) for step in range(steps)]
-    found = [step.wait() for step in queued]
-    return [[rows[i][0] for rows in found] for i in range(len(sequences))]
-
-
-def verified(runner, sequences, texts, lengths):
-    """One step that verifies known continuations as guesses."""
-    runner.launch(whole(sequences)).wait()
-    chunks = []
-    for sequence, text, length in zip(sequences, texts, lengths):
-        tokens = [token for token, _ in text]
-        sequence.token_ids.append(tokens[0])
-        draft = tuple(tokens[1 : 1 + length])
-        start = sequence.num_tokens - 1
-        chunks.append(ScheduledChunk(sequence, start, 1 + length, True, draft))
-    return runner.launch(chunks).wait()
 
 
 @contextmanager

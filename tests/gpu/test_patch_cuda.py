@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rl_consistency.models.batch_layout import lay_out
+from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.fingerprint import fingerprint
@@ -167,3 +168,24 @@ def test_the_fingerprint_names_the_gpu_and_what_compiles_for_it():
     names = {line.partition(":")[0] for line in difference}
     assert {"device", "cuda_capability", "cuda_runtime", "triton"} <= names
     assert fingerprint("cuda") == fingerprint(torch.device("cuda", torch.cuda.current_device()))
+
+
+@pytest.mark.parametrize("layout", ["lists", "packed"])
+def test_a_training_step_never_waits_for_the_gpu(build, layout):
+    model, sequences = build(), tokens_of()
+    given = sequences if layout == "lists" else PackedBatch.from_sequences(sequences, "cuda")
+
+    def step():
+        result = scored(model, given)
+        (result.logprobs.sum() + result.entropy.sum()).backward()
+
+    with patch(model, grad_dtype=torch.float32):
+        for _ in range(2):  # certificates are made, and the rotary table
+            step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+            model.zero_grad()
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -7,16 +7,13 @@ from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import PRESETS, build_preset
 from rl_consistency.verify.probe import probe_tokens
 
 LENGTHS = (1, 7, 31, 33, 130, 64)
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 @pytest.fixture(params=[(p, d) for p in PRESETS for d in DTYPES], ids=lambda p: f"{p[0]}-{p[1]}")

@@ -5,7 +5,7 @@ import torch
 
 from rl_consistency.models.modules import TABLE_POSITIONS
 from rl_consistency.models.patch import patch
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.presets import PRESETS, build_preset
 from rl_consistency.verify.probe import probe
 
@@ -24,10 +24,6 @@ FUNCTIONS = {
     "sigmoid from exp": lambda x: 1.0 / (1.0 + torch.exp(-x)),
 }
 SPANS = [slice(i, i + n) for i in (0, 1, 3, 8, 500) for n in (1, 2, 7, 9, 31, 33, 1000)]
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def moved_values(function, x):

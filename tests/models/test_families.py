@@ -1,11 +1,20 @@
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from rl_consistency.models import families
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalLinear, CanonicalModule, CanonicalRMSNorm
+from rl_consistency.models.patch import patch
+from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.verify.presets import PRESETS, build_preset, preset_config
 
 CONFIGS = (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
@@ -98,8 +107,29 @@ def test_an_attribute_that_no_llama_reads_is_no_window():
     assert families.window_of(attention.config, attention) is None
 
 
+@torch.no_grad()
+def test_an_attribute_read_as_a_window_gives_another_number(monkeypatch):
+    """Negative control."""
+    model, ids = build_preset("tiny-llama"), torch.arange(20).unsqueeze(0)
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = 4
+    right = model(input_ids=ids).logits
+    monkeypatch.setattr(families, "window_of", lambda config, module: module.sliding_window)
+    with patch(model):
+        assert (model(input_ids=ids).logits - right).abs().max() > 1
+
+
 def test_a_model_without_layers_is_refused():
     config = preset_config("tiny-llama")
     config.num_hidden_layers = 0
     with pytest.raises(families.UnsupportedModelError, match="num_hidden_layers=0"):
         families.check_config(config)
+
+
+def test_without_the_check_a_model_without_layers_divides_by_zero(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(families, "check_config", lambda config: None)
+    config = preset_config("tiny-llama")
+    config.num_hidden_layers = 0
+    with patch(model := LlamaForCausalLM(config)), pytest.raises(ZeroDivisionError):
+        RolloutEngine(model, eos_token_id=None)

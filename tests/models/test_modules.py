@@ -2,6 +2,7 @@ import copy
 import gc
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from rl_consistency.models import modules
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import PRESETS, build_preset
@@ -143,14 +145,17 @@ def test_optimizer_steps_between_backward_passes_start_afresh():
     assert first_difference(*weights) is None
 
 
-def test_clipping_a_tied_gradient_between_backward_passes_is_refused():
+def test_a_tied_gradient_that_was_clipped_between_backward_passes_goes_on_clipped():
     model = build_preset("tiny-qwen3")
-    ids = torch.tensor([sequences(model)[1]])
+    ids, tied = torch.tensor([sequences(model)[1]]), model.lm_head.weight
     with patch(model):
         loss(model(ids).logits, ids).sum().backward()
+        once = tied.grad.clone()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        with pytest.raises(ValueError, match="was changed between two backward"):
-            loss(model(ids).logits, ids).sum().backward()
+        clipped = tied.grad.clone()
+        loss(model(ids).logits, ids).sum().backward()
+    assert clipped.norm() < 1e-2 * once.norm()
+    torch.testing.assert_close(tied.grad, clipped + once, rtol=1e-4, atol=1e-4)
 
 
 def test_frozen_parameters_receive_no_gradient():
@@ -215,8 +220,10 @@ def test_harmless_options_are_accepted():
 
 def test_a_token_outside_the_vocabulary_is_refused():
     model = build_preset("tiny-llama")
-    with patch(model), pytest.raises(ValueError, match=r"token ids span \[0, 331\], the table has"):
-        model(torch.tensor([[1, 331]]))
+    for ids in ([1, 331], [-1, 5]):
+        for score in (model, partial(token_logprobs, model, prompt_lengths=[1])):
+            with patch(model), pytest.raises(ValueError, match="ids span .*vocabulary has 331"):
+                score(torch.tensor([ids]))
 
 
 def test_qk_norm_folds_by_tokens_with_all_their_heads():
@@ -304,43 +311,6 @@ def test_projections_are_apart_on_a_cpu_with_gradients_and_on_the_stock_path(mon
             assert modules._may_fuse(x, pair)
             pair[0].register_forward_hook(lambda *_: None)
             assert not modules._may_fuse(x, pair)
-
-
-def test_a_projection_replaced_by_another_class_is_called_and_not_fused(monkeypatch):
-    """An adapter of a fine-tuning library, say: it wraps the projection and does more."""
-
-    class Doubled(torch.nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return 2 * self.inner(x)
-
-    model = build_preset("tiny-llama")
-    x = torch.ones(1, 3, 96) / 8
-    with patch(model), torch.no_grad():
-        mlp = model.model.layers[0].mlp
-        gate, up = mlp.gate_proj, mlp.up_proj
-        expected = mlp.down_proj(modules.glu(2 * gate(x), up(x), mlp.activation))
-        mlp.gate_proj = Doubled(gate)
-        with monkeypatch.context() as on_a_gpu:
-            on_a_gpu.setattr(torch.Tensor, "is_cuda", True)
-            assert modules._may_fuse(x, (gate, up))
-            assert not modules._may_fuse(x, (mlp.gate_proj, up))
-        assert torch.equal(mlp(x), expected)
-        mlp.gate_proj = gate
-
-
-def test_a_projection_whose_forward_was_replaced_is_not_fused(monkeypatch):
-    model = build_preset("tiny-llama")
-    with patch(model), torch.no_grad():
-        pair = (model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj)
-        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-        x = torch.zeros(1, 3, 96)
-        assert modules._may_fuse(x, pair)
-        monkeypatch.setattr(pair[1], "forward", torch.zeros_like, raising=False)
-        assert not modules._may_fuse(x, pair)
 
 
 def test_rotary_table_grows_by_the_bound_of_the_layout_without_reading_positions(monkeypatch):

@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from rl_consistency.kernels.gradient_fold import gradient_buffer
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference
@@ -98,3 +99,17 @@ def test_the_micro_batch_alone_done_again_is_refused(point, model, monkeypatch):
     run_out(model, point, monkeypatch)
     with pytest.raises(ValueError, match=r"ended in an error.*zero_grad\(\) and do all"):
         backward(model, 1)
+
+
+def test_without_its_mark_part_of_a_micro_batch_is_folded_twice(model, monkeypatch):
+    """Negative control."""
+    expected = step(model)
+    model.zero_grad()
+    abandon = gradient_buffer._Gradient.abandon
+    monkeypatch.setattr(
+        gradient_buffer._Gradient, "abandon", lambda self, lost: abandon(self, False)
+    )
+    run_out(model, "in a layer", monkeypatch)
+    backward(model, 1)
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert first_difference(found, expected) is not None

@@ -9,6 +9,7 @@ from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.strict import strict
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.gradients import lay_out
 from rl_consistency.verify.presets import PRESETS, build_preset
@@ -37,10 +38,6 @@ SETTINGS = [
 
 def sequences(model):
     return probe_tokens(LENGTHS, model.config.vocab_size)
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def step(model, scored):

@@ -11,8 +11,6 @@ from rl_consistency.models import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.verify.presets import build_preset
 
-PARTS = ["self_attn.q_proj", "self_attn.k_norm", "mlp.down_proj", "post_attention_layernorm"]
-
 
 def hidden(model):
     tokens = torch.tensor([list(range(3, 20))])
@@ -75,6 +73,33 @@ def test_a_part_of_another_class_is_called(gradients):
         mlp.down_proj = Doubled(down)
         assert torch.equal(mlp(x), expected)
         mlp.down_proj = down
+
+
+def test_a_projection_replaced_by_another_class_is_called_and_not_fused(monkeypatch):
+    model = build_preset("tiny-llama")
+    x = torch.ones(1, 3, 96) / 8
+    with patch(model), torch.no_grad():
+        mlp = model.model.layers[0].mlp
+        gate, up = mlp.gate_proj, mlp.up_proj
+        expected = mlp.down_proj(modules.glu(2 * gate(x), up(x), mlp.activation))
+        mlp.gate_proj = Doubled(gate)
+        with monkeypatch.context() as on_a_gpu:
+            on_a_gpu.setattr(torch.Tensor, "is_cuda", True)
+            assert modules._may_fuse(x, (gate, up))
+            assert not modules._may_fuse(x, (mlp.gate_proj, up))
+        assert torch.equal(mlp(x), expected)
+        mlp.gate_proj = gate
+
+
+def test_a_projection_whose_forward_was_replaced_is_not_fused(monkeypatch):
+    model = build_preset("tiny-llama")
+    with patch(model), torch.no_grad():
+        pair = (model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        x = torch.zeros(1, 3, 96)
+        assert modules._may_fuse(x, pair)
+        monkeypatch.setattr(pair[1], "forward", torch.zeros_like, raising=False)
+        assert not modules._may_fuse(x, pair)
 
 
 def test_a_part_whose_parameter_was_replaced_is_refused():

@@ -1,18 +1,10 @@
-import gc
-
 import pytest
 import torch
 
-from rl_consistency.numerics import settings
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import SETTINGS, numeric_settings, verify_settings
 
-
-@pytest.fixture(autouse=True)
-def nothing_held(monkeypatch):
-    """Sessions that other tests of this process left open hold no settings here."""
-    gc.collect()
-    monkeypatch.setattr(settings, "_held", settings._Held())
+pytestmark = pytest.mark.usefixtures("nothing_held")
 
 
 @pytest.fixture

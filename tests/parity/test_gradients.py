@@ -1,9 +1,12 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
+from rl_consistency.parity import gradients
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.gradients import (
     REGROUPINGS,
@@ -82,34 +85,37 @@ def test_absent_gradients_stay_absent_even_when_the_loss_raises():
     assert all(p.grad is None for p in model.parameters())
 
 
+def two_passes(checked, *, between=lambda model: None, dtype=torch.bfloat16, grad_dtype=None):
+    """Gradients after two backward passes, with or without a check before the second."""
+    model = build_preset("tiny-qwen3", dtype)
+    with patch(model, grad_dtype=grad_dtype):
+        model(torch.tensor([[4, 5, 6]])).logits.sum().backward()
+        between(model)
+        if checked:
+            check(model, regroupings=REGROUPINGS[:1])
+        model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_training_goes_on_after_a_check(set_to_none):
     """A check between zero_grad and the next step leaves that step's bytes alone."""
-    results = []
-    for checked in (False, True):
-        model = build_preset("tiny-qwen3")
-        with patch(model):
-            model(torch.tensor([[4, 5, 6]])).logits.sum().backward()
-            model.zero_grad(set_to_none=set_to_none)
-            if checked:
-                check(model, regroupings=REGROUPINGS[:1])
-            model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
-            results.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    given = {"between": lambda m: m.zero_grad(set_to_none=set_to_none), "dtype": torch.float32}
+    results = [two_passes(checked, **given) for checked in (False, True)]
     assert first_difference(*results) is None
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, None])
 def test_accumulation_goes_on_after_a_check(grad_dtype):
-    results = []
-    for checked in (False, True):
-        model = build_preset("tiny-qwen3", torch.bfloat16)
-        with patch(model, grad_dtype=grad_dtype):
-            model(torch.tensor([[4, 5, 6]])).logits.sum().backward()
-            if checked:
-                check(model, regroupings=REGROUPINGS[:1])
-            model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
-            results.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    results = [two_passes(checked, grad_dtype=grad_dtype) for checked in (False, True)]
     assert first_difference(*results) is None
+
+
+def test_a_check_that_keeps_no_gradients_begins_accumulation_again(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(gradients, "gradients_kept", nullcontext)
+    results = [two_passes(checked) for checked in (False, True)]
+    assert first_difference(*results) is not None
 
 
 def test_gradients_that_are_no_numbers_fail():
@@ -127,6 +133,16 @@ def test_a_check_without_a_gradient_fails():
         report = check(model, lambda scored, group: torch.zeros((), requires_grad=True).sum())
     with pytest.raises(ConsistencyError, match="no parameter takes part in the loss"):
         report.require_passed()
+
+
+def test_equal_bytes_alone_pass_on_nothing_and_on_nan(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(GradientReport, "failure", lambda report: report.first_parameter)
+    model = build_preset("tiny-llama")
+    with patch(model):
+        assert check(model, lambda scored, group: scored.logprobs.sum() * float("nan")).passed
+        model.requires_grad_(False)
+        assert check(model, lambda *_: torch.zeros((), requires_grad=True).sum()).passed
 
 
 @pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-llama"])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_consistency.trainers import run
 from rl_consistency.trainers.launch import check_launch, refuse_many_processes
 
 ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
@@ -74,6 +75,24 @@ def test_a_run_refuses_before_its_directory_is_touched(launched, tiny_run):
     with pytest.raises(ValueError, match="--mixed_precision fp16"):
         tiny_run()
     assert not (tiny_run.directory / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "changed"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, False),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, True),
+    ],
+)
+def test_without_the_check_a_setting_is_ignored_or_changes_the_weights(
+    launched, tiny_run, monkeypatch, variables, changed
+):
+    """Negative control."""
+    expected, _ = tiny_run.of_its_own("plain", **{"training.steps": 1})
+    launched(**variables)
+    monkeypatch.setattr(run, "check_launch", lambda device: None)
+    found, _ = tiny_run(**{"training.steps": 1})
+    assert (found["parameter_digest"] != expected["parameter_digest"]) == changed
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 
 import pytest
@@ -144,6 +145,14 @@ def test_a_missing_file_is_named(copy, file, message):
         load_policy(PolicySection(path=copy), AUTO, seed=0)
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json"])
+def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(copy, name):
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    with pytest.raises(PolicyError, match=f"{name} is no regular file"):
+        load_policy(PolicySection(path=copy), AUTO, seed=0)
+
+
 def test_a_config_that_is_not_json_is_named(copy):
     (copy / "config.json").write_text("{")
     with pytest.raises(PolicyError, match=r"config.json: not JSON"):
@@ -245,13 +254,60 @@ def test_an_end_token_outside_the_vocabulary_is_refused(copy, wrong):
         load_policy(PolicySection(path=copy), BYTE, seed=0)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused_by_name(copy, value):
-    file = copy / "model.safetensors"
+def diverge(directory, value):
+    file = directory / "model.safetensors"
     weights = load_file(file)
     weights["model.norm.weight"][5] = value
     save_file(weights, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(copy, value):
+    diverge(copy, value)
     with pytest.raises(PolicyError, match=r"model\.norm\.weight holds NaN or infinity"):
+        load_policy(PolicySection(path=copy), BYTE, seed=0)
+
+
+def test_without_the_check_weights_that_are_not_finite_are_loaded(copy, monkeypatch):
+    """Negative control."""
+    diverge(copy, float("nan"))
+    monkeypatch.setattr(torch.Tensor, "isfinite", lambda tensor: torch.tensor(True))
+    model, _ = load_policy(PolicySection(path=copy), BYTE, seed=0)
+    assert model(torch.tensor([[1, 2]])).logits.isnan().all()
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 0},
+        {"rope_theta": -1.5},
+        {"rope_theta": 1e-300},
+        {"rope_type": "linear", "factor": 0},
+        YARN | {"factor": 0},
+        YARN | {"attention_factor": 1e300},
+        LLAMA3 | {"factor": 0},
+    ],
+)
+def test_rope_without_finite_angles_is_refused_by_its_key(copy, rope):
+    edit_config(copy, rope_parameters={"rope_type": "default", "rope_theta": 1e4} | rope)
+    with pytest.raises(PolicyError, match="config.json: rope_parameters .* not finite") as caught:
+        load_policy(PolicySection(path=copy), BYTE, seed=0)
+    assert all(key in str(caught.value) for key in rope)
+
+
+def test_rope_that_is_built_without_finite_angles_is_refused():
+    with pytest.raises(PolicyError, match="policy.build: rope_parameters .* not finite"):
+        load_policy(PolicySection(build=sizes(rope_theta=1e-300)), BYTE, seed=0)
+
+
+@pytest.mark.parametrize("eps", [-1.0, -1e-6])
+def test_a_negative_rms_norm_eps_is_refused_by_its_key(copy, eps):
+    edit_config(copy, rms_norm_eps=eps)
+    with pytest.raises(PolicyError, match=rf"config.json: rms_norm_eps {eps} is negative"):
         load_policy(PolicySection(path=copy), BYTE, seed=0)
 
 

@@ -1,13 +1,15 @@
+import re
 import sys
 
 import pytest
 
+from rl_consistency.trainers import rewards
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.rewards import (
     RewardError,
     RewardFunction,
     arithmetic,
-    check_fields,
+    check_data,
     compute_rewards,
     exact_match,
     gsm8k,
@@ -21,8 +23,8 @@ EXAMPLES = [
 COMPLETIONS = ["0", "wrong", "2"]
 
 
-def score(function, name="mine"):
-    return compute_rewards([RewardFunction(name, function)], EXAMPLES, COMPLETIONS)
+def score(function):
+    return compute_rewards([RewardFunction("mine", function)], EXAMPLES, COMPLETIONS)
 
 
 def refusal(function):
@@ -129,6 +131,49 @@ def test_what_a_function_raises_is_named_with_its_sample_and_chained():
     assert isinstance(error.__cause__, ValueError)
 
 
+def silent(self):
+    raise RuntimeError("no text")
+
+
+class Silent(Exception):
+    __str__ = __repr__ = silent
+
+
+class SilentNumber(float):
+    __float__ = __repr__ = silent
+
+
+def test_an_exception_that_cannot_be_shown_is_named_by_its_type():
+    def raises(**_):
+        raise Silent
+
+    text = r"'mine' raised Silent: \(str raised RuntimeError\) \(sample 0, example 40"
+    assert re.search(text, str(refusal(raises)))
+
+
+def test_what_a_function_raises_is_told_in_one_line_of_bounded_length():
+    def raises(**_):
+        raise ValueError("first\nsecond\n" * 1000)
+
+    assert "'mine' raised ValueError: first second first" in (text := str(refusal(raises)))
+    assert "\n" not in text and len(text) < 500
+
+
+@pytest.mark.parametrize("value", [Silent(), SilentNumber(1)], ids=["no number", "number"])
+def test_a_score_that_cannot_be_shown_is_named_with_its_sample(value):
+    text = str(refusal(lambda **_: [0.0, value, 1.0]))
+    assert "'mine' returned (repr raised RuntimeError), not a finite" in text
+    assert "sample 1, example 41" in text
+
+
+def test_a_list_that_cannot_be_read_is_named_by_what_it_raises():
+    class Unreadable(list):
+        def __iter__(self):
+            raise Silent
+
+    assert "'mine' raised Silent" in str(refusal(lambda **_: Unreadable([0.0] * 3)))
+
+
 def test_a_failure_of_the_batch_only_says_so():
     def fails_on_three(completions, **_):
         return [0.0] if len(completions) == 1 else {}["x"]
@@ -136,12 +181,27 @@ def test_a_failure_of_the_batch_only_says_so():
     assert "on the batch of 3, on no sample of it alone" in str(refusal(fails_on_three))
 
 
-@pytest.mark.parametrize("raised", [SystemExit(0), GeneratorExit()])
-def test_a_function_that_exits_ends_no_run_as_if_it_were_done(raised):
-    def exits(**_):
-        raise raised
+def exits(**_):
+    raise SystemExit(0)
 
-    assert f"'mine' raised {type(raised).__name__}" in str(refusal(exits))
+
+def generator_exits(**_):
+    raise GeneratorExit
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(exits, "SystemExit"), (generator_exits, "GeneratorExit")]
+)
+def test_a_function_that_exits_ends_no_run_as_if_it_were_done(function, name):
+    assert f"'mine' raised {name}" in str(refusal(function))
+
+
+def test_a_function_that_is_just_called_ends_the_run_as_if_it_were_done(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(rewards, "_call", lambda term, *_: (term.function(), None))
+    with pytest.raises(SystemExit) as exit_:
+        score(exits)
+    assert exit_.value.code == 0
 
 
 @pytest.mark.parametrize(
@@ -150,6 +210,9 @@ def test_a_function_that_exits_ends_no_run_as_if_it_were_done(raised):
         ("raise SystemExit(0)", "SystemExit: 0"),
         ("def f(:", r"SyntaxError: invalid syntax \(broken_rewards.py, line 1\)"),
         ("1 / 0", "ZeroDivisionError"),
+        ("def __getattr__(name): raise RuntimeError(name)", "RuntimeError: "),
+        ("class E(Exception):\n def __str__(self): 1 / 0\nraise E", "E: .str raised ZeroDivision"),
+        ("raise ImportError('two\\nlines')", "ImportError: two lines; install"),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, text, message):
@@ -157,6 +220,7 @@ def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, text, 
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RewardError, match=f"cannot import 'broken_rewards': {message}"):
         resolve("broken_rewards:f")
+    sys.modules.pop("broken_rewards", None)
 
 
 def test_weighted_rewards_that_overflow_are_refused():
@@ -173,7 +237,9 @@ def test_an_interrupt_passes_through():
         score(interrupted)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), None, "1", 10**400])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), -float("inf"), None, "1", 10**400, 1e39, -(10**39)]
+)
 def test_a_score_that_is_no_finite_number_is_named_with_its_sample(value):
     text = str(refusal(lambda **_: [0.0, value, value]))
     assert "'mine' returned" in text and "sample 1, example 41, completion 'wrong'" in text
@@ -212,9 +278,9 @@ def test_fields_that_do_not_fit_a_function_are_refused(function, extra, message)
         Example(id=i, prompt="p", answer="a", target="a", extra=e) for i, e in enumerate(extra)
     ]
     with pytest.raises(RewardError, match=message):
-        check_fields([RewardFunction("mine", function)], examples)
+        check_data([RewardFunction("mine", function)], examples)
 
 
 def test_fields_that_fit_are_let_through():
     functions = [exact_match, lambda level, **_: [], lambda level=0, **_: []]
-    check_fields([RewardFunction("mine", f) for f in functions], EXAMPLES)
+    check_data([RewardFunction("mine", f) for f in functions], EXAMPLES)

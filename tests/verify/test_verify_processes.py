@@ -228,9 +228,10 @@ def test_a_job_that_found_no_memory_runs_again_alone(monkeypatch):
     assert len(tries) == 2
 
 
-def begun(sizes, running=(), room=10, processes=4):
+def begun(sizes, running=()):
+    """Of the jobs of these sizes, those that 4 processes begin in a memory of 10."""
     waiting = [i for i in range(len(sizes)) if i not in running]
-    return _next(sizes, waiting, running, room, processes)
+    return _next(sizes, waiting, running, 10, 4)
 
 
 def test_jobs_begin_as_long_as_the_memory_holds_them():

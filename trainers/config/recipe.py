@@ -1,7 +1,8 @@
 """A recipe as data: one frozen model per section, checked as a whole before anything starts.
 
 `load_config` reads a recipe; `dump_config` writes the resolved one, which loads back to an equal
-config. Paths in it are relative to the current directory; `~` is the home directory.
+config. Paths in it are relative to the directory in which it is loaded, and absolute from then on;
+`~` is the home directory.
 """
 
 from __future__ import annotations

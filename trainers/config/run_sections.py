@@ -16,7 +16,9 @@ class RunSection(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Letters, digits, `.`, `_`, `-`; names the output directory and the tracked run."""
-    output_dir: LocalPath = Field(default_factory=lambda data: Path("runs") / data.get("name", ""))
+    output_dir: LocalPath = Field(
+        default_factory=lambda data: Path("runs") / data.get("name", ""), validate_default=True
+    )
     """Where config, metrics, summary, report and checkpoints go; default runs/<name>."""
     seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0
     """Seeds the data order, the sampler, the weights of a built policy and the generated task."""

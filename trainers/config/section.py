@@ -22,11 +22,15 @@ def _not_bool(value: Any) -> Any:
     return value
 
 
-def _expanded(path: Path) -> Path:
+def _absolute(path: Path) -> Path:
     try:
-        return path.expanduser()
+        absolute = path.expanduser().absolute()
+        str(absolute).encode("utf-8")
     except RuntimeError as error:
         raise ValueError(f"there is no user {path.parts[0]}: write the path out") from error
+    except UnicodeEncodeError as error:  # libraries that write a checkpoint take no other text
+        raise ValueError(f"{absolute!r} is no text in UTF-8: give an absolute path") from error
+    return absolute
 
 
 Int = Annotated[int, BeforeValidator(_not_bool), Field(ge=-(2**63), lt=2**63)]
@@ -37,7 +41,7 @@ Positive = Annotated[Float, Field(gt=0)]
 PositiveOrZero = Annotated[Float, Field(ge=0)]
 BelowOne = Annotated[Float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
-LocalPath = Annotated[Path, AfterValidator(_expanded)]
+LocalPath = Annotated[Path, AfterValidator(_absolute)]
 
 
 def require_one(**choices: Any) -> None:

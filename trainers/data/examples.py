@@ -42,6 +42,15 @@ class Example:
     """The completion that the warm start imitates, without the end token."""
     extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Further fields, handed to reward functions by name."""
+    source: Path | None = None
+    """The file whose line it is, if it was read from one."""
+
+    @property
+    def place(self) -> str:
+        """Where it stands, for error messages."""
+        if self.source is None:
+            return f"example {self.id}"
+        return f"{self.source}, line {self.id + 1}"
 
 
 def keyed_integer(*key: int | str) -> int:
@@ -73,7 +82,9 @@ def read_jsonl(
         prompt = prompt_template.replace("{prompt}", text)
         rest = {k: v for k, v in record.items() if k not in (prompt_field, answer_field)}
         extra = MappingProxyType(rest)
-        examples.append(Example(id=index, prompt=prompt, answer=answer, target=answer, extra=extra))
+        examples.append(
+            Example(id=index, prompt=prompt, answer=answer, target=answer, extra=extra, source=path)
+        )
     if not examples:
         raise DataError(f"{path} is empty: it needs one JSON object per line")
     return examples
@@ -135,15 +146,15 @@ def encode_prompt(
     token_ids = list(encode(example.prompt))
     length, remedy = len(token_ids), "or take the example out of the data"
     if length == 0:
-        raise DataError(f"example {example.id}: its prompt has no token")
+        raise DataError(f"{example.place}: its prompt has no token")
     if length > max_prompt_tokens:
         raise DataError(
-            f"example {example.id}: its prompt has {length} tokens, data.max_prompt_tokens is "
+            f"{example.place}: its prompt has {length} tokens, data.max_prompt_tokens is "
             f"{max_prompt_tokens}: raise it, {remedy}"
         )
     if length + max_tokens > context_length:
         raise DataError(
-            f"example {example.id}: its prompt has {length} tokens, with {max_tokens} of the "
+            f"{example.place}: its prompt has {length} tokens, with {max_tokens} of the "
             f"completion {length + max_tokens}; the model's context is {context_length}: lower "
             f"rollout.sampling.max_tokens, {remedy}"
         )

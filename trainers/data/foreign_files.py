@@ -1,11 +1,11 @@
-"""Files that others wrote: JSON within bounds, and what a library says of a file in one line."""
+"""What others wrote: JSON within bounds, and what their code says of itself in one line."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,10 +56,24 @@ def explained(error_type: type[ValueError], what: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, Exception) and not isinstance(error, error_type):
-            text = " ".join(str(error).split())
-            shown = text if len(text) <= 300 else text[:297] + "..."
-            raise error_type(f"{what} ({type(error).__name__}: {shown})") from error
+            raise error_type(f"{what} ({one_line(error)})") from error
         raise
+
+
+def one_line(error: BaseException) -> str:
+    """The type of an error and what it says, in one line."""
+    return f"{type(error).__name__}: {shown(error, str)}"
+
+
+def shown(value: Any, text: Callable[[Any], str] = repr) -> str:
+    """The text of a value in one line, not without end, and whatever its class does."""
+    try:
+        line = " ".join(text(value).split())
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt):
+            return f"({text.__name__} raised {type(error).__name__})"
+        raise
+    return line if len(line) <= 300 else line[:297] + "..."
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

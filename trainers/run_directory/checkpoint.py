@@ -68,10 +68,10 @@ def save_checkpoint(
 ) -> Path:
     """Write `directory/step_NNNNNN`, which must not exist; remove all but the newest `keep`.
 
-    What is behind a link stays, and a checkpoint in which somebody keeps a file of their own.
+    What is behind a link stays, and so does what `strangers` finds somebody else's hand in.
     CheckpointError, and nothing changed, where it cannot be written.
     """
-    target = directory / f"step_{step:06d}"
+    target = directory / _name(step)
     with _explained(f"the checkpoint {target}", directory):
         directory.mkdir(parents=True, exist_ok=True)
         with unfinished(directory) as place:
@@ -95,10 +95,9 @@ def save_checkpoint(
             (place / STATE).write_text(seal(state), encoding="utf-8")
             replace(place, target)
     if not directory.is_symlink():
-        ours = [path for path in list_checkpoints(directory) if not path.is_symlink()]
+        ours = [path for path in list_checkpoints(directory) if not strangers(path)]
         for old in ours[:-keep]:
-            if not strangers(old):
-                discard(old)
+            discard(old)
     return target
 
 
@@ -155,8 +154,13 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
-    """Read a checkpoint; CheckpointError on damaged files or another fingerprint than this."""
+    """Read a checkpoint; CheckpointError on damaged files, another fingerprint or another name."""
     state = _read_state(path)
+    if path.name != (name := _name(state["step"])):
+        raise CheckpointError(
+            f"{path} holds the checkpoint of step {state['step']}: rename it to {name}, or move it "
+            f"out of {path.parent}."
+        )
     if difference := fingerprint.difference(Fingerprint(state["fingerprint"])):
         raise CheckpointError(
             f"{path} was written under another fingerprint: {'; '.join(difference)} (now != then). "
@@ -172,13 +176,17 @@ def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
 
 
 def strangers(path: Path) -> list[Path]:
-    """What lies in a checkpoint's directory and is not listed there: not ours to remove."""
+    """What is not ours to remove: what lies in a checkpoint and is not listed there, or `path`
+    itself where it is no checkpoint, or a copy under another name."""
     try:
-        listed = {path / STATE, *(path / name for name in _read_state(path)["files"])}
+        state = _read_state(path)
     except CheckpointError:
-        listed = set()
-    found = (p for p in sorted(path.rglob("*")) if p.is_symlink() or not p.is_dir())
-    return [p for p in found if p.is_symlink() or p not in listed]
+        return [path]
+    if path.is_symlink() or path.name != _name(state["step"]):
+        return [path]
+    listed = {path / STATE, *(path / name for name in state["files"])}
+    ours = listed.union(*(file.parents for file in listed))
+    return [p for p in sorted(path.rglob("*")) if p.is_symlink() or p not in ours]
 
 
 @torch.no_grad()
@@ -193,6 +201,10 @@ def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
         )
     for name, tensor in own.items():
         tensor.copy_(weights[name])
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
 
 
 def _weights(model: Any) -> dict[str, Tensor]:

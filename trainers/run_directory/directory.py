@@ -8,6 +8,7 @@ names do not collide; nothing here touches it.)
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -16,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rl_consistency.trainers.config.recipe import RunConfig, dump_config
-from rl_consistency.trainers.run_directory.checkpoint import strangers
+from rl_consistency.trainers.run_directory.checkpoint import remedy, strangers
 from rl_consistency.trainers.run_directory.sealed_json import seal, unseal
 from rl_consistency.trainers.run_directory.unfinished import (
     discard,
@@ -31,7 +32,7 @@ FILES = (CONFIG, METRICS, REFERENCE, "summary.json", "report.html", "drift.png")
 CHECKPOINTS, REPLAY = "checkpoints", "replay"
 FORMAT = 1
 
-_STEP, _BUNDLE = re.compile(r"step_\d+"), re.compile(r"bundle-[0-9a-f]{16}|\.unfinished-\w+")
+_BUNDLE = re.compile(r"bundle-[0-9a-f]{16}|\.unfinished-\w+")
 _BUNDLE_FILES = {"bundle.json", "logprobs.safetensors"}
 
 
@@ -44,6 +45,7 @@ def check_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> None
     directory = config.run.output_dir
     if directory.exists() and not directory.is_dir():
         raise RunDirectoryError(f"run.output_dir: {directory} is not a directory; choose another.")
+    require_kinds(directory)
     listed = _listed(directory)
     names = (*FILES, CHECKPOINTS, REPLAY)
     unlisted = [n for n in names if n not in listed and os.path.lexists(directory / n)]
@@ -70,6 +72,20 @@ def check_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> None
         _require_removable(config)
 
 
+def require_kinds(directory: Path) -> None:
+    """RunDirectoryError where something else stands in the place of a run's file or folder.
+
+    A pipe would be waited for, a folder could not be replaced at the end of a run.
+    """
+    for name in (*FILES, MANIFEST, LOCK, CHECKPOINTS, REPLAY):
+        path, folder = directory / name, name in (CHECKPOINTS, REPLAY)
+        if os.path.lexists(path) and not (path.is_dir() if folder else path.is_file()):
+            kind = "directory" if folder else "regular file"
+            raise RunDirectoryError(
+                f"{path} is no {kind}, and a run needs one there: move it away."
+            )
+
+
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Hold the directory for this process; RunDirectoryError if another one does.
@@ -93,6 +109,17 @@ def locked(directory: Path) -> Iterator[None]:
                 "another process could train there too: choose another run.output_dir."
             ) from error
         yield
+
+
+@contextmanager
+def full_disk_explained(directory: Path) -> Iterator[None]:
+    """Say what helps where the disk has no room for one of the run's files."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunDirectoryError(f"{error}. {remedy(directory / CHECKPOINTS)}") from error
 
 
 def open_directory(config: RunConfig, *, overwrite: bool) -> None:
@@ -169,23 +196,21 @@ def _require_removable(config: RunConfig) -> None:
 
 def _strangers(directory: Path) -> Iterator[Path]:
     """What lies under the names of a run but was not written by it; links always."""
-    yield from (directory / name for name in FILES if (directory / name).is_dir())
     for name in (CHECKPOINTS, REPLAY):
         folder = directory / name
-        if folder.is_symlink() or not folder.is_dir():
-            yield from [folder] if os.path.lexists(folder) else []
+        if folder.is_symlink():
+            yield folder
             continue
-        for child in sorted(folder.iterdir()):
-            pattern = _STEP if name == CHECKPOINTS else _BUNDLE
-            if is_leftover(child):
-                continue
-            if child.is_symlink() or not child.is_dir() or not pattern.fullmatch(child.name):
-                yield child
-            elif name == CHECKPOINTS:
-                yield from strangers(child)
-            else:
-                yield from (f for f in sorted(child.iterdir()) if not _of_a_bundle(f))
+        for child in sorted(folder.iterdir()) if folder.exists() else []:
+            if not is_leftover(child):
+                yield from strangers(child) if name == CHECKPOINTS else _beside_a_bundle(child)
 
 
-def _of_a_bundle(file: Path) -> bool:
-    return file.name in _BUNDLE_FILES and file.is_file() and not file.is_symlink()
+def _beside_a_bundle(path: Path) -> list[Path]:
+    """What no run wrote of a path in the folder of the replay bundles."""
+    if path.is_symlink() or not path.is_dir() or not _BUNDLE.fullmatch(path.name):
+        return [path]
+    found = sorted(path.iterdir())
+    if not found and path.name.startswith("bundle-"):  # a whole bundle is renamed into its place
+        return [path]
+    return [f for f in found if f.name not in _BUNDLE_FILES or f.is_symlink() or not f.is_file()]

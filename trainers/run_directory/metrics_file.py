@@ -7,13 +7,17 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from rl_consistency.trainers.data.foreign_files import parse_json_object
 
 Metric = float | int | bool | str
 Metrics = Mapping[str, Metric]
 
+LARGEST = 1e50
+"""Beyond float32; what is larger cannot be summed up and drawn."""
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -49,14 +53,15 @@ class MetricsFile:
     def log(self, step: int, metrics: Metrics) -> None:
         """Append one line; a full disk (OSError) leaves the file as it was.
 
-        ValueError unless steps ascend and `metrics` has no "step"; TypeError on a wrong metric.
+        ValueError unless steps ascend and `metrics` has no "step", and on a metric beyond
+        `LARGEST`; TypeError on another wrong metric: only digests are text.
         """
         if step <= self._last_step:
             raise ValueError(f"step {step} follows step {self._last_step}; steps must ascend")
         if "step" in metrics:
             raise ValueError("metrics must not hold 'step': it is the first argument of log")
-        plain = {name: _plain(name, value) for name, value in metrics.items()}
-        line = json.dumps({"step": step} | plain, allow_nan=False).encode() + b"\n"
+        _check(metrics)
+        line = json.dumps(_plain({"step": step, **metrics}), allow_nan=False).encode() + b"\n"
         start = self._stream.seek(0, os.SEEK_END)
         try:
             if self._stream.write(line) != len(line):
@@ -71,43 +76,48 @@ class MetricsFile:
         self._stream.close()
 
 
-def _plain(name: str, value: Metric) -> Metric:
-    if not isinstance(value, (bool, int, float, str)):
-        raise TypeError(
-            f"metric {name!r} must be a number, a bool or a string, got {type(value).__name__}: "
-            "call .item() on a tensor"
-        )
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    return value
+def _plain(metrics: Metrics) -> dict[str, Metric]:
+    floats = {k: float(v) for k, v in metrics.items() if isinstance(v, float)}
+    return {**metrics, **{k: str(v) for k, v in floats.items() if not math.isfinite(v)}}
+
+
+def _check(metrics: Mapping[str, Any]) -> None:
+    """TypeError or ValueError, naming it, where a metric is none."""
+    for name, value in metrics.items():
+        if isinstance(value, str) and name.endswith("digest"):
+            continue
+        if not isinstance(value, int | float):
+            raise TypeError(
+                f"metric {name!r} must be a plain number (.item() of a tensor) or the text of a "
+                f"digest, got {type(value).__name__}"
+            )
+        if LARGEST < abs(value) < math.inf:
+            raise ValueError(f"metric {name!r} is beyond {LARGEST:g}")
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All steps of a metrics file, in order; ValueError, naming file and line, on a damaged one."""
-    path = Path(path)
-    return [row for _, row in _rows(path, path.read_bytes())]
-
-
-def _rows(path: Path, data: bytes) -> Iterable[tuple[int, dict[str, Any]]]:
-    """(offset of the line's first byte, its metrics) for every line."""
-    offset, last_step = 0, -1
-    for number, line in enumerate(data.splitlines(keepends=True), start=1):
+    path, rows, last_step = Path(path), [], -1
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = parse_json_object(line)
+            texts = {k: v for k, v in row.items() if isinstance(v, str)}
+            row |= {k: _NONFINITE[v] for k, v in texts.items() if v in _NONFINITE}
+            _check(row)
+        except (ValueError, TypeError) as error:
             remedy = "repair or delete it"
             if not line.endswith(b"\n"):
                 remedy = "a kill left it unfinished; resume the run, which drops it, or delete it"
-            raise ValueError(f"{path}, line {number}, is not JSON: {remedy}") from error
-        step = row.get("step") if isinstance(row, dict) else None
+            raise ValueError(f"{path}, line {number}: {error}: {remedy}") from error
+        step = row.get("step")
         if type(step) is not int or step <= last_step or not line.endswith(b"\n"):
             raise ValueError(
                 f"{path}, line {number}, is not the metrics of a step after {last_step}: a whole "
                 'line is needed, a JSON object with an ascending integer "step"'
             )
-        texts = {k: v for k, v in row.items() if isinstance(v, str)}
-        yield offset, row | {k: _NONFINITE[v] for k, v in texts.items() if v in _NONFINITE}
-        offset, last_step = offset + len(line), step
+        rows.append(row)
+        last_step = step
+    return rows
 
 
 def _cut_after(path: Path, state: Mapping[str, Any]) -> None:

@@ -18,6 +18,8 @@ def seal(content: Mapping[str, Any]) -> str:
 
 def unseal(file: Path) -> dict[str, Any]:
     """What was sealed; ValueError, which says how, if one byte of the file is another one now."""
+    if not file.is_file():
+        raise ValueError(f"{file} is missing or no regular file")
     try:
         text = file.read_bytes().decode("utf-8")
         content = json.loads(text)

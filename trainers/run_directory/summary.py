@@ -29,6 +29,12 @@ def summary_of(rows: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> 
     }
 
 
+def passed(summary: Mapping[str, Any]) -> bool:
+    """Whether no token and no gradient element differed over the run."""
+    names = ("mismatched_tokens", "gradient_check/mismatched_elements")
+    return all(summary[f"consistency/{name}"] == 0 for name in names)
+
+
 def _throughput(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Median speeds, without the first measurement, which compiles kernels, if there are others."""
     speeds = {}

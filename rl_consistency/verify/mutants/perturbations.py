@@ -16,11 +16,7 @@ from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttent
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.glu.op import glu
-from rl_consistency.kernels.gradient_fold.gradient_buffer import (
-    GradientBuffer,
-    _Gradient,
-    fold_parameter,
-)
+from rl_consistency.kernels.gradient_fold.gradient_buffer import _Gradient, fold_parameter
 from rl_consistency.kernels.gradient_fold.op import STEP, fold_columns, fold_outer, fold_rows
 from rl_consistency.kernels.linear.op import linear
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
@@ -233,9 +229,9 @@ def fold_steps_in_any_order() -> AbstractContextManager[None]:
         order = shuffled(dy, STEP)
         fold_outer(buffer, dy[order], x[order], **options)
 
-    def columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1) -> None:
+    def columns(buffer: Tensor, rows: Tensor, *, rows_per_token: int = 1, **options: Any) -> None:
         order = shuffled(rows, STEP * rows_per_token)
-        fold_columns(buffer, rows[order], rows_per_token=rows_per_token)
+        fold_columns(buffer, rows[order], rows_per_token=rows_per_token, **options)
 
     return substituted(fold_outer, outer, fold_columns, columns)
 
@@ -259,14 +255,17 @@ def embedding_gradient_in_any_order() -> AbstractContextManager[None]:
     return substituted(fold_rows, shuffled)
 
 
-@mutant("tied buffer", "C3 chain, regrouped", at=(attribute, GradientBuffer, "for_uses"))
-@classmethod
-def tied_weights_share_a_buffer(cls: Any, parameter: Any, count: int) -> list[GradientBuffer]:
+@mutant("tied buffer", "C3 chain, regrouped")
+def tied_weights_share_a_buffer() -> AbstractContextManager[Any]:
     """Embedding and LM head fold into one accumulator."""
-    buffer = cls(parameter)
-    buffer._gradient = _Gradient(parameter, count)
-    buffer._gradient._require_unfolded = lambda use: None
-    return [buffer] * count
+    enter = _Gradient._enter
+
+    def shared(self: _Gradient, use: int, accumulates: bool) -> None:
+        enter(self, use, accumulates)
+        held = next((part for part in self._accumulators if part is not None), None)
+        self._accumulators = [held if i == use else None for i in range(self.uses)]
+
+    return attribute(_Gradient, "_enter", shared)
 
 
 @mutant("random stream per row", "C1 rollout engine", at=(substituted, device_uniforms))

@@ -14,6 +14,7 @@ from rl_consistency.kernels.attention.op import (
     attention_paged,
     attention_varlen,
 )
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.checks.attention import SCORE_SCALE
 from rl_consistency.verify.compile_ahead import compile_ahead
 from rl_consistency.verify.probe import probe
@@ -45,12 +46,6 @@ class Case:
 
 MAIN = Case(BF16, 128)
 WINDOWED = Case(BF16, 128, 300)
-
-
-def same_bytes(a, b):
-    assert a.dtype == b.dtype and a.shape == b.shape
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
 def all_same(one, other):
@@ -125,18 +120,16 @@ def among(case):
 
 
 @cache
-def cached_keys(case, block_size=BLOCK, extra_blocks=3):
+def cached_keys(case, block_size=BLOCK):
     """The long sequence's keys and values in scattered blocks, NaN elsewhere, and the table."""
     blocks = -(-LONG // block_size)
     generator = torch.Generator().manual_seed(0)
-    table = torch.randperm(blocks + extra_blocks, generator=generator)[:blocks]
+    table = torch.randperm(blocks + 3, generator=generator)[:blocks]
     positions = torch.arange(LONG)
     slots = table[positions // block_size] * block_size + positions % block_size
     caches = []
     for part in sequence(case, 0)[1:3]:
-        cache_ = part.new_full(
-            (blocks + extra_blocks, block_size, case.kv_heads, case.dim), torch.nan
-        )
+        cache_ = part.new_full((blocks + 3, block_size, case.kv_heads, case.dim), torch.nan)
         cache_.view(-1, case.kv_heads, case.dim)[slots.to(DEVICE)] = part
         caches.append(cache_)
     return *caches, table.tolist()

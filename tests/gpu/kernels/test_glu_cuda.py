@@ -2,8 +2,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rl_consistency.kernels.glu import activation_triton
 from rl_consistency.kernels.glu.activation_triton import CANDIDATES, SCHEDULE, glu_bwd, glu_fwd
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu, glu_reference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT, assert_within
 from rl_consistency.verify.laws import judged, rows_of, schedules_alike
 from rl_consistency.verify.probe import probe
@@ -17,12 +19,6 @@ STOCK = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-
-
-def same_bytes(a, b):
-    assert a.dtype == b.dtype and a.shape == b.shape
-    bits = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
 def operands(dtype, seed=0):
@@ -140,3 +136,16 @@ def test_bad_operands_are_refused():
 def test_stock_rounding_fails_the_same_check():
     gate, up, _ = operands(torch.bfloat16)
     assert not same_bytes(F.silu(gate) * up, glu(gate, up))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_remembered_launch_gives_the_bytes_of_one_specialised_anew(dtype, monkeypatch):
+    memory = torch.randn(2, 5000, generator=torch.Generator().manual_seed(0)).to("cuda", dtype)
+    sizes = (1, 2, 16, 17, 1000, 4096, 4097)
+    cases = [memory[:, start : start + size] for start in (0, 1, 8, 128) for size in sizes]
+    got = [[glu_fwd(*case, "silu") for _ in range(3)] for case in cases]
+    kernel = activation_triton._forward_kernel
+    assert kernel._compiled
+    monkeypatch.setattr(activation_triton, "_forward_kernel", kernel._kernel)
+    for found, case in zip(got, cases, strict=True):
+        assert all(same_bytes(y, glu_fwd(*case, "silu")) for y in found)

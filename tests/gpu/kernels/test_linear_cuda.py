@@ -17,7 +17,7 @@ from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.certificates import CACHE_VARIABLE
 from rl_consistency.kernels.matmul.schedules import GATE_UP, QKV
 from rl_consistency.numerics.settings import numeric_settings
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import cuts_alike, judged, leaf_gradients, rows_alike
 from rl_consistency.verify.probe import probe
@@ -35,10 +35,6 @@ def fresh_certificates(monkeypatch, tmp_path):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(cublaslt, "_by_device", {})
     monkeypatch.setattr(audit, "_counts", audit._Counts())
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def operands(dtype=torch.bfloat16, rows=ROWS, n=N):

@@ -11,6 +11,7 @@ from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.product_triton import SHARED_BYTES, matmul_fwd
 from rl_consistency.kernels.matmul.schedules import CANDIDATES, DECODE, POINTER, POINTER_FP32
 from rl_consistency.numerics.settings import numeric_settings
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
 from rl_consistency.verify.probe import probe
 
@@ -27,12 +28,6 @@ def fresh_certificates(monkeypatch, tmp_path):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(cublaslt, "_by_device", {})
     monkeypatch.setattr(audit, "_counts", audit._Counts())
-
-
-def same_bytes(a, b):
-    assert a.dtype == b.dtype and a.shape == b.shape
-    bits = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
 def operands(m, n, k, dtype=torch.bfloat16):
@@ -337,7 +332,7 @@ def test_default_cublas_fails_the_same_check():
     assert not same_bytes(torch.mm(a[:16], b.t()), matmul_nt(a[:16], b, out_dtype=a.dtype))
 
 
-def test_a_split_k_fails_the_same_checks(monkeypatch):
+def test_a_split_k_fails_the_same_checks():
     a, b, _ = operands(300, 1024, 4096)
 
     def split(rows):

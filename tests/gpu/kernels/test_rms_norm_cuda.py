@@ -9,6 +9,7 @@ from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm, rms_norm_reference
 from rl_consistency.kernels.rms_norm.schedules import block_width, candidates, pick_backward
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT, assert_within
 from rl_consistency.verify.laws import cuts_alike, judged, rows_alike, schedules_alike
 from rl_consistency.verify.probe import probe
@@ -18,12 +19,6 @@ pytestmark = pytest.mark.gpu
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((80, 4096), (80, 1000), (48, 5120), (48, 16, 128), (48, 5, 64))
 EPS = 1e-6
-
-
-def same_bytes(a, b):
-    assert a.dtype == b.dtype and a.shape == b.shape
-    bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
 def operands(shape, dtype):

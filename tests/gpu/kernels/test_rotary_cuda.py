@@ -3,6 +3,7 @@ import torch
 
 from rl_consistency.kernels.rotary.op import rotary, rotary_reference, rotary_table
 from rl_consistency.kernels.rotary.rotation_triton import CANDIDATES, SCHEDULE, rotary_fwd
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import judged, rows_alike, rows_of, schedules_alike
 from rl_consistency.verify.probe import probe
@@ -11,12 +12,6 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((70, 16, 8, 128), (70, 4, 2, 80), (70, 5, 1, 64))
-
-
-def same_bytes(a, b):
-    assert a.dtype == b.dtype and a.shape == b.shape
-    bits = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
 def inverse_frequencies(head_dim):

@@ -1,6 +1,5 @@
 """Sampling, its support, its random numbers and the digest of weights on a GPU."""
 
-import dataclasses
 import itertools
 import random
 
@@ -9,52 +8,31 @@ import torch
 import triton
 import triton.language as tl
 
-from rl_consistency.kernels.reduction.tree_fold_triton import exp_fp32
 from rl_consistency.kernels.reduction.weights_digest import weights_digest
 from rl_consistency.kernels.sampling.op import (
     SamplingRows,
     distribution,
-    sorted_support,
 )
 from rl_consistency.kernels.sampling.philox_triton import philox_uniforms
 from rl_consistency.kernels.sampling.statistics_triton import (
     order_key,
-    vocabulary_shifted,
 )
-from rl_consistency.kernels.sampling.support_triton import vocabulary_support
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits, token_logprobs
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.rollout.device.random_stream import device_uniforms, stream_keys
-from rl_consistency.rollout.device.sampler import inverse_cdf, sample
+from rl_consistency.rollout.device.sampler import sample
 from rl_consistency.verify.probe import probe
+from tests.kernels.sampling.references import by_selection, by_sort, by_torch, uniforms_of
 
 pytestmark = pytest.mark.gpu
 
 QWEN = 151936
-LAST = 1.0 - 2.0**-53
 SETTINGS = {
     "temperature": (1.0, 1.0, 0.7, 1.3, 0.0, 100.0, 1e-4),
     "top_k": (0, 0, 1, 2, 20, 50, 1000, 5000, 10**6),
     "top_p": (1.0, 1.0, 0.01, 0.5, 0.9, 0.95, 0.999),
     "min_p": (0.0, 0.0, 0.0, 0.001, 0.1, 0.5, 1.0),
 }
-
-
-@triton.jit
-def exp_kernel(x, y, count, N: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * N + tl.arange(0, N)
-    tl.store(y + i, exp_fp32(tl.load(x + i, mask=i < count)), mask=i < count)
-
-
-def pinned_exp(x):
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    exp_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), N=1024, enable_fp_fusion=False)
-    return y
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def random_rows(count, seed=0):
@@ -81,37 +59,6 @@ def logits(kind, rows, vocabulary, seed=0):
         values[torch.rand(rows, vocabulary, generator=generator, device="cuda") < 0.6] = -torch.inf
         values[:, vocabulary // 2] = 0.3
     return values * 3.0
-
-
-def uniforms_of(count):
-    u = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    u[:2] = torch.tensor([0.0, LAST], dtype=torch.float64)[:count]
-    return u.cuda()
-
-
-def by_sort(values, rows):
-    """[T, V] bool by a sort, with the exp and the min_p of CUDA."""
-    nothing = torch.zeros_like(rows.min_p)
-    z = vocabulary_shifted(values, rows.divisor, nothing, False)
-    kept = sorted_support(z, dataclasses.replace(rows, min_p=nothing), pinned_exp)
-    kept &= z - z.amax(1, keepdim=True) >= rows.min_p.double().log().float()[:, None]
-    return kept & (z > -torch.inf)
-
-
-def by_selection(values, rows):
-    parameters = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
-    support = vocabulary_support(values, *parameters, rows.unit_temperature)
-    nothing = torch.zeros_like(rows.min_p)
-    return vocabulary_shifted(values, rows.divisor, nothing, False, support) > -torch.inf
-
-
-def by_torch(values, rows, u):
-    """What `sample` does on a CPU, with the exp of CUDA."""
-    one = distribution(values, rows)
-    log_normalizer = one.log_normalizer.unsqueeze(1)
-    token_ids = inverse_cdf(pinned_exp(one.scaled - log_normalizer), u)
-    picked = one.scaled.gather(1, token_ids.unsqueeze(1))
-    return token_ids, (picked - log_normalizer).squeeze(1)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 127, 129, 5011, QWEN])
@@ -143,13 +90,13 @@ def test_a_vocabulary_with_more_blocks_than_a_tile():
 def test_tokens_and_logprobs_are_those_of_the_torch_definition(kind, truncated):
     values = logits(kind, 256, QWEN)
     rows = random_rows(256) if truncated else SamplingRows.uniform(256, device="cuda")
-    token_ids, logprobs = sample(values, rows, uniforms_of(256))
-    expected_ids, expected_logprobs = by_torch(values, rows, uniforms_of(256))
+    token_ids, logprobs = sample(values, rows, uniforms_of(256).cuda())
+    expected_ids, expected_logprobs = by_torch(distribution(values, rows), uniforms_of(256).cuda())
     assert torch.equal(token_ids, expected_ids) and same_bytes(logprobs, expected_logprobs)
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
-    values, rows, u = logits("plain", 256, 5011), random_rows(256), uniforms_of(256)
+    values, rows, u = logits("plain", 256, 5011), random_rows(256), uniforms_of(256).cuda()
     together = sample(values, rows, u)
     order = torch.randperm(256, generator=torch.Generator().manual_seed(2)).cuda()
     permuted = sample(values[order], rows.select(order), u[order])
@@ -163,7 +110,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 
 def test_nan_logits_disturb_no_other_row():
-    values, rows, u = logits("plain", 64, 5011), random_rows(64), uniforms_of(64)
+    values, rows, u = logits("plain", 64, 5011), random_rows(64), uniforms_of(64).cuda()
     clean = sample(values, rows, u)
     for bad in (torch.nan, torch.inf):
         spoilt = values.clone()
@@ -183,7 +130,7 @@ def test_sampled_logprobs_are_those_that_training_scores(dtype):
         [SamplingRows.uniform(1, temperature=0.5 + i / 256) for i in range(256)]
     ).to("cuda")
     for rows in (plain, random_rows(256)):
-        token_ids, logprobs = sample(lm_head_logits(hidden, weight), rows, uniforms_of(256))
+        token_ids, logprobs = sample(lm_head_logits(hidden, weight), rows, uniforms_of(256).cuda())
         assert same_bytes(logprobs, token_logprobs(hidden, weight, token_ids, rows)[0])
 
 
@@ -221,7 +168,7 @@ def test_nothing_of_the_size_of_the_logits_is_written_and_nobody_waits(truncates
     values = logits("plain", 256, QWEN)
     settings = {"top_p": 0.95, "min_p": 0.01} if truncates else {}
     rows = SamplingRows.uniform(256, temperature=0.7, device="cuda", **settings)
-    u = uniforms_of(256)
+    u = uniforms_of(256).cuda()
     sample(values, rows, u)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -243,7 +190,7 @@ def test_logits_past_two_to_the_31_elements():
         [SamplingRows.uniform(count - 3, temperature=0.0)]
         + [SamplingRows.uniform(1, **s) for s in settings]
     ).to("cuda")
-    u = uniforms_of(count)
+    u = uniforms_of(count).cuda()
     found = sample(values, rows, u)
     last = slice(count - 3, count)
     alone = sample(values[last].clone(), rows.select(last), u[last])

@@ -12,6 +12,7 @@ from rl_consistency.kernels.attention.op import (
     attention_reference,
     attention_varlen,
 )
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.checks.attention import (
@@ -37,10 +38,6 @@ ARRANGEMENTS = (
     ("permuted batch", [[5, 2, 0, 4, 1, 3]]),
     ("other neighbours", [[4, 3], [2, 3, 5], [3, 4, 1]]),
 )
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def sequence(i, heads, kv_heads, dtype=torch.float32):

@@ -24,9 +24,9 @@ def paged(**changes):
     return PagedAttention(**(given | changes))
 
 
-def owners(layout, group, window=None):
+def owners(layout, group):
     """(sequence, query row, position) of every row of the plan's tiles that is not filler."""
-    plan = layout.plan(group, window)
+    plan = layout.plan(group, None)
     return [
         (int(s), int(r), int(p))
         for s, rows, positions in zip(

@@ -30,8 +30,8 @@ def hopper(monkeypatch):
     monkeypatch.setattr(attention_schedules, "has_wgmma", lambda device: True)
 
 
-def picked(contexts, queries=1, heads=32, kv_heads=8, dim=128):
-    cache = torch.empty(16, kv_heads, dim, dtype=torch.bfloat16)
+def picked(contexts, queries=1, heads=32):
+    cache = torch.empty(16, 8, 128, dtype=torch.bfloat16)
     layout = PagedAttention(
         query_starts=range(0, len(contexts) * queries, queries),
         query_lens=[queries] * len(contexts),
@@ -42,8 +42,8 @@ def picked(contexts, queries=1, heads=32, kv_heads=8, dim=128):
         value_cache=[cache[None]],
         block_size=16,
     )
-    q = torch.empty(len(contexts) * queries, heads, dim, dtype=torch.bfloat16)
-    return pick_forward(q, cache, cache, layout, queries * heads // kv_heads)
+    q = torch.empty(len(contexts) * queries, heads, 128, dtype=torch.bfloat16)
+    return pick_forward(q, cache, cache, layout, queries * heads // 8)
 
 
 def test_long_tiles_shared_by_programs_are_folded_in_slices():

@@ -8,15 +8,11 @@ from rl_consistency.kernels.attention.cache_write_triton import (
     cache_write,
     cache_write_fwd,
 )
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.probe import probe
 
 HAS_GPU = torch.cuda.is_available()
 WRITERS = [cache_write] if HAS_GPU else [cache_write, cache_write_fwd]
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def call(dtype=torch.float32, tokens=5, heads=2, head_dim=24, blocks=4, block_size=3):

@@ -7,16 +7,12 @@ from torch import nn
 
 from rl_consistency.kernels.embedding.op import embedding, embedding_reference
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import cuts_alike, judged
 from rl_consistency.verify.probe import probe
 
 VOCABULARY, H, TOKENS = 7, 40, 160
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def token_ids():

@@ -4,16 +4,12 @@ import pytest
 import torch
 
 from rl_consistency.kernels.embedding.gather_triton import embedding_fwd
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.probe import probe
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter runs where there is no NVIDIA GPU"
 )
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -10,16 +10,12 @@ from rl_consistency.kernels.glu.activation_triton import (
     glu_fwd_op,
 )
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu_reference
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.probe import probe
 
 SHAPE = (37, 51)
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def operands(dtype=torch.float32):

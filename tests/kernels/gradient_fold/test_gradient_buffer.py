@@ -1,82 +1,28 @@
 """A canonical gradient is an ordinary one to autograd, hooks and optimizers, whatever the cut."""
 
 import copy
-import itertools
 import pickle
 
 import pytest
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
-from rl_consistency.kernels.gradient_fold import gradient_buffer
-from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.op import fold_outer
-from rl_consistency.parity.digest import first_difference
-from rl_consistency.verify.probe import probe
-
-TOKENS = 176
-CUTS = ([], [16], [32, 48], [160], list(range(16, TOKENS, 16)), [48, 64, 144])
-ALL = slice(0, TOKENS)
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
-
-
-def spans(cuts):
-    return [slice(a, b) for a, b in itertools.pairwise([0, *cuts, TOKENS])]
-
-
-class Use(torch.autograd.Function):
-    """0, with a gradient of `param` that `fold` folds."""
-
-    @staticmethod
-    def forward(ctx, x, param, buffer, fold, overwrites):
-        ctx.given = (param, buffer, fold, overwrites)
-        return param.new_zeros(()) + 0 * x.sum()
-
-    @staticmethod
-    def backward(ctx, _):
-        param, buffer, fold, overwrites = ctx.given
-        dx = torch.ones(1) if ctx.needs_input_grad[0] else None
-        return dx, fold_parameter(ctx, param, buffer, fold, overwrites=overwrites), None, None, None
-
-
-def use(param, buffer, fold, x=None, overwrites=False):
-    return Use.apply(torch.zeros(1) if x is None else x, param, buffer, fold, overwrites)
-
-
-def parameter(dtype=torch.float32, grad_dtype=None):
-    param = nn.Parameter(probe((24, 40), dtype, seed=9))
-    param.grad_dtype = grad_dtype or dtype
-    return param
-
-
-def data(uses):
-    dy = [probe((TOKENS, 24), seed=10 + i) for i in range(uses)]
-    return dy, [probe((TOKENS, 40), seed=20 + i) for i in range(uses)]
-
-
-def loss(param, buffers, span, x=None):
-    """A forward pass over a span of tokens that uses the parameter once per buffer."""
-    dys, xs = data(len(buffers))
-    return sum(
-        use(param, buffer, lambda g, fresh, dy=dy, x=xs: fold_outer(g, dy[span], x[span]), x)
-        for buffer, dy, xs in zip(buffers, dys, xs, strict=True)
-    )
-
-
-def backward(param, buffers, span):
-    loss(param, buffers, span).backward()
-
-
-DTYPES = [
-    (torch.float32, torch.float32),
-    (torch.bfloat16, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-]
+from rl_consistency.parity.bytes import same_bytes
+from rl_consistency.verify.mutants.perturbations import tied_weights_share_a_buffer
+from tests.kernels.gradient_fold.uses import (
+    ALL,
+    CUTS,
+    DTYPES,
+    TOKENS,
+    backward,
+    data,
+    loss,
+    parameter,
+    spans,
+    use,
+)
 
 
 @pytest.mark.parametrize("uses", [1, 2, 3])
@@ -125,15 +71,15 @@ def test_a_tied_gradient_is_the_sum_of_its_uses_in_their_order():
     assert same_bytes(param.grad, parts[0] + parts[1])
 
 
-def test_uses_that_share_an_accumulator_fail_where_each_has_its_own(monkeypatch):
+def test_uses_that_share_an_accumulator_fail_where_each_has_its_own():
     """The folds of the uses interleave by micro-batch."""
-    monkeypatch.setattr(gradient_buffer._Gradient, "_require_unfolded", lambda *given: None)
     gradients = []
     for cuts in ([], [32, 48]):
         param = parameter()
-        buffer, _ = GradientBuffer.for_uses(param, 2)
-        for span in spans(cuts):
-            backward(param, [buffer, buffer], span)
+        with tied_weights_share_a_buffer.perturb():
+            buffers = GradientBuffer.for_uses(param, 2)
+            for span in spans(cuts):
+                backward(param, buffers, span)
         gradients.append(param.grad)
     assert not same_bytes(*gradients)
 
@@ -218,31 +164,6 @@ def test_a_gradient_that_nobody_asks_for_is_not_folded():
     assert (param.grad == 1.0).all()
 
 
-@pytest.mark.parametrize("uses", [1, 2])
-def test_several_forward_passes_in_one_backward_are_refused(uses):
-    param = parameter()
-    buffers = GradientBuffer.for_uses(param, uses)
-    together = loss(param, buffers, slice(0, 64)) + loss(param, buffers, slice(64, TOKENS))
-    with pytest.raises(ValueError, match="several forward passes.*once per forward pass"):
-        together.backward()
-    param.grad = None
-    backward(param, buffers, ALL)
-    backward(whole := parameter(), GradientBuffer.for_uses(whole, uses), ALL)
-    assert same_bytes(param.grad, whole.grad)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_passes_continue_the_same_fold(reentrant):
-    whole, param = parameter(torch.bfloat16), parameter(torch.bfloat16)
-    backward(whole, [GradientBuffer(whole)], ALL)
-    buffer = GradientBuffer(param)
-    for span in spans([32, 48]):
-        x = torch.zeros(1, requires_grad=True)
-        redone = lambda x, span=span: loss(param, [buffer], span, x)  # noqa: E731
-        checkpoint(redone, x, use_reentrant=reentrant).backward()
-    assert same_bytes(param.grad, whole.grad)
-
-
 @pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}])
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -306,30 +227,6 @@ def test_a_copy_of_a_buffer_starts_afresh(uses, clone):
     assert same_bytes(copied.grad, param.grad)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("uses", [1, 2])
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_zero_grad_starts_afresh_and_what_came_before_may_be_scaled(uses, set_to_none, scale):
-    param, fresh = parameter(), parameter()
-    buffers = GradientBuffer.for_uses(param, uses)
-    backward(param, buffers, slice(0, 64))
-    param.grad.mul_(scale)
-    torch.optim.SGD([param], lr=0.1).zero_grad(set_to_none=set_to_none)
-    backward(param, buffers, slice(64, TOKENS))
-    backward(fresh, GradientBuffer.for_uses(fresh, uses), slice(64, TOKENS))
-    assert same_bytes(param.grad, fresh.grad)
-
-
-@pytest.mark.parametrize(("uses", "grad_dtype"), [(1, torch.bfloat16), (2, torch.float32)])
-def test_scaling_between_backward_passes_is_refused_where_the_fold_is_kept_apart(uses, grad_dtype):
-    param = parameter(torch.bfloat16, grad_dtype)
-    buffers = GradientBuffer.for_uses(param, uses)
-    backward(param, buffers, slice(0, 64))
-    param.grad.mul_(0.5)
-    with pytest.raises(ValueError, match=r"was changed.*zero_grad"):
-        backward(param, buffers, slice(64, TOKENS))
-
-
 def test_without_a_buffer_autograd_receives_the_fold_in_the_gradients_dtype():
     dy, x = data(1)
     expected = torch.zeros(24, 40)
@@ -351,35 +248,3 @@ def test_a_fold_that_overwrites_gets_memory_that_was_not_zeroed(uses, monkeypatc
         fold = lambda g, fresh, i=i: fold_outer(g, dy[i][:64], x[i][:64], fresh=fresh)  # noqa: E731
         use(param, buffer, fold, overwrites=True).backward()
     assert same_bytes(param.grad, whole.grad)
-
-
-@pytest.mark.parametrize("uses", [1, 2])
-def test_a_fold_that_fails_is_begun_anew_after_zero_grad_alone(uses):
-    param, whole = parameter(), parameter()
-    buffers = GradientBuffer.for_uses(param, uses)
-    backward(param, buffers, slice(0, 64))
-
-    def refuse(accumulator, fresh):
-        accumulator.add_(1.0)
-        raise torch.OutOfMemoryError("no memory")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        use(param, buffers[0], refuse).backward()
-    with pytest.raises(ValueError, match=r"ended in an error.*zero_grad"):
-        backward(param, buffers, slice(64, TOKENS))
-    param.grad = None
-    backward(param, buffers, ALL)
-    backward(whole, GradientBuffer.for_uses(whole, uses), ALL)
-    assert same_bytes(param.grad, whole.grad)
-
-
-@pytest.mark.parametrize("uses", [1, 2])
-@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
-def test_a_gradient_that_was_there_first_is_continued(uses, dtype, grad_dtype):
-    param = nn.Parameter(torch.zeros(3, dtype=dtype))
-    param.grad_dtype = grad_dtype
-    param.grad = torch.tensor([1.0, -2.0, 3.0], dtype=grad_dtype)
-    buffers = GradientBuffer.for_uses(param, uses)
-    for _ in range(2):
-        sum(use(param, buffer, lambda g, fresh: g.add_(10.0)) for buffer in buffers).backward()
-    assert param.grad.tolist() == [1.0 + 20 * uses, -2.0 + 20 * uses, 3.0 + 20 * uses]

@@ -10,17 +10,13 @@ from rl_consistency.kernels.gradient_fold.op import (
     fold_step_sums,
 )
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.probe import probe
 
 TOKENS = 176
 CUTS = ([16], [32, 48], [160], list(range(16, TOKENS, 16)), [48, 64, 144])
 VOCABULARY = 11
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def spans(cuts):
@@ -137,6 +133,10 @@ def test_a_fresh_buffer_counts_as_zero_whatever_it_holds(tokens):
     fresh, expected = torch.full((24, 40), float("nan")), torch.zeros(24, 40)
     fold_outer(fresh, dy, x, fresh=True)
     fold_outer(expected, dy, x)
+    assert same_bytes(fresh, expected)
+    fresh, expected = torch.full((24,), float("nan")).double(), torch.zeros(24).double()
+    fold_columns(fresh, dy, fresh=True)
+    fold_columns(expected, dy)
     assert same_bytes(fresh, expected)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ from rl_consistency.kernels.gradient_fold.schedules import (
     pick,
 )
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.probe import probe
 
@@ -47,10 +48,6 @@ pytestmark = pytest.mark.skipif(
 TOKENS, N, K = 48, 24, 40
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL = Schedule(kind="pointer", block_n=16, block_k=32, block_t=16, warps=4, stages=2)
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def operands(dtype=torch.float32, tokens=TOKENS):
@@ -156,10 +153,12 @@ def test_step_sums_are_halving_trees(rows_per_token):
 def test_step_sums_are_folded_upward():
     sums = probe((70, K))
     got, expected = torch.zeros(K, dtype=torch.float64), torch.zeros(K, dtype=torch.float64)
+    fresh = torch.full((K,), float("nan"), dtype=torch.float64)
     fold_step_sums(got, sums)
+    fold_step_sums(fresh, sums, True)
     for row in sums:
         expected += row
-    assert same_bytes(got, expected)
+    assert same_bytes(got, expected) and same_bytes(fresh, expected)
     for dtype in DTYPES:
         assert same_bytes(folded_step_sums(sums, dtype), expected.float().to(dtype))
 
@@ -265,6 +264,10 @@ def test_empty_calls_change_nothing():
     fold_step_sums(buffer[0], torch.zeros(0, K))
     gradient_fold_outer(torch.zeros(0, K), torch.zeros(16, 0), torch.zeros(16, K), False)
     assert same_bytes(buffer, before)
+    for fold in (partial(gradient_fold_columns, rows_per_token=1), fold_step_sums):
+        fresh = torch.full((K,), float("nan"), dtype=torch.float64)
+        fold(fresh, torch.zeros(0, K), fresh=True)
+        assert not fresh.any()
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,12 @@ from torch import nn
 from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv, linear_reference
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import cuts_alike, judged, rows_alike
 from rl_consistency.verify.probe import probe
 
 ROWS, K, N = 80, 160, 48
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def operands(dtype=torch.float32):

@@ -2,25 +2,21 @@ import pytest
 import torch
 
 from rl_consistency.kernels.reduction.masked_reduction import masked_mean, masked_sum
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.probe import probe
 
 LENGTHS = (5, 17, 40, 1, 33)
 
 
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
-
-
 def rows(dtype=torch.float32):
     return [probe((n,), dtype, seed=n) for n in LENGTHS]
 
 
-def padded(values, side, extra, fill=float("nan")):
-    """[B, L] values and mask, padding on one side, anything at all in it."""
+def padded(values, side, extra):
+    """[B, L] values and mask, padding of NaN on one side."""
     width = max(LENGTHS) + extra
-    batch = torch.full((len(values), width), fill, dtype=values[0].dtype)
+    batch = torch.full((len(values), width), torch.nan, dtype=values[0].dtype)
     mask = torch.zeros(len(values), width, dtype=torch.bool)
     for i, value in enumerate(values):
         start = width - len(value) if side == "left" else 0

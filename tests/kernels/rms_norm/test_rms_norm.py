@@ -7,16 +7,12 @@ from torch import nn
 
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.rms_norm.op import rms_norm, rms_norm_reference
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import cuts_alike, judged, leaf_gradients, rows_alike
 from rl_consistency.verify.probe import probe
 
 ROWS, H, EPS = 80, 320, 1e-6
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def operands(dtype=torch.float32):

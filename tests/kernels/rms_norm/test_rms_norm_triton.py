@@ -25,16 +25,12 @@ from rl_consistency.kernels.rms_norm.schedules import (
     pick_forward,
     within_shared,
 )
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.probe import probe
 
 TOKENS, EPS = 35, 1e-6
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def grouped_tree(x):

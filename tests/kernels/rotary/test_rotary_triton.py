@@ -8,15 +8,11 @@ from rl_consistency.kernels.rotary.rotation_triton import (
     rotary_fwd,
     rotary_op,
 )
-from rl_consistency.parity.digest import first_difference
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.probe import probe
 
 TOKENS, HEADS, KV_HEADS = 21, 3, 2
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def operands(dtype=torch.float32, head_dim=24):

@@ -5,15 +5,12 @@ import pytest
 import torch
 
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.probe import probe
 
 ROWS, V = 40, 101
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def logits(dtype=torch.float32):

@@ -15,11 +15,11 @@ from rl_consistency.kernels.sampling.key_search_triton import tied_id
 from rl_consistency.kernels.sampling.op import (
     SamplingRows,
     distribution,
-    sorted_support,
     triton_distribution,
 )
-from rl_consistency.kernels.sampling.statistics_triton import order_key, vocabulary_shifted
-from rl_consistency.kernels.sampling.support_triton import share, vocabulary_support
+from rl_consistency.kernels.sampling.statistics_triton import order_key
+from rl_consistency.kernels.sampling.support_triton import share
+from tests.kernels.sampling.references import by_selection, by_sort
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU"),
@@ -38,19 +38,6 @@ SETTINGS = [
     {},
     {"temperature": 1e-4, "top_k": 2, "top_p": 0.999, "min_p": 1.0},
 ]
-
-
-@triton.jit
-def exp_kernel(x, y, count, N: tl.constexpr):
-    i = tl.program_id(0) * N + tl.arange(0, N)
-    tl.store(y + i, exp_fp32(tl.load(x + i, mask=i < count)), mask=i < count)
-
-
-def pinned_exp(x):
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    exp_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), N=1024, enable_fp_fusion=False)
-    return y
 
 
 def mixed_rows(count=8):
@@ -73,23 +60,6 @@ def logits(kind, rows, vocabulary, seed=0):
         values[torch.rand(rows, vocabulary, generator=generator) < 0.6] = -torch.inf
         values[:, vocabulary // 2] = 0.3
     return values * 3.0
-
-
-def by_sort(values, rows):
-    """[T, V] bool by the sort, with the exp and the min_p of CUDA."""
-    nothing = torch.zeros_like(rows.min_p)
-    z = vocabulary_shifted(values, rows.divisor, nothing, False)
-    kept = sorted_support(z, dataclasses.replace(rows, min_p=nothing), pinned_exp)
-    kept &= z - z.amax(1, keepdim=True) >= rows.min_p.double().log().float()[:, None]
-    return kept & (z > -torch.inf)
-
-
-def by_selection(values, rows):
-    """[T, V] bool by the kernels."""
-    parameters = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
-    support = vocabulary_support(values, *parameters, rows.unit_temperature)
-    nothing = torch.zeros_like(rows.min_p)
-    return vocabulary_shifted(values, rows.divisor, nothing, False, support) > -torch.inf
 
 
 def agrees(kind, vocabulary=300, count=8):

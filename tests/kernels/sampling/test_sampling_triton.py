@@ -9,32 +9,19 @@ from rl_consistency.kernels.reduction.tree_fold_triton import exp_fp32
 from rl_consistency.kernels.sampling import draw_triton as sampling_triton
 from rl_consistency.kernels.sampling.op import SamplingRows, triton_distribution
 from rl_consistency.rollout.device import sampler
-from rl_consistency.rollout.device.sampler import inverse_cdf, sample
+from rl_consistency.rollout.device.sampler import sample
+from tests.kernels.sampling.references import LAST, by_torch, uniforms_of
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
-LAST = 1.0 - 2.0**-53
 SETTINGS = [{}, {"temperature": 0.7}, {"temperature": 1.4, "top_k": 9}, {"temperature": 0.0}]
 
 
-@triton.jit
-def exp_kernel(x, y, count, N: tl.constexpr):
-    i = tl.program_id(0) * N + tl.arange(0, N)
-    tl.store(y + i, exp_fp32(tl.load(x + i, mask=i < count)), mask=i < count)
-
-
-def pinned_exp(x):
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    exp_kernel[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), N=1024, enable_fp_fusion=False)
-    return y
-
-
-def probe_logits(rows, vocabulary, seed=0):
-    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
+def probe_logits(rows, vocabulary):
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(0))
     logits[:, ::7] *= 6.0
     return logits
 
@@ -43,19 +30,6 @@ def rows_of(count, settings=SETTINGS):
     return SamplingRows.concatenate(
         [SamplingRows.uniform(1, **settings[i % len(settings)]) for i in range(count)]
     )
-
-
-def uniforms_of(count):
-    u = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    u[:2] = torch.tensor([0.0, LAST], dtype=torch.float64)[: len(u)]
-    return u
-
-
-def by_torch(one, uniforms):
-    """What `sample` does on a CPU, with the exp of CUDA."""
-    log_normalizer = one.log_normalizer.unsqueeze(1)
-    token_ids = inverse_cdf(pinned_exp(one.scaled - log_normalizer), uniforms)
-    return token_ids, (one.scaled.gather(1, token_ids.unsqueeze(1)) - log_normalizer).squeeze(1)
 
 
 def agrees(values, rows, uniforms):

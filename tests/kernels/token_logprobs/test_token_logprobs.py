@@ -13,6 +13,7 @@ from rl_consistency.kernels.token_logprobs.op import (
     token_logprobs,
     token_logprobs_reference,
 )
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import judged, rows_alike, rows_of
@@ -20,10 +21,6 @@ from rl_consistency.verify.probe import probe
 
 ROWS, H, V = 80, 64, 203
 CUTS = ([16], [32, 48], list(range(16, ROWS, 16)))
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def operands(dtype=torch.float32):

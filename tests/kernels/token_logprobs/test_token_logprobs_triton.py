@@ -41,6 +41,7 @@ from rl_consistency.kernels.token_logprobs.schedules import (
     UNFUSED,
     Schedule,
 )
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.probe import probe
@@ -52,10 +53,6 @@ ROWS, H, V = 24, 72, 300
 
 def pointers(table):
     return [name for name, schedule in table.items() if schedule.kind == "pointer"]
-
-
-def same_bytes(a, b):
-    return first_difference({"": a}, {"": b}) is None
 
 
 def targets():

@@ -34,6 +34,7 @@ from rl_consistency.rollout.device.staging import StagedFields, to_device, to_ho
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
+from tests.rollout.device.launches import decoded, verified, whole
 
 PLAIN = SamplingParams(seed=3)
 TRUNCATED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)
@@ -88,7 +89,7 @@ def runner_of(model: Any, *, graphs: bool = True, block_size: int = 4) -> ModelR
 
 
 def prompts(
-    runner: ModelRunner, count: int, params: SamplingParams = PLAIN, length: int = 3
+    runner: ModelRunner, count: int, params: SamplingParams = PLAIN
 ) -> list[RolloutSequence]:
     """Admitted sequences of different lengths, their slots in another order than their rows."""
     sequences = []
@@ -99,7 +100,7 @@ def prompts(
             prompt_id=i,
             params=params,
             stop_token_ids=frozenset(),
-            token_ids=[(7 * i + 3 * n + 1) % 40 for n in range(length + 2 * i)],
+            token_ids=[(7 * i + 3 * n + 1) % 40 for n in range(3 + 2 * i)],
         )
         size = 120 // MOST
         sequence.block_table = list(range((i + 1) * size - 1, i * size - 1, -1))
@@ -107,35 +108,6 @@ def prompts(
         runner.admit(sequence)
         sequences.append(sequence)
     return sequences
-
-
-def whole(sequences: list[RolloutSequence]) -> list[ScheduledChunk]:
-    return [ScheduledChunk(s, 0, s.num_tokens, True) for s in sequences]
-
-
-def decoded(runner: ModelRunner, sequences: list[RolloutSequence], steps: int) -> list[Any]:
-    """Prefill and `steps` decode steps, each launched before the one before is reported."""
-    launched = [runner.launch(whole(sequences))]
-    for ahead in range(steps):
-        chunks = [ScheduledChunk(s, s.num_tokens + ahead, 1, True) for s in sequences]
-        launched.append(runner.launch(chunks))
-    found = [step.wait() for step in launched]
-    return [[rows[i][0] for rows in found] for i in range(len(sequences))]
-
-
-def verified(
-    runner: ModelRunner, sequences: list[RolloutSequence], texts: list[Any], lengths: list[int]
-) -> list[Any]:
-    """One step that verifies the first tokens of known texts."""
-    runner.launch(whole(sequences)).wait()
-    chunks = []
-    for sequence, text, length in zip(sequences, texts, lengths):
-        tokens = [token for token, _ in text]
-        sequence.token_ids.append(tokens[0])
-        draft = tuple(tokens[1 : 1 + length])
-        start = sequence.num_tokens - 1
-        chunks.append(ScheduledChunk(sequence, start, 1 + length, True, draft))
-    return runner.launch(chunks).wait()
 
 
 @pytest.mark.parametrize("params", [PLAIN, TRUNCATED])

@@ -116,12 +116,11 @@ def test_a_key_that_does_not_fit_is_refused(arguments: tuple[list[int], ...], na
         uniforms(*arguments)
 
 
-def random_columns(count: int = 300) -> list[list[int]]:
+def random_columns() -> list[list[int]]:
     """Seeds, prompt ids, sample indices and positions over their whole ranges, ends included."""
     rng = random.Random(5)
     return [
-        [0, 2**bits - 1, *(rng.getrandbits(bits) for _ in range(count))]
-        for bits in (64, 64, 32, 32)
+        [0, 2**bits - 1, *(rng.getrandbits(bits) for _ in range(300))] for bits in (64, 64, 32, 32)
     ]
 
 

@@ -26,9 +26,8 @@ def sampling_rows(params: list[SamplingParams]) -> SamplingRows:
     )
 
 
-def probe_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(rows, vocab, generator=generator)
+def probe_logits(rows: int, vocab: int) -> Tensor:
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
     logits[:, ::7] *= 6.0  # outliers: probabilities over a wide range of exponents
     return logits
 

@@ -11,6 +11,7 @@ from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.verify.presets import build_preset
+from tests.rollout.engine.engines import Recalling
 
 FAMILIES = ("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
 SHARED = [(7 * i + 3) % 61 for i in range(40)]
@@ -33,31 +34,6 @@ DRAFTING = {
     "drafts of chunks of 7, three at a time": {"prefill_chunk_size": 7, "max_num_seqs": 3},
     "drafts in few blocks": {"num_kv_blocks": 14, "kv_block_size": 4},
 }
-
-
-class Recalling:
-    """A drafter that has seen texts before, and remembers every fifth token wrongly."""
-
-    def __init__(self, texts):
-        self.texts = texts
-
-    def start(self, token_ids):
-        return Recollection(self.texts, list(token_ids))
-
-
-class Recollection:
-    def __init__(self, texts, token_ids):
-        self.texts, self.token_ids = texts, token_ids
-
-    def append(self, token_ids):
-        self.token_ids += token_ids
-
-    def propose(self, most):
-        end = len(self.token_ids)
-        for text in self.texts:
-            if text[:end] == self.token_ids:
-                return [t if i % 5 else 1 for i, t in enumerate(text)][end : end + most]
-        return []
 
 
 def outcome(completions):

@@ -18,6 +18,7 @@ from rl_consistency.rollout.device import model_runner
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.sequence import RolloutSequence
+from tests.rollout.engine.engines import content
 
 VOCAB = 96
 EOS = 95
@@ -76,18 +77,6 @@ def engine_of(model: Any, **settings: Any) -> RolloutEngine:
 
 def run(engine: RolloutEngine) -> list[Completion]:
     return engine.generate(PROMPTS, SAMPLING, prompt_ids=IDS)
-
-
-def content(completions: list[Completion]) -> dict[tuple[int, int], tuple[Any, ...]]:
-    """Everything a completion says, logprobs as bytes, by (prompt, sample)."""
-    return {
-        (c.prompt_index, c.sample_index): (
-            c.token_ids,
-            c.token_logprobs.numpy().tobytes(),
-            c.finish_reason,
-        )
-        for c in completions
-    }
 
 
 def logprob_bytes(completions: list[Completion]) -> list[bytes]:

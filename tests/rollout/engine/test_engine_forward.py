@@ -27,11 +27,6 @@ def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Any]:
 
 
 @pytest.fixture
-def engine(model: Any) -> RolloutEngine:
-    return RolloutEngine(model, eos_token_id=None, kv_block_size=4, num_kv_blocks=64)
-
-
-@pytest.fixture
 def precision() -> Iterator[Callable[[str], None]]:
     """Sets the process's precision of matrix products; undone after the test."""
     before = torch.get_float32_matmul_precision()
@@ -93,8 +88,11 @@ def test_a_numeric_setting_is_checked_wherever_a_number_begins(
     engine: RolloutEngine, model: Any, precision: Callable[[str], None]
 ) -> None:
     ids = torch.tensor([PROMPT])
+    scored, logits = token_logprobs(model, ids, prompt_lengths=[1]), model(input_ids=ids).logits
     precision("medium")
     for compute in (
+        lambda: scored.logprobs.sum().backward(),
+        lambda: logits.sum().backward(),
         lambda: engine.generate([PROMPT], PARAMS),
         lambda: engine.submit([PROMPT], PARAMS),
         lambda: RolloutEngine(model, eos_token_id=None),

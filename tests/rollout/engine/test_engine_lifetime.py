@@ -16,8 +16,8 @@ from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from tests.rollout.engine.engines import content, is_idle
 
-VOCAB = 60
 PROMPT = list(range(1, 30))
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], PROMPT]
 PARAMS = SamplingParams(max_tokens=9, seed=4)
@@ -54,22 +54,6 @@ def weight(model: Any) -> Iterator[torch.nn.Parameter]:
 def engine_of(model: Any, **settings: Any) -> RolloutEngine:
     defaults = {"kv_block_size": 4, "num_kv_blocks": 128, "eos_token_id": None}
     return RolloutEngine(model, **{**defaults, **settings})
-
-
-def content(completions: list[Completion]) -> dict[tuple[int, int], Any]:
-    return {
-        (c.prompt_index, c.sample_index): (
-            c.token_ids,
-            c.token_logprobs.numpy().tobytes(),
-            c.finish_reason,
-        )
-        for c in completions
-    }
-
-
-def is_idle(engine: RolloutEngine) -> bool:
-    free = engine._blocks.num_free_blocks == engine._blocks.num_blocks
-    return free and not engine.has_unfinished
 
 
 def steps_to_the_end(engine: RolloutEngine) -> list[Completion]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,18 +11,9 @@ from transformers import Qwen3ForCausalLM
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from tests.rollout.engine.engines import engine_of
 
 VOCAB = 60
-
-
-@pytest.fixture(scope="module")
-def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Qwen3ForCausalLM]:
-    with patch(built := tiny_qwen3()):
-        yield built
-
-
-def engine_of(model: Any, **settings: Any) -> RolloutEngine:
-    return RolloutEngine(model, eos_token_id=None, **{"kv_block_size": 4, **settings})
 
 
 @pytest.mark.parametrize(

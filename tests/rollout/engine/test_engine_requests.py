@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,40 +12,14 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from rl_consistency.models.patch import patch
-from rl_consistency.rollout.completion import Completion, FailedRequestsError
+from rl_consistency.rollout.completion import FailedRequestsError
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from tests.rollout.engine.engines import content, engine_of, is_idle
 
 VOCAB = 60
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 59, 11, 12], list(range(20, 33))]
 SAMPLING = [SamplingParams(n=2, max_tokens=n, seed=4) for n in (6, 21, 9, 14)]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Qwen3ForCausalLM]:
-    with patch(built := tiny_qwen3()):
-        yield built
-
-
-def engine_of(model: Any, **settings: Any) -> RolloutEngine:
-    return RolloutEngine(model, eos_token_id=None, **{"kv_block_size": 4, **settings})
-
-
-def content(completions: list[Completion]) -> dict[tuple[int, int], Any]:
-    return {
-        (c.prompt_index, c.sample_index): (
-            c.token_ids,
-            c.token_logprobs.numpy().tobytes(),
-            c.finish_reason,
-        )
-        for c in completions
-    }
-
-
-def is_idle(engine: RolloutEngine) -> bool:
-    free = engine._blocks.num_free_blocks == engine._blocks.num_blocks
-    return free and not engine.has_unfinished
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +283,7 @@ def test_the_space_of_the_first_token_belongs_to_the_text(model: Any, expected: 
     assert (completion.token_ids, completion.finish_reason) == (whole[:1], "stop")
 
 
-def test_a_stop_string_in_the_prompt_ends_nothing(model: Any, expected: Any) -> None:
+def test_a_stop_string_in_the_prompt_ends_nothing(model: Any) -> None:
     stop = Pairs().decode(PROMPTS[0][:2])
     params = SamplingParams(n=2, max_tokens=6, seed=4, stop=(stop,))
     completions = engine_of(model, tokenizer=Pairs()).generate([PROMPTS[0]], params)

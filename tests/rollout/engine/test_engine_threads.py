@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
-from transformers import Qwen3ForCausalLM
-
-from rl_consistency.models.patch import patch
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], list(range(20, 33))]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Qwen3ForCausalLM]:
-    with patch(built := tiny_qwen3()):
-        yield built
-
-
-@pytest.fixture
-def engine(model: Any) -> RolloutEngine:
-    return RolloutEngine(model, eos_token_id=None, kv_block_size=4, num_kv_blocks=64)
 
 
 def params(seed: int) -> SamplingParams:

@@ -9,23 +9,15 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
-from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import model_digest
+from tests.rollout.engine.engines import content, engine_of, is_idle
 
-VOCAB = 60
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8], [9, 10, 59, 11, 12], list(range(20, 33))]
 SAMPLING = [SamplingParams(n=2, max_tokens=n, seed=4) for n in (6, 21, 9, 14)]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Qwen3ForCausalLM]:
-    with patch(built := tiny_qwen3()):
-        yield built
 
 
 @pytest.fixture
@@ -41,26 +33,6 @@ def changed(model: Qwen3ForCausalLM) -> Iterator[Callable[[], None]]:
     yield change
     with torch.no_grad():
         weight.copy_(kept)
-
-
-def engine_of(model: Any, **settings: Any) -> RolloutEngine:
-    return RolloutEngine(model, eos_token_id=None, **{"kv_block_size": 4, **settings})
-
-
-def content(completions: list[Completion]) -> dict[tuple[int, int], Any]:
-    return {
-        (c.prompt_index, c.sample_index): (
-            c.token_ids,
-            c.token_logprobs.numpy().tobytes(),
-            c.finish_reason,
-        )
-        for c in completions
-    }
-
-
-def is_idle(engine: RolloutEngine) -> bool:
-    free = engine._blocks.num_free_blocks == engine._blocks.num_blocks
-    return free and not engine.has_unfinished
 
 
 @pytest.fixture(scope="module")

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
 
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul.certificates import Certificates, Key
-from rl_consistency.models.patch import patch
 from rl_consistency.rollout.device.decode_graphs import DecodeGraphs
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
@@ -38,17 +36,6 @@ def differs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Differs:
         audit.record(held, key, torch.zeros(2), torch.tensor([0.0, 1.0]))
 
     return difference
-
-
-@pytest.fixture(scope="module")
-def model(tiny_qwen3: Callable[..., Qwen3ForCausalLM]) -> Iterator[Qwen3ForCausalLM]:
-    with patch(built := tiny_qwen3()):
-        yield built
-
-
-@pytest.fixture
-def engine(model: Any) -> RolloutEngine:
-    return RolloutEngine(model, eos_token_id=None, kv_block_size=4, num_kv_blocks=64)
 
 
 def warnings_of(act: Callable[[], Any]) -> list[str]:

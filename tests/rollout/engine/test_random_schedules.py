@@ -4,7 +4,7 @@ that training recomputes. (The toy model of `test_step_loop.py` sees many more s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from rl_consistency.rollout import engine as engine_module
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from tests.rollout.engine.engines import Recalling
 
 EVENTS = ("preemptions", "prefix_hit_tokens", "accepted_tokens", "discarded_rows")
 """Counted by the engine; all of it has to happen in random schedules, or they show nothing."""
@@ -75,31 +76,6 @@ def served(
             part.cpu().numpy().tobytes() for part in recomputed
         ]
         yield Served(model, alone)
-
-
-class Recalling:
-    """A drafter that knows what the samples alone were, but for every third token."""
-
-    def __init__(self, texts: list[list[int]]) -> None:
-        self.texts = texts
-
-    def start(self, token_ids: Sequence[int]) -> Recollection:
-        return Recollection(self.texts, list(token_ids))
-
-
-class Recollection:
-    def __init__(self, texts: list[list[int]], token_ids: list[int]) -> None:
-        self.texts, self.token_ids = texts, token_ids
-
-    def append(self, token_ids: Sequence[int]) -> None:
-        self.token_ids += token_ids
-
-    def propose(self, most: int) -> Sequence[int]:
-        end = len(self.token_ids)
-        for text in self.texts:
-            if text[:end] == self.token_ids:
-                return [t if i % 3 else 1 for i, t in enumerate(text)][end : end + most]
-        return []
 
 
 def engine_of(model: Any, **options: Any) -> RolloutEngine:

@@ -24,7 +24,7 @@ PREFIX = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2, 3]
 
 
 def test_a_step_is_launched_before_the_one_before_is_waited_for(
-    toy: Make, sequence_of: Make, expected: Make, check: Make
+    toy: Make, sequence_of: Make, check: Make
 ) -> None:
     served = toy()
     sequences = [sequence_of([3, 4, 5], max_tokens=5, stop=frozenset())]
@@ -44,7 +44,7 @@ def test_a_sequence_is_never_launched_beyond_max_tokens(toy: Make, sequence_of: 
 
 
 def test_a_stop_token_is_seen_one_step_late_and_the_extra_row_is_thrown_away(
-    toy: Make, sequence_of: Make, expected: Make, check: Make
+    toy: Make, sequence_of: Make, check: Make
 ) -> None:
     sequences = [sequence_of([i, 5], max_tokens=30, prompt_id=i) for i in range(12)]
     served = toy()
@@ -61,8 +61,6 @@ def test_a_stop_token_is_seen_one_step_late_and_the_extra_row_is_thrown_away(
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 16])
 def test_every_limit_gives_the_tokens_of_a_sequence_alone(
     toy: Make,
-    sequence_of: Make,
-    expected: Make,
     max_num_seqs: int,
     max_batch_tokens: int,
     chunk: int | None,

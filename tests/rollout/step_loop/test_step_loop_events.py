@@ -18,7 +18,7 @@ PREFIX = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 1, 2, 3]
 
 
 def test_a_cancelled_sequence_gives_its_blocks_back_at_once_and_stays_as_it_is(
-    toy: Make, sequence_of: Make, expected: Make, check: Make
+    toy: Make, sequence_of: Make, check: Make
 ) -> None:
     served = toy()
     first, second = (sequence_of([i] * 9, max_tokens=20, prompt_id=i) for i in (1, 2))
@@ -49,7 +49,7 @@ def test_a_waiting_sequence_can_be_cancelled(toy: Make, sequence_of: Make) -> No
 
 
 def test_blocks_of_a_cancelled_sequence_are_handed_on_while_its_step_is_under_way(
-    toy: Make, sequence_of: Make, expected: Make, check: Make
+    toy: Make, sequence_of: Make, check: Make
 ) -> None:
     served = toy(num_blocks=5)
     first, second = (sequence_of([i] * 9, max_tokens=8, prompt_id=i) for i in (1, 2))
@@ -95,7 +95,7 @@ def test_a_failure_behind_a_rejected_guess_is_none(
 
 
 def test_right_guesses_save_steps_and_are_counted(
-    toy: Make, sequence_of: Make, expected: Make, check: Make
+    toy: Make, sequence_of: Make, check: Make
 ) -> None:
     steps = {}
     for speculation in (0, 7):
@@ -123,7 +123,7 @@ def test_a_draft_stays_within_max_tokens(toy: Make, sequence_of: Make) -> None:
 
 
 def test_a_draft_without_room_in_the_cache_is_given_up(
-    toy: Make, sequence_of: Make, expected: Make, check: Make
+    toy: Make, sequence_of: Make, check: Make
 ) -> None:
     sequences = [
         sequence_of([1, 4, 0] * 4, max_tokens=13, prompt_id=i, speculation=7) for i in range(2)
@@ -155,7 +155,7 @@ def test_drafting_sequences_share_steps_instead_of_taking_turns(
 
 
 def test_a_preempted_sequence_keeps_a_token_that_is_reported_after_it_lost_its_blocks(
-    toy: Make, sequence_of: Make, expected: Make, check: Make
+    toy: Make, sequence_of: Make, check: Make
 ) -> None:
     served = toy(num_blocks=7, share_prefixes=False)
     old, new = (sequence_of([i] * 7, max_tokens=15, prompt_id=i, stop=frozenset()) for i in (1, 2))
@@ -175,7 +175,7 @@ def test_a_preempted_sequence_keeps_a_token_that_is_reported_after_it_lost_its_b
 # Statistics.
 
 
-def test_statistics_count_what_was_done(toy: Make, sequence_of: Make, load: Make) -> None:
+def test_statistics_count_what_was_done(toy: Make, load: Make) -> None:
     served = toy(share_prefixes=False)
     sequences = load()
     served.run(sequences)

@@ -154,7 +154,6 @@ def test_a_block_named_before_its_last_token_is_known_is_caught(
 @pytest.mark.parametrize("off", [-1, 1])
 def test_an_acceptance_rule_off_by_one_is_caught(
     toy: Make,
-    sequence_of: Make,
     expected: Make,
     monkeypatch: pytest.MonkeyPatch,
     off: int,

@@ -1,3 +1,4 @@
+import os
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from pydantic import ValidationError
 
 from rl_consistency.numerics.strict import OPS
 from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.trainers.config import strict_yaml
 from rl_consistency.trainers.config.recipe import ConfigError, RunConfig, dump_config, load_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,9 +64,31 @@ def test_a_config_cannot_be_changed():
 
 
 def test_the_output_directory_follows_the_name():
-    assert load_config(DEMO, ["run.name=x"]).run.output_dir == Path("runs/x")
+    assert load_config(DEMO, ["run.name=x"]).run.output_dir == Path.cwd() / "runs/x"
     assert load_config(DEMO, ["run.output_dir=/tmp/y"]).run.output_dir == Path("/tmp/y")
     assert load_config(DEMO, ["run.output_dir=~/y"]).run.output_dir == Path.home() / "y"
+
+
+def test_a_directory_whose_name_is_no_utf_8_is_refused(tmp_path, monkeypatch):
+    directory = tmp_path / os.fsdecode(b"\xff")
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    assert (
+        "run.output_dir: " in (message := refusal("run.name=x")) and "no text in UTF-8" in message
+    )
+    assert load_config(DEMO, [f"run.output_dir={tmp_path}"]).run.output_dir == tmp_path
+
+
+def test_a_path_stays_what_it_was_where_the_recipe_was_loaded(tmp_path, monkeypatch):
+    paths = [
+        f"data.path={tmp_path.name}",
+        "data.task=null",
+        "run.output_dir=y",
+        "training.eval_every=0",
+    ]
+    monkeypatch.chdir(tmp_path.parent)
+    config = load_config(DEMO, paths)
+    assert (config.run.output_dir, config.data.path) == (tmp_path.parent / "y", tmp_path)
 
 
 def test_overrides_are_yaml_and_the_last_one_wins():
@@ -251,6 +275,22 @@ def test_yaml_that_no_recipe_needs_is_refused_in_one_line(tmp_path, value, messa
     assert re.search(message, found) and "\n" not in found
 
 
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ("a\0b", yaml.reader.ReaderError),
+        ("!!bool abc", KeyError),
+        ("!!timestamp abc", AttributeError),
+        ("[" * 5_000, RecursionError),
+    ],
+)
+def test_pyyaml_alone_ends_in_a_traceback(tmp_path, monkeypatch, value, error):
+    """Negative control."""
+    monkeypatch.setattr(strict_yaml, "parse", lambda text, source: yaml.safe_load(text))
+    with pytest.raises(error):
+        refusal_of(tmp_path, f"run:\n  name: x\n  seed: {value}\n")
+
+
 def test_an_alias_bomb_is_bounded_in_time_and_memory(tmp_path):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
@@ -308,7 +348,7 @@ def test_a_malformed_override_is_refused(override, message):
 def test_the_gsm8k_recipe_accepts_a_directory_from_the_command_line(tmp_path):
     config = load_config(GSM8K, [f"policy.path={tmp_path}"])
     assert config.policy.path == tmp_path
-    assert config.data.path == Path("../shared/data/gsm8k/train.jsonl")
+    assert config.data.path == Path.cwd() / "../shared/data/gsm8k/train.jsonl"
 
 
 def test_the_resolved_config_holds_every_field():

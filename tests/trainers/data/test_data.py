@@ -1,11 +1,13 @@
 import dataclasses
 import json
+import math
 import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from rl_consistency.trainers.data import examples
 from rl_consistency.trainers.data.examples import (
     DataError,
     DataOrder,
@@ -96,6 +98,14 @@ def test_an_unusable_line_is_named_and_nothing_is_dropped(tmp_path, line, messag
     with pytest.raises(DataError) as caught:
         read_jsonl(write(tmp_path, good, line, good))
     assert "data.jsonl, line 2: " in str(caught.value) and message in str(caught.value)
+
+
+def test_python_s_own_reader_drops_an_answer_and_takes_nan(tmp_path, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(examples, "parse_json_object", json.loads)
+    line = '{"question": "a", "answer": "b", "answer": "c", "x": NaN}'
+    (example,) = read_jsonl(write(tmp_path, line))
+    assert example.answer == "c" and math.isnan(example.extra["x"])
 
 
 def test_a_line_that_is_not_utf_8_is_named(tmp_path):

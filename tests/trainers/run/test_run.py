@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.rewards import RewardError
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_a_run_leaves_what_it_promises(tiny_run):
@@ -111,6 +108,23 @@ def test_wandb_gets_the_metrics_and_whether_the_run_failed(tiny_run, monkeypatch
             **changes, **{"reward.functions": [{"name": "toy_rewards:exiting"}]}, overwrite=True
         )
     assert seen[-1] is True
+
+
+@pytest.mark.parametrize("given", ["here", None])
+def test_a_reward_function_that_changes_the_directory_moves_no_file(tiny_run, monkeypatch, given):
+    there, start = tiny_run.directory / "there", tiny_run.directory / "start"
+    for directory in (there, start):
+        directory.mkdir()
+    with (tiny_run.directory / "toy_rewards.py").open("a") as stream:
+        stream.write(
+            "def moving(completions, **_):\n"
+            f"    import os\n    os.chdir({str(there)!r})\n    return [0.0] * len(completions)\n"
+        )
+    monkeypatch.chdir(start)
+    name = {"reward.functions": [{"name": "toy_rewards:moving"}], "run.output_dir": given}
+    tiny_run(**name, **{"training.save_every": 1})
+    assert (start / (given or "runs/tiny") / "summary.json").is_file()
+    assert not list(there.iterdir())
 
 
 def test_a_directory_that_holds_a_run_is_refused_and_left_alone(tiny_run):

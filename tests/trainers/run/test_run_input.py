@@ -11,14 +11,12 @@ from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import PolicyError, build_model
 from rl_consistency.trainers.rewards import RewardError
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("raising", r"raised RuntimeError: no judge at home \(sample 0, example \d+"),
-        ("nan_for_the_third", r"returned nan, not a finite number, for sample 2, example \d+"),
+        ("nan_for_the_third", r"returned nan, not a finite float32, for sample 2, example \d+"),
         ("one_too_few", r"returned 7 scores for 8 completions: sample 7"),
     ],
 )
@@ -87,9 +85,9 @@ def test_a_model_directory_and_a_file_of_examples_run_as_well(tiny_run):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"data.path": "absent.jsonl"}, DataError, "cannot read the data file absent.jsonl"),
-        ({"data.max_prompt_tokens": 3}, DataError, r"example \d+: its prompt has 4 tokens"),
-        ({"data.prompt_template": "{prompt}" * 8}, DataError, r"example \d+: its prompt has"),
+        ({"data.path": "absent.jsonl"}, DataError, r"cannot read the data file /.*absent\.jsonl"),
+        ({"data.max_prompt_tokens": 3}, DataError, r"train.jsonl, line 1: its prompt has 4 tokens"),
+        ({"data.prompt_template": "{prompt}" * 8}, DataError, r"train.jsonl, line 1: its prompt"),
         ({"rollout.prompts_per_step": 21}, DataError, "21 exceeds the 20 training examples of"),
     ],
 )
@@ -123,9 +121,24 @@ def test_what_cannot_work_is_refused_before_the_directory_is_made(
     assert not (tiny_run.directory / "run").exists()
 
 
+@pytest.mark.parametrize(("key", "line"), [("data.path", 2), ("data.eval_path", 3)])
+def test_an_answer_without_a_number_is_named_with_its_line_before_the_directory_is_made(
+    tiny_run, key, line
+):
+    given = from_file(tiny_run, **{"data.eval_path": str(tiny_run.example_file(5, "eval.jsonl"))})
+    lines = Path(given[key]).read_text().splitlines(keepends=True)
+    lines[line - 1] = json.dumps({"question": "1+1=", "answer": "so it is\n####"}) + "\n"
+    Path(given[key]).write_text("".join(lines))
+    given["reward.functions"] = [{"name": "toy_rewards:varied"}, {"name": "gsm8k"}]
+    message = rf"{given[key]}, line {line}: the reference answer .* holds no number"
+    with pytest.raises(RewardError, match=message):
+        tiny_run(**given)
+    assert not (tiny_run.directory / "run").exists()
+
+
 def test_a_prompt_longer_than_the_context_is_named(tiny_run):
     policy = saved_policy(tiny_run.directory / "model", positions=12)
-    with pytest.raises(DataError, match=r"example \d+: .* the model's context is 12"):
+    with pytest.raises(DataError, match=r"train.jsonl, line 1: .* the model's context is 12"):
         tiny_run(**policy, **from_file(tiny_run))
     assert not (tiny_run.directory / "run").exists()
 
@@ -139,7 +152,7 @@ def test_an_answer_too_long_for_the_warm_start_is_named(tiny_run):
         + "\n"
     )
     changes |= {"rollout.prompts_per_step": 1}
-    with pytest.raises(DataError, match=r"example 1: prompt and answer have 66 tokens, .* 64"):
+    with pytest.raises(DataError, match=r"train.jsonl, line 2: prompt and answer have 66 .* 64"):
         tiny_run(**changes)
 
 

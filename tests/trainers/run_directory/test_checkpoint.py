@@ -179,6 +179,15 @@ def test_any_flipped_bit_of_the_state_file_is_seen(tmp_path):
             load_checkpoint(path, fingerprint())
 
 
+def test_without_its_seal_a_flipped_bit_of_the_state_file_resumes(tmp_path, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(checkpoint, "unseal", lambda file: json.loads(file.read_bytes()))
+    path = save(tmp_path)
+    text = (path / STATE).read_text()
+    (path / STATE).write_text(text.replace('"gradient_checks": 2', '"gradient_checks": 3'))
+    assert load_checkpoint(path, fingerprint()).totals["gradient_checks"] == 3
+
+
 def test_another_fingerprint_is_refused_by_name(tmp_path):
     entries = fingerprint().entries
     path = save(tmp_path, fingerprint=Fingerprint({**entries, "torch": "1.0", "num_threads": "99"}))

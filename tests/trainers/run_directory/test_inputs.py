@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
+from rl_consistency.trainers import run
 from rl_consistency.trainers.config.policy_sections import BuildSection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
+from rl_consistency.trainers.run_directory import metrics_file
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 
 SIZES = {
@@ -121,6 +123,20 @@ def test_an_edited_input_is_refused_by_name(tiny_run, given, edit, name):
     assert tiny_run.files() == before
 
 
+@pytest.mark.parametrize(
+    ("edit", "digests"), [(swap_lines, "data_digests"), (edit_reward, "reward_digests")]
+)
+def test_without_its_digest_an_edited_input_resumes_another_run(
+    tiny_run, given, edit, digests, monkeypatch
+):
+    """Negative control."""
+    monkeypatch.setattr(run, digests, lambda *given: {})
+    digest = stopped(tiny_run, given)
+    edit(tiny_run.directory)
+    summary, _ = tiny_run(**given, resume=True)
+    assert summary["parameter_digest"] != digest
+
+
 def test_inputs_that_moved_are_the_same_inputs(tiny_run, given):
     digest = stopped(tiny_run, given)
     moved = tiny_run.directory / "moved"
@@ -142,7 +158,17 @@ def test_metrics_with_a_hole_are_refused(tiny_run, given):
     assert tiny_run.files() == before
 
 
-def test_metrics_after_the_checkpoint_may_be_anything(tiny_run, lasting, given):
+def test_without_their_digest_metrics_with_a_hole_are_summed_up(tiny_run, given, monkeypatch):
+    """Negative control."""
+    stopped(tiny_run, given)
+    file = tiny_run.directory / "run" / "metrics.jsonl"
+    file.write_bytes(file.read_bytes().splitlines(keepends=True)[1])
+    monkeypatch.setattr(metrics_file, "_cut_after", lambda path, state: None)
+    summary, rows = tiny_run(**given, resume=True)
+    assert summary["steps"] == 4 and [row["step"] for row in rows] == [2, 3, 4]
+
+
+def test_metrics_after_the_checkpoint_may_be_anything(tiny_run, given):
     digest = stopped(tiny_run, given)
     file = tiny_run.directory / "run" / "metrics.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)

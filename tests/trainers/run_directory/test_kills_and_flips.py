@@ -18,6 +18,7 @@ from itertools import count
 
 import pytest
 
+from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 from rl_consistency.trainers.run_directory.metrics_file import read_metrics
 from rl_consistency.trainers.run_directory.sealed_json import unseal
@@ -116,6 +117,15 @@ def test_a_run_killed_at_random_points_ends_with_the_digest_of_one_that_was_not(
         if sum(outcomes.values()) == attempts:
             break
     print(*sorted(outcomes.items()), sep="\n")
+
+
+def test_a_run_resumed_without_its_moments_ends_with_another_digest(tiny_run, changes, monkeypatch):
+    """Negative control."""
+    summary, _ = tiny_run(**changes)
+    shutil.rmtree(tiny_run.directory / "run" / "checkpoints" / "step_000006")
+    monkeypatch.setattr(PolicyOptimizer, "load", lambda *given: None)
+    resumed, _ = tiny_run(**changes, resume=True)
+    assert resumed["parameter_digest"] != summary["parameter_digest"]
 
 
 def test_a_bit_flipped_in_a_random_file_is_refused_by_name_or_changes_nothing(

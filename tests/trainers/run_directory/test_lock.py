@@ -2,16 +2,19 @@
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import yaml
 
 from rl_consistency.trainers import run as run_module
+from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
 
@@ -55,6 +58,24 @@ def test_of_two_resumed_runs_the_second_is_refused(tiny_run, lasting, monkeypatc
     _, mine = tiny_run(**SAVING, resume=True)
     assert "another process" in met[0]
     assert lasting(mine) == lasting(rows)
+
+
+def test_without_the_lock_two_runs_write_into_one_metrics_file(tiny_run, monkeypatch):
+    """Negative control."""
+    changes, begun, log = {"training.steps": 4, "training.save_every": 2}, [], MetricsFile.log
+
+    def and_another(self, step, metrics):
+        log(self, step, metrics)
+        if step == 3 and not begun:
+            begun.append(step)
+            tiny_run(**changes, resume=True)
+
+    monkeypatch.setattr(MetricsFile, "log", and_another)
+    monkeypatch.setattr(run_module, "locked", nullcontext)
+    with pytest.raises(CheckpointError, match="step_000004.*not empty"):
+        tiny_run(**changes)
+    lines = tiny_run.files()["metrics.jsonl"].splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 4]
 
 
 def test_a_file_system_without_locks_is_refused(tiny_run, monkeypatch):

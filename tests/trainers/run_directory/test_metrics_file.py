@@ -60,6 +60,9 @@ def test_nonfinite_metrics_stay_readable_json_and_read_back(tmp_path):
         (2, {"step": 2}, ValueError, "must not hold 'step'"),
         (2, {"loss": torch.ones(())}, TypeError, r"'loss'.*\.item\(\)"),
         (2, {"loss": None}, TypeError, "NoneType"),
+        (2, {"loss": "low"}, TypeError, "'loss'.*got str"),
+        (2, {"loss": 10**400}, ValueError, "'loss' is beyond 1e.50"),
+        (2, {"loss": -1e308}, ValueError, "'loss' is beyond 1e.50"),
     ],
 )
 def test_what_is_not_a_next_step_is_refused_and_not_written(
@@ -145,6 +148,23 @@ def test_a_damaged_line_in_the_middle_is_named_not_dropped(tmp_path, line):
     with pytest.raises(ValueError, match=r"m\.jsonl, line 3"):
         read_metrics(path)
     assert path.read_bytes().endswith(b'{"step": 9}\n')
+
+
+@pytest.mark.parametrize(
+    "value", ["1" + "0" * 400, "1e308", "-1e308", "1e400", '"abc"', "null", "[1]", "{}"]
+)
+@pytest.mark.parametrize("name", ["step", "reward/mean"])
+def test_what_is_no_metric_is_named_with_file_and_line(tmp_path, name, value):
+    path = tmp_path / "m.jsonl"
+    write(path, [1, 2])
+    line = {"step": "3", "reward/mean": "0.5"} | {name: value}
+    path.write_text(
+        path.read_text() + "{" + ", ".join(f'"{k}": {v}' for k, v in line.items()) + "}\n"
+    )
+    with pytest.raises(ValueError, match=r"m\.jsonl, line 3") as caught:
+        read_metrics(path)
+    assert name in str(caught.value) or value == "1e400"
+    assert len(str(caught.value)) < 300 + len(str(path))
 
 
 @pytest.mark.parametrize("tail", [b'{"step": 3, "lo', b'{"step": 3}'])

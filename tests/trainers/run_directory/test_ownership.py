@@ -1,9 +1,12 @@
 """What a run may remove: only what its manifest lists, and never through a link."""
 
+import os
 import shutil
 
 import pytest
 
+from rl_consistency.trainers import run as run_module
+from rl_consistency.trainers.run_directory import directory as directory_module
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
@@ -23,9 +26,9 @@ def contents(directory):
     }
 
 
-def put(file, text="mine"):
+def put(file):
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text)
+    file.write_text("mine")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -38,6 +41,21 @@ def test_a_directory_with_a_user_s_own_files_is_refused_by_name(tiny_run, name, 
     with pytest.raises(RunDirectoryError, match=rf"{name.split('/')[0]}.* no run of ours"):
         tiny_run(**SHORT, overwrite=overwrite)
     assert contents(directory) == {name: b"mine"}
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """No run looks at what is in its directory."""
+    for place in (run_module, directory_module):
+        monkeypatch.setattr(place, "check_directory", lambda config, **modes: None)
+
+
+@pytest.mark.parametrize("name", ["checkpoints/epoch3.pt", "config.yaml", "replay/a"])
+def test_without_the_check_a_user_s_own_files_are_deleted(tiny_run, unchecked, name):
+    """Negative control."""
+    put(tiny_run.directory / "run" / name)
+    tiny_run(**SHORT, overwrite=True)
+    assert b"mine" not in tiny_run.files().values()
 
 
 def test_overwriting_leaves_a_user_s_wandb_and_notes(tiny_run):
@@ -89,6 +107,19 @@ def test_overwriting_neither_follows_nor_removes_a_link(tiny_run, name):
     assert archive.exists() and (contents(archive) if archive.is_dir() else {}) == kept
 
 
+def test_without_the_check_a_link_is_written_through_and_removed(tiny_run, unchecked):
+    """Negative control."""
+    tiny_run(**SAVING | {"training.steps": 2})
+    linked, archived = tiny_run.directory / "run" / "metrics.jsonl", tiny_run.directory / "mine"
+    shutil.move(linked, archived)
+    linked.symlink_to(archived)
+    before = archived.read_bytes()
+    tiny_run(**SAVING, resume=True)
+    assert archived.read_bytes() != before
+    tiny_run(**SHORT, overwrite=True)
+    assert not linked.is_symlink()
+
+
 def test_pruning_leaves_an_archived_checkpoint_that_is_linked_back(tiny_run):
     tiny_run(**SAVING | {"training.steps": 2})
     directory, archive = tiny_run.directory / "run" / "checkpoints", tiny_run.directory / "archive"
@@ -108,6 +139,50 @@ def test_pruning_leaves_a_checkpoint_in_which_the_user_keeps_something(tiny_run)
     before = contents(directory / "step_000002")
     tiny_run(**SAVING, resume=True)
     assert contents(directory / "step_000002") == before
+
+
+@pytest.mark.parametrize("name", ["step_1", "step_9", "step_0", "step_1 copy", "step_1.bak"])
+def test_a_copy_of_a_checkpoint_is_neither_pruned_nor_overwritten_nor_counted(
+    tiny_run, name, monkeypatch
+):
+    real, copies = run_module.save_checkpoint, []
+
+    def and_copy(directory, **given):
+        path = real(directory, **given)
+        if not copies:
+            shutil.copytree(path, directory / name)
+            copies.append(contents(directory / name))
+        return path
+
+    monkeypatch.setattr(run_module, "save_checkpoint", and_copy)
+    tiny_run(**SAVING)
+    directory = tiny_run.directory / "run" / "checkpoints"
+    assert sorted(path.name for path in directory.iterdir()) == sorted([name, "step_000003"])
+    with pytest.raises(RunDirectoryError, match=f"checkpoints/{name} in"):
+        tiny_run(**SHORT, overwrite=True)
+    assert contents(directory / name) == copies[0]
+
+
+@pytest.mark.parametrize("name", ["step_000001/mine", "step_000002/mine/too", "step_000009"])
+def test_a_user_s_empty_folder_is_neither_pruned_nor_overwritten(tiny_run, name):
+    two = SAVING | {"training.steps": 2, "training.keep_checkpoints": 2}
+    tiny_run(**two)
+    folder = tiny_run.directory / "run" / "checkpoints" / name
+    folder.mkdir(parents=True)
+    with pytest.raises(RunDirectoryError, match=f"checkpoints/{name.removesuffix('/too')}"):
+        tiny_run(**SHORT, overwrite=True)
+    if name != "step_000009":  # which stands where the run would write
+        tiny_run(**SAVING | {"training.steps": 4}, resume=True)
+    assert folder.is_dir()
+
+
+def test_an_empty_folder_with_the_name_of_a_bundle_is_not_overwritten(tiny_run):
+    tiny_run(**SHORT)
+    folder = tiny_run.directory / "run" / "replay" / "bundle-0123456789abcdef"
+    folder.mkdir(parents=True)
+    with pytest.raises(RunDirectoryError, match=folder.name):
+        tiny_run(**SHORT, overwrite=True)
+    assert folder.is_dir()
 
 
 def test_pruning_removes_nothing_behind_a_link(tiny_run):
@@ -133,6 +208,49 @@ def test_resuming_does_not_write_through_a_link(tiny_run, name):
     assert archived.read_bytes() == before and (directory / name).is_symlink()
 
 
+@pytest.mark.parametrize("mode", ["resume", "overwrite"])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+@pytest.mark.parametrize(
+    "name",
+    ["manifest.json", "config.yaml", "metrics.jsonl", "summary.json", "report.html", "drift.png"],
+)
+def test_what_is_no_file_in_the_place_of_one_is_refused_at_once(tiny_run, name, make, mode):
+    tiny_run(**SAVING)
+    directory = tiny_run.directory / "run"
+    (directory / name).unlink(missing_ok=True)
+    make(directory / name)
+    before = contents(directory)
+    with pytest.raises(RunDirectoryError, match=f"{name} is no regular file"):
+        tiny_run(**SAVING | {"training.steps": 4}, **{mode: True})
+    assert contents(directory) == before and os.path.lexists(directory / name)
+
+
+@pytest.mark.parametrize(
+    "make", [put, lambda path: path.symlink_to("nowhere")], ids=["file", "link"]
+)
+@pytest.mark.parametrize("name", ["checkpoints", "replay"])
+def test_what_is_no_folder_in_the_place_of_one_is_refused_at_once(tiny_run, name, make):
+    tiny_run(**SHORT)
+    directory = tiny_run.directory / "run"
+    shutil.rmtree(directory / name, ignore_errors=True)
+    make(directory / name)
+    before = contents(directory)
+    with pytest.raises(RunDirectoryError, match=f"{name} is no directory"):
+        tiny_run(**SHORT, resume=True)
+    assert contents(directory) == before
+
+
+def test_a_pipe_in_the_place_of_a_checkpoint_s_state_is_refused_and_not_waited_for(tiny_run):
+    tiny_run(**SHORT)
+    state = tiny_run.directory / "run" / "checkpoints" / "step_000001" / "trainer.json"
+    state.unlink()
+    os.mkfifo(state)
+    for mode in ("resume", "overwrite"):
+        with pytest.raises(RunDirectoryError, match="step_000001|no complete checkpoint"):
+            tiny_run(**SHORT, **{mode: True})
+    assert state.is_fifo()
+
+
 def test_a_run_directory_that_is_itself_a_link_runs_resumes_and_is_overwritten(tiny_run):
     real = tiny_run.directory / "scratch"
     real.mkdir()
@@ -152,6 +270,23 @@ def test_a_file_at_a_guessable_name_beside_ours_is_left_alone(tiny_run, name):
     (directory / name).symlink_to(target)
     tiny_run(**SHORT)
     assert target.read_text() == "mine" and (directory / name).is_symlink()
+
+
+def test_a_guessable_name_destroys_what_a_link_there_leads_to(tiny_run, monkeypatch):
+    """Negative control."""
+
+    def write_beside(file, text):
+        partial = file.with_name(f"{file.name}.partial")
+        partial.write_text(text)
+        partial.rename(file)
+
+    monkeypatch.setattr(directory_module, "write_whole", write_beside)
+    target, directory = tiny_run.directory / "precious.txt", tiny_run.directory / "run"
+    put(target)
+    directory.mkdir()
+    (directory / "config.yaml.partial").symlink_to(target)
+    tiny_run(**SHORT)
+    assert target.read_text() != "mine"
 
 
 def test_no_step_leaves_a_file_at_a_guessable_name(tiny_run):

@@ -133,7 +133,7 @@ def test_a_low_precision_run_resumes_too(tiny_run, lasting, lasting_summary, mon
     assert lasting_summary(resumed) == lasting_summary(summary)
 
 
-def test_a_finished_run_resumes_to_the_same_summary(tiny_run, lasting, lasting_summary):
+def test_a_finished_run_resumes_to_the_same_summary(tiny_run, lasting_summary):
     summary, rows = tiny_run(**tiny_run.LONG)
     again, rows_again = tiny_run(**tiny_run.LONG, resume=True)
     assert lasting_summary(again) == lasting_summary(summary) and rows_again == rows

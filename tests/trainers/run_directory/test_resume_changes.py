@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rl_consistency.trainers import run
 from rl_consistency.trainers.config.recipe import load_config
-from rl_consistency.trainers.run_directory import unfinished
+from rl_consistency.trainers.run_directory import inputs, unfinished
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError, list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
@@ -25,6 +26,16 @@ def test_a_run_directory_that_moved_resumes(tiny_run, lasting, lasting_summary):
         summary
     )
     assert load_config(moved / "config.yaml").run.output_dir == moved
+
+
+def test_where_every_key_binds_a_moved_run_is_refused(tiny_run, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(inputs, "FREE", {})
+    tiny_run(**{"training.steps": 1})
+    moved = tiny_run.directory / "elsewhere"
+    shutil.move(tiny_run.directory / "run", moved)
+    with pytest.raises(CheckpointError, match=r"run\.output_dir: .*elsewhere"):
+        tiny_run(**{"training.steps": 1, "run.output_dir": str(moved)}, resume=True)
 
 
 @pytest.mark.parametrize("done", [2, 4])
@@ -61,7 +72,8 @@ def test_fewer_checkpoints_may_be_kept_by_a_resumed_run(tiny_run):
     assert [path.name for path in kept] == ["step_000004"]
 
 
-def test_what_a_kill_left_is_removed_when_the_run_resumes(tiny_run, monkeypatch):
+def left_by_a_kill(tiny_run, monkeypatch):
+    """A run killed while it removes a checkpoint, and resumed: its leftovers before and after."""
     changes = {"training.save_every": 1, "training.keep_checkpoints": 1}
 
     def killed(path, **given):
@@ -72,10 +84,38 @@ def test_what_a_kill_left_is_removed_when_the_run_resumes(tiny_run, monkeypatch)
         patched.setattr(unfinished.shutil, "rmtree", killed)
         tiny_run(**changes)
     directory = tiny_run.directory / "run"
-    assert list(directory.rglob(".rl_consistency-*"))
+    before = list(directory.rglob(".rl_consistency-*"))
     tiny_run(**changes, resume=True)
-    assert not list(directory.rglob(".rl_consistency-*"))
-    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step_000003"]
+    return before, list(directory.rglob(".rl_consistency-*"))
+
+
+def test_what_a_kill_left_is_removed_when_the_run_resumes(tiny_run, monkeypatch):
+    before, after = left_by_a_kill(tiny_run, monkeypatch)
+    assert before and not after
+    checkpoints = tiny_run.directory / "run" / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step_000003"]
+
+
+def test_without_the_removal_what_a_kill_left_stays(tiny_run, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(run, "remove_leftovers", lambda directory: None)
+    before, after = left_by_a_kill(tiny_run, monkeypatch)
+    assert before and after == before
+
+
+@pytest.mark.parametrize("name", ["step_9", "step_000009", "step_2"])
+def test_a_misnamed_checkpoint_is_named_with_what_to_do(tiny_run, lasting, name):
+    changes = {"training.save_every": 1, "training.keep_checkpoints": 1}
+    _, rows = tiny_run(**changes)
+    checkpoints = tiny_run.directory / "run" / "checkpoints"
+    misnamed = (checkpoints / "step_000003").rename(checkpoints / name)
+    before = tiny_run.files()
+    with pytest.raises(CheckpointError, match=f"{misnamed} holds .* step 3: rename it to step_0+3"):
+        tiny_run(**changes, resume=True)
+    assert tiny_run.files() == before
+    misnamed.rename(checkpoints / "step_000003")
+    _, resumed = tiny_run(**changes, resume=True)
+    assert lasting(resumed) == lasting(rows)
 
 
 def test_half_a_checkpoint_in_the_way_is_named_before_the_run_goes_on(tiny_run):

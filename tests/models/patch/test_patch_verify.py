@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     Qwen3Config,
@@ -18,38 +16,10 @@ from rl_consistency.models import modules
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.models.patch import patch, patched_part, patched_session
-from rl_consistency.numerics import settings
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import OPS, strict
 from rl_consistency.verify.presets import PRESETS, build_preset
-from rl_consistency.verify.probe import probe_tokens
-
-
-@pytest.fixture
-def nothing_held(monkeypatch):
-    """Sessions that other tests of this process left open hold no settings here."""
-    gc.collect()
-    monkeypatch.setattr(settings, "_held", settings._Held())
-
-
-def tiny(model_type="llama", **options):
-    shape = {
-        "vocab_size": 61,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-    }
-    config = AutoConfig.for_model(model_type, **(shape | options))
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def tokens(model, length=130):
-    return torch.tensor(probe_tokens([length], model.config.vocab_size))
+from tests.models.patch.tiny_models import tiny, tokens
 
 
 class LoraLinear(nn.Linear):

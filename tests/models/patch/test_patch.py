@@ -6,28 +6,17 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
 )
 
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.models.patch import patch, patched_session
-from rl_consistency.models.token_logprobs import token_logprobs
-from rl_consistency.numerics import settings
 from rl_consistency.numerics.settings import SETTINGS
 from rl_consistency.numerics.strict import OPS, strict
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import PRESETS, build_preset
-from rl_consistency.verify.probe import probe_tokens
-
-
-@pytest.fixture
-def nothing_held(monkeypatch):
-    """Sessions that other tests of this process left open hold no settings here."""
-    gc.collect()
-    monkeypatch.setattr(settings, "_held", settings._Held())
-
+from tests.models.patch.tiny_models import tiny, tokens
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
@@ -47,26 +36,6 @@ ROPES = {
         "original_max_position_embeddings": 64,
     },
 }
-
-
-def tiny(model_type="llama", **options):
-    shape = {
-        "vocab_size": 61,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 256,
-    }
-    config = AutoConfig.for_model(model_type, **(shape | options))
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def tokens(model, length=130):
-    return torch.tensor(probe_tokens([length], model.config.vocab_size))
 
 
 def outputs(model):
@@ -245,6 +214,15 @@ def test_a_copy_of_a_patched_model_is_a_stock_model(copied):
             assert first_difference({"": other(ids).logits}, {"": expected}) is None
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_without_a_rule_of_its_own_fails(copied, monkeypatch):
+    """Negative control."""
+    monkeypatch.delattr(CanonicalModule, "__reduce_ex__")
+    model = build_preset("tiny-llama")
+    with patch(model), pytest.raises((TypeError, pickle.PicklingError), match="pickle"):
+        copied(model)
+
+
 def test_two_models_may_be_patched_and_restored_in_any_order(nothing_held):
     before = [setting.read() for setting in SETTINGS]
     policy, reference = build_preset("tiny-llama"), build_preset("tiny-qwen3")
@@ -262,110 +240,6 @@ def test_a_dropped_model_lets_go_of_the_settings(nothing_held):
     del model
     gc.collect()
     assert [setting.read() for setting in SETTINGS] == before
-
-
-# Restoring a model that was changed since.
-
-
-class LoraLinear(nn.Linear):
-    """An adapter written by hand: a subclass of the module it replaces."""
-
-    def __init__(self, linear, rank=4):
-        super().__init__(linear.in_features, linear.out_features, bias=False)
-        self.weight = linear.weight
-        self.down = nn.Parameter(torch.full((rank, linear.in_features), 0.02))
-        self.up = nn.Parameter(torch.full((linear.out_features, rank), 0.02))
-
-    def forward(self, input):
-        return super().forward(input) + input @ self.down.T @ self.up.T
-
-
-class Wrapped(nn.Module):
-    """An adapter that keeps the module it replaces, as PEFT does."""
-
-    def __init__(self, base_layer):
-        super().__init__()
-        self.base_layer = base_layer
-
-    def forward(self, input):
-        return self.base_layer(input) * 0.5
-
-
-@torch.no_grad()
-def logits(model):
-    return model(input_ids=tokens(model, 21), use_cache=False).logits
-
-
-def adapted(kind):
-    def change(model):
-        for layer in model.model.layers:
-            layer.mlp.up_proj = kind(layer.mlp.up_proj)
-
-    return change
-
-
-def shorter(model):
-    del model.model.layers[1]
-    model.config.num_hidden_layers = 1
-
-
-def without_mlp(model):
-    model.model.layers[0].mlp = nn.Identity()
-
-
-def exchanged(model):
-    first, second = model.model.layers
-    first.mlp.up_proj, second.mlp.up_proj = second.mlp.up_proj, first.mlp.up_proj
-
-
-CHANGES = {
-    "an adapter in a module's place": adapted(LoraLinear),
-    "an adapter around a module": adapted(Wrapped),
-    "a layer less": shorter,
-    "a module less": without_mlp,
-    "modules exchanged": exchanged,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_restore_and_stock_leave_what_was_put_in_since(change):
-    model = build_preset("tiny-qwen3")
-    expected = copy.deepcopy(model)
-    change(expected)
-    session = patch(model)
-    change(model)
-    with session.stock():
-        assert torch.equal(logits(model), logits(expected))
-    session.restore()
-    assert not any(isinstance(module, CanonicalModule) for module in model.modules())
-    assert [type(m) for m in model.modules()] == [type(m) for m in expected.modules()]
-    assert torch.equal(logits(model), logits(expected))
-
-
-def test_a_layer_that_was_taken_out_is_restored_too():
-    model = build_preset("tiny-qwen3")
-    layer = model.model.layers[1]
-    with patch(model):
-        shorter(model)
-    assert not any(isinstance(module, CanonicalModule) for module in layer.modules())
-    assert all(p.grad_dtype == p.dtype for p in layer.parameters())
-    with patch(model) as session:
-        session.verify()
-
-
-def test_an_adapter_put_into_a_patched_model_is_named_by_every_call():
-    model = build_preset("tiny-qwen3")
-    session = patch(model)
-    adapted(Wrapped)(model)
-    refused = r"up_proj \(Wrapped\) has no canonical order.*restore\(\) the session and patch"
-    for compute in (logits, lambda m: token_logprobs(m, [[1, 2, 3]], prompt_lengths=[1])):
-        with pytest.raises(UnsupportedModelError, match=refused):
-            compute(model)
-    with pytest.raises(ValueError, match="patched already; restore"):
-        patch(model)
-    session.restore()
-    with pytest.raises(UnsupportedModelError, match=r"up_proj \(Wrapped\) has no canonical"):
-        patch(model)
 
 
 def test_a_session_whose_model_is_gone_restores_nothing():

@@ -17,19 +17,17 @@ from rl_consistency.models import audit, families
 from rl_consistency.models import patch as patching
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.verify.presets import build_preset
-from rl_consistency.verify.probe import probe_tokens
-
-SAMPLING = SamplingParams(n=2, max_tokens=6)
-
-
-@pytest.fixture
-def model():
-    return build_preset("tiny-qwen3")
+from tests.models.inventory.scores import (
+    SAMPLING,
+    halved,
+    rolled_out,
+    scores,
+    stock_scores,
+    tokens,
+)
 
 
 @pytest.fixture
@@ -37,26 +35,6 @@ def undo():
     """Callbacks and blocks that end with the test: changes to classes and to the process."""
     with ExitStack() as stack:
         yield stack
-
-
-def tokens(model, *lengths):
-    return probe_tokens(lengths or (21,), model.config.vocab_size)
-
-
-def scores(model):
-    return token_logprobs(model, tokens(model), prompt_lengths=[1]).logprobs.detach()
-
-
-@torch.no_grad()
-def stock_scores(model):
-    ids = torch.tensor(tokens(model))
-    logprobs = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
-    return logprobs[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
-
-
-def rolled_out(model, **settings):
-    engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=32, **settings)
-    return engine.generate(tokens(model, 9, 17), SAMPLING)
 
 
 def set_on(path, **attributes):
@@ -82,14 +60,6 @@ def hooked(path, kind="forward", hook=lambda module, *_: None):
         undo.enter_context(getattr(model.get_submodule(path), f"register_{kind}_hook")(hook))
 
     return change
-
-
-def halved(module, given, output):
-    if isinstance(output, torch.Tensor):
-        return output * 0.5
-    if isinstance(output, tuple):
-        return (output[0] * 0.5, *output[1:])
-    return type(output)(last_hidden_state=output.last_hidden_state * 0.5)
 
 
 def replaced(owner, name, value):
@@ -315,7 +285,7 @@ def test_a_live_patch_refuses_the_same_before_a_number_is_computed(name, model, 
         assert not session.live
 
 
-def test_a_parametrization_of_a_patched_part_is_refused_and_stands_in_restores_way(model, undo):
+def test_a_parametrization_of_a_patched_part_is_refused_and_stands_in_restores_way(model):
     session = patch(model)
     up = model.model.layers[0].mlp.up_proj
     parametrizations.weight_norm(up)

@@ -1,9 +1,12 @@
 """The guard: what it lets pass, and what it looks at beside the modules."""
 
+import shutil
+
 import pytest
 import torch
 from transformers.models.qwen3 import modeling_qwen3
 
+from rl_consistency.models import decoder, modules
 from rl_consistency.models import patch as patching
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.inventory import faults
@@ -14,41 +17,7 @@ from rl_consistency.parity.digest import first_difference
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.verify.presets import build_preset
-from rl_consistency.verify.probe import probe_tokens
-
-
-@pytest.fixture
-def model():
-    return build_preset("tiny-qwen3")
-
-
-def tokens(model, *lengths):
-    return probe_tokens(lengths or (21,), model.config.vocab_size)
-
-
-def scores(model):
-    return token_logprobs(model, tokens(model), prompt_lengths=[1]).logprobs.detach()
-
-
-@torch.no_grad()
-def stock_scores(model):
-    ids = torch.tensor(tokens(model))
-    logprobs = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
-    return logprobs[0, :-1].gather(1, ids[0, 1:, None])[:, 0]
-
-
-def rolled_out(model, **settings):
-    engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=32, **settings)
-    return engine.generate(tokens(model, 9, 17), SamplingParams(n=2, max_tokens=6))
-
-
-def halved(module, given, output):
-    if isinstance(output, torch.Tensor):
-        return output * 0.5
-    if isinstance(output, tuple):
-        return (output[0] * 0.5, *output[1:])
-    return type(output)(last_hidden_state=output.last_hidden_state * 0.5)
-
+from tests.models.inventory.scores import halved, rolled_out, scores, stock_scores, tokens
 
 ALLOWED = (
     *(
@@ -80,6 +49,16 @@ def test_a_hook_where_the_forward_calls_is_run_in_rollout_and_training(path, mod
         lengths = [len(prompts[c.prompt_index]) for c in found]
         again = token_logprobs(model, sequences, prompt_lengths=lengths).split()
     assert all(torch.equal(c.token_logprobs, own) for c, own in zip(found, again, strict=True))
+
+
+def test_a_fused_norm_passes_over_its_hook(model, monkeypatch):
+    """Negative control."""
+    norm = model.model.layers[0].post_attention_layernorm
+    norm.register_forward_hook(halved)
+    right = stock_scores(model)
+    monkeypatch.setattr(modules, "_all_plain", lambda *parts: True)
+    with patch(model):
+        assert (scores(model) - right).abs().max() > 1e-2
 
 
 def test_a_hook_on_the_embedding_sees_three_dimensions(model):
@@ -178,6 +157,18 @@ def test_fp16_training_is_refused_before_a_gradient_is_touched(compute, tied):
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("compute", [logits, hidden_states])
+def test_without_the_refusal_small_gradients_vanish_in_fp16(compute, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(decoder, "guarded_backward", lambda output, passes=None: output)
+    largest = []
+    for dtype in (torch.float16, torch.float32):
+        with patch(model := build_preset("tiny-llama", dtype)):
+            (compute(model).float().square().mean() * 1e-6).backward()
+        largest.append(max(p.grad.abs().max() for p in model.model.layers.parameters()))
+    assert largest[0] == 0 < largest[1]
+
+
 @pytest.mark.parametrize("compute", [scored_ids, logits, hidden_states])
 def test_fp16_scores_without_gradients(compute):
     model = build_preset("tiny-qwen3", torch.float16)
@@ -191,7 +182,7 @@ def test_fp16_scores_without_gradients(compute):
 @pytest.fixture
 def defaults():
     """Torch's defaults, put back after the test."""
-    yield torch.set_default_dtype, torch.set_default_device
+    yield
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
 
@@ -218,6 +209,15 @@ def test_other_defaults_are_named_with_what_to_do(dtype, device, defaults):
         assert engine.generate(IDS, SamplingParams())
 
 
+def test_without_the_check_another_default_device_ends_within_torch(model, defaults, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(patching, "verify_defaults", lambda: None)
+    with patch(model):
+        torch.set_default_device("meta")
+        with pytest.raises(RuntimeError, match="on meta tensors"):
+            rolled_out(model)
+
+
 def test_a_model_built_and_patched_under_other_defaults_is_covered(defaults):
     expected = build_preset("tiny-qwen3", torch.bfloat16)
     torch.set_default_dtype(torch.bfloat16)
@@ -237,6 +237,14 @@ def test_torch_compile_leaves_a_patched_model_as_it_is(model):
         compiled = torch.compile(model)
         found = {"logits": compiled(input_ids=ids).logits, "scores": torch.compile(scores)(model)}
         assert first_difference(found, expected) is None
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU")
+def test_a_part_that_is_compiled_by_itself_has_other_bits(model):
+    """Negative control: the decoder lets no compiler in, the call of a part does."""
+    with patch(model), torch.no_grad():
+        norm, x = model.model.norm, torch.linspace(-3, 3, 21 * 96).view(1, 21, 96)
+        assert first_difference({"": torch.compile(norm)(x)}, {"": norm(x)}) is not None
 
 
 def as_module(function):

@@ -1,0 +1,129 @@
+"""The backward passes of one model, of which one runs at a time.
+
+A pass begins with the first gradient that is folded in it and ends when autograd calls back. One
+within another, as reentrant checkpointing makes them, belongs to the outer one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+import torch
+from torch.autograd import Variable
+
+
+class Gradient(Protocol):
+    """What takes part in a pass."""
+
+    def publish(self) -> str:
+        """Called when a pass has ended; what is wrong with the gradient, or nothing."""
+        ...
+
+    def abandon(self, lost: bool) -> None:
+        """Called when a pass has ended in an error, though this gradient may be no part of it.
+
+        `lost`: gradients of parameters were being written.
+        """
+        ...
+
+
+class BackwardPasses:
+    """Which pass runs, and what takes part in it."""
+
+    def __init__(self) -> None:
+        self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
+        self._folded: list[Gradient] = []
+        self._entered = False
+        """Whether a forward pass goes backward in the pass that runs."""
+        self._writes = False
+        """Whether the pass that runs writes gradients of parameters."""
+        self._end: weakref.ref[_End] | None = None
+        """Of the pass that runs. Autograd alone holds it, so that it is gone after an error."""
+        self._closed = False
+
+    def watch(self, gradient: Gradient) -> None:
+        """Tell this gradient of passes that end in an error."""
+        self._gradients.add(gradient)
+
+    def enter(self) -> None:
+        """Begin a pass unless one runs.
+
+        ValueError if no more may begin, and for a graph of the gradients.
+        """
+        if self._end is not None and self._end() is not None:
+            return
+        if self._closed:
+            raise ValueError(
+                "the model was restored between forward and backward. Call backward() before "
+                "restore(), inside the `with patch(...)` block."
+            )
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "create_graph=True: gradients of gradients are not covered, and would be zero. "
+                "Leave it out, or compute that term inside session.stock()."
+            )
+        self._folded, self._entered, self._writes = [], False, False
+        end = _End(self)
+        self._end = weakref.ref(end)
+        Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def enter_forward(self) -> None:
+        """Begin the pass of a forward pass; ValueError on a second one in it."""
+        self.enter()
+        if self._entered:
+            raise ValueError(several_forward_passes("the model"))
+        self._entered = True
+
+    def add(self, gradient: Gradient, writes: bool) -> None:
+        """Have the gradient published at the end of the pass, which writes it or returns it."""
+        self._folded.append(gradient)
+        self._writes |= writes
+
+    def close(self) -> None:
+        """Let no more pass begin."""
+        self._closed = True
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """End the pass; ValueError for what is wrong with a gradient."""
+        errors = [error for gradient in self._folded if (error := gradient.publish())]
+        self._folded = []
+        if errors:
+            raise ValueError(errors[0])
+
+    def abandon(self) -> None:
+        """Tell all gradients that the pass has ended in an error."""
+        self._end = None
+        for gradient in list(self._gradients):
+            gradient.abandon(self._writes)
+
+
+class _End:
+    """What autograd calls at the end of a pass, and drops without a call after an error."""
+
+    def __init__(self, passes: BackwardPasses):
+        self._passes: BackwardPasses | None = passes
+
+    def __call__(self) -> None:
+        passes, self._passes = self._passes, None
+        assert passes is not None
+        passes._end = None
+        try:
+            passes.publish()
+        except BaseException:
+            passes.abandon()
+            raise
+
+    def __del__(self) -> None:
+        if self._passes is not None:
+            self._passes.abandon()
+
+
+def several_forward_passes(what: str) -> str:
+    """Why a parameter or a model may take part in one backward pass only once."""
+    return (
+        f"{what} took part in several forward passes that go backward together, which would make "
+        "gradients depend on how the batch was cut. Call backward() once per forward pass; "
+        "gradients add up."
+    )

@@ -1,0 +1,306 @@
+"""Which backward passes continue a fold, and which are refused."""
+
+import contextlib
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from rl_consistency.kernels.gradient_fold import gradient_buffer
+from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.gradient_fold.op import fold_outer
+from rl_consistency.parity.bytes import same_bytes
+from tests.kernels.gradient_fold.uses import (
+    ALL,
+    DTYPES,
+    TOKENS,
+    backward,
+    data,
+    loss,
+    parameter,
+    spans,
+    use,
+)
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_several_forward_passes_in_one_backward_are_refused(uses):
+    param = parameter()
+    buffers = GradientBuffer.for_uses(param, uses)
+    together = loss(param, buffers, slice(0, 64)) + loss(param, buffers, slice(64, TOKENS))
+    with pytest.raises(ValueError, match="several forward passes.*once per forward pass"):
+        together.backward()
+    param.grad = None
+    backward(param, buffers, ALL)
+    backward(whole := parameter(), GradientBuffer.for_uses(whole, uses), ALL)
+    assert same_bytes(param.grad, whole.grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_passes_continue_the_same_fold(reentrant):
+    whole, param = parameter(torch.bfloat16), parameter(torch.bfloat16)
+    backward(whole, [GradientBuffer(whole)], ALL)
+    buffer = GradientBuffer(param)
+    for span in spans([32, 48]):
+        x = torch.zeros(1, requires_grad=True)
+        redone = lambda x, span=span: loss(param, [buffer], span, x)  # noqa: E731
+        checkpoint(redone, x, use_reentrant=reentrant).backward()
+    assert same_bytes(param.grad, whole.grad)
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_a_loss_that_some_uses_of_a_tied_weight_do_not_reach(dtype, grad_dtype, others):
+    param, whole = parameter(dtype, grad_dtype), torch.zeros(24, 40)
+    used, unused = GradientBuffer.for_uses(param, 2)
+    (dy, _), (x, _) = data(2)
+    fold = lambda g, fresh: fold_outer(g, dy, x)  # noqa: E731
+    for _ in range(2):
+        result = use(param, used, fold)
+        (result + (param.float() * 0.0).sum() if others else result).backward()
+        fold_outer(whole, dy, x)
+        use(param, unused, fold)
+    assert same_bytes(param.grad, whole.to(grad_dtype))
+    with pytest.raises(ValueError, match="1 of the 2 uses"):
+        torch.autograd.grad(use(param, used, fold), param)
+    use(param, used, fold).backward()
+    param.grad = None
+    param.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ValueError, match="1 of the 2 uses"):
+        use(param, used, fold).backward()
+
+
+def test_a_parameter_frozen_since_the_forward_pass_keeps_its_gradient():
+    param, x = parameter(), torch.zeros(1, requires_grad=True)
+    buffer = GradientBuffer(param)
+    backward(param, [buffer], slice(0, 64))
+    before, later = param.grad.clone(), loss(param, [buffer], slice(64, TOKENS), x)
+    param.requires_grad_(False)
+    later.backward()
+    assert same_bytes(param.grad, before)
+
+
+@pytest.mark.parametrize("between", ["autograd.grad", "another session"])
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_nothing_lets_a_failed_pass_go_on(uses, dtype, grad_dtype, between):
+    params, passes = [parameter(dtype, grad_dtype) for _ in range(2)], BackwardPasses()
+    buffers = [GradientBuffer.for_uses(p, uses, passes) for p in params]
+
+    def both(span):
+        return sum(loss(p, own, span) for p, own in zip(params, buffers, strict=True))
+
+    both(slice(0, 64)).backward()
+    hook = params[0].register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        both(slice(64, TOKENS)).backward()
+    hook.remove()
+    if between == "autograd.grad":
+        torch.autograd.grad(both(ALL), params)
+    else:
+        passes.close()
+        passes = BackwardPasses()
+        buffers = [GradientBuffer.for_uses(p, uses, passes) for p in params]
+    with pytest.raises(ValueError, match=r"ended in an error.*zero_grad"):
+        both(slice(64, TOKENS)).backward()
+    for p in params:
+        p.grad = None
+    both(ALL).backward()
+    whole = parameter(dtype, grad_dtype)
+    backward(whole, GradientBuffer.for_uses(whole, uses), ALL)
+    assert all(same_bytes(p.grad, whole.grad) for p in params)
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_an_error_in_a_hook_loses_no_gradient_and_is_not_gone_on_from(dtype, grad_dtype):
+    param = parameter(dtype, grad_dtype)
+    buffer = GradientBuffer(param)
+    backward(param, [buffer], slice(0, 64))
+    hook = param.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(param, [buffer], slice(64, TOKENS))
+    hook.remove()
+    assert param.grad is not None
+    with pytest.raises(ValueError, match=r"ended in an error.*zero_grad"):
+        backward(param, [buffer], slice(64, TOKENS))
+
+
+def test_new_gradients_after_a_failed_pass_are_added_to():
+    param, whole = parameter(), parameter()
+    buffer = GradientBuffer(param)
+    hook = param.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(param, [buffer], ALL)
+    hook.remove()
+    param.grad = None
+    (param * 0.0).sum().backward()
+    backward(param, [buffer], ALL)
+    backward(whole, [GradientBuffer(whole)], ALL)
+    assert same_bytes(param.grad, whole.grad)
+
+
+def test_an_interrupt_at_the_end_of_a_pass_is_a_failed_pass(monkeypatch):
+    param = parameter(torch.bfloat16)
+    buffer = GradientBuffer(param)
+
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(gradient_buffer._Gradient, "publish", interrupt)
+        backward(param, [buffer], ALL)
+    with pytest.raises(ValueError, match=r"ended in an error.*zero_grad"):
+        backward(param, [buffer], ALL)
+    param.grad = None
+    backward(param, [buffer], ALL)
+
+
+def test_a_parameter_goes_with_its_model():
+    passes = BackwardPasses()
+    param = parameter()
+    buffers, held = GradientBuffer.for_uses(param, 2, passes), weakref.ref(param)
+    backward(param, buffers, ALL)
+    gc.disable()
+    try:
+        del param, buffers
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_an_error_that_is_kept_does_not_keep_the_pass(monkeypatch):
+    """Its traceback holds the frames of the backward functions."""
+    param, errors = parameter(), []
+    buffer = GradientBuffer(param)
+
+    def refuse(accumulator, fresh):
+        raise torch.OutOfMemoryError("no memory")
+
+    def refused():
+        use(param, buffer, refuse).backward()
+
+    def refused_before_it_folds():
+        backward(param, [buffer], ALL)
+        backward(param, [buffer], ALL)
+
+    def interrupted_at_its_end():
+        with monkeypatch.context() as patched:
+            patched.setattr(gradient_buffer._Gradient, "publish", lambda self: 1 / 0)
+            backward(param, [buffer], ALL)
+
+    backward(whole := parameter(), [GradientBuffer(whole)], ALL)
+    for fail in (refused, refused_before_it_folds, interrupted_at_its_end):
+        hook = param.register_hook(lambda g: g * 0.5)
+        try:
+            fail()
+        except (torch.OutOfMemoryError, ValueError, ZeroDivisionError) as error:
+            errors.append(error)
+        hook.remove()
+        param.grad = None
+        backward(param, [buffer], ALL)
+        assert same_bytes(param.grad, whole.grad)
+        param.grad = None
+    assert len(errors) == 3 and all(error.__traceback__ for error in errors)
+
+
+def test_forward_passes_of_two_sessions_do_not_go_backward_together():
+    """Each would continue the gradient that is there, and autograd would add it twice."""
+    param, sessions = parameter(), (BackwardPasses(), BackwardPasses())
+    first, second = (
+        loss(param, GradientBuffer.for_uses(param, 1, session), ALL) for session in sessions
+    )
+    sessions[0].close()
+    with pytest.raises(ValueError, match=r"restored between forward and backward.*with patch"):
+        (first + second).backward()
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_what_a_failed_pass_held_is_freed_at_once(dtype, grad_dtype):
+    param, passes, held = parameter(dtype, grad_dtype), BackwardPasses(), []
+    buffers = GradientBuffer.for_uses(param, 2, passes)
+    backward(param, buffers, slice(0, 64))
+
+    def refuse(accumulator, fresh):
+        held.append(StorageWeakRef(accumulator.untyped_storage()))
+        held.append(StorageWeakRef(before.untyped_storage()))
+        raise torch.OutOfMemoryError("no memory")
+
+    before = param.grad
+    with contextlib.suppress(torch.OutOfMemoryError):
+        use(param, buffers[0], refuse).backward()
+    param.grad = before = None
+    assert len(held) == 2 and all(storage.expired() for storage in held)
+
+
+def test_several_passes_under_reentrant_checkpointing_are_refused():
+    """Each layer folds in a graph of its own, and every forward pass shows in the outer one."""
+    passes, layer = BackwardPasses(), parameter()
+    (buffer,) = GradientBuffer.for_uses(layer, 1, passes)
+
+    def forward(span):
+        start = torch.zeros(1, requires_grad=True)
+        hidden = checkpoint(lambda x: loss(layer, [buffer], span, x), start, use_reentrant=True)
+        hidden.register_hook(lambda gradient: passes.enter_forward())
+        return hidden
+
+    forward(ALL).backward()
+    forward(ALL).backward()
+    with pytest.raises(ValueError, match=r"the model took part in several forward passes"):
+        (forward(slice(0, 64)) + forward(slice(64, TOKENS))).backward()
+
+
+def test_a_graph_of_the_backward_pass_is_refused():
+    """Without the refusal a penalty on gradients would be dropped silently."""
+    param = parameter()
+    buffer = GradientBuffer(param)
+    with pytest.raises(ValueError, match="create_graph=True.*not covered"):
+        torch.autograd.grad(loss(param, [buffer], ALL), param, create_graph=True)
+    backward(param, [buffer], ALL)
+
+
+def test_a_second_thread_in_backward_is_refused():
+    """It comes while the first is between two parameters."""
+    passes, params = BackwardPasses(), [parameter(), parameter()]
+    buffers = [GradientBuffer.for_uses(p, 1, passes)[0] for p in params]
+    refusals = []
+
+    def other():
+        try:
+            backward(params[1], [buffers[1]], ALL)
+        except ValueError as error:
+            refusals.append(str(error))
+
+    def fold(accumulator, fresh):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    x = torch.zeros(1, requires_grad=True)
+    first = use(params[0], buffers[0], fold, x)
+    use(params[1], buffers[1], lambda g, fresh: g.add_(1.0), first).backward()
+    assert "several" in refusals[0] and (params[1].grad == 1.0).all()
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_a_fold_that_fails_is_begun_anew_after_zero_grad_alone(uses):
+    param, whole = parameter(), parameter()
+    buffers = GradientBuffer.for_uses(param, uses)
+    backward(param, buffers, slice(0, 64))
+
+    def refuse(accumulator, fresh):
+        accumulator.add_(1.0)
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        use(param, buffers[0], refuse).backward()
+    with pytest.raises(ValueError, match=r"ended in an error.*zero_grad"):
+        backward(param, buffers, slice(64, TOKENS))
+    param.grad = None
+    backward(param, buffers, ALL)
+    backward(whole, GradientBuffer.for_uses(whole, uses), ALL)
+    assert same_bytes(param.grad, whole.grad)

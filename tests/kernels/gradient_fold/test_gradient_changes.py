@@ -1,0 +1,161 @@
+"""What people write into a gradient between two backward passes counts."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.parity.bytes import same_bytes
+from tests.kernels.gradient_fold.uses import (
+    ALL,
+    DTYPES,
+    TOKENS,
+    assert_near,
+    backward,
+    loss,
+    parameter,
+    spans,
+    use,
+)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_zero_grad_starts_afresh_and_what_came_before_may_be_scaled(uses, set_to_none, scale):
+    param, fresh = parameter(), parameter()
+    buffers = GradientBuffer.for_uses(param, uses)
+    backward(param, buffers, slice(0, 64))
+    param.grad.mul_(scale)
+    torch.optim.SGD([param], lr=0.1).zero_grad(set_to_none=set_to_none)
+    backward(param, buffers, slice(64, TOKENS))
+    backward(fresh, GradientBuffer.for_uses(fresh, uses), slice(64, TOKENS))
+    assert same_bytes(param.grad, fresh.grad)
+
+
+CHANGES = {
+    "scaled": lambda param: param.grad.mul_(0.5),
+    "scaled behind autograd": lambda param: param.grad.data.mul_(0.5),
+    "zeroed behind autograd": lambda param: param.grad.data.zero_(),
+    "another tensor": lambda param: setattr(param, "grad", param.grad * 0.5),
+    "clipped in part": lambda param: param.grad.data.clamp_(-1.0, 1.0),
+    "an additional term": lambda param: (param.float() ** 2).sum().backward(),
+    "a copy": lambda param: setattr(param, "grad", copy.deepcopy(param.grad)),
+    "saved and loaded": lambda param: setattr(param, "grad", reloaded(param.grad)),
+}
+"""What people do to a gradient between two backward passes."""
+
+
+def reloaded(tensor):
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_the_fold_goes_on_from_what_was_written_into_the_gradient(uses, dtype, grad_dtype, change):
+    param, later = parameter(dtype, grad_dtype), parameter(dtype, grad_dtype)
+    buffers = GradientBuffer.for_uses(param, uses)
+    backward(param, buffers, slice(0, 64))
+    before = param.grad.clone()
+    CHANGES[change](param)
+    changed = param.grad.clone()
+    backward(param, buffers, slice(64, TOKENS))
+    backward(later, GradientBuffer.for_uses(later, uses), slice(64, TOKENS))
+    assert same_bytes(changed, before) == (change in ("a copy", "saved and loaded"))
+    if change.startswith("zeroed"):
+        assert same_bytes(param.grad, later.grad)
+    assert_near(param.grad, changed + later.grad)
+
+
+def test_what_was_not_written_to_goes_on_with_all_its_digits():
+    whole, param = parameter(torch.bfloat16), parameter(torch.bfloat16)
+    backward(whole, [GradientBuffer(whole)], ALL)
+    buffer = GradientBuffer(param)
+    backward(param, [buffer], slice(0, 64))
+    param.grad.data[:12] = 0.0
+    backward(param, [buffer], slice(64, TOKENS))
+    assert same_bytes(param.grad[12:], whole.grad[12:])
+    assert not same_bytes(param.grad[:12], whole.grad[:12])
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_a_gradient_stays_the_same_tensor_in_the_same_memory(uses, dtype, grad_dtype):
+    whole = parameter(dtype, grad_dtype)
+    backward(whole, GradientBuffer.for_uses(whole, uses), ALL)
+    for held in (True, False):
+        param, flat = parameter(dtype, grad_dtype), torch.zeros(1000, dtype=grad_dtype)
+        param.grad = flat[:960].view(24, 40)
+        others = [param.grad] if held else []
+        buffers = GradientBuffer.for_uses(param, uses)
+        for span in spans([32, 48]):
+            backward(param, buffers, span)
+            assert all(param.grad is other for other in others)
+        assert same_bytes(flat[:960].view(24, 40), whole.grad)
+        assert param.grad.data_ptr() == flat.data_ptr()
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_a_gradient_in_another_layout_is_continued(uses, dtype, grad_dtype):
+    whole, param = parameter(dtype, grad_dtype), parameter(dtype, grad_dtype)
+    backward(whole, GradientBuffer.for_uses(whole, uses), ALL)
+    param.grad = torch.zeros(40, 24, dtype=grad_dtype).t()
+    buffers = GradientBuffer.for_uses(param, uses)
+    for span in spans([32, 48]):
+        backward(param, buffers, span)
+    assert same_bytes(param.grad.contiguous(), whole.grad)
+
+
+@pytest.mark.parametrize("uses", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_a_term_beside_the_folds_is_added(uses, dtype, grad_dtype):
+    param, terms, alone = (parameter(dtype, grad_dtype) for _ in range(3))
+    backward(alone, GradientBuffer.for_uses(alone, uses), ALL)
+    buffers = GradientBuffer.for_uses(param, uses)
+    for p, folds in ((param, loss(param, buffers, ALL)), (terms, 0.0)):
+        (folds + (p.float() ** 2).sum()).backward()
+    assert_near(param.grad, alone.grad + terms.grad)
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_a_gradient_that_was_there_first_is_continued(uses, dtype, grad_dtype):
+    param = nn.Parameter(torch.zeros(3, dtype=dtype))
+    param.grad_dtype = grad_dtype
+    param.grad = torch.tensor([1.0, -2.0, 3.0], dtype=grad_dtype)
+    buffers = GradientBuffer.for_uses(param, uses)
+    for _ in range(2):
+        sum(use(param, buffer, lambda g, fresh: g.add_(10.0)) for buffer in buffers).backward()
+    assert param.grad.tolist() == [1.0 + 20 * uses, -2.0 + 20 * uses, 3.0 + 20 * uses]
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_zeros_that_a_hook_is_added_to_count_as_none(uses):
+    param, seen = parameter(), []
+    param.register_hook(lambda g: g * 0.5)
+    buffers = GradientBuffer.for_uses(param, uses)
+    for _ in range(3):
+        backward(param, buffers, ALL)
+        seen.append(param.grad.clone())
+        param.grad.zero_()
+    assert same_bytes(seen[0], seen[1]) and same_bytes(seen[0], seen[2])
+
+
+def test_a_view_that_a_hook_puts_in_place_of_the_gradient_stays():
+    """As DDP does with its buckets."""
+    param, bucket = parameter(), torch.zeros(1000)
+    view = bucket[:960].view(24, 40)
+    buffer = GradientBuffer(param)
+    backward(param, [buffer], slice(0, 64))
+    param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", view.copy_(p.grad)))
+    backward(param, [buffer], slice(64, TOKENS))
+    backward(whole := parameter(), [GradientBuffer(whole)], ALL)
+    assert param.grad is view and same_bytes(view, whole.grad)

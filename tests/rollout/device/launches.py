@@ -1,0 +1,41 @@
+"""Steps of a model runner, launched by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_consistency.rollout.device.model_runner import ModelRunner
+from rl_consistency.rollout.scheduler import ScheduledChunk
+from rl_consistency.rollout.sequence import RolloutSequence
+
+
+def whole(sequences: list[RolloutSequence]) -> list[ScheduledChunk]:
+    return [ScheduledChunk(s, 0, s.num_tokens, True) for s in sequences]
+
+
+def ahead(sequences: list[RolloutSequence], step: int) -> list[ScheduledChunk]:
+    """The next token of each, `step` of them not reported yet."""
+    return [ScheduledChunk(s, s.num_tokens + step, 1, True) for s in sequences]
+
+
+def decoded(runner: ModelRunner, sequences: list[RolloutSequence], steps: int = 4) -> list[Any]:
+    """Prefill and `steps` decode steps, each launched before the one before is reported."""
+    launched = [runner.launch(whole(sequences))]
+    launched += [runner.launch(ahead(sequences, step)) for step in range(steps)]
+    found = [step.wait() for step in launched]
+    return [[rows[i][0] for rows in found] for i in range(len(sequences))]
+
+
+def verified(
+    runner: ModelRunner, sequences: list[RolloutSequence], texts: list[Any], lengths: list[int]
+) -> list[Any]:
+    """One step that verifies the first tokens of known texts."""
+    runner.launch(whole(sequences)).wait()
+    chunks = []
+    for sequence, text, length in zip(sequences, texts, lengths):
+        tokens = [token for token, _ in text]
+        sequence.token_ids.append(tokens[0])
+        draft = tuple(tokens[1 : 1 + length])
+        start = sequence.num_tokens - 1
+        chunks.append(ScheduledChunk(sequence, start, 1 + length, True, draft))
+    return runner.launch(chunks).wait()
