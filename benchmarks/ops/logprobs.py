@@ -40,6 +40,7 @@ def logprobs_and_gradients(
 
     def ours(hidden: Tensor, weight: Tensor) -> Tensor:
         assert isinstance(weight, nn.Parameter)
+        weight.grad_dtype = torch.float32  # as the trainer has it
         buffer = GradientBuffer(weight)
         return -token_logprobs(hidden, weight, targets, rows, weight_grad=buffer)[0].mean()
 

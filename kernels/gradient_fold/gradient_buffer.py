@@ -168,9 +168,9 @@ class _Gradient:
 
     def publish(self) -> str:
         """End a pass: leave the accumulators with the gradient that autograd has written."""
+        if len(self._folded) < self.uses and (error := self._complete()):
+            return error
         error = ""
-        if len(self._folded) < self.uses:
-            error = self._complete()
         gradient, before = self.parameter.grad, self._before
         if self._accumulates and gradient is not None:
             alias = before is not None and gradient.data_ptr() == before.data_ptr()
@@ -203,7 +203,7 @@ class _Gradient:
 
     def abandon(self, lost: bool) -> None:
         """Mark what a failed pass has left."""
-        if self.parameter.grad is None:
+        if self._before is not None:
             self.parameter.grad = self._before
         self._forget()
         if lost and self.parameter.grad is not None:

@@ -70,9 +70,11 @@ def test_a_loss_that_some_uses_of_a_tied_weight_do_not_reach(dtype, grad_dtype, 
         torch.autograd.grad(use(param, used, fold), param)
     use(param, used, fold).backward()
     param.grad = None
-    param.register_post_accumulate_grad_hook(lambda p: None)
+    param.register_hook(lambda g: None)
+    before = param.grad = torch.ones_like(param, dtype=grad_dtype)
     with pytest.raises(ValueError, match="1 of the 2 uses"):
-        use(param, used, fold).backward()
+        (use(param, used, fold) + (param.float() * 0.0).sum()).backward()
+    assert param.grad is before
 
 
 def test_a_parameter_frozen_since_the_forward_pass_keeps_its_gradient():
