@@ -58,6 +58,11 @@ class LeafOrder:
             )
         return cut(num_sequences, self.count)
 
+    def groups(self, num_sequences: int) -> list[list[range]]:
+        """The leaves of each group."""
+        leaves = self.leaves(num_sequences)
+        return [leaves[i : i + self.inner] for i in range(0, self.count, self.inner)]
+
     def micro_batches(
         self, num_sequences: int, leaf: int | None, micro_batch_size: int
     ) -> list[range]:

@@ -20,12 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl_consistency.numerics.errors import ConsistencyError
+
 T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=10)
 
 
-class CollectiveError(RuntimeError):
+class CollectiveError(ConnectionError):
     """A collective did not complete: another process ended, or did not come within the timeout."""
 
 
@@ -129,6 +131,37 @@ class World(Group):
         with self.naming(what):
             dist.all_gather_object(facts, fact, group=self.handle)
         return facts
+
+    @contextmanager
+    def agreed(self, what: str) -> Iterator[None]:
+        """All ranks leave the block, or none does: the error of one is raised on the others too.
+
+        Every rank enters it. The block itself calls no collective: the ranks would not meet in it.
+        """
+        if self.handle is None:
+            yield
+            return
+        error: Exception | None = None
+        try:
+            yield
+        except (ConsistencyError, ValueError, TypeError, OSError) as raised:
+            error = raised
+        told = None if error is None else (isinstance(error, ConsistencyError), str(error))
+        outcomes = self.gather(what, told)
+        if error is not None:
+            raise error
+        for rank, outcome in enumerate(outcomes):
+            if outcome is not None:
+                broken, text = outcome
+                raise (ConsistencyError if broken else ValueError)(f"rank {rank}: {text}")
+
+    def from_first(self, what: str, work: Callable[[], T]) -> T:
+        """What `work()` returns (plain data) or raises on rank 0, where alone it runs."""
+        fact: Any = None
+        with self.agreed(what):
+            if self.rank == 0:
+                fact = work()
+        return self.gather(what, fact)[0]
 
     def reduce(self, what: str, numbers: Sequence[int], op: dist.ReduceOp.RedOpType) -> list[int]:
         """Sums or maxima of int64 numbers over all ranks: integers know no order."""

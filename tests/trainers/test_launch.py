@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_consistency.trainers import run
+from rl_consistency.trainers import launch
 from rl_consistency.trainers.launch import check_launch, refuse_many_processes
 
 ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[2]
 def launched(monkeypatch):
     """Stands for a launcher: sets the variables it hands on."""
 
-    def launch(**variables):
+    def launch_with(**variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
 
-    return launch
+    return launch_with
 
 
 def test_a_plain_process_and_one_of_accelerate_launch_are_let_through(launched):
@@ -90,7 +90,7 @@ def test_without_the_check_a_setting_is_ignored_or_changes_the_weights(
     """Negative control."""
     expected, _ = tiny_run.of_its_own("plain", **{"training.steps": 1})
     launched(**variables)
-    monkeypatch.setattr(run, "check_launch", lambda device: None)
+    monkeypatch.setattr(launch, "check_launch", lambda *given: None)
     found, _ = tiny_run(**{"training.steps": 1})
     assert (found["parameter_digest"] != expected["parameter_digest"]) == changed
 
