@@ -25,7 +25,7 @@ _ONE = "--num_processes 1 --num_machines 1"
 
 def is_first_process() -> bool:
     """Whether this is the process that writes files and speaks."""
-    return os.environ.get("RANK", "0").strip() in ("", "0")
+    return _world_size() == 1 or os.environ.get("RANK", "").strip() in ("", "0")
 
 
 def check_launch(device: str = "cpu", leaves: LeafOrder = LeafOrder(1)) -> None:  # noqa: B008

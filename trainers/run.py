@@ -115,7 +115,7 @@ def train(
         stack.enter_context(config.consistency.strictness())
         # Everything that may be refused is refused before the directory is touched.
         with world.agreed("the inputs"):
-            run = _Run(config, announce if first else _silent, stack, world, accelerator)
+            run = _Run(config, announce if first else lambda line: None, stack, world, accelerator)
         require_same_facts(world, run.continued_under.entries, when="before the first step")
         first_step = run.restore() if resume else run.begin(overwrite=overwrite)
         with world.agreed("the trackers"):
@@ -144,10 +144,6 @@ def train(
             world.from_first("the end", finish)
             trackers.failed = not passed(summary)
         return summary
-
-
-def _silent(line: str) -> None:
-    """What a rank announces that is not the first."""
 
 
 class _Run:
@@ -188,7 +184,8 @@ class _Run:
         if not current().stock:
             session.verify()
         # Not for evaluation: this keeps the model free of DistributedDataParallel.
-        self.model = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        prepared: Any = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        self.model = prepared
         orders = (LEAF_SUM, GRADIENT_NORM) if self.leaves.count > 1 else ()
         self.fingerprint = fingerprint(config.run.device, orders=orders)
         inputs |= data_digests(self.train_set, self.eval_set) | reward_digests(self.rewards)

@@ -171,7 +171,7 @@ def _added(terms: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Left fold, name by name."""
     total, *others = terms
     for other in others:
-        total = {name: gradient + other[name] for name, gradient in total.items()}
+        total = {name: part.float() + other[name].float() for name, part in total.items()}
     return total
 
 

@@ -22,6 +22,11 @@ def test_the_cut_is_the_one_of_the_order():
     assert LeafOrder(2, 2).leaves(9) == LeafOrder(4).leaves(9)
 
 
+def test_groups_hold_their_leaves_in_order():
+    assert LeafOrder(2).groups(5) == [[range(0, 2), range(2, 5)]]
+    assert LeafOrder(1, 2).groups(4) == [[range(0, 2)], [range(2, 4)]]
+
+
 def test_numbers_of_leaves_are_positive():
     with pytest.raises(ValueError, match="positive"):
         LeafOrder(4, 0)

@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp
 from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import CollectiveError, World
+from rl_consistency.numerics.errors import ConsistencyError
 
 
 def test_without_a_process_group_the_world_is_one_process():
@@ -99,3 +100,44 @@ def test_a_fact_that_does_not_come_is_named(run_ranks):
     assert type(found) is CollectiveError
     assert str(found).startswith("digest of weights between ranks 0, 1: rank 1 gave up")
     assert "within 1 s" in str(found)
+
+
+def one_fails(world, error):
+    done = []
+    with world.agreed("first"):
+        done.append(1)
+    with world.agreed("second"):
+        if world.rank == 1:
+            raise error
+    done.append(2)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ConsistencyError("broken"), ConsistencyError),
+        (OSError("full"), ValueError),
+        (TypeError("no"), ValueError),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_all(run_ranks, error, kind):
+    first, own, last = run_ranks(3, raised_by, one_fails, error)
+    assert own == (type(error), str(error))
+    assert first == last == (kind, f"rank 1: {error}")
+
+
+def raised_by(world, function, *arguments):
+    try:
+        return function(world, *arguments)
+    except (ConsistencyError, ValueError, TypeError, OSError) as error:
+        return type(error), str(error)
+
+
+def from_first(world):
+    return world.from_first("a place", lambda: ["rank", world.rank])
+
+
+def test_rank_0_works_for_all(run_ranks):
+    assert run_ranks(3, from_first) == [["rank", 0]] * 3
+    assert from_first(World.join(torch.device("cpu"))) == ["rank", 0]

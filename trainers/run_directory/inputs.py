@@ -47,8 +47,8 @@ def common_settings(config: RunConfig) -> dict[str, str]:
     A path may be another on another machine: what it names is compared by content. Only rank 0
     tracks.
     """
-    exclude: dict[str, Any] = {**FREE, "run": {"output_dir"}}
-    del exclude["training"]
+    free = {section: keys for section, keys in FREE.items() if section != "training"}
+    exclude: dict[str, Any] = {**free, "run": {"output_dir"}}
     return dict(_flat(config.model_dump(mode="json", exclude=exclude)))
 
 

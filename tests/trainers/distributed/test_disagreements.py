@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.strict import strict
 from rl_consistency.trainers import run
+from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from tests.trainers.distributed.runs import LEAVES, digests
 
 
@@ -74,6 +76,18 @@ def test_other_weights_and_another_fingerprint_are_named(run_ranks, tiny_run, ho
     tree = tiny_run.tree(**LEAVES | {"run.num_threads": None})
     text = disagreement(run_ranks, how, tree)
     assert text.startswith(f"before the first step: rank 1 differs from rank 0 in {difference}")
+    assert not (tiny_run.directory / "run").exists()
+
+
+def test_a_run_is_not_continued_with_another_number_of_leaves(tiny_run):
+    tiny_run(**LEAVES)
+    with pytest.raises(CheckpointError, match=r"consistency\.gradient_leaves: 2 != 4"):
+        tiny_run(**LEAVES | {"consistency.gradient_leaves": 2}, resume=True)
+
+
+def test_stock_ops_around_a_run_with_leaves_are_refused(tiny_run):
+    with strict(False), pytest.raises(ValueError, match="gradient_leaves needs canonical ops"):
+        tiny_run(**LEAVES)
     assert not (tiny_run.directory / "run").exists()
 
 
