@@ -74,8 +74,31 @@ def test_losses_of_several_forward_passes_go_backward_one_by_one():
     model = build_preset("tiny-llama")
     with patch(model):
         first, second = losses(model)
-        with pytest.raises(ValueError, match="Call backward.. once per forward pass"):
+        with pytest.raises(ValueError, match="Call backward.. for each"):
             (first + second).backward()
+
+
+LOSSES = {
+    "logprobs": lambda model, ids: token_logprobs(model, ids, prompt_lengths=[1]).logprobs.sum(),
+    "entropy": lambda model, ids: token_logprobs(model, ids, prompt_lengths=[1]).entropy.sum(),
+    "logits": lambda model, ids: model(ids).logits.sum(),
+    "hidden states": lambda model, ids: model.model(ids).last_hidden_state.sum(),
+}
+
+
+@pytest.mark.parametrize("output", LOSSES)
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-llama"])
+def test_a_graph_of_the_backward_pass_is_refused(preset, output):
+    model = build_preset(preset)
+    ids = torch.tensor(probe_tokens((9,), model.config.vocab_size))
+    with patch(model):
+        weight = model.model.layers[0].mlp.up_proj.weight
+        with pytest.raises(ValueError, match="create_graph=True.*not covered"):
+            torch.autograd.grad(LOSSES[output](model, ids), weight, create_graph=True)
+        with pytest.raises(ValueError, match="create_graph=True.*not covered"):
+            LOSSES[output](model, ids).backward(create_graph=True)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        LOSSES[output](model, ids).backward()
 
 
 def test_a_gradient_of_another_dtype_is_refused_before_the_patch():

@@ -1,15 +1,20 @@
 """Negative controls of `test_own_loop.py`: what a loop met without the fold's rules."""
 
+import importlib
+
 import pytest
 import torch
 
 from rl_consistency.kernels.gradient_fold import gradient_buffer
+from rl_consistency.models import decoder
 from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.models.patch import PatchSession, patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.probe import probe_tokens
+
+token_logprobs_module = importlib.import_module("rl_consistency.models.token_logprobs")
 
 SEQUENCES = probe_tokens((9, 33, 21, 16), 61)
 
@@ -60,3 +65,14 @@ def test_without_the_refusal_a_hook_changes_the_earlier_micro_batch_twice(monkey
                 gradients.append(weight.grad.clone())
     first, both, _, hooked = gradients
     torch.testing.assert_close(hooked, 0.5 * (0.5 * first + (both - first)))
+
+
+def test_without_the_refusal_a_penalty_on_gradients_is_dropped(monkeypatch):
+    monkeypatch.setattr(token_logprobs_module, "guarded_backward", lambda output: output)
+    monkeypatch.setattr(decoder, "guarded_backward", lambda output, passes: output)
+    model = build_preset("tiny-llama")
+    with patch(model):
+        scored = token_logprobs(model, SEQUENCES[:1], prompt_lengths=[1])
+        weight = model.lm_head.weight
+        (found,) = torch.autograd.grad(scored.logprobs.sum(), weight, create_graph=True)
+    assert found.any() and not found.requires_grad

@@ -16,6 +16,11 @@ from torch.autograd import Variable
 class Gradient(Protocol):
     """What takes part in a pass."""
 
+    @property
+    def wanted(self) -> bool:
+        """Whether backward passes compute it."""
+        ...
+
     def publish(self) -> str:
         """Called when a pass has ended; what is wrong with the gradient, or nothing."""
         ...
@@ -47,10 +52,7 @@ class BackwardPasses:
         self._gradients.add(gradient)
 
     def enter(self) -> None:
-        """Begin a pass unless one runs.
-
-        ValueError if no more may begin, and for a graph of the gradients.
-        """
+        """Begin a pass unless one runs; ValueError if no more may begin."""
         if self._end is not None and self._end() is not None:
             return
         if self._closed:
@@ -58,20 +60,15 @@ class BackwardPasses:
                 "the model was restored between forward and backward. Call backward() before "
                 "restore(), inside the `with patch(...)` block."
             )
-        if torch.is_grad_enabled():
-            raise ValueError(
-                "create_graph=True: gradients of gradients are not covered, and would be zero. "
-                "Leave it out, or compute that term inside session.stock()."
-            )
         self._folded, self._entered, self._writes = [], False, False
         end = _End(self)
         self._end = weakref.ref(end)
         Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportAttributeAccessIssue]
 
     def enter_forward(self) -> None:
-        """Begin the pass of a forward pass; ValueError on a second one in it."""
+        """Begin the pass of a forward pass; ValueError on a second one if gradients are wanted."""
         self.enter()
-        if self._entered:
+        if self._entered and any(gradient.wanted for gradient in self._gradients):
             raise ValueError(several_forward_passes("the model"))
         self._entered = True
 
@@ -123,7 +120,7 @@ class _End:
 def several_forward_passes(what: str) -> str:
     """Why a parameter or a model may take part in one backward pass only once."""
     return (
-        f"{what} took part in several forward passes that go backward together, which would make "
-        "gradients depend on how the batch was cut. Call backward() once per forward pass; "
-        "gradients add up."
+        f"{what} took part in several forward passes, or several times in one, that go backward "
+        "together, which would make gradients depend on how the batch was cut. Call backward() "
+        "for each; gradients add up."
     )

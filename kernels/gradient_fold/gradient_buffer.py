@@ -101,6 +101,11 @@ class _Gradient:
     def __setstate__(self, state: tuple[nn.Parameter, int]) -> None:
         self.__init__(*state, BackwardPasses())
 
+    @property
+    def wanted(self) -> bool:
+        """Whether the parameter is trained."""
+        return self.parameter.requires_grad
+
     def fold(self, use: int, ctx: Any, fold: Fold, overwrites: bool) -> Tensor | None:
         """See `fold_parameter`."""
         accumulates = _accumulates(ctx, self.parameter)

@@ -18,12 +18,19 @@ from rl_consistency.numerics.strict import Strictness, current, held
 
 
 def guarded_backward(output: Tensor, passes: BackwardPasses | None = None) -> Tensor:
-    """The output, whose backward is a ValueError in fp16, a ConsistencyError under other numeric
-    settings, and a ValueError if it is the second in one of the `passes`."""
+    """The output, whose backward is a ValueError in fp16, with `create_graph=True` and if it is the
+    second in one of the `passes`, and a ConsistencyError under other numeric settings."""
 
-    def guard(gradient: Tensor) -> None:
-        if gradient.dtype == torch.float16:
+    half = output.dtype == torch.float16
+
+    def guard(gradient: Tensor | None) -> None:
+        if half:
             raise ValueError(NO_FP16_TRAINING)
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "create_graph=True: gradients of gradients are not covered, and would be zero. "
+                "Leave it out, or compute that term inside session.stock()."
+            )
         verify_settings()
         if passes is not None:
             passes.enter_forward()

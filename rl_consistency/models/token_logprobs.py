@@ -15,7 +15,7 @@ from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits
 from rl_consistency.kernels.token_logprobs.op import token_logprobs as scored_rows
-from rl_consistency.models.decoder import NO_FP16_TRAINING
+from rl_consistency.models.decoder import NO_FP16_TRAINING, guarded_backward
 from rl_consistency.models.forward import lm_head_gradient, lm_head_weight, packed_hidden_states
 from rl_consistency.models.packing import PackedBatch, from_host, pack_padded
 from rl_consistency.numerics.strict import is_canonical
@@ -98,6 +98,7 @@ def token_logprobs(
         )
     else:
         logprobs, entropy = _stock_scores(*given)
+    logprobs, entropy = guarded_backward(logprobs), guarded_backward(entropy)
     lengths = [int(mask.sum()) for mask in scored]
     return TokenLogprobs(logprobs[rows.kept], entropy[rows.kept], lengths)
 

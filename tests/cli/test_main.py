@@ -1,5 +1,6 @@
 """The command line as a whole: dispatch, exit statuses, messages."""
 
+import io
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import rl_consistency
 from rl_consistency.cli import main as cli
 from rl_consistency.cli.main import COMMANDS, main
 from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.trainers.run_directory.directory import full_disk_explained
 
 ROOT = Path(__file__).parents[2]
 
@@ -180,6 +182,32 @@ def test_an_output_without_room_is_bad_input_in_one_line(script, write):
     assert done.stderr == b"error: standard output cannot be written to: No space left on device\n"
 
 
+class Full(io.StringIO):
+    def write(self, text):
+        if text:
+            raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("stream", "blamed"),
+    [(Full(), "free some space"), (io.TextIOWrapper(io.BytesIO(), "ascii"), "can't encode")],
+)
+def test_an_output_as_it_is_fails_for_the_disk_of_the_run_or_for_a_letter(
+    command, monkeypatch, capsys, tmp_path, stream, blamed
+):
+    """Negative control."""
+
+    def write(args):
+        with full_disk_explained(tmp_path):
+            print("5 é")
+
+    command.action = write
+    monkeypatch.setattr(cli, "_Output", lambda stream: stream)
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["verify"]) == 2
+    assert blamed in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("body", "status"), [("raise ValueError('x')", 2), ("raise KeyError('x')", 3)]
 )
@@ -204,6 +232,15 @@ def test_a_signal_that_ends_a_run_has_its_own_status(script, signal_, status):
     done = script(END.format(signal_))
     assert (done.returncode, done.stdout) == (status, b"")
     assert done.stderr == f"error: ended by {signal_}\n".encode()
+
+
+def test_a_signal_that_nobody_catches_lets_nothing_be_told(script):
+    """Negative control."""
+    uncaught = "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n    "
+    told = "try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)\n    finally: print('told')"
+    assert script(told).stdout == b"told\n"
+    done = script(uncaught + told)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, b"", b"")
 
 
 def test_a_signal_that_was_ignored_stays_ignored(script):

@@ -2,7 +2,10 @@ import json
 import os
 import re
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -177,6 +180,21 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path, n
     os.mkfifo(run / name)
     with pytest.raises(ValueError, match=f"{name} is no regular file"):
         render(run)
+
+
+def test_where_a_pipe_counts_as_a_file_it_is_waited_for(tmp_path, monkeypatch):
+    """Negative control: the page is not there until somebody has written into the pipe."""
+    monkeypatch.setattr(Path, "is_file", Path.exists)
+    pipe = make_run(tmp_path / "run") / "summary.json"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        page, writer = pool.submit(render, pipe.parent), None
+        while writer is None and not page.done():
+            with suppress(OSError):  # nobody reads yet
+                writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        with open(writer, "w") as stream:
+            stream.write('{"name": "from the pipe"}')
+    assert "from the pipe" in page.result().read_text()
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "config.yaml"])

@@ -115,17 +115,43 @@ def test_trackers_learn_what_the_status_says(recipe, told, arguments, status, fa
     assert told == [failed]
 
 
+def test_trackers_that_are_told_of_the_end_alone_take_drift_for_success(recipe, told, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(run_module, "passed", lambda summary: True)
+    for module, name in ((plots, "save_picture"), (report, "render")):
+        monkeypatch.setattr(module, name, lambda directory: None)
+    assert main(["train", *recipe, *TRACKED, *DRIFTING]) == 1
+    assert told == [False]
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [(run_module, "write_summary"), (plots, "save_picture"), (report, "render")],
 )
 def test_trackers_learn_that_the_end_of_a_run_failed(recipe, told, monkeypatch, module, name):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(module, name, full)
     assert main(["train", *recipe, *TRACKED]) == 2
     assert told == [True]
+
+
+def test_trackers_that_are_closed_before_the_report_take_its_failure_for_success(
+    recipe, told, monkeypatch
+):
+    """Negative control."""
+    real = run_module.train
+
+    def closed_first(config, *, finish, **given):
+        real(config, **given)
+        finish()
+
+    monkeypatch.setattr(run_module, "train", closed_first)
+    monkeypatch.setattr(plots, "save_picture", full)
+    assert main(["train", *recipe, *TRACKED]) == 2
+    assert told == [False]
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

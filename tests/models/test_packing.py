@@ -106,6 +106,20 @@ def test_unpacking_is_differentiable():
     assert torch.equal(rows.grad, expected)
 
 
+def test_the_ids_of_lists_are_checked_on_the_host():
+    """A meta tensor has no values: to read it is an error, as on a GPU it is a wait."""
+    batch = PackedBatch.from_sequences(SEQUENCES, "meta")
+    batch.require_vocabulary(116)
+    with pytest.raises(ValueError, match=r"token ids span \[5, 115\], .*vocabulary has 115"):
+        batch.require_vocabulary(115)
+
+
+def test_ids_that_came_as_a_tensor_are_read_on_its_device():
+    """Negative control."""
+    with pytest.raises(RuntimeError, match="meta"):
+        PackedBatch.from_tokens(torch.zeros(3, dtype=torch.int64, device="meta"), [2, 1])
+
+
 @pytest.mark.parametrize("sequences", [[], [[1], []]])
 def test_nothing_to_pack_is_refused(sequences):
     with pytest.raises(ValueError, match=r"cannot pack .*none may be empty"):

@@ -79,6 +79,7 @@ def run_out(model, point, monkeypatch):
         with pytest.raises(torch.OutOfMemoryError) as caught:
             backward(model, 1)
     assert caught.value is error and len(calls) == turn
+    assert model.model.passes._end is None  # the pass was gone before its error came out
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

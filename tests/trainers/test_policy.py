@@ -6,6 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rl_consistency.models.patch import patch
+from rl_consistency.trainers import policy as policy_module
 from rl_consistency.trainers.config.policy_sections import (
     BuildSection,
     PolicySection,
@@ -302,6 +304,15 @@ def test_rope_without_finite_angles_is_refused_by_its_key(copy, rope):
 def test_rope_that_is_built_without_finite_angles_is_refused():
     with pytest.raises(PolicyError, match="policy.build: rope_parameters .* not finite"):
         load_policy(PolicySection(build=sizes(rope_theta=1e-300)), BYTE, seed=0)
+
+
+def test_without_the_check_rope_without_finite_angles_makes_every_logit_nan(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(policy_module, "_require_finite", lambda model, source: None)
+    built = PolicySection(build=sizes(head_dim=16, rope_theta=1e-300))
+    model, _ = load_policy(built, BYTE, seed=0)
+    with patch(model):
+        assert model(torch.tensor([[1, 2]])).logits.isnan().all()
 
 
 @pytest.mark.parametrize("eps", [-1.0, -1e-6])

@@ -143,12 +143,20 @@ class SilentNumber(float):
     __float__ = __repr__ = silent
 
 
-def test_an_exception_that_cannot_be_shown_is_named_by_its_type():
-    def raises(**_):
-        raise Silent
+def raises_silent(**_):
+    raise Silent
 
+
+def test_an_exception_that_cannot_be_shown_is_named_by_its_type():
     text = r"'mine' raised Silent: \(str raised RuntimeError\) \(sample 0, example 40"
-    assert re.search(text, str(refusal(raises)))
+    assert re.search(text, str(refusal(raises_silent)))
+
+
+def test_an_exception_that_is_shown_as_it_is_raises_another(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(rewards, "one_line", str)
+    with pytest.raises(RuntimeError, match="no text"):
+        score(raises_silent)
 
 
 def test_what_a_function_raises_is_told_in_one_line_of_bounded_length():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from rl_consistency.kernels.gradient_fold import gradient_buffer
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.parity.bytes import same_bytes
 from tests.kernels.gradient_fold.uses import (
@@ -74,6 +75,19 @@ def test_the_fold_goes_on_from_what_was_written_into_the_gradient(uses, dtype, g
     assert_near(param.grad, changed + later.grad)
 
 
+@pytest.mark.parametrize("uses", [1, 2])
+def test_without_a_look_at_the_gradient_what_was_written_into_it_is_not_seen(uses, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(gradient_buffer, "_resumed", lambda accumulators, gradient: accumulators)
+    param, whole = parameter(torch.bfloat16), parameter(torch.bfloat16)
+    buffers = GradientBuffer.for_uses(param, uses)
+    backward(param, buffers, slice(0, 64))
+    param.grad.data.zero_()
+    backward(param, buffers, slice(64, TOKENS))
+    backward(whole, GradientBuffer.for_uses(whole, uses), ALL)
+    assert same_bytes(param.grad, whole.grad)
+
+
 def test_what_was_not_written_to_goes_on_with_all_its_digits():
     whole, param = parameter(torch.bfloat16), parameter(torch.bfloat16)
     backward(whole, [GradientBuffer(whole)], ALL)
@@ -103,6 +117,22 @@ def test_a_gradient_stays_the_same_tensor_in_the_same_memory(uses, dtype, grad_d
 
 
 @pytest.mark.parametrize("uses", [1, 2])
+def test_a_gradient_that_a_pass_forgets_is_replaced_and_its_memory_not_filled(uses, monkeypatch):
+    """Negative control."""
+    real = gradient_buffer._Gradient._continue
+
+    def forgetful(self, gradient):
+        real(self, gradient)
+        self._before = None
+
+    monkeypatch.setattr(gradient_buffer._Gradient, "_continue", forgetful)
+    param, flat = parameter(torch.bfloat16), torch.zeros(960, dtype=torch.bfloat16)
+    param.grad = given = flat.view(24, 40)
+    backward(param, GradientBuffer.for_uses(param, uses), ALL)
+    assert param.grad is not given and not flat.any()
+
+
+@pytest.mark.parametrize("uses", [1, 2])
 @pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
 def test_a_gradient_in_another_layout_is_continued(uses, dtype, grad_dtype):
     whole, param = parameter(dtype, grad_dtype), parameter(dtype, grad_dtype)
@@ -123,6 +153,21 @@ def test_a_term_beside_the_folds_is_added(uses, dtype, grad_dtype):
     for p, folds in ((param, loss(param, buffers, ALL)), (terms, 0.0)):
         (folds + (p.float() ** 2).sum()).backward()
     assert_near(param.grad, alone.grad + terms.grad)
+
+
+def test_a_gradient_that_is_the_folds_alone_loses_a_term_beside_them(monkeypatch):
+    """Negative control."""
+    real = gradient_buffer._Gradient.publish
+
+    def of_the_folds(self):
+        gradient_buffer._add_up(self._accumulators, self.parameter.grad)
+        return real(self)
+
+    monkeypatch.setattr(gradient_buffer._Gradient, "publish", of_the_folds)
+    param, alone = parameter(), parameter()
+    backward(alone, GradientBuffer.for_uses(alone, 2), ALL)
+    (loss(param, GradientBuffer.for_uses(param, 2), ALL) + (param**2).sum()).backward()
+    assert same_bytes(param.grad, alone.grad)
 
 
 @pytest.mark.parametrize("uses", [1, 2])

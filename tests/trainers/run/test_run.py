@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,8 +111,9 @@ def test_wandb_gets_the_metrics_and_whether_the_run_failed(tiny_run, monkeypatch
     assert seen[-1] is True
 
 
-@pytest.mark.parametrize("given", ["here", None])
-def test_a_reward_function_that_changes_the_directory_moves_no_file(tiny_run, monkeypatch, given):
+@pytest.fixture
+def moving(tiny_run, monkeypatch):
+    """A reward that changes the directory; where a run with it begins, and where that leads."""
     there, start = tiny_run.directory / "there", tiny_run.directory / "start"
     for directory in (there, start):
         directory.mkdir()
@@ -121,10 +123,25 @@ def test_a_reward_function_that_changes_the_directory_moves_no_file(tiny_run, mo
             f"    import os\n    os.chdir({str(there)!r})\n    return [0.0] * len(completions)\n"
         )
     monkeypatch.chdir(start)
-    name = {"reward.functions": [{"name": "toy_rewards:moving"}], "run.output_dir": given}
-    tiny_run(**name, **{"training.save_every": 1})
+    return {"reward.functions": [{"name": "toy_rewards:moving"}]}, start, there
+
+
+@pytest.mark.parametrize("given", ["here", None])
+def test_a_reward_function_that_changes_the_directory_moves_no_file(tiny_run, moving, given):
+    reward, start, there = moving
+    tiny_run(**reward, **{"training.save_every": 1, "run.output_dir": given})
     assert (start / (given or "runs/tiny") / "summary.json").is_file()
     assert not list(there.iterdir())
+
+
+def test_a_relative_path_leads_elsewhere_once_a_reward_changed_the_directory(tiny_run, moving):
+    """Negative control."""
+    reward, start, _ = moving
+    config = tiny_run.config(**reward, **{"training.steps": 1})
+    section = config.run.model_copy(update={"output_dir": Path("here")})
+    with pytest.raises(FileNotFoundError, match=r"here/metrics\.jsonl"):
+        run_module.train(config.model_copy(update={"run": section}))
+    assert (start / "here" / "metrics.jsonl").is_file()
 
 
 def test_a_directory_that_holds_a_run_is_refused_and_left_alone(tiny_run):

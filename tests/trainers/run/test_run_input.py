@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.trainers import run
 from rl_consistency.trainers.config.policy_sections import BuildSection
 from rl_consistency.trainers.data.examples import DataError
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
@@ -121,19 +122,32 @@ def test_what_cannot_work_is_refused_before_the_directory_is_made(
     assert not (tiny_run.directory / "run").exists()
 
 
-@pytest.mark.parametrize(("key", "line"), [("data.path", 2), ("data.eval_path", 3)])
-def test_an_answer_without_a_number_is_named_with_its_line_before_the_directory_is_made(
-    tiny_run, key, line
-):
+def without_a_number(tiny_run, key="data.path", line=2):
+    """Data of which one answer has no number, and a reward that needs one."""
     given = from_file(tiny_run, **{"data.eval_path": str(tiny_run.example_file(5, "eval.jsonl"))})
     lines = Path(given[key]).read_text().splitlines(keepends=True)
     lines[line - 1] = json.dumps({"question": "1+1=", "answer": "so it is\n####"}) + "\n"
     Path(given[key]).write_text("".join(lines))
-    given["reward.functions"] = [{"name": "toy_rewards:varied"}, {"name": "gsm8k"}]
+    return given | {"reward.functions": [{"name": "toy_rewards:varied"}, {"name": "gsm8k"}]}
+
+
+@pytest.mark.parametrize(("key", "line"), [("data.path", 2), ("data.eval_path", 3)])
+def test_an_answer_without_a_number_is_named_with_its_line_before_the_directory_is_made(
+    tiny_run, key, line
+):
+    given = without_a_number(tiny_run, key, line)
     message = rf"{given[key]}, line {line}: the reference answer .* holds no number"
     with pytest.raises(RewardError, match=message):
         tiny_run(**given)
     assert not (tiny_run.directory / "run").exists()
+
+
+def test_without_a_look_at_the_data_an_answer_without_a_number_ends_training(tiny_run, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(run, "check_data", lambda functions, examples: None)
+    with pytest.raises(RewardError, match="'gsm8k' raised ValueError: the reference answer"):
+        tiny_run(**without_a_number(tiny_run), **{"training.steps": 9})
+    assert (tiny_run.directory / "run" / "metrics.jsonl").is_file()
 
 
 def test_a_prompt_longer_than_the_context_is_named(tiny_run):

@@ -9,6 +9,7 @@ import torch
 
 from rl_consistency.trainers.run_directory import metrics_file
 from rl_consistency.trainers.run_directory.metrics_file import MetricsFile, read_metrics
+from rl_consistency.trainers.run_directory.summary import summary_of
 
 STEP = {
     "reward/mean": 0.25,
@@ -165,6 +166,14 @@ def test_what_is_no_metric_is_named_with_file_and_line(tmp_path, name, value):
         read_metrics(path)
     assert name in str(caught.value) or value == "1e400"
     assert len(str(caught.value)) < 300 + len(str(path))
+
+
+def test_without_the_check_a_metric_that_is_no_float_ends_the_summary(tmp_path, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(metrics_file, "_check", lambda metrics: None)
+    (tmp_path / "m.jsonl").write_text(f'{{"step": 1, "reward/mean": {10**400}}}\n')
+    with pytest.raises(OverflowError):
+        summary_of(read_metrics(tmp_path / "m.jsonl"), {})
 
 
 @pytest.mark.parametrize("tail", [b'{"step": 3, "lo', b'{"step": 3}'])

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from rl_consistency.trainers import run as run_module
+from rl_consistency.trainers.run_directory import checkpoint
 from rl_consistency.trainers.run_directory import directory as directory_module
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
@@ -176,6 +177,21 @@ def test_a_user_s_empty_folder_is_neither_pruned_nor_overwritten(tiny_run, name)
     assert folder.is_dir()
 
 
+def test_where_every_file_counts_as_ours_copies_and_empty_folders_go(tiny_run, monkeypatch):
+    """Negative control."""
+    for place in (checkpoint, directory_module):
+        monkeypatch.setattr(place, "strangers", lambda path: [])
+    tiny_run(**SHORT)
+    directory = tiny_run.directory / "run" / "checkpoints"
+    shutil.copytree(directory / "step_000001", directory / "step_0")
+    (directory / "step_000001" / "mine").mkdir()
+    tiny_run(**SAVING | {"training.steps": 2}, resume=True)
+    assert [path.name for path in directory.iterdir()] == ["step_000002"]
+    (directory / "step_000009").mkdir()
+    tiny_run(**SHORT, overwrite=True)
+    assert [path.name for path in directory.iterdir()] == ["step_000001"]
+
+
 def test_an_empty_folder_with_the_name_of_a_bundle_is_not_overwritten(tiny_run):
     tiny_run(**SHORT)
     folder = tiny_run.directory / "run" / "replay" / "bundle-0123456789abcdef"
@@ -223,6 +239,20 @@ def test_what_is_no_file_in_the_place_of_one_is_refused_at_once(tiny_run, name, 
     with pytest.raises(RunDirectoryError, match=f"{name} is no regular file"):
         tiny_run(**SAVING | {"training.steps": 4}, **{mode: True})
     assert contents(directory) == before and os.path.lexists(directory / name)
+
+
+def test_without_the_check_a_folder_in_the_place_of_a_file_is_found_at_the_end(
+    tiny_run, monkeypatch
+):
+    """Negative control."""
+    monkeypatch.setattr(directory_module, "require_kinds", lambda directory: None)
+    tiny_run(**SHORT)
+    directory = tiny_run.directory / "run"
+    (directory / "summary.json").unlink()
+    (directory / "summary.json").mkdir()
+    with pytest.raises(OSError, match=r"summary\.json"):
+        tiny_run(**SAVING, resume=True)
+    assert (directory / "checkpoints" / "step_000003").is_dir()
 
 
 @pytest.mark.parametrize(

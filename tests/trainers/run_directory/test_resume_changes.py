@@ -9,7 +9,7 @@ import pytest
 
 from rl_consistency.trainers import run
 from rl_consistency.trainers.config.recipe import load_config
-from rl_consistency.trainers.run_directory import inputs, unfinished
+from rl_consistency.trainers.run_directory import checkpoint, inputs, unfinished
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError, list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
@@ -116,6 +116,16 @@ def test_a_misnamed_checkpoint_is_named_with_what_to_do(tiny_run, lasting, name)
     misnamed.rename(checkpoints / "step_000003")
     _, resumed = tiny_run(**changes, resume=True)
     assert lasting(resumed) == lasting(rows)
+
+
+def test_where_any_name_will_do_a_misnamed_checkpoint_is_called_half_a_one(tiny_run, monkeypatch):
+    """Negative control."""
+    tiny_run(**{"training.steps": 1})
+    checkpoints = tiny_run.directory / "run" / "checkpoints"
+    (checkpoints / "step_000001").rename(checkpoints / "step_9")
+    monkeypatch.setattr(checkpoint, "_name", lambda step: "step_9")
+    with pytest.raises(RunDirectoryError, match="step_9 is no whole checkpoint"):
+        tiny_run(**{"training.steps": 2}, resume=True)
 
 
 def test_half_a_checkpoint_in_the_way_is_named_before_the_run_goes_on(tiny_run):

@@ -1,0 +1,149 @@
+"""What does not go backward: several forward passes, restored patches, graphs, second threads."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from rl_consistency.kernels.gradient_fold import gradient_buffer
+from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.parity.bytes import same_bytes
+from tests.kernels.gradient_fold.uses import ALL, TOKENS, backward, loss, parameter, spans, use
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+def test_several_forward_passes_in_one_backward_are_refused(uses):
+    param = parameter()
+    buffers = GradientBuffer.for_uses(param, uses)
+    together = loss(param, buffers, slice(0, 64)) + loss(param, buffers, slice(64, TOKENS))
+    with pytest.raises(ValueError, match="several forward passes.*Call backward.. for each"):
+        together.backward()
+    param.grad = None
+    backward(param, buffers, ALL)
+    backward(whole := parameter(), GradientBuffer.for_uses(whole, uses), ALL)
+    assert same_bytes(param.grad, whole.grad)
+
+
+@pytest.fixture
+def unrefused(monkeypatch):
+    """What folds a use twice in one pass is let through."""
+    real = gradient_buffer._Gradient._enter
+
+    def enter(self, use, accumulates):
+        with contextlib.suppress(ValueError):
+            real(self, use, accumulates)
+
+    monkeypatch.setattr(gradient_buffer._Gradient, "_enter", enter)
+
+
+def test_without_the_refusal_gradients_depend_on_the_cut(unrefused):
+    """Negative control: autograd adds up what each forward pass hands over."""
+    gradients = []
+    for cuts in ([], [64]):
+        param = parameter()
+        buffers = GradientBuffer.for_uses(param, 1)
+        sum(loss(param, buffers, span) for span in spans(cuts)).backward()
+        gradients.append(param.grad)
+    assert not same_bytes(*gradients)
+
+
+def of_two_sessions():
+    """The gradient of two forward passes, the first of which belongs to a restored session."""
+    param, sessions = parameter(), (BackwardPasses(), BackwardPasses())
+    buffers = [GradientBuffer.for_uses(param, 1, session) for session in sessions]
+    losses = [loss(param, *given) for given in zip(buffers, spans([64]), strict=True)]
+    sessions[0].close()
+    sum(losses).backward()
+    return param.grad
+
+
+def test_forward_passes_of_two_sessions_do_not_go_backward_together():
+    with pytest.raises(ValueError, match=r"restored between forward and backward.*with patch"):
+        of_two_sessions()
+
+
+def test_where_a_restored_session_goes_on_gradients_depend_on_the_cut(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(BackwardPasses, "close", lambda self: None)
+    backward(whole := parameter(), [GradientBuffer(whole)], ALL)
+    assert not same_bytes(of_two_sessions(), whole.grad)
+
+
+def reentrant():
+    """A layer, and its forward pass over a span: it folds in a graph of its own, and every forward
+    pass shows in the outer one."""
+    passes, layer = BackwardPasses(), parameter()
+    (buffer,) = GradientBuffer.for_uses(layer, 1, passes)
+
+    def forward(span):
+        start = torch.zeros(1, requires_grad=True)
+        hidden = checkpoint(lambda x: loss(layer, [buffer], span, x), start, use_reentrant=True)
+        hidden.register_hook(lambda gradient: passes.enter_forward())
+        return hidden
+
+    return layer, forward
+
+
+def test_several_passes_under_reentrant_checkpointing_are_refused():
+    _, forward = reentrant()
+    forward(ALL).backward()
+    forward(ALL).backward()
+    with pytest.raises(ValueError, match=r"the model took part in several forward passes"):
+        (forward(slice(0, 64)) + forward(slice(64, TOKENS))).backward()
+
+
+def test_forward_passes_of_frozen_weights_may_go_backward_together():
+    layer, forward = reentrant()
+    together = forward(slice(0, 64)) + forward(slice(64, TOKENS))
+    layer.requires_grad_(False)
+    together.backward()
+    assert layer.grad is None
+
+
+def test_reentrant_passes_that_nobody_counts_depend_on_the_cut(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(BackwardPasses, "enter_forward", lambda self: None)
+    gradients = []
+    for cuts in ([], [64]):
+        layer, forward = reentrant()
+        sum(map(forward, spans(cuts))).backward()
+        gradients.append(layer.grad)
+    assert not same_bytes(*gradients)
+
+
+def with_a_second_thread():
+    """A gradient of ones, into which a thread folds while the first is between two parameters; and
+    the errors of that thread."""
+    passes, params = BackwardPasses(), [parameter(), parameter()]
+    buffers = [GradientBuffer.for_uses(p, 1, passes)[0] for p in params]
+    refusals = []
+
+    def other():
+        try:
+            backward(params[1], [buffers[1]], ALL)
+        except ValueError as error:
+            refusals.append(str(error))
+
+    def fold(accumulator, fresh):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    x = torch.zeros(1, requires_grad=True)
+    first = use(params[0], buffers[0], fold, x)
+    use(params[1], buffers[1], lambda g, fresh: g.add_(1.0), first).backward()
+    return params[1].grad, refusals
+
+
+def test_a_second_thread_in_backward_is_refused():
+    gradient, (refusal,) = with_a_second_thread()
+    assert "several" in refusal and (gradient == 1.0).all()
+
+
+def test_without_the_refusal_a_second_thread_adds_to_the_gradient(unrefused):
+    """Negative control."""
+    gradient, refusals = with_a_second_thread()
+    assert not refusals and (gradient != 1.0).any()
