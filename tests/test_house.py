@@ -18,6 +18,7 @@ FLOORS = (
     ("models",),
     ("rollout",),
     ("parity",),
+    ("distributed",),
     ("trainers",),
     ("verify",),
     ("cli",),

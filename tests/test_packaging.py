@@ -12,7 +12,10 @@ import pytest
 import rl_consistency
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("kernels", "numerics", "models", "rollout", "parity", "trainers", "verify", "cli")
+ROOMS = (
+    *("kernels", "numerics", "models", "rollout", "parity", "distributed"),
+    *("trainers", "verify", "cli"),
+)
 
 
 @pytest.fixture(scope="module")

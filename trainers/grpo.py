@@ -7,9 +7,10 @@ Source: Shao et al., DeepSeekMath (GRPO, 2024); Liu et al., Dr. GRPO (2025); Yu 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from statistics import fmean
 from time import perf_counter
 from typing import Any
@@ -18,11 +19,14 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from rl_consistency.distributed.digests import require_same_facts
+from rl_consistency.distributed.leaves import cut
 from rl_consistency.models.batch_layout import lay_out
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.advantages import group_advantages, overlong_mask, overlong_penalty
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
@@ -32,7 +36,8 @@ from rl_consistency.trainers.hooks import GradientStep, Metrics, Rollout, Traine
 from rl_consistency.trainers.losses import LossOutput, merge_outputs, policy_loss, token_weights
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.prompts import PromptSet
-from rl_consistency.trainers.rewards import RewardFunction, compute_rewards
+from rl_consistency.trainers.replicated import Replicated
+from rl_consistency.trainers.rewards import RewardFunction, Rewards, compute_rewards
 
 ENGINE_METRICS = (
     "prefill_tokens_per_second",
@@ -70,7 +75,11 @@ class Experience:
 
 @dataclass(eq=False, kw_only=True)
 class GRPOTrainer:
-    """One GRPO step at a time; the caller owns the loop over steps, checkpoints and tracking."""
+    """One GRPO step at a time; the caller owns the loop over steps, checkpoints and tracking.
+
+    Several ranks take the same steps. A rank draws and learns from the samples of its own leaves;
+    tokens, logprobs and losses of all samples are known to all ranks. Rewards come from rank 0.
+    """
 
     model: Any
     """The patched policy."""
@@ -78,6 +87,7 @@ class GRPOTrainer:
     engine: RolloutEngine
     optimizer: PolicyOptimizer
     accelerator: Accelerator
+    ranks: Replicated
     config: RunConfig
     train: PromptSet
     evaluation: PromptSet | None
@@ -92,15 +102,20 @@ class GRPOTrainer:
         self._order = DataOrder(len(self.train.prompts), size, config.run.seed, config.data.shuffle)
         shape = {field.name: getattr(config.algorithm, field.name) for field in fields(LossConfig)}
         self._loss_config = LossConfig(**shape)
+        batch = size * self._sampling.n
+        self._update_size = batch // config.algorithm.updates_per_rollout
+        firsts, own = range(0, batch, self._update_size), self.ranks.own(self._update_size)
+        self._own = [first + i for first in firsts for i in own]
         # Of the weights the policy has now (initial or from a checkpoint), later of each update.
-        self._weights_digest = model_digest(self.model)
+        self._weights_digest = self._common_digest("before the first step")
 
     def step(self, step: int) -> Metrics:
         """Roll out, score, learn; `step` counts from 1. Returns the metrics of the step.
 
         Raises:
             FailedRequestsError: a logprob is not finite; nothing was learned in this step.
-            ConsistencyError: the weights are not those of the last update, or the hook raised it.
+            ConsistencyError: the weights are not those of the last update or not the same on all
+                ranks, or the hook raised it.
         """
         started = perf_counter()
         self._times = {"rollout": 0.0, "training": 0.0, "optimizer": 0.0}
@@ -112,8 +127,9 @@ class GRPOTrainer:
         metrics |= {f"time/rollout_{name}": getattr(statistics, name) for name in ENGINE_METRICS}
         metrics["learning_rate"] = self.optimizer.learning_rate
         metrics |= self._learn(experience)
-        self._weights_digest = metrics["rollout/weights_digest"] = model_digest(self.model)
-        metrics |= self.hook.on_step_end()
+        self._weights_digest = self._common_digest(f"after step {step}")
+        metrics["rollout/weights_digest"] = self._weights_digest
+        metrics |= self._told("the end of the step", self.hook.on_step_end)
         tokens = sum(experience.lengths)
         trained = self.config.algorithm.epochs_per_rollout * sum(map(len, experience.sequences))
         metrics |= {f"time/{name}_seconds": seconds for name, seconds in self._times.items()}
@@ -129,22 +145,40 @@ class GRPOTrainer:
             return {}
         limit = self.config.training.eval_samples or len(self.evaluation.prompts)
         greedy = replace(self._sampling, n=1, temperature=0.0)
-        completions = self.engine.generate(
-            self.evaluation.prompts[:limit], greedy, weights_digest=self._weights_digest
-        )
-        examples, texts = self.evaluation.examples[:limit], self._texts(completions)
-        rewards = compute_rewards(self.rewards, examples, texts)
+        own = cut(limit, self.ranks.world.size)[self.ranks.world.rank]
+        drawn = self._draw(self.evaluation, list(own), greedy, list(own))
+        completions = self.ranks.shared("evaluation", {own[c.prompt_index]: c for c in drawn})
+        rewards = self._rewards(self.evaluation.examples[:limit], completions)
         return {"eval/reward": fmean(rewards.total)}
 
     def _roll_out(self, step: int) -> tuple[list[Example], list[Completion]]:
-        index = self._order.batch(step - 1)
-        completions = self.engine.generate(
-            [self.train.prompts[i] for i in index],
-            self._sampling,
-            prompt_ids=list(self._order.draws(step - 1)),
-            weights_digest=self._weights_digest,
-        )
-        return [self.train.examples[index[c.prompt_index]] for c in completions], completions
+        index, draws = self._order.batch(step - 1), list(self._order.draws(step - 1))
+        n = self._sampling.n
+        # A group that a leaf's border cuts is drawn on both sides of it: the same samples.
+        own = sorted({i // n for i in self._own})
+        chosen = [index[i] for i in own]
+        drawn = self._draw(self.train, chosen, self._sampling, [draws[i] for i in own])
+        samples = {own[c.prompt_index] * n + c.sample_index: c for c in drawn}
+        completions = self.ranks.shared("completions", {i: samples[i] for i in self._own})
+        return [self.train.examples[i] for i in index for _ in range(n)], completions
+
+    def _draw(
+        self, source: PromptSet, chosen: list[int], sampling: SamplingParams, ids: list[int]
+    ) -> list[Completion]:
+        """Completions of the chosen prompts, drawn by this rank."""
+        with self.ranks.world.agreed("rollout"):
+            return self.engine.generate(
+                [source.prompts[i] for i in chosen],
+                sampling,
+                prompt_ids=ids,
+                weights_digest=self._weights_digest,
+            )
+
+    def _rewards(self, examples: Sequence[Example], completions: Sequence[Completion]) -> Rewards:
+        """Reward functions see a whole batch in logical order, and run once."""
+        texts = self._texts(completions)
+        score = partial(compute_rewards, self.rewards, examples, texts)
+        return self.ranks.world.from_first("rewards", score)
 
     def _experience(
         self, step: int, examples: list[Example], completions: list[Completion]
@@ -160,8 +194,8 @@ class GRPOTrainer:
             logprobs=old_logprobs,
             sampling=self._sampling,
         )
-        metrics = self.hook.on_rollout(rollout)
-        rewards = compute_rewards(self.rewards, examples, self._texts(completions))
+        metrics = self._told("the rollout", self.hook.on_rollout, rollout)
+        rewards = self._rewards(examples, completions)
         shaped = torch.tensor(rewards.total, dtype=torch.float32)
         algorithm, longest = self.config.algorithm, self._sampling.max_tokens
         lengths, keep = [len(t) for t in old_logprobs], None
@@ -194,39 +228,47 @@ class GRPOTrainer:
     def _learn(self, experience: Experience) -> Metrics:
         metrics: Metrics = {}
         algorithm, samples = self.config.algorithm, list(range(len(experience.sequences)))
-        size = len(samples) // algorithm.updates_per_rollout
+        size = self._update_size
         updates: list[LossOutput] = []
         norms: list[float] = []
         for _ in range(algorithm.epochs_per_rollout):
             for first in range(0, len(samples), size):
                 part = samples[first : first + size]
-                outputs, logprobs = self._backward(experience, part)
+                output, logprobs, norm = self._backward(experience, part)
                 if not updates:
                     logprobs += self._score(self.model, experience, samples[size:])
-                    metrics |= self.hook.on_training_logprobs(logprobs)
+                    given = self.hook.on_training_logprobs, logprobs
+                    metrics |= self._told("training logprobs", *given)
                 gradient_step = self._gradient_step(experience, part, not updates)
-                metrics |= self.hook.on_gradients(gradient_step)
+                metrics |= self._told("gradients", self.hook.on_gradients, gradient_step)
                 with self._timed("optimizer"):
-                    norms.append(self.optimizer.step())
-                updates.append(merge_outputs(outputs))
+                    norms.append(self.optimizer.step(norm))
+                updates.append(output)
         each = [update.metrics() for update in updates]
         means = {name: fmean(metrics[name] for metrics in each) for name in each[0]}
         return metrics | means | {"gradient_norm": fmean(norms)}
 
     def _backward(
         self, experience: Experience, part: list[int]
-    ) -> tuple[list[LossOutput], list[Tensor]]:
-        """Accumulate the gradients of one optimizer step, micro-batch by micro-batch."""
-        outputs: list[LossOutput] = []
-        logprobs: list[Tensor] = []
-        for group in self._micro_batches(part):
+    ) -> tuple[LossOutput, list[Tensor], float | None]:
+        """The gradients of one optimizer step; its loss, its logprobs, and the gradients' norm if
+        it is known."""
+        outputs: dict[int, LossOutput] = {}
+        logprobs: dict[int, Tensor] = {}
+
+        def backward(batch: range) -> None:
+            group = [part[i] for i in batch]
             with self._timed("training"):
                 scored = self._forward(self.model, experience, group)
                 output = self._loss(experience, part, scored, group)
                 self.accelerator.backward(output.loss)
-            outputs.append(output)
-            logprobs += [t.detach() for t in scored.split()]
-        return outputs, logprobs
+            outputs[group[0]] = output
+            logprobs.update(zip(group, scored.logprobs.detach().split(scored.lengths)))
+
+        size = self.config.training.micro_batch_size
+        norm = self.ranks.accumulate(len(part), size, backward)
+        output = merge_outputs(self.ranks.shared_tensors("losses", outputs))
+        return output, self.ranks.shared_tensors("training logprobs", logprobs), norm
 
     def _loss(
         self, experience: Experience, part: list[int], scored: TokenLogprobs, group: Sequence[int]
@@ -265,6 +307,7 @@ class GRPOTrainer:
             sampling=self._sampling,
             loss=loss,
             first_of_step=first,
+            leaves=self.ranks.order.groups(len(part)),
         )
 
     def _forward(self, model: Any, experience: Experience, group: list[int]) -> TokenLogprobs:
@@ -280,13 +323,24 @@ class GRPOTrainer:
 
     @torch.no_grad()
     def _score(self, model: Any, experience: Experience, part: list[int]) -> list[Tensor]:
+        own, size = sorted({*self._own} & {*part}), self.config.training.micro_batch_size
+        found: dict[int, Tensor] = {}
         with self._timed("training"):
-            groups = self._micro_batches(part)
-            return [t for g in groups for t in self._forward(model, experience, g).split()]
+            for start in range(0, len(own), size):
+                group = own[start : start + size]
+                found.update(zip(group, self._forward(model, experience, group).split()))
+        return self.ranks.shared_tensors("scored logprobs", found)
 
-    def _micro_batches(self, part: list[int]) -> list[list[int]]:
-        size = self.config.training.micro_batch_size
-        return [part[start : start + size] for start in range(0, len(part), size)]
+    def _told(self, what: str, method: Callable[..., Metrics], *given: Any) -> Metrics:
+        """What a method of the hook returns: an error on one rank is one on all."""
+        with self.ranks.world.agreed(f"the hook of {what}"):
+            return method(*given)
+
+    def _common_digest(self, when: str) -> str:
+        """That of the weights, which must be the same on all ranks."""
+        digest = model_digest(self.model)
+        require_same_facts(self.ranks.world, {"the weights": digest}, when=when)
+        return digest
 
     def _texts(self, completions: Sequence[Completion]) -> list[str]:
         token_ids = [completion.token_ids for completion in completions]

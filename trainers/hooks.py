@@ -59,6 +59,8 @@ class GradientStep:
     """The part of the loss that comes from some of the sequences, weighted by global counts."""
     first_of_step: bool
     """Whether it is the first optimizer step on this rollout."""
+    leaves: Sequence[Sequence[range]] | None = None
+    """See `check_gradients`."""
 
 
 class TrainerHook(Protocol):
@@ -114,8 +116,8 @@ class ConsistencyHook:
     on_drift: OnDrift = "raise"
     """`raise` stops the run, `warn` calls `warn`, `record` only logs. Differing tokens are first
     saved as a replay bundle in every case."""
-    replay_dir: Path
-    """Where replay bundles go."""
+    replay_dir: Path | None
+    """Where replay bundles go; None where another rank, which sees the same, saves them."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration, saved with a bundle."""
     expected_fingerprint: Fingerprint | None = None
@@ -149,16 +151,7 @@ class ConsistencyHook:
         self.totals.drift.add(report)
         metrics: Metrics = dict(report.metrics("consistency"))
         if not report.passed:
-            bundle = save_replay_bundle(
-                self.replay_dir,
-                sequences=rollout.sequences,
-                rollout_logprobs=[t.detach() for t in rollout.logprobs],
-                training_logprobs=[t.detach() for t in logprobs],
-                prompt_lengths=rollout.prompt_lengths,
-                config={**self.config, "step": rollout.step},
-                parameter_digest=parameter_digest(self.model),
-                fingerprint=self.fingerprint,
-            )
+            bundle = self._save_bundle(rollout, logprobs)
             message = (
                 f"{report.mismatched_tokens} of {report.tokens} tokens have other logprobs in "
                 f"training than in rollout (largest difference {report.max_abs_diff:g}, "
@@ -220,6 +213,20 @@ class ConsistencyHook:
         self._digest_seconds += perf_counter() - started
         return digest
 
+    def _save_bundle(self, rollout: Rollout, logprobs: Sequence[Tensor]) -> Path | str:
+        if self.replay_dir is None:
+            return "saved by rank 0"
+        return save_replay_bundle(
+            self.replay_dir,
+            sequences=rollout.sequences,
+            rollout_logprobs=[t.detach() for t in rollout.logprobs],
+            training_logprobs=[t.detach() for t in logprobs],
+            prompt_lengths=rollout.prompt_lengths,
+            config={**self.config, "step": rollout.step},
+            parameter_digest=parameter_digest(self.model),
+            fingerprint=self.fingerprint,
+        )
+
     def _shadow(self, rollout: Rollout) -> Metrics:
         started = perf_counter()
         shadow = shadow_stock_path(
@@ -262,6 +269,7 @@ class ConsistencyHook:
             prompt_lengths=step.prompt_lengths,
             regroupings=(),
             compare_present=True,
+            leaves=step.leaves,
         )
         count = self.gradient_check_sequences or len(step.sequences)
         regrouped = check(

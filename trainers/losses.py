@@ -13,8 +13,10 @@ Sources: PPO (clipped surrogate), DeepSeekMath (GRPO, k3 against a reference), D
 length normaliser), DAPO (token-level normaliser, clip-higher).
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 import torch
@@ -48,6 +50,12 @@ class LossOutput:
     """fp32, exp(r) - r - 1 with r = reference_logprob - logprob; None without a reference."""
     entropy: Tensor | None = None
     """fp32, nats; None when the batch carries none."""
+
+    def to(self, device: torch.device | str) -> LossOutput:
+        """The same on another device, detached."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: value for name, value in values.items() if value is not None}
+        return replace(self, **{name: t.detach().to(device) for name, t in tensors.items()})
 
     def metrics(self, prefix: str = "policy") -> dict[str, float]:
         """Loss, clip fraction, ratio, KL and entropy as unweighted means over tokens, in fp64."""

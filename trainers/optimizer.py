@@ -65,13 +65,15 @@ class PolicyOptimizer:
         """The learning rate of the next step."""
         return float(self._schedule.get_last_lr()[0])
 
-    def step(self) -> float:
+    def step(self, norm: float | None = None) -> float:
         """Clip and drop the gradients, update the weights; returns the norm before clipping.
 
+        `norm` is that of the gradients, where their leaves were summed; None computes it.
         ValueError, and nothing updated, when a gradient is missing or not finite.
         """
         gradients = [self._gradient(i) for i in range(len(self._parameters))]
-        norm = float(gradient_norm(gradients))
+        if norm is None:
+            norm = float(gradient_norm(gradients))
         if not norm < float("inf"):
             raise ValueError(
                 f"the gradient norm is {norm}; no weight was changed. Lower the learning rate, "

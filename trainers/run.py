@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import torch
 from accelerate import Accelerator
 
+from rl_consistency.distributed.digests import require_same_facts
+from rl_consistency.distributed.gradient_norm import ORDER as GRADIENT_NORM
+from rl_consistency.distributed.ordered_sum import ORDER as LEAF_SUM
+from rl_consistency.distributed.world import World
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
-from rl_consistency.numerics.strict import Strictness, current, strict
+from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.grpo import GRPOTrainer
 from rl_consistency.trainers.hooks import ConsistencyHook
-from rl_consistency.trainers.launch import check_launch
+from rl_consistency.trainers.launch import check_machine, threads
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
 from rl_consistency.trainers.prompts import encode_targets, load_prompts
+from rl_consistency.trainers.replicated import Replicated
 from rl_consistency.trainers.rewards import RewardFunction, check_data, resolve
 from rl_consistency.trainers.run_directory.checkpoint import (
-    list_checkpoints,
-    load_checkpoint,
     load_weights,
     read_weights,
     save_checkpoint,
@@ -39,14 +43,15 @@ from rl_consistency.trainers.run_directory.directory import (
     METRICS,
     REFERENCE,
     REPLAY,
-    RunDirectoryError,
     check_directory,
     full_disk_explained,
     locked,
+    newest_checkpoint,
     open_directory,
     write_config,
 )
 from rl_consistency.trainers.run_directory.inputs import (
+    common_settings,
     data_digests,
     policy_digests,
     reward_digests,
@@ -88,33 +93,55 @@ def train(
         ConsistencyError: drift, where the recipe says `on_drift: raise`.
     """
     started = time.perf_counter()
-    _check_machine(config)
-    check_directory(config, resume=resume, overwrite=overwrite)
+    check_machine(config)
+    # With the optimizer, accelerate would step a schedule once for each process.
+    cpu = config.run.device == "cpu"
+    accelerator = Accelerator(cpu=cpu, mixed_precision="no", step_scheduler_with_optimizer=False)
+    world = World.join(accelerator.device)
+    first = world.rank == 0
+    modes = {"--resume": str(resume), "--overwrite": str(overwrite)}
+    require_same_facts(world, common_settings(config) | modes, when="before anything is read")
     with ExitStack() as stack:
-        stack.enter_context(full_disk_explained(config.run.output_dir))
-        if resume:
-            stack.enter_context(locked(config.run.output_dir))
-        stack.enter_context(_threads(config.run.num_threads))
+        with world.agreed("the run directory"):
+            if first:
+                if config.tracking.wandb is not None:
+                    check_wandb(config.tracking.wandb.mode)
+                check_directory(config, resume=resume, overwrite=overwrite)
+                stack.enter_context(full_disk_explained(config.run.output_dir))
+                if resume:
+                    stack.enter_context(locked(config.run.output_dir))
+        stack.enter_context(threads(config.run.num_threads))
         stack.enter_context(seeded(config.run.seed))
-        stack.enter_context(_strictness(config))
+        stack.enter_context(config.consistency.strictness())
         # Everything that may be refused is refused before the directory is touched.
-        run = _Run(config, announce, stack)
+        with world.agreed("the inputs"):
+            run = _Run(config, announce if first else lambda line: None, stack, world, accelerator)
+        require_same_facts(world, run.continued_under.entries, when="before the first step")
         first_step = run.restore() if resume else run.begin(overwrite=overwrite)
-        with TrackerSet(run.trackers()) as trackers:
-            # Logged first, saved second: no kill can leave a checkpoint whose metrics are missing.
+        with world.agreed("the trackers"):
+            trackers = TrackerSet(run.trackers() if first else [])
+        with trackers:
+
+            def log(step: int, metrics: dict[str, Any]) -> None:
+                with world.agreed("the metrics"):
+                    trackers.log(step, metrics)
+
+            # Logged first, saved second: no kill leaves a checkpoint without its metrics.
             if not resume:
                 if opening := run.opening_metrics():
-                    trackers.log(0, opening)
+                    log(0, opening)
                 run.save_if_due(0)
             for step in range(first_step, config.training.steps + 1):
                 try:
-                    trackers.log(step, run.step(step))
+                    metrics = run.step(step)
                 except ConsistencyError as error:
                     trackers.log(step, error.metrics)
                     raise
+                log(step, metrics)
                 run.save_if_due(step)
-            summary = run.summarize(time.perf_counter() - started)
-            finish()
+            seconds = time.perf_counter() - started
+            summary = world.from_first("the summary", lambda: run.summarize(seconds))
+            world.from_first("the end", finish)
             trackers.failed = not passed(summary)
         return summary
 
@@ -122,9 +149,20 @@ def train(
 class _Run:
     """The parts of one run, and how they are saved and restored; `stack` undoes the patches."""
 
-    def __init__(self, config: RunConfig, announce: Announce, stack: ExitStack):
+    def __init__(
+        self,
+        config: RunConfig,
+        announce: Announce,
+        stack: ExitStack,
+        world: World,
+        accelerator: Accelerator,
+    ):
         self.config, self.directory = config, config.run.output_dir
         self.announce, self.stack = announce, stack
+        self.world, self.accelerator, self.first = world, accelerator, world.rank == 0
+        self.leaves = config.consistency.gradient_leaves
+        if self.leaves.count > 1 and current().stock:
+            raise ValueError("consistency.gradient_leaves needs canonical ops: set strict to true")
         self.model, self.tokenizer = load_policy(
             config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
@@ -135,6 +173,7 @@ class _Run:
         self.warm_start_targets = []
         if config.warm_start.steps:
             self.warm_start_targets = encode_targets(self.train_set, self.tokenizer, context)
+            self.leaves.leaves(min(config.warm_start.batch_size, len(self.train_set.prompts)))
         self.rewards = [
             RewardFunction(f.name, resolve(f.name), f.weight) for f in config.reward.functions
         ]
@@ -144,9 +183,11 @@ class _Run:
         session = stack.enter_context(patch(self.model, grad_dtype=torch.float32))
         if not current().stock:
             session.verify()
-        self.accelerator = Accelerator(cpu=config.run.device == "cpu", mixed_precision="no")
-        self.model = self.accelerator.prepare(self.model)
-        self.fingerprint = fingerprint(config.run.device)
+        # Not for evaluation: this keeps the model free of DistributedDataParallel.
+        prepared: Any = self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        self.model = prepared
+        orders = (LEAF_SUM, GRADIENT_NORM) if self.leaves.count > 1 else ()
+        self.fingerprint = fingerprint(config.run.device, orders=orders)
         inputs |= data_digests(self.train_set, self.eval_set) | reward_digests(self.rewards)
         self.continued_under = Fingerprint(self.fingerprint.entries | inputs)
         self.warm_start_loss, self.reference_digest = float("nan"), None
@@ -154,36 +195,41 @@ class _Run:
 
     def begin(self, *, overwrite: bool) -> int:
         """Open the run directory and do the warm start; returns the first step."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.stack.enter_context(locked(self.directory))
-        open_directory(self.config, overwrite=overwrite)
-        self._open_metrics()
+        with self.world.agreed("a new run directory"):
+            if self.first:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self.stack.enter_context(locked(self.directory))
+                open_directory(self.config, overwrite=overwrite)
+                self._open_metrics()
+        self._join()
         if self.config.warm_start.steps:
             self._warm_start()
         if self.reference is not None:
-            self.reference_digest = save_weights(self.directory / REFERENCE, self.model)
+            file = self.directory / REFERENCE
+            save = partial(save_weights, file, self.model)
+            self.reference_digest = self.world.from_first("the reference", save)
             self._load_reference()
         self._assemble()
         return 1
 
     def restore(self) -> int:
-        """Load the newest checkpoint; returns the step that follows it."""
-        if not (checkpoints := list_checkpoints(self.directory / CHECKPOINTS)):
-            raise RunDirectoryError(
-                f"{self.directory} has no complete checkpoint to resume from; start again with "
-                "--overwrite, and set training.save_every to have checkpoints on the way."
-            )
-        checkpoint = load_checkpoint(checkpoints[-1], self.continued_under)
-        self._require_steps(checkpoint.step)
-        load_weights(self.model, checkpoint.weights)
+        """Load the newest checkpoint, on every rank; returns the step that follows it."""
+        with self.world.agreed("the checkpoint"):
+            checkpoint = newest_checkpoint(self.config, self.continued_under)
+            load_weights(self.model, checkpoint.weights)
+        found = {"the checkpoint": str(checkpoint.step)}
+        require_same_facts(self.world, found, when="before the first step")
         if self.reference is not None:
             self.reference_digest = checkpoint.extra["reference_digest"]
             self._load_reference()
-        self._open_metrics(checkpoint.extra["metrics"])
-        # All that may be refused has been: from here on the directory changes.
-        remove_leftovers(self.directory)
-        remove_leftovers(self.directory / CHECKPOINTS)
-        write_config(self.config)
+        with self.world.agreed("the run directory"):
+            if self.first:
+                self._open_metrics(checkpoint.extra["metrics"])
+                # All that may be refused has been: from here on the directory changes.
+                remove_leftovers(self.directory)
+                remove_leftovers(self.directory / CHECKPOINTS)
+                write_config(self.config)
+        self._join()
         self._assemble()
         self.optimizer.load(checkpoint.optimizer, checkpoint.schedule)
         self.hook.load_state_dict(checkpoint.totals)
@@ -193,20 +239,9 @@ class _Run:
         self.announce(f"resumed from {checkpoint.path}")
         return checkpoint.step + 1
 
-    def _require_steps(self, done: int) -> None:
-        """RunDirectoryError unless the steps from `done` to the end can be run and saved."""
-        if self.config.training.steps < done:
-            raise RunDirectoryError(
-                f"training.steps: {self.config.training.steps} are fewer than the {done} steps "
-                f"that the run in {self.directory} has done: give as many or more."
-            )
-        for path in sorted((self.directory / CHECKPOINTS).glob("step_*")):
-            step = path.name.removeprefix("step_")
-            if step.isdecimal() and int(step) > done:
-                raise RunDirectoryError(
-                    f"{path} is no whole checkpoint and stands where the run will write one: "
-                    "remove it or move it away."
-                )
+    def _join(self) -> None:
+        self.ranks = Replicated(self.world, self.leaves, self.model)
+        self.stack.callback(self.ranks.close)
 
     def step(self, step: int) -> dict[str, Any]:
         """One GRPO step, with evaluation where it is due."""
@@ -227,8 +262,10 @@ class _Run:
         """Write a checkpoint at the end, after a warm start, and as often as the recipe says."""
         training, warm = self.config.training, step == 0 and self.config.warm_start.steps > 0
         regular = training.save_every > 0 and step % training.save_every == 0
-        if not (warm or regular or step == training.steps):
-            return
+        if warm or regular or step == training.steps:
+            self.world.from_first("the checkpoint", lambda: self._save(step))
+
+    def _save(self, step: int) -> None:
         extra = {
             "random_state": capture(),
             "wandb_run_id": self.wandb_run_id,
@@ -246,7 +283,7 @@ class _Run:
             totals=self.hook.state_dict(),
             extra=extra,
             fingerprint=self.continued_under,
-            keep=training.keep_checkpoints,
+            keep=self.config.training.keep_checkpoints,
         )
 
     def trackers(self) -> list[Tracker]:
@@ -298,9 +335,9 @@ class _Run:
         engine = self._engine()
         self.hook = ConsistencyHook(
             self.model,
-            **config.consistency.model_dump(exclude={"strict", "strict_except"}),
+            **config.consistency.model_dump(exclude={"strict", "strict_except", "gradient_leaves"}),
             micro_batch_size=config.training.micro_batch_size,
-            replay_dir=self.directory / REPLAY,
+            replay_dir=self.directory / REPLAY if self.first else None,
             config=config.model_dump(mode="json"),
             expected_fingerprint=engine.fingerprint,
             warn=self.announce,
@@ -311,6 +348,7 @@ class _Run:
             engine=engine,
             optimizer=self.optimizer,
             accelerator=self.accelerator,
+            ranks=self.ranks,
             config=config,
             train=self.train_set,
             evaluation=self.eval_set,
@@ -345,6 +383,7 @@ class _Run:
             self.warm_start_targets,
             self.config.warm_start,
             self.accelerator,
+            self.ranks,
             seed=self.config.run.seed,
             progress=progress,
         )
@@ -352,38 +391,8 @@ class _Run:
     def _load_reference(self) -> None:
         """Give the KL reference the weights that the run began with, freeze it and patch it."""
         assert self.reference is not None and self.reference_digest is not None
-        load_weights(
-            self.reference, read_weights(self.directory / REFERENCE, self.reference_digest)
-        )
+        with self.world.agreed("the reference"):
+            file = self.directory / REFERENCE
+            load_weights(self.reference, read_weights(file, self.reference_digest))
         self.reference.requires_grad_(False)
         self.stack.enter_context(patch(self.reference))
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _strictness(config: RunConfig) -> AbstractContextManager[Strictness]:
-    """What the recipe says of strictness, else what holds outside the run."""
-    given, exceptions = config.consistency.strict, config.consistency.strict_except
-    if given is None and not exceptions:
-        return strict(except_=current().stock)
-    return strict(given is not False, except_=exceptions)
-
-
-def _check_machine(config: RunConfig) -> None:
-    """Refuse what this machine cannot do, before anything is computed or written."""
-    check_launch(config.run.device)
-    if config.tracking.wandb is not None:
-        check_wandb(config.tracking.wandb.mode)
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "run.device is cuda but torch sees no GPU here; set it to cpu, or install a CUDA build"
-        )

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from rl_consistency.kernels.reduction.masked_reduction import masked_sum
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.trainers.config.learning_sections import OptimizerSection, WarmStartSection
 from rl_consistency.trainers.data.examples import DataOrder
 from rl_consistency.trainers.optimizer import PolicyOptimizer
+from rl_consistency.trainers.replicated import Replicated
 
 Progress = Callable[[int, int, float], None]
 """Called after each step with (steps done, steps in all, loss)."""
@@ -23,6 +26,7 @@ def warm_start(
     targets: Sequence[Sequence[int]],
     section: WarmStartSection,
     accelerator: Accelerator,
+    ranks: Replicated,
     *,
     seed: int,
     progress: Progress | None = None,
@@ -30,23 +34,36 @@ def warm_start(
     """Train a patched policy on target tokens by maximum likelihood, mean over those of a batch.
 
     `prompts` and `targets` are token ids per example; only targets, end token included, are scored.
-    `seed` is that of the data order. Returns the last step's loss.
+    `ranks` share the examples of a batch. `seed` is that of the data order. Returns the last step's
+    loss.
     """
     settings = OptimizerSection(learning_rate=section.learning_rate, schedule="linear")
     optimizer = PolicyOptimizer(model, settings, accelerator, total_steps=section.steps)
     order = DataOrder(len(prompts), min(section.batch_size, len(prompts)), seed)
     loss_value = float("nan")
+
+    def accumulate(chosen: list[int]) -> tuple[float | None, float]:
+        """The gradients of one step; their norm, if it is known, and the loss."""
+        num_tokens = sum(len(targets[i]) for i in chosen)
+        logprobs: dict[int, Tensor] = {}
+
+        def backward(batch: range) -> None:
+            part = [chosen[i] for i in batch]
+            scored = token_logprobs(
+                model,
+                [[*prompts[i], *targets[i]] for i in part],
+                prompt_lengths=[len(prompts[i]) for i in part],
+            )
+            accelerator.backward(-masked_sum(scored.logprobs) / num_tokens)
+            logprobs[batch.start] = scored.logprobs.detach()
+
+        norm = ranks.accumulate(len(chosen), None, backward)
+        all_logprobs = torch.cat(ranks.shared_tensors("logprobs of the warm start", logprobs))
+        return norm, (-masked_sum(all_logprobs) / num_tokens).item()
+
     for step in range(section.steps):
-        chosen = sorted(order.batch(step))
-        scored = token_logprobs(
-            model,
-            [[*prompts[i], *targets[i]] for i in chosen],
-            prompt_lengths=[len(prompts[i]) for i in chosen],
-        )
-        loss = -masked_sum(scored.logprobs) / scored.logprobs.numel()
-        accelerator.backward(loss)
-        optimizer.step()
-        loss_value = loss.item()
+        norm, loss_value = accumulate(sorted(order.batch(step)))
+        optimizer.step(norm)
         if progress is not None:
             progress(step + 1, section.steps, loss_value)
     return loss_value

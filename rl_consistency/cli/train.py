@@ -32,10 +32,11 @@ def run(args: argparse.Namespace) -> int:
     from rl_consistency.cli.plots import save_picture
     from rl_consistency.cli.report import render
     from rl_consistency.trainers.config.recipe import load_config
+    from rl_consistency.trainers.launch import is_first_process
     from rl_consistency.trainers.run import train
     from rl_consistency.trainers.run_directory.summary import passed
 
-    console = Console()
+    console = Console(quiet=not is_first_process())
     config = load_config(find_recipe(args.recipe), args.overrides)
     announce = partial(console.print, highlight=False, markup=False)
     directory = config.run.output_dir

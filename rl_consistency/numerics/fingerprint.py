@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,11 +44,17 @@ class Fingerprint:
         ]
 
 
-def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
+def fingerprint(
+    device: torch.device | str = "cpu", *, orders: Iterable[ReductionOrder] = ()
+) -> Fingerprint:
     """What this process has now, its ops running on `device`: canonical orders, the strictness in
-    force, library versions, device, thread count, and the process-wide numeric settings."""
+    force, library versions, device, thread count, and the process-wide numeric settings.
+
+    `orders` are those in use from rooms above the kernels; one takes the place of another version.
+    """
     device = torch.device(device)
-    entries = {f"order.{order.id}": _order_entry(order, device) for order in ORDERS.values()}
+    used = [*ORDERS.values(), *orders]
+    entries = {f"order.{order.id}": _order_entry(order, device) for order in used}
     entries["stock_ops"] = ",".join(sorted(current().stock)) or "none"
     for library in (rl_consistency, torch, transformers, accelerate):
         entries[library.__name__] = library.__version__

@@ -118,6 +118,7 @@ def check_gradients(
     sampling: Any = None,
     regroupings: Sequence[Regrouping] = REGROUPINGS,
     compare_present: bool = False,
+    leaves: Sequence[Sequence[range]] | None = None,
 ) -> GradientReport:
     """Recompute one step's gradients under other regroupings and compare bytes.
 
@@ -131,11 +132,20 @@ def check_gradients(
         sampling: as in `token_logprobs`.
         regroupings: what to compare with the whole packed batch.
         compare_present: also compare the gradients the parameters hold now, "as trained".
+        leaves: groups of ranges of sequences; the gradients of a group's ranges are added in fp32,
+            in order, then those of the groups. None is one range of all.
     """
 
     def gradients(regrouping: Regrouping) -> dict[str, Tensor]:
+        of_groups = []
+        for group in leaves or [[range(len(sequences))]]:
+            of_groups.append(_added([of_leaf(regrouping, leaf) for leaf in group]))
+        return _added(of_groups)
+
+    def of_leaf(regrouping: Regrouping, leaf: range) -> dict[str, Tensor]:
         model.zero_grad(set_to_none=True)
-        for group in regrouping.groups(len(sequences)):
+        for group in regrouping.groups(len(leaf)):
+            group = [leaf[i] for i in group]
             chosen = [sequences[i] for i in group]
             own = [sampling[i] for i in group] if isinstance(sampling, Sequence) else sampling
             device = next(model.parameters()).device
@@ -155,6 +165,14 @@ def check_gradients(
         results.insert(0, _compare("as trained", whole, present))
     non_finite = sum(int((~gradient.isfinite()).sum()) for gradient in whole.values())
     return GradientReport(tuple(results), sum(g.numel() for g in whole.values()), non_finite)
+
+
+def _added(terms: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Left fold, name by name."""
+    total, *others = terms
+    for other in others:
+        total = {name: part.float() + other[name].float() for name, part in total.items()}
+    return total
 
 
 def _present(model: nn.Module) -> dict[str, Tensor]:

@@ -150,7 +150,7 @@ def test_bad_input_is_one_message_and_status_2(runs, capsys, options, message):
 def test_several_processes_of_a_launcher_are_refused(runs, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["verify", "--quick"]) == 2
-    assert "WORLD_SIZE=2: a run is one process" in capsys.readouterr().err
+    assert "WORLD_SIZE=2: this is for one process" in capsys.readouterr().err
     assert runs.targets is None
 
 

@@ -1,5 +1,7 @@
 import torch
 
+from rl_consistency.distributed.gradient_norm import ORDER as sharded_gradient_norm
+from rl_consistency.distributed.ordered_sum import ORDER as leaf_sum
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.numerics.orders import ORDERS
 from rl_consistency.numerics.settings import SETTINGS
@@ -55,6 +57,13 @@ def test_an_order_shows():
     assert fingerprint().difference(other) == [
         f"order.linear: {entries['order.linear']} != v2 0123"
     ]
+
+
+def test_orders_of_rooms_above_the_kernels_enter_when_they_are_in_use():
+    used = fingerprint(orders=(leaf_sum, sharded_gradient_norm))
+    absent, other_version = fingerprint().difference(used)[::-1]
+    assert absent.startswith("order.leaf_sum: absent != v1 ")
+    assert other_version.startswith("order.gradient_norm: v1 ") and " != v2 " in other_version
 
 
 def test_a_missing_entry_shows_on_either_side():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_consistency.distributed import gradient_norm, ordered_sum
 from rl_consistency.numerics.orders import ORDERS
 
 GOLDEN = {
@@ -29,6 +30,8 @@ GOLDEN = {
     "token_logprobs/v2 cuda": "e1718b93385af186",
     "masked_reduction/v1 cpu": "dfa46690c0a83b45",
     "gradient_norm/v1 cpu": "80bdb8becf7103fc",
+    "gradient_norm/v2 cpu": "0c1286c0e399880b",
+    "leaf_sum/v1 cpu": "32140fa275a2ce3b",
 }
 """Tag and device -> SHA-256 of the order's text; `cuda` where it differs from `cpu`.
 
@@ -36,13 +39,15 @@ Another text is another order: raise the version, say so in the changelog, and o
 line here.
 """
 
+ABOVE_THE_KERNELS = (ordered_sum.ORDER, gradient_norm.ORDER)
+
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
 
 def digests():
     return {
         f"{order.tag} {device}": hashlib.sha256(order.on(device).encode()).hexdigest()[:16]
-        for order in ORDERS.values()
+        for order in (*ORDERS.values(), *ABOVE_THE_KERNELS)
         for device in ("cpu", "cuda")
         if device == "cpu" or order.cuda is not None
     }

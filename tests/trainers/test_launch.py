@@ -1,5 +1,6 @@
 """What `accelerate launch` and `torchrun` ask for is honoured or refused, never ignored."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from rl_consistency.trainers import run
-from rl_consistency.trainers.launch import check_launch, refuse_many_processes
+from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.trainers import launch
+from rl_consistency.trainers.config.recipe import dump_config
+from rl_consistency.trainers.launch import (
+    check_launch,
+    is_first_process,
+    refuse_many_processes,
+)
+from tests.trainers.distributed.runs import LEAVES
 
 ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
 ROOT = Path(__file__).parents[2]
@@ -18,11 +26,11 @@ ROOT = Path(__file__).parents[2]
 def launched(monkeypatch):
     """Stands for a launcher: sets the variables it hands on."""
 
-    def launch(**variables):
+    def launch_with(**variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
 
-    return launch
+    return launch_with
 
 
 def test_a_plain_process_and_one_of_accelerate_launch_are_let_through(launched):
@@ -31,20 +39,46 @@ def test_a_plain_process_and_one_of_accelerate_launch_are_let_through(launched):
     check_launch("cpu")
 
 
+TWO = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0"}
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "WORLD_SIZE=2: a run is one process"),
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4"),
+        (TWO, "WORLD_SIZE=2: this is for one process"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4: .* not MPI"),
         ({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "without torchrun"),
-        (ACCELERATE | {"MASTER_ADDR": "127.0.0.1"}, "asked for several processes; .* is one"),
+        (ACCELERATE | {"MASTER_ADDR": "127.0.0.1"}, "asked for several processes and started one"),
     ],
 )
 def test_several_processes_are_refused(launched, variables, message):
     launched(**variables)
-    for check in (check_launch, refuse_many_processes):
-        with pytest.raises(ValueError, match=message):
-            check()
+    with pytest.raises(ValueError, match=message):
+        refuse_many_processes()
+
+
+@pytest.mark.parametrize(
+    ("variables", "leaves", "message"),
+    [
+        (TWO, 1, "WORLD_SIZE=2: .* set consistency.gradient_leaves to 2 or more"),
+        (TWO | {"WORLD_SIZE": "5"}, 4, "5 processes cannot share 4 x 1 .*: 1, 2, 3, 4[.]"),
+        ({"WORLD_SIZE": "2"}, 4, "WORLD_SIZE=2 without LOCAL_RANK"),
+        ({"WORLD_SIZE": "two"}, 4, "WORLD_SIZE=two: a positive number"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, 4, "OMPI_COMM_WORLD_SIZE=4: .* not MPI"),
+        (ACCELERATE | {"MASTER_ADDR": "127.0.0.1"}, 4, "started one: on a CPU set ACCELERATE_USE"),
+        (TWO | {"ACCELERATE_MIXED_PRECISION": "bf16"}, 4, "--mixed_precision bf16"),
+    ],
+)
+def test_processes_that_cannot_train_are_refused(launched, variables, leaves, message):
+    launched(**variables)
+    with pytest.raises(ValueError, match=message):
+        check_launch("cpu", LeafOrder(leaves))
+
+
+@pytest.mark.parametrize("variables", [TWO, {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, {}])
+def test_processes_that_share_leaves_are_let_through(launched, variables):
+    launched(**variables)
+    check_launch("cpu", LeafOrder(2))
 
 
 @pytest.mark.parametrize(
@@ -62,6 +96,16 @@ def test_a_setting_that_a_run_does_not_follow_is_refused(launched, variables, me
     launched(**variables)
     with pytest.raises(ValueError, match=message):
         check_launch("cpu")
+
+
+def test_only_the_first_of_several_processes_speaks(launched):
+    assert is_first_process()
+    launched(RANK="1")
+    assert is_first_process()  # a variable that something else has left
+    launched(WORLD_SIZE="2")
+    assert not is_first_process()
+    launched(RANK="0")
+    assert is_first_process()
 
 
 def test_a_launcher_on_the_cpu_does_not_move_a_run_off_its_gpu(launched):
@@ -90,7 +134,7 @@ def test_without_the_check_a_setting_is_ignored_or_changes_the_weights(
     """Negative control."""
     expected, _ = tiny_run.of_its_own("plain", **{"training.steps": 1})
     launched(**variables)
-    monkeypatch.setattr(run, "check_launch", lambda device: None)
+    monkeypatch.setattr(launch, "check_launch", lambda *given: None)
     found, _ = tiny_run(**{"training.steps": 1})
     assert (found["parameter_digest"] != expected["parameter_digest"]) == changed
 
@@ -114,3 +158,26 @@ def test_what_accelerate_launch_is_told_reaches_the_check(tmp_path, options, mes
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode != 0) == (message is not None), done.stderr
     assert (message or "") in done.stderr
+
+
+def test_accelerate_launch_trains_on_two_processes(tiny_run):
+    """As on a GPU, but for one variable; the weights are those of one process."""
+    changes = LEAVES | {"reward.functions": [{"name": "arithmetic"}], "run.name": "two"}
+    changes |= {
+        "warm_start.steps": 2,
+        "warm_start.batch_size": 8,
+        "algorithm.entropy_coefficient": 0.1,
+    }
+    alone, _ = tiny_run.of_its_own("alone", **changes)
+    recipe = tiny_run.directory / "recipe.yaml"
+    recipe.write_text(dump_config(tiny_run.config(**changes)))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+    command += ["--num_processes", "2", "--main_process_port", "0"]
+    command += ["-m", "rl_consistency", "train", str(recipe)]
+    variables = {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | variables | {"HF_HOME": str(tiny_run.directory)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tiny_run.directory / "run" / "summary.json").read_text())
+    assert summary["parameter_digest"] == alone["parameter_digest"]
+    assert done.stdout.count("two: 2 steps in") == 1  # by the first process alone

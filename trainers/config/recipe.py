@@ -96,6 +96,7 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
     """`path: problem and remedy` for each rule between two sections that does not hold."""
     yield from _size_problems(config)
     yield from _option_problems(config)
+    yield from _leaf_problems(config)
 
 
 def _size_problems(config: RunConfig) -> Iterator[str]:
@@ -163,6 +164,21 @@ def _option_problems(config: RunConfig) -> Iterator[str]:
         yield "training.eval_every: there is no evaluation set: give data.eval_path or set it to 0"
     if config.consistency.strict_except and config.consistency.strict is False:
         yield "consistency.strict_except: has no meaning when strict is false"
+
+
+def _leaf_problems(config: RunConfig) -> Iterator[str]:
+    leaves, rollout = config.consistency.gradient_leaves, config.rollout
+    if leaves.count == 1:
+        return
+    if config.consistency.strict is False or config.consistency.strict_except:
+        yield "consistency.gradient_leaves: needs canonical ops: leave out strict, strict_except"
+    update = rollout.prompts_per_step * config.sampling.n // config.algorithm.updates_per_rollout
+    try:
+        leaves.micro_batches(update, 0, config.training.micro_batch_size)
+        if config.warm_start.steps:
+            leaves.leaves(config.warm_start.batch_size)
+    except ValueError as error:
+        yield f"consistency.gradient_leaves: {error}"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

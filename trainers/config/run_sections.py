@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
-from rl_consistency.numerics.strict import OPS
+from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.numerics.strict import OPS, Strictness, current, strict
 from rl_consistency.trainers.config.section import Count, CountOrZero, Int, LocalPath, Name, Section
 
 
@@ -23,7 +25,7 @@ class RunSection(Section):
     seed: Annotated[Int, Field(ge=0, lt=2**63)] = 0
     """Seeds the data order, the sampler, the weights of a built policy and the generated task."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where the run computes; cuda is one NVIDIA GPU of compute capability 8.0 or later."""
+    """Where a process computes; cuda is an NVIDIA GPU of compute capability 8.0 or later."""
     num_threads: Annotated[Count, Field(le=1024)] | None = None
     """CPU threads; part of the fingerprint. Tiny models run fastest on 1; null = torch's choice."""
 
@@ -34,6 +36,19 @@ def _known_ops(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def _leaf_order(value: Any) -> Any:
+    if isinstance(value, LeafOrder):
+        return value
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if len(numbers) not in (1, 2) or not all(type(n) is int and n > 0 for n in numbers):
+        raise ValueError(f"a positive number, or two: [in a group, groups]; got {value!r}")
+    return LeafOrder(*numbers)
+
+
+def _plain_leaves(order: LeafOrder) -> int | list[int]:
+    return order.inner if order.outer == 1 else [order.inner, order.outer]
+
+
 class ConsistencySection(Section):
     """What is checked while training, and what happens when a check fails."""
 
@@ -42,6 +57,12 @@ class ConsistencySection(Section):
     unless the environment variable RL_CONSISTENCY_STRICT says otherwise."""
     strict_except: Annotated[tuple[str, ...], AfterValidator(_known_ops)] = ()
     """Ops that run stock although strict is on (for ablations)."""
+    gradient_leaves: Annotated[
+        LeafOrder, BeforeValidator(_leaf_order), PlainSerializer(_plain_leaves)
+    ] = LeafOrder(1)
+    """Parts into which the sequences of an optimizer step are cut; their gradients are added in
+    order, on 1 to as many processes with the same bits. [B, A]: A groups of B, for several nodes.
+    Another number is another order, with other bits."""
     gradient_check_every: CountOrZero = 0
     """Recompute the gradients under other groupings every this many steps; 0 = never."""
     gradient_check_sequences: Count | None = None
@@ -51,6 +72,12 @@ class ConsistencySection(Section):
     on_drift: Literal["raise", "warn", "record"] = "raise"
     """What happens when a logprob, a gradient or a sampled library product differs. Differing
     tokens are saved for replay in every case; the rollout engine also warns of a product."""
+
+    def strictness(self) -> AbstractContextManager[Strictness]:
+        """What the section says of strictness, else what holds outside the block."""
+        if self.strict is None and not self.strict_except:
+            return strict(except_=current().stock)
+        return strict(self.strict is not False, except_=self.strict_except)
 
 
 class WandbSection(Section):

@@ -16,8 +16,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.trainers.config.recipe import RunConfig, dump_config
-from rl_consistency.trainers.run_directory.checkpoint import remedy, strangers
+from rl_consistency.trainers.run_directory.checkpoint import (
+    Checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+    remedy,
+    strangers,
+)
 from rl_consistency.trainers.run_directory.sealed_json import seal, unseal
 from rl_consistency.trainers.run_directory.unfinished import (
     discard,
@@ -141,6 +148,30 @@ def open_directory(config: RunConfig, *, overwrite: bool) -> None:
 def write_config(config: RunConfig) -> None:
     """Save the resolved config: a record, which nothing reads back."""
     write_whole(config.run.output_dir / CONFIG, dump_config(config))
+
+
+def newest_checkpoint(config: RunConfig, fingerprint: Fingerprint) -> Checkpoint:
+    """What a run continues from; RunDirectoryError or CheckpointError where it cannot."""
+    directory, steps = config.run.output_dir, config.training.steps
+    if not (checkpoints := list_checkpoints(directory / CHECKPOINTS)):
+        raise RunDirectoryError(
+            f"{directory} has no complete checkpoint to resume from; start again with --overwrite, "
+            "and set training.save_every to have checkpoints on the way."
+        )
+    checkpoint = load_checkpoint(checkpoints[-1], fingerprint)
+    if steps < checkpoint.step:
+        raise RunDirectoryError(
+            f"training.steps: {steps} are fewer than the {checkpoint.step} steps that the run in "
+            f"{directory} has done: give as many or more."
+        )
+    for path in sorted((directory / CHECKPOINTS).glob("step_*")):
+        step = path.name.removeprefix("step_")
+        if step.isdecimal() and int(step) > checkpoint.step:
+            raise RunDirectoryError(
+                f"{path} is no whole checkpoint and stands where the run will write one: remove it "
+                "or move it away."
+            )
+    return checkpoint
 
 
 def own_file(directory: Path, name: str) -> Path:

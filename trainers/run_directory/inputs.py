@@ -23,7 +23,7 @@ FREE = {
     "run": {"name", "output_dir"},
     "policy": {"path"},
     "data": {"path", "eval_path"},
-    "training": {"save_every", "keep_checkpoints"},
+    "training": {"save_every", "keep_checkpoints", "strategy"},
     "tracking": True,
 }
 """Keys of a recipe that may be others when it is resumed: what they name is compared by content, or
@@ -39,6 +39,17 @@ def settings(config: RunConfig) -> dict[str, str]:
     if config.optimizer.schedule == "constant":
         del tree["training"]["steps"]
     return dict(_flat(tree))
+
+
+def common_settings(config: RunConfig) -> dict[str, str]:
+    """The recipe's values that must be equal on all ranks of a run, by dotted key.
+
+    A path may be another on another machine: what it names is compared by content. Only rank 0
+    tracks.
+    """
+    free = {section: keys for section, keys in FREE.items() if section != "training"}
+    exclude: dict[str, Any] = {**free, "run": {"output_dir"}}
+    return dict(_flat(config.model_dump(mode="json", exclude=exclude)))
 
 
 def policy_digests(model: Any, tokenizer: Any) -> dict[str, str]:

@@ -4,6 +4,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.world import World
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.engine import RolloutEngine
@@ -12,6 +14,7 @@ from rl_consistency.trainers.grpo import GRPOTrainer
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.prompts import PromptSet
+from rl_consistency.trainers.replicated import Replicated
 from rl_consistency.trainers.rewards import RewardFunction
 
 
@@ -69,6 +72,7 @@ def make_trainer(tiny_run):
             engine=RolloutEngine(model, eos_token_id=258, num_kv_blocks=64),
             optimizer=PolicyOptimizer(model, config.optimizer, accelerator, total_steps=8),
             accelerator=accelerator,
+            ranks=Replicated(World.join(torch.device("cpu")), LeafOrder(1), model),
             config=config,
             train=prompts,
             evaluation=prompts,

@@ -1,0 +1,126 @@
+"""Which rank computes which part of an optimizer step, and in which round.
+
+A step's sequences, in logical order, are cut into leaves. The number of leaves is a setting of the
+run, so the gradient's order depends on it and on nothing that a launch can change: the number of
+ranks, of nodes and the micro-batch size are schedules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+
+@dataclass(frozen=True)
+class Round:
+    """One leaf of each rank, as one rank sees it."""
+
+    index: int
+    """Counted from 0; all ranks have the same number of rounds."""
+    leaf: int | None
+    """The leaf that this rank computes; None if none is left for it."""
+    senders: int
+    """So many ranks of this rank's inner group have a leaf: the first ones."""
+    groups: int
+    """So many inner groups complete a group of leaves: the first ones; 0 before its last round."""
+
+
+@dataclass(frozen=True)
+class LeafOrder:
+    """`inner * outer` leaves: groups of `inner` leaves are folded first, then the groups.
+
+    Example: `LeafOrder(8)` is a fold over 8 leaves; `LeafOrder(4, 2)` adds the sum of leaves 4 to 7
+    to the sum of leaves 0 to 3. Groups keep most of the traffic inside a node.
+    """
+
+    inner: int
+    outer: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.inner, self.outer) < 1:
+            raise ValueError(f"numbers of leaves must be positive, got {self}.")
+
+    @property
+    def count(self) -> int:
+        """Leaves of a step."""
+        return self.inner * self.outer
+
+    def leaves(self, num_sequences: int) -> list[range]:
+        """The sequences of each leaf, by their index in logical order.
+
+        ValueError on fewer sequences than leaves.
+        """
+        if num_sequences < self.count:
+            raise ValueError(
+                f"an optimizer step of {num_sequences} sequences cannot be cut into {self.count} "
+                f"leaves. Set consistency.gradient_leaves to at most {num_sequences}, or train on "
+                "more sequences per update."
+            )
+        return cut(num_sequences, self.count)
+
+    def groups(self, num_sequences: int) -> list[list[range]]:
+        """The leaves of each group."""
+        leaves = self.leaves(num_sequences)
+        return [leaves[i : i + self.inner] for i in range(0, self.count, self.inner)]
+
+    def micro_batches(
+        self, num_sequences: int, leaf: int | None, micro_batch_size: int
+    ) -> list[range]:
+        """The sequences of each forward pass of a leaf; as many passes for every leaf, or None.
+
+        An empty range is filler, which keeps the ranks in step where a forward pass gathers
+        weights: run any sequence of this rank with weight zero. No order depends on this cut.
+
+        Raises: ValueError on a micro-batch larger than a leaf.
+        """
+        leaves = self.leaves(num_sequences)
+        largest = max(map(len, leaves))
+        if not 1 <= micro_batch_size <= largest:
+            raise ValueError(
+                f"a micro-batch of {micro_batch_size} sequences does not fit into a leaf: "
+                f"{num_sequences} sequences in {self.count} leaves are at most {largest} per leaf. "
+                f"Set training.micro_batch_size to 1 to {largest}, or use fewer leaves."
+            )
+        own, passes = range(0) if leaf is None else leaves[leaf], -(-largest // micro_batch_size)
+        return [own[part.start : part.stop] for part in cut(len(own), passes)]
+
+    def inner_size(self, world_size: int, ranks_per_node: int) -> int:
+        """Ranks that share the leaves of one group; they are neighbours, inside a node if possible.
+
+        Raises: ValueError on a number of ranks for which there is no such number.
+        """
+        fitting = [
+            size
+            for size in range(1, world_size + 1)
+            if world_size % size == 0 and size <= self.inner and world_size // size <= self.outer
+        ]
+        if not fitting:
+            products = {i * o for i in range(1, self.inner + 1) for o in range(1, self.outer + 1)}
+            raise ValueError(
+                f"{world_size} processes cannot share {self.inner} x {self.outer} gradient leaves. "
+                f"Allowed numbers of processes: {', '.join(map(str, sorted(products)))}. Start as "
+                "many, or set consistency.gradient_leaves higher (which is another order)."
+            )
+        return max(fitting, key=lambda size: (ranks_per_node % size == 0, size))
+
+    def rounds(self, rank: int, world_size: int, inner_size: int) -> list[Round]:
+        """The rounds of a step. Rank r of W has leaf jW + r in round j where there is one group."""
+        across, found = world_size // inner_size, []
+        firsts = range(0, self.outer, across), range(0, self.inner, inner_size)
+        for first_group, first in product(*firsts):
+            group, place = first_group + rank // inner_size, first + rank % inner_size
+            works, last = group < self.outer, first + inner_size >= self.inner
+            found.append(
+                Round(
+                    index=len(found),
+                    leaf=group * self.inner + place if works and place < self.inner else None,
+                    senders=min(inner_size, self.inner - first) if works else 0,
+                    groups=min(across, self.outer - first_group) if last else 0,
+                )
+            )
+        return found
+
+
+def cut(count: int, parts: int) -> list[range]:
+    """`count` things in `parts` runs whose lengths differ by at most one."""
+    return [range(count * i // parts, count * (i + 1) // parts) for i in range(parts)]

@@ -1,0 +1,143 @@
+"""Processes that name themselves, each other, and the collective that did not complete."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.ordered_sum import OrderedSum
+from rl_consistency.distributed.world import CollectiveError, World
+from rl_consistency.numerics.errors import ConsistencyError
+
+
+def test_without_a_process_group_the_world_is_one_process():
+    world = World.join(torch.device("cpu"))
+    assert (world.rank, world.size, world.ranks_per_node) == (0, 1, 1)
+    assert world.gather("facts", "a") == ["a"]
+    assert world.reduce("numbers", [3, -1], ReduceOp.SUM) == [3, -1]
+    inner, across = world.split(1)
+    vector = torch.arange(3.0)
+    assert inner.exchange("x", vector, 1)().tolist() == [[0, 1, 2]]
+    assert across.all_gather("x", vector) is vector
+
+
+def facts(world):
+    inner, across = world.split(2)
+    return (
+        (world.rank, world.size, world.ranks_per_node),
+        world.gather("facts", {"rank": world.rank}),
+        world.reduce("sums", [world.rank, 2**60], ReduceOp.SUM),
+        world.reduce("maxima", [world.rank, -world.rank], ReduceOp.MAX),
+        (inner.rank, inner.size, across.rank, across.size),
+    )
+
+
+def test_ranks_know_who_they_are_and_share_facts(run_ranks):
+    for rank, found in enumerate(run_ranks(4, facts)):
+        places, gathered, sums, maxima, groups = found
+        assert places == (rank, 4, 4)
+        assert gathered == [{"rank": r} for r in range(4)]
+        assert sums == [6, 2**62] and maxima == [3, 0]
+        assert groups == (rank % 2, 2, rank // 2, 2)
+
+
+def exchanged(world, senders):
+    group, _ = world.split(world.size)
+    vector = torch.arange(2.0 * world.size) + 100 * world.rank
+    return group.exchange("vector", vector, senders)().tolist()
+
+
+@pytest.mark.parametrize("senders", [0, 1, 2, 3])
+def test_only_senders_send(run_ranks, senders):
+    for rank, received in enumerate(run_ranks(3, exchanged, senders)):
+        assert received == [
+            [100 * sender + 2 * rank, 100 * sender + 2 * rank + 1] for sender in range(senders)
+        ]
+
+
+def step_with_a_loss(world, how):
+    total = OrderedSum(world, LeafOrder(6))
+    for round in total.step():
+        if world.rank == 1 and round.index == 1:
+            how()
+        total.add("layer", torch.ones(6))
+    return total.take("layer")
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stuck():
+    time.sleep(4)
+
+
+@pytest.mark.parametrize("how", [killed, stuck])
+def test_a_lost_rank_stops_the_others_with_the_name_of_the_collective(run_ranks, how):
+    began = time.monotonic()
+    found = run_ranks(3, step_with_a_loss, how, timeout=2, expects_errors=True)
+    assert time.monotonic() - began < 20
+    for rank in (0, 2):
+        assert type(found[rank]) is CollectiveError
+        text = f"gradient layer, round [12] of 2: all-to-all between ranks 0, 1, 2: rank {rank} "
+        assert re.match(text, str(found[rank]))
+    assert (found[1] is None) == (how is killed)
+
+
+def late_fact(world):
+    if world.rank == 0:
+        time.sleep(3)
+    world.gather("digest of weights", "")
+
+
+def test_a_fact_that_does_not_come_is_named(run_ranks):
+    _, found = run_ranks(2, late_fact, timeout=1, expects_errors=True)
+    assert type(found) is CollectiveError
+    assert str(found).startswith("digest of weights between ranks 0, 1: rank 1 gave up")
+    assert "within 1 s" in str(found)
+
+
+def one_fails(world, error):
+    done = []
+    with world.agreed("first"):
+        done.append(1)
+    with world.agreed("second"):
+        if world.rank == 1:
+            raise error
+    done.append(2)
+    return done
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ConsistencyError("broken"), ConsistencyError),
+        (OSError("full"), ValueError),
+        (TypeError("no"), ValueError),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_all(run_ranks, error, kind):
+    first, own, last = run_ranks(3, raised_by, one_fails, error)
+    assert own == (type(error), str(error))
+    assert first == last == (kind, f"rank 1: {error}")
+
+
+def raised_by(world, function, *arguments):
+    try:
+        return function(world, *arguments)
+    except (ConsistencyError, ValueError, TypeError, OSError) as error:
+        return type(error), str(error)
+
+
+def from_first(world):
+    return world.from_first("a place", lambda: ["rank", world.rank])
+
+
+def test_rank_0_works_for_all(run_ranks):
+    assert run_ranks(3, from_first) == [["rank", 0]] * 3
+    assert from_first(World.join(torch.device("cpu"))) == ["rank", 0]

@@ -1,0 +1,47 @@
+"""The keys of several processes, and what must fit them."""
+
+import pytest
+
+from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.trainers.config.recipe import dump_config, load_config
+from tests.trainers.config.test_config import DEMO, refusal
+
+
+@pytest.mark.parametrize(("text", "order"), [("4", LeafOrder(4)), ("[2, 2]", LeafOrder(2, 2))])
+def test_gradient_leaves_are_a_number_or_two(text, order, tmp_path):
+    config = load_config(DEMO, [f"consistency.gradient_leaves={text}"])
+    assert config.consistency.gradient_leaves == order
+    resolved = tmp_path / "config.yaml"
+    resolved.write_text(dump_config(config))
+    assert load_config(resolved) == config
+
+
+@pytest.mark.parametrize("text", ["0", "true", "4.0", "[]", "[2, 2, 2]", "[2, 0]", "null"])
+def test_other_gradient_leaves_are_refused(text):
+    text = refusal(f"consistency.gradient_leaves={text}")
+    assert "consistency.gradient_leaves: a positive number, or two: [in a group, groups]" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["consistency.gradient_leaves=257"], "256 sequences cannot be cut into 257 leaves"),
+        (["consistency.gradient_leaves=[2, 4]"], "64 sequences does not fit into a leaf"),
+        (["consistency.gradient_leaves=65", "training.micro_batch_size=1"], "of 64 sequences"),
+        (["consistency.gradient_leaves=4", "consistency.strict=false"], "needs canonical ops"),
+        (["consistency.gradient_leaves=4", "consistency.strict_except=[glu]"], "canonical ops"),
+    ],
+)
+def test_leaves_that_do_not_fit_the_recipe_are_refused(overrides, message):
+    text = refusal(*overrides)
+    assert "  consistency.gradient_leaves: " in text and message in text
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero1", "zero2", "zero3"])
+def test_a_strategy_that_is_not_built_is_refused_by_name(strategy):
+    text = refusal(f"training.strategy={strategy}")
+    assert f"training.strategy: {strategy} is not built yet; use replicated" in text
+
+
+def test_an_unknown_strategy_is_refused():
+    assert "training.strategy: unknown strategy 'ddp'" in refusal("training.strategy=ddp")
