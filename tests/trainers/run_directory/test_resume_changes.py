@@ -158,3 +158,13 @@ def test_a_disk_that_is_full_at_the_metrics_says_what_helps(tiny_run, monkeypatc
             tiny_run(**changes)
     _, rows = tiny_run(**changes, **{"resume" if step else "overwrite": True})
     assert [row["step"] for row in rows] == [1, 2, 3]
+
+
+def test_another_environment_of_the_matrix_library_is_refused_by_name(tiny_run, monkeypatch):
+    monkeypatch.setenv("MKL_CBWR", "AUTO")
+    tiny_run(**{"training.steps": 1})
+    before = tiny_run.files()
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    with pytest.raises(CheckpointError, match=r"environment\.MKL_CBWR: COMPATIBLE != AUTO"):
+        tiny_run(**{"training.steps": 2}, resume=True)
+    assert tiny_run.files() == before
