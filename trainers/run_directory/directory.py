@@ -14,7 +14,9 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from io import FileIO
 from pathlib import Path
+from weakref import WeakSet
 
 from rl_consistency.trainers.config.recipe import RunConfig, dump_config
 from rl_consistency.trainers.run_directory.checkpoint import remedy, strangers
@@ -90,14 +92,14 @@ def require_kinds(directory: Path) -> None:
 def locked(directory: Path) -> Iterator[None]:
     """Hold the directory for this process; RunDirectoryError if another one does.
 
-    The system releases the lock when the process ends, however it ends.
+    The system releases the lock when the process ends, however it ends. Processes that it forks
+    (a pool of a reward function) do not hold it and may live on.
     """
     with ExitStack() as stack:
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            descriptor = os.open(directory / LOCK, flags, 0o666)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = stack.enter_context(open(directory / LOCK, "ab", buffering=0, opener=_no_link))
+            _locks.add(file)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunDirectoryError(
                 f"another process is at work in {directory}: wait for it or stop it, or choose "
@@ -109,6 +111,19 @@ def locked(directory: Path) -> Iterator[None]:
                 "another process could train there too: choose another run.output_dir."
             ) from error
         yield
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _close_locks() -> None:
+    for file in _locks:
+        file.close()
+
+
+_locks: WeakSet[FileIO] = WeakSet()
+os.register_at_fork(after_in_child=_close_locks)
 
 
 @contextmanager

@@ -168,3 +168,15 @@ def test_another_environment_of_the_matrix_library_is_refused_by_name(tiny_run, 
     with pytest.raises(CheckpointError, match=r"environment\.MKL_CBWR: COMPATIBLE != AUTO"):
         tiny_run(**{"training.steps": 2}, resume=True)
     assert tiny_run.files() == before
+
+
+def test_a_backup_of_hard_links_that_resumes_leaves_the_original_alone(tiny_run, lasting):
+    given = {"training.steps": 3, "training.save_every": 1, "training.keep_checkpoints": 3}
+    _, rows = tiny_run(**given)
+    before = tiny_run.files()
+    backup = tiny_run.directory / "backup"
+    shutil.copytree(tiny_run.directory / "run", backup, copy_function=os.link)
+    shutil.rmtree(backup / "checkpoints" / "step_000003")
+    _, resumed = tiny_run.of_its_own("backup", **given, resume=True)
+    assert lasting(resumed) == lasting(rows)
+    assert tiny_run.files() == before
