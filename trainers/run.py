@@ -21,6 +21,7 @@ from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.grpo import GRPOTrainer
 from rl_consistency.trainers.hooks import ConsistencyHook
+from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.launch import check_launch
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
@@ -108,7 +109,9 @@ def train(
                 run.save_if_due(0)
             for step in range(first_step, config.training.steps + 1):
                 try:
-                    trackers.log(step, run.step(step))
+                    with interrupts_heard():
+                        metrics = run.step(step)
+                    trackers.log(step, metrics)
                 except ConsistencyError as error:
                     trackers.log(step, error.metrics)
                     raise
