@@ -132,7 +132,7 @@ def full_disk_explained(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise RunDirectoryError(f"{error}. {remedy(directory / CHECKPOINTS)}") from error
 
