@@ -22,6 +22,8 @@ from math import nan
 from numbers import Real
 from typing import Any
 
+import torch
+
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.foreign_files import one_line, shown
 from rl_consistency.trainers.interrupts import interrupts_heard
@@ -112,7 +114,7 @@ def resolve(name: str) -> RewardCallable:
         )
     module_name, _, attribute = name.partition(":")
     try:
-        with interrupts_heard():
+        with interrupts_heard(), torch.set_grad_enabled(torch.is_grad_enabled()):
             module = importlib.import_module(module_name)
             function = getattr(module, attribute, None)
     except BaseException as error:  # the module is others' code, as in _call
@@ -227,7 +229,7 @@ def _call(
     """
     names = sorted({name for example in examples for name in example.extra})
     try:
-        with interrupts_heard():
+        with interrupts_heard(), torch.set_grad_enabled(torch.is_grad_enabled()):
             scores = term.function(
                 prompts=[example.prompt for example in examples],
                 completions=list(completions),

@@ -45,8 +45,9 @@ class RunDirectoryError(ValueError):
 def check_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> None:
     """RunDirectoryError, with its remedy, where the run cannot be started or continued."""
     directory = config.run.output_dir
-    if directory.exists() and not directory.is_dir():
-        raise RunDirectoryError(f"run.output_dir: {directory} is not a directory; choose another.")
+    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise RunDirectoryError(f"run.output_dir: {there} is not a directory; choose another.")
     require_kinds(directory)
     listed = _listed(directory)
     names = (*FILES, CHECKPOINTS, REPLAY)

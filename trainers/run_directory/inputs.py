@@ -75,8 +75,9 @@ def reward_digests(rewards: Sequence[RewardFunction]) -> dict[str, str]:
 
 def _source_digest(term: RewardFunction) -> str:
     named, _, _ = term.name.rpartition(":")
-    names = {named, getattr(term.function, "__module__", named)} - {""}
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in sorted(names))
+    given = {named, getattr(term.function, "__module__", named)} - {""}
+    names = sorted(name for name in given if isinstance(name, str))
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in names)
     return _digest([file_digest(Path(file)) for file in files if file])
 
 
