@@ -133,11 +133,12 @@ class _Run:
         )
         self.model.train()
         inputs = settings(config) | policy_digests(self.model, self.tokenizer)
-        context = context_length(self.model)
-        self.train_set, self.eval_set = load_prompts(config, self.tokenizer, context)
+        vocab_size = self.model.config.vocab_size
+        limits = {"context_length": context_length(self.model), "vocab_size": vocab_size}
+        self.train_set, self.eval_set = load_prompts(config, self.tokenizer, **limits)
         self.warm_start_targets = []
         if config.warm_start.steps:
-            self.warm_start_targets = encode_targets(self.train_set, self.tokenizer, context)
+            self.warm_start_targets = encode_targets(self.train_set, self.tokenizer, **limits)
         self.rewards = [
             RewardFunction(f.name, resolve(f.name), f.weight) for f in config.reward.functions
         ]

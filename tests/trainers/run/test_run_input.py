@@ -158,6 +158,23 @@ def test_a_prompt_longer_than_the_context_is_named(tiny_run):
     assert not (tiny_run.directory / "run").exists()
 
 
+@pytest.mark.parametrize(("character", "warm_start"), [("+", 0), ("5", 1)])
+def test_a_token_beyond_the_vocabulary_is_named_before_the_directory_is_made(
+    tiny_run, character, warm_start
+):
+    given = saved_policy(tiny_run.directory / "model") | from_file(tiny_run)
+    file = tiny_run.directory / "model" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"][character] = 5000
+    file.write_text(json.dumps(content))
+    example = {"question": "1+1=", "answer": "5"}
+    Path(given["data.path"]).write_text(json.dumps(example) + "\n")
+    given |= {"rollout.prompts_per_step": 1, "warm_start.steps": warm_start}
+    with pytest.raises(DataError, match="token id 5000, outside the model's vocabulary of 2"):
+        tiny_run(**given)
+    assert not (tiny_run.directory / "run").exists()
+
+
 def test_an_answer_too_long_for_the_warm_start_is_named(tiny_run):
     changes = from_file(tiny_run, **{"warm_start.steps": 1})
     Path(changes["data.path"]).write_text(
