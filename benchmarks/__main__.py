@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, allow_abbrev=False
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="what")
     for name, run, text in (
         ("ops", _measure, "every op against its stock counterpart"),
@@ -55,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         ("speed-doc", lambda _: speed_doc.write(), "docs/speed.md and the README's speed table"),
         ("compare", _compare, "the same cases of two results files"),
     ):
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         command.set_defaults(run=run)
         if name not in ("speed-doc", "compare"):
             command.add_argument("--json", type=Path, metavar="FILE", help="the results file")

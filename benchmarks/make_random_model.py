@@ -19,7 +19,9 @@ from rl_consistency.verify.presets import build_preset, known_presets
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the directory; 2 where it already holds a model."""
-    parser = argparse.ArgumentParser(description="write a model directory with random weights")
+    parser = argparse.ArgumentParser(
+        description="write a model directory with random weights", allow_abbrev=False
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--preset", choices=known_presets(), default="qwen3-0.6b")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")

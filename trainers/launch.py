@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from accelerate.utils import str_to_bool
 
 from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.trainers.config.recipe import RunConfig
@@ -125,12 +126,22 @@ def _unhonoured(environment: Mapping[str, str], device: str) -> Iterator[str]:
     if (backend := given("DYNAMO_BACKEND", "no")) not in ("", "no"):
         yield f"--dynamo_backend {backend}: a compiled training step is not covered; leave it out"
     for engine in _ENGINES:
-        if given(f"USE_{engine}", "false") in ("1", "true"):
+        if (yield from _is_true(environment, f"ACCELERATE_USE_{engine}")):
             yield f"ACCELERATE_USE_{engine}: training.strategy is replicated; leave it out"
-    if given("USE_CPU", "false") in ("1", "true") and device != "cpu":
+    if (yield from _is_true(environment, "ACCELERATE_USE_CPU")) and device != "cpu":
         yield f"--cpu: the recipe says run.device {device}; set one of them"
     if (forced := given("TORCH_DEVICE", device).partition(":")[0]) != device:
         yield f"ACCELERATE_TORCH_DEVICE {forced}: the recipe says run.device {device}"
+
+
+def _is_true(environment: Mapping[str, str], name: str) -> Generator[str, None, bool]:
+    """Whether accelerate takes the value for true; a problem where it takes it for nothing."""
+    text = environment.get(name, "false")
+    try:
+        return str_to_bool(text) == 1
+    except ValueError:
+        yield f"{name} {text}: accelerate reads it as true or false; set it to one, or unset it"
+        return False
 
 
 def _launcher_steps(environment: Mapping[str, str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.arithmetic import problems
 from rl_consistency.trainers.data.examples import DataError, Example, encode_prompt, read_jsonl
+from rl_consistency.trainers.data.foreign_files import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class PromptSet:
 
 
 def load_prompts(
-    config: RunConfig, tokenizer: Any, context_length: int
+    config: RunConfig, tokenizer: Any, *, context_length: int, vocab_size: int
 ) -> tuple[PromptSet, PromptSet | None]:
     """The prompts to train on and those of the evaluation set, if any; DataError on bad data."""
     train, evaluation = _examples(config)
@@ -33,7 +34,7 @@ def load_prompts(
 
     encode = partial(
         encode_prompt,
-        encode=partial(tokenizer.encode, add_special_tokens=False),
+        encode=_encoder(tokenizer, vocab_size),
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_tokens=config.rollout.sampling.max_tokens,
         context_length=context_length,
@@ -45,12 +46,13 @@ def load_prompts(
     return encoded(train), encoded(evaluation) if evaluation else None
 
 
-def encode_targets(train: PromptSet, tokenizer: Any, context_length: int) -> list[list[int]]:
+def encode_targets(
+    train: PromptSet, tokenizer: Any, *, context_length: int, vocab_size: int
+) -> list[list[int]]:
     """Token ids of every example's target, end token included; DataError if one does not fit."""
-    targets = []
+    targets, encode = [], _encoder(tokenizer, vocab_size)
     for example, prompt in zip(train.examples, train.prompts, strict=True):
-        encoded = tokenizer.encode(example.target, add_special_tokens=False)
-        targets.append([*encoded, tokenizer.eos_token_id])
+        targets.append([*encode(example.target), tokenizer.eos_token_id])
         length = len(prompt) + len(targets[-1])
         if length > context_length:
             raise DataError(
@@ -58,6 +60,22 @@ def encode_targets(train: PromptSet, tokenizer: Any, context_length: int) -> lis
                 f"context is {context_length}: remove the example, or set warm_start.steps to 0"
             )
     return targets
+
+
+def _encoder(tokenizer: Any, vocab_size: int) -> Callable[[str], list[int]]:
+    """Takes a text to its token ids; DataError for one that the model has no embedding of."""
+
+    def encode(text: str) -> list[int]:
+        token_ids = list(tokenizer.encode(text, add_special_tokens=False))
+        if outside := [token_id for token_id in token_ids if token_id >= vocab_size]:
+            raise DataError(
+                f"the tokenizer gives {shown(text):.60} the token id {outside[0]}, outside the "
+                f"model's vocabulary of {vocab_size}: they do not belong together (tokenizer.kind "
+                "auto takes the model's own)"
+            )
+        return token_ids
+
+    return encode
 
 
 def _examples(config: RunConfig) -> tuple[list[Example], list[Example]]:

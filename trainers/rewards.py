@@ -22,8 +22,11 @@ from math import nan
 from numbers import Real
 from typing import Any
 
+import torch
+
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.foreign_files import one_line, shown
+from rl_consistency.trainers.interrupts import interrupts_heard
 
 LARGEST = (2 - 2**-23) * 2.0**127
 """Of float32, in which advantages are."""
@@ -111,8 +114,9 @@ def resolve(name: str) -> RewardCallable:
         )
     module_name, _, attribute = name.partition(":")
     try:
-        module = importlib.import_module(module_name)
-        function = getattr(module, attribute, None)
+        with interrupts_heard(), torch.set_grad_enabled(torch.is_grad_enabled()):
+            module = importlib.import_module(module_name)
+            function = getattr(module, attribute, None)
     except BaseException as error:  # the module is others' code, as in _call
         if not isinstance(error, KeyboardInterrupt):
             problem = f"reward function {name!r}: cannot import {module_name!r}: {one_line(error)}"
@@ -225,13 +229,14 @@ def _call(
     """
     names = sorted({name for example in examples for name in example.extra})
     try:
-        scores = term.function(
-            prompts=[example.prompt for example in examples],
-            completions=list(completions),
-            answers=[example.answer for example in examples],
-            **{name: [example.extra.get(name) for example in examples] for name in names},
-        )
-        scores = list(scores) if isinstance(scores, list | tuple) else scores
+        with interrupts_heard(), torch.set_grad_enabled(torch.is_grad_enabled()):
+            scores = term.function(
+                prompts=[example.prompt for example in examples],
+                completions=list(completions),
+                answers=[example.answer for example in examples],
+                **{name: [example.extra.get(name) for example in examples] for name in names},
+            )
+            scores = list(scores) if isinstance(scores, list | tuple) else scores
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):
             return None, error

@@ -26,6 +26,7 @@ from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.grpo import GRPOTrainer
 from rl_consistency.trainers.hooks import ConsistencyHook
+from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.launch import check_machine, threads
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
@@ -133,7 +134,8 @@ def train(
                 run.save_if_due(0)
             for step in range(first_step, config.training.steps + 1):
                 try:
-                    metrics = run.step(step)
+                    with interrupts_heard():
+                        metrics = run.step(step)
                 except ConsistencyError as error:
                     trackers.log(step, error.metrics)
                     raise
@@ -168,11 +170,12 @@ class _Run:
         )
         self.model.train()
         inputs = settings(config) | policy_digests(self.model, self.tokenizer)
-        context = context_length(self.model)
-        self.train_set, self.eval_set = load_prompts(config, self.tokenizer, context)
+        vocab_size = self.model.config.vocab_size
+        limits = {"context_length": context_length(self.model), "vocab_size": vocab_size}
+        self.train_set, self.eval_set = load_prompts(config, self.tokenizer, **limits)
         self.warm_start_targets = []
         if config.warm_start.steps:
-            self.warm_start_targets = encode_targets(self.train_set, self.tokenizer, context)
+            self.warm_start_targets = encode_targets(self.train_set, self.tokenizer, **limits)
             self.leaves.leaves(min(config.warm_start.batch_size, len(self.train_set.prompts)))
         self.rewards = [
             RewardFunction(f.name, resolve(f.name), f.weight) for f in config.reward.functions

@@ -167,13 +167,16 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         prog="rl-consistency",
         description="On-policy consistency for RL on language models: rollout and training compute "
         "the same bits.",
+        allow_abbrev=False,
     )
     version = f"%(prog)s {rl_consistency.__version__}"
     parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((a for a in arguments if not a.startswith("-")), None)
     for name, help_text in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=help_text, description=help_text)
+        subparser = subparsers.add_parser(
+            name, help=help_text, description=help_text, allow_abbrev=False
+        )
         if name == chosen:
             module = import_module(f"rl_consistency.cli.{name}")
             module.add_arguments(subparser)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.numerics.orders import ORDERS
 from rl_consistency.numerics.settings import SETTINGS
 from rl_consistency.numerics.strict import current
+
+LIBRARY_PREFIXES = ("MKL_", "ONEDNN_", "DNNL_", "TORCH_MKLDNN_")
+"""Of the environment variables by which torch's CPU libraries choose other code."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ def fingerprint(
         entries["num_threads"] = str(torch.get_num_threads())
         # The matrix library chooses its walk over K; its build is part of the order.
         entries["torch_build"] = hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16]
+        given = {k: v for k, v in os.environ.items() if k.startswith(LIBRARY_PREFIXES)}
+        entries |= {f"environment.{name}": value for name, value in given.items()}
         entries["flushes_denormals"] = str(bool(torch.tensor(1e-39) * 0.5 == 0))
     if cuda:
         # Triton and its own assembler make the kernels, so the driver does not enter.

@@ -139,7 +139,10 @@ def test_another_broken_pipe_is_an_error(command, capsys):
     assert "the pipe of a tracker" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["unknown"], ["verify", "--unknown"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["unknown"], ["verify", "--unknown"], ["--vers"], ["train", "recipe", "--over"]],
+)
 def test_a_wrong_call_is_bad_input(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(arguments)

@@ -1,3 +1,9 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 
 from rl_consistency.distributed.gradient_norm import ORDER as sharded_gradient_norm
@@ -83,3 +89,38 @@ def test_on_a_gpu_it_covers_the_device_and_what_compiles_for_it(monkeypatch):
     assert entries["device"] == "Some GPU" and entries["cuda_capability"] == "9.0"
     assert {"triton", "cuda_runtime"} <= entries.keys()
     assert not {"num_threads", "cpu_model"} & entries.keys()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"],
+)
+def test_a_variable_that_a_matrix_library_reads_shows(monkeypatch, name):
+    monkeypatch.delenv(name, raising=False)
+    expected = fingerprint()
+    monkeypatch.setenv(name, "COMPATIBLE")
+    assert fingerprint().difference(expected) == [f"environment.{name}: COMPATIBLE != absent"]
+
+
+PROCESS = """
+import hashlib, torch
+from rl_consistency.numerics.fingerprint import fingerprint
+torch.set_num_threads(1)
+torch.manual_seed(0)
+product = torch.randn(64, 1024) @ torch.randn(1024, 64)
+print(hashlib.sha256(product.numpy().tobytes()).hexdigest(), fingerprint().digest)
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="needs a torch built with MKL")
+def test_processes_whose_products_differ_by_the_environment_have_other_fingerprints():
+    def run(branch):
+        environment = {k: v for k, v in os.environ.items() if k != "MKL_CBWR"}
+        environment |= {"PYTHONPATH": str(Path(__file__).parents[2])} | branch
+        command = [sys.executable, "-c", PROCESS]
+        done = subprocess.run(command, env=environment, capture_output=True, check=True)
+        return done.stdout.split()
+
+    product, digest = run({})
+    other_product, other_digest = run({"MKL_CBWR": "COMPATIBLE"})
+    assert other_product != product and other_digest != digest

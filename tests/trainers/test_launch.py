@@ -88,6 +88,10 @@ def test_processes_that_share_leaves_are_let_through(launched, variables):
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "steps 4: training.micro_batch_size"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "--dynamo_backend inductor"),
         ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP"),
+        ({"ACCELERATE_USE_FSDP": "Yes"}, "ACCELERATE_USE_FSDP"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "on"}, "ACCELERATE_USE_MEGATRON_LM"),
+        ({"ACCELERATE_USE_CPU": "garbage"}, "ACCELERATE_USE_CPU garbage: .* true or false"),
+        ({"ACCELERATE_USE_CPU": ""}, "ACCELERATE_USE_CPU : .* true or false"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED"),
         ({"ACCELERATE_TORCH_DEVICE": "cuda:0"}, "ACCELERATE_TORCH_DEVICE cuda: .* run.device cpu"),
     ],
@@ -108,8 +112,9 @@ def test_only_the_first_of_several_processes_speaks(launched):
     assert is_first_process()
 
 
-def test_a_launcher_on_the_cpu_does_not_move_a_run_off_its_gpu(launched):
-    launched(ACCELERATE_USE_CPU="True")
+@pytest.mark.parametrize("text", ["True", "yes", "1"])
+def test_a_launcher_on_the_cpu_does_not_move_a_run_off_its_gpu(launched, text):
+    launched(ACCELERATE_USE_CPU=text)
     with pytest.raises(ValueError, match="--cpu: the recipe says run.device cuda"):
         check_launch("cuda")
 

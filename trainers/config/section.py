@@ -22,6 +22,12 @@ def _not_bool(value: Any) -> Any:
     return value
 
 
+def _not_empty(value: Any) -> Any:
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("the path is empty: name a file or directory, '.' for the current one")
+    return value
+
+
 def _absolute(path: Path) -> Path:
     try:
         absolute = path.expanduser().absolute()
@@ -41,7 +47,7 @@ Positive = Annotated[Float, Field(gt=0)]
 PositiveOrZero = Annotated[Float, Field(ge=0)]
 BelowOne = Annotated[Float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
-LocalPath = Annotated[Path, AfterValidator(_absolute)]
+LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_absolute)]
 
 
 def require_one(**choices: Any) -> None:

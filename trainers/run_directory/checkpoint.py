@@ -12,7 +12,7 @@ full disk leaves the previous one whole. Loading it runs none of its files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,7 @@ def save_checkpoint(
     CheckpointError, and nothing changed, where it cannot be written.
     """
     target = directory / _name(step)
-    with _explained(f"the checkpoint {target}", directory):
+    with explained(f"the checkpoint {target}", lambda: remedy(directory)):
         directory.mkdir(parents=True, exist_ok=True)
         with unfinished(directory) as place:
             model.config.architectures = [type(model).__name__]
@@ -106,7 +106,7 @@ def save_weights(file: Path, model: Any) -> str:
 
     CheckpointError if the disk refuses.
     """
-    with _explained(str(file), file.parent), unfinished(file.parent) as place:
+    with explained(str(file), lambda: remedy(file.parent)), unfinished(file.parent) as place:
         written = place / file.name
         save_file(_weights(model), written, metadata={"format": "pt"})
         digest = file_digest(written)
@@ -125,14 +125,14 @@ def read_weights(file: Path, digest: str) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _explained(what: str, directory: Path) -> Iterator[None]:
-    """Say what a failing disk means for the run whose checkpoints are in `directory`."""
+def explained(what: str, remedy: Callable[[], str]) -> Iterator[None]:
+    """Say what helps where a failing disk does not take what the block writes."""
     try:
         yield
     except BaseException as error:
         # tokenizers reports a failed write as a bare Exception.
         if isinstance(error, OSError | SafetensorError) or type(error) is Exception:
-            raise CheckpointError(f"cannot write {what}: {error}. {remedy(directory)}") from error
+            raise CheckpointError(f"cannot write {what}: {error}. {remedy()}") from error
         raise
 
 

@@ -14,7 +14,9 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from io import FileIO
 from pathlib import Path
+from weakref import WeakSet
 
 from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.trainers.config.recipe import RunConfig, dump_config
@@ -50,8 +52,9 @@ class RunDirectoryError(ValueError):
 def check_directory(config: RunConfig, *, resume: bool, overwrite: bool) -> None:
     """RunDirectoryError, with its remedy, where the run cannot be started or continued."""
     directory = config.run.output_dir
-    if directory.exists() and not directory.is_dir():
-        raise RunDirectoryError(f"run.output_dir: {directory} is not a directory; choose another.")
+    there = next(path for path in (directory, *directory.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise RunDirectoryError(f"run.output_dir: {there} is not a directory; choose another.")
     require_kinds(directory)
     listed = _listed(directory)
     names = (*FILES, CHECKPOINTS, REPLAY)
@@ -97,14 +100,14 @@ def require_kinds(directory: Path) -> None:
 def locked(directory: Path) -> Iterator[None]:
     """Hold the directory for this process; RunDirectoryError if another one does.
 
-    The system releases the lock when the process ends, however it ends.
+    The system releases the lock when the process ends, however it ends. Processes that it forks
+    (a pool of a reward function) do not hold it and may live on.
     """
     with ExitStack() as stack:
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            descriptor = os.open(directory / LOCK, flags, 0o666)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = stack.enter_context(open(directory / LOCK, "ab", buffering=0, opener=_no_link))
+            _locks.add(file)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RunDirectoryError(
                 f"another process is at work in {directory}: wait for it or stop it, or choose "
@@ -118,13 +121,26 @@ def locked(directory: Path) -> Iterator[None]:
         yield
 
 
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
+def _close_locks() -> None:
+    for file in _locks:
+        file.close()
+
+
+_locks: WeakSet[FileIO] = WeakSet()
+os.register_at_fork(after_in_child=_close_locks)
+
+
 @contextmanager
 def full_disk_explained(directory: Path) -> Iterator[None]:
     """Say what helps where the disk has no room for one of the run's files."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise RunDirectoryError(f"{error}. {remedy(directory / CHECKPOINTS)}") from error
 

@@ -17,6 +17,7 @@ from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.prompts import PromptSet
 from rl_consistency.trainers.rewards import RewardFunction
+from rl_consistency.trainers.run_directory.checkpoint import explained
 from rl_consistency.trainers.run_directory.sealed_json import file_digest
 
 FREE = {
@@ -57,7 +58,7 @@ def policy_digests(model: Any, tokenizer: Any) -> dict[str, str]:
     config = json.loads(model.config.to_json_string(use_diff=False))
     config.pop("_name_or_path", None)
     generation = model.generation_config and model.generation_config.to_json_string()
-    with TemporaryDirectory() as directory:
+    with explained("the tokenizer's files", _free_temporary), TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
         files = sorted(file for file in Path(directory).rglob("*") if file.is_file())
         contents = [[str(f.relative_to(directory)), file_digest(f)] for f in files]
@@ -66,6 +67,10 @@ def policy_digests(model: Any, tokenizer: Any) -> dict[str, str]:
         "policy's config": _digest([config, generation]),
         "tokenizer": _digest(contents),
     }
+
+
+def _free_temporary() -> str:
+    return "Free some space in the folder of temporary files, or set TMPDIR to another."
 
 
 def data_digests(train: PromptSet, evaluation: PromptSet | None) -> dict[str, str]:
@@ -81,8 +86,9 @@ def reward_digests(rewards: Sequence[RewardFunction]) -> dict[str, str]:
 
 def _source_digest(term: RewardFunction) -> str:
     named, _, _ = term.name.rpartition(":")
-    names = {named, getattr(term.function, "__module__", named)} - {""}
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in sorted(names))
+    given = {named, getattr(term.function, "__module__", named)} - {""}
+    names = sorted(name for name in given if isinstance(name, str))
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in names)
     return _digest([file_digest(Path(file)) for file in files if file])
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_consistency.trainers.data.foreign_files import parse_json_object
+from rl_consistency.trainers.run_directory.unfinished import write_whole
 
 Metric = float | int | bool | str
 Metrics = Mapping[str, Metric]
@@ -121,7 +122,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _cut_after(path: Path, state: Mapping[str, Any]) -> None:
-    """Truncate to the length of `state`; ValueError if those bytes are not the ones of then."""
+    """Cut to the length of `state`; ValueError if those bytes are not the ones of then."""
     data = path.read_bytes() if path.is_file() else b""
     if _state(data[: state["bytes"]]) != state:
         raise ValueError(
@@ -129,7 +130,8 @@ def _cut_after(path: Path, state: Mapping[str, Any]) -> None:
             "checkpoint to resume from (SHA-256). Restore the file, or start a new run with that "
             "checkpoint as policy.path."
         )
-    os.truncate(path, state["bytes"])
+    # Anew: another run directory may hold a hard link to this file.
+    write_whole(path, data[: state["bytes"]].decode())
 
 
 def _state(data: bytes) -> dict[str, Any]:

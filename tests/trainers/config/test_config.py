@@ -377,3 +377,10 @@ def test_the_sampling_of_a_recipe_is_sampling_params_with_the_seed_of_the_run():
 
 def test_float16_cannot_be_trained():
     assert "Input should be 'float32' or 'bfloat16'" in refusal("policy.dtype=float16")
+
+
+@pytest.mark.parametrize("key", ["run.output_dir", "data.path"])
+@pytest.mark.parametrize("text", ["''", "' '"])
+def test_an_empty_path_is_refused_by_its_key(key, text):
+    message = refusal(f"{key}={text}")
+    assert key in message and "empty" in message

@@ -11,6 +11,7 @@ from rl_consistency.trainers.data.examples import DataError
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import PolicyError, build_model
 from rl_consistency.trainers.rewards import RewardError
+from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
 
 @pytest.mark.parametrize(
@@ -157,6 +158,23 @@ def test_a_prompt_longer_than_the_context_is_named(tiny_run):
     assert not (tiny_run.directory / "run").exists()
 
 
+@pytest.mark.parametrize(("character", "warm_start"), [("+", 0), ("5", 1)])
+def test_a_token_beyond_the_vocabulary_is_named_before_the_directory_is_made(
+    tiny_run, character, warm_start
+):
+    given = saved_policy(tiny_run.directory / "model") | from_file(tiny_run)
+    file = tiny_run.directory / "model" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"][character] = 5000
+    file.write_text(json.dumps(content))
+    example = {"question": "1+1=", "answer": "5"}
+    Path(given["data.path"]).write_text(json.dumps(example) + "\n")
+    given |= {"rollout.prompts_per_step": 1, "warm_start.steps": warm_start}
+    with pytest.raises(DataError, match="token id 5000, outside the model's vocabulary of 2"):
+        tiny_run(**given)
+    assert not (tiny_run.directory / "run").exists()
+
+
 def test_an_answer_too_long_for_the_warm_start_is_named(tiny_run):
     changes = from_file(tiny_run, **{"warm_start.steps": 1})
     Path(changes["data.path"]).write_text(
@@ -188,3 +206,43 @@ def test_active_dropout_is_refused(tiny_run):
 def test_weights_that_diverge_stop_the_run_with_the_remedy(tiny_run):
     with pytest.raises((ValueError, ConsistencyError), match="not finite|gradient norm is"):
         tiny_run(**{"optimizer.learning_rate": 1e30, "optimizer.max_grad_norm": None})
+
+
+@pytest.mark.parametrize("place", ["module", "function"])
+def test_a_reward_function_that_turns_gradients_off_changes_no_bit(tiny_run, place):
+    plain, _ = tiny_run.of_its_own("plain")
+    off = "__import__('torch').set_grad_enabled(False)"
+    at = {"module": "", "function": "", place: off}
+    (tiny_run.directory / f"off_in_{place}.py").write_text(
+        f"import toy_rewards\n{at['module']}\n"
+        f"def varied(**given):\n    {at['function']}\n    return toy_rewards.varied(**given)\n"
+    )
+    found, _ = tiny_run(**{"reward.functions": [{"name": f"off_in_{place}:varied"}]})
+    assert found["parameter_digest"] == plain["parameter_digest"]
+
+
+@pytest.mark.parametrize("module", [None, 5])
+def test_a_reward_object_without_a_module_runs(tiny_run, module):
+    with (tiny_run.directory / "toy_rewards.py").open("a") as stream:
+        stream.write(
+            "class Judge:\n    def __call__(self, **given):\n        return varied(**given)\n"
+            f"judge = Judge()\njudge.__module__ = {module}\n"
+        )
+    summary, _ = tiny_run(**{"reward.functions": [{"name": "toy_rewards:judge"}]})
+    assert summary["steps"] == 3
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling", "looping"])
+def test_what_is_no_directory_above_the_run_is_named_before_the_policy_is_loaded(
+    tiny_run, monkeypatch, kind
+):
+    parent = tiny_run.directory / "parent"
+    if kind == "file":
+        parent.write_text("")
+    else:
+        parent.symlink_to(parent if kind == "looping" else tiny_run.directory / "absent")
+    monkeypatch.setattr(run, "load_policy", None)
+    for directory in (parent / "run", parent / "deep" / "run", parent):
+        message = rf"run\.output_dir: {parent} is not a directory"
+        with pytest.raises(RunDirectoryError, match=message):
+            tiny_run(**{"run.output_dir": str(directory)})

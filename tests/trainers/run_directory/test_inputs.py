@@ -5,6 +5,7 @@ import shutil
 import sys
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from rl_consistency.trainers import run
 from rl_consistency.trainers.config.policy_sections import BuildSection
@@ -182,3 +183,16 @@ def test_an_output_directory_inside_the_model_s_or_beside_the_data_resumes(tiny_
     summary, _ = tiny_run(**given)
     again, _ = tiny_run(**given, resume=True)
     assert again["parameter_digest"] == summary["parameter_digest"]
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), Exception("File too large (os error 27)")]
+)
+def test_a_temporary_folder_without_room_is_named_with_what_helps(tiny_run, monkeypatch, error):
+    def full(*_, **__):
+        raise error
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", full)
+    with pytest.raises(CheckpointError, match=r"tokenizer.*(No space|too large).*TMPDIR") as caught:
+        tiny_run()
+    assert "\n" not in str(caught.value) and not (tiny_run.directory / "run").exists()

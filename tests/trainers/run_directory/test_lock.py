@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import yaml
 
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
-from rl_consistency.trainers.run_directory.directory import RunDirectoryError
+from rl_consistency.trainers.run_directory.directory import RunDirectoryError, locked
 from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
 
 ROOT = Path(__file__).parents[3]
@@ -60,7 +59,7 @@ def test_of_two_resumed_runs_the_second_is_refused(tiny_run, lasting, monkeypatc
     assert lasting(mine) == lasting(rows)
 
 
-def test_without_the_lock_two_runs_write_into_one_metrics_file(tiny_run, monkeypatch):
+def test_without_the_lock_two_runs_write_the_same_checkpoint(tiny_run, monkeypatch):
     """Negative control."""
     changes, begun, log = {"training.steps": 4, "training.save_every": 2}, [], MetricsFile.log
 
@@ -74,8 +73,6 @@ def test_without_the_lock_two_runs_write_into_one_metrics_file(tiny_run, monkeyp
     monkeypatch.setattr(run_module, "locked", nullcontext)
     with pytest.raises(CheckpointError, match="step_000004.*not empty"):
         tiny_run(**changes)
-    lines = tiny_run.files()["metrics.jsonl"].splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 4]
 
 
 def test_a_file_system_without_locks_is_refused(tiny_run, monkeypatch):
@@ -151,3 +148,39 @@ def test_a_kill_releases_the_lock(tiny_run):
     assert process.returncode == -signal.SIGKILL
     summary, _ = tiny_run(**SAVING, resume=True)
     assert summary["steps"] == 3
+
+
+def test_a_forked_process_that_outlives_a_killed_run_does_not_hold_the_lock(tmp_path):
+    code = (
+        "import os, sys, time\nfrom pathlib import Path\n"
+        "from rl_consistency.trainers.run_directory.directory import locked\n"
+        "with locked(Path(sys.argv[1])):\n"
+        "    if not (child := os.fork()):\n        time.sleep(60)\n        os._exit(0)\n"
+        "    print(child, flush=True)\n    time.sleep(60)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+    )
+    child = int(process.stdout.readline())
+    try:
+        with pytest.raises(RunDirectoryError, match="another process"), locked(tmp_path):
+            pass
+        process.kill()
+        process.wait()
+        with locked(tmp_path):
+            os.kill(child, 0)  # it lives on
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.kill()
+        process.communicate()
+
+
+def test_a_forked_process_does_not_release_the_lock_of_its_parent(tmp_path):
+    with locked(tmp_path):
+        if not (child := os.fork()):
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        with pytest.raises(RunDirectoryError, match="another process"), locked(tmp_path):
+            pass

@@ -138,8 +138,9 @@ def test_half_a_checkpoint_in_the_way_is_named_before_the_run_goes_on(tiny_run):
     assert tiny_run.files() == before
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
 @pytest.mark.parametrize("step", [0, 1])
-def test_a_disk_that_is_full_at_the_metrics_says_what_helps(tiny_run, monkeypatch, step):
+def test_a_disk_that_is_full_at_the_metrics_says_what_helps(tiny_run, monkeypatch, step, number):
     real = os.fsync
 
     def full(descriptor):
@@ -147,14 +148,38 @@ def test_a_disk_that_is_full_at_the_metrics_says_what_helps(tiny_run, monkeypatc
         if name.endswith("metrics.jsonl") and Path(name).stat().st_size > 0:
             logged.append(name)
             if len(logged) == 1 + 2 * step:
-                raise OSError(errno.ENOSPC, "No space left on device")
+                raise OSError(number, os.strerror(number))
         real(descriptor)
 
     logged, changes = [], {"training.save_every": 1 if step else 0}
     remedy = "continue with --resume" if step else "begin again with --overwrite"
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(RunDirectoryError, match=f"No space left .*free some space.*{remedy}"):
+        with pytest.raises(
+            RunDirectoryError, match=f"{os.strerror(number)}.*free some space.*{remedy}"
+        ):
             tiny_run(**changes)
     _, rows = tiny_run(**changes, **{"resume" if step else "overwrite": True})
     assert [row["step"] for row in rows] == [1, 2, 3]
+
+
+def test_another_environment_of_the_matrix_library_is_refused_by_name(tiny_run, monkeypatch):
+    monkeypatch.setenv("MKL_CBWR", "AUTO")
+    tiny_run(**{"training.steps": 1})
+    before = tiny_run.files()
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    with pytest.raises(CheckpointError, match=r"environment\.MKL_CBWR: COMPATIBLE != AUTO"):
+        tiny_run(**{"training.steps": 2}, resume=True)
+    assert tiny_run.files() == before
+
+
+def test_a_backup_of_hard_links_that_resumes_leaves_the_original_alone(tiny_run, lasting):
+    given = {"training.steps": 3, "training.save_every": 1, "training.keep_checkpoints": 3}
+    _, rows = tiny_run(**given)
+    before = tiny_run.files()
+    backup = tiny_run.directory / "backup"
+    shutil.copytree(tiny_run.directory / "run", backup, copy_function=os.link)
+    shutil.rmtree(backup / "checkpoints" / "step_000003")
+    _, resumed = tiny_run.of_its_own("backup", **given, resume=True)
+    assert lasting(resumed) == lasting(rows)
+    assert tiny_run.files() == before
