@@ -134,15 +134,15 @@ def train(
                 run.save_if_due(0)
             for step in range(first_step, config.training.steps + 1):
                 try:
-                    with interrupts_heard():
-                        metrics = run.step(step)
+                    metrics = run.step(step)
                 except ConsistencyError as error:
                     trackers.log(step, error.metrics)
                     raise
                 log(step, metrics)
                 run.save_if_due(step)
-            seconds = time.perf_counter() - started
-            summary = world.from_first("the summary", lambda: run.summarize(seconds))
+            summary = world.from_first(
+                "summary", lambda: run.summarize(time.perf_counter() - started)
+            )
             world.from_first("the end", finish)
             trackers.failed = not passed(summary)
         return summary
@@ -246,6 +246,7 @@ class _Run:
         self.ranks = Replicated(self.world, self.leaves, self.model)
         self.stack.callback(self.ranks.close)
 
+    @interrupts_heard()
     def step(self, step: int) -> dict[str, Any]:
         """One GRPO step, with evaluation where it is due."""
         metrics = self.trainer.step(step)
