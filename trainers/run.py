@@ -140,9 +140,8 @@ def train(
                     raise
                 log(step, metrics)
                 run.save_if_due(step)
-            summary = world.from_first(
-                "summary", lambda: run.summarize(time.perf_counter() - started)
-            )
+            seconds = time.perf_counter() - started
+            summary = world.from_first("the summary", lambda: run.summarize(seconds))
             world.from_first("the end", finish)
             trackers.failed = not passed(summary)
         return summary
@@ -208,8 +207,7 @@ class _Run:
         if self.config.warm_start.steps:
             self._warm_start()
         if self.reference is not None:
-            file = self.directory / REFERENCE
-            save = partial(save_weights, file, self.model)
+            save = partial(save_weights, self.directory / REFERENCE, self.model)
             self.reference_digest = self.world.from_first("the reference", save)
             self._load_reference()
         self._assemble()
@@ -396,7 +394,7 @@ class _Run:
         """Give the KL reference the weights that the run began with, freeze it and patch it."""
         assert self.reference is not None and self.reference_digest is not None
         with self.world.agreed("the reference"):
-            file = self.directory / REFERENCE
-            load_weights(self.reference, read_weights(file, self.reference_digest))
+            weights = read_weights(self.directory / REFERENCE, self.reference_digest)
+            load_weights(self.reference, weights)
         self.reference.requires_grad_(False)
         self.stack.enter_context(patch(self.reference))
