@@ -276,7 +276,8 @@ def test_five_products_are_refused_where_they_cannot_run():
 
 
 def test_the_default_dtype_of_torch_changes_nothing():
-    q, k, v, _, layout = packed(torch.bfloat16)
+    q, k, v, _ = sequence(2, torch.bfloat16)
+    layout = PackedSequences.of([0], [33])
     call = partial(attention_fwd, q, k, v, layout, 32**-0.5, None, schedule=SMALL)
     expected = call(programs_per_tile=2)
     torch.set_default_dtype(torch.bfloat16)
