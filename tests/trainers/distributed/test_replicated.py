@@ -34,20 +34,24 @@ EVERYTHING = {
 }
 
 
+MICRO_BATCHES = {1: (1, 2), 2: (2,), 3: (1,), 4: (2,)}
+"""Number of processes -> sizes."""
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_hash_and_one_set_of_metrics_for_any_number_of_processes(
     run_ranks, tiny_run, lasting, dtype
 ):
     found, rows = set(), []
-    for world_size in (1, 2, 3, 4):
-        directories = [tiny_run.directory / f"run {world_size} {size}" for size in (1, 2)]
+    for world_size, sizes in MICRO_BATCHES.items():
+        directories = [tiny_run.directory / f"run {world_size} {size}" for size in sizes]
         trees = [
             tiny_run.tree(
                 **EVERYTHING
                 | {"policy.dtype": dtype, "run.output_dir": str(directory)}
                 | {"training.micro_batch_size": size}
             )
-            for size, directory in enumerate(directories, start=1)
+            for size, directory in zip(sizes, directories, strict=True)
         ]
         found.update(*run_ranks(world_size, digests, *trees))
         rows += [lasting(read_metrics(directory / "metrics.jsonl")) for directory in directories]
