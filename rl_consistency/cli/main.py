@@ -195,6 +195,6 @@ def _fail(error: object, status: int, *, before: str = "") -> int:
         print(f"{before}error: {error}", file=sys.stderr)
     except BrokenPipeError:
         raise
-    except OSError:  # nobody can be told
+    except OSError:  # stderr is closed or full: the status alone tells
         _turn_away(OUTPUTS[1])
     return status

@@ -190,7 +190,7 @@ def test_where_a_pipe_counts_as_a_file_it_is_waited_for(tmp_path, monkeypatch):
     with ThreadPoolExecutor(1) as pool:
         page, writer = pool.submit(render, pipe.parent), None
         while writer is None and not page.done():
-            with suppress(OSError):  # nobody reads yet
+            with suppress(OSError):  # opening fails until the command reads
                 writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         with open(writer, "w") as stream:
             stream.write('{"name": "from the pipe"}')

@@ -130,7 +130,7 @@ def _cut_after(path: Path, state: Mapping[str, Any]) -> None:
             "checkpoint to resume from (SHA-256). Restore the file, or start a new run with that "
             "checkpoint as policy.path."
         )
-    # Anew: another run directory may hold a hard link to this file.
+    # A new file, since another run directory may hold a hard link to the old one.
     write_whole(path, data[: state["bytes"]].decode())
 
 
