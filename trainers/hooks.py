@@ -59,8 +59,11 @@ class GradientStep:
     """The part of the loss that comes from some of the sequences, weighted by global counts."""
     first_of_step: bool
     """Whether it is the first optimizer step on this rollout."""
-    leaves: Sequence[Sequence[range]] | None = None
-    """See `check_gradients`."""
+    gradients: Mapping[str, Tensor] | None = None
+    """Whole gradients by name, where `.grad` may not have them."""
+    check: Callable[[], GradientReport] | None = None
+    """Compares these gradients with others of the same step, where several leaves or ranks make
+    them; None: `check_gradients` does."""
 
 
 class TrainerHook(Protocol):
@@ -166,14 +169,18 @@ class ConsistencyHook:
     def on_gradients(self, step: GradientStep) -> Metrics:
         if not step.first_of_step:
             return {}
-        metrics: Metrics = {"consistency/gradient_digest": self._digest(gradient_digest)}
+        gradients = self.model if step.gradients is None else step.gradients
+        digest = self._timed(gradient_digest, gradients)
+        metrics: Metrics = {"consistency/gradient_digest": digest}
         if self._due(self.gradient_check_every, self._current.step):
             metrics |= self._check_gradients(step)
         return metrics
 
     def on_step_end(self) -> Metrics:
         step, self._rollout = self._current.step, None
-        metrics: Metrics = {"consistency/parameter_digest": self._digest(parameter_digest)}
+        metrics: Metrics = {
+            "consistency/parameter_digest": self._timed(parameter_digest, self.model)
+        }
         metrics["time/digest_seconds"] = self._digest_seconds
         self._digest_seconds = 0.0
         if self._device.type == "cuda":
@@ -206,10 +213,10 @@ class ConsistencyHook:
         self.totals.drift.load_state_dict(state["drift"])
         self.totals.stock.load_state_dict(state["stock"])
 
-    def _digest(self, digest_of: Callable[[nn.Module], str]) -> str:
-        """A digest of the model; its seconds are added to those of the step."""
+    def _timed(self, digest_of: Callable[[Any], str], tensors: Any) -> str:
+        """A digest; its seconds are added to those of the step."""
         started = perf_counter()
-        digest = digest_of(self.model)
+        digest = digest_of(tensors)
         self._digest_seconds += perf_counter() - started
         return digest
 
@@ -263,26 +270,7 @@ class ConsistencyHook:
 
     def _check_gradients(self, step: GradientStep) -> Metrics:
         started = perf_counter()
-        check = partial(check_gradients, self.model, loss=step.loss, sampling=step.sampling)
-        as_trained = check(
-            step.sequences,
-            prompt_lengths=step.prompt_lengths,
-            regroupings=(),
-            compare_present=True,
-            leaves=step.leaves,
-        )
-        count = self.gradient_check_sequences or len(step.sequences)
-        regrouped = check(
-            step.sequences[:count],
-            prompt_lengths=step.prompt_lengths[:count],
-            regroupings=REGROUPINGS,
-            compare_present=False,
-        )
-        report = GradientReport(
-            as_trained.results + regrouped.results,
-            as_trained.elements,
-            as_trained.non_finite + regrouped.non_finite,
-        )
+        report = step.check() if step.check is not None else self._regrouped(step)
         self.totals.gradient_checks += 1
         self.totals.gradient_checks_passed += report.passed
         self.totals.gradient_mismatched_elements += report.mismatched_elements
@@ -295,6 +283,27 @@ class ConsistencyHook:
             message = f"{failure}. Run `rl-consistency verify`"
             self._drifted(self._current.step, message, metrics)
         return metrics
+
+    def _regrouped(self, step: GradientStep) -> GradientReport:
+        check = partial(check_gradients, self.model, loss=step.loss, sampling=step.sampling)
+        as_trained = check(
+            step.sequences,
+            prompt_lengths=step.prompt_lengths,
+            regroupings=(),
+            compare_present=True,
+        )
+        count = self.gradient_check_sequences or len(step.sequences)
+        regrouped = check(
+            step.sequences[:count],
+            prompt_lengths=step.prompt_lengths[:count],
+            regroupings=REGROUPINGS,
+            compare_present=False,
+        )
+        return GradientReport(
+            as_trained.results + regrouped.results,
+            as_trained.elements,
+            as_trained.non_finite + regrouped.non_finite,
+        )
 
     def _drifted(self, step: int, message: str, metrics: Metrics) -> None:
         message = f"step {step}: {message}, or set consistency.on_drift to warn."

@@ -15,14 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl_consistency.models.sharding import whole_weights
 from rl_consistency.parity.bytes import same_bytes
 
 Tensors = nn.Module | Mapping[str, Tensor | None]
 
 
 def parameter_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
-    """Hexadecimal SHA-256 of all parameters of a model, or of tensors by name."""
-    return _digest(dict(model.named_parameters()) if isinstance(model, nn.Module) else model)
+    """Hexadecimal SHA-256 of all parameters of a model, or of tensors by name.
+
+    Every rank calls it if the parameters are shards; the digest is that of whole ones.
+    """
+    if not isinstance(model, nn.Module):
+        return _digest(model)
+    with whole_weights(model) as policy:
+        return _digest(dict(policy.named_parameters()))
 
 
 def gradient_digest(model: Tensors) -> str:
@@ -46,8 +53,8 @@ def _digest(tensors: Mapping[str, Tensor | None]) -> str:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """[n] uint8 on the CPU; shares storage with a contiguous CPU tensor."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    """[n] uint8 on the CPU, a copy: NumPy would keep FSDP2 from freeing a gathered parameter."""
+    return tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
 
 
 def first_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:
