@@ -7,6 +7,7 @@ once, under the name `named_parameters` gives them; a missing gradient enters as
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 from collections.abc import Mapping
@@ -48,13 +49,15 @@ def _digest(tensors: Mapping[str, Tensor | None]) -> str:
             state.update(json.dumps([name, None]).encode())
             continue
         state.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        state.update(_bytes(tensor).numpy().data)
+        content = _bytes(tensor)
+        # A NumPy view would keep FSDP2 from freeing the memory afterwards.
+        state.update((ctypes.c_char * len(content)).from_address(content.data_ptr()))
     return state.hexdigest()
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """[n] uint8 on the CPU, a copy: NumPy would keep FSDP2 from freeing a gathered parameter."""
-    return tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
+    """[n] uint8 on the CPU; shares storage with a contiguous CPU tensor."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def first_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:

@@ -1,5 +1,7 @@
 """Ranks that were given different things say so, by rank and name, before a step is taken."""
 
+import os
+
 import pytest
 import torch
 
@@ -64,6 +66,7 @@ def with_other_weights(world, tree):
 
 
 def with_other_threads(world, tree):
+    os.environ["OMP_NUM_THREADS"] = "1"  # else accelerate chooses
     torch.set_num_threads(1 + world.rank)
     return digests(world, tree)
 
