@@ -37,5 +37,27 @@ def test_leaves_that_do_not_fit_the_recipe_are_refused(overrides, message):
     assert "  consistency.gradient_leaves: " in text and message in text
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["consistency.gradient_leaves=4"],
+            "false gives each process one leaf: leave out gradient",
+        ),
+        (["consistency.strict=false"], "needs canonical ops"),
+        (["consistency.strict_except=[glu]"], "needs canonical ops"),
+    ],
+)
+def test_an_unordered_sum_has_no_leaves_and_canonical_ops(overrides, message):
+    text = refusal("consistency.ordered=false", *overrides)
+    assert "  consistency.ordered: " in text and message in text
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_the_stock_shadow_is_refused_under_deepspeed(stage):
+    text = refusal(f"training.strategy={stage}")
+    assert f"consistency.shadow_every: a stock training pass under {stage}" in text
+
+
 def test_an_unknown_strategy_is_refused():
     assert "training.strategy: " in refusal("training.strategy=ddp")

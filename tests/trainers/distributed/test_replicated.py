@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_consistency.distributed.world import CollectiveError
-from rl_consistency.trainers import run
+from rl_consistency.trainers import launch
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
 from rl_consistency.trainers.run_directory.metrics_file import read_metrics
 from rl_consistency.trainers.strategies import build, replicated, strategy
@@ -195,14 +195,14 @@ def one_scheduler_step_per_process(**given):
     return run_accelerator(**given | {"step_scheduler_with_optimizer": True})
 
 
-run_accelerator = run.Accelerator
+run_accelerator = launch.Accelerator
 
 
 @pytest.mark.parametrize(
     ("part", "name", "mutant", "changes"),
     [
         (strategy, "sharded_gradient_norm", norm_over_shards, {"optimizer.max_grad_norm": 1e-2}),
-        (run, "Accelerator", one_scheduler_step_per_process, {"optimizer.schedule": "cosine"}),
+        (launch, "Accelerator", one_scheduler_step_per_process, {"optimizer.schedule": "cosine"}),
     ],
     ids=["norm over shards", "schedule"],
 )
