@@ -16,12 +16,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from rl_consistency.distributed.digests import require_same_facts
 from rl_consistency.distributed.leaves import cut
 from rl_consistency.models.batch_layout import lay_out
+from rl_consistency.models.sharding import whole_weights
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.rollout.completion import Completion
@@ -36,8 +36,8 @@ from rl_consistency.trainers.hooks import GradientStep, Metrics, Rollout, Traine
 from rl_consistency.trainers.losses import LossOutput, merge_outputs, policy_loss, token_weights
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.prompts import PromptSet
-from rl_consistency.trainers.replicated import Replicated
 from rl_consistency.trainers.rewards import RewardFunction, Rewards, compute_rewards
+from rl_consistency.trainers.strategies.strategy import Backward, Strategy
 
 ENGINE_METRICS = (
     "prefill_tokens_per_second",
@@ -82,12 +82,11 @@ class GRPOTrainer:
     """
 
     model: Any
-    """The patched policy."""
+    """The patched policy; `ranks.model` is what wraps it."""
     tokenizer: Any
     engine: RolloutEngine
     optimizer: PolicyOptimizer
-    accelerator: Accelerator
-    ranks: Replicated
+    ranks: Strategy
     config: RunConfig
     train: PromptSet
     evaluation: PromptSet | None
@@ -127,9 +126,10 @@ class GRPOTrainer:
         metrics |= {f"time/rollout_{name}": getattr(statistics, name) for name in ENGINE_METRICS}
         metrics["learning_rate"] = self.optimizer.learning_rate
         metrics |= self._learn(experience)
-        self._weights_digest = self._common_digest(f"after step {step}")
-        metrics["rollout/weights_digest"] = self._weights_digest
-        metrics |= self._told("the end of the step", self.hook.on_step_end)
+        with whole_weights(self.model):
+            self._weights_digest = self._common_digest(f"after step {step}")
+            metrics["rollout/weights_digest"] = self._weights_digest
+            metrics |= self._told("the end of the step", self.hook.on_step_end)
         tokens = sum(experience.lengths)
         trained = self.config.algorithm.epochs_per_rollout * sum(map(len, experience.sequences))
         metrics |= {f"time/{name}_seconds": seconds for name, seconds in self._times.items()}
@@ -166,7 +166,7 @@ class GRPOTrainer:
         self, source: PromptSet, chosen: list[int], sampling: SamplingParams, ids: list[int]
     ) -> list[Completion]:
         """Completions of the chosen prompts, drawn by this rank."""
-        with self.ranks.world.agreed("rollout"):
+        with whole_weights(self.model), self.ranks.world.agreed("rollout"):
             return self.engine.generate(
                 [source.prompts[i] for i in chosen],
                 sampling,
@@ -250,25 +250,38 @@ class GRPOTrainer:
 
     def _backward(
         self, experience: Experience, part: list[int]
-    ) -> tuple[LossOutput, list[Tensor], float | None]:
-        """The gradients of one optimizer step; its loss, its logprobs, and the gradients' norm if
-        it is known."""
+    ) -> tuple[LossOutput, list[Tensor], float]:
+        """The gradients of one optimizer step; its loss, its logprobs, and the gradients' norm."""
         outputs: dict[int, LossOutput] = {}
         logprobs: dict[int, Tensor] = {}
 
-        def backward(batch: range) -> None:
-            group = [part[i] for i in batch]
-            with self._timed("training"):
-                scored = self._forward(self.model, experience, group)
-                output = self._loss(experience, part, scored, group)
-                self.accelerator.backward(output.loss)
+        def keep(group: list[int], scored: TokenLogprobs, output: LossOutput) -> None:
             outputs[group[0]] = output
             logprobs.update(zip(group, scored.logprobs.detach().split(scored.lengths)))
 
         size = self.config.training.micro_batch_size
-        norm = self.ranks.accumulate(len(part), size, backward)
+        norm = self.ranks.accumulate(len(part), size, self._passes(experience, part, keep))
         output = merge_outputs(self.ranks.shared_tensors("losses", outputs))
         return output, self.ranks.shared_tensors("training logprobs", logprobs), norm
+
+    def _passes(
+        self,
+        experience: Experience,
+        part: list[int],
+        keep: Callable[[list[int], TokenLogprobs, LossOutput], None],
+    ) -> Backward:
+        """The backward passes of the optimizer step over `part`; `keep` is given what is found."""
+
+        def backward(batch: range, is_filler: bool) -> None:
+            group = [part[i] for i in batch]
+            with self._timed("training"):
+                scored = self._forward(self.ranks.model, experience, group)
+                output = self._loss(experience, part, scored, group)
+                self.ranks.backward(output.loss * 0.0 if is_filler else output.loss)
+            if not is_filler:
+                keep(group, scored, output)
+
+        return backward
 
     def _loss(
         self, experience: Experience, part: list[int], scored: TokenLogprobs, group: Sequence[int]
@@ -301,13 +314,17 @@ class GRPOTrainer:
         def loss(scored: TokenLogprobs, group: Sequence[int]) -> Tensor:
             return self._loss(experience, part, scored, [part[i] for i in group]).loss
 
+        size = self.config.training.micro_batch_size
+        passes = self._passes(experience, part, lambda *found: None)
+        check = partial(self.ranks.check, len(part), size, passes)
         return GradientStep(
             sequences=[experience.sequences[i] for i in part],
             prompt_lengths=[experience.prompt_lengths[i] for i in part],
             sampling=self._sampling,
             loss=loss,
             first_of_step=first,
-            leaves=self.ranks.order.groups(len(part)),
+            gradients=self.ranks.whole(self.ranks.gradients()),
+            check=check if self.ranks.order.count > 1 else None,
         )
 
     def _forward(self, model: Any, experience: Experience, group: list[int]) -> TokenLogprobs:
@@ -325,7 +342,7 @@ class GRPOTrainer:
     def _score(self, model: Any, experience: Experience, part: list[int]) -> list[Tensor]:
         own, size = sorted({*self._own} & {*part}), self.config.training.micro_batch_size
         found: dict[int, Tensor] = {}
-        with self._timed("training"):
+        with self._timed("training"), whole_weights(self.model):
             for start in range(0, len(own), size):
                 group = own[start : start + size]
                 found.update(zip(group, self._forward(model, experience, group).split()))

@@ -67,8 +67,11 @@ class GradientStep:
     """The part of the loss that comes from some of the sequences, weighted by global counts."""
     first_of_step: bool
     """Whether it is the first optimizer step on this rollout."""
-    leaves: Sequence[Sequence[range]] | None = None
-    """See `check_gradients`."""
+    gradients: Mapping[str, Tensor] | None = None
+    """Whole gradients by name, where `.grad` may not have them."""
+    check: Callable[[], GradientReport] | None = None
+    """Compares these gradients with others of the same step, where several leaves or ranks make
+    them; None: `check_gradients` does."""
 
 
 class TrainerHook(Protocol):
@@ -153,17 +156,17 @@ class ConsistencyHook:
     def on_rollout(self, rollout: Rollout) -> Metrics:
         self._rollout, self._digests = rollout, {}
         if rollout.step == 1:
-            self._digests["initial_weights"] = self._timed(self._each_weight)
+            self._digests["initial_weights"] = self._timed(each_digest, self.model)
         ids = [torch.as_tensor(ids) for ids in (*rollout.sequences, rollout.prompt_lengths)]
-        self._digests["tokens"] = self._timed(lambda: list_digest(ids))
-        self._digests["logprobs"] = self._timed(lambda: list_digest(rollout.logprobs))
+        self._digests["tokens"] = self._timed(list_digest, ids)
+        self._digests["logprobs"] = self._timed(list_digest, rollout.logprobs)
         return {}
 
     def on_training_logprobs(self, logprobs: Sequence[Tensor]) -> Metrics:
         rollout = self._current
         report = compare_logprobs(list(rollout.logprobs), list(logprobs))
         self.totals.drift.add(report)
-        self._digests["training_logprobs"] = self._timed(lambda: list_digest(logprobs))
+        self._digests["training_logprobs"] = self._timed(list_digest, logprobs)
         metrics: Metrics = dict(report.metrics("consistency"))
         if not report.passed:
             bundle = self._save_bundle(rollout, logprobs)
@@ -181,8 +184,11 @@ class ConsistencyHook:
     def on_gradients(self, step: GradientStep) -> Metrics:
         if not step.first_of_step:
             return {}
-        self._digests["gradients"] = self._timed(self._each_gradient)
-        digest = self._timed(lambda: gradient_digest(self.model))
+        gradients = step.gradients
+        if gradients is None:
+            gradients = {name: p.grad for name, p in self.model.named_parameters()}
+        self._digests["gradients"] = self._timed(each_digest, gradients)
+        digest = self._timed(gradient_digest, gradients)
         metrics: Metrics = {"consistency/gradient_digest": digest}
         if self._due(self.gradient_check_every, self._current.step):
             metrics |= self._check_gradients(step)
@@ -190,9 +196,10 @@ class ConsistencyHook:
 
     def on_step_end(self) -> Metrics:
         step, self._rollout = self._current.step, None
-        self._digests["weights"] = self._timed(self._each_weight)
-        digest = self._timed(lambda: parameter_digest(self.model))
-        metrics: Metrics = {"consistency/parameter_digest": digest}
+        self._digests["weights"] = self._timed(each_digest, self.model)
+        metrics: Metrics = {
+            "consistency/parameter_digest": self._timed(parameter_digest, self.model)
+        }
         metrics["time/digest_seconds"] = self._digest_seconds
         self._digest_seconds = 0.0
         if self._device.type == "cuda":
@@ -230,18 +237,10 @@ class ConsistencyHook:
         self.totals.drift.load_state_dict(state["drift"])
         self.totals.stock.load_state_dict(state["stock"])
 
-    def _each_weight(self) -> dict[str, str]:
-        return each_digest(dict(self.model.named_parameters()))
-
-    def _each_gradient(self) -> dict[str, str]:
-        """What has no gradient is left out."""
-        found = {name: parameter.grad for name, parameter in self.model.named_parameters()}
-        return each_digest({name: grad for name, grad in found.items() if grad is not None})
-
-    def _timed(self, digest: Callable[[], T]) -> T:
+    def _timed(self, digest_of: Callable[[Any], T], tensors: Any) -> T:
         """What a digest is; its seconds are added to those of the step."""
         started = perf_counter()
-        found = digest()
+        found = digest_of(tensors)
         self._digest_seconds += perf_counter() - started
         return found
 
@@ -295,26 +294,7 @@ class ConsistencyHook:
 
     def _check_gradients(self, step: GradientStep) -> Metrics:
         started = perf_counter()
-        check = partial(check_gradients, self.model, loss=step.loss, sampling=step.sampling)
-        as_trained = check(
-            step.sequences,
-            prompt_lengths=step.prompt_lengths,
-            regroupings=(),
-            compare_present=True,
-            leaves=step.leaves,
-        )
-        count = self.gradient_check_sequences or len(step.sequences)
-        regrouped = check(
-            step.sequences[:count],
-            prompt_lengths=step.prompt_lengths[:count],
-            regroupings=REGROUPINGS,
-            compare_present=False,
-        )
-        report = GradientReport(
-            as_trained.results + regrouped.results,
-            as_trained.elements,
-            as_trained.non_finite + regrouped.non_finite,
-        )
+        report = step.check() if step.check is not None else self._regrouped(step)
         self.totals.gradient_checks += 1
         self.totals.gradient_checks_passed += report.passed
         self.totals.gradient_mismatched_elements += report.mismatched_elements
@@ -327,6 +307,27 @@ class ConsistencyHook:
             message = f"{failure}. Run `rl-consistency verify`"
             self._drifted(self._current.step, message, metrics)
         return metrics
+
+    def _regrouped(self, step: GradientStep) -> GradientReport:
+        check = partial(check_gradients, self.model, loss=step.loss, sampling=step.sampling)
+        as_trained = check(
+            step.sequences,
+            prompt_lengths=step.prompt_lengths,
+            regroupings=(),
+            compare_present=True,
+        )
+        count = self.gradient_check_sequences or len(step.sequences)
+        regrouped = check(
+            step.sequences[:count],
+            prompt_lengths=step.prompt_lengths[:count],
+            regroupings=REGROUPINGS,
+            compare_present=False,
+        )
+        return GradientReport(
+            as_trained.results + regrouped.results,
+            as_trained.elements,
+            as_trained.non_finite + regrouped.non_finite,
+        )
 
     def _drifted(self, step: int, message: str, metrics: Metrics) -> None:
         message = f"step {step}: {message}, or set consistency.on_drift to warn."

@@ -18,6 +18,7 @@ from rl_consistency.distributed.gradient_norm import ORDER as GRADIENT_NORM
 from rl_consistency.distributed.ordered_sum import ORDER as LEAF_SUM
 from rl_consistency.distributed.world import World
 from rl_consistency.models.patch import patch
+from rl_consistency.models.sharding import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.numerics.strict import current
@@ -31,7 +32,6 @@ from rl_consistency.trainers.launch import check_machine, threads
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
 from rl_consistency.trainers.prompts import encode_targets, load_prompts
-from rl_consistency.trainers.replicated import Replicated
 from rl_consistency.trainers.rewards import RewardFunction, check_data, resolve
 from rl_consistency.trainers.run_directory.checkpoint import (
     load_weights,
@@ -61,13 +61,8 @@ from rl_consistency.trainers.run_directory.random_state import capture, restore,
 from rl_consistency.trainers.run_directory.step_files import StepFiles
 from rl_consistency.trainers.run_directory.summary import passed, summary_of, write_summary
 from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
-from rl_consistency.trainers.tracking import (
-    ConsoleTable,
-    Tracker,
-    TrackerSet,
-    WandbTracker,
-    check_wandb,
-)
+from rl_consistency.trainers.strategies.build import build_strategy
+from rl_consistency.trainers.tracking import Tracker, TrackerSet, check_wandb, trackers_of
 from rl_consistency.trainers.warm_start import warm_start
 
 Announce = Callable[[str], None]
@@ -140,7 +135,8 @@ def train(
                 log(step, metrics)
                 run.save_if_due(step)
             seconds = time.perf_counter() - started
-            summary = world.from_first("the summary", lambda: run.summarize(seconds))
+            with whole_weights(run.model):
+                summary = world.from_first("the summary", lambda: run.summarize(seconds))
             world.from_first("the end", finish)
             trackers.failed = not passed(summary)
         return summary
@@ -207,7 +203,8 @@ class _Run:
             self._warm_start()
         if self.reference is not None:
             save = partial(save_weights, self.directory / REFERENCE, self.model)
-            self.reference_digest = self.world.from_first("the reference", save)
+            with whole_weights(self.model):
+                self.reference_digest = self.world.from_first("the reference", save)
             self._load_reference()
         self._assemble()
         return 1
@@ -240,7 +237,7 @@ class _Run:
         return checkpoint.step + 1
 
     def _join(self) -> None:
-        self.ranks = Replicated(self.world, self.leaves, self.model)
+        self.ranks = build_strategy(self.config, self.world, self.model)
         self.stack.callback(self.ranks.close)
 
     @interrupts_heard()
@@ -264,9 +261,11 @@ class _Run:
         training, warm = self.config.training, step == 0 and self.config.warm_start.steps > 0
         regular = training.save_every > 0 and step % training.save_every == 0
         if warm or regular or step == training.steps:
-            self.world.from_first("the checkpoint", lambda: self._save(step))
+            tensors = self.optimizer.tensors()
+            with whole_weights(self.model):
+                self.world.from_first("the checkpoint", lambda: self._save(step, tensors))
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, optimizer: dict[str, torch.Tensor]) -> None:
         extra = {
             "random_state": capture(),
             "wandb_run_id": self.wandb_run_id,
@@ -279,7 +278,7 @@ class _Run:
             step=step,
             model=self.model,
             tokenizer=self.tokenizer,
-            optimizer=self.optimizer.tensors(),
+            optimizer=optimizer,
             schedule=self.optimizer.schedule_state(),
             totals=self.hook.state_dict(),
             extra=extra,
@@ -289,21 +288,7 @@ class _Run:
 
     def trackers(self) -> list[Tracker]:
         """Where metrics go, as the recipe says."""
-        wandb = self.config.tracking.wandb
-        trackers: list[Tracker] = [self.step_files]
-        if self.config.tracking.console:
-            trackers.append(ConsoleTable(self.config.training.steps))
-        if wandb is not None:
-            tracker = WandbTracker(
-                wandb.project,
-                directory=self.directory,
-                name=wandb.name or self.config.run.name,
-                config=self.config.model_dump(mode="json"),
-                mode=wandb.mode,
-                run_id=self.wandb_run_id,
-            )
-            trackers.append(tracker)
-        return trackers
+        return [self.step_files, *trackers_of(self.config, self.wandb_run_id)]
 
     def summarize(self, seconds: float) -> dict[str, Any]:
         """Write `summary.json` and return it."""
@@ -328,7 +313,7 @@ class _Run:
         config = self.config
         total_steps = config.training.steps * config.algorithm.updates_per_rollout
         self.optimizer = PolicyOptimizer(
-            self.model,
+            self.ranks,
             config.optimizer,
             self.accelerator,
             total_steps=total_steps * config.algorithm.epochs_per_rollout,
@@ -336,7 +321,7 @@ class _Run:
         engine = self._engine()
         self.hook = ConsistencyHook(
             self.model,
-            **config.consistency.model_dump(exclude={"strict", "strict_except", "gradient_leaves"}),
+            **config.consistency.of_the_hook(),
             micro_batch_size=config.training.micro_batch_size,
             replay_dir=self.directory / REPLAY if self.first else None,
             config=config.model_dump(mode="json"),
@@ -348,7 +333,6 @@ class _Run:
             tokenizer=self.tokenizer,
             engine=engine,
             optimizer=self.optimizer,
-            accelerator=self.accelerator,
             ranks=self.ranks,
             config=config,
             train=self.train_set,
@@ -379,7 +363,6 @@ class _Run:
                 self.announce(f"warm start {done}/{total}: loss {loss:.3f}")
 
         self.warm_start_loss = warm_start(
-            self.model,
             self.train_set.prompts,
             self.warm_start_targets,
             self.config.warm_start,

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run_directory.metrics_file import Metrics
 
 
@@ -203,3 +204,22 @@ class WandbTracker:
 
     def close(self, *, failed: bool = False) -> None:
         self._run.finish(exit_code=int(failed))
+
+
+def trackers_of(config: RunConfig, wandb_run_id: str) -> list[Tracker]:
+    """Those that a recipe names, beside the metrics file."""
+    wandb = config.tracking.wandb
+    trackers: list[Tracker] = []
+    if config.tracking.console:
+        trackers.append(ConsoleTable(config.training.steps))
+    if wandb is not None:
+        tracker = WandbTracker(
+            wandb.project,
+            directory=config.run.output_dir,
+            name=wandb.name or config.run.name,
+            config=config.model_dump(mode="json"),
+            mode=wandb.mode,
+            run_id=wandb_run_id,
+        )
+        trackers.append(tracker)
+    return trackers

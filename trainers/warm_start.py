@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -14,19 +13,18 @@ from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.trainers.config.learning_sections import OptimizerSection, WarmStartSection
 from rl_consistency.trainers.data.examples import DataOrder
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.replicated import Replicated
+from rl_consistency.trainers.strategies.strategy import Strategy
 
 Progress = Callable[[int, int, float], None]
 """Called after each step with (steps done, steps in all, loss)."""
 
 
 def warm_start(
-    model: Any,
     prompts: Sequence[Sequence[int]],
     targets: Sequence[Sequence[int]],
     section: WarmStartSection,
     accelerator: Accelerator,
-    ranks: Replicated,
+    ranks: Strategy,
     *,
     seed: int,
     progress: Progress | None = None,
@@ -34,28 +32,30 @@ def warm_start(
     """Train a patched policy on target tokens by maximum likelihood, mean over those of a batch.
 
     `prompts` and `targets` are token ids per example; only targets, end token included, are scored.
-    `ranks` share the examples of a batch. `seed` is that of the data order. Returns the last step's
-    loss.
+    `ranks` have the policy and share the examples of a batch. `seed` is that of the data order.
+    Returns the last step's loss.
     """
     settings = OptimizerSection(learning_rate=section.learning_rate, schedule="linear")
-    optimizer = PolicyOptimizer(model, settings, accelerator, total_steps=section.steps)
+    optimizer = PolicyOptimizer(ranks, settings, accelerator, total_steps=section.steps)
     order = DataOrder(len(prompts), min(section.batch_size, len(prompts)), seed)
     loss_value = float("nan")
 
-    def accumulate(chosen: list[int]) -> tuple[float | None, float]:
-        """The gradients of one step; their norm, if it is known, and the loss."""
+    def accumulate(chosen: list[int]) -> tuple[float, float]:
+        """The norm of one step's gradients, and its loss."""
         num_tokens = sum(len(targets[i]) for i in chosen)
         logprobs: dict[int, Tensor] = {}
 
-        def backward(batch: range) -> None:
+        def backward(batch: range, is_filler: bool) -> None:
             part = [chosen[i] for i in batch]
             scored = token_logprobs(
-                model,
+                ranks.model,
                 [[*prompts[i], *targets[i]] for i in part],
                 prompt_lengths=[len(prompts[i]) for i in part],
             )
-            accelerator.backward(-masked_sum(scored.logprobs) / num_tokens)
-            logprobs[batch.start] = scored.logprobs.detach()
+            loss = -masked_sum(scored.logprobs) / num_tokens
+            ranks.backward(loss * 0.0 if is_filler else loss)
+            if not is_filler:
+                logprobs[batch.start] = scored.logprobs.detach()
 
         norm = ranks.accumulate(len(chosen), None, backward)
         all_logprobs = torch.cat(ranks.shared_tensors("logprobs of the warm start", logprobs))

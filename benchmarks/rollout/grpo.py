@@ -23,6 +23,8 @@ from benchmarks.rollout.decoding import MODES
 from benchmarks.rollout.generation import engine_for, patched_model
 from benchmarks.rollout.workload import Workload, requests
 from benchmarks.timing import Machine
+from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.world import World
 from rl_consistency.models.patch import patched_session
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.clock import finished_seconds
@@ -34,6 +36,7 @@ from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 from rl_consistency.trainers.config.learning_sections import OptimizerSection
 from rl_consistency.trainers.losses import policy_loss, token_weights
 from rl_consistency.trainers.optimizer import PolicyOptimizer
+from rl_consistency.trainers.strategies.replicated import Replicated
 
 LEARNING_RATE = 1e-6
 MICRO_BATCH = 16
@@ -52,7 +55,8 @@ def grpo_step(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
         engine = engine_for(model.train(), workload)
         accelerator = Accelerator(cpu=bench.device.type == "cpu", mixed_precision="no")
         section = OptimizerSection(learning_rate=LEARNING_RATE)
-        optimizer = PolicyOptimizer(model, section, accelerator, total_steps=100)
+        ranks = Replicated(World.join(bench.device), LeafOrder(1), model)
+        optimizer = PolicyOptimizer(ranks, section, accelerator, total_steps=100)
         for i in range(1 + ROUNDS):
             for mode in MODES:
                 times = _step(model, engine, optimizer, workload, mode, i)

@@ -35,6 +35,9 @@ Fold = Callable[[Tensor, bool], None]
 _LEFT = "_left_by_fold"
 """The attribute of a gradient that keeps what the fold goes on from."""
 
+_GATHERED = "_gradient_buffers"
+"""The attribute of a gathered parameter that keeps its buffers."""
+
 FAILED = "is left by a backward pass that ended in an error"
 HOOKED = "was changed by a hook, or by a term beside the patched forward,"
 
@@ -68,6 +71,19 @@ class GradientBuffer:
         """The parameter whose gradient this is."""
         return self._gradient.parameter
 
+    def of(self, gathered: nn.Parameter) -> GradientBuffer:
+        """The buffer of the same use of the tensor that a sharded parameter is gathered into.
+
+        Its gradient is fp32, whatever its dtype.
+        """
+        buffers: list[GradientBuffer] | None = vars(gathered).get(_GATHERED)
+        if buffers is None:
+            gathered.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+            kept = self._gradient
+            buffers = GradientBuffer.for_uses(gathered, kept.uses, kept.passes)
+            setattr(gathered, _GATHERED, buffers)
+        return buffers[self._use]
+
     def fold(self, ctx: Any, fold: Fold, *, overwrites: bool) -> Tensor | None:
         """What a backward function returns for the parameter; see `fold_parameter`."""
         if torch.compiler.is_compiling():
@@ -90,7 +106,7 @@ class _Gradient:
     """The gradient of one parameter: an accumulator per use, and the pass that goes on."""
 
     def __init__(self, parameter: nn.Parameter, uses: int, passes: BackwardPasses):
-        self.parameter, self.uses, self._passes = parameter, uses, passes
+        self.parameter, self.uses, self.passes = parameter, uses, passes
         passes.watch(self)
         self._forget()
 
@@ -122,12 +138,12 @@ class _Gradient:
         return self._handed() if len(self._folded) == self.uses else None
 
     def _enter(self, use: int, accumulates: bool) -> None:
-        self._passes.enter()
+        self.passes.enter()
         if not self._folded:
             self._accumulates = accumulates
             if accumulates:
                 self._continue(self.parameter.grad)
-            self._passes.add(self, accumulates)
+            self.passes.add(self, accumulates)
         elif use in self._folded or accumulates != self._accumulates:
             parameter = f"a parameter of shape {tuple(self.parameter.shape)}"
             raise ValueError(several_forward_passes(parameter))

@@ -101,6 +101,18 @@ class OrderedSum:
             self._carry[key].record_stream(current)
         return self._carry.pop(key)
 
+    @property
+    def in_last_round(self) -> bool:
+        """Whether sums are complete once this round's leaves are added."""
+        return self._round.index == len(self.rounds) - 1
+
+    def by_slice(self, vector: Tensor) -> Tensor:
+        """A vector whose chunks stand by rank, cut so that each rank's slice is its own chunk."""
+        if self._across.size == 1:
+            return vector
+        chunks = vector.view(self._across.size, self._inner.size, -1)
+        return chunks.transpose(0, 1).reshape(-1)
+
     def gather(self, key: str, part: Tensor) -> Tensor:
         """The whole vector [world size * n] from the slices of all ranks."""
         for group in (self._across, self._inner):

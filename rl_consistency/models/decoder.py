@@ -46,6 +46,20 @@ NO_FP16_TRAINING = (
 )
 
 
+class LayerCall:
+    """What all layers of a forward pass share.
+
+    FSDP2 casts the tensors it finds in a layer's arguments. It does not look into this class, so
+    the angles keep their fp32.
+    """
+
+    def __init__(
+        self, position_embeddings: tuple[Tensor, Tensor], attention_layout: AttentionLayout
+    ):
+        self.position_embeddings, self.attention_layout = position_embeddings, attention_layout
+        self.choice: Strictness = current()
+
+
 class CanonicalDecoderLayer(CanonicalModule):
     """A decoder layer whose first residual addition and second norm are one op."""
 
@@ -54,16 +68,20 @@ class CanonicalDecoderLayer(CanonicalModule):
     post_attention_layernorm: CanonicalRMSNorm
     mlp: nn.Module
 
-    def forward(self, hidden_states: Tensor, *, choice: Strictness, **kwargs: Any) -> Tensor:
-        """Hidden states [1, R, H] after attention and MLP; see `CanonicalAttention` for kwargs.
-
-        Gradient checkpointing comes here again, perhaps in a thread of autograd: `choice` is that
-        of the first time.
-        """
-        if choice is not current():
-            with held(choice):
-                return CanonicalDecoderLayer.forward(self, hidden_states, choice=choice, **kwargs)
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+    def forward(self, hidden_states: Tensor, *, call: LayerCall, cache_index: int) -> Tensor:
+        """Hidden states [1, R, H] after attention and MLP; see `CanonicalAttention`."""
+        # Gradient checkpointing comes here again, perhaps in a thread of autograd.
+        if call.choice is not current():
+            with held(call.choice):
+                return CanonicalDecoderLayer.forward(
+                    self, hidden_states, call=call, cache_index=cache_index
+                )
+        attended, _ = self.self_attn(
+            self.input_layernorm(hidden_states),
+            position_embeddings=call.position_embeddings,
+            attention_layout=call.attention_layout,
+            cache_index=cache_index,
+        )
         normed, total = self.post_attention_layernorm.after_addition(attended, hidden_states)
         return total + self.mlp(normed)
 
@@ -107,9 +125,9 @@ class CanonicalBaseModel(CanonicalModule):
         hidden = self.embed_tokens(input_ids.unsqueeze(0))
         longest = max(layout.context_lens, default=0)
         cos_sin = self.rotary_emb(hidden, position_ids.unsqueeze(0), longest)
-        shared = {"position_embeddings": cos_sin, "attention_layout": layout, "choice": current()}
+        call = LayerCall(cos_sin, layout)
         for index, layer in enumerate(self.layers):
-            hidden = layer(hidden, cache_index=index, **shared)
+            hidden = layer(hidden, call=call, cache_index=index)
         return guarded_backward(self.norm(hidden)[0], self.passes)
 
 
@@ -127,9 +145,17 @@ class CanonicalCausalLM(CanonicalModule):
         position_ids: Tensor | None = None,
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
+        *,
+        run: Callable[[], tuple[Tensor, ...]] | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits [B, L, V] (or of the last `logits_to_keep` columns), zeros at padding."""
+        """Logits [B, L, V] (or of the last `logits_to_keep` columns), zeros at padding.
+
+        With `run`, what it returns: work of this policy that has to pass through the wrappers
+        around it, see `sharding.through`.
+        """
+        if run is not None:
+            return run()
         if not isinstance(logits_to_keep, int):
             raise ValueError(
                 "logits_to_keep as a tensor is not covered by the patched forward; give a number "

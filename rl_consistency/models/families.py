@@ -21,6 +21,7 @@ from rl_consistency.models.modules import (
     CanonicalLinear,
     CanonicalModule,
 )
+from rl_consistency.models.sharding import is_shard, unsharded_class
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """model_type -> class-name prefix in transformers."""
@@ -82,7 +83,9 @@ def canonical_class(mixin: type[CanonicalModule], stock: type[nn.Module]) -> typ
 
 
 def stock_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class that `canonical_class` was given for this one; any other is its own."""
+    """The class that `canonical_class` was given for this one, which may be sharded since; any
+    other is its own."""
+    cls = unsharded_class(cls)
     return vars(cls).get(STOCK_CLASS, cls)
 
 
@@ -212,11 +215,13 @@ def check_head(model: nn.Module) -> None:
         )
 
 
-def check_parameters(model: nn.Module) -> None:
-    """UnsupportedModelError naming a parameter that is no plain one (quantized, sharded), whose
-    dtype is not the first's, or has no order."""
+def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
+    """UnsupportedModelError naming a parameter that is no plain one (quantized, or a shard unless
+    `sharded`), whose dtype is not the first's, or has no order."""
     first: torch.dtype | None = None
     for name, parameter in model.named_parameters():
+        if sharded and is_shard(parameter):
+            continue
         if type(parameter) is not nn.Parameter:
             raise UnsupportedModelError(
                 f"parameter {name} is a {type(parameter).__name__}; it has to be a plain "

@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.models import families
 from rl_consistency.models.modules import ADDED, CanonicalAttention, CanonicalModule
+from rl_consistency.models.sharding import is_sharded, of_a_library
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
@@ -62,7 +63,7 @@ def faults(model: nn.Module, *, patched: bool = False) -> list[Fault]:
     try:
         families.check_config(config)
         families.check_code(config)
-        families.check_parameters(model)
+        families.check_parameters(model, sharded=patched and is_sharded(model))
         made = _as_configured(config, families.stock_class(type(model)))
         return list(_Comparison(model, patched).walk("", model, made))
     except families.UnsupportedModelError as error:
@@ -144,7 +145,8 @@ class _Comparison:
         if own.get("_compiled_call_impl") is not None and _on_cpu(module):
             yield "is compiled, and compiled code has other bytes on a CPU"
         uncalled = name in UNCALLED or name.endswith(".mlp.act_fn")
-        if uncalled and any(own[hooks] for hooks in HOOKS):
+        hooks = (hook for kind in HOOKS for hook in own[kind].values())
+        if uncalled and not all(map(of_a_library, hooks)):
             yield "has a hook, which the patched forward would not run"
         if name == "model.rotary_emb":
             for key, frequencies in made.named_buffers():

@@ -30,7 +30,7 @@ from rl_consistency.numerics.strict import current, is_canonical
 ADDED = frozenset(
     (
         *("_gradient_buffers", "rows_per_token", "activation", "window"),
-        *("apply_stock_rotary", "_rotary_table", "guard", "passes"),
+        *("apply_stock_rotary", "_rotary_table", "guard", "passes", "sharded"),
     )
 )
 """Attributes that a patched module has and a stock one has not."""
@@ -49,6 +49,8 @@ class CanonicalModule(nn.Module):
         weight: Tensor
         config: Any
 
+    sharded: bool = False
+    """Whether FSDP2 gathers the module's parameters, into others than those it keeps."""
     op: str = ""
     """The op this module runs in, by its name in `numerics.strict.OPS`; empty for containers."""
 
@@ -69,10 +71,14 @@ class CanonicalModule(nn.Module):
         buffer = self._gradient_buffers.get(name)
         if buffer is None:
             return None
-        if buffer.parameter is not getattr(self, name):
-            raise ValueError(
-                f"{type(self).__name__}.{name} was replaced after patch(); restore and patch again."
-            )
+        parameter = getattr(self, name)
+        if buffer.parameter is not parameter:
+            if not self.sharded:
+                kind = type(self).__name__
+                raise ValueError(
+                    f"{kind}.{name} was replaced after patch(); restore and patch again."
+                )
+            buffer = buffer.of(parameter)
         return None if current().stock else buffer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,14 +11,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
-from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.models import families
 from rl_consistency.models.audit import AuditTable, audit
 from rl_consistency.models.decoder import CanonicalBaseModel
 from rl_consistency.models.families import UnsupportedModelError
+from rl_consistency.models.gradient_buffers import (
+    gradient_buffers,
+    own_buffers,
+    restore_gradient_dtype,
+)
 from rl_consistency.models.inventory import Fault, ForwardState, ForwardWatch, faults
 from rl_consistency.models.modules import (
     ADDED,
@@ -27,6 +33,7 @@ from rl_consistency.models.modules import (
     CanonicalRotaryEmbedding,
 )
 from rl_consistency.models.packing import PackedBatch
+from rl_consistency.models.sharding import unsharded_class, unwrapped, with_base
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import (
     SETTINGS,
@@ -72,7 +79,8 @@ class PatchSession:
         self._in_stock = False
         self._shared: list[tuple[str, str, nn.Module]] = []
         self._watch: ForwardWatch | None = None
-        self._sound: ForwardState | None = None  # the last state that was found without a fault
+        # The last states that were found without a fault; a sharded model changes between some.
+        self._sound: deque[ForwardState] = deque(maxlen=4)
         self._settings = ExitStack()
         self._settings_found = _read_settings()
         # Releases the settings when the session is dropped without restore(), or at exit.
@@ -109,7 +117,7 @@ class PatchSession:
             for attribute in ADDED:
                 module.__dict__.pop(attribute, None)
         for parameter in self._widened:
-            _restore_gradient_dtype(parameter)
+            restore_gradient_dtype(parameter)
         self._widened.clear()
         self._taken.clear()
         self._settings.close()
@@ -131,8 +139,8 @@ class PatchSession:
             if self._taken:  # else the block restored the session
                 _write_settings(held)
                 for taken, module in swapped:
-                    if not nested and type(module) is taken.stock:
-                        module.__class__ = taken.canonical
+                    if not nested and unsharded_class(type(module)) is taken.stock:
+                        module.__class__ = with_base(type(module), taken.canonical)
 
     def report(self) -> AuditTable:
         """Every leaf module and functional op on the forward path, with its verdict."""
@@ -144,14 +152,16 @@ class PatchSession:
         It compares the state of the forward with the last sound one, in some microseconds a module,
         and looks closer where they differ.
         """
-        if self._watch is None or (now := self._watch.read()) != self._sound:
+        if self._watch is None or (now := self._watch.read()) not in self._sound:
             found = faults(self.model, patched=True)
             if found:
                 return found
+            self._follow_sharding()
             self._watch = ForwardWatch(self.model)
             self._shared = _shared_modules(self.model)
             now = self._watch.read()
-        self._sound = now
+        if not self._sound or now != self._sound[-1]:
+            self._sound.append(now)
         return []
 
     def check(self) -> ForwardState:
@@ -171,8 +181,7 @@ class PatchSession:
                 f"{found[0]}; it was patched and changed since ({len(found)} such places). Undo "
                 "the change, or restore() the session and patch again."
             )
-        assert self._sound is not None
-        return self._sound
+        return self._sound[-1]
 
     def check_forward(self) -> None:
         """`check`, and under gradients that no module with trained weights is at two places."""
@@ -231,20 +240,33 @@ class PatchSession:
         has a class of neither kind."""
         left = [(taken, module) for taken in self._taken if (module := taken.module()) is not None]
         for taken, module in left:
-            if type(module) not in (taken.stock, taken.canonical):
+            if unsharded_class(type(module)) not in (taken.stock, taken.canonical):
                 raise ValueError(
                     f"module {taken.name or 'root'} is a {type(module).__qualname__} now, which "
-                    "another library made of the patched class; undo that first (parametrizations, "
-                    "FSDP). Nothing was restored."
+                    "another library made of the patched class; undo that first "
+                    "(parametrizations). Nothing was restored."
                 )
         for taken, module in left:
-            module.__class__ = taken.stock
+            module.__class__ = with_base(type(module), taken.stock)
         return left
+
+    def _follow_sharding(self) -> None:
+        """Let gradients be those of the parameters that FSDP2 has put in the place of others."""
+        if not any(isinstance(module, FSDPModule) for module in self.model.modules()):
+            return
+        buffers = gradient_buffers(self.model, self._passes)
+        for parameter in self.model.parameters():
+            parameter.grad_dtype = torch.float32  # pyright: ignore[reportAttributeAccessIssue]
+        for name, module in self.model.named_modules():
+            if isinstance(module, CanonicalModule) and not module.sharded:
+                module.sharded = True
+                module._gradient_buffers = own_buffers(buffers, name, module)
+        self._widened.clear()  # they would keep whole parameters
 
     def _swap_to_canonical(self) -> None:
         config: Any = self.model.config
         table = families.mixins(config)
-        buffers = _gradient_buffers(self.model, self._passes)
+        buffers = gradient_buffers(self.model, self._passes)
         for name, module in self.model.named_modules():
             stock = type(module)
             mixin = table.get(stock)
@@ -254,10 +276,7 @@ class PatchSession:
             self._taken.append(_Taken(name, weakref.ref(module), stock, canonical))
             module.__class__ = canonical
             assert isinstance(module, CanonicalModule)
-            module._gradient_buffers = {
-                own: buffers[f"{name}.{own}".lstrip(".")]
-                for own, _ in module.named_parameters(recurse=False)
-            }
+            module._gradient_buffers = own_buffers(buffers, name, module)
             self._configure(config, module)
 
     def _set_gradient_dtype(self, dtype: torch.dtype | None) -> None:
@@ -328,8 +347,8 @@ def patch(model: nn.Module, *, grad_dtype: torch.dtype | None = None) -> PatchSe
 
 
 def patched_session(model: nn.Module) -> PatchSession:
-    """The live session of a model; its errors are those of `PatchSession.check`."""
-    session = _SESSIONS.get(model)
+    """The live session of a model, or of that in wrappers; errors: see `PatchSession.check`."""
+    session = _SESSIONS.get(unwrapped(model))
     if session is None:
         raise ValueError(NOT_PATCHED)
     session.check()
@@ -364,24 +383,3 @@ def _read_settings() -> tuple[Any, ...]:
 def _write_settings(values: tuple[Any, ...]) -> None:
     for setting, value in zip(SETTINGS, values, strict=True):
         setting.write(value)
-
-
-def _gradient_buffers(model: nn.Module, passes: BackwardPasses) -> dict[str, GradientBuffer]:
-    """One buffer per use of each parameter, by qualified name; a tied parameter has several."""
-    uses: dict[nn.Parameter, list[str]] = {}
-    for name, module in model.named_modules():
-        for own, parameter in module.named_parameters(prefix=name, recurse=False):
-            uses.setdefault(parameter, []).append(own)
-    return {
-        name: buffer
-        for parameter, names in uses.items()
-        for name, buffer in zip(
-            names, GradientBuffer.for_uses(parameter, len(names), passes), strict=True
-        )
-    }
-
-
-def _restore_gradient_dtype(parameter: nn.Parameter) -> None:
-    gradient, parameter.grad = parameter.grad, None
-    parameter.grad_dtype = parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
-    parameter.grad = None if gradient is None else gradient.to(parameter.dtype)

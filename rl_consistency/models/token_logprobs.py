@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from rl_consistency.kernels.token_logprobs.op import token_logprobs as scored_ro
 from rl_consistency.models.decoder import NO_FP16_TRAINING, guarded_backward
 from rl_consistency.models.forward import lm_head_gradient, lm_head_weight, packed_hidden_states
 from rl_consistency.models.packing import PackedBatch, from_host, pack_padded
+from rl_consistency.models.sharding import through, unwrapped
 from rl_consistency.numerics.strict import is_canonical
 
 
@@ -66,7 +68,7 @@ def token_logprobs(
     All forms of a batch give the same bytes, and so did the rollout engine with these weights.
 
     Args:
-        model: patched causal LM.
+        model: patched causal LM, or the outermost wrapper around it.
         sequences: lists of token ids, a padded [B, L] int64 batch, or a `PackedBatch`.
         attention_mask: [B, L] for a left- or right-padded batch; None if nothing is padded.
         prompt_lengths: tokens at the start of each sequence that are not scored.
@@ -76,31 +78,44 @@ def token_logprobs(
             truncation.
 
     ValueError if the model is not patched or was changed since, shapes disagree, nothing is scored,
-    or an fp16 model would be trained; ConsistencyError for a changed numeric setting.
+    or an fp16 model would be trained; ConsistencyError for a changed numeric setting, or for the
+    inside of a wrapper under gradients, which would leave out what the wrapper does.
     """
-    batch, lens = _pack(model, sequences, attention_mask)
-    context: int = model.config.max_position_embeddings  # type: ignore[union-attr, assignment]
+    policy = unwrapped(model)
+    batch, lens = _pack(policy, sequences, attention_mask)
+    context: int = policy.config.max_position_embeddings  # type: ignore[union-attr, assignment]
     if max(lens) > context:
         raise ValueError(
             f"sequence {lens.index(max(lens))} has {max(lens)} tokens, the model's context is "
             f"{context} (max_position_embeddings); shorten it."
         )
     scored = _scored_tokens(lens, prompt_lengths, loss_mask, attention_mask)
-    hidden = packed_hidden_states(model, batch)
+    run = partial(_score, policy, batch, lens, scored, sampling)
+    logprobs, entropy = through(model, policy, run)
+    return TokenLogprobs(logprobs, entropy, [int(mask.sum()) for mask in scored])
+
+
+def _score(
+    policy: nn.Module,
+    batch: PackedBatch,
+    lens: list[int],
+    scored: list[Tensor],
+    sampling: Sampling | Sequence[Sampling] | None,
+) -> tuple[Tensor, Tensor]:
+    hidden = packed_hidden_states(policy, batch)
     if hidden.dtype == torch.float16 and hidden.requires_grad:
         raise ValueError(NO_FP16_TRAINING)
     rows = _scored_rows(batch, lens, scored)
     parameters = _sampling_rows(sampling, lens, rows)
-    given = (hidden[rows.index], lm_head_weight(model), rows.targets, parameters)
+    given = (hidden[rows.index], lm_head_weight(policy), rows.targets, parameters)
     if is_canonical("token_logprobs"):
         logprobs, entropy = scored_rows(
-            *given, weight_grad=lm_head_gradient(model), check_targets=False
+            *given, weight_grad=lm_head_gradient(policy), check_targets=False
         )
     else:
         logprobs, entropy = _stock_scores(*given)
     logprobs, entropy = guarded_backward(logprobs), guarded_backward(entropy)
-    lengths = [int(mask.sum()) for mask in scored]
-    return TokenLogprobs(logprobs[rows.kept], entropy[rows.kept], lengths)
+    return logprobs[rows.kept], entropy[rows.kept]
 
 
 def _stock_scores(

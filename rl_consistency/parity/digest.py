@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_consistency.kernels.reduction.weights_digest import weights_digest
+from rl_consistency.models.sharding import whole_weights
 from rl_consistency.parity.bytes import same_bytes
 
 Tensors = nn.Module | Mapping[str, Tensor | None]
@@ -25,8 +26,14 @@ SMALL = 1 << 17
 
 
 def parameter_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
-    """Hexadecimal SHA-256 of all parameters of a model, or of tensors by name."""
-    return _digest(dict(model.named_parameters()) if isinstance(model, nn.Module) else model)
+    """Hexadecimal SHA-256 of all parameters of a model, or of tensors by name.
+
+    Every rank calls it if the parameters are shards; the digest is that of whole ones.
+    """
+    if not isinstance(model, nn.Module):
+        return _digest(model)
+    with whole_weights(model) as policy:
+        return _digest(dict(policy.named_parameters()))
 
 
 def gradient_digest(model: Tensors) -> str:
@@ -36,12 +43,18 @@ def gradient_digest(model: Tensors) -> str:
     return _digest(model)
 
 
-def each_digest(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A digest of each whole tensor: 32 hexadecimal digits, the same on every device.
+def each_digest(tensors: Tensors) -> dict[str, str]:
+    """A digest of each parameter of a model, or of each tensor by name; what is None is left out.
 
-    A large tensor is read where it lies. The host waits for a GPU once for each tensor.
+    It has 32 hexadecimal digits, the same on every device. A large tensor is read where it lies.
+    The host waits for a GPU once for each. Every rank calls it if the parameters are shards.
     """
-    return {name: _one_digest(name, tensor)[:32] for name, tensor in tensors.items()}
+    if isinstance(tensors, nn.Module):
+        with whole_weights(tensors) as policy:
+            return each_digest(dict(policy.named_parameters()))
+    # One at a time: a mapping may gather a tensor when it is read.
+    each = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+    return {name: _one_digest(name, tensor)[:32] for name, tensor in each}
 
 
 def _one_digest(name: str, tensor: Tensor) -> str:
@@ -70,8 +83,8 @@ def _digest(tensors: Mapping[str, Tensor | None]) -> str:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """[n] uint8 on the CPU; shares storage with a contiguous CPU tensor."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    """[n] uint8 on the CPU, a copy: NumPy would keep FSDP2 from freeing a gathered parameter."""
+    return tensor.detach().to("cpu", copy=True).contiguous().reshape(-1).view(torch.uint8)
 
 
 def first_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str | None:

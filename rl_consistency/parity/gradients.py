@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rl_consistency.models.batch_layout import Layout, lay_out
+from rl_consistency.models.sharding import whole_weights
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.bytes import bits
@@ -118,61 +119,46 @@ def check_gradients(
     sampling: Any = None,
     regroupings: Sequence[Regrouping] = REGROUPINGS,
     compare_present: bool = False,
-    leaves: Sequence[Sequence[range]] | None = None,
 ) -> GradientReport:
     """Recompute one step's gradients under other regroupings and compare bytes.
 
-    Gradients present before the call are put back after it; weights are not touched.
+    Gradients present before the call are put back after it; weights are not touched. Each rank
+    computes the gradients of its own sequences, and nothing is sent but the weights that are
+    gathered where ranks keep shards: all ranks call it then.
 
     Args:
-        model: patched causal LM.
+        model: patched causal LM, or a wrapper around it.
         sequences: token ids, in logical order.
         prompt_lengths: tokens at the start of each sequence that are not scored.
         loss: share of the loss of some sequences, see `LossFunction`.
         sampling: as in `token_logprobs`.
         regroupings: what to compare with the whole packed batch.
         compare_present: also compare the gradients the parameters hold now, "as trained".
-        leaves: groups of ranges of sequences; the gradients of a group's ranges are added in fp32,
-            in order, then those of the groups. None is one range of all.
     """
+    with whole_weights(model) as policy:
 
-    def gradients(regrouping: Regrouping) -> dict[str, Tensor]:
-        of_groups = []
-        for group in leaves or [[range(len(sequences))]]:
-            of_groups.append(_added([of_leaf(regrouping, leaf) for leaf in group]))
-        return _added(of_groups)
+        def gradients(regrouping: Regrouping) -> dict[str, Tensor]:
+            policy.zero_grad(set_to_none=True)
+            for group in regrouping.groups(len(sequences)):
+                chosen = [sequences[i] for i in group]
+                own = [sampling[i] for i in group] if isinstance(sampling, Sequence) else sampling
+                device = next(policy.parameters()).device
+                inputs, mask = lay_out(chosen, regrouping.layout, device)
+                prompts = [prompt_lengths[i] for i in group]
+                scored = token_logprobs(
+                    policy, inputs, attention_mask=mask, prompt_lengths=prompts, sampling=own
+                )
+                loss(scored, group).backward()
+            return _present(policy)
 
-    def of_leaf(regrouping: Regrouping, leaf: range) -> dict[str, Tensor]:
-        model.zero_grad(set_to_none=True)
-        for group in regrouping.groups(len(leaf)):
-            group = [leaf[i] for i in group]
-            chosen = [sequences[i] for i in group]
-            own = [sampling[i] for i in group] if isinstance(sampling, Sequence) else sampling
-            device = next(model.parameters()).device
-            inputs, mask = lay_out(chosen, regrouping.layout, device)
-            prompts = [prompt_lengths[i] for i in group]
-            scored = token_logprobs(
-                model, inputs, attention_mask=mask, prompt_lengths=prompts, sampling=own
-            )
-            loss(scored, group).backward()
-        return _present(model)
-
-    present = _present(model)
-    with gradients_kept(model):
-        whole = gradients(WHOLE)
-        results = [_compare(r.name, whole, gradients(r)) for r in regroupings]
+        present = _present(policy)
+        with gradients_kept(policy):
+            whole = gradients(WHOLE)
+            results = [_compare(r.name, whole, gradients(r)) for r in regroupings]
     if compare_present:
         results.insert(0, _compare("as trained", whole, present))
     non_finite = sum(int((~gradient.isfinite()).sum()) for gradient in whole.values())
     return GradientReport(tuple(results), sum(g.numel() for g in whole.values()), non_finite)
-
-
-def _added(terms: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Left fold, name by name."""
-    total, *others = terms
-    for other in others:
-        total = {name: part.float() + other[name].float() for name, part in total.items()}
-    return total
 
 
 def _present(model: nn.Module) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rl_consistency.models.patch import patched_session
+from rl_consistency.models.sharding import is_shard, unwrapped, whole_weights
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.completion import Completion, FailedRequestsError
@@ -41,7 +42,9 @@ class RolloutEngine:
     for a step under way. A `stream` or prompts of `submit` that are not finished are refused.
 
     Args:
-        model: a causal language model under a live `rl_consistency.patch`.
+        model: a causal language model under a live `rl_consistency.patch`, or a wrapper around it.
+            Where ranks keep shards of the parameters, all of them build the engine and generate
+            together; the other calls need `whole_weights(model)` around all of a rollout.
         eos_token_id: token or tokens that end a sample, or None.
         kv_block_size: tokens per KV cache block.
         num_kv_blocks: blocks in the cache; None: see `KVCache.allocate`.
@@ -87,15 +90,17 @@ class RolloutEngine:
         patched_session(model)
         if torch.is_inference_mode_enabled():
             raise ValueError("build the RolloutEngine outside torch.inference_mode")
+        self._model = model = unwrapped(model)
         self.fingerprint = fingerprint(model.device)
-        self._runner = ModelRunner(
-            model,
-            block_size=kv_block_size,
-            num_blocks=num_kv_blocks,
-            max_num_seqs=max_num_seqs,
-            tokens_per_sequence=tokens_per_sequence,
-            cuda_graphs=cuda_graphs,
-        )
+        with whole_weights(model):
+            self._runner = ModelRunner(
+                model,
+                block_size=kv_block_size,
+                num_blocks=num_kv_blocks,
+                max_num_seqs=max_num_seqs,
+                tokens_per_sequence=tokens_per_sequence,
+                cuda_graphs=cuda_graphs,
+            )
         self._blocks = BlockManager(
             self._runner.num_blocks, kv_block_size, share_prefixes=enable_prefix_sharing
         )
@@ -164,7 +169,7 @@ class RolloutEngine:
             ConsistencyError: the weights have another digest than given; or the weights, the ops
                 on their stock path or the forward hooks were changed meanwhile.
         """
-        with self._turn:
+        with self._turn, whole_weights(self._model):
             completions = sorted(
                 self.stream(
                     prompts,
@@ -326,6 +331,11 @@ class RolloutEngine:
 
     def _begin(self, weights_digest: str | None) -> None:
         """From idle to work: new counters, and no cached key of other weights."""
+        if any(is_shard(parameter) for parameter in self._model.parameters()):
+            raise ValueError(
+                "the model's parameters are shards: enter whole_weights(model) on every rank, "
+                "around all of the rollout, or use generate."
+            )
         self._runner.begin(generation := self._weights.library_generation())
         if self._weights.take_over(weights_digest, generation):
             self._blocks.reset()

@@ -14,6 +14,7 @@ from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.reduction.weights_digest import weights_digest
 from rl_consistency.models.inventory import ForwardState
 from rl_consistency.models.patch import PatchSession, patched_session
+from rl_consistency.models.sharding import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import verify_settings
 from rl_consistency.numerics.strict import Strictness, current
@@ -26,8 +27,12 @@ _LOOK_EVERY = 16  # steps between two looks at the parameters: some 30 us for 40
 
 
 def model_digest(model: Any) -> str:
-    """Digest of a model's parameters by name, where they lie; waits for the device."""
-    return weights_digest(model.named_parameters())
+    """Digest of a model's parameters by name, where they lie; waits for the device.
+
+    Every rank calls it if the parameters are shards; the digest is that of whole ones.
+    """
+    with whole_weights(model) as policy:
+        return weights_digest(policy.named_parameters())
 
 
 def forward_path(model: Any) -> tuple[PatchSession, ForwardState]:

@@ -6,8 +6,8 @@ import pytest
 from rl_consistency.cli import main as main_module
 from rl_consistency.trainers import hooks
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.replicated import Replicated
 from rl_consistency.trainers.run import train
+from rl_consistency.trainers.strategies.replicated import Replicated
 from tests.cli.test_train import RECIPE
 
 BROKEN = "model.layers.0.mlp.up_proj.weight"
@@ -77,16 +77,15 @@ def set_at(step, name, part=None):
 
 def break_gradients(monkeypatch):
     """From the second step on, one parameter's gradient is another one."""
-    real, calls = Replicated.accumulate, []
+    real, calls = Replicated.norm, []
 
-    def accumulate(self, *given):
-        norm = real(self, *given)
-        calls.append(norm)
+    def norm(self, gradients):
+        calls.append(gradients)
         if len(calls) > 1:
-            self._parameters[BROKEN].grad.add_(0.01)
-        return norm
+            gradients[BROKEN].add_(0.01)
+        return real(self, gradients)
 
-    monkeypatch.setattr(Replicated, "accumulate", accumulate)
+    monkeypatch.setattr(Replicated, "norm", norm)
 
 
 def test_two_runs_of_a_recipe_are_equal_in_all_steps(whole, diff, tmp_path):
@@ -114,7 +113,8 @@ def test_digests_that_do_not_read_their_tensor_name_no_parameter(
     whole, diff, tmp_path, monkeypatch
 ):
     """Negative control."""
-    monkeypatch.setattr(hooks, "each_digest", lambda tensors: dict.fromkeys(tensors, "same"))
+    real = hooks.each_digest
+    monkeypatch.setattr(hooks, "each_digest", lambda given: dict.fromkeys(real(given), "same"))
     right = run_recipe(tmp_path / "a")
     break_gradients(monkeypatch)
     _, said = diff(right, run_recipe(tmp_path / "b"))

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity import gradients
@@ -56,37 +55,6 @@ def test_every_regrouping_gives_the_same_bytes(preset, dtype):
     assert [r.name for r in report.results] == [r.name for r in REGROUPINGS]
     assert report.elements == sum(p.numel() for p in model.parameters())
     report.require_passed()
-
-
-LEAVES = [[range(0, 2), range(2, 3)], [range(3, 4), range(4, 5)]]
-
-
-@pytest.mark.parametrize(
-    ("leaves", "passes"),
-    [(LEAVES, True), ([[*LEAVES[0], *LEAVES[1]]], False), ([[range(0, 3), range(3, 5)]], False)],
-    ids=["as trained", "without groups", "other leaves"],
-)
-def test_gradients_that_were_summed_over_leaves_are_checked_in_that_order(leaves, passes):
-    model = build_preset("tiny-qwen3", torch.bfloat16)
-    sequences = probe_tokens(LENGTHS, model.config.vocab_size)
-
-    def of_leaf(leaf):
-        model.zero_grad()
-        for i in leaf:
-            scored = token_logprobs(model, [sequences[i]], prompt_lengths=[PROMPTS[i]])
-            global_loss(scored, [i]).backward()
-        return [p.grad for p in model.parameters()]
-
-    with patch(model, grad_dtype=torch.float32):
-        parts = [[of_leaf(leaf) for leaf in group] for group in LEAVES]
-        for i, parameter in enumerate(model.parameters()):
-            (a, b), (c, d) = parts
-            parameter.grad = (a[i] + b[i]) + (c[i] + d[i])
-        report = check(model, compare_present=True, leaves=leaves)
-    assert report.passed is passes
-    assert [r.name for r in report.results if r.mismatched_elements] == ["as trained"] * (
-        not passes
-    )
 
 
 def test_gradients_and_weights_are_left_as_they_were():

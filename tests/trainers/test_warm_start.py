@@ -14,7 +14,7 @@ from rl_consistency.trainers.config.policy_sections import BuildSection
 from rl_consistency.trainers.data.arithmetic import problems
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
-from rl_consistency.trainers.replicated import Replicated
+from rl_consistency.trainers.strategies.replicated import Replicated
 from rl_consistency.trainers.warm_start import warm_start
 
 TOKENIZER = byte_tokenizer()
@@ -43,7 +43,7 @@ def start(model, *, seed=0, progress=None, prompts=PROMPTS, targets=TARGETS, **c
     section = WarmStartSection(**{"steps": 4, "batch_size": 4, "learning_rate": 3e-3} | changes)
     ranks = Replicated(World.join(torch.device("cpu")), LeafOrder(1), model)
     return warm_start(
-        model, prompts, targets, section, Accelerator(cpu=True), ranks, seed=seed, progress=progress
+        prompts, targets, section, Accelerator(cpu=True), ranks, seed=seed, progress=progress
     )
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from pydantic import AfterValidator
+from typing import Literal
 
 from rl_consistency.trainers.advantages import AdvantageKind
 from rl_consistency.trainers.config.section import (
@@ -74,15 +72,7 @@ class OptimizerSection(Section):
     """Optimizer steps over which the learning rate rises from 0."""
 
 
-PLANNED = ("fsdp2", "zero1", "zero2", "zero3")
-
-
-def _built(strategy: str) -> str:
-    if strategy in PLANNED:
-        raise ValueError(f"{strategy} is not built yet; use replicated")
-    if strategy != "replicated":
-        raise ValueError(f"unknown strategy {strategy!r}; use replicated")
-    return strategy
+StrategyName = Literal["replicated", "fsdp2"]
 
 
 class TrainingSection(Section):
@@ -92,8 +82,9 @@ class TrainingSection(Section):
     """Rollout batches."""
     micro_batch_size: Count = 8
     """Completions per forward and backward pass; changes memory and time, not bits."""
-    strategy: Annotated[str, AfterValidator(_built)] = "replicated"
-    """How several processes share the policy; replicated: each holds all of it."""
+    strategy: StrategyName = "replicated"
+    """How several processes share the policy. replicated: each holds all of it; fsdp2: each holds
+    a shard of weights, moments and gradients."""
     layout: Literal["packed", "padded"] = "packed"
     """How sequences share a call: end to end, or padded to the longest; the same bits."""
     eval_every: CountOrZero = 0

@@ -63,6 +63,9 @@ class ConsistencySection(Section):
     """Parts into which the sequences of an optimizer step are cut; their gradients are added in
     order, on 1 to as many processes with the same bits. [B, A]: A groups of B, for several nodes.
     Another number is another order, with other bits."""
+    ordered: bool = True
+    """Whether gradients are added in one order. false leaves several processes to the strategy's
+    stock sum: rollout still equals training, but the weights depend on their number."""
     gradient_check_every: CountOrZero = 0
     """Recompute the gradients under other groupings every this many steps; 0 = never."""
     gradient_check_sequences: Count | None = None
@@ -72,6 +75,11 @@ class ConsistencySection(Section):
     on_drift: Literal["raise", "warn", "record"] = "raise"
     """What happens when a logprob, a gradient or a sampled library product differs. Differing
     tokens are saved for replay in every case; the rollout engine also warns of a product."""
+
+    def of_the_hook(self) -> dict[str, Any]:
+        """What `ConsistencyHook` is given."""
+        others = {"strict", "strict_except", "gradient_leaves", "ordered"}
+        return self.model_dump(exclude=others)
 
     def strictness(self) -> AbstractContextManager[Strictness]:
         """What the section says of strictness, else what holds outside the block."""

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from rl_consistency.distributed.world import CollectiveError
-from rl_consistency.trainers import replicated, run
+from rl_consistency.trainers import run
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
 from rl_consistency.trainers.run_directory.metrics_file import read_metrics
+from rl_consistency.trainers.strategies import build, replicated, strategy
 from tests.distributed.test_ordered_sum import (
     ContiguousLeaves,
     LowPrecision,
@@ -149,7 +150,7 @@ def test_another_sum_has_other_weights(run_ranks, tiny_run, right, mutant):
     if not right:
         right.append(digest_of(tiny_run.tree(**LEAVES)))
     tree = numbered(tiny_run, 2)
-    found = run_ranks(2, under, replicated.__name__, "OrderedSum", mutant, tree)
+    found = run_ranks(2, under, strategy.__name__, "OrderedSum", mutant, tree)
     assert found[0] != right
 
 
@@ -173,7 +174,8 @@ class Continued(replicated.Replicated):
 def test_a_fold_continued_across_leaves_has_other_weights(run_ranks, tiny_run):
     expected = digest_of(tiny_run.tree(**LEAVES))
     tree = numbered(tiny_run, 2)
-    assert run_ranks(2, under, run.__name__, "Replicated", Continued, tree)[0] != [expected]
+    strategies = {"replicated": Continued}
+    assert run_ranks(2, under, build.__name__, "STRATEGIES", strategies, tree)[0] != [expected]
 
 
 def test_leaves_tied_to_the_ranks_have_other_weights_on_each_number(run_ranks, tiny_run):
@@ -200,7 +202,7 @@ run_accelerator = run.Accelerator
 @pytest.mark.parametrize(
     ("part", "name", "mutant", "changes"),
     [
-        (replicated, "sharded_gradient_norm", norm_over_shards, {"optimizer.max_grad_norm": 1e-2}),
+        (strategy, "sharded_gradient_norm", norm_over_shards, {"optimizer.max_grad_norm": 1e-2}),
         (run, "Accelerator", one_scheduler_step_per_process, {"optimizer.schedule": "cosine"}),
     ],
     ids=["norm over shards", "schedule"],

@@ -14,8 +14,8 @@ from rl_consistency.trainers.grpo import GRPOTrainer
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.prompts import PromptSet
-from rl_consistency.trainers.replicated import Replicated
 from rl_consistency.trainers.rewards import RewardFunction
+from rl_consistency.trainers.strategies.replicated import Replicated
 
 
 class RecordingHook:
@@ -66,13 +66,13 @@ def make_trainer(tiny_run):
         )
         models.append(model)
         stack.enter_context(patch(model))
+        ranks = Replicated(World.join(torch.device("cpu")), LeafOrder(1), model)
         return GRPOTrainer(
             model=model,
             tokenizer=tokenizer,
             engine=RolloutEngine(model, eos_token_id=258, num_kv_blocks=64),
-            optimizer=PolicyOptimizer(model, config.optimizer, accelerator, total_steps=8),
-            accelerator=accelerator,
-            ranks=Replicated(World.join(torch.device("cpu")), LeafOrder(1), model),
+            optimizer=PolicyOptimizer(ranks, config.optimizer, accelerator, total_steps=8),
+            ranks=ranks,
             config=config,
             train=prompts,
             evaluation=prompts,

@@ -1,0 +1,183 @@
+"""A policy inside what many processes put around it: wrappers, and shards in place of parameters.
+
+A wrapper such as DistributedDataParallel hands calls on to the policy, its `module`. FSDP2
+(`fully_shard`) and ZeRO-3 keep a shard of each parameter and gather it for one call of a module.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from rl_consistency.numerics.errors import ConsistencyError
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_LIBRARIES = ("torch.distributed.fsdp.", "deepspeed.")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that wrappers hand calls on to; one without wrappers is its own.
+
+    ValueError for FSDP1, whose flat parameters no order covers.
+    """
+    while isinstance(inner := getattr(model, "module", None), nn.Module):
+        if isinstance(model, FullyShardedDataParallel):
+            raise ValueError(
+                "FullyShardedDataParallel flattens parameters, which is not covered; use "
+                "torch.distributed.fsdp.fully_shard (FSDP2)."
+            )
+        model = inner
+    return model
+
+
+def through(
+    model: nn.Module, policy: nn.Module, run: Callable[[], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """`run()`, called by the forward pass of the outermost wrapper around the policy.
+
+    The policy has to be that of the wrapper. Without one `run` is called at once: ConsistencyError
+    if there is one all the same and gradients are wanted, ValueError for shards without an engine.
+    """
+    if policy in _WHOLE:
+        return run()
+    if model is not policy or isinstance(policy, FSDPModule):
+        return model(run=run)
+    if any(is_shard(parameter) for parameter in policy.parameters()):
+        raise ValueError(
+            "the policy's parameters are shards: give the DeepSpeed engine, or enter "
+            "whole_weights(model) on every rank."
+        )
+    if torch.is_grad_enabled() and (wrapper := _wrapper_of(policy)) is not None:
+        raise ConsistencyError(
+            f"this is the inside of a {wrapper}, which would not sum its gradients over the "
+            f"ranks. Give the {wrapper} itself."
+        )
+    return run()
+
+
+def unsharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that `fully_shard` was given for this one; any other is its own."""
+    return cls.__bases__[1] if cls.__bases__[:1] == (FSDPModule,) else cls
+
+
+def with_base(cls: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    """`base`, sharded if `cls` is."""
+    if unsharded_class(cls) is cls:
+        return base
+    own = {"__deepcopy__": vars(cls)["__deepcopy__"]}
+    return type(cls)(f"FSDP{base.__name__}", (FSDPModule, base), own)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether parameters are replaced, or emptied, between calls of the modules."""
+    return any(isinstance(m, FSDPModule) for m in model.modules()) or _has_zero3(model)
+
+
+def is_shard(parameter: Tensor) -> bool:
+    """Whether the parameter's values are spread over the ranks now."""
+    return isinstance(parameter, DTensor) or (
+        hasattr(parameter, "ds_id") and parameter.numel() != parameter.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
+
+def of_a_library(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is one by which FSDP2 or DeepSpeed gathers and frees parameters."""
+    return str(getattr(hook, "__module__", "")).startswith(_LIBRARIES)
+
+
+@contextmanager
+def whole_weights(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside the block, every parameter of the policy is whole and plain, and no forward pass
+    speaks with other ranks: for rollouts, digests and checkpoints. Yields the policy.
+
+    Every rank enters it. What is written to parameters inside is lost. It may be nested, and does
+    nothing to a policy that is not sharded.
+    """
+    policy = unwrapped(model)
+    if policy in _WHOLE:
+        yield policy
+        return
+    with ExitStack() as stack:
+        if not any(is_shard(parameter) for parameter in policy.parameters()):
+            pass
+        elif _has_zero3(policy):
+            gathered = sys.modules["deepspeed"].zero.GatheredParameters
+            stack.enter_context(gathered(list(policy.parameters())))
+        else:
+            stack.enter_context(_unsharded(policy))
+        stack.enter_context(_no_library_hooks(policy))
+        _WHOLE.add(policy)
+        stack.callback(_WHOLE.discard, policy)
+        yield policy
+
+
+@contextmanager
+def _unsharded(policy: nn.Module) -> Iterator[None]:
+    modules: list[Any] = [m for m in policy.modules() if isinstance(m, FSDPModule)]
+    if policy not in _ROOTS:
+        with torch.no_grad():  # FSDP2 takes the first module that is called for the root
+            policy(run=lambda: ())
+        _ROOTS.add(policy)
+    for module in modules:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.reshard()
+
+
+_WHOLE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Policies inside `whole_weights`."""
+
+_ROOTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Policies that FSDP2 knows to be roots."""
+
+
+@contextmanager
+def _no_library_hooks(policy: nn.Module) -> Iterator[None]:
+    """Take off the hooks that would gather and free parameters."""
+    taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for module in policy.modules():
+        for name in _HOOKS:
+            hooks = vars(module)[name]
+            if any(map(of_a_library, hooks.values())):
+                taken.append((hooks, dict(hooks)))
+                for key in [key for key, hook in hooks.items() if of_a_library(hook)]:
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in taken:
+            added = {key: hook for key, hook in hooks.items() if key not in before}
+            hooks.clear()
+            hooks.update(before | added)
+
+
+_UNWRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Policies that were looked for inside wrappers, and not found."""
+
+
+def _wrapper_of(policy: nn.Module) -> str | None:
+    """The class of a wrapper around the policy, in a run of several processes; looks once."""
+    if policy in _UNWRAPPED or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    for found in gc.get_objects():
+        if issubclass(type(found), nn.Module) and vars(found)["_modules"].get("module") is policy:
+            return type(found).__name__
+    _UNWRAPPED.add(policy)
+    return None
+
+
+def _has_zero3(model: nn.Module) -> bool:
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())

@@ -1,0 +1,178 @@
+"""How the processes of a run share the policy, its gradient and its optimizer.
+
+Every strategy ends an optimizer step with the same weights, in the order of `ordered_sum`. They
+differ in what a rank keeps: see `replicated`, `fsdp2` and `zero`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+
+from rl_consistency.distributed.gradient_norm import sharded_gradient_norm
+from rl_consistency.distributed.leaves import LeafOrder, Round
+from rl_consistency.distributed.ordered_sum import OrderedSum
+from rl_consistency.distributed.world import World
+from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
+from rl_consistency.parity.bytes import bits
+from rl_consistency.parity.gradients import GradientReport, RegroupingResult
+from rl_consistency.trainers.losses import LossOutput
+
+T = TypeVar("T")
+M = TypeVar("M", Tensor, LossOutput)
+Backward = Callable[[range, bool], None]
+"""The backward pass of some sequences of an optimizer step, by their indices in it. If the second
+argument is True they are filler, whose loss has weight zero."""
+
+
+class Strategy(ABC):
+    """The ranks of a run. One process with one leaf takes none of the machinery of several."""
+
+    keeps_shards = False
+    """Whether a rank keeps parts of tensors, and takes part in each forward and backward pass."""
+
+    def __init__(self, world: World, order: LeafOrder, policy: nn.Module, *, ordered: bool = True):
+        """Every rank calls it, with a patched policy whose gradients are fp32.
+
+        If not `ordered`, each rank has one leaf, and the strategy's stock sum adds them.
+        """
+        order = order if ordered else LeafOrder(world.size)
+        self.world, self.order, self.policy, self.ordered = world, order, policy, ordered
+        self.model: Any = policy
+        """What forward passes call: the policy, or the outermost wrapper around it."""
+        self.dtype: torch.dtype = next(policy.parameters()).dtype
+        """What forward passes compute with. Masters are fp32."""
+        trained = {n: p for n, p in policy.named_parameters() if p.requires_grad}
+        self.shapes = {name: tuple(p.shape) for name, p in trained.items()}
+        self.numels = {name: p.numel() for name, p in trained.items()}
+        self._sum = OrderedSum(world, order) if order.count > 1 else None
+
+    @property
+    def rounds(self) -> list[Round]:
+        """Those of a step; one process with one leaf has one."""
+        return self._sum.rounds if self._sum else self.order.rounds(0, 1, 1)
+
+    @abstractmethod
+    def accumulate(self, num_sequences: int, size: int | None, backward: Backward) -> float:
+        """Compute the gradient of an optimizer step, which `gradients` then has; returns its norm.
+
+        Args:
+            num_sequences: of the step, on all ranks together.
+            size: most sequences of a backward pass; None is a whole leaf.
+            backward: called for each of this rank's passes.
+
+        Raises: ConsistencyError on every rank if a rank did not give a gradient.
+        """
+
+    @abstractmethod
+    def masters(self) -> dict[str, nn.Parameter]:
+        """What an optimizer updates on this rank, by parameter name: fp32, with the values that
+        forward passes compute with."""
+
+    @abstractmethod
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's fp32 gradients, as `masters` are cut. ValueError if one is missing."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """The next step starts from zero."""
+
+    @abstractmethod
+    def publish(self, masters: Mapping[str, Tensor]) -> None:
+        """Let forward passes compute with the masters, rounded to `dtype`."""
+
+    def whole(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Whole tensors from those cut as `masters` are. Every rank calls it and reads all of them
+        in one order."""
+        return parts
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """What `masters` would have of a whole tensor."""
+        return whole
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of a loss."""
+        loss.backward()
+
+    def close(self) -> None:
+        """Take off the policy what this has put on it."""
+        return
+
+    def own(self, num_sequences: int) -> list[int]:
+        """Indices of the sequences that this rank computes of an optimizer step."""
+        leaves = self.order.leaves(num_sequences)
+        return [i for r in self.rounds if r.leaf is not None for i in leaves[r.leaf]]
+
+    def passes(self, num_sequences: int, size: int | None, round: Round) -> list[range]:
+        """The sequences of this rank's backward passes in a round; an empty range is filler."""
+        size = size or -(-num_sequences // self.order.count)
+        if self.order.count == 1:
+            size = min(size, num_sequences)
+        return self.order.micro_batches(num_sequences, round.leaf, size)
+
+    def norm(self, parts: Mapping[str, Tensor]) -> float:
+        """The norm of gradients of which each element is on one rank. Every rank calls it."""
+        if self.order.count == 1:
+            return float(gradient_norm(list(parts.values())))
+        return sharded_gradient_norm(self.world, parts, self.numels)
+
+    def check(self, num_sequences: int, size: int, backward: Backward) -> GradientReport:
+        """Compare the gradient there is with that of the same step under another micro-batch."""
+        trained = self.gradients()
+        self.drop_gradients()
+        other = 1 if size > 1 else 2
+        leaf = max(map(len, self.order.leaves(num_sequences)))
+        self.accumulate(num_sequences, min(other, leaf), backward)
+        again = self.gradients()
+        counts = {n: int((bits(again[n]) != bits(g)).sum()) for n, g in trained.items()}
+        bad = sum(int((~g.isfinite()).sum()) for g in again.values())
+        found = [counts.get(name, 0) for name in self.numels]
+        if self.keeps_shards:
+            *found, bad = self.world.reduce("gradient check", [*found, bad], ReduceOp.SUM)
+        differing = dict(zip(self.numels, found, strict=True))
+        first = next((name for name, count in differing.items() if count), None)
+        result = RegroupingResult(f"micro-batch {other}", sum(found), first)
+        return GradientReport((result,), sum(self.numels.values()), bad)
+
+    def shared(self, what: str, own: Mapping[int, T]) -> list[T]:
+        """The values (plain data) of all ranks, in the order of their keys; each is on one rank."""
+        found = self.world.gather(what, dict(own))
+        merged = {key: value for part in found for key, value in part.items()}
+        return [merged[key] for key in sorted(merged)]
+
+    def shared_tensors(self, what: str, own: Mapping[int, M]) -> list[M]:
+        """`shared` for values that may lie on the device; they travel between hosts."""
+        if self.world.size == 1:
+            return self.shared(what, own)
+        hosted = {key: value.to("cpu") for key, value in own.items()}
+        return [value.to(self.world.device) for value in self.shared(what, hosted)]
+
+
+class Gathered(Mapping[str, Tensor]):
+    """Whole tensors, each gathered when it is read."""
+
+    def __init__(self, names: list[str], gather: Callable[[str], Tensor]):
+        self._names, self._gather = names, gather
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._gather(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def required(name: str, gradient: Tensor | None) -> Tensor:
+    """A gradient in fp32; ValueError if there is none."""
+    if gradient is None:
+        raise ValueError(f"parameter {name} has no gradient: it must take part in the loss.")
+    return gradient.float()
