@@ -203,7 +203,9 @@ class _Gradient:
         if self._accumulates and gradient is not None:
             alias = before is not None and gradient.data_ptr() == before.data_ptr()
             # A view of other memory was put there on purpose, as DDP puts its buckets.
-            if before is not None and (alias or not gradient._is_view()):
+            stays = before is not None and (alias or not gradient._is_view())
+            # ZeRO-3 has emptied the parameter by now, which then takes no other gradient.
+            if before is not None and stays and before.shape == self.parameter.shape:
                 if not alias:
                     before.copy_(gradient)
                 gradient = self.parameter.grad = before

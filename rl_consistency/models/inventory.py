@@ -179,7 +179,9 @@ def _plain(value: Any) -> Any:
 
 
 def _shapes(tensors: dict[str, Tensor | None]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(t.shape) for name, t in tensors.items() if t is not None}
+    """Of whole tensors; ZeRO-3 keeps the shape of an emptied parameter beside it."""
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return {name: tuple(getattr(t, "ds_shape", t.shape)) for name, t in present.items()}
 
 
 def _on_cpu(module: nn.Module) -> bool:

@@ -75,7 +75,7 @@ def with_base(cls: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
     if unsharded_class(cls) is cls:
         return base
     own = {"__deepcopy__": vars(cls)["__deepcopy__"]}
-    return type(cls)(f"FSDP{base.__name__}", (FSDPModule, base), own)
+    return type(f"FSDP{base.__name__}", (FSDPModule, base), own)
 
 
 def is_sharded(model: nn.Module) -> bool:
