@@ -99,7 +99,7 @@ def test_wandb_gets_the_metrics_and_whether_the_run_failed(tiny_run, monkeypatch
         def close(self, *, failed):
             seen.append(failed)
 
-    monkeypatch.setattr(run_module, "WandbTracker", Wandb)
+    monkeypatch.setattr(tracking, "WandbTracker", Wandb)
     monkeypatch.setattr(run_module, "check_wandb", lambda mode: None)
     changes = {"training.steps": 1, "tracking.wandb": {"project": "bits"}}
     tiny_run(**changes)
