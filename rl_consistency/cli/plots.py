@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
-from rl_consistency.trainers.run_directory.directory import own_file, require_kinds
-from rl_consistency.trainers.run_directory.metrics_file import read_metrics
+from rl_consistency.cli.run_files import Rows, load_rows
+from rl_consistency.trainers.run_directory.directory import own_file
 from rl_consistency.trainers.run_directory.unfinished import unfinished
-
-Rows = Sequence[Mapping[str, Any]]
 
 OURS, STOCK, BAD, INK, MUTED = "#0f766e", "#d97706", "#dc2626", "#1f2937", "#6b7280"
 PHASES = {
@@ -93,23 +91,6 @@ def save_picture(run_dir: str | os.PathLike[str]) -> Path:
         drift_figure(rows).savefig(place / target.name, format="png", dpi=160)
         os.replace(place / target.name, target)
     return target
-
-
-def load_rows(run_dir: str | os.PathLike[str]) -> Rows:
-    """The rows of a run's metrics file; FileNotFoundError without one, ValueError if damaged."""
-    require_kinds(Path(run_dir))
-    path = run_file(Path(run_dir), "metrics.jsonl")
-    if not (rows := read_metrics(path)):
-        raise ValueError(f"{path} is empty: the run ended before its first step")
-    return rows
-
-
-def run_file(run_dir: Path, name: str) -> Path:
-    """A file of a run directory; FileNotFoundError, naming what is missing, if it is not there."""
-    if not (run_dir / name).is_file():
-        missing = f"it has no {name}" if run_dir.is_dir() else "there is no run directory"
-        raise FileNotFoundError(f"{run_dir}: {missing}; give the directory a run printed")
-    return run_dir / name
 
 
 @_figure(9.0, 6.2)

@@ -36,8 +36,9 @@ from rl_consistency.trainers.run_directory.unfinished import (
 )
 
 MANIFEST, LOCK = "manifest.json", ".rl_consistency.lock"
-CONFIG, METRICS, REFERENCE = "config.yaml", "metrics.jsonl", "reference.safetensors"
-FILES = (CONFIG, METRICS, REFERENCE, "summary.json", "report.html", "drift.png")
+CONFIG, REFERENCE = "config.yaml", "reference.safetensors"
+METRICS, DIGESTS = "metrics.jsonl", "digests.jsonl"
+FILES = (CONFIG, METRICS, DIGESTS, REFERENCE, "summary.json", "report.html", "drift.png")
 CHECKPOINTS, REPLAY = "checkpoints", "replay"
 FORMAT = 1
 

@@ -43,7 +43,7 @@ MICRO_BATCHES = {1: (1, 2), 2: (2,), 3: (1,), 4: (2,)}
 def test_one_hash_and_one_set_of_metrics_for_any_number_of_processes(
     run_ranks, tiny_run, lasting, dtype
 ):
-    found, rows = set(), []
+    found, rows, steps = set(), [], set()
     for world_size, sizes in MICRO_BATCHES.items():
         directories = [tiny_run.directory / f"run {world_size} {size}" for size in sizes]
         trees = [
@@ -56,8 +56,9 @@ def test_one_hash_and_one_set_of_metrics_for_any_number_of_processes(
         ]
         found.update(*run_ranks(world_size, digests, *trees))
         rows += [lasting(read_metrics(directory / "metrics.jsonl")) for directory in directories]
+        steps.update((directory / "digests.jsonl").read_bytes() for directory in directories)
         assert all((directory / "summary.json").is_file() for directory in directories)
-    assert len(found) == 1
+    assert len(found) == len(steps) == 1
     assert len(rows[0]) == 3 and all(other == rows[0] for other in rows)
     assert rows[0][1]["consistency/gradient_check/passed"]
     one_leaf = {**EVERYTHING, "policy.dtype": dtype, "consistency.gradient_leaves": 1}

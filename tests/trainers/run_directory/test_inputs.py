@@ -11,7 +11,7 @@ from rl_consistency.trainers import run
 from rl_consistency.trainers.config.policy_sections import BuildSection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
-from rl_consistency.trainers.run_directory import metrics_file
+from rl_consistency.trainers.run_directory import rows_file, step_files
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 
 SIZES = {
@@ -148,13 +148,15 @@ def test_inputs_that_moved_are_the_same_inputs(tiny_run, given):
     assert summary["parameter_digest"] == digest
 
 
-def test_metrics_with_a_hole_are_refused(tiny_run, given):
+@pytest.mark.parametrize("name", ["metrics.jsonl", "digests.jsonl"])
+def test_steps_with_a_hole_are_refused(tiny_run, given, name):
     stopped(tiny_run, given)
-    file = tiny_run.directory / "run" / "metrics.jsonl"
+    file = tiny_run.directory / "run" / name
+    (file.parent / "digests.jsonl").open("a").write("after the checkpoint")
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[1:]))
     before = tiny_run.files()
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is missing or damaged"):
+    with pytest.raises(ValueError, match=rf"{name} is missing or damaged"):
         tiny_run(**given, resume=True)
     assert tiny_run.files() == before
 
@@ -164,7 +166,9 @@ def test_without_their_digest_metrics_with_a_hole_are_summed_up(tiny_run, given,
     stopped(tiny_run, given)
     file = tiny_run.directory / "run" / "metrics.jsonl"
     file.write_bytes(file.read_bytes().splitlines(keepends=True)[1])
-    monkeypatch.setattr(metrics_file, "_cut_after", lambda path, state: None)
+    for module in (rows_file, step_files):
+        cut = lambda path, state: path.read_bytes()[: state["bytes"]]  # noqa: E731
+        monkeypatch.setattr(module, "kept_rows", cut)
     summary, rows = tiny_run(**given, resume=True)
     assert summary["steps"] == 4 and [row["step"] for row in rows] == [2, 3, 4]
 
