@@ -49,11 +49,6 @@ def check_launch(config: RunConfig) -> None:
         f"torchrun; for one process give it {_ONE}"
     )
     strategy = strategy_of(config.training.strategy)
-    if strategy != "replicated" and not _has_local_rank():
-        raise ValueError(
-            f"training.strategy is {strategy}, which needs a process group, also of one: start "
-            "with torchrun --nproc_per_node 1 or accelerate launch, or set it to replicated"
-        )
     problems = [
         *_unhonoured(config.run.device),
         *unfollowed(config.policy.dtype),
@@ -87,6 +82,11 @@ def join(config: RunConfig) -> tuple[Accelerator, World]:
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
+    if config.training.strategy != "replicated" and not dist.is_initialized():
+        # Shards need a group, also of one process that no launcher started.
+        backend = "nccl" if config.run.device == "cuda" else "gloo"
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     return accelerator, World.join(accelerator.device, timeout)
 
 

@@ -94,6 +94,7 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(engines_off())
         accelerator, world = join(config)
+        stack.enter_context(world.naming_others(f"a gather or a sum of {config.training.strategy}"))
         first, announce = world.rank == 0, announce if world.rank == 0 else lambda line: None
         require_same_facts(world, common_settings(config) | modes, when="before anything is read")
         if world.size > 1 and not config.consistency.ordered:

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from rl_consistency.trainers import launch
 from rl_consistency.trainers.config.recipe import dump_config, load_config
@@ -15,6 +16,7 @@ from rl_consistency.trainers.launch import (
     check_launch,
     check_machine,
     is_first_process,
+    leave,
     refuse_many_processes,
 )
 from tests.trainers.config.test_config import DEMO
@@ -131,13 +133,15 @@ def test_without_an_order_the_processes_are_the_leaves(launched, size, overrides
         check_launch(unordered)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "zero1", "zero2", "zero3"])
-def test_shards_need_a_group_also_of_one(launched, strategy):
-    alone = recipe(1, f"training.strategy={strategy}", "consistency.shadow_every=0")
-    with pytest.raises(ValueError, match=f"strategy is {strategy}, which needs a process group"):
-        check_launch(alone)
-    launched(LOCAL_RANK="0", WORLD_SIZE="1")
-    check_launch(alone)
+def test_shards_need_no_launcher(tiny_run):
+    expected, _ = tiny_run.of_its_own("replicated", **LEAVES)
+    try:
+        found, _ = tiny_run(**LEAVES, **{"training.strategy": "fsdp2"})
+    finally:
+        leave()
+    assert not dist.is_initialized()
+    assert found["parameter_digest"] == expected["parameter_digest"]
+    assert (found["strategy"], found["processes"]) == ("fsdp2", 1)
 
 
 def test_the_launcher_s_strategy_becomes_the_run_s(launched):
@@ -147,6 +151,10 @@ def test_the_launcher_s_strategy_becomes_the_run_s(launched):
     launched(ACCELERATE_USE_FSDP="false", ACCELERATE_USE_DEEPSPEED="true")
     with pytest.raises(ValueError, match=r"shadow_every: a stock training pass under zero2"):
         check_machine(recipe(2))
+    launched(ACCELERATE_DEEPSPEED_ZERO_STAGE="1")
+    bf16 = recipe(2, "policy.dtype=bfloat16", "consistency.shadow_every=0")
+    with pytest.raises(ValueError, match="zero1 has no fp32 gradients of a bfloat16 policy .* use"):
+        check_machine(bf16)
 
 
 def test_a_timeout_reaches_every_group_of_processes(tiny_run, monkeypatch):

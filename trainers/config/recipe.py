@@ -198,6 +198,11 @@ def leaf_problems(config: RunConfig, leaves: LeafOrder) -> Iterator[str]:
 
 def strategy_problems(config: RunConfig, strategy: StrategyName) -> Iterator[str]:
     """What the recipe asks for that this strategy does not do."""
+    if strategy == "zero1" and config.policy.dtype == "bfloat16":
+        yield (
+            "training.strategy: zero1 has no fp32 gradients of a bfloat16 policy in DeepSpeed: use "
+            "zero2"
+        )
     if strategy.startswith("zero") and config.consistency.shadow_every:
         yield (
             f"consistency.shadow_every: a stock training pass under {strategy} would sum gradients "
