@@ -104,7 +104,7 @@ def _processes(summary: dict[str, Any]) -> str | None:
     how = f"{processes} processes, {summary['strategy']}"
     if summary["weights_depend_on_processes"]:
         return f"{how}; the weights depend on the number of processes"
-    return f"{how}; the weights depend on gradient_leaves {summary['gradient_leaves']} alone"
+    return f"{how}; the weights do not depend on the number of processes"
 
 
 def _cell(value: float | None, form: str) -> str:

@@ -203,10 +203,10 @@ def strategy_problems(config: RunConfig, strategy: StrategyName) -> Iterator[str
             "training.strategy: zero1 has no fp32 gradients of a bfloat16 policy in DeepSpeed: use "
             "zero2"
         )
-    if strategy.startswith("zero") and config.consistency.shadow_every:
+    if strategy in ("zero2", "zero3") and config.consistency.shadow_every:
         yield (
-            f"consistency.shadow_every: a stock training pass under {strategy} would sum gradients "
-            "over the processes: set it to 0, or training.strategy to fsdp2 or replicated"
+            f"consistency.shadow_every: under {strategy} DeepSpeed takes every gradient, that of a "
+            "stock training pass too: set it to 0, or training.strategy to replicated or fsdp2"
         )
 
 

@@ -53,10 +53,15 @@ def test_an_unordered_sum_has_no_leaves_and_canonical_ops(overrides, message):
     assert "  consistency.ordered: " in text and message in text
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-def test_the_stock_shadow_is_refused_under_deepspeed(stage):
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_the_stock_shadow_is_refused_where_deepspeed_takes_gradients(stage):
     text = refusal(f"training.strategy={stage}")
-    assert f"consistency.shadow_every: a stock training pass under {stage}" in text
+    assert f"consistency.shadow_every: under {stage} DeepSpeed takes every gradient" in text
+
+
+def test_zero1_is_refused_for_bfloat16():
+    text = refusal("training.strategy=zero1", "policy.dtype=bfloat16")
+    assert "training.strategy: zero1 has no fp32 gradients of a bfloat16 policy" in text
 
 
 def test_an_unknown_strategy_is_refused():
