@@ -105,7 +105,8 @@ def drift_figure(figure: Figure, rows: Rows) -> None:
     _line(share, rows, "consistency/mismatch_fraction", OURS, "rl_consistency", linewidth=2.4)
     if drifted := [row for row in rows if row.get("consistency/mismatched_tokens")]:
         steps, shares = series(drifted, "consistency/mismatch_fraction")
-        share.plot(steps, shares, "X", color=BAD, label="rl_consistency drifted")
+        drawn = [_drawn(value, math.nan) for value in shares]
+        share.plot(steps, drawn, "X", color=BAD, label="rl_consistency drifted")
     share.set_title("Tokens whose bits differ")
     share.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
     top = _largest(rows, "stock/mismatch_fraction", "consistency/mismatch_fraction")
@@ -174,13 +175,14 @@ def gradient_check_figure(figure: Figure, rows: Rows) -> None:
     verdicts = dict(zip(*series(rows, f"{key}/passed")))
     passed = [(s, c) for s, c in zip(steps, counts) if verdicts.get(s, c == 0) and c == 0]
     failed = [(s, c) for s, c in zip(steps, counts) if (s, c) not in passed]
+    failed = [(s, _drawn(c, 0.0)) for s, c in failed]
     for points, color, marker, label in (
         (passed, OURS, "o", f"passed ({len(passed)})"),
         (failed, BAD, "X", f"failed ({len(failed)})"),
     ):
         if points:
             axes.plot(*zip(*points), linestyle="", marker=marker, color=color, label=label)
-    top = max((count for _, count in failed if math.isfinite(count)), default=0.0)
+    top = max((count for _, count in failed), default=0.0)
     axes.set_ylim(-0.12 * max(top, 1), 1.3 * max(top, 1))
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     _step_axis(axes, rows)
@@ -195,7 +197,7 @@ def timing_figure(figure: Figure, rows: Rows) -> None:
     floor = [0.0] * len(steps)
     for phase, color in PHASES.items():
         key = f"time/{phase}_seconds"
-        heights = [float(row.get(key, 0.0)) for row in rows]
+        heights = [_drawn(float(row.get(key, 0.0)), 0.0) for row in rows]
         if any(heights):
             label = phase.replace("_", " ")
             seconds.bar(steps, heights, bottom=floor, width=0.85, color=color, label=label)
@@ -216,13 +218,19 @@ def _largest(rows: Rows, *keys: str) -> float:
     return max(filter(math.isfinite, values), default=0.0)
 
 
+def _drawn(value: float, otherwise: float) -> float:
+    """A value where it has a place on an axis."""
+    return value if math.isfinite(value) else otherwise
+
+
 def _line(axes: Axes, rows: Rows, key: str, color: str, label: str, **style: Any) -> None:
     steps, values = series(rows, key)
     if not steps:
         return
     marker = style.pop("marker", "o" if len(steps) == 1 else None)
     options = {"linewidth": 1.6, "marker": marker, "markersize": 4.5} | style
-    axes.plot(steps, values, color=color, label=label, **options)
+    drawn = [_drawn(value, math.nan) for value in values]
+    axes.plot(steps, drawn, color=color, label=label, **options)
     if bad := [step for step, value in zip(steps, values) if not math.isfinite(value)]:
         crosses = {"linestyle": "", "marker": "X", "color": BAD, "clip_on": False}
         height = {"transform": axes.get_xaxis_transform(), "label": "not finite"}

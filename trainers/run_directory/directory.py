@@ -235,11 +235,17 @@ def _require_removable(config: RunConfig) -> None:
         ("data.path", config.data.path),
         ("data.eval_path", config.data.eval_path),
     ):
-        if path is not None and doomed & {path.resolve(), *path.resolve().parents}:
-            raise RunDirectoryError(
-                f"{key} {path} lies inside the run in {directory} that --overwrite would remove: "
-                "choose another run.output_dir."
-            )
+        for file in () if path is None else (path, *_links_in(path)):
+            place = Path(os.path.realpath(file))
+            if doomed & {place, *place.parents}:
+                raise RunDirectoryError(
+                    f"{key} {file} lies inside the run in {directory} that --overwrite would "
+                    "remove: choose another run.output_dir."
+                )
+
+
+def _links_in(path: Path) -> list[Path]:
+    return [file for file in path.iterdir() if file.is_symlink()] if path.is_dir() else []
 
 
 def _strangers(directory: Path) -> Iterator[Path]:
