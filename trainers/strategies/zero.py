@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -55,11 +55,14 @@ class Zero(Strategy):
         self._gives, self._hooks = False, []
         self._gradients: dict[str, Tensor] = {}
         if ordered:
-            self._buckets = GradientBuckets(OrderedSum(world, self.order), self.shapes)
+            total = self._sum or OrderedSum(world, order)
+            self._buckets = GradientBuckets(total, self.shapes)
             for name, parameter in self._parameters.items():
                 hook = self._giver(name)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-        self.model, self._utils = _engine(world, policy, self.stage, self.dtype)
+        self._stack = ExitStack()
+        self._stack.enter_context(_launched(world.device.type))
+        self.model, self._utils = _engine(policy, self.stage, self.dtype)
         zero = self.model.optimizer
         own = (
             zero.fp32_partitioned_groups_flat
@@ -73,6 +76,7 @@ class Zero(Strategy):
         for hook in self._hooks:
             hook.remove()
         self.model.destroy()
+        self._stack.close()
 
     def accumulate(self, num_sequences: int, size: int | None, backward: Backward) -> float:
         filler = range(num_sequences - 1, num_sequences)
@@ -119,7 +123,10 @@ class Zero(Strategy):
                 self._utils.safe_set_local_grad(parameter, pad(gradients[name], (0, room)))
             else:
                 self._utils.safe_set_full_grad(parameter, self._spread(name, gradients[name]))
-        self.model.optimizer.optimizer = optimizer
+        zero = self.model.optimizer
+        if zero.optimizer is not optimizer:
+            zero.optimizer = optimizer
+            zero._hp_optimizer_states_linked = False  # else it keeps the moments of the one before
         self.model.step()
         assert self.model.was_step_applied()
 
@@ -212,17 +219,8 @@ class Zero3(Zero):
     stage = 3
 
 
-def _engine(world: World, policy: nn.Module, stage: int, dtype: torch.dtype) -> tuple[Any, Any]:
+def _engine(policy: nn.Module, stage: int, dtype: torch.dtype) -> tuple[Any, Any]:
     """DeepSpeed's engine around the policy, and its functions for single parameters."""
-    os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # read when it is imported
-    import deepspeed
-    import deepspeed.ops
-
-    # Else a first run on a CPU compiles a shared-memory all-reduce for more than a minute.
-    deepspeed.ops.__compatible_ops__ = {}
-    if not dist.is_initialized():
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -239,5 +237,27 @@ def _engine(world: World, policy: nn.Module, stage: int, dtype: torch.dtype) -> 
     # The partitions are made for an optimizer; `update` puts that of the run in its place.
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     placeholder = torch.optim.AdamW(trained, foreach=False)
+    import deepspeed
+    import deepspeed.ops
+
+    # Else a first run on a CPU compiles a shared-memory all-reduce for more than a minute.
+    deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
     engine, *_ = deepspeed.initialize(model=policy, optimizer=placeholder, config=settings)
     return engine, deepspeed.utils
+
+
+@contextmanager
+def _launched(device: str) -> Iterator[None]:
+    """What DeepSpeed looks for in each step, also where no launcher gave it."""
+    if not dist.is_initialized():  # DeepSpeed keeps groups of it for good
+        backend = "nccl" if device == "cuda" else "gloo"
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    given = {"DS_ACCELERATOR": device, "LOCAL_RANK": "0"}
+    added = given.keys() - os.environ.keys()
+    os.environ |= {name: given[name] for name in added}
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
