@@ -60,9 +60,10 @@ class Zero(Strategy):
             for name, parameter in self._parameters.items():
                 hook = self._giver(name)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-        self._stack = ExitStack()
-        self._stack.enter_context(_launched(world.device.type))
-        self.model, self._utils = _engine(policy, self.stage, self.dtype)
+        with ExitStack() as stack:
+            stack.enter_context(_launched(world.device.type))
+            self.model, self._utils = _engine(policy, self.stage, self.dtype)
+            self._stack = stack.pop_all()
         zero = self.model.optimizer
         own = (
             zero.fp32_partitioned_groups_flat
@@ -221,6 +222,9 @@ class Zero3(Zero):
 
 def _engine(policy: nn.Module, stage: int, dtype: torch.dtype) -> tuple[Any, Any]:
     """DeepSpeed's engine around the policy, and its functions for single parameters."""
+    import deepspeed
+    import deepspeed.ops
+
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -237,9 +241,6 @@ def _engine(policy: nn.Module, stage: int, dtype: torch.dtype) -> tuple[Any, Any
     # The partitions are made for an optimizer; `update` puts that of the run in its place.
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     placeholder = torch.optim.AdamW(trained, foreach=False)
-    import deepspeed
-    import deepspeed.ops
-
     # Else a first run on a CPU compiles a shared-memory all-reduce for more than a minute.
     deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
     engine, *_ = deepspeed.initialize(model=policy, optimizer=placeholder, config=settings)

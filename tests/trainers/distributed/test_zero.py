@@ -80,6 +80,7 @@ def controlled(world, low_precision, *stock):
     real, strategy.OrderedSum = strategy.OrderedSum, LowPrecision
     found = digest_of(low_precision)
     strategy.OrderedSum = real
+    zero.ZERO_OPTIMIZATION["reduce_bucket_size"] = 1000
     return found, released(world, *stock)
 
 
