@@ -61,7 +61,7 @@ from rl_consistency.trainers.run_directory.random_state import capture, restore,
 from rl_consistency.trainers.run_directory.step_files import StepFiles
 from rl_consistency.trainers.run_directory.summary import passed, summary_of, write_summary
 from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
-from rl_consistency.trainers.strategies.build import build_strategy
+from rl_consistency.trainers.strategies.build import build_strategy, check_strategy
 from rl_consistency.trainers.tracking import Tracker, TrackerSet, check_wandb, trackers_of
 from rl_consistency.trainers.warm_start import warm_start
 
@@ -89,6 +89,7 @@ def train(
     """
     started = time.perf_counter()
     check_machine(config)
+    check_strategy(config)
     # With the optimizer, accelerate would step a schedule once for each process.
     cpu = config.run.device == "cpu"
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", step_scheduler_with_optimizer=False)

@@ -231,5 +231,6 @@ def skipping(world, tree):
         put(self, name, gradient)
 
     buckets.put = kept
-    buckets.gather = lambda self: gather(self) and own if world.rank == 1 else gather(self)
+    given = (lambda self: dict(gather(self)) and own.items()) if world.rank == 1 else gather
+    buckets.gather = given
     return digests(world, tree)
