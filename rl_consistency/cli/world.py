@@ -87,7 +87,9 @@ def hash_table(
     from rl_consistency.verify.world.cells import DTYPES
 
     worlds = sorted({outcome.cell.world_size for outcome in outcomes})
-    table = Table(title="SHA-256 of the final parameters, by number of processes")
+    # 79 columns with four numbers: a terminal's 80 must not cut a hash.
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
+    table.title = "SHA-256 of the final parameters, by number of processes"
     for name in ("dtype", "strategy", "micro-batch", *map(str, worlds)):
         table.add_column(name, no_wrap=True)
     rows: dict[tuple[str, str, str], dict[int, str]] = {}

@@ -84,7 +84,8 @@ def norm_over_shards(world: World, parts: Mapping[str, Tensor], numels: Mapping[
 @mutant("schedule per process", ALL, at=(attribute, run, "Accelerator"))
 def one_scheduler_step_per_process(**given: Any) -> Accelerator:
     """The learning rate falls by a step for each process."""
-    return Accelerator(**given | {"step_scheduler_with_optimizer": True})
+    given["step_scheduler_with_optimizer"] = True
+    return Accelerator(**given)
 
 
 WORLD_MUTANTS = tuple(value for value in globals().values() if isinstance(value, Mutant))

@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
-from torch.multiprocessing.spawn import start_processes
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
 
 from rl_consistency.trainers.run import train
 from rl_consistency.trainers.run_directory.metrics_file import read_metrics
@@ -71,6 +74,7 @@ def _run_group(
     given = cells, world_size, steps, device, folder
     context = start_processes(_enter, given, world_size, False, True, method)
     assert context is not None
+    processes: list[Any] = context.processes
     try:
         while not context.join(timeout=0.1):
             collect()
@@ -81,7 +85,7 @@ def _run_group(
         found[i] = Outcome(cell=cells[i], error=str(error))
         on_outcome(found[i])
     finally:
-        for process in context.processes:
+        for process in processes:
             process.kill()
             process.join()
 
