@@ -325,7 +325,7 @@ class GRPOTrainer:
             loss=loss,
             first_of_step=first,
             gradients=self.ranks.whole(self.ranks.gradients()),
-            check=check if self.ranks.order.count > 1 else None,
+            check=check if self.ranks.order.count > 1 or self.ranks.keeps_shards else None,
         )
 
     def _forward(self, model: Any, experience: Experience, group: list[int]) -> TokenLogprobs:

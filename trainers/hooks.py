@@ -71,7 +71,7 @@ class GradientStep:
     """Whole gradients by name, where `.grad` may not have them."""
     check: Callable[[], GradientReport] | None = None
     """Compares these gradients with others of the same step, where several leaves or ranks make
-    them; None: `check_gradients` does."""
+    them, or they are shards; None: `check_gradients` does."""
 
 
 class TrainerHook(Protocol):

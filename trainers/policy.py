@@ -120,7 +120,7 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     listed = configured if isinstance(configured, list) else [configured]
     ids = [i for i in [*listed, tokenizer.eos_token_id] if i is not None]
     embedding: Any = model.get_input_embeddings()
-    rows = embedding.weight.shape[0]
+    rows = embedding.num_embeddings  # ZeRO-3 empties the weight
     if wrong := [i for i in ids if type(i) is not int or not 0 <= i < rows]:
         raise PolicyError(
             f"eos_token_id {wrong[0]!r} is no token of the model's vocabulary of {rows}: mend "

@@ -62,7 +62,7 @@ from rl_consistency.trainers.run_directory.step_files import StepFiles
 from rl_consistency.trainers.run_directory.summary import passed, summary_of, write_summary
 from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
 from rl_consistency.trainers.strategies.asked import engines_off
-from rl_consistency.trainers.strategies.build import build_strategy
+from rl_consistency.trainers.strategies.build import build_strategy, check_strategy
 from rl_consistency.trainers.tracking import Tracker, TrackerSet, check_wandb, trackers_of
 from rl_consistency.trainers.warm_start import warm_start
 
@@ -90,6 +90,7 @@ def train(
     """
     started = time.perf_counter()
     config = check_machine(config)
+    check_strategy(config)
     modes = {"--resume": str(resume), "--overwrite": str(overwrite)}
     with ExitStack() as stack:
         stack.enter_context(engines_off())

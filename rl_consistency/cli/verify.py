@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from rl_consistency.cli import world
+from rl_consistency.cli.live_progress import live_progress
+from rl_consistency.cli.mutants import report_mutants
 from rl_consistency.cli.output_file import require_writable, write_whole
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from rl_consistency.verify.mutants.run import MutantResult
     from rl_consistency.verify.targets import Target
 
+TARGETS = ("model", "preset", "quick", "full", "processes")
+"""Options that choose what the claims are checked on."""
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_PROCESSES = 12
 """On a GPU by default."""
@@ -60,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, metavar="N", help=text)
     text = "instead run the negative controls: every wrong program must turn its checks red"
     parser.add_argument("--mutants", action="store_true", help=text)
+    world.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,8 +76,15 @@ def run(args: argparse.Namespace) -> int:
         require_writable("--json", args.json)
     device = _device(args.device)
     start = time.perf_counter()
+    if args.world is None:
+        _refuse(args, world.OPTIONS, "only --world takes them")
     if args.mutants:
-        _require_no_targets(args)
+        others = world.OPTIONS if args.world is not None else ()
+        _refuse(args, ("dtype", *TARGETS, *others), "--mutants runs on a model of its own")
+    if args.world is not None:
+        _refuse(args, TARGETS, "--world runs on a model of its own")
+        passed, content = world.run(args, device)
+    elif args.mutants:
         passed, content = _run_mutants(device)
     else:
         passed, content = _run_claims(_targets(args, device), device, _processes(args, device))
@@ -87,13 +99,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
-def _require_no_targets(args: argparse.Namespace) -> None:
-    options = ("model", "preset", "dtype", "quick", "full", "processes")
+def _refuse(args: argparse.Namespace, options: Sequence[str], why: str) -> None:
     # None, or a flag's False, was not given; a 0 was.
     given = {name: getattr(args, name) for name in options}
     chosen = [name for name in options if given[name] is not None and given[name] is not False]
     if chosen:
-        raise ValueError(f"--mutants runs on a model of its own; leave out --{' --'.join(chosen)}.")
+        names = " --".join(chosen).replace("_", "-")
+        raise ValueError(f"{why}; leave out --{names}.")
 
 
 def _processes(args: argparse.Namespace, device: torch.device) -> int:
@@ -116,7 +128,7 @@ def _run_claims(
     from rl_consistency.verify.run import run_checks
 
     console, start = Console(), time.perf_counter()
-    with _progress(console) as progress:
+    with live_progress(console) as progress:
         task = progress.add_task(f"in {processes} processes", total=None)
 
         def finished(result: Result) -> None:
@@ -136,11 +148,6 @@ def _run_claims(
     text += f"fingerprint {fingerprint(device).digest[:12]}"
     console.print(text, highlight=False)
     return not failed, {"results": [asdict(r) for r in results]}
-
-
-def _progress(console: Console) -> Progress:
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, TextColumn("{task.description}"), console=console, transient=True)
 
 
 def _log(console: Console, result: Result, mutant: str = "") -> None:
@@ -192,7 +199,7 @@ def _run_mutants(device: torch.device) -> tuple[bool, dict[str, Any]]:
     mutants = mutants_on(device)
     keys = list(dict.fromkeys(key for mutant in mutants for key in mutant.keys(device)))
     found: list[MutantResult] = []
-    with _progress(console) as progress:
+    with live_progress(console) as progress:
         task = progress.add_task("the unperturbed program", total=len(mutants) + 2)
         controls = run_controls(keys, device)
         for mutant in mutants:
@@ -202,36 +209,7 @@ def _run_mutants(device: torch.device) -> tuple[bool, dict[str, Any]]:
                 _log(console, result, mutant.name)
         progress.update(task, advance=1, description="the program put back")
         controls += run_controls(keys, device)
-    console.print(mutants_table(found))
-    red = [r for r in controls if not r.passed]
-    for r in red:
-        console.print(f"[red]red without a mutant[/] {r.key}: {escape(r.detail)}", highlight=False)
-    caught = sum(m.killed for m in found)
-    text = f"{caught} of {len(found)} mutants caught, {len(keys)} checks green before and after: "
-    text += f"{'no' if red else 'yes'}, {time.perf_counter() - start:.0f} s"
-    console.print(text, highlight=False)
-    rows = [
-        {"name": m.mutant.name, "what": m.mutant.what, "killed": m.killed}
-        | {"survived_checks": list(m.survivors), "results": [asdict(r) for r in m.results]}
-        for m in found
-    ]
-    passed = not red and caught == len(found)
-    return passed, {"mutants": rows, "controls": [asdict(r) for r in controls]}
-
-
-def mutants_table(found: Sequence[MutantResult]) -> Table:
-    """Each wrong program and the checks that noticed."""
-    table = Table(title="Negative controls: every check named must turn red")
-    for name in ("mutant", "what is wrong", "caught by", "result"):
-        table.add_column(name, overflow="fold")
-    for m in found:
-        checks = "\n".join(
-            f"[red]{r.key}: survived[/]" if r.passed else f"{r.key} ({r.mismatches} of {r.cases})"
-            for r in m.results
-        )
-        verdict = "[green]caught[/]" if m.killed else "[red]SURVIVED[/]"
-        table.add_row(m.mutant.name, m.mutant.what, checks, verdict)
-    return table
+    return report_mutants(console, found, controls, time.perf_counter() - start)
 
 
 def _targets(args: argparse.Namespace, device: torch.device) -> list[Target]:

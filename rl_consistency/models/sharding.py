@@ -122,8 +122,7 @@ def whole_weights(model: nn.Module) -> Iterator[nn.Module]:
         if not any(is_shard(parameter) for parameter in policy.parameters()):
             pass
         elif _has_zero3(policy):
-            gathered = sys.modules["deepspeed"].zero.GatheredParameters
-            stack.enter_context(gathered(list(policy.parameters())))
+            stack.enter_context(_gathered_by_zero3(policy))
         else:
             stack.enter_context(_unsharded(policy))
         stack.enter_context(_no_library_hooks(policy))
@@ -146,6 +145,15 @@ def _unsharded(policy: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.reshard()
+
+
+@contextmanager
+def _gathered_by_zero3(policy: nn.Module) -> Iterator[None]:
+    parameters: list[Any] = list(policy.parameters())
+    # A backward pass leaves some gathered, which would be freed a second time.
+    parameters[0]._z3_optimizer.parameter_offload.partition_all_parameters()
+    with sys.modules["deepspeed"].zero.GatheredParameters(parameters):
+        yield
 
 
 _WHOLE: weakref.WeakSet[nn.Module] = weakref.WeakSet()

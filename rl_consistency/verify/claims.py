@@ -18,7 +18,8 @@ CLAIMS: Mapping[str, str] = {
     "C6": "the canonical order is as accurate as the stock op",
     "C7": "both sides run one order, and a difference is named",
 }
-"""Claims that one process can judge. C4 (processes) and C5 (resume) are judged by training runs."""
+"""Claims that one process can judge. C4 (processes) is judged by `verify --world`, C5 (resume) by
+tests of training runs."""
 
 RowName = Callable[[int], str]
 

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from rl_consistency.cli import verify as command
 from rl_consistency.cli.main import main
-from rl_consistency.cli.verify import claims_tables, mutants_table
+from rl_consistency.cli.mutants import mutants_table
+from rl_consistency.cli.verify import claims_tables
 from rl_consistency.kernels.core import operand
 from rl_consistency.verify import run as verify
 from rl_consistency.verify.claims import Result

@@ -1,6 +1,8 @@
-"""The strategy that a recipe names."""
+"""The strategy that a recipe or a launcher names."""
 
 from __future__ import annotations
+
+from importlib.util import find_spec
 
 from torch import nn
 
@@ -10,8 +12,25 @@ from rl_consistency.trainers.strategies.asked import strategy_of
 from rl_consistency.trainers.strategies.fsdp2 import FSDP2
 from rl_consistency.trainers.strategies.replicated import Replicated
 from rl_consistency.trainers.strategies.strategy import Strategy
+from rl_consistency.trainers.strategies.zero import Zero, Zero1, Zero2, Zero3
 
-STRATEGIES: dict[str, type[Strategy]] = {"replicated": Replicated, "fsdp2": FSDP2}
+STRATEGIES: dict[str, type[Strategy]] = {
+    "replicated": Replicated,
+    "fsdp2": FSDP2,
+    "zero1": Zero1,
+    "zero2": Zero2,
+    "zero3": Zero3,
+}
+
+
+def check_strategy(config: RunConfig) -> None:
+    """ValueError where what the strategy needs is not installed."""
+    name = strategy_of(config.training.strategy)
+    if issubclass(STRATEGIES[name], Zero) and find_spec("deepspeed") is None:
+        raise ValueError(
+            f"training.strategy {name} needs deepspeed, and deepspeed is not installed: "
+            "pip install 'rl-consistency[deepspeed]', or set it to fsdp2"
+        )
 
 
 def build_strategy(config: RunConfig, world: World, policy: nn.Module) -> Strategy:

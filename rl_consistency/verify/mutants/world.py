@@ -1,0 +1,92 @@
+"""Ways to make the weights depend on how many processes trained them; see `verify --world`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from rl_consistency.distributed.gradient_norm import sharded_gradient_norm
+from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.ordered_sum import OrderedSum
+from rl_consistency.distributed.world import World
+from rl_consistency.trainers import launch
+from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.strategies.build import build_strategy
+from rl_consistency.trainers.strategies.replicated import Replicated
+from rl_consistency.trainers.strategies.strategy import Strategy
+from rl_consistency.verify.mutants.mutant import Mutant, mutant
+from rl_consistency.verify.mutants.sums import (
+    ContiguousLeaves,
+    LowPrecision,
+    OtherRankOrder,
+    RankApart,
+    StockSum,
+)
+from rl_consistency.verify.substitution import attribute, substituted
+
+ALL = "C4 replicated; fsdp2"
+IN_PLACE_OF_THE_SUM = substituted, OrderedSum
+
+reduce_scatter = mutant("reduce-scatter", ALL, at=IN_PLACE_OF_THE_SUM)(StockSum)
+contiguous_leaves = mutant("contiguous leaves", ALL, at=IN_PLACE_OF_THE_SUM)(ContiguousLeaves)
+other_rank_order = mutant("ranks backwards", ALL, at=IN_PLACE_OF_THE_SUM)(OtherRankOrder)
+low_precision = mutant("bf16 buckets", ALL, at=IN_PLACE_OF_THE_SUM)(LowPrecision)
+rank_apart = mutant("unsynchronised rank", ALL, at=IN_PLACE_OF_THE_SUM)(RankApart)
+
+
+def _built(config: RunConfig, world: World, policy: nn.Module, **changes: Any) -> Strategy:
+    consistency = config.consistency.model_copy(update=changes)
+    return build_strategy(config.model_copy(update={"consistency": consistency}), world, policy)
+
+
+@mutant("stock sum", ALL, at=(substituted, build_strategy))
+def stock_sum(config: RunConfig, world: World, policy: nn.Module) -> Strategy:
+    """NCCL or gloo adds the ranks' gradients."""
+    return _built(config, world, policy, ordered=False)
+
+
+@mutant("leaves tied to ranks", ALL, at=(substituted, build_strategy))
+def leaves_tied_to_ranks(config: RunConfig, world: World, policy: nn.Module) -> Strategy:
+    """There are as many leaves as processes."""
+    return _built(config, world, policy, gradient_leaves=LeafOrder(world.size))
+
+
+_giver = Replicated._giver
+
+
+@mutant("fold continued", "C4 replicated", at=(attribute, Replicated, "_giver"))
+def fold_goes_on(self: Replicated, name: str) -> Callable[[Tensor], None]:
+    """A rank's fold goes on from leaf to leaf; what it gives is zero until its last."""
+    give = _giver(self, name)
+    last = max(r.index for r in self.rounds if r.leaf is not None)
+
+    def later(parameter: Tensor) -> None:
+        assert self._sum is not None and parameter.grad is not None
+        if self._gives and self._sum._round.index < last:
+            self._buckets.put(name, torch.zeros_like(parameter.grad))
+        else:
+            give(parameter)
+
+    return later
+
+
+@mutant("norm over shards", ALL, at=(substituted, sharded_gradient_norm))
+def norm_over_shards(world: World, parts: Mapping[str, Tensor], numels: Mapping[str, int]) -> float:
+    """Each rank adds the squares of what it has, and the ranks' sums are added."""
+    own = sum(float(part.square().sum()) for part in parts.values())
+    return sum(world.gather("squares", own)) ** 0.5
+
+
+@mutant("schedule per process", ALL, at=(attribute, launch, "Accelerator"))
+def one_scheduler_step_per_process(**given: Any) -> Accelerator:
+    """The learning rate falls by a step for each process."""
+    given["step_scheduler_with_optimizer"] = True
+    return Accelerator(**given)
+
+
+WORLD_MUTANTS = tuple(value for value in globals().values() if isinstance(value, Mutant))
+"""Every wrong program that the hash table must find in each of the strategies named."""

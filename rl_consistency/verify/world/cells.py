@@ -1,0 +1,157 @@
+"""Cells of the hash table of training: one tiny GRPO run each, all of which must end alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.strategies.build import STRATEGIES
+
+LEAVES = 4
+"""`consistency.gradient_leaves` of every cell, so the most processes there can be."""
+WORLDS = (1, 2, 3, 4)
+MICRO_BATCHES = (1, 2, 4)
+LARGEST_MICRO_BATCH = 4
+"""A leaf: 15 sequences make one of three and three of four."""
+DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+STEPS = 20
+LIBRARIES = {"zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed"}
+"""What a strategy needs that is not always installed."""
+REFUSED = {("zero1", "bfloat16"): "refused by design; zero2 takes it"}
+"""What a strategy does not train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run."""
+
+    dtype: str
+    strategy: str
+    micro_batch: int
+    world_size: int
+    mutant: str = ""
+    """Name of the wrong program that runs; empty is the program as it is."""
+
+    @property
+    def name(self) -> str:
+        processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
+        run = f"{processes}, {self.strategy}, micro-batch {self.micro_batch}, {DTYPES[self.dtype]}"
+        return f"{run}, {self.mutant}" if self.mutant else run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a cell's run ended with."""
+
+    cell: Cell
+    digest: str = ""
+    """SHA-256 of the final parameters."""
+    tokens: int = 0
+    """Compared between rollout and training."""
+    mismatched_tokens: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    """Why there is no result: all that is known of it."""
+    rows: Sequence[Mapping[str, Any]] = ()
+    """Metrics step by step, without what a clock decides."""
+
+    @property
+    def failure(self) -> str:
+        """What is wrong with this run alone; empty if nothing is."""
+        if self.error:
+            return self.error.strip().splitlines()[-1]
+        if self.mismatched_tokens or not self.tokens:
+            return f"{self.mismatched_tokens} of {self.tokens} tokens differ from the rollout's"
+        idle = [row["step"] for row in self.rows if row.get("gradient_norm") == 0]
+        return f"step {idle[0]} has no gradient, so nothing was trained" if idle else ""
+
+    def parting(self, other: Outcome) -> str:
+        """The first step and metric in which another run differs; empty if it is the same run."""
+        for own, found in zip(self.rows, other.rows, strict=True):
+            # As text: a NaN is equal to a NaN.
+            differing = [
+                key for key in {**own, **found} if repr(own.get(key)) != repr(found.get(key))
+            ]
+            if differing:
+                return f"step {own['step']}, {differing[0]}"
+        return "" if self.digest == other.digest else "the final parameters"
+
+
+def left_out(strategy: str, dtype: str) -> str:
+    """Why such cells cannot be run here; empty if they can."""
+    library = LIBRARIES.get(strategy)
+    if library is not None and find_spec(library) is None:
+        return f"{library} is not installed"
+    return REFUSED.get((strategy, dtype), "")
+
+
+def cells_of(
+    worlds: Sequence[int],
+    strategies: Sequence[str] = tuple(STRATEGIES),
+    micro_batches: Sequence[int] = MICRO_BATCHES,
+    dtypes: Sequence[str] = tuple(DTYPES),
+) -> list[Cell]:
+    """All combinations but those that are left out."""
+    return [
+        Cell(dtype=dtype, strategy=strategy, micro_batch=size, world_size=world_size)
+        for dtype, strategy, size, world_size in product(dtypes, strategies, micro_batches, worlds)
+        if not left_out(strategy, dtype)
+    ]
+
+
+def failures(outcomes: Sequence[Outcome]) -> Iterator[tuple[Outcome, str]]:
+    """Runs that failed or that differ from the first one of their dtype and program, and how."""
+    first: dict[tuple[str, str], Outcome] = {}
+    for outcome in outcomes:
+        cell = outcome.cell
+        if outcome.failure:
+            yield outcome, outcome.failure
+        elif where := first.setdefault((cell.dtype, cell.mutant), outcome).parting(outcome):
+            other = first[cell.dtype, cell.mutant].cell.name
+            yield outcome, f"parts from {other} in {where}"
+
+
+def digit_share(
+    prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str], **extra: Any
+) -> list[float]:
+    """Share of digits in a completion: a reward that an untrained policy earns too."""
+    return [sum(map(str.isdecimal, text)) / max(len(text), 1) for text in completions]
+
+
+def config_of(cell: Cell, steps: int, device: str, directory: Path) -> RunConfig:
+    """Samples of five groups of three, which borders of leaves cut; something of every part of a
+    step whose order could matter: warm start, KL, clipping, schedule, evaluation, regrouping."""
+    build = {
+        "architecture": "qwen3",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+    }
+    task = {"name": "arithmetic", "num_terms": 2, "max_value": 8, "train_size": 32, "eval_size": 4}
+    rewards = [{"name": "arithmetic"}, {"name": f"{__name__}:digit_share", "weight": 0.5}]
+    tree = {
+        "run": {"name": "cell", "seed": 3, "num_threads": 1, "device": device}
+        | {"output_dir": str(directory)},
+        "policy": {"build": build, "dtype": cell.dtype},
+        "tokenizer": {"kind": "byte"},
+        "data": {"task": task, "max_prompt_tokens": 4},
+        "reward": {"functions": rewards},
+        "warm_start": {"steps": 2, "batch_size": 10, "learning_rate": 1e-2},
+        "rollout": {"prompts_per_step": 5, "sampling": {"n": 3, "max_tokens": 8}},
+        "algorithm": {"loss": "dapo", "kl_coefficient": 0.05},
+        "optimizer": {"learning_rate": 3e-3, "schedule": "cosine", "max_grad_norm": 0.4},
+        "training": {"steps": steps, "micro_batch_size": cell.micro_batch}
+        | {"strategy": cell.strategy, "eval_every": steps},
+        "consistency": {"gradient_leaves": LEAVES, "gradient_check_every": steps},
+        "tracking": {"console": False},
+    }
+    return RunConfig.model_validate(tree)

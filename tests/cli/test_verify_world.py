@@ -1,0 +1,142 @@
+"""`rl-consistency verify --world`: the table, its statuses, JSON, what is refused, real runs."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rl_consistency.cli.main import main
+from rl_consistency.verify.mutants.world import WORLD_MUTANTS
+from rl_consistency.verify.world import cells, processes
+from rl_consistency.verify.world.cells import Outcome
+
+ROWS = [{"step": 1, "gradient_norm": 0.5, "loss": float("nan")}]
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Stands in for the processes: every run ends alike but those that `wrong` changes."""
+
+    class Runs:
+        cells = None
+        wrong = staticmethod(lambda outcome: outcome)
+
+    def run_cells(given, *, steps, device, on_outcome):
+        Runs.cells, Runs.steps = given, steps
+        plain = {"tokens": 100, "rows": ROWS}
+        return [
+            Runs.wrong(Outcome(cell=cell, digest=f"{cell.dtype:0<64}", **plain)) for cell in given
+        ]
+
+    monkeypatch.setattr(processes, "run_cells", run_cells)
+    return Runs
+
+
+def shown(capsys):
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_one_hash_is_status_0(runs, capsys, tmp_path):
+    file = tmp_path / "world.json"
+    options = ["--strategy", "replicated", "fsdp2", "--json", str(file)]
+    assert main(["verify", "--world", *options]) == 0
+    text = shown(capsys)
+    assert "one hash per dtype: 48 runs of 20 steps, 0 of 4,800 tokens" in text
+    assert text.count("bfloat160000") == 24
+    content = json.loads(file.read_text())
+    assert content["passed"] and len(content["cells"]) == 48
+    assert content["cells"][0]["strategy"] == "replicated" and content["machine"]["torch"]
+    assert {c.world_size for c in runs.cells} == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"digest": "beef" * 16}, "in the final parameters"),
+        ({"digest": "beef" * 16, "rows": [{**ROWS[0], "loss": 1.0}]}, "in step 1, loss"),
+        ({"mismatched_tokens": 3}, "3 of 100 tokens differ from the rollout's"),
+        ({"tokens": 0}, "0 of 0 tokens"),
+        ({"error": "lines\nValueError: no such thing\n", "digest": ""}, "ValueError: no such"),
+        ({"rows": [{**ROWS[0], "gradient_norm": 0.0}]}, "step 1 has no gradient"),
+    ],
+)
+def test_any_difference_is_status_1_and_names_the_run(runs, capsys, tmp_path, changes, text):
+    file = tmp_path / "world.json"
+    runs.wrong = lambda o: replace(o, **changes) if o.cell.world_size == 3 else o
+    narrow = ["--strategy", "fsdp2", "--dtype", "bfloat16", "--micro-batch", "4", "--steps", "7"]
+    assert main(["verify", "--world", "1,2,3", *narrow, "--json", str(file)]) == 1
+    found = shown(capsys)
+    assert "3 processes, fsdp2, micro-batch 4, bf16: " in found and text in found
+    assert "1 runs differ or failed: 3 runs of 7 steps" in found and runs.steps == 7
+    assert [bool(cell["failure"]) for cell in json.loads(file.read_text())["cells"]] == [0, 0, 1]
+
+
+def test_what_is_left_out_stands_in_the_table(runs, capsys, monkeypatch):
+    libraries = {"fsdp2": "a_library_that_nobody_has"}
+    monkeypatch.setattr(cells, "LIBRARIES", libraries)
+    monkeypatch.setattr(cells, "REFUSED", {("replicated", "bfloat16"): "refused by design"})
+    assert main(["verify", "--world", "1,2", "--strategy", "replicated", "fsdp2"]) == 0
+    text = shown(capsys)
+    assert "not run fsdp2 fp32: a_library_that_nobody_has is not installed" in text
+    assert "not run replicated bf16: refused by design" in text
+    assert text.count("fsdp2 - not run not run") == 2
+    assert {(c.strategy, c.dtype) for c in runs.cells} == {("replicated", "float32")}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--world", "5"], "--world 5: numbers of processes split by commas, 1 to 4"),
+        (["--world", "two"], "--world two: numbers"),
+        (["--world", "1,"], "--world : numbers"),
+        (["--world", "--strategy", "ddp"], "--strategy ddp: --world trains replicated, fsdp2"),
+        (["--world", "--micro-batch", "5"], "--micro-batch 5: --world trains 1, 2, 3, 4"),
+        (["--world", "--dtype", "float16"], "--dtype float16: --world trains float32, bfloat16"),
+        (["--world", "--steps", "0"], "--steps 0: at least 1"),
+        (["--world", "2", "--strategy", "fsdp2", "--micro-batch", "1"], "compares nothing"),
+        (["--world", "--quick", "--processes", "2"], "leave out --quick --processes"),
+        (
+            ["--micro-batch", "1", "--steps", "0"],
+            "takes them; leave out --micro-batch --steps",
+        ),
+        (["--world", "--mutants", "--steps", "3"], "leave out --steps"),
+        (["--world", "2", "--mutants"], "give --world 1,2 or more"),
+    ],
+)
+def test_bad_input_is_one_message_and_status_2(runs, capsys, options, message):
+    assert main(["verify", *options]) == 2
+    assert message in capsys.readouterr().err
+    assert runs.cells is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "cuda:1", "--world"], "--device cuda:1: each process takes its own GPU"),
+        (["--device", "cuda", "--world", "1,3"], "at most one for each of the 2 GPUs here"),
+    ],
+)
+def test_each_process_has_a_gpu_of_its_own(runs, capsys, monkeypatch, options, message):
+    monkeypatch.setattr("rl_consistency.cli.verify._device", torch.device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert main(["verify", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_mutant_with_one_hash_survives(runs, capsys):
+    hash_of_its_own = lambda o: replace(o, digest=f"{o.cell.world_size}")  # noqa: E731
+    runs.wrong = lambda o: hash_of_its_own(o) if o.cell.mutant else o
+    assert main(["verify", "--world", "--mutants"]) == 0
+    total = len(WORLD_MUTANTS)
+    assert f"{total} of {total} mutants caught, 2 checks green without: yes" in shown(capsys)
+    runs.wrong = lambda o: hash_of_its_own(o) if o.cell.mutant != "stock sum" else o
+    assert main(["verify", "--world", "--mutants"]) == 1
+    text = shown(capsys)
+    assert f"{total - 1} of {total} mutants caught" in text and "red without a mutant" in text
+
+
+def test_real_runs_have_one_hash(capsys):
+    narrow = ["--micro-batch", "2", "--steps", "2", "--strategy", "replicated", "fsdp2"]
+    assert main(["verify", "--world", "1,3", *narrow]) == 0
+    assert "one hash per dtype: 8 runs of 2 steps, 0 of " in shown(capsys)

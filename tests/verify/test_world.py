@@ -1,0 +1,34 @@
+"""The hash table's negative controls, and processes that end before their work does."""
+
+import os
+import signal
+from multiprocessing import active_children
+
+from rl_consistency.verify.mutants.world import WORLD_MUTANTS
+from rl_consistency.verify.world.cells import Cell
+from rl_consistency.verify.world.controls import control_cells, judge
+from rl_consistency.verify.world.processes import run_cells
+
+
+def test_every_mutant_turns_the_table_red():
+    cells = [cell for cell in control_cells((1, 2)) if cell.strategy == "replicated"]
+    found, controls = judge(run_cells(cells, steps=1, on_outcome=lambda outcome: None))
+    assert [m.mutant.name for m in found if not m.killed] == []
+    assert len(found) == len(WORLD_MUTANTS) and [r.passed for r in controls] == [True]
+
+
+def test_a_run_whose_process_ends_is_an_error_and_the_others_go_on():
+    def kill_the_next(outcome):
+        seen.append(outcome)
+        if len(seen) == 1:
+            os.kill(max(child.pid for child in active_children()), signal.SIGKILL)
+
+    cell = {"dtype": "float32", "strategy": "replicated", "micro_batch": 4, "world_size": 2}
+    programs = ["", "", "no such mutant", ""]
+    seen = []
+    given = [Cell(**cell, mutant=mutant) for mutant in programs]
+    first, killed, raised, last = run_cells(given, steps=1, on_outcome=kill_the_next)
+    assert first.digest == last.digest and not first.failure and not last.failure
+    assert killed.failure == "process 1 terminated with signal SIGKILL"
+    assert raised.failure == "KeyError: 'no such mutant'"
+    assert seen == [first, killed, raised, last] and not active_children()
