@@ -236,9 +236,10 @@ class GRPOTrainer:
                 part = samples[first : first + size]
                 output, logprobs, norm = self._backward(experience, part)
                 if not updates:
-                    logprobs += self._score(self.model, experience, samples[size:])
-                    given = self.hook.on_training_logprobs, logprobs
-                    metrics |= self._told("training logprobs", *given)
+                    with whole_weights(self.model):
+                        logprobs += self._score(self.model, experience, samples[size:])
+                        given = self.hook.on_training_logprobs, logprobs
+                        metrics |= self._told("training logprobs", *given)
                 gradient_step = self._gradient_step(experience, part, not updates)
                 metrics |= self._told("gradients", self.hook.on_gradients, gradient_step)
                 with self._timed("optimizer"):

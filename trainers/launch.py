@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
-from accelerate.utils import str_to_bool
+import torch.distributed as dist
+from accelerate import Accelerator, InitProcessGroupKwargs
 
 from rl_consistency.distributed.leaves import LeafOrder
-from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.distributed.world import World
+from rl_consistency.trainers.config.recipe import RunConfig, leaf_problems, strategy_problems
+from rl_consistency.trainers.strategies.asked import is_on, strategy_of, unfollowed
 
 _MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-_ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
+_PARALLEL = ("ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG")
 _ONE = "--num_processes 1 --num_machines 1"
 
 
@@ -29,40 +33,67 @@ def is_first_process() -> bool:
     return _world_size() == 1 or os.environ.get("RANK", "").strip() in ("", "0")
 
 
-def check_launch(device: str = "cpu", leaves: LeafOrder = LeafOrder(1)) -> None:  # noqa: B008
-    """ValueError, with every setting and its remedy, where the launcher asks for what is not done.
-
-    `device` is `run.device`, "cpu" or "cuda"; `leaves` is `consistency.gradient_leaves`.
-    """
+def check_launch(config: RunConfig) -> None:
+    """ValueError, with every setting and its remedy, where the launcher asks for what is not done,
+    or a number of processes cannot share the work."""
     _refuse_mpi()
     size = _world_size()
-    if size > 1 and leaves.count == 1:
-        raise ValueError(
-            f"WORLD_SIZE={size}: several processes share the leaves of a gradient: set "
-            f"consistency.gradient_leaves to {size} or more (another order than that of 1), or "
-            "start one process"
-        )
-    if size > 1 and os.environ.get("LOCAL_RANK", "").strip() == "":
+    _refuse_unshared(config, size)
+    if size > 1 and not _has_local_rank():
         raise ValueError(
             f"WORLD_SIZE={size} without LOCAL_RANK: unset it, or start the processes with "
             "accelerate launch or torchrun"
         )
-    leaves.inner_size(size, 1)
     _refuse_missing_processes(
         "on a CPU set ACCELERATE_USE_CPU=true and give it --multi_gpu --num_processes N, or use "
         f"torchrun; for one process give it {_ONE}"
     )
-    if problems := list(_unhonoured(os.environ, device)):
+    strategy = strategy_of(config.training.strategy)
+    problems = [
+        *_unhonoured(config.run.device),
+        *unfollowed(config.policy.dtype),
+        *strategy_problems(config, strategy),
+    ]
+    if problems:
         raise ValueError("; ".join(problems))
 
 
-def check_machine(config: RunConfig) -> None:
-    """ValueError where this process cannot do what the recipe says, before anything is computed."""
-    check_launch(config.run.device, config.consistency.gradient_leaves)
+def check_machine(config: RunConfig) -> RunConfig:
+    """The recipe with the strategy that holds here.
+
+    ValueError where this process cannot do what the recipe says, before anything is computed.
+    """
+    check_launch(config)
     if config.run.device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "run.device is cuda but torch sees no GPU here; set it to cpu, or install a CUDA build"
         )
+    strategy = {"strategy": strategy_of(config.training.strategy)}
+    return config.model_copy(update={"training": config.training.model_copy(update=strategy)})
+
+
+def join(config: RunConfig) -> tuple[Accelerator, World]:
+    """This process among those of the run; a group of processes is made where there is none yet."""
+    timeout = timedelta(seconds=config.run.collective_timeout)
+    # With the optimizer, accelerate would step a schedule once for each process.
+    accelerator = Accelerator(
+        cpu=config.run.device == "cpu",
+        mixed_precision="no",
+        step_scheduler_with_optimizer=False,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+    )
+    if config.training.strategy != "replicated" and not dist.is_initialized():
+        # Shards need a group, also of one process that no launcher started.
+        backend = "nccl" if config.run.device == "cuda" else "gloo"
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    return accelerator, World.join(accelerator.device, timeout)
+
+
+def leave() -> None:
+    """End the group of processes: else a process may abort at its end, whatever its status."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -83,7 +114,7 @@ def refuse_many_processes() -> None:
     if (size := _world_size()) > 1:
         raise ValueError(f"WORLD_SIZE={size}: this is for one process; start it without torchrun")
     # One process of torchrun would still be made a process group.
-    if os.environ.get("LOCAL_RANK", "-1").strip() not in ("", "-1"):
+    if _has_local_rank():
         raise ValueError("LOCAL_RANK is set: start this without torchrun or --multi_gpu")
     _refuse_missing_processes(f"give it {_ONE}")
 
@@ -93,6 +124,30 @@ def _world_size() -> int:
     if not text.isdecimal() or text == "0":
         raise ValueError(f"WORLD_SIZE={text}: a positive number is needed; unset it")
     return int(text)
+
+
+def _has_local_rank() -> bool:
+    return os.environ.get("LOCAL_RANK", "-1").strip() not in ("", "-1")
+
+
+def _refuse_unshared(config: RunConfig, size: int) -> None:
+    consistency = config.consistency
+    if consistency.ordered and size > 1 and consistency.gradient_leaves.count == 1:
+        raise ValueError(
+            f"WORLD_SIZE={size}: several processes share the leaves of a gradient: set "
+            f"consistency.gradient_leaves to {size} or more (another order than that of 1), set "
+            "consistency.ordered to false (the weights then depend on the number of processes), "
+            "or start one process"
+        )
+    if consistency.ordered:
+        consistency.gradient_leaves.inner_size(size, 1)
+        return
+    for problem in leaf_problems(config, LeafOrder(size)):
+        raise ValueError(
+            f"consistency.ordered is false, and each of {size} processes computes one leaf: "
+            f"{problem.partition('. ')[0]}. Start fewer processes, or set "
+            "training.micro_batch_size lower"
+        )
 
 
 def _refuse_mpi() -> None:
@@ -105,52 +160,43 @@ def _refuse_missing_processes(remedy: str) -> None:
     # Without a GPU `accelerate launch` starts one process whatever it was asked for, and says so
     # only by naming a meeting point.
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
-    if launched and os.environ.get("LOCAL_RANK", "-1").strip() in ("", "-1"):
+    if launched and not _has_local_rank():
         raise ValueError(
             f"accelerate launch was asked for several processes and started one: {remedy}"
         )
 
 
-def _unhonoured(environment: Mapping[str, str], device: str) -> Iterator[str]:
+def _unhonoured(device: str) -> Iterator[str]:
     """`setting: reason and remedy` for each one that a run does not follow."""
 
     def given(name: str, default: str) -> str:
-        return environment.get(f"ACCELERATE_{name}", default).strip().lower()
+        return os.environ.get(f"ACCELERATE_{name}", default).strip().lower()
 
     if (precision := given("MIXED_PRECISION", "no")) not in ("", "no"):
         yield f"--mixed_precision {precision}: policy.dtype decides; autocast would change bits"
-    steps = given("GRADIENT_ACCUMULATION_STEPS", _launcher_steps(environment))
+    steps = given("GRADIENT_ACCUMULATION_STEPS", _launcher_steps())
     if steps not in ("", "1"):
         remedy = "training.micro_batch_size decides how a batch is cut, and changes no bit"
         yield f"--gradient_accumulation_steps {steps}: {remedy}"
     if (backend := given("DYNAMO_BACKEND", "no")) not in ("", "no"):
         yield f"--dynamo_backend {backend}: a compiled training step is not covered; leave it out"
-    for engine in _ENGINES:
-        if (yield from _is_true(environment, f"ACCELERATE_USE_{engine}")):
-            yield f"ACCELERATE_USE_{engine}: training.strategy is replicated; leave it out"
-    if (yield from _is_true(environment, "ACCELERATE_USE_CPU")) and device != "cpu":
+    for engine in _PARALLEL:
+        if is_on(engine):
+            kinds = "tensor, pipeline, context and sequence parallelism are not covered"
+            yield f"{engine}: processes share sequences; {kinds}; leave it out"
+    if is_on("ACCELERATE_USE_CPU") and device != "cpu":
         yield f"--cpu: the recipe says run.device {device}; set one of them"
     if (forced := given("TORCH_DEVICE", device).partition(":")[0]) != device:
         yield f"ACCELERATE_TORCH_DEVICE {forced}: the recipe says run.device {device}"
 
 
-def _is_true(environment: Mapping[str, str], name: str) -> Generator[str, None, bool]:
-    """Whether accelerate takes the value for true; a problem where it takes it for nothing."""
-    text = environment.get(name, "false")
-    try:
-        return str_to_bool(text) == 1
-    except ValueError:
-        yield f"{name} {text}: accelerate reads it as true or false; set it to one, or unset it"
-        return False
-
-
-def _launcher_steps(environment: Mapping[str, str]) -> str:
+def _launcher_steps() -> str:
     """The gradient accumulation on the command line of `accelerate launch`, our parent process.
 
     It hands this setting on to DeepSpeed only, and drops it otherwise.
     """
     line = Path(f"/proc/{os.getppid()}/cmdline")
-    if "ACCELERATE_MIXED_PRECISION" not in environment or not line.is_file():
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ or not line.is_file():
         return "1"
     words = line.read_text("utf-8", errors="replace")
     found = re.search(r"\0--gradient[_-]accumulation[_-]steps[\0=]([^\0]*)", words)

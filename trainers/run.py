@@ -28,7 +28,7 @@ from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.grpo import GRPOTrainer
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.interrupts import interrupts_heard
-from rl_consistency.trainers.launch import check_machine, threads
+from rl_consistency.trainers.launch import check_machine, join, threads
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
 from rl_consistency.trainers.prompts import encode_targets, load_prompts
@@ -61,6 +61,7 @@ from rl_consistency.trainers.run_directory.random_state import capture, restore,
 from rl_consistency.trainers.run_directory.step_files import StepFiles
 from rl_consistency.trainers.run_directory.summary import passed, summary_of, write_summary
 from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
+from rl_consistency.trainers.strategies.asked import engines_off
 from rl_consistency.trainers.strategies.build import build_strategy, check_strategy
 from rl_consistency.trainers.tracking import Tracker, TrackerSet, check_wandb, trackers_of
 from rl_consistency.trainers.warm_start import warm_start
@@ -88,16 +89,17 @@ def train(
         ConsistencyError: drift, where the recipe says `on_drift: raise`.
     """
     started = time.perf_counter()
-    check_machine(config)
+    config = check_machine(config)
     check_strategy(config)
-    # With the optimizer, accelerate would step a schedule once for each process.
-    cpu = config.run.device == "cpu"
-    accelerator = Accelerator(cpu=cpu, mixed_precision="no", step_scheduler_with_optimizer=False)
-    world = World.join(accelerator.device)
-    first = world.rank == 0
     modes = {"--resume": str(resume), "--overwrite": str(overwrite)}
-    require_same_facts(world, common_settings(config) | modes, when="before anything is read")
     with ExitStack() as stack:
+        stack.enter_context(engines_off())
+        accelerator, world = join(config)
+        stack.enter_context(world.naming_others(f"a gather or a sum of {config.training.strategy}"))
+        first, announce = world.rank == 0, announce if world.rank == 0 else lambda line: None
+        require_same_facts(world, common_settings(config) | modes, when="before anything is read")
+        if world.size > 1 and not config.consistency.ordered:
+            announce(f"not ordered: the weights depend on the number of processes, {world.size}")
         with world.agreed("the run directory"):
             if first:
                 if config.tracking.wandb is not None:
@@ -111,7 +113,7 @@ def train(
         stack.enter_context(config.consistency.strictness())
         # Everything that may be refused is refused before the directory is touched.
         with world.agreed("the inputs"):
-            run = _Run(config, announce if first else lambda line: None, stack, world, accelerator)
+            run = _Run(config, announce, stack, world, accelerator)
         require_same_facts(world, run.continued_under.entries, when="before the first step")
         first_step = run.restore() if resume else run.begin(overwrite=overwrite)
         with world.agreed("the trackers"):
@@ -158,8 +160,10 @@ class _Run:
         self.announce, self.stack = announce, stack
         self.world, self.accelerator, self.first = world, accelerator, world.rank == 0
         self.leaves = config.consistency.gradient_leaves
-        if self.leaves.count > 1 and current().stock:
-            raise ValueError("consistency.gradient_leaves needs canonical ops: set strict to true")
+        shared = self.leaves.count > 1 or not config.consistency.ordered
+        if shared and current().stock:
+            key = "gradient_leaves" if config.consistency.ordered else "ordered: false"
+            raise ValueError(f"consistency.{key} needs canonical ops: set strict to true")
         self.model, self.tokenizer = load_policy(
             config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
@@ -293,12 +297,17 @@ class _Run:
 
     def summarize(self, seconds: float) -> dict[str, Any]:
         """Write `summary.json` and return it."""
+        consistency = self.config.consistency
         summary = {
             "name": self.config.run.name,
             "steps": self.config.training.steps,
             "seconds": round(seconds, 1),
             **summary_of(self.step_files.metrics(), self.hook.summary()),
             "parameter_digest": parameter_digest(self.model),
+            "strategy": self.config.training.strategy,
+            "processes": self.world.size,
+            **consistency.model_dump(mode="json", include={"gradient_leaves", "ordered"}),
+            "weights_depend_on_processes": not consistency.ordered and self.world.size > 1,
             "strict": current().as_record(),
             "fingerprint": self.fingerprint.entries,
         }

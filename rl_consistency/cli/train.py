@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from rl_consistency.cli.plots import save_picture
     from rl_consistency.cli.report import render
     from rl_consistency.trainers.config.recipe import load_config
-    from rl_consistency.trainers.launch import is_first_process
+    from rl_consistency.trainers.launch import is_first_process, leave
     from rl_consistency.trainers.run import train
     from rl_consistency.trainers.run_directory.summary import passed
 
@@ -46,7 +46,10 @@ def run(args: argparse.Namespace) -> int:
         render(directory)
 
     modes = {"resume": args.resume, "overwrite": args.overwrite}
-    summary = train(config, **modes, announce=announce, finish=finish)
+    try:
+        summary = train(config, **modes, announce=announce, finish=finish)
+    finally:
+        leave()
     console.print(summary_table(summary))
     paths = f"picture  {directory / 'drift.png'}\nreport   {directory / 'report.html'}"
     console.print(paths, soft_wrap=True, markup=False)  # whole, to be copied
@@ -58,7 +61,8 @@ def find_recipe(name: str) -> Path:
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or path.exists():
         return path
-    shipped = {file.stem: file for file in sorted(RECIPES.rglob("*.yaml"))}
+    files = sorted(f for pattern in ("*.yaml", "ci/*.yaml") for f in RECIPES.glob(pattern))
+    shipped = {file.stem: file for file in files}
     if name not in shipped:
         names = ", ".join(shipped) or "none"
         raise ValueError(f"no recipe {name!r}: give a YAML file, or one of {names}")
@@ -68,7 +72,7 @@ def find_recipe(name: str) -> Path:
 def summary_table(summary: dict[str, Any]) -> Table:
     """What a newcomer should see at the end of a run."""
     title = f"{summary['name']}: {summary['steps']} steps in {summary['seconds']:.0f} s"
-    table = Table(title=title)
+    table = Table(title=title, caption=_processes(summary))
     table.add_column("", no_wrap=True)
     table.add_column("rl_consistency", justify="right", style="green")
     table.add_column("stock Hugging Face", justify="right", style="yellow")
@@ -91,6 +95,16 @@ def summary_table(summary: dict[str, Any]) -> Table:
     if summary["eval/first"] is not None:
         table.add_row("evaluation reward, start to end", _span(summary, "eval"), "-")
     return table
+
+
+def _processes(summary: dict[str, Any]) -> str | None:
+    """What shared the run, and what its weights depend on; None for one process."""
+    if (processes := summary["processes"]) == 1:
+        return None
+    how = f"{processes} processes, {summary['strategy']}"
+    if summary["weights_depend_on_processes"]:
+        return f"{how}; the weights depend on the number of processes"
+    return f"{how}; the weights do not depend on the number of processes"
 
 
 def _cell(value: float | None, form: str) -> str:

@@ -59,6 +59,19 @@ class Group:
                 f"checkpoint. ({str(error).splitlines()[0]})"
             ) from error
 
+    @contextmanager
+    def naming_others(self, what: str) -> Iterator[None]:
+        """`naming` around collectives of a library; other errors in the block pass as they are."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or (
+                type(error) is RuntimeError and _of_gloo(error)
+            ):
+                with self.naming(what):
+                    raise
+            raise
+
     def exchange(self, what: str, vector: Tensor, senders: int) -> Callable[[], Tensor]:
         """Start to send chunk r of [size * n] to rank r, from each of the first `senders` ranks.
 
@@ -192,3 +205,7 @@ class World(Group):
 def _new_group(ranks: range, timeout: timedelta, backend: str) -> dist.ProcessGroup:
     made = dist.new_group(list(ranks), timeout=timeout, backend=backend)
     return cast(dist.ProcessGroup, made)  # a number on ranks outside, which do not use it
+
+
+def _of_gloo(error: Exception) -> bool:
+    return "gloo/transport" in str(error)  # its errors have no class of their own

@@ -105,6 +105,21 @@ def test_a_run_without_drift_succeeds_and_shows_both_sides(command, tmp_path, ca
     assert summary["stock/mismatched_tokens"] > 0
 
 
+@pytest.mark.parametrize(
+    ("processes", "depend", "caption"),
+    [
+        (1, False, None),
+        (2, False, "2 processes, fsdp2; the weights do not depend on the number of processes"),
+        (2, True, "2 processes, fsdp2; the weights depend on the number of processes"),
+    ],
+)
+def test_the_table_says_what_the_weights_depend_on(command, tmp_path, processes, depend, caption):
+    assert command() == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary |= {"processes": processes, "strategy": "fsdp2", "weights_depend_on_processes": depend}
+    assert train.summary_table(summary).caption == caption
+
+
 def test_a_run_with_recorded_drift_fails(command):
     settings = ("consistency.strict=false", "consistency.on_drift=record")
     assert command(*(part for s in settings for part in ("--set", s))) == 1

@@ -134,6 +134,16 @@ def raised_by(world, function, *arguments):
         return type(error), str(error)
 
 
+@pytest.mark.parametrize(
+    "error", [RuntimeError("out of memory"), ConsistencyError("gloo/transport"), ValueError("no")]
+)
+def test_an_error_that_is_no_library_s_collective_passes_as_it_is(error):
+    alone = World.join(torch.device("cpu"))
+    with pytest.raises(type(error)) as raised, alone.naming_others("a sum"):
+        raise error
+    assert raised.value is error
+
+
 def from_first(world):
     return world.from_first("a place", lambda: ["rank", world.rank])
 

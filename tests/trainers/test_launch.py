@@ -5,18 +5,22 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.trainers import launch
-from rl_consistency.trainers.config.recipe import dump_config
+from rl_consistency.trainers.config.recipe import dump_config, load_config
 from rl_consistency.trainers.launch import (
     check_launch,
+    check_machine,
     is_first_process,
+    leave,
     refuse_many_processes,
 )
+from tests.trainers.config.test_config import DEMO
 from tests.trainers.distributed.runs import LEAVES
 
 ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
@@ -34,10 +38,14 @@ def launched(monkeypatch):
     return launch_with
 
 
+def recipe(leaves=1, *overrides):
+    return load_config(DEMO, [f"consistency.gradient_leaves={leaves}", *overrides])
+
+
 def test_a_plain_process_and_one_of_accelerate_launch_are_let_through(launched):
-    check_launch()
+    check_launch(recipe())
     launched(**ACCELERATE, ACCELERATE_USE_CPU="True")
-    check_launch("cpu")
+    check_launch(recipe())
 
 
 TWO = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "RANK": "0"}
@@ -62,6 +70,7 @@ def test_several_processes_are_refused(launched, variables, message):
     ("variables", "leaves", "message"),
     [
         (TWO, 1, "WORLD_SIZE=2: .* set consistency.gradient_leaves to 2 or more"),
+        (TWO, 1, "set consistency.ordered to false .the weights then depend"),
         (TWO | {"WORLD_SIZE": "5"}, 4, "5 processes cannot share 4 x 1 .*: 1, 2, 3, 4[.]"),
         ({"WORLD_SIZE": "2"}, 4, "WORLD_SIZE=2 without LOCAL_RANK"),
         ({"WORLD_SIZE": "two"}, 4, "WORLD_SIZE=two: a positive number"),
@@ -73,13 +82,13 @@ def test_several_processes_are_refused(launched, variables, message):
 def test_processes_that_cannot_train_are_refused(launched, variables, leaves, message):
     launched(**variables)
     with pytest.raises(ValueError, match=message):
-        check_launch("cpu", LeafOrder(leaves))
+        check_launch(recipe(leaves))
 
 
 @pytest.mark.parametrize("variables", [TWO, {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, {}])
 def test_processes_that_share_leaves_are_let_through(launched, variables):
     launched(**variables)
-    check_launch("cpu", LeafOrder(2))
+    check_launch(recipe(2))
 
 
 @pytest.mark.parametrize(
@@ -88,19 +97,96 @@ def test_processes_that_share_leaves_are_let_through(launched, variables):
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "--mixed_precision bf16: policy.dtype"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "steps 4: training.micro_batch_size"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "--dynamo_backend inductor"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP"),
-        ({"ACCELERATE_USE_FSDP": "Yes"}, "ACCELERATE_USE_FSDP"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "on"}, "ACCELERATE_USE_MEGATRON_LM"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "on"}, "MEGATRON_LM: .* tensor, pipeline, context"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "1"}, "PARALLELISM_CONFIG: .* tensor, pipeline"),
         ({"ACCELERATE_USE_CPU": "garbage"}, "ACCELERATE_USE_CPU garbage: .* true or false"),
         ({"ACCELERATE_USE_CPU": ""}, "ACCELERATE_USE_CPU : .* true or false"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED"),
         ({"ACCELERATE_TORCH_DEVICE": "cuda:0"}, "ACCELERATE_TORCH_DEVICE cuda: .* run.device cpu"),
     ],
 )
 def test_a_setting_that_a_run_does_not_follow_is_refused(launched, variables, message):
     launched(**variables)
     with pytest.raises(ValueError, match=message):
-        check_launch("cpu")
+        check_launch(recipe())
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides", "message"),
+    [
+        (
+            "5",
+            ["training.micro_batch_size=64"],
+            "and each of 5 processes .* at most 52 per leaf. Start fewer",
+        ),
+        (
+            "300",
+            ["training.micro_batch_size=1"],
+            "and .* 256 sequences cannot be cut into 300 leaves",
+        ),
+    ],
+)
+def test_without_an_order_the_processes_are_the_leaves(launched, size, overrides, message):
+    unordered = recipe(1, "consistency.ordered=false", *overrides)
+    launched(WORLD_SIZE="4", LOCAL_RANK="0", RANK="0")
+    check_launch(unordered)
+    launched(WORLD_SIZE=size)
+    with pytest.raises(ValueError, match=f"consistency.ordered is false, {message}"):
+        check_launch(unordered)
+
+
+def test_shards_need_no_launcher(tiny_run):
+    expected, _ = tiny_run.of_its_own("replicated", **LEAVES)
+    try:
+        found, _ = tiny_run(**LEAVES, **{"training.strategy": "fsdp2"})
+    finally:
+        leave()
+    assert not dist.is_initialized()
+    assert found["parameter_digest"] == expected["parameter_digest"]
+    assert (found["strategy"], found["processes"]) == ("fsdp2", 1)
+
+
+def test_the_launcher_s_strategy_becomes_the_run_s(launched):
+    assert check_machine(recipe()).training.strategy == "replicated"
+    launched(**TWO, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    assert check_machine(recipe(2)).training.strategy == "fsdp2"
+    launched(ACCELERATE_USE_FSDP="false", ACCELERATE_USE_DEEPSPEED="true")
+    with pytest.raises(ValueError, match="shadow_every: under zero2 DeepSpeed takes"):
+        check_machine(recipe(2))
+    launched(ACCELERATE_DEEPSPEED_ZERO_STAGE="1")
+    bf16 = recipe(2, "policy.dtype=bfloat16", "consistency.shadow_every=0")
+    with pytest.raises(ValueError, match="zero1 has no fp32 gradients of a bfloat16 policy .* use"):
+        check_machine(bf16)
+
+
+def test_a_timeout_reaches_every_group_of_processes(tiny_run, monkeypatch):
+    given = []
+    for name in ("Accelerator", "World"):
+        real = getattr(launch, name)
+        monkeypatch.setattr(launch, name, Spy(real, given))
+    summary, _ = tiny_run(**{"run.collective_timeout": 7, "training.steps": 1})
+    assert given == [timedelta(seconds=7)] * 2
+    found = {key: summary[key] for key in ("strategy", "processes", "gradient_leaves", "ordered")}
+    assert found == {
+        "strategy": "replicated",
+        "processes": 1,
+        "gradient_leaves": 1,
+        "ordered": True,
+    }
+
+
+class Spy:
+    """Stands for `Accelerator` and `World`; keeps the timeouts they are given."""
+
+    def __init__(self, real, given):
+        self._real, self._given = real, given
+
+    def __call__(self, **given):
+        self._given += [handler.timeout for handler in given["kwargs_handlers"]]
+        return self._real(**given)
+
+    def join(self, device, timeout):
+        self._given.append(timeout)
+        return self._real.join(device, timeout)
 
 
 def test_only_the_first_of_several_processes_speaks(launched):
@@ -117,7 +203,7 @@ def test_only_the_first_of_several_processes_speaks(launched):
 def test_a_launcher_on_the_cpu_does_not_move_a_run_off_its_gpu(launched, text):
     launched(ACCELERATE_USE_CPU=text)
     with pytest.raises(ValueError, match="--cpu: the recipe says run.device cuda"):
-        check_launch("cuda")
+        check_launch(recipe(1, "run.device=cuda"))
 
 
 def test_a_run_refuses_before_its_directory_is_touched(launched, tiny_run):
@@ -128,21 +214,16 @@ def test_a_run_refuses_before_its_directory_is_touched(launched, tiny_run):
 
 
 @pytest.mark.parametrize(
-    ("variables", "changed"),
-    [
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, False),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, True),
-    ],
+    "variables",
+    [{"ACCELERATE_MIXED_PRECISION": "bf16"}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}],
 )
-def test_without_the_check_a_setting_is_ignored_or_changes_the_weights(
-    launched, tiny_run, monkeypatch, variables, changed
-):
+def test_without_the_check_a_setting_is_ignored(launched, tiny_run, monkeypatch, variables):
     """Negative control."""
     expected, _ = tiny_run.of_its_own("plain", **{"training.steps": 1})
     launched(**variables)
     monkeypatch.setattr(launch, "check_launch", lambda *given: None)
     found, _ = tiny_run(**{"training.steps": 1})
-    assert (found["parameter_digest"] != expected["parameter_digest"]) == changed
+    assert found["parameter_digest"] == expected["parameter_digest"]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +239,11 @@ def test_without_the_check_a_setting_is_ignored_or_changes_the_weights(
 )
 def test_what_accelerate_launch_is_told_reaches_the_check(tmp_path, options, messages):
     script = tmp_path / "script.py"
-    script.write_text("from rl_consistency.trainers.launch import check_launch\ncheck_launch()\n")
+    script.write_text(
+        "from rl_consistency.trainers.config.recipe import load_config\n"
+        "from rl_consistency.trainers.launch import check_launch\n"
+        f"check_launch(load_config({str(DEMO)!r}))\n"
+    )
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", *options, str(script)]
     # A home of its own: no saved configuration of this machine takes part.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path)}
@@ -176,7 +261,7 @@ def test_the_steps_are_read_from_the_line_of_the_launcher(launched, monkeypatch)
             launcher.stdout.readline()  # its line stands in /proc
             monkeypatch.setattr(os, "getppid", lambda pid=launcher.pid: pid)
             with refusal:
-                check_launch()
+                check_launch(recipe())
             launcher.communicate(b"\n")
 
 

@@ -82,9 +82,10 @@ class TrainingSection(Section):
     """Rollout batches."""
     micro_batch_size: Count = 8
     """Completions per forward and backward pass; changes memory and time, not bits."""
-    strategy: StrategyName = "replicated"
+    strategy: StrategyName | None = None
     """How several processes share the policy. replicated: each holds all of it; fsdp2: each holds
-    a shard of weights, moments and gradients."""
+    a shard of weights, moments and gradients; zero1, zero2, zero3: DeepSpeed's stages; null = what
+    accelerate launch is told, else replicated."""
     layout: Literal["packed", "padded"] = "packed"
     """How sequences share a call: end to end, or padded to the longest; the same bits."""
     eval_every: CountOrZero = 0

@@ -17,11 +17,13 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
+from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.trainers.config.data_sections import DataSection, RewardSection
 from rl_consistency.trainers.config.learning_sections import (
     AlgorithmSection,
     OptimizerSection,
+    StrategyName,
     TrainingSection,
     WarmStartSection,
 )
@@ -96,7 +98,7 @@ def _disagreements(config: RunConfig) -> Iterator[str]:
     """`path: problem and remedy` for each rule between two sections that does not hold."""
     yield from _size_problems(config)
     yield from _option_problems(config)
-    yield from _leaf_problems(config)
+    yield from _sharing_problems(config)
 
 
 def _size_problems(config: RunConfig) -> Iterator[str]:
@@ -162,28 +164,50 @@ def _option_problems(config: RunConfig) -> Iterator[str]:
     evaluable = data.eval_path is not None or (data.task is not None and data.task.eval_size > 0)
     if config.training.eval_every and not evaluable:
         yield "training.eval_every: there is no evaluation set: give data.eval_path or set it to 0"
-    if config.training.strategy == "zero1" and config.policy.dtype == "bfloat16":
-        yield (
-            "training.strategy: zero1 has no fp32 gradients of a bfloat16 policy in DeepSpeed: use "
-            "zero2"
-        )
     if config.consistency.strict_except and config.consistency.strict is False:
         yield "consistency.strict_except: has no meaning when strict is false"
 
 
-def _leaf_problems(config: RunConfig) -> Iterator[str]:
-    leaves, rollout = config.consistency.gradient_leaves, config.rollout
+def _sharing_problems(config: RunConfig) -> Iterator[str]:
+    consistency, strategy = config.consistency, config.training.strategy
+    leaves, stock = consistency.gradient_leaves, consistency.strict is False
+    if (leaves.count > 1 or not consistency.ordered) and (stock or consistency.strict_except):
+        key = "gradient_leaves" if consistency.ordered else "ordered"
+        yield f"consistency.{key}: needs canonical ops: leave out strict, strict_except"
+    if leaves.count > 1 and not consistency.ordered:
+        yield "consistency.ordered: false gives each process one leaf: leave out gradient_leaves"
+    elif leaves.count > 1:
+        yield from (f"consistency.gradient_leaves: {p}" for p in leaf_problems(config, leaves))
+    if strategy is not None:
+        yield from strategy_problems(config, strategy)
+
+
+def leaf_problems(config: RunConfig, leaves: LeafOrder) -> Iterator[str]:
+    """Why the sequences of an optimizer step cannot be cut into these leaves; nothing if so."""
     if leaves.count == 1:
         return
-    if config.consistency.strict is False or config.consistency.strict_except:
-        yield "consistency.gradient_leaves: needs canonical ops: leave out strict, strict_except"
-    update = rollout.prompts_per_step * config.sampling.n // config.algorithm.updates_per_rollout
+    rollout, algorithm = config.rollout, config.algorithm
+    update = rollout.prompts_per_step * config.sampling.n // algorithm.updates_per_rollout
     try:
         leaves.micro_batches(update, 0, config.training.micro_batch_size)
         if config.warm_start.steps:
             leaves.leaves(config.warm_start.batch_size)
     except ValueError as error:
-        yield f"consistency.gradient_leaves: {error}"
+        yield str(error)
+
+
+def strategy_problems(config: RunConfig, strategy: StrategyName) -> Iterator[str]:
+    """What the recipe asks for that this strategy does not do."""
+    if strategy == "zero1" and config.policy.dtype == "bfloat16":
+        yield (
+            "training.strategy: zero1 has no fp32 gradients of a bfloat16 policy in DeepSpeed: use "
+            "zero2"
+        )
+    if strategy in ("zero2", "zero3") and config.consistency.shadow_every:
+        yield (
+            f"consistency.shadow_every: under {strategy} DeepSpeed takes every gradient, that of a "
+            "stock training pass too: set it to 0, or training.strategy to replicated or fsdp2"
+        )
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

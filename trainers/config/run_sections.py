@@ -28,6 +28,8 @@ class RunSection(Section):
     """Where a process computes; cuda is an NVIDIA GPU of compute capability 8.0 or later."""
     num_threads: Annotated[Count, Field(le=1024)] | None = None
     """CPU threads; part of the fingerprint. Tiny models run fastest on 1; null = torch's choice."""
+    collective_timeout: Annotated[Count, Field(le=86_400)] = 600
+    """Seconds that a process waits for the others before it gives up."""
 
 
 def _known_ops(names: tuple[str, ...]) -> tuple[str, ...]:

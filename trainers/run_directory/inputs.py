@@ -21,7 +21,7 @@ from rl_consistency.trainers.run_directory.checkpoint import explained
 from rl_consistency.trainers.run_directory.sealed_json import file_digest
 
 FREE = {
-    "run": {"name", "output_dir"},
+    "run": {"name", "output_dir", "collective_timeout"},
     "policy": {"path"},
     "data": {"path", "eval_path"},
     "training": {"save_every", "keep_checkpoints", "strategy"},

@@ -1,4 +1,4 @@
-"""The strategy that a recipe names."""
+"""The strategy that a recipe or a launcher names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from rl_consistency.distributed.world import World
 from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.strategies.asked import strategy_of
 from rl_consistency.trainers.strategies.fsdp2 import FSDP2
 from rl_consistency.trainers.strategies.replicated import Replicated
 from rl_consistency.trainers.strategies.strategy import Strategy
@@ -23,8 +24,8 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 
 def check_strategy(config: RunConfig) -> None:
-    """ValueError where what `training.strategy` needs is not installed."""
-    name = config.training.strategy
+    """ValueError where what the strategy needs is not installed."""
+    name = strategy_of(config.training.strategy)
     if issubclass(STRATEGIES[name], Zero) and find_spec("deepspeed") is None:
         raise ValueError(
             f"training.strategy {name} needs deepspeed, and deepspeed is not installed: "
@@ -33,9 +34,9 @@ def check_strategy(config: RunConfig) -> None:
 
 
 def build_strategy(config: RunConfig, world: World, policy: nn.Module) -> Strategy:
-    """That of `training.strategy`.
+    """That of `training.strategy`, or of the launcher.
 
     Every rank calls it, with the same weights in a patched policy.
     """
-    strategy, consistency = STRATEGIES[config.training.strategy], config.consistency
+    strategy, consistency = STRATEGIES[strategy_of(config.training.strategy)], config.consistency
     return strategy(world, consistency.gradient_leaves, policy, ordered=consistency.ordered)

@@ -250,10 +250,6 @@ def _engine(policy: nn.Module, stage: int, dtype: torch.dtype) -> tuple[Any, Any
 @contextmanager
 def _launched(device: str) -> Iterator[None]:
     """What DeepSpeed looks for in each step, also where no launcher gave it."""
-    if not dist.is_initialized():  # DeepSpeed keeps groups of it for good
-        backend = "nccl" if device == "cuda" else "gloo"
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     given = {"DS_ACCELERATOR": device, "LOCAL_RANK": "0"}
     added = given.keys() - os.environ.keys()
     os.environ |= {name: given[name] for name in added}

@@ -13,7 +13,7 @@ from rl_consistency.distributed.gradient_norm import sharded_gradient_norm
 from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
-from rl_consistency.trainers import run
+from rl_consistency.trainers import launch
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.strategies.build import build_strategy
 from rl_consistency.trainers.strategies.replicated import Replicated
@@ -81,7 +81,7 @@ def norm_over_shards(world: World, parts: Mapping[str, Tensor], numels: Mapping[
     return sum(world.gather("squares", own)) ** 0.5
 
 
-@mutant("schedule per process", ALL, at=(attribute, run, "Accelerator"))
+@mutant("schedule per process", ALL, at=(attribute, launch, "Accelerator"))
 def one_scheduler_step_per_process(**given: Any) -> Accelerator:
     """The learning rate falls by a step for each process."""
     given["step_scheduler_with_optimizer"] = True

@@ -12,7 +12,7 @@ from rl_consistency.trainers.config import strict_yaml
 from rl_consistency.trainers.config.recipe import ConfigError, RunConfig, dump_config, load_config
 
 ROOT = Path(__file__).resolve().parents[3]
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+RECIPES = sorted(p for d in ("recipes", "recipes/ci") for p in (ROOT / d).glob("*.yaml"))
 DEMO = ROOT / "recipes" / "grpo_arithmetic_tiny_cpu.yaml"
 GSM8K = ROOT / "recipes" / "ci" / "grpo_gsm8k_tiny_cpu.yaml"
 

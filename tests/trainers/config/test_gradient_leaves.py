@@ -37,5 +37,32 @@ def test_leaves_that_do_not_fit_the_recipe_are_refused(overrides, message):
     assert "  consistency.gradient_leaves: " in text and message in text
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["consistency.gradient_leaves=4"],
+            "false gives each process one leaf: leave out gradient",
+        ),
+        (["consistency.strict=false"], "needs canonical ops"),
+        (["consistency.strict_except=[glu]"], "needs canonical ops"),
+    ],
+)
+def test_an_unordered_sum_has_no_leaves_and_canonical_ops(overrides, message):
+    text = refusal("consistency.ordered=false", *overrides)
+    assert "  consistency.ordered: " in text and message in text
+
+
+@pytest.mark.parametrize("stage", ["zero2", "zero3"])
+def test_the_stock_shadow_is_refused_where_deepspeed_takes_gradients(stage):
+    text = refusal(f"training.strategy={stage}")
+    assert f"consistency.shadow_every: under {stage} DeepSpeed takes every gradient" in text
+
+
+def test_zero1_is_refused_for_bfloat16():
+    text = refusal("training.strategy=zero1", "policy.dtype=bfloat16")
+    assert "training.strategy: zero1 has no fp32 gradients of a bfloat16 policy" in text
+
+
 def test_an_unknown_strategy_is_refused():
     assert "training.strategy: " in refusal("training.strategy=ddp")

@@ -9,9 +9,9 @@ from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
 from rl_consistency.trainers.run import train
 from rl_consistency.trainers.run_directory.metrics_file import read_metrics
+from tests.trainers.config.test_config import RECIPES
 
 ROOT = Path(__file__).parents[3]
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 GSM8K_RECIPE = ROOT / "recipes" / "ci" / "grpo_gsm8k_tiny_cpu.yaml"
 GSM8K = (ROOT / load_config(GSM8K_RECIPE).data.path).resolve()
 

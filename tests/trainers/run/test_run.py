@@ -31,7 +31,8 @@ def test_a_run_leaves_what_it_promises(tiny_run):
         "reference.safetensors",
         "summary.json",
     ]
-    assert load_config(directory / "config.yaml") == tiny_run.config(**tiny_run.LONG)
+    resolved = tiny_run.LONG | {"training.strategy": "replicated"}
+    assert load_config(directory / "config.yaml") == tiny_run.config(**resolved)
     assert json.loads((directory / "summary.json").read_text()) == summary
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
     assert ["eval/reward" in row for row in rows] == [True, False, False, True, False, False, True]
