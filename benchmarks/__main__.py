@@ -1,7 +1,7 @@
 """`python -m benchmarks`: measures this clone and writes what the docs say about it.
 
-The last line of ops, rollout and train is JSON. Exit status: 0; 1 where a case raised or a schedule
-gave other bytes; 2 on bad input, and where there is no GPU to measure.
+The last line of ops, rollout, train and distributed is JSON. Exit status: 0; 1 where a case raised
+or a schedule gave other bytes; 2 on bad input, and where there is no GPU to measure.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import accuracy_doc, speed_doc
+from benchmarks.distributed.suites import distributed_suites
 from benchmarks.ops.suites import op_suites
 from benchmarks.results import Results, compare, load
 from benchmarks.rollout.suites import rollout_suites
@@ -26,7 +27,12 @@ from benchmarks.tune.harness import tune, write_table
 from benchmarks.tune.works import OPS
 from rl_consistency.cli.output_file import require_writable
 
-SUITES = {"ops": op_suites, "rollout": rollout_suites, "train": training_suites}
+SUITES = {
+    "ops": op_suites,
+    "rollout": rollout_suites,
+    "train": training_suites,
+    "distributed": distributed_suites,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         ("ops", _measure, "every op against its stock counterpart"),
         ("rollout", _measure, "generation: against stock ops, Hugging Face, the roofline"),
         ("train", _measure, "training steps of whole models"),
+        ("distributed", _measure, "sums, steps and GRPO steps on all GPUs of this machine"),
         ("tune", _tune, "every schedule of an op"),
         ("accuracy", _accuracy, "errors against fp64; docs/accuracy.md"),
         ("speed-doc", lambda _: speed_doc.write(), "docs/speed.md and the README's speed table"),

@@ -94,6 +94,14 @@ def _highest(name: str) -> Figure:
     return _of_all(max, lambda row: float(row.figures[name]) if name in row.figures else None)
 
 
+def _of_strategies(zero: bool, name: str) -> Figure:
+    """The highest of a further figure, of DeepSpeed's strategies or of the others."""
+    highest = _highest(name)
+    return lambda rows: highest(
+        [r for r in rows if str(r.shape["strategy"]).startswith("zero") == zero]
+    )
+
+
 def _peak_against(peer: str) -> Figure:
     """The highest peak of ours / the peer's."""
     return _of_all(
@@ -134,6 +142,7 @@ _MATMUL = ("matmul_forward", "matmul_dx")
 _LOGPROBS, _ROWS, _STEP = ("token_logprobs",), ("elementwise",), ("training_step",)
 _DECODE = tuple(f"rollout_decode_{model}" for model in ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"))
 _GRPO = ("rollout_grpo_step",)
+_SUM, _RANKS, _SCALING = ("distributed_sum",), ("distributed_step",), ("distributed_grpo",)
 
 # The formatter would give each argument a line.
 # fmt: off
@@ -185,6 +194,19 @@ BARS: Mapping[str, Bar] = {
     "rollout_grpo_step": Bar("GRPO step against stock ops", ">=", 0.97, _GRPO),
     "rollout_grpo_drift": Bar(
         "mismatched tokens of those steps", "<=", 0.0, _GRPO, _stock_drifts),
+    "distributed_sum": Bar(
+        "NCCL's fp32 reduce-scatter against all-to-all and sum, lowest", ">=", 0.8, _SUM),
+    "distributed_step": Bar(
+        "optimizer step on several GPUs / with NCCL's sum, highest", "<=", 1.05, _RANKS,
+        _of_strategies(False, "times_stock")),
+    "distributed_step_zero": Bar(
+        "the same under DeepSpeed", "<=", 1.1, _RANKS, _of_strategies(True, "times_stock")),
+    "distributed_memory": Bar(
+        "peak memory of that step, less the carry / with NCCL's sum, highest", "<=", 1.05, _RANKS,
+        _highest("memory_times_stock")),
+    "distributed_grpo": Bar(
+        "GRPO tokens a second on several GPUs / on one, lowest", ">=", 1.8, _SCALING,
+        _of_all(min, lambda row: float(row.figures["scaling"]))),
 }
 """Name to target. The lowest or highest is over every row of the suites: no row can hide."""
 # fmt: on

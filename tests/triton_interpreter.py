@@ -4,10 +4,14 @@ Unpatched, its product multiplies bit patterns and its casts cut digits off. `in
 round to nearest even. A product is summed in fp64 and rounded once, since numpy's fp32 product
 gives a row other bits at another place on some CPUs. For kernel logic only: what the interpreter
 computes says nothing of a GPU's bits.
+
+Unpatched, it also goes through the whole of triton.language at every call of a device function:
+most of its time. Once for each launch is enough.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -34,6 +38,7 @@ def install() -> None:
     builder: Any = interpreter.InterpreterBuilder
     handle: Any = interpreter.TensorHandle
     stock_cast, stock_dot = builder.cast_impl, builder.create_dot
+    stock_patch = interpreter._patch_lang
 
     def cast_impl(self, source, target):
         pair = (source.dtype.scalar, target.scalar)
@@ -52,4 +57,14 @@ def install() -> None:
         ]
         return handle((wide[0] @ wide[1] + d.data).astype(d.data.dtype), d.dtype.scalar)
 
+    @functools.cache
+    def languages(function):
+        values = function.__globals__.values()
+        return [lang for lang in (tl, tl.core) if any(value is lang for value in values)]
+
+    def patch_lang(function):
+        is_patched = not any(tl.core.is_builtin(lang.load) for lang in languages(function))
+        return None if is_patched else stock_patch(function)
+
     builder.cast_impl, builder.create_dot = cast_impl, create_dot
+    interpreter._patch_lang = patch_lang

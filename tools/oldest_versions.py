@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "grpo_arithmetic_tiny_cpu.yaml"
 KEPT = ("torch", "triton")
 """Too large to be installed once more. The recorded GPU runs used torch 2.11 and triton 3.6."""
-TESTS = ("tests/trainers/config", "tests/trainers/test_policy.py")
+TESTS = (
+    *("tests/trainers/config", "tests/trainers/test_policy.py"),
+    "tests/trainers/test_policy_shards.py",
+)
 """Those that ask most of the packages: pydantic's errors, transformers' loading."""
 ALONE = ("accelerate",)
 """Installed without dependencies: theirs is torch."""

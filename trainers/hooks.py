@@ -10,8 +10,9 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from rl_consistency.kernels.matmul.audit import schedule_audit
@@ -19,7 +20,12 @@ from rl_consistency.models.patch import patched_session
 from rl_consistency.models.token_logprobs import Sampling
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
-from rl_consistency.parity.digest import gradient_digest, parameter_digest
+from rl_consistency.parity.digest import (
+    each_digest,
+    gradient_digest,
+    list_digest,
+    parameter_digest,
+)
 from rl_consistency.parity.drift import DriftTotals, compare_logprobs
 from rl_consistency.parity.gradients import (
     REGROUPINGS,
@@ -29,9 +35,11 @@ from rl_consistency.parity.gradients import (
 )
 from rl_consistency.parity.replay import save_replay_bundle
 from rl_consistency.parity.stock import shadow_stock_path
+from rl_consistency.trainers.run_directory.step_files import Digests
 
 OnDrift = Literal["raise", "warn", "record"]
 Metrics = dict[str, float | int | str | bool]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,15 +151,22 @@ class ConsistencyHook:
         self._judged = audit.differing - audit.found  # sampled elements judged before
         self._rollout: Rollout | None = None
         self._digest_seconds = 0.0
+        self._digests: dict[str, str | dict[str, str]] = {}
 
     def on_rollout(self, rollout: Rollout) -> Metrics:
-        self._rollout = rollout
+        self._rollout, self._digests = rollout, {}
+        if rollout.step == 1:
+            self._digests["initial_weights"] = self._timed(each_digest, self.model)
+        ids = [torch.as_tensor(ids) for ids in (*rollout.sequences, rollout.prompt_lengths)]
+        self._digests["tokens"] = self._timed(list_digest, ids)
+        self._digests["logprobs"] = self._timed(list_digest, rollout.logprobs)
         return {}
 
     def on_training_logprobs(self, logprobs: Sequence[Tensor]) -> Metrics:
         rollout = self._current
         report = compare_logprobs(list(rollout.logprobs), list(logprobs))
         self.totals.drift.add(report)
+        self._digests["training_logprobs"] = self._timed(list_digest, logprobs)
         metrics: Metrics = dict(report.metrics("consistency"))
         if not report.passed:
             bundle = self._save_bundle(rollout, logprobs)
@@ -169,7 +184,10 @@ class ConsistencyHook:
     def on_gradients(self, step: GradientStep) -> Metrics:
         if not step.first_of_step:
             return {}
-        gradients = self.model if step.gradients is None else step.gradients
+        gradients = step.gradients
+        if gradients is None:
+            gradients = {name: p.grad for name, p in self.model.named_parameters()}
+        self._digests["gradients"] = self._timed(each_digest, gradients)
         digest = self._timed(gradient_digest, gradients)
         metrics: Metrics = {"consistency/gradient_digest": digest}
         if self._due(self.gradient_check_every, self._current.step):
@@ -178,6 +196,7 @@ class ConsistencyHook:
 
     def on_step_end(self) -> Metrics:
         step, self._rollout = self._current.step, None
+        self._digests["weights"] = self._timed(each_digest, self.model)
         metrics: Metrics = {
             "consistency/parameter_digest": self._timed(parameter_digest, self.model)
         }
@@ -186,6 +205,11 @@ class ConsistencyHook:
         if self._device.type == "cuda":
             self._audit_schedules(step, metrics)
         return metrics
+
+    def take_digests(self) -> Digests:
+        """Those of the step so far, in the order of their making; they are given once."""
+        taken, self._digests = self._digests, {}
+        return taken
 
     def summary(self) -> dict[str, Any]:
         """Totals over the run, by the names of the metrics."""
@@ -213,12 +237,12 @@ class ConsistencyHook:
         self.totals.drift.load_state_dict(state["drift"])
         self.totals.stock.load_state_dict(state["stock"])
 
-    def _timed(self, digest_of: Callable[[Any], str], tensors: Any) -> str:
-        """A digest; its seconds are added to those of the step."""
+    def _timed(self, digest_of: Callable[[Any], T], tensors: Any) -> T:
+        """What a digest is; its seconds are added to those of the step."""
         started = perf_counter()
-        digest = digest_of(tensors)
+        found = digest_of(tensors)
         self._digest_seconds += perf_counter() - started
-        return digest
+        return found
 
     def _save_bundle(self, rollout: Rollout, logprobs: Sequence[Tensor]) -> Path | str:
         if self.replay_dir is None:

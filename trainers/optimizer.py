@@ -76,13 +76,8 @@ class PolicyOptimizer:
         if self._max_norm is not None and norm > self._max_norm:
             for gradient in gradients.values():
                 gradient.mul_(self._max_norm / norm)
-        for name, master in self._masters.items():
-            master.grad = gradients[name]
-        self._optimizer.step()
+        self._ranks.update(self._optimizer, self._masters, gradients)
         self._schedule.step()
-        self._ranks.publish(self._masters)
-        for master in self._masters.values():
-            master.grad = None
         self._ranks.drop_gradients()
         return norm
 
@@ -97,9 +92,10 @@ class PolicyOptimizer:
             for key, value in {**self._adamw.state.get(master, {}), **parts}.items():
                 if isinstance(value, Tensor):
                     found.setdefault(key, {})[name] = value.detach()
+        named = {key: self._ranks.pieces(cut) for key, cut in found.items()}
         return {
-            f"{name}.{key}": value.cpu() if self._ranks.keeps_shards else value
-            for key, parts in found.items()
+            f"{name}.{key}": value.to("cpu", copy=True) if self._ranks.keeps_shards else value
+            for key, parts in named.items()
             for name, value in (parts if key == "step" else self._ranks.whole(parts)).items()
         }
 
@@ -110,21 +106,28 @@ class PolicyOptimizer:
 
     def load(self, tensors: dict[str, Tensor], schedule: dict[str, Any]) -> None:
         """Continue from what `tensors` and `schedule_state` gave."""
-        names, state = list(self._masters), {}
+        kinds = dict.fromkeys(key.rpartition(".")[2] for key in tensors)
+        own = {kind: self._masters if kind == "master" else self._zeros(kind) for kind in kinds}
+        pieces = {kind: self._ranks.pieces(cut) for kind, cut in own.items()}
         with torch.no_grad():
             for key, value in tensors.items():
                 name, _, kind = key.rpartition(".")
-                own = value if kind == "step" else self._ranks.part(name, value)
-                if kind == "master":
-                    self._masters[name].copy_(own)
-                else:
-                    state.setdefault(names.index(name), {})[kind] = own.clone()
-        self._optimizer.load_state_dict(
-            {"state": state, "param_groups": self._optimizer.state_dict()["param_groups"]}
-        )
+                part = value if kind == "step" else self._ranks.part(name, value)
+                pieces[kind][name].copy_(part)
+        own.pop("master", None)
+        states = {i: {k: cut[n] for k, cut in own.items()} for i, n in enumerate(self._masters)}
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": states, "param_groups": groups})
         self._schedule.load_state_dict({**self._schedule.state_dict(), **schedule})
         (group,), (rate,) = self._optimizer.param_groups, self._schedule.get_last_lr()
         group["lr"] = rate
+
+    def _zeros(self, kind: str) -> dict[str, Tensor]:
+        """AdamW's state of one kind, to be filled."""
+        return {
+            name: torch.zeros(()) if kind == "step" else torch.zeros_like(master)
+            for name, master in self._masters.items()
+        }
 
 
 def _variant(masters: list[nn.Parameter]) -> dict[str, bool]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from rl_consistency.trainers.config.policy_sections import (
     BuildSection,
@@ -117,7 +120,7 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     listed = configured if isinstance(configured, list) else [configured]
     ids = [i for i in [*listed, tokenizer.eos_token_id] if i is not None]
     embedding: Any = model.get_input_embeddings()
-    rows = embedding.weight.shape[0]
+    rows = embedding.num_embeddings  # ZeRO-3 empties the weight
     if wrong := [i for i in ids if type(i) is not int or not 0 <= i < rows]:
         raise PolicyError(
             f"eos_token_id {wrong[0]!r} is no token of the model's vocabulary of {rows}: mend "
@@ -169,8 +172,12 @@ def _object(file: Path) -> dict[str, Any]:
 
 
 def _check_shards(index: Path) -> None:
-    """Refuse an index that names anything but files beside it: it decides what is opened."""
-    shards = _object(index).get("weight_map")
+    """Refuse an index that names anything but files beside it, which it decides are opened, or
+    that is not the index of these."""
+    content = _object(index)
+    shards = content.get("weight_map")
+    if not isinstance(content.get("metadata"), dict):
+        raise PolicyError(f"{index}: metadata must be a JSON object; it may be empty")
     if not isinstance(shards, dict) or not shards:
         raise PolicyError(f"{index}: weight_map must map tensors to files")
     for tensor, name in shards.items():
@@ -178,6 +185,15 @@ def _check_shards(index: Path) -> None:
             raise PolicyError(f"{index}: {tensor}: {name!r} is no file beside it")
         if not (index.parent / name).is_file():
             raise PolicyError(f"{index}: {tensor}: there is no file {name}")
+    found: dict[str, str] = {}
+    for name in sorted(set(shards.values())):
+        with safe_open(index.parent / name, framework="pt") as file:
+            held = file.keys()
+        found |= {t: name for t in held if shards.get(t) == name or t not in found}
+    for tensor in sorted(found.keys() | shards.keys()):
+        said, true = (files.get(tensor, "no file") for files in (shards, found))
+        if said != true:
+            raise PolicyError(f"{index}: {tensor}: weight_map says {said}, it lies in {true}")
 
 
 def _refuse_quantised(config: dict[str, Any], source: str) -> None:
@@ -199,10 +215,10 @@ def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) ->
 
     PolicyError where its weights are damaged, do not fit its configuration, or are not finite.
     """
-    if local:
-        _check_weights(Path(source))
-    with explained(PolicyError, f"{source}, by its config.json, {_NOT_LOADED}"):
+    with explained(PolicyError, f"{source}, by its config.json, {_NOT_LOADED}"), _bars(not local):
         try:
+            if local:
+                _check_weights(Path(source))
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(source),
                 dtype=dtype,
@@ -229,6 +245,19 @@ def read_model(source: str | Path, dtype: torch.dtype, *, local: bool = True) ->
         if not parameter.isfinite().all():
             raise PolicyError(f"{source}: {name} holds NaN or infinity: its training diverged")
     return model
+
+
+@contextmanager
+def _bars(wanted: bool) -> Iterator[None]:
+    """Without them: transformers' progress bars would stand before the first line of a run."""
+    enabled = logging.is_progress_bar_enabled()
+    if not wanted:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def _require_finite(model: PreTrainedModel, source: str) -> None:

@@ -41,7 +41,6 @@ from rl_consistency.trainers.run_directory.checkpoint import (
 )
 from rl_consistency.trainers.run_directory.directory import (
     CHECKPOINTS,
-    METRICS,
     REFERENCE,
     REPLAY,
     check_directory,
@@ -58,11 +57,11 @@ from rl_consistency.trainers.run_directory.inputs import (
     reward_digests,
     settings,
 )
-from rl_consistency.trainers.run_directory.metrics_file import MetricsFile, read_metrics
 from rl_consistency.trainers.run_directory.random_state import capture, restore, seeded
+from rl_consistency.trainers.run_directory.step_files import StepFiles
 from rl_consistency.trainers.run_directory.summary import passed, summary_of, write_summary
 from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
-from rl_consistency.trainers.strategies.build import build_strategy
+from rl_consistency.trainers.strategies.build import build_strategy, check_strategy
 from rl_consistency.trainers.tracking import Tracker, TrackerSet, check_wandb, trackers_of
 from rl_consistency.trainers.warm_start import warm_start
 
@@ -90,6 +89,7 @@ def train(
     """
     started = time.perf_counter()
     check_machine(config)
+    check_strategy(config)
     # With the optimizer, accelerate would step a schedule once for each process.
     cpu = config.run.device == "cpu"
     accelerator = Accelerator(cpu=cpu, mixed_precision="no", step_scheduler_with_optimizer=False)
@@ -198,7 +198,7 @@ class _Run:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self.stack.enter_context(locked(self.directory))
                 open_directory(self.config, overwrite=overwrite)
-                self._open_metrics()
+                self._open_step_files()
         self._join()
         if self.config.warm_start.steps:
             self._warm_start()
@@ -222,7 +222,7 @@ class _Run:
             self._load_reference()
         with self.world.agreed("the run directory"):
             if self.first:
-                self._open_metrics(checkpoint.extra["metrics"])
+                self._open_step_files(checkpoint.extra["step_files"])
                 # All that may be refused has been: from here on the directory changes.
                 remove_leftovers(self.directory)
                 remove_leftovers(self.directory / CHECKPOINTS)
@@ -272,7 +272,7 @@ class _Run:
             "wandb_run_id": self.wandb_run_id,
             "warm_start_loss": self.warm_start_loss,
             "reference_digest": self.reference_digest,
-            "metrics": self.metrics_file.state(),
+            "step_files": self.step_files.state(),
         }
         save_checkpoint(
             self.directory / CHECKPOINTS,
@@ -289,7 +289,7 @@ class _Run:
 
     def trackers(self) -> list[Tracker]:
         """Where metrics go, as the recipe says."""
-        return [self.metrics_file, *trackers_of(self.config, self.wandb_run_id)]
+        return [self.step_files, *trackers_of(self.config, self.wandb_run_id)]
 
     def summarize(self, seconds: float) -> dict[str, Any]:
         """Write `summary.json` and return it."""
@@ -297,7 +297,7 @@ class _Run:
             "name": self.config.run.name,
             "steps": self.config.training.steps,
             "seconds": round(seconds, 1),
-            **summary_of(read_metrics(self.directory / METRICS), self.hook.summary()),
+            **summary_of(self.step_files.metrics(), self.hook.summary()),
             "parameter_digest": parameter_digest(self.model),
             "strict": current().as_record(),
             "fingerprint": self.fingerprint.entries,
@@ -305,9 +305,9 @@ class _Run:
         write_summary(self.directory, summary)
         return summary
 
-    def _open_metrics(self, resume_from: dict[str, Any] | None = None) -> None:
-        self.metrics_file = MetricsFile(self.directory / METRICS, resume_from=resume_from)
-        self.stack.callback(self.metrics_file.close)
+    def _open_step_files(self, state: dict[str, Any] | None = None) -> None:
+        self.step_files = StepFiles(self.directory, state, lambda: self.hook.take_digests())
+        self.stack.callback(self.step_files.close)
 
     def _assemble(self) -> None:
         """Make optimizer, engine, hook and trainer around the weights as they are now."""

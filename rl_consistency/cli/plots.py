@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
-from rl_consistency.trainers.run_directory.directory import own_file, require_kinds
-from rl_consistency.trainers.run_directory.metrics_file import read_metrics
+from rl_consistency.cli.run_files import Rows, load_rows
+from rl_consistency.trainers.run_directory.directory import own_file
 from rl_consistency.trainers.run_directory.unfinished import unfinished
-
-Rows = Sequence[Mapping[str, Any]]
 
 OURS, STOCK, BAD, INK, MUTED = "#0f766e", "#d97706", "#dc2626", "#1f2937", "#6b7280"
 PHASES = {
@@ -95,23 +93,6 @@ def save_picture(run_dir: str | os.PathLike[str]) -> Path:
     return target
 
 
-def load_rows(run_dir: str | os.PathLike[str]) -> Rows:
-    """The rows of a run's metrics file; FileNotFoundError without one, ValueError if damaged."""
-    require_kinds(Path(run_dir))
-    path = run_file(Path(run_dir), "metrics.jsonl")
-    if not (rows := read_metrics(path)):
-        raise ValueError(f"{path} is empty: the run ended before its first step")
-    return rows
-
-
-def run_file(run_dir: Path, name: str) -> Path:
-    """A file of a run directory; FileNotFoundError, naming what is missing, if it is not there."""
-    if not (run_dir / name).is_file():
-        missing = f"it has no {name}" if run_dir.is_dir() else "there is no run directory"
-        raise FileNotFoundError(f"{run_dir}: {missing}; give the directory a run printed")
-    return run_dir / name
-
-
 @_figure(9.0, 6.2)
 def drift_figure(figure: Figure, rows: Rows) -> None:
     """Our path against the stock path: largest |difference| and share of differing tokens."""
@@ -124,7 +105,8 @@ def drift_figure(figure: Figure, rows: Rows) -> None:
     _line(share, rows, "consistency/mismatch_fraction", OURS, "rl_consistency", linewidth=2.4)
     if drifted := [row for row in rows if row.get("consistency/mismatched_tokens")]:
         steps, shares = series(drifted, "consistency/mismatch_fraction")
-        share.plot(steps, shares, "X", color=BAD, label="rl_consistency drifted")
+        drawn = [_drawn(value, math.nan) for value in shares]
+        share.plot(steps, drawn, "X", color=BAD, label="rl_consistency drifted")
     share.set_title("Tokens whose bits differ")
     share.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
     top = _largest(rows, "stock/mismatch_fraction", "consistency/mismatch_fraction")
@@ -193,13 +175,14 @@ def gradient_check_figure(figure: Figure, rows: Rows) -> None:
     verdicts = dict(zip(*series(rows, f"{key}/passed")))
     passed = [(s, c) for s, c in zip(steps, counts) if verdicts.get(s, c == 0) and c == 0]
     failed = [(s, c) for s, c in zip(steps, counts) if (s, c) not in passed]
+    failed = [(s, _drawn(c, 0.0)) for s, c in failed]
     for points, color, marker, label in (
         (passed, OURS, "o", f"passed ({len(passed)})"),
         (failed, BAD, "X", f"failed ({len(failed)})"),
     ):
         if points:
             axes.plot(*zip(*points), linestyle="", marker=marker, color=color, label=label)
-    top = max((count for _, count in failed if math.isfinite(count)), default=0.0)
+    top = max((count for _, count in failed), default=0.0)
     axes.set_ylim(-0.12 * max(top, 1), 1.3 * max(top, 1))
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     _step_axis(axes, rows)
@@ -214,7 +197,7 @@ def timing_figure(figure: Figure, rows: Rows) -> None:
     floor = [0.0] * len(steps)
     for phase, color in PHASES.items():
         key = f"time/{phase}_seconds"
-        heights = [float(row.get(key, 0.0)) for row in rows]
+        heights = [_drawn(float(row.get(key, 0.0)), 0.0) for row in rows]
         if any(heights):
             label = phase.replace("_", " ")
             seconds.bar(steps, heights, bottom=floor, width=0.85, color=color, label=label)
@@ -235,13 +218,19 @@ def _largest(rows: Rows, *keys: str) -> float:
     return max(filter(math.isfinite, values), default=0.0)
 
 
+def _drawn(value: float, otherwise: float) -> float:
+    """A value where it has a place on an axis."""
+    return value if math.isfinite(value) else otherwise
+
+
 def _line(axes: Axes, rows: Rows, key: str, color: str, label: str, **style: Any) -> None:
     steps, values = series(rows, key)
     if not steps:
         return
     marker = style.pop("marker", "o" if len(steps) == 1 else None)
     options = {"linewidth": 1.6, "marker": marker, "markersize": 4.5} | style
-    axes.plot(steps, values, color=color, label=label, **options)
+    drawn = [_drawn(value, math.nan) for value in values]
+    axes.plot(steps, drawn, color=color, label=label, **options)
     if bad := [step for step, value in zip(steps, values) if not math.isfinite(value)]:
         crosses = {"linestyle": "", "marker": "X", "color": BAD, "clip_on": False}
         height = {"transform": axes.get_xaxis_transform(), "label": "not finite"}

@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 
 from rl_consistency.cli import plots
 from rl_consistency.cli.output_file import write_whole
-from rl_consistency.cli.plots import Rows, load_rows, series
+from rl_consistency.cli.plots import series
+from rl_consistency.cli.run_files import Rows, load_rows, run_file
 from rl_consistency.trainers.data.foreign_files import parse_json_object
 from rl_consistency.trainers.run_directory.directory import own_file
 
@@ -77,7 +78,7 @@ def render(run_dir: str | os.PathLike[str]) -> Path:
     """
     run_dir = Path(run_dir)
     rows = load_rows(run_dir)
-    config = plots.run_file(run_dir, "config.yaml")
+    config = run_file(run_dir, "config.yaml")
     name = html.escape(os.fsencode(run_dir.resolve().name).decode("utf-8", errors="replace"))
     page = f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{name} · rl_consistency</title>

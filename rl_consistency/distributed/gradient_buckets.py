@@ -103,16 +103,15 @@ class GradientBuckets:
                 start += self._numels[name]
         return {name: parts[name] for name in self._shapes if name in parts}
 
-    def gather(self) -> dict[str, Tensor]:
-        """All gradients, whole, from what `take` gave every rank; they are forgotten here."""
-        whole: dict[str, Tensor] = {}
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        """All gradients, whole, bucket by bucket, from what `take` gave every rank; they are
+        forgotten here. Every rank reads all of them."""
         while self._slices:
             names, own = self._buckets[len(self._slices) - 1], self._slices.pop()
             vector = self._total.gather(f"bucket {len(self._slices)}", own)
             lengths = [self._numels[name] for name in names]
             for name, piece in zip(names, vector[: sum(lengths)].split(lengths), strict=True):
-                whole[name] = piece.view(self._shapes[name])
-        return whole
+                yield name, piece.view(self._shapes[name])
 
     def _send(self) -> None:
         index, names = self._unsent.popleft()

@@ -41,6 +41,7 @@ _UNREAD = frozenset(
 
 _CALLS = frozenset(("forward", "packed_forward", "_call_impl", "_wrapped_call_impl"))
 _CHECKPOINTING = frozenset(("gradient_checkpointing", "_gradient_checkpointing_func"))
+_ZERO_3_COUNTERS = frozenset(("applied_pre_backward_ref_cnt", "ds_grads_remaining"))
 
 
 class Fault(NamedTuple):
@@ -264,7 +265,7 @@ def _version(buffer: Tensor | None) -> int:
 
 def _getter(module: nn.Module) -> itemgetter[Any]:
     """Takes the containers and the plain attributes of a module out of its dictionary."""
-    unwatched = {"training", "_rotary_table", *_CHECKPOINTING}
+    unwatched = {"training", "_rotary_table", *_CHECKPOINTING, *_ZERO_3_COUNTERS}
     plain = [
         key
         for key, value in vars(module).items()

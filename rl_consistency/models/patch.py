@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
@@ -33,7 +32,7 @@ from rl_consistency.models.modules import (
     CanonicalRotaryEmbedding,
 )
 from rl_consistency.models.packing import PackedBatch
-from rl_consistency.models.sharding import unsharded_class, unwrapped, with_base
+from rl_consistency.models.sharding import is_fsdp, unsharded_class, unwrapped, with_base
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import (
     SETTINGS,
@@ -252,7 +251,7 @@ class PatchSession:
 
     def _follow_sharding(self) -> None:
         """Let gradients be those of the parameters that FSDP2 has put in the place of others."""
-        if not any(isinstance(module, FSDPModule) for module in self.model.modules()):
+        if not any(map(is_fsdp, self.model.modules())):
             return
         buffers = gradient_buffers(self.model, self._passes)
         for parameter in self.model.parameters():

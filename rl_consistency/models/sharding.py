@@ -16,10 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from rl_consistency.numerics.errors import ConsistencyError
+
+
+def _class(module: str, name: str) -> tuple[type[Any], ...]:
+    """A class of torch for `isinstance`; none if nobody has imported it, which takes seconds."""
+    found = sys.modules.get(module)
+    return () if found is None else (getattr(found, name),)
+
+
+def is_fsdp(module: object) -> bool:
+    """Whether FSDP2 shards the module."""
+    return isinstance(module, _class("torch.distributed.fsdp", "FSDPModule"))
+
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _LIBRARIES = ("torch.distributed.fsdp.", "deepspeed.")
@@ -31,7 +41,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     ValueError for FSDP1, whose flat parameters no order covers.
     """
     while isinstance(inner := getattr(model, "module", None), nn.Module):
-        if isinstance(model, FullyShardedDataParallel):
+        if isinstance(model, _class("torch.distributed.fsdp", "FullyShardedDataParallel")):
             raise ValueError(
                 "FullyShardedDataParallel flattens parameters, which is not covered; use "
                 "torch.distributed.fsdp.fully_shard (FSDP2)."
@@ -50,7 +60,7 @@ def through(
     """
     if policy in _WHOLE:
         return run()
-    if model is not policy or isinstance(policy, FSDPModule):
+    if model is not policy or is_fsdp(policy):
         return model(run=run)
     if any(is_shard(parameter) for parameter in policy.parameters()):
         raise ValueError(
@@ -67,7 +77,8 @@ def through(
 
 def unsharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that `fully_shard` was given for this one; any other is its own."""
-    return cls.__bases__[1] if cls.__bases__[:1] == (FSDPModule,) else cls
+    sharded = cls.__bases__[0] in _class("torch.distributed.fsdp", "FSDPModule")
+    return cls.__bases__[1] if sharded else cls
 
 
 def with_base(cls: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
@@ -75,17 +86,17 @@ def with_base(cls: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
     if unsharded_class(cls) is cls:
         return base
     own = {"__deepcopy__": vars(cls)["__deepcopy__"]}
-    return type(f"FSDP{base.__name__}", (FSDPModule, base), own)
+    return type(f"FSDP{base.__name__}", (cls.__bases__[0], base), own)
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether parameters are replaced, or emptied, between calls of the modules."""
-    return any(isinstance(m, FSDPModule) for m in model.modules()) or _has_zero3(model)
+    return any(map(is_fsdp, model.modules())) or _has_zero3(model)
 
 
 def is_shard(parameter: Tensor) -> bool:
     """Whether the parameter's values are spread over the ranks now."""
-    return isinstance(parameter, DTensor) or (
+    return isinstance(parameter, _class("torch.distributed.tensor", "DTensor")) or (
         hasattr(parameter, "ds_id") and parameter.numel() != parameter.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
     )
 
@@ -111,8 +122,7 @@ def whole_weights(model: nn.Module) -> Iterator[nn.Module]:
         if not any(is_shard(parameter) for parameter in policy.parameters()):
             pass
         elif _has_zero3(policy):
-            gathered = sys.modules["deepspeed"].zero.GatheredParameters
-            stack.enter_context(gathered(list(policy.parameters())))
+            stack.enter_context(_gathered_by_zero3(policy))
         else:
             stack.enter_context(_unsharded(policy))
         stack.enter_context(_no_library_hooks(policy))
@@ -123,7 +133,7 @@ def whole_weights(model: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def _unsharded(policy: nn.Module) -> Iterator[None]:
-    modules: list[Any] = [m for m in policy.modules() if isinstance(m, FSDPModule)]
+    modules: list[Any] = [m for m in policy.modules() if is_fsdp(m)]
     if policy not in _ROOTS:
         with torch.no_grad():  # FSDP2 takes the first module that is called for the root
             policy(run=lambda: ())
@@ -135,6 +145,15 @@ def _unsharded(policy: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.reshard()
+
+
+@contextmanager
+def _gathered_by_zero3(policy: nn.Module) -> Iterator[None]:
+    parameters: list[Any] = list(policy.parameters())
+    # A backward pass leaves some gathered, which would be freed a second time.
+    parameters[0]._z3_optimizer.parameter_offload.partition_all_parameters()
+    with sys.modules["deepspeed"].zero.GatheredParameters(parameters):
+        yield
 
 
 _WHOLE: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -10,16 +10,20 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rl_consistency.kernels.reduction.weights_digest import weights_digest
 from rl_consistency.models.sharding import whole_weights
 from rl_consistency.parity.bytes import same_bytes
 
 Tensors = nn.Module | Mapping[str, Tensor | None]
+
+SMALL = 1 << 17
+"""Bytes up to which `each_digest` takes a tensor to the host."""
 
 
 def parameter_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
@@ -38,6 +42,32 @@ def gradient_digest(model: Tensors) -> str:
     if isinstance(model, nn.Module):
         model = {name: parameter.grad for name, parameter in model.named_parameters()}
     return _digest(model)
+
+
+def each_digest(tensors: Tensors) -> dict[str, str]:
+    """A digest of each parameter of a model, or of each tensor by name; what is None is left out.
+
+    It has 32 hexadecimal digits, the same on every device. A large tensor is read where it lies.
+    The host waits for a GPU once for each. Every rank calls it if the parameters are shards.
+    """
+    if isinstance(tensors, nn.Module):
+        with whole_weights(tensors) as policy:
+            return each_digest(dict(policy.named_parameters()))
+    # One at a time: a mapping may gather a tensor when it is read.
+    each = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
+    return {name: _one_digest(name, tensor)[:32] for name, tensor in each}
+
+
+def _one_digest(name: str, tensor: Tensor) -> str:
+    # A reduction has a price of its own, for which small tensors are copied and hashed.
+    small = tensor.nbytes <= SMALL
+    return parameter_digest({name: tensor}) if small else weights_digest([(name, tensor)])
+
+
+def list_digest(parts: Sequence[Tensor]) -> str:
+    """The same of tensors [any length] in their order, which lie on one device."""
+    lengths = torch.tensor([len(part) for part in parts])
+    return weights_digest([("values", torch.cat(list(parts))), ("lengths", lengths)])[:32]
 
 
 def _digest(tensors: Mapping[str, Tensor | None]) -> str:

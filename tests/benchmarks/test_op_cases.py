@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import peers as bench_peers
+from benchmarks.distributed.suites import distributed_suites
 from benchmarks.ops.attention import attention_backward, attention_decode, attention_forward
 from benchmarks.ops.elementwise import elementwise_cases
 from benchmarks.ops.logprobs import logprobs_and_gradients
@@ -134,7 +135,7 @@ def test_accuracy_rows_hold_the_error_ratio():
 
 
 def test_every_bar_names_suites_that_exist_and_no_case_is_there_twice():
-    suites = {**op_suites(), **training_suites(), **rollout_suites()}
+    suites = {**op_suites(), **training_suites(), **rollout_suites(), **distributed_suites()}
     assert {name for bar in BARS.values() for name in bar.suites} == suites.keys()
     for cases_of in suites.values():
         assert cases_of

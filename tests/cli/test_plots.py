@@ -7,7 +7,6 @@ from rl_consistency.cli.plots import (
     drift_counts,
     drift_figure,
     gradient_check_figure,
-    load_rows,
     reward_figure,
     save_picture,
     series,
@@ -134,16 +133,6 @@ def test_the_picture_is_a_png_in_the_run_directory(tmp_path):
     assert path == tmp_path / "run" / "drift.png"
     assert path.read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in path.parent.iterdir()) == ["drift.png", "metrics.jsonl"]
-
-
-def test_a_missing_or_empty_run_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no run directory"):
-        load_rows(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl"):
-        load_rows(tmp_path)
-    write_metrics(tmp_path, [])
-    with pytest.raises(ValueError, match="before its first step"):
-        load_rows(tmp_path)
 
 
 def test_a_users_file_beside_the_picture_and_behind_a_link_is_left_alone(tmp_path):

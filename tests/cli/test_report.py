@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_consistency.cli.plots import save_picture
 from rl_consistency.cli.report import render
 from rl_consistency.trainers.run_directory.directory import FORMAT, MANIFEST
 from rl_consistency.trainers.run_directory.sealed_json import seal
@@ -39,6 +40,19 @@ def make_run(run_dir, *, mismatched=0, checks=(True, True), summary=None):
     if summary is not None:
         (run_dir / "summary.json").write_text(json.dumps(summary))
     return run_dir
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_a_run_of_which_no_figure_is_finite_has_a_page_that_says_so(tmp_path, value):
+    run_dir = make_run(tmp_path / "run")
+    file = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    bad = [{key: value for key in row} | {"step": row["step"]} for row in rows]
+    file.write_text("".join(json.dumps(row) + "\n" for row in bad))
+    page = render(run_dir).read_text("utf-8")
+    assert f'"verdict bad"><strong>{value} of {value} tokens differ' in page
+    assert save_picture(run_dir).stat().st_size > 0
 
 
 SUMMARY = {

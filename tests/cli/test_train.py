@@ -12,6 +12,7 @@ import yaml
 from rl_consistency.cli import plots, report, train
 from rl_consistency.cli.main import main
 from rl_consistency.trainers import run as run_module
+from rl_consistency.trainers import tracking
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
 RECIPE = {
@@ -75,7 +76,7 @@ def told(monkeypatch):
         def close(self, *, failed):
             found.append(failed)
 
-    monkeypatch.setattr(run_module, "WandbTracker", Wandb)
+    monkeypatch.setattr(tracking, "WandbTracker", Wandb)
     monkeypatch.setattr(run_module, "check_wandb", lambda mode: None)
     return found
 

@@ -64,7 +64,7 @@ def step(world, order, total_type=OrderedSum, bucket_bytes=100, filler=True):
     parts = buckets.take()
     sizes = sum(part.numel() for part in parts.values())
     assert sum(world.gather("sizes", sizes)) == sum(torch.zeros(s).numel() for s in SHAPES.values())
-    return gradient_digest(buckets.gather())
+    return gradient_digest(dict(buckets.gather()))
 
 
 def digests(run_ranks, order, *arguments, worlds=WORLDS, **options):
@@ -156,7 +156,7 @@ def with_hooks(world, order, bucket_bytes):
                 inputs = probe((3, 5), seed=batch.start)
                 model(inputs).square().sum().mul(float(bool(batch))).backward()
         buckets.take()
-        gradients = buckets.gather()
+        gradients = dict(buckets.gather())
     return gradient_digest(gradients)
 
 
@@ -185,7 +185,7 @@ def with_a_gradient_missing(world, bucket_bytes):
         for name, gradient in leaf_gradients([0]).items():
             buckets.put(name, gradient)
     buckets.take()
-    return first, all(bool(g.isfinite().all()) for g in buckets.gather().values())
+    return first, all(bool(g.isfinite().all()) for g in dict(buckets.gather()).values())
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100])
@@ -245,4 +245,4 @@ def test_one_process_with_one_leaf_keeps_the_gradient_it_was_given():
     for _ in buckets.step():
         buckets.put("norm", gradient)
     buckets.take()
-    assert buckets.gather()["norm"].data_ptr() == gradient.data_ptr()
+    assert dict(buckets.gather())["norm"].data_ptr() == gradient.data_ptr()

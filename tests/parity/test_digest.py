@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from rl_consistency.parity.digest import first_difference, gradient_digest, parameter_digest
+from rl_consistency.parity.digest import (
+    SMALL,
+    each_digest,
+    first_difference,
+    gradient_digest,
+    list_digest,
+    parameter_digest,
+)
 
 
 def model(dtype=torch.float32):
@@ -85,3 +92,22 @@ def test_mutant_comparing_values_instead_of_bytes_misses_the_sign_of_zero():
 def test_digests_by_name_compare_as_values():
     assert first_difference({"a": "12", "b": "34"}, {"a": "12", "b": "35"}) == "b"
     assert first_difference({"a": None}, {"a": torch.zeros(1)}) == "a"
+
+
+@pytest.mark.parametrize("size", [3, SMALL])
+def test_the_digest_of_a_tensor_tells_its_bits_its_name_and_no_layout(size):
+    weight = torch.arange(2.0 * size).reshape(2, size)
+    found = each_digest({"a": weight, "b": weight, "c": weight.T.contiguous().T})
+    assert len({*found.values()}) == 3
+    assert each_digest({"a": weight.T.contiguous().T})["a"] == found["a"]
+    changed = weight.clone()
+    changed[1, 2] = torch.nextafter(changed[1, 2], torch.tensor(9e9))
+    assert each_digest({"a": changed})["a"] != found["a"]
+
+
+def test_the_digest_of_a_list_tells_values_order_and_cuts():
+    parts = [torch.tensor([1, 2]), torch.tensor([3])]
+    cut_elsewhere = [torch.tensor([1]), torch.tensor([2, 3])]
+    others = [parts[::-1], cut_elsewhere, [parts[0], -parts[1]]]
+    assert list_digest([part.clone() for part in parts]) == list_digest(parts)
+    assert list_digest(parts) not in map(list_digest, others)

@@ -54,7 +54,11 @@ RECIPE = {
         "max_prompt_tokens": 6,
     },
     "reward": {"functions": [{"name": "toy_rewards:varied"}]},
-    "rollout": {"prompts_per_step": 4, "sampling": {"n": 2, "max_tokens": 9}},
+    "rollout": {
+        "prompts_per_step": 4,
+        "sampling": {"n": 2, "max_tokens": 9},
+        "num_kv_blocks": 16,  # by default 8: half of the samples would wait for the others
+    },
     "optimizer": {"learning_rate": 1e-2},
     "training": {"steps": 3},
     "tracking": {"console": False},

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -145,24 +146,38 @@ def test_without_the_check_a_setting_is_ignored_or_changes_the_weights(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "messages"),
     [
-        (["--num_processes", "2"], "asked for several processes"),
-        (["--gradient_accumulation_steps", "4"], "--gradient_accumulation_steps 4"),
-        (["--gradient-accumulation-steps=4"], "--gradient_accumulation_steps 4"),
-        (["--mixed_precision", "bf16"], "--mixed_precision bf16"),
-        (["--num_processes", "1", "--gradient_accumulation_steps", "1"], None),
+        (["--num_processes", "2"], ["asked for several processes"]),
+        (
+            ["--gradient-accumulation-steps=4", "--mixed_precision", "bf16"],
+            ["--gradient_accumulation_steps 4", "--mixed_precision bf16"],
+        ),
     ],
+    ids=["processes", "steps and precision"],
 )
-def test_what_accelerate_launch_is_told_reaches_the_check(tmp_path, options, message):
+def test_what_accelerate_launch_is_told_reaches_the_check(tmp_path, options, messages):
     script = tmp_path / "script.py"
     script.write_text("from rl_consistency.trainers.launch import check_launch\ncheck_launch()\n")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", *options, str(script)]
     # A home of its own: no saved configuration of this machine takes part.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert (done.returncode != 0) == (message is not None), done.stderr
-    assert (message or "") in done.stderr
+    assert done.returncode != 0
+    assert all(message in done.stderr for message in messages), done.stderr
+
+
+def test_the_steps_are_read_from_the_line_of_the_launcher(launched, monkeypatch):
+    launched(**ACCELERATE)
+    line = ["sh", "-c", "echo; read _", "launch", "--gradient_accumulation_steps"]
+    for steps, refusal in (("1", nullcontext()), ("4", pytest.raises(ValueError, match="steps 4"))):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen([*line, steps], **pipes) as launcher:
+            launcher.stdout.readline()  # its line stands in /proc
+            monkeypatch.setattr(os, "getppid", lambda pid=launcher.pid: pid)
+            with refusal:
+                check_launch()
+            launcher.communicate(b"\n")
 
 
 def test_accelerate_launch_trains_on_two_processes(tiny_run):
@@ -178,6 +193,7 @@ def test_accelerate_launch_trains_on_two_processes(tiny_run):
     recipe.write_text(dump_config(tiny_run.config(**changes)))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
     command += ["--num_processes", "2", "--main_process_port", "0"]
+    command += ["--gradient_accumulation_steps", "1"]
     command += ["-m", "rl_consistency", "train", str(recipe)]
     variables = {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
     environment = os.environ | variables | {"HF_HOME": str(tiny_run.directory)}

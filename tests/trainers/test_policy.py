@@ -1,10 +1,12 @@
 import json
 import os
 import shutil
+from contextlib import contextmanager
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging
 
 from rl_consistency.models.patch import patch
 from rl_consistency.trainers import policy as policy_module
@@ -202,51 +204,25 @@ def test_a_wrong_value_of_the_config_is_one_line_that_names_the_directory(
     assert str(copy) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.fixture
-def shards(saved, tmp_path):
-    """A copy in several files, their index, and a change of where the index says they lie."""
-    model, tokenizer = load_policy(PolicySection(path=saved), BYTE, seed=0)
-    directory = tmp_path / "shards"
-    model.save_pretrained(directory, max_shard_size="20KB")
-    tokenizer.save_pretrained(directory)
-    return directory, directory / "model.safetensors.index.json"
+def test_loading_shows_no_progress_and_leaves_the_setting(saved, capfd):
+    for enabled in (True, False):
+        with progress_bars(enabled):
+            load_policy(PolicySection(path=saved), BYTE, seed=0)
+            assert logging.is_progress_bar_enabled() is enabled
+    assert capfd.readouterr() == ("", "")
 
 
-def test_a_policy_in_several_files_loads(saved, shards):
-    (whole, _), (parts, _) = (
-        load_policy(PolicySection(path=path), AUTO, seed=0) for path in (saved, shards[0])
-    )
-    assert as_bytes(whole) == as_bytes(parts)
+@contextmanager
+def progress_bars(enabled):
+    def switch(on):
+        logging.enable_progress_bar() if on else logging.disable_progress_bar()
 
-
-@pytest.mark.parametrize("place", ["../outside.safetensors", "{parent}/outside.safetensors", ".."])
-def test_an_index_that_leaves_the_directory_is_refused(shards, place):
-    directory, index = shards
-    content = json.loads(index.read_text())
-    tensor, name = next(iter(content["weight_map"].items()))
-    shutil.copy(directory / name, directory.parent / "outside.safetensors")
-    place = place.format(parent=directory.parent)
-    content["weight_map"] = {k: place if v == name else v for k, v in content["weight_map"].items()}
-    index.write_text(json.dumps(content))
-    with pytest.raises(PolicyError, match=f"index.json: {tensor}: '{place}' is no file beside it"):
-        load_policy(PolicySection(path=directory), AUTO, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([1], "a JSON object is needed"),
-        ({}, "weight_map must map"),
-        ({"weight_map": [1]}, "weight_map must map"),
-        ({"weight_map": {"a": 1}}, "a: 1 is no file beside it"),
-        ({"weight_map": {"a": "absent"}}, "a: there is no file absent"),
-    ],
-)
-def test_an_index_that_maps_no_tensors_to_files_is_refused(shards, content, message):
-    directory, index = shards
-    index.write_text(json.dumps(content))
-    with pytest.raises(PolicyError, match=message):
-        load_policy(PolicySection(path=directory), AUTO, seed=0)
+    before = logging.is_progress_bar_enabled()
+    switch(enabled)
+    try:
+        yield
+    finally:
+        switch(before)
 
 
 @pytest.mark.parametrize("wrong", [272, -1, True, "x", [[1]]])

@@ -22,7 +22,6 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.verify import compile_ahead
 from rl_consistency.verify import processes as verify_processes
 from rl_consistency.verify.claims import Check
-from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.processes import (
     Job,
     _begin_process,
@@ -32,11 +31,9 @@ from rl_consistency.verify.processes import (
     run_in_processes,
 )
 from rl_consistency.verify.run import jobs_of, run_checks
-from rl_consistency.verify.sweep import Sweep
-from rl_consistency.verify.targets import Target, preset_targets
+from rl_consistency.verify.targets import preset_targets
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = Sweep(batches=(1, 4), lengths=(1, 17, 33), chunks=(7,), pads=(0, 3), cache_blocks=(7, 16))
 
 
 def test_a_job_survives_the_way_to_another_process():
@@ -48,15 +45,21 @@ def test_a_job_survives_the_way_to_another_process():
 def test_processes_end_with_the_one_that_began_them(tmp_path):
     """A pool's workers would wait for work for ever if theirs were killed."""
     program = (
-        "import os, signal, torch\n"
-        "from rl_consistency.verify import run, targets\n"
+        "import multiprocessing, os, signal, time, torch\n"
+        "from contextlib import nullcontext\n"
+        "from functools import partial\n"
+        "from rl_consistency.verify.claims import Check\n"
+        "from rl_consistency.verify.processes import Job, run_in_processes\n"
+        "def checks():\n"
+        "    body = lambda tally: tally.expect('fine', True)\n"
+        "    return nullcontext([Check(claim='C1', subject='', what='', scope='', body=body)])\n"
+        "def found(result):\n"
+        "    print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "if __name__ == '__main__':\n"
-        "    def found(result):\n"
-        "        import multiprocessing\n"
-        "        print(*[p.pid for p in multiprocessing.active_children()], flush=True)\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    run.run_checks(targets.preset_targets('tiny-qwen2', [torch.float32]),\n"
-        "                      processes=2, on_result=found)\n"
+        "    endless = Job(scope='x', memory=1, open=partial(time.sleep, 600))\n"
+        "    jobs = [endless, Job(scope='y', open=checks)]\n"
+        "    run_in_processes(jobs, 2, torch.device('cpu'), found)\n"
     )
     (tmp_path / "program.py").write_text(program)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -77,29 +80,13 @@ def test_processes_end_with_the_one_that_began_them(tmp_path):
         time.sleep(0.1)
 
 
-def test_an_error_in_another_process_is_raised_here():
-    target = Target(
-        name="none",
-        dtype=torch.float32,
-        sweep=TINY,
-        build=partial(build_preset, "unknown", torch.float32),
-    )
-    with pytest.raises(ValueError, match="unknown"):
-        run_checks([target], processes=2)
-
-
-def test_an_error_ends_what_still_runs():
+def test_an_error_in_another_process_is_raised_here_and_ends_what_still_runs():
     endless = Job(scope="x", memory=1, open=partial(time.sleep, 600))
     failing = Job(scope="y", open=partial(int, "no number"))
     began = time.monotonic()
     with pytest.raises(ValueError, match="no number"):
         run_in_processes([failing, endless], 2, torch.device("cpu"), lambda result: None)
     assert time.monotonic() - began < 300
-
-
-def test_checks_of_no_model_can_be_shared_too():
-    results = run_checks([], processes=2)
-    assert [(r.scope, r.passed) for r in results] == [("process", True)] * 2
 
 
 class NoReturn(Exception):
@@ -198,6 +185,14 @@ class AtOnce:
         except torch.OutOfMemoryError as error:
             future.set_exception(error)
         return future
+
+
+def test_checks_of_no_model_can_be_shared_too(monkeypatch):
+    reported = []
+    alone = run_checks([], on_result=reported.append)
+    assert reported == alone and [(r.scope, r.passed) for r in alone] == [("process", True)] * 2
+    monkeypatch.setattr(verify_processes, "ProcessPoolExecutor", AtOnce)
+    assert [r.key for r in run_checks([], processes=2)] == [r.key for r in alone]
 
 
 def short_of_memory(times):

@@ -72,7 +72,7 @@ class OptimizerSection(Section):
     """Optimizer steps over which the learning rate rises from 0."""
 
 
-StrategyName = Literal["replicated", "fsdp2"]
+StrategyName = Literal["replicated", "fsdp2", "zero1", "zero2", "zero3"]
 
 
 class TrainingSection(Section):

@@ -162,6 +162,11 @@ def _option_problems(config: RunConfig) -> Iterator[str]:
     evaluable = data.eval_path is not None or (data.task is not None and data.task.eval_size > 0)
     if config.training.eval_every and not evaluable:
         yield "training.eval_every: there is no evaluation set: give data.eval_path or set it to 0"
+    if config.training.strategy == "zero1" and config.policy.dtype == "bfloat16":
+        yield (
+            "training.strategy: zero1 has no fp32 gradients of a bfloat16 policy in DeepSpeed: use "
+            "zero2"
+        )
     if config.consistency.strict_except and config.consistency.strict is False:
         yield "consistency.strict_except: has no meaning when strict is false"
 

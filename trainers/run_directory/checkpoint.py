@@ -27,7 +27,7 @@ from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.trainers.run_directory.sealed_json import file_digest, seal, unseal
 from rl_consistency.trainers.run_directory.unfinished import discard, replace, unfinished
 
-FORMAT = 2
+FORMAT = 3
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "trainer.json"
 _KEPT = ("schedule", "totals", "extra")
 _REMEDY = "Remove this checkpoint directory and resume from the one before it."

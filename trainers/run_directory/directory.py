@@ -36,8 +36,9 @@ from rl_consistency.trainers.run_directory.unfinished import (
 )
 
 MANIFEST, LOCK = "manifest.json", ".rl_consistency.lock"
-CONFIG, METRICS, REFERENCE = "config.yaml", "metrics.jsonl", "reference.safetensors"
-FILES = (CONFIG, METRICS, REFERENCE, "summary.json", "report.html", "drift.png")
+CONFIG, REFERENCE = "config.yaml", "reference.safetensors"
+METRICS, DIGESTS = "metrics.jsonl", "digests.jsonl"
+FILES = (CONFIG, METRICS, DIGESTS, REFERENCE, "summary.json", "report.html", "drift.png")
 CHECKPOINTS, REPLAY = "checkpoints", "replay"
 FORMAT = 1
 
@@ -234,11 +235,17 @@ def _require_removable(config: RunConfig) -> None:
         ("data.path", config.data.path),
         ("data.eval_path", config.data.eval_path),
     ):
-        if path is not None and doomed & {path.resolve(), *path.resolve().parents}:
-            raise RunDirectoryError(
-                f"{key} {path} lies inside the run in {directory} that --overwrite would remove: "
-                "choose another run.output_dir."
-            )
+        for file in () if path is None else (path, *_links_in(path)):
+            place = Path(os.path.realpath(file))
+            if doomed & {place, *place.parents}:
+                raise RunDirectoryError(
+                    f"{key} {file} lies inside the run in {directory} that --overwrite would "
+                    "remove: choose another run.output_dir."
+                )
+
+
+def _links_in(path: Path) -> list[Path]:
+    return [file for file in path.iterdir() if file.is_symlink()] if path.is_dir() else []
 
 
 def _strangers(directory: Path) -> Iterator[Path]:

@@ -39,7 +39,7 @@ def settings(config: RunConfig) -> dict[str, str]:
     tree = config.model_dump(mode="json", exclude=FREE)
     if config.optimizer.schedule == "constant":
         del tree["training"]["steps"]
-    return dict(_flat(tree))
+    return dict(flat(tree))
 
 
 def common_settings(config: RunConfig) -> dict[str, str]:
@@ -50,7 +50,7 @@ def common_settings(config: RunConfig) -> dict[str, str]:
     """
     free = {section: keys for section, keys in FREE.items() if section != "training"}
     exclude: dict[str, Any] = {**free, "run": {"output_dir"}}
-    return dict(_flat(config.model_dump(mode="json", exclude=exclude)))
+    return dict(flat(config.model_dump(mode="json", exclude=exclude)))
 
 
 def policy_digests(model: Any, tokenizer: Any) -> dict[str, str]:
@@ -100,10 +100,11 @@ def _prompts_digest(prompts: PromptSet) -> str:
     return _digest(rows)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys of a recipe, and their values as JSON."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, json.dumps(value)
 

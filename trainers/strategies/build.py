@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from torch import nn
 
 from rl_consistency.distributed.world import World
@@ -9,8 +11,25 @@ from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.strategies.fsdp2 import FSDP2
 from rl_consistency.trainers.strategies.replicated import Replicated
 from rl_consistency.trainers.strategies.strategy import Strategy
+from rl_consistency.trainers.strategies.zero import Zero, Zero1, Zero2, Zero3
 
-STRATEGIES: dict[str, type[Strategy]] = {"replicated": Replicated, "fsdp2": FSDP2}
+STRATEGIES: dict[str, type[Strategy]] = {
+    "replicated": Replicated,
+    "fsdp2": FSDP2,
+    "zero1": Zero1,
+    "zero2": Zero2,
+    "zero3": Zero3,
+}
+
+
+def check_strategy(config: RunConfig) -> None:
+    """ValueError where what `training.strategy` needs is not installed."""
+    name = config.training.strategy
+    if issubclass(STRATEGIES[name], Zero) and find_spec("deepspeed") is None:
+        raise ValueError(
+            f"training.strategy {name} needs deepspeed, and deepspeed is not installed: "
+            "pip install 'rl-consistency[deepspeed]', or set it to fsdp2"
+        )
 
 
 def build_strategy(config: RunConfig, world: World, policy: nn.Module) -> Strategy:

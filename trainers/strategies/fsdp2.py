@@ -79,9 +79,6 @@ class FSDP2(Strategy):
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def publish(self, masters: Mapping[str, Tensor]) -> None:
-        """Nothing is to do: the masters are the shards."""
-
     def whole(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         def gather(name: str) -> Tensor:
             shard = self._parameters[name]

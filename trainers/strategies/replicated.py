@@ -6,6 +6,7 @@ No wrapper stands around the policy, so a forward pass sends nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ class Replicated(Strategy):
             finally:
                 self._gives = False
         norm = self.norm(self._buckets.take())
-        for name, gradient in self._buckets.gather().items():
+        for name, gradient in self._buckets.gather():
             self._parameters[name].grad = gradient
         return norm
 
@@ -81,7 +82,10 @@ class Replicated(Strategy):
             parameter.grad = None
 
     @torch.no_grad()
-    def publish(self, masters: Mapping[str, Tensor]) -> None:
+    def update(
+        self, optimizer: Any, masters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]
+    ) -> None:
+        super().update(optimizer, masters, gradients)
         for name, parameter in self._parameters.items():
             if parameter is not masters[name]:
                 parameter.copy_(masters[name])

@@ -71,28 +71,39 @@ class Strategy(ABC):
 
     @abstractmethod
     def masters(self) -> dict[str, nn.Parameter]:
-        """What an optimizer updates on this rank, by parameter name: fp32, with the values that
-        forward passes compute with."""
+        """What an optimizer updates on this rank: fp32, with the values that forward passes
+        compute with. `pieces` finds the parameters in them."""
 
     @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's fp32 gradients, as `masters` are cut. ValueError if one is missing."""
+        """This rank's fp32 gradients, cut as `pieces` are. ValueError if one is missing."""
 
     @abstractmethod
     def drop_gradients(self) -> None:
         """The next step starts from zero."""
 
-    @abstractmethod
-    def publish(self, masters: Mapping[str, Tensor]) -> None:
-        """Let forward passes compute with the masters, rounded to `dtype`."""
+    def update(
+        self, optimizer: Any, masters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]
+    ) -> None:
+        """Step an optimizer over the masters, with gradients that are cut as `pieces` are. Forward
+        passes then compute with the masters, rounded to `dtype`."""
+        for name, master in masters.items():
+            master.grad = gradients[name]
+        optimizer.step()
+        for master in masters.values():
+            master.grad = None
+
+    def pieces(self, cut: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Views of this rank's parts, by parameter name, in tensors that are cut as `masters` are;
+        a tensor of one number stands for all of its parameters."""
+        return cut
 
     def whole(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Whole tensors from those cut as `masters` are. Every rank calls it and reads all of them
-        in one order."""
+        """Whole tensors from `pieces`. Every rank calls it and reads all of them in one order."""
         return parts
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """What `masters` would have of a whole tensor."""
+        """What `pieces` has of a whole tensor."""
         return whole
 
     def backward(self, loss: Tensor) -> None:

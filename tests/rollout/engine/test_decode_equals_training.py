@@ -16,14 +16,14 @@ from tests.rollout.engine.engines import Recalling
 FAMILIES = ("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
 SHARED = [(7 * i + 3) % 61 for i in range(40)]
 PROMPTS = [SHARED, [*SHARED[:32], 5, 6], [9], [11, 12, 13, 14, 15, 16, 17]]
-SAMPLING = SamplingParams(n=4, temperature=0.9, top_k=20, max_tokens=9, seed=3, ignore_eos=True)
+SAMPLING = SamplingParams(n=2, temperature=0.9, top_k=20, max_tokens=9, seed=3, ignore_eos=True)
+ROOMY = {"num_kv_blocks": 500}
 ENGINES = {
     "all at once": {},
     "chunks of 7": {"prefill_chunk_size": 7},
-    "chunks of 64": {"prefill_chunk_size": 64},
     "one at a time": {"max_num_seqs": 1},
     "three at a time": {"max_num_seqs": 3},
-    "32 at a time": {"max_num_seqs": 32},
+    "few tokens at a time": {"max_batch_tokens": 5},
     "blocks of 1": {"kv_block_size": 1},
     "no sharing": {"enable_prefix_sharing": False},
     "few blocks": {"num_kv_blocks": 14, "kv_block_size": 4},
@@ -49,7 +49,7 @@ def test_every_way_to_decode_gives_the_bytes_that_training_recomputes(family, dt
     model = build_preset(family, dtype)
     with patch(model):
         engines = {
-            name: RolloutEngine(model, eos_token_id=None, **options)
+            name: RolloutEngine(model, eos_token_id=None, **ROOMY | options)
             for name, options in ENGINES.items()
         }
         results = {name: e.generate(PROMPTS, SAMPLING) for name, e in engines.items()}
@@ -60,12 +60,13 @@ def test_every_way_to_decode_gives_the_bytes_that_training_recomputes(family, dt
         assert engines["few blocks"].stats.preemptions > 0
         texts = [[*PROMPTS[c.prompt_index], *c.token_ids] for c in expected]
         for name, options in DRAFTING.items():
-            engine = RolloutEngine(model, eos_token_id=None, drafter=Recalling(texts), **options)
+            settings = ROOMY | options | {"drafter": Recalling(texts)}
+            engine = RolloutEngine(model, eos_token_id=None, **settings)
             drafted = engine.generate(PROMPTS, replace(SAMPLING, speculation=7))
             assert outcome(drafted) == outcome(expected), name
             assert 0 < engine.stats.accepted_tokens < engine.stats.drafted_tokens, name
         order = [2, 0, 3, 1]
-        permuted = engines["32 at a time"].generate(
+        permuted = engines["all at once"].generate(
             [PROMPTS[i] for i in order], SAMPLING, prompt_ids=order
         )
         by_prompt = {(order[c.prompt_index], c.sample_index): c for c in permuted}

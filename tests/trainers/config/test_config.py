@@ -205,6 +205,10 @@ def test_a_section_refuses_a_wrong_value(override, message):
             "algorithm.overlong_buffer: 99 exceeds",
         ),
         (["optimizer.warmup_steps=100000"], "optimizer.warmup_steps: 100000 exceeds"),
+        (
+            ["training.strategy=zero1", "policy.dtype=bfloat16"],
+            "training.strategy: zero1 has no fp32 gradients of a bfloat16 policy in DeepSpeed: use",
+        ),
         (["data.task.eval_size=0"], "training.eval_every: there is no evaluation set"),
         (
             ["consistency.strict=false", "consistency.strict_except=[linear]"],

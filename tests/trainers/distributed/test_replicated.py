@@ -15,7 +15,47 @@ from rl_consistency.trainers.run_directory.metrics_file import read_metrics
 from rl_consistency.trainers.strategies import replicated
 from rl_consistency.verify.mutants.sums import RankApart
 from rl_consistency.verify.substitution import substituted
-from tests.trainers.distributed.runs import LEAVES, digests
+from tests.trainers.distributed.runs import LEAVES, digest_of, digests
+
+EVERYTHING = {
+    **LEAVES,
+    "training.eval_every": 1,
+    "warm_start.steps": 2,
+    "warm_start.batch_size": 5,
+    "algorithm.kl_coefficient": 0.05,
+    "algorithm.loss": "dapo",
+    "optimizer.schedule": "cosine",
+    "optimizer.warmup_steps": 1,
+    "consistency.gradient_check_every": 2,
+}
+
+
+MICRO_BATCHES = {1: (1, 2), 2: (2,), 3: (1,)}
+"""Number of processes -> sizes."""
+
+
+def test_one_set_of_digests_and_metrics_for_any_number_of_processes(run_ranks, tiny_run, lasting):
+    dtype = "bfloat16"
+    found, rows, steps = set(), [], set()
+    for world_size, sizes in MICRO_BATCHES.items():
+        directories = [tiny_run.directory / f"run {world_size} {size}" for size in sizes]
+        trees = [
+            tiny_run.tree(
+                **EVERYTHING
+                | {"policy.dtype": dtype, "run.output_dir": str(directory)}
+                | {"training.micro_batch_size": size}
+            )
+            for size, directory in zip(sizes, directories, strict=True)
+        ]
+        found.update(*run_ranks(world_size, digests, *trees))
+        rows += [lasting(read_metrics(directory / "metrics.jsonl")) for directory in directories]
+        steps.update((directory / "digests.jsonl").read_bytes() for directory in directories)
+        assert all((directory / "summary.json").is_file() for directory in directories)
+    assert len(found) == len(steps) == 1
+    assert len(rows[0]) == 3 and all(other == rows[0] for other in rows)
+    assert rows[0][1]["consistency/gradient_check/passed"]
+    one_leaf = {**EVERYTHING, "policy.dtype": dtype, "consistency.gradient_leaves": 1}
+    assert digest_of(tiny_run.tree(**one_leaf)) not in found
 
 
 def test_groups_of_leaves_and_several_updates_have_one_hash_too(run_ranks, tiny_run):

@@ -25,6 +25,7 @@ def test_a_run_leaves_what_it_promises(tiny_run):
         ".rl_consistency.lock",
         "checkpoints",
         "config.yaml",
+        "digests.jsonl",
         "manifest.json",
         "metrics.jsonl",
         "reference.safetensors",
@@ -98,7 +99,7 @@ def test_wandb_gets_the_metrics_and_whether_the_run_failed(tiny_run, monkeypatch
         def close(self, *, failed):
             seen.append(failed)
 
-    monkeypatch.setattr(run_module, "WandbTracker", Wandb)
+    monkeypatch.setattr(tracking, "WandbTracker", Wandb)
     monkeypatch.setattr(run_module, "check_wandb", lambda mode: None)
     changes = {"training.steps": 1, "tracking.wandb": {"project": "bits"}}
     tiny_run(**changes)
@@ -139,7 +140,7 @@ def test_a_relative_path_leads_elsewhere_once_a_reward_changed_the_directory(tin
     reward, start, _ = moving
     config = tiny_run.config(**reward, **{"training.steps": 1})
     section = config.run.model_copy(update={"output_dir": Path("here")})
-    with pytest.raises(FileNotFoundError, match=r"here/metrics\.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"here/digests\.jsonl"):
         run_module.train(config.model_copy(update={"run": section}))
     assert (start / "here" / "metrics.jsonl").is_file()
 

@@ -163,8 +163,8 @@ def test_a_state_file_of_an_older_version_is_refused_by_name(tmp_path):
     (path / STATE).write_text(json.dumps({**state, "format": 1, "sha256": {WEIGHTS: "0"}}))
     with pytest.raises(CheckpointError, match=rf"{STATE}.*an older rl_consistency wrote it"):
         load_checkpoint(path, fingerprint())
-    (path / STATE).write_text(seal({**state, "format": 3}))
-    with pytest.raises(CheckpointError, match=rf"{STATE} is not of checkpoint format 2"):
+    (path / STATE).write_text(seal({**state, "format": 2}))
+    with pytest.raises(CheckpointError, match=rf"{STATE} is not of checkpoint format 3"):
         load_checkpoint(path, fingerprint())
 
 

@@ -11,8 +11,9 @@ from rl_consistency.trainers import run
 from rl_consistency.trainers.config.policy_sections import BuildSection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
-from rl_consistency.trainers.run_directory import metrics_file
+from rl_consistency.trainers.run_directory import rows_file, step_files
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
+from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
 SIZES = {
     "hidden_size": 32,
@@ -148,13 +149,15 @@ def test_inputs_that_moved_are_the_same_inputs(tiny_run, given):
     assert summary["parameter_digest"] == digest
 
 
-def test_metrics_with_a_hole_are_refused(tiny_run, given):
+@pytest.mark.parametrize("name", ["metrics.jsonl", "digests.jsonl"])
+def test_steps_with_a_hole_are_refused(tiny_run, given, name):
     stopped(tiny_run, given)
-    file = tiny_run.directory / "run" / "metrics.jsonl"
+    file = tiny_run.directory / "run" / name
+    (file.parent / "digests.jsonl").open("a").write("after the checkpoint")
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[1:]))
     before = tiny_run.files()
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is missing or damaged"):
+    with pytest.raises(ValueError, match=rf"{name} is missing or damaged"):
         tiny_run(**given, resume=True)
     assert tiny_run.files() == before
 
@@ -164,7 +167,9 @@ def test_without_their_digest_metrics_with_a_hole_are_summed_up(tiny_run, given,
     stopped(tiny_run, given)
     file = tiny_run.directory / "run" / "metrics.jsonl"
     file.write_bytes(file.read_bytes().splitlines(keepends=True)[1])
-    monkeypatch.setattr(metrics_file, "_cut_after", lambda path, state: None)
+    for module in (rows_file, step_files):
+        cut = lambda path, state: path.read_bytes()[: state["bytes"]]  # noqa: E731
+        monkeypatch.setattr(module, "kept_rows", cut)
     summary, rows = tiny_run(**given, resume=True)
     assert summary["steps"] == 4 and [row["step"] for row in rows] == [2, 3, 4]
 
@@ -183,6 +188,52 @@ def test_an_output_directory_inside_the_model_s_or_beside_the_data_resumes(tiny_
     summary, _ = tiny_run(**given)
     again, _ = tiny_run(**given, resume=True)
     assert again["parameter_digest"] == summary["parameter_digest"]
+
+
+def link_data(directory):
+    (directory / "train.jsonl").unlink()
+    (directory / "train.jsonl").symlink_to(directory / "run" / "metrics.jsonl")
+
+
+def link_weights(directory):
+    """As one would save space."""
+    checkpoint = directory / "run" / "checkpoints" / "step_000004"
+    (directory / "model" / "model.safetensors").unlink()
+    (directory / "model" / "model.safetensors").symlink_to(checkpoint / "model.safetensors")
+
+
+def link_in_a_circle(directory):
+    link_weights(directory)
+    for name, target in (("a", "b"), ("b", "a")):
+        (directory / "model" / name).symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    ("link", "file"),
+    [
+        (link_data, "data.path .*train.jsonl"),
+        (link_weights, "policy.path .*model/model.safetensors"),
+        (link_in_a_circle, "policy.path .*model/model.safetensors"),
+    ],
+)
+def test_inputs_that_links_lead_into_the_run_are_not_overwritten(tiny_run, given, link, file):
+    tiny_run(**given)
+    link(tiny_run.directory)
+    before = tiny_run.files()
+    with pytest.raises(RunDirectoryError, match=rf"{file} lies inside the run in"):
+        tiny_run(**given, overwrite=True)
+    assert tiny_run.files() == before
+
+
+def test_inputs_that_share_a_file_with_the_run_by_a_hard_link_keep_it(tiny_run, given):
+    tiny_run(**given)
+    checkpoint = tiny_run.directory / "run" / "checkpoints" / "step_000004"
+    weights = tiny_run.directory / "model" / "model.safetensors"
+    weights.unlink()
+    weights.hardlink_to(checkpoint / "model.safetensors")
+    before = weights.read_bytes()
+    tiny_run(**given, overwrite=True)
+    assert weights.read_bytes() == before != (checkpoint / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_a_bit_flipped_in_a_random_file_is_refused_by_name_or_changes_nothing(
     tiny_run, lasting, changes, attempts
 ):
     """Nothing resumes from older checkpoints, the picture, the report, the summary, the saved
-    config, replay bundles or the metrics after the checkpoint: a flip there is without effect."""
+    config, replay bundles or the steps after the checkpoint: a flip there is without effect."""
     rng, outcomes = random.Random(SEED), Counter()
     summary, rows = tiny_run.of_its_own("whole", **changes)
     whole, directory = tiny_run.directory / "whole", tiny_run.directory / "run"
@@ -142,7 +142,7 @@ def test_a_bit_flipped_in_a_random_file_is_refused_by_name_or_changes_nothing(
         (whole / name).write_text(json.dumps(summary))
     newest = whole / "checkpoints" / "step_000004"
     files = sorted(path for path in whole.rglob("*") if path.is_file() and path.stat().st_size)
-    kept = unseal(newest / "trainer.json")["extra"]["metrics"]["bytes"]
+    kept = unseal(newest / "trainer.json")["extra"]["step_files"]
     for _ in range(attempts):
         file = rng.choice(files)
         place, bit = rng.randrange(file.stat().st_size), rng.randrange(8)
@@ -153,7 +153,7 @@ def test_a_bit_flipped_in_a_random_file_is_refused_by_name_or_changes_nothing(
         data[place] ^= 1 << bit
         (directory / name).write_bytes(data)
         needed = newest in file.parents or name.name in ("manifest.json", "reference.safetensors")
-        if needed or (name.name == "metrics.jsonl" and place < kept):
+        if needed or (name.name in kept and place < kept[name.name]["bytes"]):
             with pytest.raises(ValueError) as error:
                 tiny_run(**changes, resume=True)
             assert str(directory / name) in str(error.value)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from rl_consistency.trainers.run_directory import metrics_file
+from rl_consistency.trainers.run_directory import metrics_file, rows_file
 from rl_consistency.trainers.run_directory.metrics_file import MetricsFile, read_metrics
 from rl_consistency.trainers.run_directory.summary import summary_of
 
@@ -193,7 +193,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(metrics_file.os, "fsync", full)
+        patch.setattr(rows_file.os, "fsync", full)
         with pytest.raises(OSError, match="No space"):
             tracker.log(2, STEP)
     assert steps_of(tmp_path / "m.jsonl") == [1]

@@ -30,6 +30,7 @@ def uninterrupted(whole_run, tiny_run, lasting, lasting_summary):
     if not whole_run:
         summary, rows = tiny_run.of_its_own("whole", **tiny_run.LONG)
         whole_run |= {"summary": lasting_summary(summary), "rows": lasting(rows)}
+        whole_run["digests"] = (tiny_run.directory / "whole" / "digests.jsonl").read_bytes()
     return whole_run["summary"], whole_run["rows"]
 
 
@@ -113,6 +114,7 @@ def test_a_run_stopped_anywhere_and_resumed_ends_as_if_never_stopped(
     assert "resumed from" in told[0] and not any("warm start" in line for line in told)
     assert lasting(resumed_rows) == rows
     assert lasting_summary(resumed) == summary
+    assert tiny_run.files()["digests.jsonl"] == whole_run["digests"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16"])

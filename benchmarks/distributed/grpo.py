@@ -1,0 +1,56 @@
+"""Whole GRPO steps on one and on several GPUs, with as much work for each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.distributed.ranks import on_ranks
+from benchmarks.make_random_model import main as make_random_model
+from benchmarks.timing import Machine
+from rl_consistency.distributed.world import World
+from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.run import train
+
+STEPS, WARM_UP = 6, 2
+GROUPS, GROUP_SIZE, NEW_TOKENS = 16, 8, 512
+"""Of each GPU: prompts, completions of each, tokens of each."""
+
+
+def grpo_scaling(bench: Machine, ranks: int, model: str, strategy: str) -> dict[str, Any]:
+    """Tokens a second of all GPUs together, median of steps; `scaling` is over those of one."""
+    with TemporaryDirectory() as place:
+        make_random_model(["--preset", model, f"{place}/model"])
+        rates = {n: on_ranks(bench, n, _rate, place, strategy, n) for n in (1, ranks)}
+    figures: dict[str, Any] = {"scaling": rates[ranks] / rates[1]}
+    return {
+        "figures": figures,
+        "tokens_per_second": {f"on {n}": rate for n, rate in rates.items()},
+    }
+
+
+def _rate(world: World, place: str, strategy: str, count: int) -> float:
+    directory = Path(place) / f"run {count}"
+    tree = {
+        "run": {"name": "scaling", "device": world.device.type, "output_dir": str(directory)},
+        "policy": {"path": f"{place}/model", "dtype": "bfloat16"},
+        "data": {"task": {"name": "arithmetic", "num_terms": 3, "train_size": 4096}},
+        "reward": {"functions": [{"name": "arithmetic"}]},
+        "rollout": {
+            "prompts_per_step": GROUPS * count,
+            "sampling": {"n": GROUP_SIZE, "max_tokens": NEW_TOKENS},
+            "max_batch_tokens": 16384,
+        },
+        "optimizer": {"learning_rate": 1e-6},
+        "training": {"steps": STEPS, "micro_batch_size": 32, "strategy": strategy},
+        "consistency": {"gradient_leaves": count},
+        "tracking": {"console": False},
+    }
+    train(RunConfig.model_validate(tree), announce=lambda line: None)
+    lines = (directory / "metrics.jsonl").read_text("utf-8").splitlines() if not world.rank else []
+    rows = [json.loads(line) for line in lines]
+    rates = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
+    return world.gather("rates", median(rates[WARM_UP:]) if rates else 0.0)[0]

@@ -1,0 +1,221 @@
+"""`rl-consistency diff RUN_A RUN_B`: the first step, and what in it, where two runs part."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_consistency.cli.output_file import require_writable, write_whole
+from rl_consistency.cli.run_files import load_rows, run_file
+from rl_consistency.trainers.config.strict_yaml import read, shown
+from rl_consistency.trainers.run_directory.checkpoint import STATE, list_checkpoints
+from rl_consistency.trainers.run_directory.directory import CHECKPOINTS, CONFIG, DIGESTS
+from rl_consistency.trainers.run_directory.inputs import flat
+from rl_consistency.trainers.run_directory.sealed_json import unseal
+from rl_consistency.trainers.run_directory.step_files import read_digests
+
+OWN = ("run.name", "run.output_dir")
+"""Keys of a recipe that say which run it is."""
+MOST_LINES = 12
+"""Of a recipe or a fingerprint that differ; `--json` has all."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory says of its run."""
+
+    directory: Path
+    recipe: dict[str, str]
+    """By dotted key, as JSON."""
+    fingerprint: dict[str, str] | None
+    """Of its newest checkpoint; None without one."""
+    metrics: dict[int, Mapping[str, Any]]
+    digests: dict[int, Mapping[str, Any]]
+    """By step; a run of an older version has none."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps on one rollout."""
+        names = ("updates_per_rollout", "epochs_per_rollout")
+        updates, epochs = (json.loads(self.recipe.get(f"algorithm.{n}", "1")) for n in names)
+        return updates * epochs
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One thing that a step of both runs made, compared part by part."""
+
+    name: str
+    parts: int
+    differing: list[str]
+    """Names of parts, in the order of the model; "" is a thing without parts."""
+
+    def __str__(self) -> str:
+        if not self.differing:
+            return "equal"
+        if self.differing == [""]:
+            return "differ"
+        return f"{len(self.differing)} of {self.parts} differ, first {self.differing[0]}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    text = "directory that `rl-consistency train` wrote"
+    for name in ("run_a", "run_b"):
+        parser.add_argument(name, type=Path, help=text)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to a file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare; 0 where all common steps are equal, 1 where one is not."""
+    if args.json is not None:
+        require_writable("--json", args.json)
+    a, b = load_run(args.run_a), load_run(args.run_b)
+    common = {step: compare(a, b, step) for step in sorted(a.metrics.keys() & b.metrics.keys())}
+    common = {step: found for step, found in common.items() if found}
+    if not common:
+        raise ValueError(f"{a.directory} and {b.directory} have no training step in common.")
+    parted = next((s for s, found in common.items() if any(q.differing for q in found)), None)
+    print(f"A  {a.directory}\nB  {b.directory}")
+    settings = _settings(a, b)
+    for what, differing in settings.items():
+        _print_settings(what, differing)
+    undigested = [step for step in common if step not in a.digests or step not in b.digests]
+    if undigested:
+        print(_undigested(a, b, undigested))
+    print(*_verdict(a, b, common, parted), sep="\n")
+    if args.json is not None:
+        record = {
+            "a": str(a.directory),
+            "b": str(b.directory),
+            **settings,
+            "steps": list(common),
+            "steps_without_digests": undigested,
+            "first_step_that_differs": parted,
+            "quantities": [asdict(q) for q in common[parted]] if parted is not None else [],
+        }
+        write_whole(args.json, json.dumps(record, indent=1) + "\n")
+    return 0 if parted is None else 1
+
+
+def load_run(directory: Path) -> Run:
+    """Read a run directory, whose run need not have ended.
+
+    FileNotFoundError on a missing file, ValueError, naming the file, on a damaged one.
+    """
+    metrics = {row["step"]: row for row in load_rows(directory)}
+    file = run_file(directory, CONFIG)
+    if not isinstance(recipe := read(file), dict):
+        raise ValueError(f"{file} is no recipe: it must be a mapping of sections.")
+    checkpoints = list_checkpoints(directory / CHECKPOINTS)
+    entries = unseal(checkpoints[-1] / STATE).get("fingerprint") if checkpoints else None
+    digests = directory / DIGESTS
+    rows = read_digests(digests) if digests.exists() else []
+    return Run(directory, dict(flat(recipe)), entries, metrics, {row["step"]: row for row in rows})
+
+
+def compare(a: Run, b: Run, step: int) -> list[Quantity]:
+    """What both runs kept of a step, in causal order."""
+    digested = step in a.digests and step in b.digests
+    several = max(a.updates, b.updates) > 1
+    x, y = (
+        _made(run.metrics[step], run.digests[step] if digested else None, several=several)
+        for run in (a, b)
+    )
+    return [_compared(name, x[name], y[name]) for name in x if x[name] and y[name]]
+
+
+def _compared(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Quantity:
+    parts = list({**a, **b})
+    # By text, which tells 0.0 from -0.0 and takes NaN for equal.
+    return Quantity(name, len(parts), [p for p in parts if repr(a.get(p)) != repr(b.get(p))])
+
+
+def _made(
+    metrics: Mapping[str, Any], digests: Mapping[str, Any] | None, *, several: bool
+) -> dict[str, Mapping[str, Any]]:
+    """What one step made, in causal order: quantity -> part -> value; no parts where not kept.
+
+    With several optimizer steps on a rollout, the gradients are those of the first, and the loss is
+    a mean over all.
+    """
+
+    def measured(*prefixes: str) -> dict[str, Any]:
+        return {name: value for name, value in metrics.items() if name.startswith(prefixes)}
+
+    if digests is None:
+        whole = {"gradients": "gradient_digest", "weights": "parameter_digest"}
+        found = {k: metrics.get(f"consistency/{name}") for k, name in whole.items()}
+        digests = {k: digest for k, digest in found.items() if digest is not None}
+    kept = {k: {"": v} if isinstance(v, str) else v for k, v in digests.items()}
+    loss = {"loss": measured("loss", "policy/")}
+    gradients = {"gradients": kept.get("gradients", {})}
+    return {
+        "initial weights": kept.get("initial_weights", {}),
+        "tokens of the rollout": kept.get("tokens", {}),
+        "logprobs of the rollout": kept.get("logprobs", {}),
+        "rewards": measured("reward/"),
+        "logprobs in training": kept.get("training_logprobs", {}),
+        **(gradients | loss if several else loss | gradients),
+        "norm of the gradients": measured("gradient_norm"),
+        "learning rate": measured("learning_rate"),
+        "weights": kept.get("weights", {}),
+    }
+
+
+Differing = dict[str, list[str | None]]
+"""Name -> both values."""
+
+
+def _settings(a: Run, b: Run) -> dict[str, Differing | None]:
+    """Keys of the recipe and entries of the fingerprint that differ; None where one is unknown."""
+    recipe = _differing(a.recipe, b.recipe, besides=OWN)
+    if a.fingerprint is None or b.fingerprint is None:
+        return {"recipe": recipe, "fingerprint": None}
+    keys = (*a.recipe, *b.recipe)
+    return {"recipe": recipe, "fingerprint": _differing(a.fingerprint, b.fingerprint, besides=keys)}
+
+
+def _differing(a: Mapping[str, str], b: Mapping[str, str], *, besides: Sequence[str]) -> Differing:
+    names = [name for name in {**a, **b} if name not in besides and a.get(name) != b.get(name)]
+    return {name: [a.get(name), b.get(name)] for name in names}
+
+
+def _print_settings(what: str, differing: Differing | None) -> None:
+    if differing is None:
+        print(f"{what}  not compared: a run without a checkpoint does not tell it")
+        return
+    for name, values in list(differing.items())[:MOST_LINES]:
+        x, y = ("absent" if value is None else shown(value) for value in values)
+        print(f"{what}  {name}: {x} != {y}")
+    if len(differing) > MOST_LINES:
+        print(f"{what}  and {len(differing) - MOST_LINES} more, which --json FILE lists")
+
+
+def _undigested(a: Run, b: Run, steps: list[int]) -> str:
+    without = [str(run.directory) for run in (a, b) if not run.digests.keys() >= set(steps)]
+    return (
+        f"{' and '.join(without)}: {DIGESTS} has no row of {len(steps)} steps, the first of them "
+        f"{steps[0]}. There gradients and weights are compared as a whole, tokens and logprobs not."
+    )
+
+
+def _verdict(
+    a: Run, b: Run, common: Mapping[int, list[Quantity]], parted: int | None
+) -> Iterator[str]:
+    steps = list(common)
+    if parted is None:
+        last = {"A": max(a.metrics), "B": max(b.metrics)}
+        longer = [f"; {name} goes on to step {n}" for name, n in last.items() if n > steps[-1]]
+        yield f"equal in all {len(steps)} common steps, {steps[0]} to {steps[-1]}{''.join(longer)}"
+        return
+    before = [step for step in steps if step < parted]
+    until = f"equal up to step {before[-1]}" if before else "no step is equal"
+    first = next(quantity for quantity in common[parted] if quantity.differing)
+    yield f"{until}; step {parted} differs, first in: {first.name}"
+    for quantity in common[parted]:
+        yield f"  {quantity.name:<25}{quantity}"

@@ -1,0 +1,264 @@
+"""ZeRO: each rank keeps a part of masters and moments (stage 1), gradients (2) and weights (3).
+
+DeepSpeed's engine runs forward and backward passes, gathers and frees weights, steps AdamW over
+this rank's part of the masters, and sends the new weights. In the place of its reduction of
+gradients stands the ordered sum, which takes them as a backward pass finishes them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from rl_consistency.distributed.gradient_buckets import GradientBuckets
+from rl_consistency.distributed.leaves import LeafOrder
+from rl_consistency.distributed.ordered_sum import OrderedSum
+from rl_consistency.distributed.world import World
+from rl_consistency.trainers.strategies.strategy import Backward, Gathered, Strategy
+
+ZERO_OPTIMIZATION: dict[str, Any] = {
+    "memory_efficient_linear": False,  # else torch.nn.functional.linear is replaced
+    "reduce_bucket_size": 1 << 24,  # of the stock sum alone; DeepSpeed would keep 2 GB ready
+}
+"""What a run sets of DeepSpeed's section `zero_optimization`, beside the stage."""
+
+
+class _Place(NamedTuple):
+    """Where this rank has its part of a parameter."""
+
+    partition: str
+    offset: int
+    """In the partition."""
+    start: int
+    """In the flattened parameter."""
+    length: int
+
+
+class Zero(Strategy):
+    """Masters and moments lie in flat partitions; `pieces` finds the parameters in them."""
+
+    keeps_shards = True
+    stage: int
+
+    def __init__(self, world: World, order: LeafOrder, policy: nn.Module, *, ordered: bool = True):
+        super().__init__(world, order, policy, ordered=ordered)
+        self._parameters: dict[str, Any] = {
+            n: p for n, p in policy.named_parameters() if p.requires_grad
+        }
+        self._gives, self._hooks = False, []
+        self._gradients: dict[str, Tensor] = {}
+        if ordered:
+            total = self._sum or OrderedSum(world, order)
+            self._buckets = GradientBuckets(total, self.shapes)
+            for name, parameter in self._parameters.items():
+                hook = self._giver(name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        with ExitStack() as stack:
+            stack.enter_context(_launched(world.device.type))
+            self.model, self._utils = _engine(policy, self.stage, self.dtype)
+            self._stack = stack.pop_all()
+        zero = self.model.optimizer
+        own = (
+            zero.fp32_partitioned_groups_flat
+            if self.stage == 3
+            else zero.single_partition_of_fp32_groups
+        )
+        self._partitions = {f"partition {index}": part for index, part in enumerate(own)}
+        self._places = {name: self._place(name) for name in self._parameters}
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.model.destroy()
+        self._stack.close()
+
+    def accumulate(self, num_sequences: int, size: int | None, backward: Backward) -> float:
+        filler = range(num_sequences - 1, num_sequences)
+        with self.model.coalesce_grad_reduction(), self._left_to_deepspeed():
+            for round in self._buckets.step() if self.ordered else self.rounds:
+                batches = self.passes(num_sequences, size, round)
+                if self.stage < 3:  # no rank waits for another's pass
+                    batches = list(filter(None, batches))
+                for index, batch in enumerate(batches):
+                    self._gives = self.ordered and index == len(batches) - 1
+                    backward(batch or filler, not batch)
+        if not self.ordered:
+            self._gradients = {name: self._stock_sum(name) for name in self._parameters}
+            return self.norm(self._gradients)
+        norm = self.norm(self._buckets.take())
+        for name, gradient in self._buckets.gather():
+            self._gradients[name] = self.part(name, gradient).clone()
+        return norm
+
+    def backward(self, loss: Tensor) -> None:
+        # The stock sum is a mean.
+        self.model.backward(loss if self.ordered else loss * self.world.size, scale_wrt_gas=False)
+
+    def masters(self) -> dict[str, nn.Parameter]:
+        with torch.no_grad():
+            for partition in self._partitions.values():
+                partition.copy_(partition.to(self.dtype))
+        return self._partitions
+
+    def gradients(self) -> dict[str, Tensor]:
+        if not self._gradients:
+            raise ValueError("there is no gradient: accumulate() computes it.")
+        return {name: self._gradients[name] for name in self._parameters}
+
+    def drop_gradients(self) -> None:
+        self._gradients = {}
+
+    def update(
+        self, optimizer: Any, masters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]
+    ) -> None:
+        for name, parameter in self._parameters.items():
+            if self.stage == 3:
+                room = parameter.ds_tensor.numel() - len(gradients[name])
+                self._utils.safe_set_local_grad(parameter, pad(gradients[name], (0, room)))
+            else:
+                self._utils.safe_set_full_grad(parameter, self._spread(name, gradients[name]))
+        zero = self.model.optimizer
+        if zero.optimizer is not optimizer:
+            zero.optimizer = optimizer
+            zero._hp_optimizer_states_linked = False  # else it keeps the moments of the one before
+        self.model.step()
+        assert self.model.was_step_applied()
+
+    def pieces(self, cut: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, place in self._places.items():
+            part = cut[place.partition]
+            found[name] = part.narrow(0, place.offset, place.length) if part.dim() else part
+        return found
+
+    def whole(self, parts: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        def gather(name: str) -> Tensor:
+            whole = self._spread(name, parts[name])
+            with self.world.naming(f"{name}: all-reduce"):
+                dist.all_reduce(whole.view(torch.int32))  # as integers -0.0 stays what it is
+            return whole
+
+        return Gathered(list(self._parameters), gather)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        place = self._places[name]
+        return whole.reshape(-1)[place.start : place.start + place.length]
+
+    def _spread(self, name: str, part: Tensor) -> Tensor:
+        """A tensor of the parameter's shape with this rank's part in its place, else zero."""
+        whole = torch.zeros(self.shapes[name], device=part.device)
+        self.part(name, whole).copy_(part)
+        return whole
+
+    def _place(self, name: str) -> _Place:
+        parameter = self._parameters[name]
+        if self.stage == 3:
+            own = self._utils.safe_get_local_fp32_param(parameter)
+            start = self.world.rank * len(own)
+        elif (mapping := parameter._hp_mapping) is not None:
+            own, start = mapping.get_hp_fragment(), mapping.lp_fragment_address.start
+        else:
+            return _Place(next(iter(self._partitions)), 0, 0, 0)
+        (key,) = (
+            key
+            for key, partition in self._partitions.items()
+            if partition.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        )
+        offset = own.storage_offset() - self._partitions[key].storage_offset()
+        length = max(0, min(len(own), self.numels[name] - start))  # what is beyond is padding
+        return _Place(key, offset, min(start, self.numels[name]), length)
+
+    @contextmanager
+    def _left_to_deepspeed(self) -> Iterator[None]:
+        """Leave its reduction the gradients of the stock sum, and none otherwise."""
+        try:
+            yield
+        finally:
+            self._gives = False
+            if self.ordered:
+                for parameter in self._parameters.values():
+                    parameter.grad = None
+
+    def _stock_sum(self, name: str) -> Tensor:
+        parameter = self._parameters[name]
+        if self.stage == 3:
+            return self._utils.safe_get_local_grad(parameter)[: self._places[name].length].clone()
+        return self.part(name, self._utils.safe_get_full_grad(parameter)).clone()
+
+    def _giver(self, name: str) -> Callable[[Tensor], None]:
+        def give(parameter: Tensor) -> None:
+            if self._gives:
+                assert parameter.grad is not None
+                gradient, parameter.grad = parameter.grad, None
+                self._buckets.put(name, gradient)
+
+        return give
+
+
+class Zero1(Zero):
+    """Parts of masters and moments; a bf16 policy needs stage 2, whose sums are fp32."""
+
+    stage = 1
+
+
+class Zero2(Zero):
+    """Parts of gradients too."""
+
+    stage = 2
+
+
+class Zero3(Zero):
+    """Parts of weights too, gathered for each call of a module: all ranks run as many passes."""
+
+    stage = 3
+
+
+def _engine(policy: nn.Module, stage: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """DeepSpeed's engine around the policy, and its functions for single parameters."""
+    import deepspeed
+    import deepspeed.ops
+
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, **ZERO_OPTIMIZATION},
+    }
+    if dtype == torch.bfloat16:
+        settings |= {
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+        }
+    # The partitions are made for an optimizer; `update` puts that of the run in its place.
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    placeholder = torch.optim.AdamW(trained, foreach=False)
+    # Else a first run on a CPU compiles a shared-memory all-reduce for more than a minute.
+    deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
+    engine, *_ = deepspeed.initialize(model=policy, optimizer=placeholder, config=settings)
+    return engine, deepspeed.utils
+
+
+@contextmanager
+def _launched(device: str) -> Iterator[None]:
+    """What DeepSpeed looks for in each step, also where no launcher gave it."""
+    if not dist.is_initialized():  # DeepSpeed keeps groups of it for good
+        backend = "nccl" if device == "cuda" else "gloo"
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    given = {"DS_ACCELERATOR": device, "LOCAL_RANK": "0"}
+    added = given.keys() - os.environ.keys()
+    os.environ |= {name: given[name] for name in added}
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
