@@ -9,12 +9,25 @@ from rl_consistency.verify.world.cells import Cell
 from rl_consistency.verify.world.controls import control_cells, judge
 from rl_consistency.verify.world.processes import run_cells
 
+OTHER_SUMS = {
+    *("reduce-scatter", "contiguous leaves", "ranks backwards", "bf16 buckets"),
+    *("unsynchronised rank", "leaves tied to ranks"),
+}
+"""test_ordered_sum.py has them too, for less; `verify --world --mutants` runs all."""
 
-def test_every_mutant_turns_the_table_red():
-    cells = [cell for cell in control_cells((1, 2)) if cell.strategy == "replicated"]
+
+def test_mutants_turn_the_table_red():
+    names = {mutant.name for mutant in WORLD_MUTANTS}
+    wanted = names - OTHER_SUMS
+    assert names > OTHER_SUMS
+    cells = [
+        cell
+        for cell in control_cells((1, 2))
+        if cell.strategy == "replicated" and cell.mutant not in OTHER_SUMS
+    ]
     found, controls = judge(run_cells(cells, steps=1, on_outcome=lambda outcome: None))
-    assert [m.mutant.name for m in found if not m.killed] == []
-    assert len(found) == len(WORLD_MUTANTS) and [r.passed for r in controls] == [True]
+    assert {result.mutant.name for result in found if result.killed} == wanted
+    assert [(r.subject, r.passed) for r in controls] == [("replicated", True)]
 
 
 def test_a_run_whose_process_ends_is_an_error_and_the_others_go_on():

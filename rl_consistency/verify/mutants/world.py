@@ -28,7 +28,7 @@ from rl_consistency.verify.mutants.sums import (
 )
 from rl_consistency.verify.substitution import attribute, substituted
 
-ALL = "C4 replicated; fsdp2"
+ALL = "C4 replicated; fsdp2; zero1; zero2; zero3"
 IN_PLACE_OF_THE_SUM = substituted, OrderedSum
 
 reduce_scatter = mutant("reduce-scatter", ALL, at=IN_PLACE_OF_THE_SUM)(StockSum)

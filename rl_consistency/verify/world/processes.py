@@ -99,19 +99,20 @@ def _enter(rank: int, cells: Cells, world_size: int, steps: int, device: str, fo
     if device == "cuda":
         torch.cuda.set_device(rank)
     mutants = {mutant.name: mutant for mutant in WORLD_MUTANTS}
+    # Once: DeepSpeed keeps hold of the first process group it sees.
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=world_size,
+    )
     for i, cell in cells.items():
-        dist.init_process_group(
-            "nccl" if device == "cuda" else "gloo",
-            init_method=f"file://{folder / str(i)}.store",
-            rank=rank,
-            world_size=world_size,
-        )
         with mutants[cell.mutant].perturb() if cell.mutant else nullcontext():
             found = _outcome(cell, steps, device, folder / str(i))
         dist.barrier()
-        dist.destroy_process_group()
         if rank == 0:
             write_whole(folder / f"{i}.json", json.dumps(found))
+    dist.destroy_process_group()
 
 
 def _outcome(cell: Cell, steps: int, device: str, directory: Path) -> dict[str, Any]:
