@@ -24,6 +24,12 @@ LIBRARIES = {"zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed"}
 """What a strategy needs that is not always installed."""
 REFUSED = {("zero1", "bfloat16"): "refused by design; zero2 takes it"}
 """What a strategy does not train."""
+RELEASED = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+}
+"""Settings of DeepSpeed by which ZeRO-3 frees each weight at once, however small."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,9 @@ from torch.multiprocessing.spawn import (
 from rl_consistency.trainers.run import train
 from rl_consistency.trainers.run_directory.metrics_file import read_metrics
 from rl_consistency.trainers.run_directory.unfinished import write_whole
+from rl_consistency.trainers.strategies import zero
 from rl_consistency.verify.mutants.world import WORLD_MUTANTS
-from rl_consistency.verify.world.cells import Cell, Outcome, config_of
+from rl_consistency.verify.world.cells import RELEASED, Cell, Outcome, config_of
 
 OnOutcome = Callable[[Outcome], None]
 Cells = Mapping[int, Cell]
@@ -99,6 +100,7 @@ def _enter(rank: int, cells: Cells, world_size: int, steps: int, device: str, fo
     if device == "cuda":
         torch.cuda.set_device(rank)
     mutants = {mutant.name: mutant for mutant in WORLD_MUTANTS}
+    zero.ZERO_OPTIMIZATION |= RELEASED
     # Once: DeepSpeed keeps hold of the first process group it sees.
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",

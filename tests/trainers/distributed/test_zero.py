@@ -16,16 +16,12 @@ from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.run_directory.metrics_file import read_metrics
 from rl_consistency.trainers.strategies import build, strategy, zero
-from tests.distributed.test_ordered_sum import LowPrecision
+from rl_consistency.verify.mutants.sums import LowPrecision
+from rl_consistency.verify.world.cells import RELEASED
 from tests.trainers.distributed.runs import LEAVES, digest_of, digests
 from tests.trainers.distributed.test_replicated import EVERYTHING, resumed
 
 STAGES = {"float32": ("zero1", "zero2", "zero3"), "bfloat16": ("zero2", "zero3")}
-RELEASED = {
-    "stage3_param_persistence_threshold": 0,
-    "stage3_max_live_parameters": 0,
-    "stage3_max_reuse_distance": 0,
-}
 
 
 def released(world, *trees):
