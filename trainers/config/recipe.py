@@ -208,6 +208,12 @@ def strategy_problems(config: RunConfig, strategy: StrategyName) -> Iterator[str
             f"consistency.shadow_every: under {strategy} DeepSpeed takes every gradient, that of a "
             "stock training pass too: set it to 0, or training.strategy to replicated or fsdp2"
         )
+    checked = config.consistency.gradient_check_every
+    if strategy.startswith("zero") and checked and not config.consistency.ordered:
+        yield (
+            f"consistency.gradient_check_every: the stock sums of {strategy} add each micro-batch, "
+            "so gradients depend on how a batch is cut: set it to 0, or ordered to true"
+        )
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

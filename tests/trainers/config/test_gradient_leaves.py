@@ -66,3 +66,12 @@ def test_zero1_is_refused_for_bfloat16():
 
 def test_an_unknown_strategy_is_refused():
     assert "training.strategy: " in refusal("training.strategy=ddp")
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_gradient_checks_of_deepspeeds_stock_sums_are_refused(stage):
+    unordered = [f"training.strategy={stage}", "consistency.ordered=false"]
+    text = refusal(*unordered, "consistency.gradient_check_every=1")
+    assert f"gradient_check_every: the stock sums of {stage} add each micro-batch" in text
+    others = ["consistency.gradient_check_every=0", "consistency.shadow_every=0"]
+    assert load_config(DEMO, [*unordered, *others]).consistency.ordered is False
