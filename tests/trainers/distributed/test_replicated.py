@@ -30,7 +30,7 @@ EVERYTHING = {
 }
 
 
-MICRO_BATCHES = {1: (1, 2), 2: (2,), 3: (1,)}
+MICRO_BATCHES = {1: (2,), 2: (2,), 3: (1,)}
 """Number of processes -> sizes."""
 
 

@@ -1,7 +1,6 @@
 """DeepSpeed's ZeRO ends with the weights of every other strategy; each control has others."""
 
 import os
-import sys
 
 import pytest
 import torch
@@ -22,6 +21,8 @@ from tests.trainers.distributed.runs import LEAVES, digest_of, digests
 from tests.trainers.distributed.test_replicated import EVERYTHING, resumed
 
 STAGES = {"float32": ("zero1", "zero2", "zero3"), "bfloat16": ("zero2", "zero3")}
+WORLDS = {"zero1": (2,), "zero2": (1, 2), "zero3": (2, 3)}
+"""Numbers of processes; `verify --world` has all of them."""
 
 
 def released(world, *trees):
@@ -45,11 +46,11 @@ def test_all_stages_have_the_hash_and_the_metrics_of_replicated(run_ranks, tiny_
             tiny_run.directory / f"{dtype} {name} {world_size}": (dtype, name)
             for dtype, names in STAGES.items()
             for name in names
+            if world_size in WORLDS[name]
         }
         found = run_ranks(world_size, released, *(tree(d, *run) for d, run in runs.items()))
         assert found == [[expected[dtype] for dtype, _ in runs.values()]] * world_size
         assert all(row(d) == row(right[dtype]) for d, (dtype, _) in runs.items())
-    assert "deepspeed" not in sys.modules  # of this process, in which replicated ran
 
 
 def test_a_run_is_continued_by_other_strategies(run_ranks, tiny_run, lasting):
