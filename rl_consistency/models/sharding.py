@@ -21,7 +21,10 @@ from rl_consistency.numerics.errors import ConsistencyError
 
 
 def _class(module: str, name: str) -> tuple[type[Any], ...]:
-    """A class of torch for `isinstance`; none if nobody has imported it, which takes seconds."""
+    """A class of torch for `isinstance`, in a tuple; an empty one if its module is not imported.
+
+    Importing it here would cost every process a second or two.
+    """
     found = sys.modules.get(module)
     return () if found is None else (getattr(found, name),)
 

@@ -42,7 +42,7 @@ _SETTINGS: dict[str, dict[str, tuple[tuple[str, ...], str]]] = {
         "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": ((), "policies are dense; leave it out"),
     },
 }
-"""Engine -> variable -> what may stand in it besides nothing and none, and the reason."""
+"""Engine -> variable -> (allowed values, reason). Empty and `none` are always allowed."""
 
 _FREE = (
     "zero_optimization.stage",

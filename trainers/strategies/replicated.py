@@ -5,14 +5,13 @@ No wrapper stands around the policy, so a forward pass sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_consistency.distributed.gradient_buckets import GradientBuckets
 from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.distributed.world import World
 from rl_consistency.trainers.strategies.strategy import Backward, Strategy, required
@@ -24,16 +23,8 @@ class Replicated(Strategy):
     def __init__(self, world: World, order: LeafOrder, policy: nn.Module, *, ordered: bool = True):
         super().__init__(world, order, policy, ordered=ordered)
         self._parameters = {n: p for n, p in policy.named_parameters() if p.requires_grad}
-        self._gives, self._hooks = False, []
         if self._sum is not None and ordered:
-            self._buckets = GradientBuckets(self._sum, self.shapes)
-            for name, parameter in self._parameters.items():
-                hook = self._giver(name)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+            self._collect(self._sum, self._parameters)
 
     def accumulate(self, num_sequences: int, size: int | None, backward: Backward) -> float:
         if self._sum is None:
@@ -89,12 +80,3 @@ class Replicated(Strategy):
         for name, parameter in self._parameters.items():
             if parameter is not masters[name]:
                 parameter.copy_(masters[name])
-
-    def _giver(self, name: str) -> Callable[[Tensor], None]:
-        def give(parameter: Tensor) -> None:
-            if self._gives:
-                assert parameter.grad is not None
-                gradient, parameter.grad = parameter.grad, None
-                self._buckets.put(name, gradient)
-
-        return give

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
+from rl_consistency.distributed.gradient_buckets import GradientBuckets
 from rl_consistency.distributed.gradient_norm import sharded_gradient_norm
 from rl_consistency.distributed.leaves import LeafOrder, Round
 from rl_consistency.distributed.ordered_sum import OrderedSum
@@ -51,6 +52,7 @@ class Strategy(ABC):
         self.shapes = {name: tuple(p.shape) for name, p in trained.items()}
         self.numels = {name: p.numel() for name, p in trained.items()}
         self._sum = OrderedSum(world, order) if order.count > 1 else None
+        self._gives, self._hooks = False, []
 
     @property
     def rounds(self) -> list[Round]:
@@ -112,7 +114,24 @@ class Strategy(ABC):
 
     def close(self) -> None:
         """Take off the policy what this has put on it."""
-        return
+        for hook in self._hooks:
+            hook.remove()
+
+    def _collect(self, total: OrderedSum, parameters: Mapping[str, nn.Parameter]) -> None:
+        """While `_gives` is set, a backward pass gives each finished gradient to the buckets."""
+        self._buckets = GradientBuckets(total, self.shapes)
+        for name, parameter in parameters.items():
+            hook = parameter.register_post_accumulate_grad_hook(self._giver(name))
+            self._hooks.append(hook)
+
+    def _giver(self, name: str) -> Callable[[Tensor], None]:
+        def give(parameter: Tensor) -> None:
+            if self._gives:
+                assert parameter.grad is not None
+                gradient, parameter.grad = parameter.grad, None
+                self._buckets.put(name, gradient)
+
+        return give
 
     def own(self, num_sequences: int) -> list[int]:
         """Indices of the sequences that this rank computes of an optimizer step."""

@@ -8,7 +8,7 @@ gradients stands the ordered sum, which takes them as a backward pass finishes t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from rl_consistency.distributed.gradient_buckets import GradientBuckets
 from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
@@ -52,14 +51,9 @@ class Zero(Strategy):
         self._parameters: dict[str, Any] = {
             n: p for n, p in policy.named_parameters() if p.requires_grad
         }
-        self._gives, self._hooks = False, []
         self._gradients: dict[str, Tensor] = {}
         if ordered:
-            total = self._sum or OrderedSum(world, order)
-            self._buckets = GradientBuckets(total, self.shapes)
-            for name, parameter in self._parameters.items():
-                hook = self._giver(name)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._collect(self._sum or OrderedSum(world, order), self._parameters)
         with ExitStack() as stack:
             stack.enter_context(_launched(world.device.type))
             self.model, self._utils = _engine(policy, self.stage, self.dtype)
@@ -74,8 +68,7 @@ class Zero(Strategy):
         self._places = {name: self._place(name) for name in self._parameters}
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        super().close()
         self.model.destroy()
         self._stack.close()
 
@@ -191,15 +184,6 @@ class Zero(Strategy):
         if self.stage == 3:
             return self._utils.safe_get_local_grad(parameter)[: self._places[name].length].clone()
         return self.part(name, self._utils.safe_get_full_grad(parameter)).clone()
-
-    def _giver(self, name: str) -> Callable[[Tensor], None]:
-        def give(parameter: Tensor) -> None:
-            if self._gives:
-                assert parameter.grad is not None
-                gradient, parameter.grad = parameter.grad, None
-                self._buckets.put(name, gradient)
-
-        return give
 
 
 class Zero1(Zero):
