@@ -24,7 +24,8 @@ _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 def kernel_op(
     *, fake: Callable[..., Any], mutates: tuple[str, ...] = ()
 ) -> Callable[[_Launcher], _Launcher]:
-    """A decorator that registers a launcher as `torch.ops.rl_consistency.<its name>`.
+    """A decorator that registers a launcher as `torch.ops.rl_consistency.<its name>`, called with
+    all its arguments by position.
 
     Args:
         fake: takes the launcher's arguments and returns empty results of the right shapes, dtypes
@@ -41,9 +42,9 @@ def kernel_op(
         written = [names.index(name) for name in mutates]
 
         @wraps(launcher)
-        def call(*operands: Any, **named: Any) -> Any:
-            if named or observed() or not plain(operands):
-                return op(*operands, **named)
+        def call(*operands: Any) -> Any:
+            if observed() or not plain(operands):
+                return op(*operands)
             for index in written:
                 # The op does the same: a backward pass that saved the tensor notices the change.
                 increment_version(operands[index])

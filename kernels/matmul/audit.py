@@ -102,9 +102,8 @@ def due() -> bool:
 
 def sampled_rows(count: int, device: torch.device) -> Tensor:
     """At most `AUDIT_ROWS` indices spread over `count` rows; other ones at each audit."""
-    number = min(AUDIT_ROWS, count)
-    first = _counts.audited * 31 % count
-    return (torch.arange(number, device=device) * count // number + first) % count
+    apart = -(-count // AUDIT_ROWS)
+    return torch.arange(_counts.audited % apart, count, apart, device=device)
 
 
 def record(certificates: Certificates, key: Key, found: Tensor, expected: Tensor) -> None:

@@ -164,7 +164,7 @@ def _backward_cuda(ctx, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tens
         ctx,
         weight,
         ctx.weight_grad,
-        lambda g, fresh: fold_step_sums(g, sums, fresh=fresh),
+        lambda g, fresh: fold_step_sums(g, sums, fresh),
         overwrites=True,
     )
     return dx, dweight
