@@ -30,8 +30,8 @@ def observed() -> bool:
     rule. `make_fx(..., pre_dispatch=True)` shows as the function mode it sets.
     """
     return (
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0

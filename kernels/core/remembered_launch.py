@@ -54,7 +54,7 @@ class _Remembered:
 
 def _key(arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
     """The device, what is compiled in, and of each argument all that Triton might look at."""
-    key: list[Any] = [torch._C._cuda_getDevice(), *constants.items()]
+    key: list[Any] = [torch._C._cuda_getDevice(), *constants, *constants.values()]
     for argument in arguments:
         if isinstance(argument, Tensor):
             key += (argument.dtype, argument.data_ptr() % ALIGNMENT)

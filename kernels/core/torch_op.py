@@ -24,8 +24,7 @@ _Launcher = TypeVar("_Launcher", bound=Callable[..., Any])
 def kernel_op(
     *, fake: Callable[..., Any], mutates: tuple[str, ...] = ()
 ) -> Callable[[_Launcher], _Launcher]:
-    """A decorator that registers a launcher as `torch.ops.rl_consistency.<its name>`, called with
-    all its arguments by position.
+    """A decorator that registers a launcher as `torch.ops.rl_consistency.<its name>`.
 
     Args:
         fake: takes the launcher's arguments and returns empty results of the right shapes, dtypes
@@ -38,11 +37,13 @@ def kernel_op(
             f"{NAMESPACE}::{launcher.__name__}", launcher, mutates_args=mutates
         )
         op.register_fake(fake)
-        names = list(inspect.signature(launcher).parameters)
-        written = [names.index(name) for name in mutates]
+        signature = inspect.signature(launcher)
+        written = [list(signature.parameters).index(name) for name in mutates]
 
         @wraps(launcher)
-        def call(*operands: Any) -> Any:
+        def call(*operands: Any, **named: Any) -> Any:
+            if named:
+                operands = signature.bind(*operands, **named).args
             if observed() or not plain(operands):
                 return op(*operands)
             for index in written:

@@ -118,13 +118,12 @@ def settings_in_force() -> bool:
     # These are the getters behind `torch.backends.cuda`: every product asks, and attributes are
     # slower. A reduction's setting is a pair; its second value allows split K.
     c = torch._C
-    return c._get_blas_preferred_backend() == _CUBLASLT and not any(
-        (
-            *c._get_cublas_allow_bf16_reduced_precision_reduction(),
-            *c._get_cublas_allow_fp16_reduced_precision_reduction(),
-            c._get_cublas_allow_fp16_accumulation(),
-            c._get_cublas_allow_tf32(),
-        )
+    return (
+        c._get_blas_preferred_backend() == _CUBLASLT
+        and not any(c._get_cublas_allow_bf16_reduced_precision_reduction())
+        and not any(c._get_cublas_allow_fp16_reduced_precision_reduction())
+        and not c._get_cublas_allow_fp16_accumulation()
+        and not c._get_cublas_allow_tf32()
     )
 
 

@@ -26,6 +26,7 @@ from rl_consistency.models.sharding import is_sharded, of_a_library
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+_NUM_HOOKS = len(HOOKS)
 
 UNCALLED = ("", "model", "model.rotary_emb", "lm_head")
 """Modules that the patched forward does not call as stock does; so are all `act_fn`."""
@@ -237,13 +238,12 @@ class ForwardWatch:
                 continue
             values += (type(module), len(own))
             if (own_config := own.get("config")) is not config:  # of a layer that was copied
-                values.append(repr(own_config and vars(own_config)))
-            for hooks in rest[: len(HOOKS)]:
-                if hooks:
-                    hooked = True
-                    values += hooks
-                values.append(None)
-            values += rest[len(HOOKS) :]
+                values.append(own_config and repr(vars(own_config)))
+            if any(rest[:_NUM_HOOKS]):
+                hooked = True
+                for hooks in rest[:_NUM_HOOKS]:
+                    values += (*hooks, None)
+            values += rest[_NUM_HOOKS:]
             for parameter in parameters.values():
                 values += (id(parameter), getattr(parameter, "dtype", None))
             values += map(id, children.values())

@@ -65,7 +65,7 @@ def through(
         return run()
     if model is not policy or is_fsdp(policy):
         return model(run=run)
-    if any(is_shard(parameter) for parameter in policy.parameters()):
+    if dist.is_initialized() and any(map(is_shard, policy.parameters())):
         raise ValueError(
             "the policy's parameters are shards: give the DeepSpeed engine, or enter "
             "whole_weights(model) on every rank."

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rl_consistency.kernels.core import autograd
+from rl_consistency.kernels.core import autograd, torch_op
 from rl_consistency.kernels.core.autograd import observed
 from rl_consistency.kernels.embedding.gather_triton import embedding_fwd
 from rl_consistency.kernels.gradient_fold.columns_triton import fold_step_sums
@@ -97,6 +97,16 @@ def test_what_an_op_writes_is_a_new_version_of_the_tensor():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
+def test_an_op_called_by_name_takes_the_direct_way_too(monkeypatch):
+    ids, table = torch.tensor([2, 0]), torch.randn(3, 8)
+    asked = []
+    monkeypatch.setattr(torch_op, "plain", lambda operands: not asked.append(operands))
+    with torch.no_grad():
+        found = embedding_fwd(weight=table, token_ids=ids)
+    ((first, second),) = asked
+    assert first is ids and second is table and torch.equal(found, table[ids])
+
+
 def test_an_op_is_dispatched_where_a_mode_looks_on():
     ids, table = torch.tensor([2, 0]), torch.randn(3, 8)
     op = torch.ops.rl_consistency.embedding_fwd.default
