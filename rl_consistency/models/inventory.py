@@ -128,7 +128,10 @@ class _Comparison:
             yield "has a class whose forward was replaced"
         for key in sorted(own.keys() - expected.keys() - ADDED):
             if key in _CALLS:
-                yield f"had its {key} replaced on the instance (by a hook or a wrapper)"
+                yield (
+                    f"had its {key} replaced on the instance by {_origin(own[key])}; where a "
+                    "trainer does so, leave the model to rl_consistency.attach(trainer)"
+                )
             elif key in made._parameters or key in made._buffers or _is_read(key, type(made)):
                 yield f"has its own {key}, which hides the one it was made with"
         for key in sorted(expected.keys() - _UNREAD):
@@ -170,6 +173,16 @@ def _is_read(key: str, cls: type[nn.Module]) -> bool:
     if issubclass(cls, PreTrainedModel) or key in _CHECKPOINTING:
         return False
     return hasattr(cls, key) and not hasattr(nn.Module, key)
+
+
+def _origin(call: Any) -> str:
+    """Module and name of the code behind a callable, whatever `functools.wraps` says of it."""
+    while (inner := getattr(call, "__func__", None) or getattr(call, "func", None)) is not None:
+        call = inner  # of a method, of a partial
+    code = getattr(call, "__code__", None)
+    if code is None:
+        return f"a {type(call).__module__}.{type(call).__qualname__}"
+    return f"{call.__globals__['__name__']}.{code.co_qualname}"
 
 
 def _plain(value: Any) -> Any:
