@@ -24,6 +24,7 @@ _EXPORTS = {
     "compare_logprobs": "rl_consistency.parity.drift",
     "schedule_audit": "rl_consistency.kernels.matmul.audit",
     "check_gradients": "rl_consistency.parity.gradients",
+    "attach": "rl_consistency.integrations.attach",
 }
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "RolloutStatistics",
     "SamplingParams",
     "__version__",
+    "attach",
     "check_gradients",
     "compare_logprobs",
     "fingerprint",
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from rl_consistency.integrations.attach import attach
     from rl_consistency.kernels.matmul.audit import schedule_audit
     from rl_consistency.models.patch import patch
     from rl_consistency.models.sharding import whole_weights

@@ -19,6 +19,7 @@ FLOORS = (
     ("rollout",),
     ("parity",),
     ("distributed",),
+    ("integrations",),
     ("trainers",),
     ("verify",),
     ("cli",),

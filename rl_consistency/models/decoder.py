@@ -136,6 +136,8 @@ class CanonicalCausalLM(CanonicalModule):
 
     model: CanonicalBaseModel
     lm_head: nn.Module
+    answer: Callable[..., Any] | None = None
+    """Takes the calls with labels, this policy first; `rl_consistency.attach` sets it."""
 
     @torch.compiler.disable()
     def forward(
@@ -152,10 +154,12 @@ class CanonicalCausalLM(CanonicalModule):
         """Logits [B, L, V] (or of the last `logits_to_keep` columns), zeros at padding.
 
         With `run`, what it returns: work of this policy that has to pass through the wrappers
-        around it, see `sharding.through`.
+        around it, see `sharding.through`. With labels, what a trainer's `answer` returns.
         """
         if run is not None:
             return run()
+        if self.answer is not None and kwargs.get("labels") is not None:
+            return self.answer(self, input_ids, attention_mask, position_ids, **kwargs)
         if not isinstance(logits_to_keep, int):
             raise ValueError(
                 "logits_to_keep as a tensor is not covered by the patched forward; give a number "

@@ -31,6 +31,7 @@ ADDED = frozenset(
     (
         *("_gradient_buffers", "rows_per_token", "activation", "window"),
         *("apply_stock_rotary", "_rotary_table", "guard", "passes", "sharded"),
+        "answer",
     )
 )
 """Attributes that a patched module has and a stock one has not."""

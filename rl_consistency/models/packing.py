@@ -184,6 +184,7 @@ def packed_inputs(
         raise ValueError(
             f"the patched forward was given {given}; it takes input_ids, attention_mask and "
             "position_ids. For decoding with a cache use rl_consistency.RolloutEngine, for "
-            "logprobs rl_consistency.token_logprobs, or restore() the stock model."
+            "logprobs rl_consistency.token_logprobs, for a trainer rl_consistency.attach, or "
+            "restore() the stock model."
         )
     return pack_padded(input_ids, attention_mask, position_ids)

@@ -18,7 +18,7 @@ from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits
 from rl_consistency.kernels.token_logprobs.op import token_logprobs as scored_rows
 from rl_consistency.models.decoder import NO_FP16_TRAINING, guarded_backward
 from rl_consistency.models.forward import lm_head_gradient, lm_head_weight, packed_hidden_states
-from rl_consistency.models.packing import PackedBatch, from_host, pack_padded
+from rl_consistency.models.packing import PackedBatch, PaddedBatch, from_host, pack_padded
 from rl_consistency.models.sharding import through, unwrapped
 from rl_consistency.numerics.strict import is_canonical
 
@@ -95,6 +95,67 @@ def token_logprobs(
     return TokenLogprobs(logprobs, entropy, [int(mask.sum()) for mask in scored])
 
 
+@dataclass(frozen=True, eq=False)
+class LabelLogprobs:
+    """Scores at the labels of a padded batch: column j holds that of token j + 1, all [B, L-1].
+
+    Labels [[-100, 5, 6]] of tokens [[4, 5, 6]] give two scores.
+    """
+
+    logprobs: Tensor
+    """fp32, differentiable, zeros where the mask is False."""
+    entropy: Tensor
+    """The same of the distribution each label is drawn from."""
+    mask: Tensor
+    """bool, where a label was scored."""
+    most_likely: Tensor | None
+    """bool, where the label has the largest logit (the lowest id of several); None: not asked."""
+
+
+def label_logprobs(
+    policy: nn.Module,
+    batch: PaddedBatch,
+    input_ids: Tensor,
+    labels: Tensor,
+    sampling: Sampling | None = None,
+    *,
+    most_likely: bool = False,
+) -> LabelLogprobs:
+    """`token_logprobs` of a trainer's labels, from inside the policy's own forward pass.
+
+    Args:
+        policy: patched causal LM; wrappers around it have been passed.
+        batch: `packed_inputs` of the call.
+        input_ids: [B, L].
+        labels: [B, L], the token itself where it is scored and -100 elsewhere. The first token of
+            a sequence is never scored. Without any label the result is a differentiable zero.
+        sampling: what the tokens were sampled with; None is temperature 1 without truncation.
+        most_likely: tell whether each label has the largest logit.
+
+    ValueError if a label is another token, or no sequence has a second token.
+    """
+    lens = list(batch.packed.layout.query_lens)
+    wanted = labels[batch.mask] != -100
+    wanted[from_host(np.cumsum([0, *lens[:-1]]), wanted.device)] = False
+    if bool((labels != input_ids)[batch.mask][wanted].any()):
+        raise ValueError("labels differ from input_ids; give the tokens themselves, or -100.")
+    mask = torch.zeros_like(batch.mask).masked_scatter(batch.mask, wanted)[:, 1:]
+    scored = list(wanted.cpu().split(lens))
+    if not any(map(torch.any, scored)):
+        longest = lens.index(max(lens))
+        scored[longest] = torch.arange(lens[longest]) == 1  # for the graph; the mask drops it
+    hidden, rows = _scored_hidden_states(policy, batch.packed, lens, scored)
+    parts = _row_scores(policy, hidden, rows, _sampling_rows(sampling, lens, rows))
+    logprobs, entropy = (p.new_zeros(mask.shape).masked_scatter(mask, p) for p in parts)
+    if not most_likely:
+        return LabelLogprobs(logprobs, entropy, mask, None)
+    greedy = SamplingRows.uniform(len(rows.owners), temperature=0.0, device=hidden.device)
+    with torch.no_grad():
+        best, _ = _row_scores(policy, hidden.detach(), rows, greedy)
+    hits = torch.zeros_like(mask).masked_scatter(mask, best == 0)
+    return LabelLogprobs(logprobs, entropy, mask, hits)
+
+
 def _score(
     policy: nn.Module,
     batch: PackedBatch,
@@ -102,12 +163,24 @@ def _score(
     scored: list[Tensor],
     sampling: Sampling | Sequence[Sampling] | None,
 ) -> tuple[Tensor, Tensor]:
+    hidden, rows = _scored_hidden_states(policy, batch, lens, scored)
+    return _row_scores(policy, hidden, rows, _sampling_rows(sampling, lens, rows))
+
+
+def _scored_hidden_states(
+    policy: nn.Module, batch: PackedBatch, lens: list[int], scored: list[Tensor]
+) -> tuple[Tensor, _Rows]:
     hidden = packed_hidden_states(policy, batch)
     if hidden.dtype == torch.float16 and hidden.requires_grad:
         raise ValueError(NO_FP16_TRAINING)
     rows = _scored_rows(batch, lens, scored)
-    parameters = _sampling_rows(sampling, lens, rows)
-    given = (hidden[rows.index], lm_head_weight(policy), rows.targets, parameters)
+    return hidden[rows.index], rows
+
+
+def _row_scores(
+    policy: nn.Module, hidden: Tensor, rows: _Rows, parameters: SamplingRows
+) -> tuple[Tensor, Tensor]:
+    given = (hidden, lm_head_weight(policy), rows.targets, parameters)
     if is_canonical("token_logprobs"):
         logprobs, entropy = scored_rows(
             *given, weight_grad=lm_head_gradient(policy), check_targets=False

@@ -1,0 +1,1 @@
+"""The patch inside trainers that others wrote."""

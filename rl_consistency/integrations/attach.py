@@ -1,0 +1,172 @@
+"""`attach`: the patch inside an unmodified trainer of TRL or transformers."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_consistency.integrations.engine_generation import EngineGeneration
+from rl_consistency.integrations.label_answer import LabelAnswer
+from rl_consistency.integrations.refusals import (
+    Kind,
+    check_engine_options,
+    check_trainer,
+    trainer_kind,
+)
+from rl_consistency.integrations.rollout_drift import RolloutDrift
+from rl_consistency.models.patch import patch
+from rl_consistency.models.sharding import unwrapped
+from rl_consistency.parity.drift import DriftReport
+from rl_consistency.rollout.sampling_params import SamplingParams
+
+_MARK = "_rl_consistency_attachment"
+
+_MISSING = object()
+
+
+class Attachment:
+    """What `attach` has put into a trainer, until `detach()` or the end of the `with` block."""
+
+    def __init__(self) -> None:
+        self._undo = ExitStack()
+        self._drift: RolloutDrift | None = None
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.detach()
+
+    @property
+    def drift(self) -> DriftReport | None:
+        """Between generation and training, over all first updates of this process so far; None
+        before the first, and where the trainer does not generate."""
+        return None if self._drift is None else self._drift.total.report
+
+    def detach(self) -> None:
+        """Give back the trainer and its models as they were found; weights stay. Idempotent, also
+        after an exception inside a step."""
+        self._undo.close()
+
+    def _set(self, owner: Any, name: str, value: object) -> None:
+        """An attribute of an object's own, put back by `detach`."""
+        found = vars(owner).get(name, _MISSING)
+
+        def put_back() -> None:
+            if found is _MISSING:
+                vars(owner).pop(name, None)
+            else:
+                vars(owner)[name] = found
+
+        self._undo.callback(put_back)
+        vars(owner)[name] = value
+
+    def _patch(self, model: Any, answer: LabelAnswer, grad_dtype: torch.dtype | None) -> None:
+        """Patch a model; the forward that TRL has set on it comes back with `detach`."""
+        fused = vars(model).pop("forward", None)
+        if fused is not None:
+            self._undo.callback(vars(model).__setitem__, "forward", fused)
+        self._undo.callback(patch(model, grad_dtype=grad_dtype).restore)
+        vars(model)["answer"] = answer  # restore() takes it off
+
+    def _freeze(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            self._undo.callback(parameter.requires_grad_, parameter.requires_grad)
+            parameter.requires_grad_(False)
+
+
+def attach(trainer: Any, *, sampling_metrics: bool = False, **engine: Any) -> Attachment:
+    """Let a trainer generate and train in canonical orders, so that both give the same logprobs.
+
+        trainer = GRPOTrainer(...)
+        rl_consistency.attach(trainer)
+        trainer.train()
+
+    The model is patched, and so is the reference model, which is frozen. The patched model answers
+    the trainer's calls with canonical logprobs. In GRPO and RLOO a RolloutEngine generates, and the
+    trainer logs the drift between both sides: `consistency/...` of the first update on a rollout,
+    `off_policy/...` of later ones.
+
+    Args:
+        trainer: TRL's GRPOTrainer, RLOOTrainer or SFTTrainer, or transformers' Trainer, for one of
+            the models that `patch` covers. Built, and not training.
+        sampling_metrics: let TRL compute its own `sampling/...` metrics and importance correction,
+            for one more scoring pass per rollout.
+        engine: options of `RolloutEngine`, for a trainer that generates.
+
+    Returns the attachment, which holds the drift and `detach()`.
+
+    Raises:
+        TypeError: another class of trainer, or an unknown option.
+        ImportError: a version of TRL whose seams were not read.
+        ValueError: attached already, training already, or an argument of the trainer that is not
+            covered; it names the argument and what to do. UnsupportedModelError: the same for the
+            model. Nothing was changed.
+    """
+    kind = trainer_kind(trainer)
+    if _MARK in vars(trainer):
+        raise ValueError("attach() was called on this trainer already; detach() that one first.")
+    check_trainer(trainer, kind)
+    check_engine_options(engine)
+    generates = kind in ("GRPOTrainer", "RLOOTrainer")
+    if not generates and (engine or sampling_metrics):
+        raise TypeError(f"a {kind} does not generate; give attach() no option of generation.")
+    attachment = Attachment()
+    try:
+        if generates:
+            _attach_to_rollouts(attachment, trainer, sampling_metrics, engine)
+        else:
+            _attach_to_data(attachment, trainer, kind)
+    except BaseException:
+        attachment.detach()
+        raise
+    attachment._set(trainer, _MARK, attachment)
+    return attachment
+
+
+def _attach_to_data(attachment: Attachment, trainer: Any, kind: Kind) -> None:
+    answer = LabelAnswer(most_likely=kind == "SFTTrainer")
+    attachment._patch(trainer.model, answer, None)
+
+
+def _attach_to_rollouts(
+    attachment: Attachment, trainer: Any, sampling_metrics: bool, engine: dict[str, Any]
+) -> None:
+    sampling = SamplingParams(
+        temperature=trainer.temperature,
+        top_k=trainer.top_k or 0,
+        top_p=trainer.top_p,
+        min_p=trainer.min_p or 0.0,
+        max_tokens=trainer.max_completion_length,
+        seed=trainer.args.seed,
+    )
+    drift = attachment._drift = RolloutDrift(trainer)
+    answer = LabelAnswer(sampling, observer=drift.observe)
+    attachment._patch(trainer.model, answer, None)
+    if trainer.ref_model is not None:
+        reference = unwrapped(trainer.ref_model)
+        attachment._patch(reference, LabelAnswer(sampling), None)
+        attachment._freeze(reference)
+
+    generation = EngineGeneration(trainer, trainer.model, sampling, drift, engine)
+    correction = sampling_metrics and trainer.args.vllm_importance_sampling_correction
+    for name, value in {
+        "vllm_generation": generation,
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_importance_sampling_correction": correction,
+        "_last_loaded_step": -1,
+    }.items():
+        attachment._set(trainer, name, value)
+
+    log = trainer.log
+
+    def log_with_drift(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if trainer.model.training:
+            logs.update(drift.take())
+        log(logs, *args, **kwargs)
+
+    attachment._set(trainer, "log", log_with_drift)

@@ -1,0 +1,76 @@
+"""A patched model's answer to a trainer that calls it with labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from rl_consistency.models.packing import packed_inputs
+from rl_consistency.models.token_logprobs import LabelLogprobs, Sampling, label_logprobs
+
+Observer = Callable[[Tensor, Tensor, LabelLogprobs], None]
+"""Sees input ids [B, L], which of them are tokens, and their scores, in a pass with gradients."""
+
+
+class LabelAnswer:
+    """Canonical logprobs, in the form that the trainer asks for.
+
+    TRL calls `model(input_ids, attention_mask, labels=..., fused_lm_head=True)` for a
+    FusedCausalLMOutput; transformers' Trainer reads the loss of `model(..., labels=...)`.
+
+    Args:
+        sampling: what the labels were sampled with; None for data.
+        most_likely: fill in `is_top1`, which costs the LM head a second time.
+        observer: told of every pass with gradients.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling | None = None,
+        *,
+        most_likely: bool = False,
+        observer: Observer | None = None,
+    ) -> None:
+        self._sampling, self._most_likely, self._observer = sampling, most_likely, observer
+
+    def __call__(
+        self,
+        policy: nn.Module,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        *,
+        labels: Tensor,
+        fused_lm_head: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+        **others: Any,
+    ) -> Any:
+        batch = packed_inputs(input_ids, attention_mask, position_ids, others)
+        assert input_ids is not None  # packed_inputs asks for them
+        scores = label_logprobs(
+            policy,
+            batch,
+            input_ids,
+            labels,
+            self._sampling,
+            most_likely=self._most_likely and fused_lm_head,
+        )
+        if self._observer is not None and torch.is_grad_enabled():
+            self._observer(input_ids, batch.mask, scores)
+        count = scores.mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        loss: Any = -scores.logprobs.sum() / count
+        if not fused_lm_head:
+            return CausalLMOutputWithPast(loss=loss)
+        from trl.trainer.utils import FusedCausalLMOutput
+
+        return FusedCausalLMOutput(
+            loss=loss,
+            log_probs=scores.logprobs,
+            entropy=scores.entropy,
+            is_top1=scores.most_likely,
+            label_mask=scores.mask,
+        )

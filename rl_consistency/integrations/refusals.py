@@ -1,0 +1,138 @@
+"""What `attach` does not cover, refused by name before any step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any, Literal, get_args
+
+import torch
+import transformers
+from packaging.specifiers import SpecifierSet
+
+from rl_consistency.rollout.engine import RolloutEngine
+
+TRL_VERSIONS = SpecifierSet(">=1.15,<1.17")
+"""Those whose seams were read; setup.cfg names the same."""
+
+Kind = Literal["GRPOTrainer", "RLOOTrainer", "SFTTrainer", "Trainer"]
+"""Trainer classes that `attach` covers."""
+
+_SEAM_METHODS = ("_get_per_token_logps_and_entropies", "_generate_single_turn", "compute_loss")
+"""Methods of TRL that call the seams; a subclass with its own may call others."""
+
+_OFF: dict[str, tuple[object, str]] = {
+    "bf16": (False, "autocast is not covered: load the model in bfloat16 and set bf16=False"),
+    "fp16": (False, "autocast is not covered: load the model in bfloat16 and set fp16=False"),
+    "use_liger_kernel": (False, "its kernels replace the patched ones: set it to False"),
+    "cast_lm_head_to_fp32": (False, "the canonical LM head already sums in fp32: set it to False"),
+    "torch_compile": (False, "the patched forward is not compiled: set it to False"),
+    "use_vllm": (False, "the engine of rl_consistency generates: set it to False"),
+    "generation_kwargs": (None, "the engine takes none of them: set it to None"),
+    "vllm_structured_outputs_regex": (None, "the engine has no such constraint: set it to None"),
+    "neftune_noise_alpha": (None, "it adds noise to training only: set it to None"),
+}
+"""Argument of the trainer's args -> the value that is covered, and what to do."""
+
+
+def trainer_kind(trainer: object) -> Kind:
+    """Which of the covered classes the trainer is of, or made from.
+
+    TypeError for another class; ImportError for a version of TRL that was not read.
+    """
+    for cls in type(trainer).__mro__:
+        of_trl = cls.__module__.partition(".")[0] == "trl"
+        covered = cls.__name__ in get_args(Kind) and not cls.__module__.startswith("trl.exp")
+        if of_trl and covered:
+            _check_trl_version()
+            _check_methods(type(trainer), cls)
+            return cls.__name__  # pyright: ignore[reportReturnType]
+        if cls is transformers.Trainer:
+            return "Trainer"
+        if of_trl:
+            break
+    raise TypeError(
+        f"attach() got a {type(trainer).__module__}.{type(trainer).__qualname__}; it covers "
+        f"{', '.join(get_args(Kind))}. For a loop of your own call rl_consistency.patch, "
+        "RolloutEngine and token_logprobs."
+    )
+
+
+def _check_trl_version() -> None:
+    found = metadata.version("trl")
+    if found not in TRL_VERSIONS:
+        raise ImportError(
+            f"trl is {found}, and attach() covers {TRL_VERSIONS}: install one of these "
+            f"(pip install 'trl{TRL_VERSIONS}')."
+        )
+
+
+def _check_methods(cls: type, covered: type) -> None:
+    for name in _SEAM_METHODS:
+        if getattr(cls, name, None) is not getattr(covered, name, None):
+            raise TypeError(
+                f"{cls.__qualname__} has a {name} of its own, which may pass by what attach() "
+                f"puts in; remove it, or use {covered.__name__} itself."
+            )
+
+
+def check_trainer(trainer: Any, kind: Kind) -> None:
+    """ValueError naming an argument that is not covered, what is, and what to do."""
+    for fault in _faults(trainer, kind):
+        raise ValueError(f"attach() cannot cover this {kind}: {fault}.")
+
+
+def check_engine_options(options: dict[str, Any]) -> None:
+    """TypeError for an option that RolloutEngine does not take, or that the trainer gives it."""
+    given_by_us = {"model", "eos_token_id", "tokenizer"}
+    allowed = inspect.signature(RolloutEngine).parameters.keys() - given_by_us
+    if unknown := sorted(options.keys() - allowed):
+        raise TypeError(
+            f"attach() got {', '.join(unknown)}; allowed for the engine: "
+            f"{', '.join(sorted(allowed))}."
+        )
+
+
+def _faults(trainer: Any, kind: Kind) -> Iterator[str]:
+    args = trainer.args
+    if trainer.is_in_train:
+        yield "it is training already; call attach() before train()"
+    for name, (allowed, remedy) in _OFF.items():
+        if (value := getattr(args, name, allowed)) != allowed:
+            yield f"{name}={value!r}; {remedy}"
+    if (precision := trainer.accelerator.mixed_precision) != "no":
+        yield f"mixed_precision={precision!r} (accelerate); autocast is not covered, set it to no"
+    model = trainer.model
+    if hasattr(model, "peft_config"):
+        yield "peft_config: adapters are not covered; train the whole model, or merge_and_unload()"
+    if trainer.is_fsdp_enabled:
+        yield "fsdp; use DeepSpeed's ZeRO, or the recipes of rl_consistency with FSDP2"
+    if args.n_gpu > 1:
+        yield f"{args.n_gpu} GPUs in one process (DataParallel); start it by accelerate launch"
+    if next(model.parameters()).dtype == torch.float16:
+        yield "the model is in float16, whose gradients overflow; load it in bfloat16"
+    if kind == "Trainer" and trainer.compute_metrics is not None:
+        yield "compute_metrics needs logits, which a call with labels does not make; leave it out"
+    if kind in ("GRPOTrainer", "RLOOTrainer"):
+        yield from _rollout_faults(trainer)
+
+
+def _rollout_faults(trainer: Any) -> Iterator[str]:
+    args, tokenizer = trainer.args, trainer.processing_class
+    if getattr(tokenizer, "eos_token_id", None) is None:
+        yield "the tokenizer (processing_class) has no eos_token, so no sample would end; set one"
+    if trainer.repetition_penalty != 1.0:
+        found = trainer.repetition_penalty
+        yield f"repetition_penalty={found!r}; the engine has none, set it to 1.0"
+    if getattr(trainer, "rollout_func", None) is not None:
+        yield "rollout_func generates by itself; leave it out, the engine generates"
+    truncates = bool(trainer.top_k) or trainer.top_p < 1 or bool(trainer.min_p)
+    updates = args.steps_per_generation * trainer.num_iterations / args.gradient_accumulation_steps
+    if truncates and (trainer.beta != 0 or updates > 1):
+        yield (
+            f"top_k={trainer.top_k}, top_p={trainer.top_p}, min_p={trainer.min_p} with "
+            f"beta={trainer.beta} and {updates:g} updates per rollout: a sampled token may leave "
+            "the support of other weights. Sample without truncation, or set beta=0 and "
+            "num_iterations=1"
+        )

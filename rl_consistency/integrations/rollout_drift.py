@@ -1,0 +1,93 @@
+"""Drift between what the engine sampled and what a trainer computes for the same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from rl_consistency.models.token_logprobs import LabelLogprobs
+from rl_consistency.parity.drift import DriftReport, DriftTotals, compare_logprobs
+from rl_consistency.rollout.completion import Completion
+
+FIRST, LATER = "consistency", "off_policy"
+"""Prefixes of what is logged: of the first update on a rollout, whose weights are those that
+sampled it, and of later updates, which differ by design."""
+
+
+class RolloutDrift:
+    """Remembers the logprobs of a rollout and compares those of training with them.
+
+    A sample is found by its tokens: equal prompts and completions have equal logprobs.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._sampled_at = -1
+        self._samples: dict[bytes, tuple[int, Tensor]] = {}
+        self._since_log = {FIRST: DriftTotals(), LATER: DriftTotals()}
+        self._uncompared = 0
+        self.total = DriftTotals()
+        """Of the first updates of this process."""
+
+    def sampled(self, prompts: list[list[int]], completions: list[Completion]) -> None:
+        """Take in a rollout, or a turn of one; a rollout at another step replaces the last."""
+        if self._sampled_at != self._trainer.state.global_step:
+            self._samples.clear()
+            self._sampled_at = self._trainer.state.global_step
+        for completion in completions:
+            prompt = prompts[completion.prompt_index]
+            key = np.asarray([*prompt, *completion.token_ids], dtype=np.int64).tobytes()
+            self._samples[key] = len(prompt), completion.token_logprobs
+
+    def observe(self, input_ids: Tensor, tokens: Tensor, scores: LabelLogprobs) -> None:
+        """Compare a micro-batch of training; see `LabelAnswer`."""
+        ours, theirs = [], []
+        scored = torch.zeros_like(tokens)
+        scored[:, 1:] = scores.mask
+        logprobs = torch.zeros(tokens.shape, device=tokens.device)
+        logprobs[:, 1:] = scores.logprobs.detach()
+        parts = (input_ids.cpu(), tokens.cpu(), scored.cpu(), logprobs.cpu())
+        for ids, real, wanted, row in zip(*parts, strict=True):
+            wanted, row = wanted[real], row[real]
+            for start, sampled in self._found(ids[real].numpy(), int(wanted.sum())):
+                span = slice(start, start + len(sampled))
+                ours.append(sampled[wanted[span]])
+                theirs.append(row[span][wanted[span]])
+        count = sum(map(len, ours))
+        self._uncompared += int(scored.sum()) - count
+        if count:
+            report = compare_logprobs(torch.cat(ours), torch.cat(theirs))
+            first = self._sampled_at == self._trainer.state.global_step
+            self._since_log[FIRST if first else LATER].add(report)
+            if first:
+                self.total.add(report)
+
+    def _found(self, ids: np.ndarray, wanted: int) -> list[tuple[int, Tensor]]:
+        """Where sampled tokens begin in a row, and their logprobs; several turns if there are."""
+        if (whole := self._samples.get(ids.tobytes())) is not None and len(whole[1]) >= wanted:
+            return [whole]
+        lengths = {len(key) // ids.itemsize for key in self._samples}
+        keys = (ids[:length].tobytes() for length in sorted(lengths) if length <= len(ids))
+        return [self._samples[key] for key in keys if key in self._samples]
+
+    def take(self) -> dict[str, float]:
+        """Figures since the last call, over all processes, each of which has to call it."""
+        mine = [{name: t.state_dict() for name, t in self._since_log.items()}, self._uncompared]
+        everyone = gather_object([mine]) if self._trainer.accelerator.num_processes > 1 else [mine]
+        self._since_log = {name: DriftTotals() for name in self._since_log}
+        self._uncompared = 0
+        figures: dict[str, float] = {}
+        for name in (FIRST, LATER):
+            totals = DriftTotals()
+            for reports, _ in everyone:
+                if reports[name]:
+                    totals.add(DriftReport(**reports[name]))
+            if totals.report is not None:
+                figures |= totals.report.metrics(name)
+        if uncompared := sum(count for _, count in everyone):
+            figures[f"{FIRST}/uncompared_tokens"] = uncompared
+        return figures

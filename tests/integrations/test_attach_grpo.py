@@ -1,0 +1,226 @@
+"""An unmodified GRPOTrainer with `attach`: generation and training give the same bits."""
+
+import math
+
+import pytest
+import torch
+
+from rl_consistency.integrations import attach as attaching
+from rl_consistency.integrations import label_answer, rollout_drift
+from rl_consistency.models.modules import CanonicalModule
+from rl_consistency.models.token_logprobs import label_logprobs
+from tests.integrations.trainers import grpo, logged
+
+VARIANTS = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "checkpointing": {"gradient_checkpointing": True},
+    "KL reference": {"beta": 0.1},
+    "sampled at 0.7": {"temperature": 0.7},
+    "top-p": {"top_p": 0.9},
+    "generation within accumulation": {"gradient_accumulation_steps": 4, "steps_per_generation": 2},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_no_token_differs_on_a_first_update(options, directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path, **options)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    attachment = attach(trainer)
+    trainer.train()
+    compared = logged(trainer, "consistency/tokens")
+    assert sum(compared) == attachment.drift.tokens > 0
+    assert logged(trainer, "consistency/mismatched_tokens") == [0] * len(compared)
+    assert not logged(trainer, "consistency/uncompared_tokens")
+    assert not logged(trainer, "off_policy/tokens")
+    moved = zip(before, trainer.model.parameters(), strict=True)
+    assert any(not torch.equal(was, now) for was, now in moved)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_iterations": 2}, {"steps_per_generation": 2}], ids=lambda o: next(iter(o))
+)
+def test_later_updates_on_a_rollout_are_logged_under_another_name(
+    options, directory, tmp_path, attach
+):
+    trainer = grpo(directory, tmp_path, max_steps=4, **options)
+    attachment = attach(trainer)
+    trainer.train()
+    for entry in trainer.state.log_history[:4]:
+        first = entry["step"] in (1, 3)
+        assert ("consistency/tokens" in entry) == first
+        assert ("off_policy/tokens" in entry) == (not first)
+    assert attachment.drift.passed
+    assert min(logged(trainer, "off_policy/mismatched_tokens")) > 0
+
+
+def test_a_batch_without_a_token_to_train_on_has_a_gradient_of_zero(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path, mask_truncated_completions=True, max_completion_length=1)
+    attachment = attach(trainer)
+    trainer.train()
+    assert logged(trainer, "completions/clipped_ratio") == [1.0, 1.0]
+    assert logged(trainer, "grad_norm") == [0.0, 0.0] and attachment.drift is None
+
+
+def test_trl_s_own_sampling_metrics_read_zero_and_one(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path)
+    attach(trainer, sampling_metrics=True)
+    trainer.train()
+    assert logged(trainer, "sampling/sampling_logp_difference/max") == [0.0, 0.0]
+    for name in ("min", "mean", "max"):
+        assert logged(trainer, f"sampling/importance_sampling_ratio/{name}") == [1.0, 1.0]
+
+
+def test_chat_templates_stay_trl_s(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path)
+    trainer.processing_class.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<a>"
+    )
+    trainer.reward_funcs = [lambda completions, **_: [len(c[0]["content"]) for c in completions]]
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("1+1=", "2+2=")] * 4
+    trainer.train_dataset = type(trainer.train_dataset).from_list(rows)
+    with attach(trainer) as attachment:
+        trainer.train()
+        assert attachment.drift.passed
+    assert "<user>" in trainer.processing_class.decode(trainer._buffered_inputs[0]["prompt_ids"][0])
+
+
+def test_the_scores_are_those_of_trl_within_rounding(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path, temperature=0.7)
+    ids = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[0, 0, *[1] * 7], [*[1] * 8, 0]])
+
+    def scores():
+        return trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, mask, 5, compute_entropy=True
+        )[:2]
+
+    stock = scores()
+    with attach(trainer):
+        ours = scores()
+    for left, right in zip(stock, ours, strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+    assert not any(map(torch.equal, stock, ours))
+
+
+def test_detach_gives_back_what_was_found(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path, beta=0.1)
+    models = (trainer.model, trainer.ref_model)
+    found = dict(vars(trainer))
+    forwards = [model.forward.__func__ for model in models]
+    classes = [[type(module) for module in model.modules()] for model in models]
+    learns = [[p.requires_grad for p in model.parameters()] for model in models]
+    attachment = attach(trainer)
+    assert isinstance(trainer.ref_model, CanonicalModule) and trainer.use_vllm
+    assert not any(p.requires_grad for p in trainer.ref_model.parameters())
+    attachment.detach()
+    attachment.detach()
+    assert vars(trainer) == found
+    assert [model.forward.__func__ for model in models] == forwards
+    assert [[type(module) for module in model.modules()] for model in models] == classes
+    assert [[p.requires_grad for p in model.parameters()] for model in models] == learns
+    trainer.train()
+    assert not logged(trainer, "consistency/tokens") and logged(trainer, "loss")
+
+
+def test_a_trainer_whose_step_failed_is_detachable(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path)
+
+    def fails(completions, **columns):
+        raise ZeroDivisionError("a reward's own fault")
+
+    trainer.reward_funcs = [fails]
+    attachment = attach(trainer)
+    with pytest.raises(ZeroDivisionError, match="a reward's own fault"):
+        trainer.train()
+    attachment.detach()
+    assert not any(isinstance(module, CanonicalModule) for module in trainer.model.modules())
+
+
+def test_a_callback_that_swaps_the_model_is_refused(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path)
+    attach(trainer)
+    trainer.model = grpo(directory, tmp_path).model
+    with pytest.raises(ValueError, match="another model than at attach"):
+        trainer.vllm_generation.generate([[1, 2]], None, 4)
+
+
+def test_evaluation_leaves_the_rollout_that_is_trained_on(directory, tmp_path, attach):
+    trainer = grpo(
+        directory,
+        tmp_path,
+        steps_per_generation=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+    )
+    attach(trainer)
+    trainer.train()
+    assert logged(trainer, "eval_reward") and logged(trainer, "off_policy/tokens")
+    assert logged(trainer, "consistency/mismatched_tokens") == [0]
+    assert not logged(trainer, "consistency/uncompared_tokens")
+
+
+# Negative controls: each plants a fault that the logged drift has to show.
+
+
+def test_a_last_bit_of_one_token_is_counted(directory, tmp_path, monkeypatch, attach):
+    def nudged(*args, **options):
+        scores = label_logprobs(*args, **options)
+        row = scores.mask.any(1).nonzero()[0]
+        place = row, scores.mask[row].int().argmax(1)
+        with torch.no_grad():
+            scores.logprobs[place] = torch.nextafter(
+                scores.logprobs[place], torch.tensor(-math.inf)
+            )
+        return scores
+
+    monkeypatch.setattr(label_answer, "label_logprobs", nudged)
+    trainer = grpo(directory, tmp_path)
+    attach(trainer)
+    trainer.train()
+    assert logged(trainer, "consistency/mismatched_tokens") == [1, 1]
+    assert logged(trainer, "consistency/ulp/max") == [1, 1]
+
+
+def test_an_engine_at_another_temperature_is_seen(directory, tmp_path, monkeypatch, attach):
+    params = attaching.SamplingParams
+
+    class Warmer(attaching.EngineGeneration):
+        def __init__(self, trainer, policy, sampling, *others):
+            warmer = params(temperature=0.9, max_tokens=sampling.max_tokens)
+            super().__init__(trainer, policy, warmer, *others)
+
+    monkeypatch.setattr(attaching, "EngineGeneration", Warmer)
+    trainer = grpo(directory, tmp_path)
+    attach(trainer)
+    trainer.train()
+    assert min(logged(trainer, "consistency/mismatch_fraction")) > 0.5
+
+
+def test_tokens_that_no_rollout_sampled_are_counted(directory, tmp_path, monkeypatch, attach):
+    monkeypatch.setattr(rollout_drift.RolloutDrift, "sampled", lambda *_: None)
+    trainer = grpo(directory, tmp_path)
+    attach(trainer)
+    trainer.train()
+    assert all(count > 0 for count in logged(trainer, "consistency/uncompared_tokens"))
+    assert len(logged(trainer, "consistency/uncompared_tokens")) == 2
+
+
+def test_a_maximum_is_that_of_all_micro_batches_and_steps(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path, max_steps=4, steps_per_generation=4, logging_steps=4)
+    attach(trainer)
+    seen = []
+    observe = trainer.model.answer._observer
+
+    def recorded(*args):
+        before = trainer.vllm_generation._drift._since_log["off_policy"].report
+        observe(*args)
+        after = trainer.vllm_generation._drift._since_log["off_policy"].report
+        if after is not before:
+            seen.append(after.max_abs_diff)
+
+    trainer.model.answer._observer = recorded
+    trainer.train()
+    assert len(seen) == 3 and seen == sorted(seen)
+    assert logged(trainer, "off_policy/logprob_abs_diff/max") == [seen[-1]]

@@ -1,0 +1,72 @@
+"""What `attach` relies on in TRL, by signature and behaviour; a version that changes it is red."""
+
+import inspect
+import re
+from dataclasses import fields
+
+import pytest
+
+pytest.importorskip("trl", reason="trl is an optional extra")
+
+import torch
+from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
+
+from rl_consistency.integrations.engine_generation import EngineGeneration
+from tests.integrations.trainers import loaded
+
+
+@pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
+def test_the_backend_is_called_by_these_names_and_only_where_it_generates(trainer):
+    source = inspect.getsource(trainer)
+    used = set(re.findall(r"self\.vllm_generation\.(\w+)", source))
+    assert used <= {"sync_weights", "generate", "llm", "vllm_client"}
+    turn = inspect.getsource(trainer._generate_single_turn)
+    assert "if self.use_vllm:" in turn and "self._last_loaded_step" in turn
+    (call,) = re.findall(r"self\.vllm_generation\.generate\(([^#]*?)\n\s*\)", turn, re.S)
+    given = set(re.findall(r"(\w+)=", call))
+    assert given <= inspect.signature(EngineGeneration.generate).parameters.keys()
+    # Read in colocate mode only, or while the trainer is built.
+    for name in ("llm", "vllm_client"):
+        for use in re.finditer(rf"self\.vllm_generation\.{name}\b", source):
+            assert re.search(r'vllm_mode == "(colocate|server)"', source[: use.start()][-400:])
+
+
+def test_the_engine_s_seam_has_the_signature_of_the_backend():
+    theirs = inspect.signature(VLLMGeneration.generate).parameters
+    ours = inspect.signature(EngineGeneration.generate).parameters
+    assert list(theirs) == list(ours)
+    assert not inspect.signature(VLLMGeneration.sync_weights).parameters.keys() - {"self"}
+
+
+@pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
+def test_training_scores_by_the_fused_head_with_labels(trainer):
+    scoring = inspect.getsource(trainer._get_per_token_logps_and_entropies)
+    assert "model(**model_inputs, labels=labels, fused_lm_head=True)" in scoring
+    assert 'model_inputs = {"input_ids": input_ids_batch, "attention_mask"' in scoring
+    assert set(re.findall(r"outputs\.(\w+)", scoring)) <= {"log_probs", "entropy", "aux_loss"}
+
+
+def test_sft_reads_these_fields_of_the_fused_output():
+    source = inspect.getsource(SFTTrainer.compute_loss)
+    read = set(re.findall(r"outputs\.(\w+)", source)) - {"aux_loss"}
+    assert read == {"log_probs", "label_mask", "entropy", "is_top1"}
+    assert read <= {field.name for field in fields(FusedCausalLMOutput)}
+
+
+def test_the_fused_head_is_a_forward_on_the_instance(directory):
+    model = loaded(directory)
+    add_fused_lm_head(model, temperature=2.0, outputs=("log_probs", "entropy", "is_top1"))
+    assert "forward" in vars(model)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    out = model(input_ids=ids, labels=ids, fused_lm_head=True)
+    for name in ("log_probs", "entropy", "is_top1", "label_mask"):
+        assert getattr(out, name).shape == (1, 3), name
+    assert out.label_mask.dtype == out.is_top1.dtype == torch.bool
+
+
+@pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer, SFTTrainer])
+def test_logging_takes_a_dictionary_that_may_be_added_to(trainer):
+    assert list(inspect.signature(trainer.log).parameters) == ["self", "logs", "start_time"]
+    assert "logs.update(metrics)" in inspect.getsource(trainer.log)
