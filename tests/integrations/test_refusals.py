@@ -1,0 +1,124 @@
+"""What `attach` does not cover is one error before any step, which names it and the remedy."""
+
+from importlib import metadata
+
+import pytest
+
+pytest.importorskip("trl", reason="trl is an optional extra")
+
+from transformers import GPT2Config, GPT2LMHeadModel
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer
+from trl.experimental.online_dpo import OnlineDPOTrainer
+
+from rl_consistency.models.families import UnsupportedModelError
+from tests.integrations.trainers import grpo, loaded
+
+
+def set_on(path, value):
+    """Set what cannot be asked for here, for want of a package or a GPU."""
+
+    def change(trainer):
+        *owners, name = path.split(".")
+        for owner in owners:
+            trainer = getattr(trainer, owner)
+        setattr(trainer, name, value)
+
+    return change
+
+
+ASKED = {
+    "autocast": ({"bf16": True}, r"bf16=True; .*load the model in bfloat16 and set bf16=False"),
+    "TRL's default": ({"bf16": None}, r"bf16=True; .*load the model in bfloat16"),
+    "fp32 head": ({"cast_lm_head_to_fp32": True}, r"cast_lm_head_to_fp32=True; .*to False"),
+    "repetition": ({"repetition_penalty": 1.1}, r"repetition_penalty=1\.1; .*set it to 1\.0"),
+    "other sampling": ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs=.* to None"),
+    "support and KL": ({"top_p": 0.9, "beta": 0.1}, r"top_p=0\.9.*set beta=0"),
+    "support and iterations": ({"top_k": 5, "num_iterations": 2}, "top_k=5.* 2 updates per roll"),
+    "noise": ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5\.0; .*to None"),
+}
+CHANGED = {
+    "training": (set_on("is_in_train", True), r"call attach\(\) before train\(\)"),
+    "liger": (set_on("args.use_liger_kernel", True), "use_liger_kernel=True; .*to False"),
+    "adapters": (set_on("model.peft_config", {}), "peft_config: adapters .*merge_and_unload"),
+    "FSDP": (set_on("is_fsdp_enabled", True), "fsdp; use DeepSpeed"),
+    "a live vLLM": (set_on("args.use_vllm", True), "use_vllm=True; .*to False"),
+    "no eos": (set_on("processing_class.eos_token", None), "tokenizer .*no eos_token"),
+    "a rollout of its own": (set_on("rollout_func", print), "rollout_func .*leave it out"),
+    "compiled": (set_on("args.torch_compile", True), "torch_compile=True; .*to False"),
+    "several GPUs": (set_on("args._n_gpu", 2), r"2 GPUs in one process.*accelerate launch"),
+}
+
+
+def check_refused(trainer, attach, error, message):
+    found, own = dict(vars(trainer)), set(vars(trainer.model))
+    with pytest.raises(error, match=message):
+        attach(trainer)
+    assert vars(trainer) == found and set(vars(trainer.model)) == own
+
+
+@pytest.mark.parametrize("options, message", ASKED.values(), ids=ASKED)
+def test_an_argument_that_is_not_covered(options, message, directory, tmp_path, attach):
+    check_refused(grpo(directory, tmp_path, **options), attach, ValueError, message)
+
+
+@pytest.mark.parametrize("change, message", CHANGED.values(), ids=CHANGED)
+def test_a_state_that_is_not_covered(change, message, directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path)
+    change(trainer)
+    check_refused(trainer, attach, ValueError, message)
+
+
+def test_weights_in_float16(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path, model=loaded(directory).half())
+    check_refused(trainer, attach, ValueError, "float16.*load it in bfloat16")
+
+
+def test_a_second_attachment_until_the_first_is_undone(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path)
+    first = attach(trainer)
+    check_refused(trainer, attach, ValueError, r"already; detach\(\) that one first")
+    first.detach()
+    assert attach(trainer) is not first
+
+
+@pytest.mark.parametrize("version", ["1.14.9", "1.17.0", "2.0.0"])
+def test_a_version_of_trl_that_was_not_read(version, directory, tmp_path, attach, monkeypatch):
+    trainer = grpo(directory, tmp_path)
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    message = rf"trl is {version}, .*<1\.17,>=1\.15.*pip install"
+    check_refused(trainer, attach, ImportError, message)
+
+
+@pytest.mark.parametrize("cls", [DPOTrainer, KTOTrainer, RewardTrainer, OnlineDPOTrainer, dict])
+def test_a_class_that_is_not_covered(cls, attach):
+    with pytest.raises(TypeError, match=rf"got a .*{cls.__name__}; it covers GRPOTrainer, RLOO"):
+        attach(cls.__new__(cls))
+
+
+def test_a_subclass_with_a_seam_of_its_own(directory, tmp_path, attach):
+    class Own(GRPOTrainer):
+        def _generate_single_turn(self, *args, **kwargs):
+            return super()._generate_single_turn(*args, **kwargs)
+
+    trainer = grpo(directory, tmp_path, trainer=Own)
+    check_refused(trainer, attach, TypeError, "Own has a _generate_single_turn of its own")
+
+    class Harmless(GRPOTrainer):
+        """Nothing of its own."""
+
+    attach(grpo(directory, tmp_path, trainer=Harmless))
+
+
+def test_an_option_that_the_engine_does_not_take(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path)
+    with pytest.raises(TypeError, match=r"got blocks; allowed for the engine: .*num_kv_blocks"):
+        attach(trainer, blocks=3)
+    with pytest.raises(TypeError, match="got eos_token_id"):
+        attach(trainer, eos_token_id=3)
+
+
+def test_a_model_that_patch_does_not_cover_keeps_trl_s_forward(directory, tmp_path, attach):
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 259, "n_positions": 64}
+    trainer = grpo(directory, tmp_path, model=GPT2LMHeadModel(GPT2Config(**sizes)))
+    check_refused(trainer, attach, UnsupportedModelError, "GPT2|gpt2")
+    assert "forward" in vars(trainer.model)
