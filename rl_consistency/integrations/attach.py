@@ -10,6 +10,7 @@ from torch import nn
 
 from rl_consistency.integrations.engine_generation import EngineGeneration
 from rl_consistency.integrations.label_answer import LabelAnswer
+from rl_consistency.integrations.master_weights import with_masters
 from rl_consistency.integrations.refusals import (
     Kind,
     check_engine_options,
@@ -86,9 +87,10 @@ def attach(trainer: Any, *, sampling_metrics: bool = False, **engine: Any) -> At
         trainer.train()
 
     The model is patched, and so is the reference model, which is frozen. The patched model answers
-    the trainer's calls with canonical logprobs. In GRPO and RLOO a RolloutEngine generates, and the
-    trainer logs the drift between both sides: `consistency/...` of the first update on a rollout,
-    `off_policy/...` of later ones.
+    the trainer's calls with canonical logprobs. 16-bit weights get an AdamW with fp32 masters,
+    unless DeepSpeed keeps them or the trainer was given an optimizer. In GRPO and RLOO a
+    RolloutEngine generates, and the trainer logs the drift between both sides: `consistency/...` of
+    the first update on a rollout, `off_policy/...` of later ones.
 
     Args:
         trainer: TRL's GRPOTrainer, RLOOTrainer or SFTTrainer, or transformers' Trainer, for one of
@@ -129,7 +131,23 @@ def attach(trainer: Any, *, sampling_metrics: bool = False, **engine: Any) -> At
 
 def _attach_to_data(attachment: Attachment, trainer: Any, kind: Kind) -> None:
     answer = LabelAnswer(most_likely=kind == "SFTTrainer")
-    attachment._patch(trainer.model, answer, None)
+    attachment._patch(trainer.model, answer, _give_masters(attachment, trainer))
+
+
+def _give_masters(attachment: Attachment, trainer: Any) -> torch.dtype | None:
+    """Let a 16-bit model be updated through fp32 masters, unless DeepSpeed does it or the trainer
+    was given an optimizer; returns the dtype of its gradients for `patch`.
+
+    DistributedDataParallel takes gradients of the weights' dtype only.
+    """
+    if (
+        next(trainer.model.parameters()).dtype == torch.float32
+        or trainer.is_deepspeed_enabled
+        or trainer.optimizer is not None
+    ):
+        return None
+    attachment._set(trainer, "optimizer", with_masters(trainer))
+    return torch.float32 if trainer.accelerator.num_processes == 1 else None
 
 
 def _attach_to_rollouts(
@@ -145,7 +163,7 @@ def _attach_to_rollouts(
     )
     drift = attachment._drift = RolloutDrift(trainer)
     answer = LabelAnswer(sampling, observer=drift.observe)
-    attachment._patch(trainer.model, answer, None)
+    attachment._patch(trainer.model, answer, _give_masters(attachment, trainer))
     if trainer.ref_model is not None:
         reference = unwrapped(trainer.ref_model)
         attachment._patch(reference, LabelAnswer(sampling), None)
