@@ -114,8 +114,10 @@ def attach(trainer: Any, *, sampling_metrics: bool = False, **engine: Any) -> At
     check_trainer(trainer, kind)
     check_engine_options(engine)
     generates = kind in ("GRPOTrainer", "RLOOTrainer")
-    if not generates and (engine or sampling_metrics):
-        raise TypeError(f"a {kind} does not generate; give attach() no option of generation.")
+    if engine and not generates:
+        raise TypeError(f"a {kind} does not generate; give attach() no option of the engine.")
+    if sampling_metrics and kind != "GRPOTrainer":
+        raise TypeError(f"a {kind} has no sampling metrics; leave out sampling_metrics=True.")
     attachment = Attachment()
     try:
         if generates:
@@ -170,12 +172,11 @@ def _attach_to_rollouts(
         attachment._freeze(reference)
 
     generation = EngineGeneration(trainer, trainer.model, sampling, drift, engine)
-    correction = sampling_metrics and trainer.args.vllm_importance_sampling_correction
     for name, value in {
         "vllm_generation": generation,
         "use_vllm": True,
         "vllm_mode": "server",
-        "vllm_importance_sampling_correction": correction,
+        "vllm_importance_sampling_correction": sampling_metrics,
         "_last_loaded_step": -1,
     }.items():
         attachment._set(trainer, name, value)

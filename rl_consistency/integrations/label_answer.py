@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from rl_consistency.models.packing import packed_inputs
+from rl_consistency.models.packing import PaddedBatch, packed_inputs
 from rl_consistency.models.token_logprobs import LabelLogprobs, Sampling, label_logprobs
 
 Observer = Callable[[Tensor, Tensor, LabelLogprobs], None]
 """Sees input ids [B, L], which of them are tokens, and their scores, in a pass with gradients."""
+
+
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What a collator of packed rows passes beside the position ids, whose restarts say the same."""
 
 
 class LabelAnswer:
@@ -49,7 +54,11 @@ class LabelAnswer:
         num_items_in_batch: Tensor | int | None = None,
         **others: Any,
     ) -> Any:
+        boundaries = others.get("cu_seq_lens_q")
+        if position_ids is not None:
+            others = {key: value for key, value in others.items() if key not in _BOUNDARIES}
         batch = packed_inputs(input_ids, attention_mask, position_ids, others)
+        _check_boundaries(batch, boundaries)
         assert input_ids is not None  # packed_inputs asks for them
         scores = label_logprobs(
             policy,
@@ -73,4 +82,13 @@ class LabelAnswer:
             entropy=scores.entropy,
             is_top1=scores.most_likely,
             label_mask=scores.mask,
+        )
+
+
+def _check_boundaries(batch: PaddedBatch, boundaries: Tensor | None) -> None:
+    found = list(itertools.accumulate(batch.packed.layout.query_lens, initial=0))
+    if boundaries is not None and boundaries.tolist() != found:
+        raise ValueError(
+            f"cu_seq_lens_q is {boundaries.tolist()}, and position_ids restart at {found}; give "
+            "position_ids that count each packed sequence from 0."
         )

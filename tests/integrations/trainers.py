@@ -5,8 +5,8 @@ import pytest
 pytest.importorskip("trl", reason="trl is an optional extra")
 
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 PROMPTS = [f"{a}+{b}=" for a in range(1, 12, 3) for b in range(1, 9, 2)]
 PLAIN = {
@@ -45,6 +45,42 @@ def grpo(directory, tmp_path, *, model=None, config=GRPOConfig, trainer=GRPOTrai
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:2]}),
         processing_class=AutoTokenizer.from_pretrained(directory),
+    )
+
+
+def sft(directory, tmp_path, *, model=None, **options):
+    """An SFTTrainer on lines of unequal lengths."""
+    return SFTTrainer(
+        model=model or loaded(directory),
+        args=SFTConfig(
+            output_dir=str(tmp_path), **(PLAIN | {"per_device_train_batch_size": 2} | options)
+        ),
+        train_dataset=Dataset.from_dict({"text": [f"{a}+{a}={'yes' * a}" for a in range(1, 8)]}),
+        eval_dataset=Dataset.from_dict({"text": ["1+1=2", "20+20=40"]}),
+        processing_class=AutoTokenizer.from_pretrained(directory),
+    )
+
+
+def plain(directory, tmp_path, *, model=None, **options):
+    """transformers' Trainer on the same lines, padded by hand."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+
+    def collate(rows):
+        batch = tokenizer([row["text"] for row in rows], return_tensors="pt", padding=True)
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        return {**batch, "labels": labels}
+
+    return Trainer(
+        model=model or loaded(directory),
+        args=TrainingArguments(
+            output_dir=str(tmp_path),
+            **(
+                PLAIN | {"per_device_train_batch_size": 2, "remove_unused_columns": False} | options
+            ),
+        ),
+        train_dataset=Dataset.from_dict({"text": [f"{a}+{a}={'yes' * a}" for a in range(1, 8)]}),
+        eval_dataset=Dataset.from_dict({"text": ["1+1=2", "20+20=40"]}),
+        data_collator=collate,
     )
 
 

@@ -1,0 +1,129 @@
+"""RLOOTrainer, SFTTrainer and transformers' Trainer with `attach`."""
+
+import pytest
+
+pytest.importorskip("trl", reason="trl is an optional extra")
+
+import torch
+from trl import RLOOConfig, RLOOTrainer
+
+from rl_consistency.integrations.label_answer import LabelAnswer
+from rl_consistency.models.modules import CanonicalModule
+from tests.integrations.trainers import grpo, loaded, logged, plain, sft
+
+
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2}], ids=["plain", "two iterations"])
+def test_rloo_has_no_differing_token_on_a_first_update(options, directory, tmp_path, attach):
+    kinds = {"config": RLOOConfig, "trainer": RLOOTrainer}
+    trainer = grpo(directory, tmp_path, beta=0.1, **kinds, **options)
+    attachment = attach(trainer)
+    trainer.train()
+    counts = logged(trainer, "consistency/mismatched_tokens")
+    assert counts == [0] * (2 // options.get("num_iterations", 1)) and attachment.drift.passed
+    assert not logged(trainer, "consistency/uncompared_tokens")
+    assert bool(logged(trainer, "off_policy/tokens")) == bool(options)
+
+
+SFT = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "checkpointing": {"gradient_checkpointing": True},
+    "DFT": {"loss_type": "dft"},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+}
+
+
+@pytest.mark.parametrize("options", SFT.values(), ids=SFT)
+def test_sft_gives_trl_s_figures_within_rounding(options, directory, tmp_path, attach):
+    check_figures_of_stock(sft, ("mean_token_accuracy",), options, directory, tmp_path, attach)
+
+
+@pytest.mark.parametrize("options", list(SFT.values())[:3], ids=list(SFT)[:3])
+def test_a_plain_trainer_gives_its_figures_within_rounding(options, directory, tmp_path, attach):
+    check_figures_of_stock(plain, (), options, directory, tmp_path, attach)
+
+
+def check_figures_of_stock(build, more, options, directory, tmp_path, attach):
+    options = {"gradient_checkpointing": False, **options}
+    stock, ours = (build(directory, tmp_path, **options) for _ in range(2))
+    attachment = attach(ours)
+    for trainer in (stock, ours):
+        trainer.train()
+        trainer.evaluate()
+    assert isinstance(ours.model, CanonicalModule) and attachment.drift is None
+    for name in ("loss", "grad_norm", "eval_loss", *more):
+        left, right = (torch.tensor(logged(trainer, name)) for trainer in (stock, ours))
+        assert len(left) > 0
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+    weights = [list(trainer.model.parameters()) for trainer in (stock, ours)]
+    assert not all(map(torch.equal, *weights))
+
+
+def test_accuracy_of_sft_counts_the_most_likely_labels(directory, tmp_path, attach):
+    """On a line whose tokens are the model's own greedy continuation, all but the first."""
+    model = loaded(directory)
+    ids = torch.tensor([[65]])
+    for _ in range(6):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    ids[0, 3] = (ids[0, 3] + 1) % 200
+    right = (model(ids).logits[0, :-1].argmax(-1) == ids[0, 1:]).tolist()
+    trainer = sft(directory, tmp_path, model=model)
+    attach(trainer)
+    found = trainer.model(input_ids=ids, labels=ids, fused_lm_head=True)
+    assert found.is_top1[0].tolist() == right
+    assert any(right) and not all(right)
+
+
+def test_the_weights_of_sft_do_not_depend_on_micro_batches_or_padding(directory, tmp_path, attach):
+    """One batch of four lines: at once, one by one, and padded further."""
+    ends = []
+    for options in ({"per_device_train_batch_size": 4}, {"gradient_accumulation_steps": 4}):
+        size = {"per_device_train_batch_size": 1} | options
+        for padding in (None, 32):
+            trainer = sft(directory, tmp_path, max_steps=1, pad_to_multiple_of=padding, **size)
+            attach(trainer)
+            trainer.train()
+            ends.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
+    assert all(all(map(torch.equal, ends[0], end)) for end in ends[1:])
+
+
+def test_packed_lines_give_the_weights_of_lines_by_themselves(directory, tmp_path, attach):
+    ends = []
+    for options in ({"padding_free": True, "max_length": None}, {}):
+        trainer = sft(directory, tmp_path, per_device_train_batch_size=4, max_steps=1, **options)
+        attach(trainer)
+        trainer.train()
+        ends.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+def test_boundaries_that_position_ids_contradict_are_refused(directory, attach, tmp_path):
+    trainer = sft(directory, tmp_path)
+    attach(trainer)
+    ids, positions = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[0, 1, 0, 1]])
+    call = {"input_ids": ids, "labels": ids, "position_ids": positions, "fused_lm_head": True}
+    trainer.model(**call, cu_seq_lens_q=torch.tensor([0, 2, 4]))
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q is \[0, 1, 4\].*\[0, 2, 4\]"):
+        trainer.model(**call, cu_seq_lens_q=torch.tensor([0, 1, 4]))
+
+
+def test_what_has_no_effect_on_a_trainer_is_refused(directory, tmp_path, attach):
+    with pytest.raises(TypeError, match="a SFTTrainer does not generate"):
+        attach(sft(directory, tmp_path), num_kv_blocks=3)
+    with pytest.raises(TypeError, match="a Trainer has no sampling metrics"):
+        attach(plain(directory, tmp_path), sampling_metrics=True)
+    trainer = plain(directory, tmp_path)
+    trainer.compute_metrics = print
+    with pytest.raises(ValueError, match="compute_metrics needs logits"):
+        attach(trainer)
+
+
+def test_detach_gives_sft_and_the_plain_trainer_back(directory, tmp_path, attach):
+    for build in (sft, plain):
+        trainer = build(directory, tmp_path)
+        found, own = dict(vars(trainer)), dict(vars(trainer.model))
+        attachment = attach(trainer)
+        assert isinstance(trainer.model.answer, LabelAnswer)
+        attachment.detach()
+        assert vars(trainer) == found and vars(trainer.model).keys() == own.keys()
+        assert vars(trainer.model).get("forward") is own.get("forward")
