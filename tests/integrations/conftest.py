@@ -4,6 +4,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import rl_consistency
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
+from tests.ranks import run_ranks
+
+__all__ = ["run_ranks"]
 
 
 @pytest.fixture(scope="session")
