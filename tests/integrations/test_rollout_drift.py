@@ -1,0 +1,99 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_consistency.integrations import rollout_drift
+from rl_consistency.integrations.rollout_drift import RolloutDrift
+from rl_consistency.models.token_logprobs import LabelLogprobs
+from rl_consistency.rollout.completion import Completion
+
+
+@pytest.fixture
+def drift():
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(global_step=0), accelerator=SimpleNamespace(num_processes=1)
+    )
+    return RolloutDrift(trainer)
+
+
+def sample(prompt, tokens, logprobs):
+    completion = Completion(0, 0, tokens, torch.tensor(logprobs), "stop")
+    return [prompt], [completion]
+
+
+def observe(drift, ids, scored, logprobs, *, left=0):
+    """A row of training, padded by `left` columns before it and one after; `scored` per token."""
+    pad = [0] * left
+    tokens = torch.tensor([[*pad, *[1] * len(ids), 0]]).bool()
+    mask = torch.tensor([[*pad, *scored, 0]]).bool()[:, 1:]
+    values = torch.zeros(mask.shape)
+    values[mask] = torch.tensor(logprobs)
+    drift.observe(
+        torch.tensor([[*pad, *ids, 0]]), tokens, LabelLogprobs(values, values, mask, None)
+    )
+
+
+def test_a_row_is_found_by_its_tokens_whatever_its_padding(drift):
+    drift.sampled(*sample([7, 8], [3, 4], [-1.0, -2.0]))
+    for left in (0, 3):
+        observe(drift, [7, 8, 3, 4], [0, 0, 1, 1], [-1.0, -2.0], left=left)
+    assert drift.total.report.tokens == 4 and drift.total.report.passed
+    observe(drift, [7, 8, 3, 4], [0, 0, 1, 1], [-1.0, -2.5])
+    assert drift.total.report.mismatched_tokens == 1
+    assert drift.take()["consistency/logprob_abs_diff/max"] == 0.5
+    assert drift.take() == {}
+
+
+def test_all_turns_of_a_row_are_compared_and_what_a_tool_wrote_is_not(drift):
+    drift.sampled(*sample([7, 8], [3, 4], [-1.0, -2.0]))
+    drift.sampled(*sample([7, 8, 3, 4, 9, 9], [5], [-3.0]))
+    observe(drift, [7, 8, 3, 4, 9, 9, 5], [0, 0, 1, 1, 0, 0, 1], [-1.0, -2.0, -3.5])
+    figures = drift.take()
+    assert figures["consistency/tokens"] == 3 and figures["consistency/mismatched_tokens"] == 1
+    assert "consistency/uncompared_tokens" not in figures
+
+
+def test_a_token_that_was_not_sampled_is_counted(drift):
+    drift.sampled(*sample([7, 8], [3, 4], [-1.0, -2.0]))
+    observe(drift, [7, 8, 3, 5], [0, 0, 1, 1], [-1.0, -2.0])
+    assert drift.take() == {"consistency/uncompared_tokens": 2}
+
+
+def test_the_same_weights_are_the_first_update_and_others_a_later_one(drift):
+    drift.sampled(*sample([7, 8], [3], [-1.0]))
+    observe(drift, [7, 8, 3], [0, 0, 1], [-1.0])
+    drift._trainer.state.global_step = 1
+    observe(drift, [7, 8, 3], [0, 0, 1], [-1.5])
+    figures = drift.take()
+    assert figures["consistency/mismatched_tokens"] == 0
+    assert figures["off_policy/mismatched_tokens"] == 1
+    assert drift.total.report.tokens == 1
+
+
+def test_a_rollout_of_other_weights_replaces_the_last(drift):
+    drift.sampled(*sample([7, 8], [3], [-1.0]))
+    drift._trainer.state.global_step = 1
+    drift.sampled(*sample([7, 8], [4], [-1.0]))
+    observe(drift, [7, 8, 3], [0, 0, 1], [-1.0])
+    assert drift.take() == {"consistency/uncompared_tokens": 1}
+
+
+def test_maxima_are_maxima_and_counts_are_sums_over_processes(drift, monkeypatch):
+    def of(difference, tokens):
+        part = RolloutDrift(drift._trainer)
+        ids = [*range(2, 2 + tokens)]
+        part.sampled(*sample([1], ids, [-1.0] * tokens))
+        observe(part, [1, *ids], [0, *[1] * tokens], [-1.0 - difference, *[-1.0] * (tokens - 1)])
+        return [{name: t.state_dict() for name, t in part._since_log.items()}, 1]
+
+    drift._trainer.accelerator.num_processes = 3
+    idle = [{name: {} for name in ("consistency", "off_policy")}, 0]
+    everyone = [of(0.5, 4), of(0.25, 2), idle]
+    monkeypatch.setattr(rollout_drift, "gather_object", lambda mine: everyone)
+    figures = drift.take()
+    assert figures["consistency/tokens"] == 6
+    assert figures["consistency/mismatched_tokens"] == 2
+    assert figures["consistency/logprob_abs_diff/max"] == 0.5
+    assert figures["consistency/logprob_abs_diff/mean"] == pytest.approx(0.75 / 6)
+    assert figures["consistency/uncompared_tokens"] == 2
