@@ -1,6 +1,7 @@
 """TRL's GRPOTrainer on a tiny random Qwen3, with generation and training in the same bits.
 
-    python examples/trl_grpo.py
+    python examples/trl_grpo.py --measure-only     # as TRL does it: tokens differ
+    python examples/trl_grpo.py                    # 0 tokens differ
 
 One line is added to an ordinary TRL script: `rl_consistency.attach(trainer)`. The last line printed
 is the number of tokens whose logprob differs between generation and training. Several processes:
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--model", help="a model directory; a tiny random Qwen3 without it")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--measure-only", action="store_true", help="patch nothing")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if (model := options.model) is None:
@@ -71,7 +73,7 @@ def main() -> None:
             train_dataset=Dataset.from_dict({"prompt": [f"{a}+{a}=" for a in range(32)]}),
             processing_class=AutoTokenizer.from_pretrained(model),
         )
-        attachment = rl_consistency.attach(trainer)
+        attachment = rl_consistency.attach(trainer, measure_only=options.measure_only)
         trainer.train()
         drift = attachment.drift
         print(f"{drift.mismatched_tokens} of {drift.tokens} tokens differ", flush=True)

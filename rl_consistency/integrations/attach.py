@@ -18,6 +18,7 @@ from rl_consistency.integrations.refusals import (
     trainer_kind,
 )
 from rl_consistency.integrations.rollout_drift import RolloutDrift
+from rl_consistency.integrations.stock_measure import watched_forward, watched_generate
 from rl_consistency.models.patch import patch
 from rl_consistency.models.sharding import unwrapped
 from rl_consistency.parity.drift import DriftReport
@@ -79,7 +80,9 @@ class Attachment:
             parameter.requires_grad_(False)
 
 
-def attach(trainer: Any, *, sampling_metrics: bool = False, **engine: Any) -> Attachment:
+def attach(
+    trainer: Any, *, sampling_metrics: bool = False, measure_only: bool = False, **engine: Any
+) -> Attachment:
     """Let a trainer generate and train in canonical orders, so that both give the same logprobs.
 
         trainer = GRPOTrainer(...)
@@ -97,6 +100,8 @@ def attach(trainer: Any, *, sampling_metrics: bool = False, **engine: Any) -> At
             the models that `patch` covers. Built, and not training.
         sampling_metrics: let TRL compute its own `sampling/...` metrics and importance correction,
             for one more scoring pass per rollout.
+        measure_only: patch nothing, and log the drift of the trainer as it is, between Hugging
+            Face's `generate` and training; of a GRPOTrainer or RLOOTrainer.
         engine: options of `RolloutEngine`, for a trainer that generates.
 
     Returns the attachment, which holds the drift and `detach()`.
@@ -111,16 +116,22 @@ def attach(trainer: Any, *, sampling_metrics: bool = False, **engine: Any) -> At
     kind = trainer_kind(trainer)
     if _MARK in vars(trainer):
         raise ValueError("attach() was called on this trainer already; detach() that one first.")
-    check_trainer(trainer, kind)
+    check_trainer(trainer, kind, measure_only=measure_only)
     check_engine_options(engine)
     generates = kind in ("GRPOTrainer", "RLOOTrainer")
-    if engine and not generates:
-        raise TypeError(f"a {kind} does not generate; give attach() no option of the engine.")
+    if not generates and (engine or measure_only):
+        raise TypeError(
+            f"a {kind} does not generate; give attach() no measure_only and no engine option."
+        )
+    if measure_only and (engine or sampling_metrics):
+        raise TypeError("measure_only=True leaves generation as it is; give attach() nothing else.")
     if sampling_metrics and kind != "GRPOTrainer":
         raise TypeError(f"a {kind} has no sampling metrics; leave out sampling_metrics=True.")
     attachment = Attachment()
     try:
-        if generates:
+        if measure_only:
+            _watch_stock(attachment, trainer)
+        elif generates:
             _attach_to_rollouts(attachment, trainer, sampling_metrics, engine)
         else:
             _attach_to_data(attachment, trainer, kind)
@@ -180,7 +191,19 @@ def _attach_to_rollouts(
         "_last_loaded_step": -1,
     }.items():
         attachment._set(trainer, name, value)
+    _log_drift(attachment, trainer, drift)
 
+
+def _watch_stock(attachment: Attachment, trainer: Any) -> None:
+    drift = attachment._drift = RolloutDrift(trainer)
+    model = trainer.model
+    generate = watched_generate(model.generate, drift, trainer.eos_token_ids)
+    attachment._set(model, "generate", generate)
+    attachment._set(model, "forward", watched_forward(model.forward, drift))
+    _log_drift(attachment, trainer, drift)
+
+
+def _log_drift(attachment: Attachment, trainer: Any, drift: RolloutDrift) -> None:
     log = trainer.log
 
     def log_with_drift(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -61,8 +61,7 @@ class EngineGeneration:
         completions = self._engine.generate(
             prompts, self._sampling, prompt_ids=self._prompt_ids(len(prompts))
         )
-        if self._policy.training:
-            self._drift.sampled(prompts, completions)
+        self._drift.sampled(prompts, completions)
         tokens = [completion.token_ids for completion in completions]
         logprobs = [[[value] for value in c.token_logprobs.tolist()] for c in completions]
         return prompts, tokens, logprobs, None

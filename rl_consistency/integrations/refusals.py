@@ -77,9 +77,9 @@ def _check_methods(cls: type, covered: type) -> None:
             )
 
 
-def check_trainer(trainer: Any, kind: Kind) -> None:
+def check_trainer(trainer: Any, kind: Kind, *, measure_only: bool = False) -> None:
     """ValueError naming an argument that is not covered, what is, and what to do."""
-    for fault in _faults(trainer, kind):
+    for fault in _measuring_faults(trainer) if measure_only else _faults(trainer, kind):
         raise ValueError(f"attach() cannot cover this {kind}: {fault}.")
 
 
@@ -92,6 +92,16 @@ def check_engine_options(options: dict[str, Any]) -> None:
             f"attach() got {', '.join(unknown)}; allowed for the engine: "
             f"{', '.join(sorted(allowed))}."
         )
+
+
+def _measuring_faults(trainer: Any) -> Iterator[str]:
+    if trainer.is_in_train:
+        yield "it is training already; call attach() before train()"
+    for name in ("use_vllm", "use_transformers_continuous_batching"):
+        if getattr(trainer.args, name, False):
+            yield f"measure_only reads Hugging Face's generate, and {name}=True; set it to False"
+    if getattr(trainer, "rollout_func", None) is not None:
+        yield "measure_only reads Hugging Face's generate; leave out rollout_func"
 
 
 def _faults(trainer: Any, kind: Kind) -> Iterator[str]:

@@ -34,7 +34,10 @@ class RolloutDrift:
         """Of the first updates of this process."""
 
     def sampled(self, prompts: list[list[int]], completions: list[Completion]) -> None:
-        """Take in a rollout, or a turn of one; a rollout at another step replaces the last."""
+        """Take in a rollout, or a turn of one; a rollout at another step replaces the last. One for
+        evaluation is passed over."""
+        if not self._trainer.model.training:
+            return
         if self._sampled_at != self._trainer.state.global_step:
             self._samples.clear()
             self._sampled_at = self._trainer.state.global_step

@@ -12,7 +12,9 @@ from rl_consistency.rollout.completion import Completion
 @pytest.fixture
 def drift():
     trainer = SimpleNamespace(
-        state=SimpleNamespace(global_step=0), accelerator=SimpleNamespace(num_processes=1)
+        state=SimpleNamespace(global_step=0),
+        accelerator=SimpleNamespace(num_processes=1),
+        model=SimpleNamespace(training=True),
     )
     return RolloutDrift(trainer)
 
