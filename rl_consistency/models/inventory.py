@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from functools import partial
 from operator import itemgetter
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -177,8 +178,8 @@ def _is_read(key: str, cls: type[nn.Module]) -> bool:
 
 def _origin(call: Any) -> str:
     """Module and name of the code behind a callable, whatever `functools.wraps` says of it."""
-    while (inner := getattr(call, "__func__", None) or getattr(call, "func", None)) is not None:
-        call = inner  # of a method, of a partial
+    while isinstance(call, partial | MethodType):
+        call = call.func if isinstance(call, partial) else call.__func__
     code = getattr(call, "__code__", None)
     if code is None:
         return f"a {type(call).__module__}.{type(call).__qualname__}"

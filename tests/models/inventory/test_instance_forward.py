@@ -2,6 +2,7 @@
 
 import functools
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,6 +40,11 @@ def callable_object(module):
     module.forward = Recorder()
 
 
+def mock(module):
+    """It has every attribute that is asked for."""
+    module.forward = Mock()
+
+
 SET = {
     "TRL's fused head": (by_trl, "", "trl.trainer.utils.add_fused_lm_head.<locals>._fused_forward"),
     "a wrapping function": (
@@ -51,6 +57,7 @@ SET = {
         "model.norm",
         "rl_consistency.models.modules.CanonicalRMSNorm.forward",
     ),
+    "a mock": (mock, "model.norm", "a unittest.mock.Mock"),
     "an object": (callable_object, "model.layers.0.self_attn", f"a {__name__}.Recorder"),
 }
 
