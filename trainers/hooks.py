@@ -22,7 +22,7 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import (
     each_digest,
-    gradient_digest,
+    joint_digest,
     list_digest,
     parameter_digest,
 )
@@ -187,19 +187,16 @@ class ConsistencyHook:
         gradients = step.gradients
         if gradients is None:
             gradients = {name: p.grad for name, p in self.model.named_parameters()}
-        self._digests["gradients"] = self._timed(each_digest, gradients)
-        digest = self._timed(gradient_digest, gradients)
-        metrics: Metrics = {"consistency/gradient_digest": digest}
+        self._digests["gradients"] = each = self._timed(each_digest, gradients)
+        metrics: Metrics = {"consistency/gradient_digest": joint_digest(each)}
         if self._due(self.gradient_check_every, self._current.step):
             metrics |= self._check_gradients(step)
         return metrics
 
     def on_step_end(self) -> Metrics:
         step, self._rollout = self._current.step, None
-        self._digests["weights"] = self._timed(each_digest, self.model)
-        metrics: Metrics = {
-            "consistency/parameter_digest": self._timed(parameter_digest, self.model)
-        }
+        self._digests["weights"] = each = self._timed(each_digest, self.model)
+        metrics: Metrics = {"consistency/parameter_digest": joint_digest(each)}
         metrics["time/digest_seconds"] = self._digest_seconds
         self._digest_seconds = 0.0
         if self._device.type == "cuda":

@@ -10,7 +10,7 @@ from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
-from rl_consistency.parity.digest import gradient_digest, parameter_digest
+from rl_consistency.parity.digest import each_digest, joint_digest, parameter_digest
 from rl_consistency.parity.replay import load_replay_bundle
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
@@ -40,6 +40,10 @@ DRIFT_NAMES = {
     "importance_ratio/max",
     "clip_fraction",
 }
+
+
+def digests_of_gradients(model):
+    return each_digest({name: p.grad for name, p in model.named_parameters()})
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +158,8 @@ def test_a_step_without_drift_reads_zero_and_the_stock_path_does_not(make_hook, 
     assert metrics["consistency/importance_ratio/min"] == 1.0
     assert metrics["consistency/importance_ratio/max"] == 1.0
     assert metrics["consistency/gradient_check/passed"] is True
-    assert metrics["consistency/gradient_digest"] == gradient_digest(model)
-    assert metrics["consistency/parameter_digest"] == parameter_digest(model)
+    assert metrics["consistency/gradient_digest"] == joint_digest(digests_of_gradients(model))
+    assert metrics["consistency/parameter_digest"] == joint_digest(each_digest(model))
     assert metrics["stock/mismatched_tokens"] > 0
     assert 0 < metrics["stock/logprob_abs_diff/max"] < 1e-4
 
@@ -255,9 +259,9 @@ def test_a_gradient_check_leaves_gradients_and_weights_as_they_were(make_hook, m
     hook.on_rollout(rollout)
     step = trained(model, rollout, global_mean(rollout))
     tensors = [p.grad for p in model.parameters()]
-    before = gradient_digest(model), parameter_digest(model)
+    before = digests_of_gradients(model), parameter_digest(model)
     hook.on_gradients(step)
-    assert (gradient_digest(model), parameter_digest(model)) == before
+    assert (digests_of_gradients(model), parameter_digest(model)) == before
     assert all(a is p.grad for a, p in zip(tensors, model.parameters()))
 
 
