@@ -195,9 +195,8 @@ class ConsistencyHook:
 
     def on_step_end(self) -> Metrics:
         step, self._rollout = self._current.step, None
-        self._digests["weights"] = each = self._timed(each_digest, self.model)
-        metrics: Metrics = {"consistency/parameter_digest": joint_digest(each)}
-        metrics["time/digest_seconds"] = self._digest_seconds
+        self._digests["weights"] = self._timed(each_digest, self.model)
+        metrics: Metrics = {"time/digest_seconds": self._digest_seconds}
         self._digest_seconds = 0.0
         if self._device.type == "cuda":
             self._audit_schedules(step, metrics)

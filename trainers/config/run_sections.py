@@ -60,7 +60,9 @@ class ConsistencySection(Section):
     strict_except: Annotated[tuple[str, ...], AfterValidator(_known_ops)] = ()
     """Ops that run stock although strict is on (for ablations)."""
     gradient_leaves: Annotated[
-        LeafOrder, BeforeValidator(_leaf_order), PlainSerializer(_plain_leaves)
+        LeafOrder,
+        BeforeValidator(_leaf_order, json_schema_input_type=int | list[int]),
+        PlainSerializer(_plain_leaves),
     ] = LeafOrder(1)
     """Parts into which the sequences of an optimizer step are cut; their gradients are added in
     order, on 1 to as many processes with the same bits. [B, A]: A groups of B, for several nodes.
