@@ -32,7 +32,7 @@ Written by `python tools/reference.py`; a test holds it equal to the code.
 
 def metrics() -> str:
     """docs/metrics.md."""
-    lines: list[str] = METRICS_HEAD.splitlines()
+    lines: list[str] = [*METRICS_HEAD.splitlines()]
     for heading, section in METRICS.items():
         lines += ["", f"## {heading}", "", "| name | meaning | of a run |", "| --- | --- | --- |"]
         lines += [f"| `{n}` | {_line(r.text)} | {r.standing} |" for n, r in section.items()]
@@ -42,7 +42,7 @@ def metrics() -> str:
 def recipe() -> str:
     """docs/recipe.md."""
     schema = RunConfig.model_json_schema()
-    lines: list[str] = RECIPE_HEAD.splitlines()
+    lines: list[str] = [*RECIPE_HEAD.splitlines()]
     for name, section in schema["properties"].items():
         lines += _section(name, section, schema["$defs"])
     return "\n".join(lines) + "\n"
