@@ -25,7 +25,8 @@ Written by `python tools/reference.py`; a test holds it equal to the code.
 RECIPE_HEAD = """\
 # Recipes
 
-Every key of a recipe. `--set section.key=value` overrides one on the command line.
+Every key of a recipe. `--set section.key=value` overrides one on the command line;
+`rl-consistency train RECIPE --print-config` prints a recipe with its defaults.
 Written by `python tools/reference.py`; a test holds it equal to the code.
 """
 
