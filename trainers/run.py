@@ -25,7 +25,7 @@ from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.grpo import GRPOTrainer
+from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.launch import check_machine, join, threads
