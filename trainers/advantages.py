@@ -99,6 +99,34 @@ def generalized_advantages(
     return advantages[::-1]
 
 
+def token_rewards(reward: float, kl: Sequence[float], coefficient: float) -> list[float]:
+    """What each token of a completion earns: `reward` at the last, less its share of the KL.
+
+    `kl` is logprob - reference_logprob of each token, `coefficient` its weight.
+    """
+    rewards = [-coefficient * value for value in kl]
+    return [*rewards[:-1], rewards[-1] + reward]
+
+
+def explained_variance(
+    values: Sequence[Sequence[float]], returns: Sequence[Sequence[float]]
+) -> float:
+    """1 - Var(returns - values) / Var(returns) over all tokens; 0 for returns that are all equal.
+
+    1 is a perfect critic, 0 one that knows the mean only; a worse one is negative.
+    """
+    found = [pair for parts in zip(values, returns, strict=True) for pair in zip(*parts)]
+    spread = _variance([r for _, r in found])
+    return 1.0 - _variance([r - v for v, r in found]) / spread if spread else 0.0
+
+
+def _variance(values: Sequence[float]) -> float:
+    if min(values) == max(values):
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    return math.fsum((value - mean) ** 2 for value in values) / len(values)
+
+
 def whitened(advantages: Sequence[Sequence[float]], *, eps: float = 1e-8) -> list[list[float]]:
     """The advantages of all tokens of a batch with mean 0 and standard deviation 1, in fp64.
 
@@ -107,11 +135,10 @@ def whitened(advantages: Sequence[Sequence[float]], *, eps: float = 1e-8) -> lis
     flat = [value for part in advantages for value in part]
     if not flat:
         return [[] for _ in advantages]
-    if min(flat) == max(flat):
+    if min(flat) == max(flat):  # the rounded mean need not be that number
         return [[0.0] * len(part) for part in advantages]
-    mean = math.fsum(flat) / len(flat)
-    variance = math.fsum((value - mean) ** 2 for value in flat) / len(flat)
-    return [[(value - mean) / (math.sqrt(variance) + eps) for value in p] for p in advantages]
+    mean, deviation = math.fsum(flat) / len(flat), math.sqrt(_variance(flat))
+    return [[(value - mean) / (deviation + eps) for value in part] for part in advantages]
 
 
 def overlong_mask(finish_reasons: Sequence[str]) -> Tensor:

@@ -10,8 +10,9 @@ bits of each operation do not depend on a value's place in its tensor, and the g
 is exactly 1. The *value* of a sum does depend on the cut: report `merge_outputs(outputs).loss`,
 which sums once, in order.
 
-Sources: PPO (clipped surrogate; clipped value loss, of its reference code), DeepSeekMath (GRPO, k3 against a reference), Dr. GRPO (constant
-length normaliser), DAPO (token-level normaliser, clip-higher).
+Sources: PPO (clipped surrogate; clipped value loss, in its reference code), DeepSeekMath (GRPO, k3
+against a reference), Dr. GRPO (constant length normaliser), DAPO (token-level normaliser,
+clip-higher).
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class LossOutput(ClippedLoss):
             "ratio/min": self.ratio.min().item(),
             "ratio/mean": self.ratio.double().mean().item(),
             "ratio/max": self.ratio.max().item(),
+            "kl/rollout": (self.ratio.double() - 1.0 - self.ratio.double().log()).mean().item(),
         }
         optional = {"kl/k1": self.kl_k1, "kl/k3": self.kl_k3, "entropy": self.entropy}
         found |= {name: v.double().mean().item() for name, v in optional.items() if v is not None}

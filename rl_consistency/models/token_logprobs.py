@@ -82,14 +82,14 @@ def token_logprobs(
     inside of a wrapper under gradients, which would leave out what the wrapper does.
     """
     policy = unwrapped(model)
-    batch, lens = _pack(policy, sequences, attention_mask)
+    batch, lens = pack_any(policy, sequences, attention_mask)
     context: int = policy.config.max_position_embeddings  # type: ignore[union-attr, assignment]
     if max(lens) > context:
         raise ValueError(
             f"sequence {lens.index(max(lens))} has {max(lens)} tokens, the model's context is "
             f"{context} (max_position_embeddings); shorten it."
         )
-    scored = _scored_tokens(lens, prompt_lengths, loss_mask, attention_mask)
+    scored = scored_tokens(lens, prompt_lengths, loss_mask, attention_mask)
     run = partial(_score, policy, batch, lens, scored, sampling)
     logprobs, entropy = through(model, policy, run)
     return TokenLogprobs(logprobs, entropy, [int(mask.sum()) for mask in scored])
@@ -105,7 +105,7 @@ def _score(
     hidden = packed_hidden_states(policy, batch)
     if hidden.dtype == torch.float16 and hidden.requires_grad:
         raise ValueError(NO_FP16_TRAINING)
-    rows = _scored_rows(batch, lens, scored)
+    rows = scored_rows_of(batch, lens, scored)
     parameters = _sampling_rows(sampling, lens, rows)
     given = (hidden[rows.index], lm_head_weight(policy), rows.targets, parameters)
     if is_canonical("token_logprobs"):
@@ -133,14 +133,14 @@ def _stock_scores(
     return logprobs.gather(1, safe.unsqueeze(1)).squeeze(1), entropy
 
 
-class _Rows(NamedTuple):
+class ScoredRows(NamedTuple):
     index: Tensor  # [M] packed row that predicts each target; a multiple of 16 per sequence
     targets: Tensor  # [M] int64, `IGNORED` in rows of filler
     kept: Tensor  # [N] which of the M rows are real
     owners: list[int]  # [M] sequence of each
 
 
-def _pack(
+def pack_any(
     model: nn.Module,
     sequences: Sequence[Sequence[int]] | Tensor | PackedBatch,
     attention_mask: Tensor | None,
@@ -156,7 +156,7 @@ def _pack(
     return batch, list(batch.layout.query_lens)
 
 
-def _scored_tokens(
+def scored_tokens(
     lens: list[int],
     prompt_lengths: Sequence[int] | None,
     loss_mask: Sequence[Sequence[bool]] | Tensor | None,
@@ -199,7 +199,7 @@ def _masks(lens: list[int], loss_mask: Any, attention_mask: Tensor | None) -> li
     return masks
 
 
-def _scored_rows(batch: PackedBatch, lens: list[int], scored: list[Tensor]) -> _Rows:
+def scored_rows_of(batch: PackedBatch, lens: list[int], scored: list[Tensor]) -> ScoredRows:
     """Rows to score, their owners, and which of them are real.
 
     Filler rows bring each sequence to a multiple of the fold's step, so that the LM head's gradient
@@ -222,11 +222,11 @@ def _scored_rows(batch: PackedBatch, lens: list[int], scored: list[Tensor]) -> _
     kept = np.concatenate(real)
     rows = from_host(np.concatenate(index), device)
     targets = batch.input_ids[rows + 1].masked_fill(from_host(~kept, device), IGNORED)
-    return _Rows(rows, targets, from_host(np.flatnonzero(kept), device), owners)
+    return ScoredRows(rows, targets, from_host(np.flatnonzero(kept), device), owners)
 
 
 def _sampling_rows(
-    sampling: Sampling | Sequence[Sampling] | None, lens: list[int], rows: _Rows
+    sampling: Sampling | Sequence[Sampling] | None, lens: list[int], rows: ScoredRows
 ) -> SamplingRows:
     device = rows.index.device
     if sampling is None:

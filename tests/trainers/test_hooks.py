@@ -317,7 +317,10 @@ def test_methods_out_of_order_are_refused(make_hook, rollout):
 
 @pytest.mark.parametrize(
     "file",
-    ["grpo", "warm_start", "optimizer", "losses", "batch", "advantages", "rewards", "prompts"],
+    [
+        *("algorithms/loop", "algorithms/grpo", "algorithms/ppo", "warm_start", "optimizer"),
+        *("losses", "batch", "advantages", "rewards", "prompts"),
+    ],
 )
 def test_the_loop_itself_knows_nothing_of_drift(file):
     tree = ast.parse((ROOT / "trainers" / f"{file}.py").read_text())
