@@ -43,6 +43,8 @@ HEAD_SCALE = 0.1
 class ValueHead(CanonicalLinear, nn.Linear):
     """One output in fp32, through the canonical `linear`."""
 
+    weight: nn.Parameter
+
     def __init__(self, size: int, *, seed: int):
         super().__init__(size, 1, bias=False)
         generator = torch.Generator().manual_seed(seed)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -86,12 +86,10 @@ class PPOTrainer(PolicyTrainer):
             metrics["reward/kl"] = fmean(sum(part) for part in kl)
         if self._ppo.whiten_advantages:
             advantages = whitened(advantages)
-        judged = JudgedExperience(
-            **vars(experience) | {"advantages": [torch.tensor(part) for part in advantages]},
-            values=values,
-            returns=[torch.tensor(part) for part in returns],
-        )
-        return metrics, judged
+        experience = replace(experience, advantages=[torch.tensor(part) for part in advantages])
+        judged: dict[str, Any] = vars(experience)
+        later = [torch.tensor(part) for part in returns]
+        return metrics, JudgedExperience(**judged, values=values, returns=later)
 
     def _kl(self, experience: Experience) -> list[list[float]]:
         """The log-ratio of each token to the reference; zeros without one."""

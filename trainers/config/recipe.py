@@ -169,6 +169,8 @@ def _option_problems(config: RunConfig) -> Iterator[str]:
             "algorithm.kl_coefficient: a KL to the reference needs untruncated sampling, but "
             f"rollout.sampling sets {', '.join(truncated)}: the reference may give a token 0"
         )
+    if algorithm.name == "grpo" and sampling.n < 2:
+        yield f"rollout.sampling: n must be at least 2, the group of an advantage, got {sampling.n}"
     if algorithm.name != "ppo" and algorithm.ppo is not None:
         yield f"algorithm.ppo: has no meaning with name: {algorithm.name}; leave it out"
     if algorithm.name == "ppo" and algorithm.advantage != "grpo":
