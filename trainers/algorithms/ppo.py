@@ -86,9 +86,9 @@ class PPOTrainer(PolicyTrainer):
             metrics["reward/kl"] = fmean(sum(part) for part in kl)
         if self._ppo.whiten_advantages:
             advantages = whitened(advantages)
-        experience = replace(experience, advantages=[torch.tensor(part) for part in advantages])
+        experience = replace(experience, advantages=[_fp32(part) for part in advantages])
         judged: dict[str, Any] = vars(experience)
-        later = [torch.tensor(part) for part in returns]
+        later = [_fp32(part) for part in returns]
         return metrics, JudgedExperience(**judged, values=values, returns=later)
 
     def _kl(self, experience: Experience) -> list[list[float]]:
@@ -159,3 +159,7 @@ class PPOTrainer(PolicyTrainer):
         )
         weights = self._weights(experience, part, group, values.device)
         return value_loss(values, old, returns, weights, clip=self._ppo.value_clip)
+
+
+def _fp32(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
