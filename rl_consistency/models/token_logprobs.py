@@ -82,14 +82,14 @@ def token_logprobs(
     inside of a wrapper under gradients, which would leave out what the wrapper does.
     """
     policy = unwrapped(model)
-    batch, lens = pack_any(policy, sequences, attention_mask)
+    batch, lens = _pack(policy, sequences, attention_mask)
     context: int = policy.config.max_position_embeddings  # type: ignore[union-attr, assignment]
     if max(lens) > context:
         raise ValueError(
             f"sequence {lens.index(max(lens))} has {max(lens)} tokens, the model's context is "
             f"{context} (max_position_embeddings); shorten it."
         )
-    scored = scored_tokens(lens, prompt_lengths, loss_mask, attention_mask)
+    scored = _scored_tokens(lens, prompt_lengths, loss_mask, attention_mask)
     run = partial(_score, policy, batch, lens, scored, sampling)
     logprobs, entropy = through(model, policy, run)
     return TokenLogprobs(logprobs, entropy, [int(mask.sum()) for mask in scored])
@@ -105,7 +105,7 @@ def _score(
     hidden = packed_hidden_states(policy, batch)
     if hidden.dtype == torch.float16 and hidden.requires_grad:
         raise ValueError(NO_FP16_TRAINING)
-    rows = scored_rows_of(batch, lens, scored)
+    rows = _scored_rows(batch, lens, scored)
     parameters = _sampling_rows(sampling, lens, rows)
     given = (hidden[rows.index], lm_head_weight(policy), rows.targets, parameters)
     if is_canonical("token_logprobs"):
@@ -133,14 +133,14 @@ def _stock_scores(
     return logprobs.gather(1, safe.unsqueeze(1)).squeeze(1), entropy
 
 
-class ScoredRows(NamedTuple):
+class _Rows(NamedTuple):
     index: Tensor  # [M] packed row that predicts each target; a multiple of 16 per sequence
     targets: Tensor  # [M] int64, `IGNORED` in rows of filler
     kept: Tensor  # [N] which of the M rows are real
     owners: list[int]  # [M] sequence of each
 
 
-def pack_any(
+def _pack(
     model: nn.Module,
     sequences: Sequence[Sequence[int]] | Tensor | PackedBatch,
     attention_mask: Tensor | None,
@@ -156,7 +156,7 @@ def pack_any(
     return batch, list(batch.layout.query_lens)
 
 
-def scored_tokens(
+def _scored_tokens(
     lens: list[int],
     prompt_lengths: Sequence[int] | None,
     loss_mask: Sequence[Sequence[bool]] | Tensor | None,
@@ -199,7 +199,7 @@ def _masks(lens: list[int], loss_mask: Any, attention_mask: Tensor | None) -> li
     return masks
 
 
-def scored_rows_of(batch: PackedBatch, lens: list[int], scored: list[Tensor]) -> ScoredRows:
+def _scored_rows(batch: PackedBatch, lens: list[int], scored: list[Tensor]) -> _Rows:
     """Rows to score, their owners, and which of them are real.
 
     Filler rows bring each sequence to a multiple of the fold's step, so that the LM head's gradient
@@ -222,11 +222,11 @@ def scored_rows_of(batch: PackedBatch, lens: list[int], scored: list[Tensor]) ->
     kept = np.concatenate(real)
     rows = from_host(np.concatenate(index), device)
     targets = batch.input_ids[rows + 1].masked_fill(from_host(~kept, device), IGNORED)
-    return ScoredRows(rows, targets, from_host(np.flatnonzero(kept), device), owners)
+    return _Rows(rows, targets, from_host(np.flatnonzero(kept), device), owners)
 
 
 def _sampling_rows(
-    sampling: Sampling | Sequence[Sampling] | None, lens: list[int], rows: ScoredRows
+    sampling: Sampling | Sequence[Sampling] | None, lens: list[int], rows: _Rows
 ) -> SamplingRows:
     device = rows.index.device
     if sampling is None:
@@ -242,3 +242,26 @@ def _sampling_rows(
 def _uniform(sampling: Sampling, count: int, device: torch.device) -> SamplingRows:
     fields = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     return SamplingRows.uniform(count, **fields, device=device)
+
+
+class CompletionStates(NamedTuple):
+    hidden: Tensor  # [M, H] of the row before each completion token, and of rows of filler
+    kept: Tensor  # [N] which of the M rows are real
+    lengths: list[int]  # completion tokens of each sequence
+
+
+def completion_states(
+    policy: nn.Module,
+    sequences: Sequence[Sequence[int]] | Tensor | PackedBatch,
+    prompt_lengths: Sequence[int],
+    attention_mask: Tensor | None = None,
+) -> CompletionStates:
+    """What a head reads that says something of each completion token, from those before it.
+
+    A head's gradient is a fold over all M rows, which can be cut between any two sequences.
+    """
+    batch, lens = _pack(policy, sequences, attention_mask)
+    scored = _scored_tokens(lens, prompt_lengths, None, attention_mask)
+    rows = _scored_rows(batch, lens, scored)
+    hidden = packed_hidden_states(policy, batch)[rows.index]
+    return CompletionStates(hidden, rows.kept, [int(mask.sum()) for mask in scored])

@@ -21,10 +21,9 @@ from rl_consistency.distributed.world import World
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.models.batch_layout import Layout, lay_out
 from rl_consistency.models.decoder import guarded_backward
-from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.modules import CanonicalLinear
 from rl_consistency.models.patch import patch
-from rl_consistency.models.token_logprobs import pack_any, scored_rows_of, scored_tokens
+from rl_consistency.models.token_logprobs import completion_states
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.optimizer import PolicyOptimizer
@@ -79,12 +78,9 @@ class CriticModel(nn.Module):
         ValueError if the copy is not patched, or a length does not fit.
         """
         inputs, mask = lay_out(sequences, layout, self.policy.device)
-        batch, lens = pack_any(self.policy, inputs, mask)
-        scored = scored_tokens(lens, prompt_lengths, None, mask)
-        rows = scored_rows_of(batch, lens, scored)
-        hidden = packed_hidden_states(self.policy, batch)[rows.index]
-        values = guarded_backward(self.head(hidden.float())[:, 0])
-        return list(values[rows.kept].split([int(part.sum()) for part in scored]))
+        states = completion_states(self.policy, inputs, prompt_lengths, mask)
+        values = guarded_backward(self.head(states.hidden.float())[:, 0])
+        return list(values[states.kept].split(states.lengths))
 
 
 class Critic:

@@ -53,14 +53,15 @@ def test_values_have_the_same_bytes_under_every_grouping_order_and_padding(criti
 
 
 def test_mutant_a_value_that_depends_on_padding_is_seen(critic, monkeypatch):
-    real = critic_module.packed_hidden_states
+    real = critic_module.completion_states
 
-    def padded(model, batch):
-        filler = len(batch.input_ids) - len(batch.token_rows)
-        return real(model, batch) * (1 + filler * 2**-7)
+    def padded(policy, sequences, prompt_lengths, mask):
+        states = real(policy, sequences, prompt_lengths, mask)
+        padding = 0 if mask is None else int((mask == 0).sum())
+        return states._replace(hidden=states.hidden * (1 + padding * 2**-7))
 
-    monkeypatch.setattr(critic_module, "packed_hidden_states", padded)
-    assert {layout for _, layout in differing(critic)} >= {"packed", "packed_with_gaps"}
+    monkeypatch.setattr(critic_module, "completion_states", padded)
+    assert {layout for _, layout in differing(critic)} == {"left_padded", "right_padded"}
 
 
 def test_mutant_a_head_whose_sum_depends_on_the_rows_is_seen(critic, monkeypatch):

@@ -87,13 +87,14 @@ def test_the_kl_is_in_the_reward_and_not_in_the_loss(tiny_run):
 
 
 def test_mutant_values_that_depend_on_padding_stop_the_run(tiny_run, monkeypatch):
-    real = critic_module.packed_hidden_states
+    real = critic_module.completion_states
 
-    def padded(model, batch):
-        filler = len(batch.input_ids) - len(batch.token_rows)
-        return real(model, batch) * (1 + filler * 2**-20)
+    def padded(policy, sequences, prompt_lengths, mask):
+        states = real(policy, sequences, prompt_lengths, mask)
+        padding = 0 if mask is None else int((mask == 0).sum())
+        return states._replace(hidden=states.hidden * (1 + padding * 2**-20))
 
-    monkeypatch.setattr(critic_module, "packed_hidden_states", padded)
+    monkeypatch.setattr(critic_module, "completion_states", padded)
     with pytest.raises(ConsistencyError, match="values of the critic depend on how the batch was"):
         tiny_run(**PPO)
 
