@@ -74,6 +74,9 @@ class ConsistencySection(Section):
     """Recompute the gradients under other groupings every this many steps; 0 = never."""
     gradient_check_sequences: Count | None = None
     """Completions regrouped in such a check, the first of the step; null = all, which is slow."""
+    value_check_every: CountOrZero = 0
+    """Recompute the critic's values under another grouping every this many steps; 0 = never. Only
+    in PPO."""
     shadow_every: CountOrZero = 0
     """Measure the drift of the stock path on the same tokens every this many steps; 0 = never."""
     on_drift: Literal["raise", "warn", "record"] = "raise"
