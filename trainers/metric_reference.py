@@ -42,6 +42,7 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
     "Reward": {
         "reward/mean": Reference("mean reward of the step's completions"),
         "reward/std": Reference("their standard deviation"),
+        "reward/kl": Reference("in PPO, mean over completions of their log-ratio to the reference"),
         "reward/*": Reference("mean of one reward function, by its name, before its weight"),
         "eval/reward": Reference("mean reward of greedy completions of the evaluation set", "max"),
         "warm_start/loss": Reference("loss of the last supervised step before the first rollout"),
@@ -60,8 +61,18 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
         "policy/ratio/min": Reference("smallest new / old probability; 1 in a first update"),
         "policy/ratio/mean": Reference("mean ratio"),
         "policy/ratio/max": Reference("largest ratio"),
+        "policy/kl/rollout": Reference(
+            "mean of r - 1 - log r with r = new / old probability, nats"
+        ),
         "policy/kl/k1": Reference("mean of logprob - reference logprob, nats"),
         "policy/kl/k3": Reference("mean of r - log r - 1, r = reference / policy, nats"),
+    },
+    "Critic, in PPO": {
+        "value/mean": Reference("mean value of the rollout's tokens"),
+        "value/explained_variance": Reference("1 - var(returns - values) / var(returns)"),
+        "value/loss": Reference("mean loss of the critic's updates"),
+        "value/clip_fraction": Reference("share of tokens whose value the loss clipped"),
+        "value/gradient_norm": Reference("2-norm of the critic's gradient, mean over updates"),
     },
     "Consistency: training against rollout, on the first update": {
         **{f"consistency/{name}": reference for name, reference in DRIFT.items()},
@@ -71,10 +82,15 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
         "consistency/gradient_check/mismatched_elements": Reference(
             "gradient elements that differed under any of them", "max"
         ),
+        "consistency/value_check/values": Reference("critic's values computed again"),
+        "consistency/value_check/mismatched_values": Reference(
+            "of these, values that differ under another grouping, order and padding", "max"
+        ),
         "consistency/schedule_audit": Reference(
             "sampled elements of library products that differed from ours, on a GPU", "max"
         ),
         "consistency/gradient_digest": Reference("SHA-256 of the digests of all gradients"),
+        "consistency/critic_digest": Reference("digest of the critic's weights after the step"),
         "rollout/weights_digest": Reference("`model_digest` of the weights after the step"),
     },
     "Stock path on the same tokens, where `consistency.shadow_every` is set": {
@@ -85,9 +101,11 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
         "time/step_seconds": Reference("the whole step", "mean"),
         "time/rollout_seconds": Reference("generation", "mean"),
         "time/training_seconds": Reference("forward and backward passes", "mean"),
+        "time/critic_seconds": Reference("the critic's values, passes and steps", "mean"),
         "time/optimizer_seconds": Reference("optimizer steps", "mean"),
         "time/digest_seconds": Reference("digests of tokens, gradients and weights", "mean"),
         "time/gradient_check_seconds": Reference("the gradient check", "mean"),
+        "time/value_check_seconds": Reference("the value check", "mean"),
         "time/shadow_seconds": Reference("the stock path", "mean"),
         "time/rollout_tokens_per_second": Reference("completion tokens in generation", "mean"),
         "time/training_tokens_per_second": Reference("tokens, with prompts, in training", "mean"),
