@@ -1,7 +1,8 @@
-"""Advantages from grouped rewards, and what becomes of completions that ran out of room.
+"""Advantages from rewards, and what becomes of completions that ran out of room.
 
-Rewards are few, so everything is computed on the host in fp64 with correctly rounded sums
-(`math.fsum`): no order of addition can enter, and the results are rounded to fp32 once.
+Everything is computed on the host in fp64, and the results are rounded to fp32 once. Sums over
+samples or tokens are correctly rounded (`math.fsum`): no order of addition can enter. The sum along
+a sequence runs from its last token to its first.
 """
 
 import math
@@ -62,6 +63,82 @@ def _center_and_scale(group: list[float], kind: AdvantageKind, eps: float) -> li
         return centered
     std = math.sqrt(math.fsum(value * value for value in centered) / (len(group) - 1))
     return [value / (std + eps) for value in centered]
+
+
+def generalized_advantages(
+    rewards: Sequence[float], values: Sequence[float], *, gamma: float, gae_lambda: float
+) -> list[float]:
+    """Advantages of the tokens of one completion, in fp64 (GAE; Schulman et al., 2016).
+
+        delta[t] = rewards[t] + gamma * values[t + 1] - values[t]
+        advantage[t] = delta[t] + gamma * gae_lambda * advantage[t + 1]
+
+    After the last token value and advantage are 0, also where the completion was cut.
+
+    Example: rewards 0, 1 and values 0.25, 0.5 with gamma 1, gae_lambda 0.5 have deltas 0.25 and
+    0.5, so advantages 0.5 and 0.5.
+
+    Raises: ValueError on lengths that differ, a number that is not finite, or a factor outside
+    [0, 1].
+    """
+    if len(rewards) != len(values):
+        raise ValueError(f"{len(rewards)} rewards for {len(values)} values; each token has both")
+    for name, factor in (("gamma", gamma), ("gae_lambda", gae_lambda)):
+        if not 0.0 <= factor <= 1.0:
+            raise ValueError(f"{name} must be in [0, 1], got {factor}")
+    for index, pair in enumerate(zip(rewards, values, strict=True)):
+        if not all(map(math.isfinite, pair)):
+            raise ValueError(f"reward and value of token {index} are {pair}; they must be finite")
+    advantages: list[float] = []
+    advantage = next_value = 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        delta = reward + gamma * next_value - value
+        advantage = delta + gamma * gae_lambda * advantage
+        advantages.append(advantage)
+        next_value = value
+    return advantages[::-1]
+
+
+def token_rewards(reward: float, kl: Sequence[float], coefficient: float) -> list[float]:
+    """What each token of a completion earns: `reward` at the last, less its share of the KL.
+
+    `kl` is logprob - reference_logprob of each token, `coefficient` its weight.
+    """
+    rewards = [-coefficient * value for value in kl]
+    return [*rewards[:-1], rewards[-1] + reward]
+
+
+def explained_variance(
+    values: Sequence[Sequence[float]], returns: Sequence[Sequence[float]]
+) -> float:
+    """1 - Var(returns - values) / Var(returns) over all tokens; 0 for returns that are all equal.
+
+    1 is a perfect critic, 0 one that knows the mean only; a worse one is negative.
+    """
+    found = [pair for parts in zip(values, returns, strict=True) for pair in zip(*parts)]
+    spread = _variance([r for _, r in found])
+    return 1.0 - _variance([r - v for v, r in found]) / spread if spread else 0.0
+
+
+def _variance(values: Sequence[float]) -> float:
+    if min(values) == max(values):
+        return 0.0
+    mean = math.fsum(values) / len(values)
+    return math.fsum((value - mean) ** 2 for value in values) / len(values)
+
+
+def whitened(advantages: Sequence[Sequence[float]], *, eps: float = 1e-8) -> list[list[float]]:
+    """The advantages of all tokens of a batch with mean 0 and standard deviation 1, in fp64.
+
+    Equal advantages become exactly 0.
+    """
+    flat = [value for part in advantages for value in part]
+    if not flat:
+        return [[] for _ in advantages]
+    if min(flat) == max(flat):  # the rounded mean need not be that number
+        return [[0.0] * len(part) for part in advantages]
+    mean, deviation = math.fsum(flat) / len(flat), math.sqrt(_variance(flat))
+    return [[(value - mean) / (deviation + eps) for value in part] for part in advantages]
 
 
 def overlong_mask(finish_reasons: Sequence[str]) -> Tensor:

@@ -22,7 +22,7 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import (
     each_digest,
-    gradient_digest,
+    joint_digest,
     list_digest,
     parameter_digest,
 )
@@ -85,6 +85,11 @@ class TrainerHook(Protocol):
         """Training recomputed the logprobs of the rollout's tokens under the same weights."""
         ...
 
+    def on_values(self, values: Sequence[Tensor], again: Callable[[], list[Tensor]]) -> Metrics:
+        """A critic gave the values of the rollout's tokens; `again` computes them under another
+        grouping. Only in PPO, before advantages are made."""
+        ...
+
     def on_gradients(self, step: GradientStep) -> Metrics:
         """Gradients of one optimizer step are complete and not yet clipped."""
         ...
@@ -103,6 +108,8 @@ class Totals:
     gradient_checks: int = 0
     gradient_checks_passed: int = 0
     gradient_mismatched_elements: int = 0
+    values_checked: int = 0
+    values_mismatched: int = 0
 
 
 @dataclass(eq=False)
@@ -120,6 +127,8 @@ class ConsistencyHook:
     gradient_check_sequences: int | None = None
     """A check regroups this many of a step's first sequences; None is all. The gradients of the
     whole step are always computed again."""
+    value_check_every: int = 0
+    """Steps between checks of a critic's values; 0 is never."""
     shadow_every: int = 0
     """Steps between measurements of the stock path; 0 is never."""
     micro_batch_size: int | None = None
@@ -181,15 +190,37 @@ class ConsistencyHook:
             metrics |= self._shadow(rollout)
         return metrics
 
+    def on_values(self, values: Sequence[Tensor], again: Callable[[], list[Tensor]]) -> Metrics:
+        step = self._current.step
+        self._digests["values"] = self._timed(list_digest, values)
+        if not self._due(self.value_check_every, step):
+            return {}
+        started = perf_counter()
+        report = compare_logprobs(list(values), again())
+        self.totals.values_checked += report.tokens
+        self.totals.values_mismatched += report.mismatched_tokens
+        metrics: Metrics = {
+            "consistency/value_check/values": report.tokens,
+            "consistency/value_check/mismatched_values": report.mismatched_tokens,
+            "time/value_check_seconds": perf_counter() - started,
+        }
+        if not report.passed:
+            message = (
+                f"{report.mismatched_tokens} of {report.tokens} values of the critic depend on how "
+                f"the batch was cut (largest difference {report.max_abs_diff:g}). Run "
+                "`rl-consistency verify` to see which op differs"
+            )
+            self._drifted(step, message, metrics)
+        return metrics
+
     def on_gradients(self, step: GradientStep) -> Metrics:
         if not step.first_of_step:
             return {}
         gradients = step.gradients
         if gradients is None:
             gradients = {name: p.grad for name, p in self.model.named_parameters()}
-        self._digests["gradients"] = self._timed(each_digest, gradients)
-        digest = self._timed(gradient_digest, gradients)
-        metrics: Metrics = {"consistency/gradient_digest": digest}
+        self._digests["gradients"] = each = self._timed(each_digest, gradients)
+        metrics: Metrics = {"consistency/gradient_digest": joint_digest(each)}
         if self._due(self.gradient_check_every, self._current.step):
             metrics |= self._check_gradients(step)
         return metrics
@@ -197,10 +228,7 @@ class ConsistencyHook:
     def on_step_end(self) -> Metrics:
         step, self._rollout = self._current.step, None
         self._digests["weights"] = self._timed(each_digest, self.model)
-        metrics: Metrics = {
-            "consistency/parameter_digest": self._timed(parameter_digest, self.model)
-        }
-        metrics["time/digest_seconds"] = self._digest_seconds
+        metrics: Metrics = {"time/digest_seconds": self._digest_seconds}
         self._digest_seconds = 0.0
         if self._device.type == "cuda":
             self._audit_schedules(step, metrics)
@@ -218,6 +246,11 @@ class ConsistencyHook:
         for path, drift in (("consistency", totals.drift), ("stock", totals.stock)):
             if drift.report is not None:
                 found |= drift.report.metrics(path)
+        if totals.values_checked:
+            found |= {
+                "consistency/value_check/values": totals.values_checked,
+                "consistency/value_check/mismatched_values": totals.values_mismatched,
+            }
         return found | {
             "consistency/gradient_check/checks": totals.gradient_checks,
             "consistency/gradient_check/passed": totals.gradient_checks_passed,

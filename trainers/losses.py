@@ -1,7 +1,8 @@
-"""Policy losses as pure functions of a `TokenBatch`.
+"""Losses as pure functions of tokens: that of a policy, of a `TokenBatch`, and that of a critic.
 
     loss = sum over tokens of weight * term
-    term = -clipped surrogate + kl_coefficient * k3 - entropy_coefficient * entropy
+    policy: term = -clipped surrogate + kl_coefficient * k3 - entropy_coefficient * entropy
+    critic: term = the larger squared error of the value and the clipped value, halved
 
 A weight is computed from *global* counts, so a token contributes the same bits to the gradient
 however the global batch is cut into micro-batches: everything before the sum is elementwise, the
@@ -9,15 +10,16 @@ bits of each operation do not depend on a value's place in its tensor, and the g
 is exactly 1. The *value* of a sum does depend on the cut: report `merge_outputs(outputs).loss`,
 which sums once, in order.
 
-Sources: PPO (clipped surrogate), DeepSeekMath (GRPO, k3 against a reference), Dr. GRPO (constant
-length normaliser), DAPO (token-level normaliser, clip-higher).
+Sources: PPO (clipped surrogate; clipped value loss, in its reference code), DeepSeekMath (GRPO, k3
+against a reference), Dr. GRPO (constant length normaliser), DAPO (token-level normaliser,
+clip-higher).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from typing import Literal, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -29,21 +31,41 @@ WeightKind = Literal["grpo", "dr_grpo", "dapo"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LossOutput:
-    """A loss and what it was made of. All per-token tensors are [N], detached.
-
-    Example: at the first update every ratio is exactly 1 and nothing is clipped. The loss of two
-    tokens with advantage 0.5 and weights 0.5 is then ``0.5 * -0.5 + 0.5 * -0.5 = -0.5``.
-    """
+class ClippedLoss:
+    """A loss and what it was made of. All per-token tensors are [N], detached."""
 
     loss: Tensor
     """fp32 scalar; differentiable unless it comes from `merge_outputs`."""
     terms: Tensor
     """fp32, weight * term of each token: what `loss` sums."""
+    clipped: Tensor
+    """bool, tokens whose surrogate or value is clipped and has no gradient."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same on another device, detached."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: value for name, value in values.items() if value is not None}
+        return replace(self, **{name: t.detach().to(device) for name, t in tensors.items()})
+
+    @property
+    def clip_fraction(self) -> float:
+        """Share of the tokens that are clipped."""
+        return self.clipped.double().mean().item()
+
+
+L = TypeVar("L", bound=ClippedLoss)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LossOutput(ClippedLoss):
+    """The loss of a policy.
+
+    Example: at the first update every ratio is exactly 1 and nothing is clipped. The loss of two
+    tokens with advantage 0.5 and weights 0.5 is then ``0.5 * -0.5 + 0.5 * -0.5 = -0.5``.
+    """
+
     ratio: Tensor
     """fp32, importance ratio exp(logprob - old_logprob)."""
-    clipped: Tensor
-    """bool, tokens whose surrogate is clipped and has no gradient."""
     kl_k1: Tensor | None = None
     """fp32, logprob - reference_logprob; None without a reference."""
     kl_k3: Tensor | None = None
@@ -51,19 +73,14 @@ class LossOutput:
     entropy: Tensor | None = None
     """fp32, nats; None when the batch carries none."""
 
-    def to(self, device: torch.device | str) -> LossOutput:
-        """The same on another device, detached."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors = {name: value for name, value in values.items() if value is not None}
-        return replace(self, **{name: t.detach().to(device) for name, t in tensors.items()})
-
     def metrics(self, prefix: str = "policy") -> dict[str, float]:
         """Loss, clip fraction, ratio, KL and entropy as unweighted means over tokens, in fp64."""
         found = {
-            "clip_fraction": self.clipped.double().mean().item(),
+            "clip_fraction": self.clip_fraction,
             "ratio/min": self.ratio.min().item(),
             "ratio/mean": self.ratio.double().mean().item(),
             "ratio/max": self.ratio.max().item(),
+            "kl/rollout": (self.ratio.double() - 1.0 - self.ratio.double().log()).mean().item(),
         }
         optional = {"kl/k1": self.kl_k1, "kl/k3": self.kl_k3, "entropy": self.entropy}
         found |= {name: v.double().mean().item() for name, v in optional.items() if v is not None}
@@ -173,7 +190,36 @@ def _needed(value: Tensor | None, coefficient: str, field: str) -> Tensor:
     return value
 
 
-def merge_outputs(outputs: Sequence[LossOutput]) -> LossOutput:
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, *, clip: float | None
+) -> ClippedLoss:
+    """Half the squared error of the values, [N] fp32 each; only `values` are differentiable.
+
+    A value further than `clip` from the old one, the one that advantages were computed with, counts
+    as one at that distance if the error is larger there: it then has no gradient. None never clips.
+
+    Example: old value 0, clip 0.2, value 0.5. With a return of 1 the error is that of 0.2, half of
+    0.64, without a gradient. With a return of -1 it is that of 0.5, half of 2.25.
+
+    Raises: ValueError on shapes that differ, or a clip that is not positive.
+    """
+    if not values.shape == old_values.shape == returns.shape == weights.shape:
+        shapes = [list(t.shape) for t in (values, old_values, returns, weights)]
+        raise ValueError(f"values, old_values, returns and weights must have one shape: {shapes}")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip must be positive, or None for no clipping, got {clip}")
+    error, clipped = (values - returns).square(), torch.zeros_like(values, dtype=torch.bool)
+    if clip is not None:
+        moved = values.detach() - old_values
+        bounded = (old_values + moved.clamp(-clip, clip) - returns).square()
+        # By distance too: inside, rounding alone may make the bounded error the larger one.
+        clipped = (moved.abs() > clip) & (bounded > error.detach())
+        error = torch.where(clipped, bounded, error)
+    weighted = weights * (0.5 * error)
+    return ClippedLoss(loss=masked_sum(weighted), terms=weighted.detach(), clipped=clipped)
+
+
+def merge_outputs(outputs: Sequence[L]) -> L:
     """The output of the whole batch from those of its micro-batches, given in logical order.
 
     The loss is summed once over all tokens: the same bits for every cut. It is not differentiable.
@@ -188,5 +234,6 @@ def merge_outputs(outputs: Sequence[LossOutput]) -> LossOutput:
             raise ValueError(f"{missing} of {len(parts)} outputs have no {name}; all or none must")
         return None if missing else torch.cat(parts)
 
-    parts = {field.name: joined(field.name) for field in fields(LossOutput)[1:]}
-    return LossOutput(loss=masked_sum(parts["terms"]), **parts)  # type: ignore[arg-type]
+    names = [field.name for field in fields(outputs[0]) if field.name != "loss"]
+    parts = {name: joined(name) for name in names}
+    return type(outputs[0])(loss=masked_sum(parts["terms"]), **parts)  # type: ignore[arg-type]

@@ -24,8 +24,10 @@ from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.trainers.algorithms.critic import Critic
+from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
+from rl_consistency.trainers.algorithms.ppo import PPOTrainer
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.grpo import GRPOTrainer
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.launch import check_machine, join, threads
@@ -182,6 +184,7 @@ class _Run:
         for prompts in filter(None, (self.train_set, self.eval_set)):
             check_data(self.rewards, prompts.examples)
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
+        self.critic = Critic(config, self.model, stack) if config.algorithm.of_ppo else None
         session = stack.enter_context(patch(self.model, grad_dtype=torch.float32))
         if not current().stock:
             session.verify()
@@ -219,6 +222,8 @@ class _Run:
         with self.world.agreed("the checkpoint"):
             checkpoint = newest_checkpoint(self.config, self.continued_under)
             load_weights(self.model, checkpoint.weights)
+            if self.critic is not None:
+                self.critic.load(checkpoint)
         found = {"the checkpoint": str(checkpoint.step)}
         require_same_facts(self.world, found, when="before the first step")
         if self.reference is not None:
@@ -266,24 +271,26 @@ class _Run:
         training, warm = self.config.training, step == 0 and self.config.warm_start.steps > 0
         regular = training.save_every > 0 and step % training.save_every == 0
         if warm or regular or step == training.steps:
-            tensors = self.optimizer.tensors()
+            tensors = {"optimizer": self.optimizer.tensors()}
+            tensors |= self.critic.saved() if self.critic else {}
             with whole_weights(self.model):
                 self.world.from_first("the checkpoint", lambda: self._save(step, tensors))
 
-    def _save(self, step: int, optimizer: dict[str, torch.Tensor]) -> None:
+    def _save(self, step: int, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
         extra = {
             "random_state": capture(),
             "wandb_run_id": self.wandb_run_id,
             "warm_start_loss": self.warm_start_loss,
             "reference_digest": self.reference_digest,
             "step_files": self.step_files.state(),
+            "critic_schedule": self.critic and self.critic.optimizer.schedule_state(),
         }
         save_checkpoint(
             self.directory / CHECKPOINTS,
             step=step,
             model=self.model,
             tokenizer=self.tokenizer,
-            optimizer=optimizer,
+            **tensors,
             schedule=self.optimizer.schedule_state(),
             totals=self.hook.state_dict(),
             extra=extra,
@@ -304,6 +311,7 @@ class _Run:
             "seconds": round(seconds, 1),
             **summary_of(self.step_files.metrics(), self.hook.summary()),
             "parameter_digest": parameter_digest(self.model),
+            **({"critic_digest": self.critic.digest} if self.critic else {}),
             "strategy": self.config.training.strategy,
             "processes": self.world.size,
             **consistency.model_dump(mode="json", include={"gradient_leaves", "ordered"}),
@@ -321,13 +329,11 @@ class _Run:
     def _assemble(self) -> None:
         """Make optimizer, engine, hook and trainer around the weights as they are now."""
         config = self.config
-        total_steps = config.training.steps * config.algorithm.updates_per_rollout
         self.optimizer = PolicyOptimizer(
-            self.ranks,
-            config.optimizer,
-            self.accelerator,
-            total_steps=total_steps * config.algorithm.epochs_per_rollout,
+            self.ranks, config.optimizer, self.accelerator, total_steps=config.optimizer_steps
         )
+        if self.critic is not None:
+            self.critic.assemble(self.model, self.world, self.accelerator)
         engine = self._engine()
         self.hook = ConsistencyHook(
             self.model,
@@ -338,7 +344,8 @@ class _Run:
             expected_fingerprint=engine.fingerprint,
             warn=self.announce,
         )
-        self.trainer = GRPOTrainer(
+        trainer = partial(PPOTrainer, critic=self.critic) if self.critic else GRPOTrainer
+        self.trainer = trainer(
             model=self.model,
             tokenizer=self.tokenizer,
             engine=engine,
@@ -386,7 +393,7 @@ class _Run:
         """Give the KL reference the weights that the run began with, freeze it and patch it."""
         assert self.reference is not None and self.reference_digest is not None
         with self.world.agreed("the reference"):
-            weights = read_weights(self.directory / REFERENCE, self.reference_digest)
-            load_weights(self.reference, weights)
+            file = self.directory / REFERENCE
+            load_weights(self.reference, read_weights(file, self.reference_digest))
         self.reference.requires_grad_(False)
         self.stack.enter_context(patch(self.reference))

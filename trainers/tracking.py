@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.metric_reference import references
 from rl_consistency.trainers.run_directory.metrics_file import Metrics
 
 
@@ -198,6 +199,8 @@ class WandbTracker:
             )
         except wandb.Error as error:
             raise ValueError(f"wandb cannot begin the run: {error}") from error
+        for metric, reference in references():
+            self._run.define_metric(metric, summary=reference.standing)
 
     def log(self, step: int, metrics: Metrics) -> None:
         self._run.log(dict(metrics), step=step)

@@ -148,8 +148,8 @@ def _made(
         return {name: value for name, value in metrics.items() if name.startswith(prefixes)}
 
     if digests is None:
-        whole = {"gradients": "gradient_digest", "weights": "parameter_digest"}
-        found = {k: metrics.get(f"consistency/{name}") for k, name in whole.items()}
+        whole = {"gradients": "consistency/gradient_digest", "weights": "rollout/weights_digest"}
+        found = {k: metrics.get(name) for k, name in whole.items()}
         digests = {k: digest for k, digest in found.items() if digest is not None}
     kept = {k: {"": v} if isinstance(v, str) else v for k, v in digests.items()}
     loss = {"loss": measured("loss", "policy/")}

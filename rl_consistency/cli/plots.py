@@ -165,6 +165,31 @@ def reward_figure(figure: Figure, rows: Rows) -> None:
     _legend(axes)
 
 
+LEARNING = (
+    ("loss", "Loss"),
+    ("gradient_norm", "Gradient norm"),
+    ("policy/entropy", "Entropy, nats"),
+    ("policy/kl/k3", "KL to the reference, nats"),
+    ("policy/clip_fraction", "Clipped share of tokens"),
+    ("completion/length_mean", "Mean completion length, tokens"),
+)
+"""Metric -> title of its panel."""
+
+
+@_figure(9.0, 6.4)
+def learning_figure(figure: Figure, rows: Rows) -> None:
+    """A panel for each of the curves that say how training goes; a run may lack some."""
+    for axes, (key, title) in zip(figure.subplots(3, 2, sharex=True).flat, LEARNING, strict=True):
+        _line(axes, rows, key, OURS, "")
+        axes.set_title(title)
+        if not series(rows, key)[0]:
+            _legend(axes)  # says that it was not measured
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        _step_axis(axes, rows)
+        if not axes.get_subplotspec().is_last_row():
+            axes.set_xlabel("")
+
+
 @_figure(9.0, 2.4)
 def gradient_check_figure(figure: Figure, rows: Rows) -> None:
     """Gradient elements whose bits changed when the step was recomputed under other groupings."""

@@ -51,6 +51,7 @@ FIGURES = {
         plots.drift_figure,
     ),
     "Reward": ("Mean over the completions of a step.", plots.reward_figure),
+    "Learning": ("Means over the step's tokens and updates.", plots.learning_figure),
     "Gradient checks": (
         "The step's gradient recomputed under other groupings and compared as bytes.",
         plots.gradient_check_figure,

@@ -25,19 +25,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mode.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     text = "remove the run the directory already holds"
     mode.add_argument("--overwrite", action="store_true", help=text)
+    text = "print the whole recipe with overrides and defaults, as YAML, and end"
+    mode.add_argument("--print-config", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; 0 when the run ended and every check passed, 1 when it ended with drift."""
     from rl_consistency.cli.plots import save_picture
     from rl_consistency.cli.report import render
-    from rl_consistency.trainers.config.recipe import load_config
+    from rl_consistency.trainers.config.recipe import dump_config, load_config
     from rl_consistency.trainers.launch import is_first_process, leave
     from rl_consistency.trainers.run import train
     from rl_consistency.trainers.run_directory.summary import passed
 
     console = Console(quiet=not is_first_process())
     config = load_config(find_recipe(args.recipe), args.overrides)
+    if args.print_config:
+        console.print(dump_config(config), end="", soft_wrap=True, markup=False, highlight=False)
+        return 0
     announce = partial(console.print, highlight=False, markup=False)
     directory = config.run.output_dir
 

@@ -315,3 +315,26 @@ def _sampling_rows(
 def _uniform(sampling: Sampling, count: int, device: torch.device) -> SamplingRows:
     fields = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     return SamplingRows.uniform(count, **fields, device=device)
+
+
+class CompletionStates(NamedTuple):
+    hidden: Tensor  # [M, H] of the row before each completion token, and of rows of filler
+    kept: Tensor  # [N] which of the M rows are real
+    lengths: list[int]  # completion tokens of each sequence
+
+
+def completion_states(
+    policy: nn.Module,
+    sequences: Sequence[Sequence[int]] | Tensor | PackedBatch,
+    prompt_lengths: Sequence[int],
+    attention_mask: Tensor | None = None,
+) -> CompletionStates:
+    """What a head reads that says something of each completion token, from those before it.
+
+    A head's gradient is a fold over all M rows, which can be cut between any two sequences.
+    """
+    batch, lens = _pack(policy, sequences, attention_mask)
+    scored = _scored_tokens(lens, prompt_lengths, None, attention_mask)
+    rows = _scored_rows(batch, lens, scored)
+    hidden = packed_hidden_states(policy, batch)[rows.index]
+    return CompletionStates(hidden, rows.kept, [int(mask.sum()) for mask in scored])

@@ -2,7 +2,7 @@
 
 A tensor enters as its name, dtype, shape and raw bytes, in sorted order of names, so that the
 digest does not depend on how a model happens to enumerate its parameters. Tied parameters enter
-once, under the name `named_parameters` gives them; a missing gradient enters as such, not as zeros.
+once, under the name `named_parameters` gives them; a missing gradient is left out, unlike zeros.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ def parameter_digest(model: nn.Module | Mapping[str, Tensor]) -> str:
         return _digest(dict(policy.named_parameters()))
 
 
-def gradient_digest(model: Tensors) -> str:
-    """Hexadecimal SHA-256 of the gradients of all parameters, or of gradients by name."""
-    if isinstance(model, nn.Module):
-        model = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return _digest(model)
+def joint_digest(each: Mapping[str, str]) -> str:
+    """Hexadecimal SHA-256 of what `each_digest` gave, which reads no tensor again."""
+    return hashlib.sha256(json.dumps(sorted(each.items())).encode()).hexdigest()
 
 
 def each_digest(tensors: Tensors) -> dict[str, str]:
@@ -70,14 +68,11 @@ def list_digest(parts: Sequence[Tensor]) -> str:
     return weights_digest([("values", torch.cat(list(parts))), ("lengths", lengths)])[:32]
 
 
-def _digest(tensors: Mapping[str, Tensor | None]) -> str:
+def _digest(tensors: Mapping[str, Tensor]) -> str:
     state = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
         # A JSON header ends unambiguously and fixes how many bytes follow it.
-        if tensor is None:
-            state.update(json.dumps([name, None]).encode())
-            continue
         state.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         content = _bytes(tensor)
         # A NumPy view would keep FSDP2 from freeing the memory afterwards.

@@ -4,9 +4,11 @@ import math
 import pytest
 
 from rl_consistency.cli.plots import (
+    LEARNING,
     drift_counts,
     drift_figure,
     gradient_check_figure,
+    learning_figure,
     reward_figure,
     save_picture,
     series,
@@ -83,6 +85,17 @@ def test_rewards_of_training_and_evaluation_are_both_drawn():
     drawn = lines(reward_figure(rows).axes[0])
     assert list(drawn["training completions"].get_ydata()) == [0.1, 0.2, 0.3]
     assert list(drawn["evaluation"].get_xdata()) == [2]
+
+
+def test_each_curve_of_learning_has_a_panel_and_a_missing_one_says_so():
+    rows = [row(1, loss=0.5), row(2, loss=math.nan), row(3, loss=-0.25)]
+    panels = {axes.get_title(loc="left"): axes for axes in learning_figure(rows).axes}
+    assert list(panels) == [title for _, title in LEARNING]
+    curve, bad = panels["Loss"].get_lines()
+    assert list(curve.get_xdata()) == [1, 2, 3] and curve.get_ydata()[2] == -0.25
+    assert list(bad.get_xdata()) == [2]
+    texts = [text.get_text() for text in panels["Entropy, nats"].texts]
+    assert texts == ["not measured in this run"] and not panels["Loss"].texts
 
 
 def test_gradient_checks_are_split_into_passed_and_failed():

@@ -94,11 +94,11 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     assert not re.search(r"url\((?!['\"]?#)|@import", path.read_text())
 
 
-def test_four_plots_are_inline_and_well_formed(tmp_path):
+def test_every_plot_is_inline_and_well_formed(tmp_path):
     text = render(make_run(tmp_path / "run")).read_text()
     svgs = re.findall(r"<svg .*?</svg>", text, flags=re.DOTALL)
     labels = [ElementTree.fromstring(svg).get("aria-label") for svg in svgs]
-    assert labels == ["Drift", "Reward", "Gradient checks", "Time"]
+    assert labels == ["Drift", "Reward", "Learning", "Gradient checks", "Time"]
 
 
 def test_the_same_run_gives_the_same_page(tmp_path):

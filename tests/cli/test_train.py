@@ -13,6 +13,7 @@ from rl_consistency.cli import plots, report, train
 from rl_consistency.cli.main import main
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers import tracking
+from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
 RECIPE = {
@@ -220,3 +221,14 @@ def test_a_run_is_resumed_or_replaced_only_when_told(command):
 def test_resuming_and_replacing_at_once_is_refused(command):
     with pytest.raises(SystemExit):
         command("--resume", "--overwrite")
+
+
+def test_the_whole_recipe_is_printed_and_reads_back_without_a_run(command, tmp_path, capsys):
+    name = "x" * 300  # longer than any terminal
+    assert command("--print-config", "--set", f"data.prompt_template={name} {{prompt}}") == 0
+    assert not (tmp_path / "run").exists()
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out, "utf-8")
+    config = load_config(printed)
+    assert config.data.prompt_template == f"{name} {{prompt}}" and config.training.steps == 2
+    assert config.training.micro_batch_size == 8  # a default

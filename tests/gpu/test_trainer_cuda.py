@@ -211,3 +211,14 @@ def test_a_difference_is_judged_in_the_step_that_found_it(tmp_path, monkeypatch)
     monkeypatch.setattr(hooks, "schedule_audit", lambda: report)
     _, rows = run(tmp_path / "run")
     assert {row["consistency/schedule_audit"] for row in rows if row["step"]} == {3}
+
+
+def test_ppo_keeps_its_values_and_its_critic_under_another_micro_batch(tmp_path):
+    ppo = {"algorithm.name": "ppo", "consistency.value_check_every": 1}
+    summary, _ = run(tmp_path / "a", **ppo)
+    assert summary["consistency/mismatched_tokens"] == 0
+    assert summary["consistency/value_check/mismatched_values"] == 0
+    assert summary["consistency/value_check/values"] == summary["consistency/tokens"] > 0
+    other, _ = run(tmp_path / "b", **ppo | {"training.micro_batch_size": 3})
+    for name in ("parameter_digest", "critic_digest"):
+        assert other[name] == summary[name]

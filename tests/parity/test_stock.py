@@ -5,7 +5,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.parity import stock
-from rl_consistency.parity.digest import gradient_digest, parameter_digest
+from rl_consistency.parity.digest import each_digest, parameter_digest
 from rl_consistency.parity.stock import shadow_stock_path
 from rl_consistency.rollout.sampling_params import SamplingParams
 
@@ -16,6 +16,10 @@ LENGTHS = [9, 30, 12, 6, 21]
 
 def measure_stock_drift(session, sequences, prompts, **options):
     return shadow_stock_path(session, sequences, prompts, **options).drift
+
+
+def digests_of_gradients(model):
+    return each_digest({name: p.grad for name, p in model.named_parameters()})
 
 
 def build(family="qwen3", dtype=torch.float32):
@@ -138,9 +142,9 @@ def test_a_stock_training_pass_is_timed_and_puts_the_gradients_back(sequences, d
     model = build("llama", dtype).eval()
     with patch(model) as session:
         token_logprobs(model, sequences, prompt_lengths=PROMPTS).logprobs.sum().backward()
-        before = gradient_digest(model), [p.grad for p in model.parameters()]
+        before = digests_of_gradients(model), [p.grad for p in model.parameters()]
         shadow = shadow_stock_path(session, sequences, PROMPTS, micro_batch_size=2)
-        assert gradient_digest(model) == before[0]
+        assert digests_of_gradients(model) == before[0]
         assert all(p.grad is g for p, g in zip(model.parameters(), before[1]))
         assert shadow.drift == measure_stock_drift(session, sequences, PROMPTS)
         token_logprobs(model, sequences, prompt_lengths=PROMPTS).logprobs.sum().backward()

@@ -1,4 +1,5 @@
 import io
+import json
 import math
 import os
 import sys
@@ -7,7 +8,9 @@ from contextlib import nullcontext
 import pytest
 from rich.console import Console
 
+from rl_consistency.trainers.metric_reference import references
 from rl_consistency.trainers.tracking import ConsoleTable, TrackerSet, WandbTracker, check_wandb
+from tests.trainers.wandb_file import records
 
 STEP = {
     "reward/mean": 0.25,
@@ -116,12 +119,43 @@ def test_an_unknown_wandb_mode_is_refused(tmp_path):
         WandbTracker("project", directory=tmp_path, mode="shared")
 
 
+def test_wandb_has_every_metric_and_the_value_that_stands_for_the_run(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is an optional extra")
+    tracker = WandbTracker("project", directory=tmp_path)
+    for step, differing in ((1, 3), (2, 0)):
+        tracker.log(step, {"consistency/mismatched_tokens": differing, "reward/toy": 0.5 * step})
+    tracker.close()
+    found = records(tmp_path)
+    metrics = [record.metric for record in found if record.HasField("metric")]
+    kinds = ("last", "max", "min", "mean")
+    defined = {
+        metric.name or metric.glob_name: {k for k in kinds if getattr(metric.summary, k)}
+        for metric in metrics
+    }
+    assert {name: {described.standing} for name, described in references()}.items() <= (
+        defined.items()
+    )
+    rows = [record.history for record in found if record.HasField("history")]
+    logged = [{item.nested_key[0]: json.loads(item.value_json) for item in h.item} for h in rows]
+    assert [row["consistency/mismatched_tokens"] for row in logged] == [3, 0]
+    assert [row["reward/toy"] for row in logged] == [0.5, 1.0]
+    shown = {
+        item.nested_key[0]: json.loads(item.value_json)
+        for record in found
+        if record.HasField("summary")
+        for item in record.summary.update
+        if item.nested_key
+    }
+    assert shown["consistency/mismatched_tokens"] == {"max": 3}
+    assert shown["reward/toy"] == {"last": 1.0}
+
+
 def test_wandb_offline_needs_no_key(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is an optional extra")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     tracker = WandbTracker("project", directory=tmp_path / "out", name="n", config={"seed": 1})
-    tracker.log(1, STEP | {"consistency/parameter_digest": "ab"})
+    tracker.log(1, STEP | {"consistency/gradient_digest": "ab"})
     tracker.close()
     files = [name for _, _, names in os.walk(tmp_path / "out") for name in names]
     assert any(name.endswith(".wandb") for name in files)

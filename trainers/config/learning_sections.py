@@ -12,6 +12,7 @@ from rl_consistency.trainers.config.section import (
     Positive,
     PositiveOrZero,
     Section,
+    Share,
 )
 from rl_consistency.trainers.losses import WeightKind
 
@@ -27,11 +28,30 @@ class WarmStartSection(Section):
     """Learning rate of these steps."""
 
 
+class PPOSection(Section):
+    """What PPO has and GRPO has not."""
+
+    gamma: Share = 1.0
+    """Discount of later rewards, per token."""
+    gae_lambda: Share = 0.95
+    """Decay of later errors of the critic: 1 = the whole return, 0 = the next value only."""
+    value_clip: Positive | None = 0.2
+    """A value moves no further than this from the old one in the critic's loss; null = any way."""
+    whiten_advantages: bool = True
+    """Advantages of a rollout have mean 0 and standard deviation 1."""
+    critic_learning_rate: Positive | None = None
+    """Of the critic, whose optimizer has the other settings of the policy's; null = the same."""
+
+
 class AlgorithmSection(Section):
     """What is optimised."""
 
+    name: Literal["grpo", "ppo"] = "grpo"
+    """grpo: rewards are compared within a group; ppo: a critic says what reward was expected."""
+    ppo: PPOSection | None = None
+    """Settings of name: ppo; null = their defaults."""
     advantage: AdvantageKind = "grpo"
-    """grpo: centred by group mean, scaled by group deviation; dr_grpo: centred only."""
+    """grpo: centred by group mean, scaled by group deviation; dr_grpo: centred only. Not in PPO."""
     loss: WeightKind = "grpo"
     """grpo: mean over sequences of token means; dr_grpo: constant length; dapo: token mean."""
     clip_low: BelowOne = 0.2
@@ -39,7 +59,8 @@ class AlgorithmSection(Section):
     clip_high: PositiveOrZero = 0.2
     """And above at 1 + clip_high; larger than clip_low is DAPO's clip-higher."""
     kl_coefficient: PositiveOrZero = 0.0
-    """Weight of the k3 estimate of the KL to the initial policy; 0 keeps no reference model."""
+    """Weight of the KL to the initial policy: in GRPO of its k3 estimate in the loss, in PPO of the
+    log-ratio taken from each token's reward; 0 keeps no reference model."""
     entropy_coefficient: PositiveOrZero = 0.0
     """Weight of the entropy bonus."""
     updates_per_rollout: Count = 1
@@ -51,6 +72,11 @@ class AlgorithmSection(Section):
     denominators and in the group's mean), or penalised by length."""
     overlong_buffer: CountOrZero = 0
     """Tokens before max_tokens over which the penalty grows; only with overlong: penalty."""
+
+    @property
+    def of_ppo(self) -> PPOSection | None:
+        """The settings of PPO; None for another algorithm."""
+        return (self.ppo or PPOSection()) if self.name == "ppo" else None
 
 
 class OptimizerSection(Section):

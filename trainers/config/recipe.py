@@ -87,6 +87,12 @@ class RunConfig(Section):
         """rollout.sampling, seeded by run.seed."""
         return replace(self.rollout.sampling, seed=self.run.seed)
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Of the whole run."""
+        updates = self.algorithm.updates_per_rollout * self.algorithm.epochs_per_rollout
+        return self.training.steps * updates
+
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
         if problems := list(_disagreements(self)):
@@ -127,7 +133,6 @@ def _size_problems(config: RunConfig) -> Iterator[str]:
     examples = math.inf
     if data.task is not None:
         examples = min(data.task.train_size, data.limit or data.task.train_size)
-    updates = config.training.steps * algorithm.updates_per_rollout * algorithm.epochs_per_rollout
     for path, value, limit, of in (
         (
             "rollout.prefill_chunk_size",
@@ -142,7 +147,12 @@ def _size_problems(config: RunConfig) -> Iterator[str]:
             "rollout.sampling.max_tokens",
         ),
         ("rollout.prompts_per_step", rollout.prompts_per_step, examples, "training examples"),
-        ("optimizer.warmup_steps", config.optimizer.warmup_steps, updates, "optimizer steps"),
+        (
+            "optimizer.warmup_steps",
+            config.optimizer.warmup_steps,
+            config.optimizer_steps,
+            "optimizer steps",
+        ),
     ):
         if value > limit:
             yield f"{path}: {value} exceeds the {limit} {of}"
@@ -159,6 +169,14 @@ def _option_problems(config: RunConfig) -> Iterator[str]:
             "algorithm.kl_coefficient: a KL to the reference needs untruncated sampling, but "
             f"rollout.sampling sets {', '.join(truncated)}: the reference may give a token 0"
         )
+    if algorithm.name == "grpo" and sampling.n < 2:
+        yield f"rollout.sampling: n must be at least 2, the group of an advantage, got {sampling.n}"
+    if algorithm.name != "ppo" and algorithm.ppo is not None:
+        yield f"algorithm.ppo: has no meaning with name: {algorithm.name}; leave it out"
+    if algorithm.name == "ppo" and algorithm.advantage != "grpo":
+        yield "algorithm.advantage: ppo takes advantages from its critic; leave it out"
+    if config.consistency.value_check_every and algorithm.name != "ppo":
+        yield f"consistency.value_check_every: {algorithm.name} has no values; set it to 0"
     if (algorithm.overlong == "penalty") != (algorithm.overlong_buffer > 0):
         yield "algorithm.overlong_buffer: must be positive with overlong: penalty, else 0"
     evaluable = data.eval_path is not None or (data.task is not None and data.task.eval_size > 0)
@@ -198,6 +216,11 @@ def leaf_problems(config: RunConfig, leaves: LeafOrder) -> Iterator[str]:
 
 def strategy_problems(config: RunConfig, strategy: StrategyName) -> Iterator[str]:
     """What the recipe asks for that this strategy does not do."""
+    if config.algorithm.name == "ppo" and strategy != "replicated":
+        yield (
+            f"training.strategy: {strategy} shards no critic, which ppo needs: use replicated, "
+            "with any number of processes, or algorithm.name grpo"
+        )
     if strategy == "zero1" and config.policy.dtype == "bfloat16":
         yield (
             "training.strategy: zero1 has no fp32 gradients of a bfloat16 policy in DeepSpeed: use "

@@ -23,10 +23,8 @@ def _sampling(value: Any) -> Any:
     if missing := [key for key in ("n", "max_tokens") if key not in value]:
         raise ValueError(f"missing: {', '.join(missing)}")
     params = SamplingParams(**value)
-    if params.n < 2:
-        raise ValueError(f"n must be at least 2, the group of an advantage, got {params.n}")
     if params.temperature == 0:
-        raise ValueError("temperature must be above 0: greedy completions of a group are equal")
+        raise ValueError("temperature must be above 0: greedy completions of a prompt are equal")
     return params
 
 
@@ -40,7 +38,8 @@ class RolloutSection(Section):
         BeforeValidator(_sampling),
         PlainSerializer(lambda params: {key: getattr(params, key) for key in SAMPLING_KEYS}),
     ]
-    """The fields of `SamplingParams`, with n at least 2; training scores with the same object."""
+    """The fields of `SamplingParams`, in GRPO with n at least 2; training scores with the same
+    object."""
     kv_block_size: Count = 16
     """Tokens per block of the key/value cache."""
     num_kv_blocks: Count | None = None

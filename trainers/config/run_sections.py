@@ -60,7 +60,9 @@ class ConsistencySection(Section):
     strict_except: Annotated[tuple[str, ...], AfterValidator(_known_ops)] = ()
     """Ops that run stock although strict is on (for ablations)."""
     gradient_leaves: Annotated[
-        LeafOrder, BeforeValidator(_leaf_order), PlainSerializer(_plain_leaves)
+        LeafOrder,
+        BeforeValidator(_leaf_order, json_schema_input_type=int | list[int]),
+        PlainSerializer(_plain_leaves),
     ] = LeafOrder(1)
     """Parts into which the sequences of an optimizer step are cut; their gradients are added in
     order, on 1 to as many processes with the same bits. [B, A]: A groups of B, for several nodes.
@@ -72,6 +74,9 @@ class ConsistencySection(Section):
     """Recompute the gradients under other groupings every this many steps; 0 = never."""
     gradient_check_sequences: Count | None = None
     """Completions regrouped in such a check, the first of the step; null = all, which is slow."""
+    value_check_every: CountOrZero = 0
+    """Recompute the critic's values under another grouping every this many steps; 0 = never. Only
+    in PPO."""
     shadow_every: CountOrZero = 0
     """Measure the drift of the stock path on the same tokens every this many steps; 0 = never."""
     on_drift: Literal["raise", "warn", "record"] = "raise"

@@ -46,6 +46,7 @@ CountOrZero = Annotated[Int, Field(ge=0)]
 Positive = Annotated[Float, Field(gt=0)]
 PositiveOrZero = Annotated[Float, Field(ge=0)]
 BelowOne = Annotated[Float, Field(ge=0, lt=1)]
+Share = Annotated[Float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
 LocalPath = Annotated[Path, BeforeValidator(_not_empty), AfterValidator(_absolute)]
 

@@ -3,6 +3,7 @@
     checkpoints/step_000030/
         config.json, model.safetensors, tokenizer files     loadable by from_pretrained
         optimizer.safetensors                               moments and master weights
+        critic.safetensors, critic_optimizer.safetensors    the same of a critic, in PPO
         trainer.json                                        step, schedule, totals, fingerprint,
                                                             SHA-256 of itself and of all others
 
@@ -29,6 +30,7 @@ from rl_consistency.trainers.run_directory.unfinished import discard, replace, u
 
 FORMAT = 3
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "trainer.json"
+CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
 _KEPT = ("schedule", "totals", "extra")
 _REMEDY = "Remove this checkpoint directory and resume from the one before it."
 
@@ -51,6 +53,9 @@ class Checkpoint:
     """The hook's state."""
     extra: dict[str, Any]
     """Plain values the trainer keeps across a restart."""
+    critic: dict[str, Tensor] | None
+    """Weights; None without a critic."""
+    critic_optimizer: dict[str, Tensor] | None
 
 
 def save_checkpoint(
@@ -65,6 +70,8 @@ def save_checkpoint(
     extra: Mapping[str, Any],
     fingerprint: Fingerprint,
     keep: int,
+    critic: Mapping[str, Tensor] | None = None,
+    critic_optimizer: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write `directory/step_NNNNNN`, which must not exist; remove all but the newest `keep`.
 
@@ -81,7 +88,10 @@ def save_checkpoint(
                 model.generation_config.save_pretrained(place)
             tokenizer.save_pretrained(place)
             save_file(_weights(model), place / WEIGHTS, metadata={"format": "pt"})
-            save_file({k: v.detach().contiguous() for k, v in optimizer.items()}, place / OPTIMIZER)
+            others = {OPTIMIZER: optimizer, CRITIC: critic, CRITIC_OPTIMIZER: critic_optimizer}
+            for name, tensors in others.items():
+                if tensors is not None:
+                    save_file(_contiguous(tensors), place / name)
             files = sorted(file for file in place.rglob("*") if file.is_file())
             state = {
                 "format": FORMAT,
@@ -170,9 +180,21 @@ def load_checkpoint(path: Path, fingerprint: Fingerprint) -> Checkpoint:
         file = path / name
         if not file.is_file() or file_digest(file) != digest:
             raise CheckpointError(f"{file} is missing, truncated or damaged (SHA-256). {_REMEDY}")
-    tensors = {name: load_file(path / name) for name in (WEIGHTS, OPTIMIZER)}
-    kept = {name: state[name] for name in _KEPT}
-    return Checkpoint(path, state["step"], tensors[WEIGHTS], tensors[OPTIMIZER], **kept)
+    present = {WEIGHTS, OPTIMIZER, *state["files"]}
+    weights, optimizer, critic, critic_optimizer = (
+        load_file(path / name) if name in present else None
+        for name in (WEIGHTS, OPTIMIZER, CRITIC, CRITIC_OPTIMIZER)
+    )
+    assert weights is not None and optimizer is not None
+    return Checkpoint(
+        path,
+        state["step"],
+        weights,
+        optimizer,
+        **{name: state[name] for name in _KEPT},
+        critic=critic,
+        critic_optimizer=critic_optimizer,
+    )
 
 
 def strangers(path: Path) -> list[Path]:
@@ -191,8 +213,9 @@ def strangers(path: Path) -> list[Path]:
 
 @torch.no_grad()
 def load_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Copy weights into a model in place; CheckpointError, and nothing copied, on a misfit."""
-    own = dict(model.named_parameters())
+    """Copy weights into a model, or into tensors by name, in place; CheckpointError, and nothing
+    copied, on a misfit."""
+    own = dict(model) if isinstance(model, Mapping) else dict(model.named_parameters())
     shapes, given = ({k: (v.shape, v.dtype) for k, v in t.items()} for t in (own, weights))
     if misfits := sorted(n for n in own.keys() | weights.keys() if shapes.get(n) != given.get(n)):
         raise CheckpointError(
@@ -209,7 +232,11 @@ def _name(step: int) -> str:
 
 def _weights(model: Any) -> dict[str, Tensor]:
     """Parameters by name; a tied parameter once, under its first name."""
-    return {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
+    return _contiguous(dict(model.named_parameters()))
+
+
+def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
 def _read_state(path: Path) -> dict[str, Any]:

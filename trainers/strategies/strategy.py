@@ -22,10 +22,10 @@ from rl_consistency.distributed.world import World
 from rl_consistency.kernels.reduction.gradient_norm import gradient_norm
 from rl_consistency.parity.bytes import bits
 from rl_consistency.parity.gradients import GradientReport, RegroupingResult
-from rl_consistency.trainers.losses import LossOutput
+from rl_consistency.trainers.losses import ClippedLoss, LossOutput
 
 T = TypeVar("T")
-M = TypeVar("M", Tensor, LossOutput)
+M = TypeVar("M", Tensor, LossOutput, ClippedLoss)
 Backward = Callable[[range, bool], None]
 """The backward pass of some sequences of an optimizer step, by their indices in it. If the second
 argument is True they are filler, whose loss has weight zero."""

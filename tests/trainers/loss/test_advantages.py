@@ -3,7 +3,15 @@ import math
 import pytest
 import torch
 
-from rl_consistency.trainers.advantages import group_advantages, overlong_mask, overlong_penalty
+from rl_consistency.trainers.advantages import (
+    explained_variance,
+    generalized_advantages,
+    group_advantages,
+    overlong_mask,
+    overlong_penalty,
+    token_rewards,
+    whitened,
+)
 
 
 def test_dr_grpo_subtracts_the_group_mean():
@@ -81,3 +89,76 @@ def test_the_overlong_penalty_falls_over_the_buffer():
 def test_an_impossible_buffer_is_refused(buffer):
     with pytest.raises(ValueError, match="buffer must be"):
         overlong_penalty([1], max_tokens=20, buffer=buffer)
+
+
+def naive_gae(rewards, values, gamma, gae_lambda):
+    """The definition: advantage[t] = sum over l of (gamma lambda)^l delta[t + l]."""
+    after = [*values[1:], 0.0]
+    deltas = [r + gamma * n - v for r, v, n in zip(rewards, values, after, strict=True)]
+    count = len(rewards)
+    return [
+        sum((gamma * gae_lambda) ** (i - t) * deltas[i] for i in range(t, count))
+        for t in range(count)
+    ]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.95, 1.0])
+@pytest.mark.parametrize("length", [1, 2, 37])
+def test_generalized_advantages_match_their_definition(gamma, gae_lambda, length):
+    generator = torch.Generator().manual_seed(length)
+    rewards, values = torch.randn(2, length, generator=generator, dtype=torch.float64).tolist()
+    factors = {"gamma": gamma, "gae_lambda": gae_lambda}
+    found = generalized_advantages(rewards, values, **factors)
+    assert found == pytest.approx(naive_gae(rewards, values, **factors), rel=1e-12, abs=1e-13)
+
+
+def test_generalized_advantages_worked_by_hand():
+    found = generalized_advantages([0.0, 1.0], [0.25, 0.5], gamma=1.0, gae_lambda=0.5)
+    assert found == [0.5, 0.5]
+    whole = generalized_advantages([0.0, 0.0, 2.0], [0.5, 1.0, 1.5], gamma=0.5, gae_lambda=1.0)
+    assert whole == [0.5 - 0.5, 1.0 - 1.0, 2.0 - 1.5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"gamma": 1.5}, r"gamma must be in \[0, 1\], got 1.5"),
+        ({"gae_lambda": -0.1}, r"gae_lambda must be in \[0, 1\], got -0.1"),
+        ({"values": [0.0]}, "2 rewards for 1 values"),
+        ({"values": [0.0, float("nan")]}, r"token 1 are \(1.0, nan\); they must be finite"),
+    ],
+)
+def test_generalized_advantages_refuse_what_means_nothing(changes, error):
+    given = {"rewards": [0.0, 1.0], "values": [0.0, 0.0], "gamma": 1.0, "gae_lambda": 0.5}
+    with pytest.raises(ValueError, match=error):
+        generalized_advantages(**given | changes)
+
+
+def test_the_reward_comes_at_the_last_token_and_the_kl_at_each():
+    assert token_rewards(1.0, [0.5, -0.25], 0.5) == [-0.25, 1.125]
+
+
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_all_tokens():
+    parts = [[1.0, 2.0, 3.0], [10.0]]
+    flat = torch.tensor([v for part in whitened(parts) for v in part], dtype=torch.float64)
+    assert flat.mean().item() == pytest.approx(0.0, abs=1e-12)
+    assert flat.std(correction=0).item() == pytest.approx(1.0, rel=1e-6)
+
+
+def test_whitening_does_not_depend_on_the_order_of_the_samples():
+    generator = torch.Generator().manual_seed(0)
+    parts = [(torch.randn(n, generator=generator) * 10**n).tolist() for n in (3, 1, 7, 5)]
+    assert whitened(parts[::-1]) == whitened(parts)[::-1]
+
+
+def test_equal_advantages_are_whitened_to_exactly_zero():
+    assert whitened([[0.1, 0.1], [0.1]]) == [[0.0, 0.0], [0.0]]
+
+
+def test_explained_variance_of_a_perfect_a_mean_and_a_worse_critic():
+    returns = [[1.0, 3.0], [5.0]]
+    assert explained_variance(returns, returns) == 1.0
+    assert explained_variance([[3.0, 3.0], [3.0]], returns) == 0.0
+    assert explained_variance([[5.0, 3.0], [1.0]], returns) == -3.0
+    assert explained_variance([[1.0, 2.0]], [[0.1, 0.1]]) == 0.0

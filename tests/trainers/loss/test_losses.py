@@ -5,7 +5,7 @@ import torch
 
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
-from rl_consistency.trainers.losses import merge_outputs, policy_loss, token_weights
+from rl_consistency.trainers.losses import merge_outputs, policy_loss, token_weights, value_loss
 
 LENGTHS = [3, 1, 17, 8, 33, 2, 5]
 
@@ -230,3 +230,54 @@ def test_merging_needs_like_outputs():
         merge_outputs([with_reference, without])
     with pytest.raises(ValueError, match="at least one"):
         merge_outputs([])
+
+
+@pytest.mark.parametrize(
+    ("value", "returned", "clip", "loss", "gradient", "clipped"),
+    [
+        (0.5, 1.0, 0.25, 0.5 * 0.75**2, 0.0, True),
+        (0.5, -1.0, 0.25, 0.5 * 1.5**2, 1.5, False),
+        (-0.5, -1.0, 0.25, 0.5 * 0.75**2, 0.0, True),
+        (0.125, 1.0, 0.25, 0.5 * 0.875**2, -0.875, False),
+        (0.25, 1.0, 0.25, 0.5 * 0.75**2, -0.75, False),
+        (0.5, 1.0, None, 0.5 * 0.5**2, -0.5, False),
+    ],
+    ids=["too far up", "back", "too far down", "inside", "border", "no clip"],
+)
+def test_the_value_loss_worked_by_hand(value, returned, clip, loss, gradient, clipped):
+    values = torch.tensor([value], requires_grad=True)
+    given = values, torch.zeros(1), torch.tensor([returned]), torch.ones(1)
+    output = value_loss(*given, clip=clip)
+    output.loss.backward()
+    assert (output.loss.item(), values.grad.tolist()) == (loss, [gradient])
+    assert output.clipped.tolist() == [clipped] and output.clip_fraction == clipped
+
+
+def test_no_value_inside_the_clip_loses_its_gradient_to_rounding():
+    generator = torch.Generator().manual_seed(0)
+    old, returns = torch.randn(2, 4096, generator=generator)
+    values = (old + 0.15 * torch.rand(4096, generator=generator)).requires_grad_()
+    output = value_loss(values, old, returns, torch.ones(4096), clip=0.2)
+    output.loss.backward()
+    assert not output.clipped.any() and (values.grad != 0).all()
+
+
+def test_the_value_loss_of_parts_is_that_of_the_whole_by_bytes():
+    generator = torch.Generator().manual_seed(1)
+    given = list(torch.randn(4, 69, generator=generator))
+    whole = value_loss(*given, clip=0.2)
+    parts = [value_loss(*cut, clip=0.2) for cut in zip(*(g.split([3, 1, 50, 15]) for g in given))]
+    merged = merge_outputs(parts)
+    assert same_bytes(merged.loss, whole.loss) and torch.equal(merged.clipped, whole.clipped)
+    assert 0 < whole.clip_fraction < 1
+
+
+@pytest.mark.parametrize("clip", [0.0, -0.1, float("nan")])
+def test_a_value_clip_that_is_not_positive_is_refused(clip):
+    with pytest.raises(ValueError, match="clip must be positive"):
+        value_loss(*torch.zeros(4, 2), clip=clip)
+
+
+def test_values_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match="one shape"):
+        value_loss(torch.zeros(2), torch.zeros(3), torch.zeros(2), torch.zeros(2), clip=0.2)

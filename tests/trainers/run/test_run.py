@@ -9,6 +9,7 @@ from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.replay import load_replay_bundle
+from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers import tracking
 from rl_consistency.trainers.config.recipe import load_config
@@ -40,7 +41,7 @@ def test_a_run_leaves_what_it_promises(tiny_run):
     assert [path.name for path in kept] == ["step_000004", "step_000006"]
     final = AutoModelForCausalLM.from_pretrained(kept[-1])
     assert parameter_digest(final) == summary["parameter_digest"]
-    assert summary["parameter_digest"] == rows[-1]["consistency/parameter_digest"]
+    assert model_digest(final) == rows[-1]["rollout/weights_digest"]
     assert summary["consistency/tokens"] == sum(row["consistency/tokens"] for row in rows[1:])
     assert summary["consistency/mismatched_tokens"] == 0
     assert summary["consistency/gradient_check/checks"] == 2
@@ -192,9 +193,9 @@ def test_the_last_checkpoint_starts_another_run(tiny_run):
     first, _ = tiny_run(**{"training.steps": 1})
     saved = tiny_run.directory / "run" / "checkpoints" / "step_000001"
     given = {"policy.build": None, "policy.path": str(saved), "tokenizer.kind": "auto"}
-    _, rows = tiny_run.of_its_own("next", **given, **{"training.steps": 1})
+    second, rows = tiny_run.of_its_own("next", **given, **{"training.steps": 1})
     assert rows[0]["consistency/mismatched_tokens"] == 0
-    assert rows[0]["consistency/parameter_digest"] != first["parameter_digest"]
+    assert second["parameter_digest"] != first["parameter_digest"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -32,14 +32,14 @@ def steps_of(path):
 
 def test_each_step_is_one_line_on_disk_before_log_returns(tmp_path):
     tracker = MetricsFile(tmp_path / "run" / "metrics.jsonl")
-    tracker.log(1, STEP | {"consistency/parameter_digest": "ab", "passed": True})
+    tracker.log(1, STEP | {"consistency/gradient_digest": "ab", "passed": True})
     tracker.log(2, STEP)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
     assert read_metrics(tmp_path / "run" / "metrics.jsonl")[0] == {
         "step": 1,
         **STEP,
-        "consistency/parameter_digest": "ab",
+        "consistency/gradient_digest": "ab",
         "passed": True,
     }
     tracker.close()

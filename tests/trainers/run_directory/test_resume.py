@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from rl_consistency.numerics.strict import strict
 from rl_consistency.trainers import run as run_module
-from rl_consistency.trainers.grpo import GRPOTrainer
+from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.run_directory import checkpoint
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError, list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError

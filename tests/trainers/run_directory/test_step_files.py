@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.parity.digest import each_digest
-from rl_consistency.trainers.grpo import GRPOTrainer
+from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.run_directory.step_files import StepFiles, read_digests
 

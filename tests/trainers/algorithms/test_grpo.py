@@ -3,8 +3,8 @@ import pytest
 from rl_consistency.models import modules
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.trainers import grpo
 from rl_consistency.trainers import run as run_module
+from rl_consistency.trainers.algorithms import loop
 
 TWO_LAYERS = {"policy.build.num_hidden_layers": 2, "training.steps": 2}
 EXACT = ("mismatched_tokens", "nonfinite_tokens", "logprob_abs_diff/max", "ulp/max", "kl/k3")
@@ -114,12 +114,12 @@ def test_a_training_forward_that_computes_otherwise_is_caught(tiny_run, monkeypa
 
 def test_a_loss_that_depends_on_the_micro_batch_is_caught(tiny_run, monkeypatch):
     """The control: weights from the counts at hand must fail the gradient check."""
-    real = grpo.token_weights
+    real = loop.token_weights
 
     def local(lengths, kind, **counts):
         return real(lengths, kind, **{**counts, "total_tokens": sum(lengths)})
 
-    monkeypatch.setattr(grpo, "token_weights", local)
+    monkeypatch.setattr(loop, "token_weights", local)
     with pytest.raises(ConsistencyError, match="gradients depend on how the batch was cut"):
         tiny_run(**{"algorithm.loss": "dapo", "consistency.gradient_check_every": 1})
 

@@ -1,26 +1,26 @@
-"""GRPO: sample groups, score them, and follow the clipped policy gradient.
+"""The step that all algorithms share: sample, score, and follow the clipped policy gradient.
 
 The behaviour logprobs are the rollout's own: training recomputes the same bits, so there is no
 separate pass for "old" logprobs and the first importance ratio is exactly 1.
-Source: Shao et al., DeepSeekMath (GRPO, 2024); Liu et al., Dr. GRPO (2025); Yu et al., DAPO (2025).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from statistics import fmean
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rl_consistency.distributed.digests import require_same_facts
 from rl_consistency.distributed.leaves import cut
-from rl_consistency.models.batch_layout import lay_out
+from rl_consistency.models.batch_layout import Layout, lay_out
 from rl_consistency.models.sharding import whole_weights
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.numerics.clock import finished_seconds
@@ -28,7 +28,7 @@ from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import model_digest
-from rl_consistency.trainers.advantages import group_advantages, overlong_mask, overlong_penalty
+from rl_consistency.trainers.advantages import overlong_mask, overlong_penalty
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder, Example
@@ -60,12 +60,12 @@ class Experience:
     prompt_lengths: list[int]
     old_logprobs: list[Tensor]
     """On the CPU, as the rollout gave them."""
-    advantages: Tensor
-    """[S] fp32, on the CPU."""
     keep: Tensor | None
     """[S] bool, False where a sample is left out of the loss; None keeps all."""
     reference_logprobs: list[Tensor] | None = None
     """On the model's device."""
+    advantages: Sequence[Tensor] = ()
+    """fp32, of each token, on the CPU; the algorithm gives them."""
 
     @property
     def lengths(self) -> list[int]:
@@ -74,8 +74,10 @@ class Experience:
 
 
 @dataclass(eq=False, kw_only=True)
-class GRPOTrainer:
-    """One GRPO step at a time; the caller owns the loop over steps, checkpoints and tracking.
+class PolicyTrainer(ABC):
+    """One step at a time; the caller owns the loop over steps, checkpoints and tracking.
+
+    A subclass says what a token's advantage is, and what else is learned from a rollout.
 
     Several ranks take the same steps. A rank draws and learns from the samples of its own leaves;
     tokens, logprobs and losses of all samples are known to all ranks. Rewards come from rank 0.
@@ -94,6 +96,15 @@ class GRPOTrainer:
     hook: TrainerHook
     reference: Any = None
     """The patched, frozen policy of the KL term; None without that term."""
+
+    timed: ClassVar[tuple[str, ...]] = ("rollout", "training", "optimizer")
+    """What the seconds of a step are counted for."""
+
+    @abstractmethod
+    def _with_advantages(
+        self, experience: Experience, rewards: Tensor
+    ) -> tuple[Metrics, Experience]:
+        """The advantages of all tokens, from the rewards [S] fp32 of the samples."""
 
     def __post_init__(self) -> None:
         config, size = self.config, self.config.rollout.prompts_per_step
@@ -117,7 +128,7 @@ class GRPOTrainer:
                 ranks, or the hook raised it.
         """
         started = perf_counter()
-        self._times = {"rollout": 0.0, "training": 0.0, "optimizer": 0.0}
+        self._times = dict.fromkeys(self.timed, 0.0)
         with self._timed("rollout"):
             examples, completions = self._roll_out(step)
         statistics = self.engine.stats
@@ -203,7 +214,6 @@ class GRPOTrainer:
             shaped = shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
         elif algorithm.overlong == "mask":
             keep = overlong_mask([c.finish_reason for c in completions])
-        advantages = group_advantages(shaped, self._sampling.n, kind=algorithm.advantage)
         cut = sum(c.finish_reason == "length" for c in completions)
         metrics |= {
             "reward/mean": fmean(rewards.total),
@@ -217,37 +227,40 @@ class GRPOTrainer:
             sequences=sequences,
             prompt_lengths=prompt_lengths,
             old_logprobs=old_logprobs,
-            advantages=advantages,
             keep=keep,
         )
         if self.reference is not None:
             scored = self._score(self.reference, experience, list(range(len(sequences))))
             experience = replace(experience, reference_logprobs=scored)
-        return metrics, experience
+        found, experience = self._with_advantages(experience, shaped)
+        return metrics | found, experience
 
     def _learn(self, experience: Experience) -> Metrics:
         metrics: Metrics = {}
-        algorithm, samples = self.config.algorithm, list(range(len(experience.sequences)))
-        size = self._update_size
         updates: list[LossOutput] = []
         norms: list[float] = []
-        for _ in range(algorithm.epochs_per_rollout):
-            for first in range(0, len(samples), size):
-                part = samples[first : first + size]
-                output, logprobs, norm = self._backward(experience, part)
-                if not updates:
-                    with whole_weights(self.model):
-                        logprobs += self._score(self.model, experience, samples[size:])
-                        given = self.hook.on_training_logprobs, logprobs
-                        metrics |= self._told("training logprobs", *given)
-                gradient_step = self._gradient_step(experience, part, not updates)
-                metrics |= self._told("gradients", self.hook.on_gradients, gradient_step)
-                with self._timed("optimizer"):
-                    norms.append(self.optimizer.step(norm))
-                updates.append(output)
+        for part in self._minibatches(experience):
+            output, logprobs, norm = self._backward(experience, part)
+            if not updates:
+                others = list(range(len(part), len(experience.sequences)))
+                with whole_weights(self.model):
+                    logprobs += self._score(self.model, experience, others)
+                    given = self.hook.on_training_logprobs, logprobs
+                    metrics |= self._told("training logprobs", *given)
+            gradient_step = self._gradient_step(experience, part, not updates)
+            metrics |= self._told("gradients", self.hook.on_gradients, gradient_step)
+            with self._timed("optimizer"):
+                norms.append(self.optimizer.step(norm))
+            updates.append(output)
         each = [update.metrics() for update in updates]
         means = {name: fmean(metrics[name] for metrics in each) for name in each[0]}
         return metrics | means | {"gradient_norm": fmean(norms)}
+
+    def _minibatches(self, experience: Experience) -> Iterator[list[int]]:
+        """The samples of each optimizer step on a rollout."""
+        samples, size = list(range(len(experience.sequences))), self._update_size
+        for _ in range(self.config.algorithm.epochs_per_rollout):
+            yield from (samples[i : i + size] for i in range(0, len(samples), size))
 
     def _backward(
         self, experience: Experience, part: list[int]
@@ -288,20 +301,28 @@ class GRPOTrainer:
         self, experience: Experience, part: list[int], scored: TokenLogprobs, group: Sequence[int]
     ) -> LossOutput:
         """The share of `group` in the loss of the optimizer step over `part`."""
-        group, keep, device = list(group), experience.keep, scored.logprobs.device
+        group, device = list(group), scored.logprobs.device
         lengths, reference = scored.lengths, experience.reference_logprobs
         anchor = None if reference is None else torch.cat([reference[i] for i in group])
         batch = TokenBatch(
             logprobs=scored.logprobs,
             old_logprobs=torch.cat([experience.old_logprobs[i] for i in group]).to(device),
-            advantages=per_token(experience.advantages[group], lengths).to(device),
+            advantages=torch.cat([experience.advantages[i] for i in group]).to(device),
             sequence_ids=per_token(torch.tensor(group), lengths).to(device),
             lengths=lengths,
             reference_logprobs=anchor,
             entropy=scored.entropy,
         )
-        weights = token_weights(
-            lengths,
+        weights = self._weights(experience, part, group, device)
+        return policy_loss(batch, weights, self._loss_config)
+
+    def _weights(
+        self, experience: Experience, part: list[int], group: list[int], device: torch.device
+    ) -> Tensor:
+        """[N] fp32, of the tokens of `group` in the optimizer step over `part`."""
+        keep = experience.keep
+        return token_weights(
+            [experience.lengths[i] for i in group],
             self.config.algorithm.loss,
             num_sequences_global=len(part),
             max_tokens=self._sampling.max_tokens,
@@ -309,7 +330,6 @@ class GRPOTrainer:
             keep=None if keep is None else keep[group],
             device=device,
         )
-        return policy_loss(batch, weights, self._loss_config)
 
     def _gradient_step(self, experience: Experience, part: list[int], first: bool) -> GradientStep:
         def loss(scored: TokenLogprobs, group: Sequence[int]) -> Tensor:
@@ -329,8 +349,7 @@ class GRPOTrainer:
         )
 
     def _forward(self, model: Any, experience: Experience, group: list[int]) -> TokenLogprobs:
-        layout = "packed" if self.config.training.layout == "packed" else "right_padded"
-        inputs, mask = lay_out([experience.sequences[i] for i in group], layout, model.device)
+        inputs, mask = lay_out([experience.sequences[i] for i in group], self._layout, model.device)
         return token_logprobs(
             model,
             inputs,
@@ -348,6 +367,10 @@ class GRPOTrainer:
                 group = own[start : start + size]
                 found.update(zip(group, self._forward(model, experience, group).split()))
         return self.ranks.shared_tensors("scored logprobs", found)
+
+    @property
+    def _layout(self) -> Layout:
+        return "packed" if self.config.training.layout == "packed" else "right_padded"
 
     def _told(self, what: str, method: Callable[..., Metrics], *given: Any) -> Metrics:
         """What a method of the hook returns: an error on one rank is one on all."""

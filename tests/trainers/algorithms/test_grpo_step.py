@@ -9,8 +9,8 @@ from rl_consistency.distributed.world import World
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.data.examples import Example
-from rl_consistency.trainers.grpo import GRPOTrainer
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.prompts import PromptSet

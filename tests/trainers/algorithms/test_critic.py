@@ -1,0 +1,112 @@
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from rl_consistency.parity.bytes import same_bytes
+from rl_consistency.trainers.algorithms import critic as critic_module
+from rl_consistency.trainers.algorithms.critic import Critic
+from rl_consistency.trainers.losses import value_loss
+from rl_consistency.trainers.policy import load_policy
+
+SEQUENCES = [[1 + (7 * i + j) % 200 for j in range(n)] for i, n in enumerate((5, 17, 2, 33, 9))]
+PROMPTS = [2, 1, 1, 20, 8]
+LENGTHS = [len(s) - p for s, p in zip(SEQUENCES, PROMPTS, strict=True)]
+LAYOUTS = ("packed", "packed_with_gaps", "left_padded", "right_padded")
+GROUPINGS = ([[0, 1, 2, 3, 4]], [[0], [1], [2], [3], [4]], [[4, 2], [0, 3, 1]])
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def critic(request, tiny_run):
+    config = tiny_run.config(**{"algorithm.name": "ppo", "policy.dtype": request.param})
+    policy, _ = load_policy(config.policy, config.tokenizer, seed=1)
+    with ExitStack() as stack:
+        yield Critic(config, policy, stack).model
+
+
+def values_of(critic, groups, layout):
+    """Of each sequence, in logical order."""
+    found = {}
+    for group in groups:
+        sequences, prompts = [SEQUENCES[i] for i in group], [PROMPTS[i] for i in group]
+        found.update(zip(group, critic.values(sequences, prompts, layout), strict=True))
+    return [found[i] for i in range(len(SEQUENCES))]
+
+
+def differing(critic):
+    """The groupings and layouts under which a value has other bytes than alone and packed."""
+    with torch.no_grad():
+        alone = torch.cat(values_of(critic, GROUPINGS[1], "packed"))
+        return [
+            (groups, layout)
+            for groups in GROUPINGS
+            for layout in LAYOUTS
+            if not same_bytes(torch.cat(values_of(critic, groups, layout)), alone)
+        ]
+
+
+def test_values_have_the_same_bytes_under_every_grouping_order_and_padding(critic):
+    assert differing(critic) == []
+    values = values_of(critic, GROUPINGS[0], "packed")
+    assert [len(part) for part in values] == LENGTHS
+    assert torch.cat(values).dtype == torch.float32 and torch.cat(values).unique().numel() > 20
+
+
+def test_mutant_a_value_that_depends_on_padding_is_seen(critic, monkeypatch):
+    real = critic_module.completion_states
+
+    def padded(policy, sequences, prompt_lengths, mask):
+        states = real(policy, sequences, prompt_lengths, mask)
+        padding = 0 if mask is None else int((mask == 0).sum())
+        return states._replace(hidden=states.hidden * (1 + padding * 2**-7))
+
+    monkeypatch.setattr(critic_module, "completion_states", padded)
+    assert {layout for _, layout in differing(critic)} == {"left_padded", "right_padded"}
+
+
+def test_mutant_a_head_whose_sum_depends_on_the_rows_is_seen(critic, monkeypatch):
+    real = critic_module.ValueHead.forward
+
+    def other(self, hidden):
+        return real(self, hidden) if len(hidden) == 16 else hidden.flip(1) @ self.weight.flip(1).T
+
+    monkeypatch.setattr(critic_module.ValueHead, "forward", other)
+    assert differing(critic)
+
+
+def gradients(critic, groups, layout):
+    generator = torch.Generator().manual_seed(0)
+    returns = torch.randn(sum(LENGTHS), generator=generator).split(LENGTHS)
+    critic.zero_grad(set_to_none=True)
+    for group in groups:
+        sequences, prompts = [SEQUENCES[i] for i in group], [PROMPTS[i] for i in group]
+        values = torch.cat(critic.values(sequences, prompts, layout))
+        wanted = torch.cat([returns[i] for i in group])
+        weights = torch.full_like(wanted, 1 / sum(LENGTHS))
+        value_loss(values, torch.zeros_like(wanted), wanted, weights, clip=None).loss.backward()
+    return {name: p.grad.clone() for name, p in critic.trained().items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_its_gradients_have_the_same_bytes_under_every_cut(critic, layout):
+    whole = gradients(critic, GROUPINGS[0], "packed")
+    assert all(gradient.any() for gradient in whole.values())
+    for groups in ([[0], [1], [2], [3], [4]], [[0, 1], [2, 3, 4]]):
+        again = gradients(critic, groups, layout)
+        assert [name for name in whole if not same_bytes(again[name], whole[name])] == []
+
+
+def test_a_value_knows_the_tokens_before_it_and_no_others(critic):
+    tokens, other = SEQUENCES[3], [*SEQUENCES[3][:-1], 250]
+    (values,), (changed,) = critic.values([tokens], [20]), critic.values([other], [20])
+    assert same_bytes(values, changed)
+    earlier = [*tokens[:25], 250, *tokens[26:]]
+    (changed,) = critic.values([earlier], [20])
+    assert same_bytes(values[:6], changed[:6]) and not torch.isclose(values[6:], changed[6:]).any()
+
+
+def test_the_stand_in_of_the_lm_head_takes_no_memory_and_is_not_trained(critic):
+    stand_in = critic.policy.lm_head.weight
+    assert stand_in.untyped_storage().nbytes() == critic.head.in_features * stand_in.element_size()
+    assert "policy.lm_head.weight" not in critic.trained()
+    assert {"head.weight", "policy.model.embed_tokens.weight"} <= critic.trained().keys()

@@ -1,0 +1,32 @@
+"""Every metric that a run logs is described, and every description is of a metric."""
+
+import pytest
+
+from rl_consistency.parity.drift import _LOGGED
+from rl_consistency.trainers.algorithms.loop import ENGINE_METRICS
+from rl_consistency.trainers.metric_reference import DRIFT, METRICS, reference_of, references
+
+ELSEWHERE = {"consistency/schedule_audit"}
+"""Logged on a GPU alone."""
+
+
+def test_every_metric_of_a_run_is_described_and_no_other(tiny_run):
+    _, rows = tiny_run(**tiny_run.LONG)
+    ppo = {"algorithm.name": "ppo", "algorithm.kl_coefficient": 0.05, "training.steps": 1}
+    _, more = tiny_run.of_its_own("ppo", **ppo, **{"consistency.value_check_every": 1})
+    logged = {name for row in rows + more for name in row} - {"step"}
+    assert all(reference_of(name) for name in logged)
+    exact = {name for name, _ in references() if "*" not in name}
+    assert exact - logged == ELSEWHERE
+
+
+def test_the_drift_and_the_engine_are_described_whole():
+    assert set(DRIFT) == set(_LOGGED.values())
+    assert all(reference_of(f"time/rollout_{name}") for name in ENGINE_METRICS)
+
+
+def test_a_name_that_nobody_described_is_an_error():
+    with pytest.raises(KeyError, match="reward_mean"):
+        reference_of("reward_mean")
+    assert reference_of("reward/gsm8k").text.startswith("mean of one reward function")
+    assert reference_of("reward/mean") is METRICS["Reward"]["reward/mean"]

@@ -1,0 +1,139 @@
+"""The critic: a copy of the policy's decoder with one output, the value of the text so far.
+
+The value of a token is read at the row that predicts it, so it knows the tokens before it only.
+The decoder is a patched copy of the policy's, and the head is the canonical `linear` with one row:
+values and gradients have the same bytes under every grouping, packing and padding.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from rl_consistency.distributed.world import World
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.models.batch_layout import Layout, lay_out
+from rl_consistency.models.decoder import guarded_backward
+from rl_consistency.models.modules import CanonicalLinear
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import completion_states
+from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.optimizer import PolicyOptimizer
+from rl_consistency.trainers.run_directory.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    load_weights,
+)
+from rl_consistency.trainers.strategies.build import build_strategy
+from rl_consistency.trainers.strategies.strategy import Strategy
+
+HEAD_SCALE = 0.1
+"""Standard deviation of the first values, where hidden states have unit size."""
+
+
+class ValueHead(CanonicalLinear, nn.Linear):
+    """One output in fp32, through the canonical `linear`."""
+
+    weight: nn.Parameter
+
+    def __init__(self, size: int, *, seed: int):
+        super().__init__(size, 1, bias=False)
+        generator = torch.Generator().manual_seed(seed)
+        nn.init.normal_(self.weight, std=HEAD_SCALE / math.sqrt(size), generator=generator)
+        self._gradient_buffers = {"weight": GradientBuffer(self.weight)}
+
+
+class CriticModel(nn.Module):
+    """A copy of a policy that is not patched yet, with a value head instead of its LM head."""
+
+    def __init__(self, policy: Any, *, seed: int):
+        super().__init__()
+        self.policy = copy.deepcopy(policy)
+        self.policy.config.tie_word_embeddings = False
+        # `patch` wants the LM head of the config: one row of zeros stands for all.
+        rows = torch.zeros_like(policy.lm_head.weight[:1]).expand_as(policy.lm_head.weight)
+        self.policy.lm_head.weight = nn.Parameter(rows, requires_grad=False)
+        self.head = ValueHead(policy.config.hidden_size, seed=seed).to(policy.device)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """All parameters but those that stand for the LM head."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
+    def values(
+        self,
+        sequences: Sequence[Sequence[int]],
+        prompt_lengths: Sequence[int],
+        layout: Layout = "packed",
+    ) -> list[Tensor]:
+        """Of the completion tokens of each sequence, fp32, differentiable.
+
+        ValueError if the copy is not patched, or a length does not fit.
+        """
+        inputs, mask = lay_out(sequences, layout, self.policy.device)
+        states = completion_states(self.policy, inputs, prompt_lengths, mask)
+        values = guarded_backward(self.head(states.hidden.float())[:, 0])
+        return list(values[states.kept].split(states.lengths))
+
+
+class Critic:
+    """The critic of a run, with its optimizer and its part of a checkpoint."""
+
+    ranks: Strategy
+    optimizer: PolicyOptimizer
+
+    def __init__(self, config: RunConfig, policy: Any, stack: ExitStack):
+        """From a policy that is not patched; `stack` undoes the critic's patch."""
+        self._config, self._stack = config, stack
+        self.model = CriticModel(policy, seed=config.run.seed)
+        self._loaded: Checkpoint | None = None
+        stack.enter_context(patch(self.model.policy, grad_dtype=torch.float32))
+
+    @property
+    def digest(self) -> str:
+        """Of the weights."""
+        return parameter_digest(self.model.trained())
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Take the critic's part of a checkpoint; CheckpointError, and nothing taken, on a misfit.
+
+        The optimizer takes its own in `assemble`.
+        """
+        if checkpoint.critic is None or checkpoint.critic_optimizer is None:
+            raise CheckpointError(f"{checkpoint.path} holds no critic: it is not of a run of ppo.")
+        load_weights(self.model.trained(), checkpoint.critic)
+        self._loaded = checkpoint
+
+    def assemble(self, policy: Any, world: World, accelerator: Accelerator) -> None:
+        """Make strategy and optimizer; without a checkpoint, the decoder is first the policy's."""
+        ppo, section = self._config.algorithm.of_ppo, self._config.optimizer
+        assert ppo is not None
+        if self._loaded is None:
+            self._start_from(policy)
+        rate = ppo.critic_learning_rate or section.learning_rate
+        section = section.model_copy(update={"learning_rate": rate})
+        self.ranks = build_strategy(self._config, world, self.model)
+        self._stack.callback(self.ranks.close)
+        steps = self._config.optimizer_steps
+        self.optimizer = PolicyOptimizer(self.ranks, section, accelerator, total_steps=steps)
+        if self._loaded is not None and self._loaded.critic_optimizer is not None:
+            schedule = self._loaded.extra["critic_schedule"]
+            self.optimizer.load(self._loaded.critic_optimizer, schedule)
+            self._loaded = None  # it is large
+
+    def saved(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors of a checkpoint, as `save_checkpoint` takes them."""
+        return {"critic": dict(self.model.trained()), "critic_optimizer": self.optimizer.tensors()}
+
+    @torch.no_grad()
+    def _start_from(self, policy: Any) -> None:
+        own = dict(self.model.policy.model.named_parameters())
+        for name, parameter in policy.model.named_parameters():
+            own[name].copy_(parameter)

@@ -1,0 +1,26 @@
+"""GRPO: the advantage of a completion is its reward against those of its group.
+
+Source: Shao et al., DeepSeekMath (GRPO, 2024); Liu et al., Dr. GRPO (2025); Yu et al., DAPO (2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from rl_consistency.trainers.advantages import group_advantages
+from rl_consistency.trainers.algorithms.loop import Experience, PolicyTrainer
+from rl_consistency.trainers.batch import per_token
+from rl_consistency.trainers.hooks import Metrics
+
+
+class GRPOTrainer(PolicyTrainer):
+    """Nothing else is learned from a rollout."""
+
+    def _with_advantages(
+        self, experience: Experience, rewards: Tensor
+    ) -> tuple[Metrics, Experience]:
+        kind, lengths = self.config.algorithm.advantage, experience.lengths
+        advantages = per_token(group_advantages(rewards, self._sampling.n, kind=kind), lengths)
+        return {}, replace(experience, advantages=advantages.split(lengths))

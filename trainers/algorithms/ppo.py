@@ -1,0 +1,165 @@
+"""PPO: the advantage of a token is what came after it against what a critic expected.
+
+The KL to the reference is part of the reward. Policy and critic share no weights, so each has its
+own backward passes and optimizer, over the same minibatches.
+Source: Schulman et al., PPO (2017) and GAE (2016); Ouyang et al., InstructGPT (2022) for the KL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rl_consistency.distributed.digests import require_same_facts
+from rl_consistency.models.batch_layout import Layout
+from rl_consistency.trainers.advantages import (
+    explained_variance,
+    generalized_advantages,
+    token_rewards,
+    whitened,
+)
+from rl_consistency.trainers.algorithms.critic import Critic
+from rl_consistency.trainers.algorithms.loop import Experience, PolicyTrainer
+from rl_consistency.trainers.hooks import Metrics
+from rl_consistency.trainers.losses import ClippedLoss, merge_outputs, value_loss
+
+CHECK_SIZE = 3
+"""Sequences of a call when values are checked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgedExperience(Experience):
+    """With what the critic expected, and what came; fp32, of each token, on the CPU."""
+
+    values: Sequence[Tensor]
+    returns: Sequence[Tensor]
+
+
+@dataclass(eq=False, kw_only=True)
+class PPOTrainer(PolicyTrainer):
+    """The critic learns from each rollout after the policy has."""
+
+    critic: Critic
+
+    timed: ClassVar[tuple[str, ...]] = (*PolicyTrainer.timed, "critic")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.config.algorithm.of_ppo is not None
+        self._ppo = self.config.algorithm.of_ppo
+        self._loss_config = replace(self._loss_config, kl_coefficient=0.0)  # in the reward
+
+    def step(self, step: int) -> Metrics:
+        metrics = super().step(step)
+        digest = self.critic.digest
+        require_same_facts(self.ranks.world, {"the critic": digest}, when=f"after step {step}")
+        return metrics | {"consistency/critic_digest": digest}
+
+    def _with_advantages(
+        self, experience: Experience, rewards: Tensor
+    ) -> tuple[Metrics, Experience]:
+        size = self.config.training.micro_batch_size
+        with self._timed("critic"):
+            values = self._values(experience, self._own, size, self._layout)
+        again = partial(self._values, experience, self._own[::-1], CHECK_SIZE, "left_padded")
+        metrics = self._told("the values", self.hook.on_values, values, again)
+        kl = self._kl(experience)
+        coefficient = self.config.algorithm.kl_coefficient
+        given = [part.tolist() for part in values]
+        factors = {"gamma": self._ppo.gamma, "gae_lambda": self._ppo.gae_lambda}
+        advantages = [
+            generalized_advantages(token_rewards(float(reward), part, coefficient), v, **factors)
+            for reward, part, v in zip(rewards, kl, given, strict=True)
+        ]
+        returns = [[a + b for a, b in zip(*pair)] for pair in zip(advantages, given, strict=True)]
+        metrics |= {
+            "value/mean": fmean(v for part in given for v in part),
+            "value/explained_variance": explained_variance(given, returns),
+        }
+        if self.reference is not None:
+            metrics["reward/kl"] = fmean(sum(part) for part in kl)
+        if self._ppo.whiten_advantages:
+            advantages = whitened(advantages)
+        experience = replace(experience, advantages=[_fp32(part) for part in advantages])
+        judged: dict[str, Any] = vars(experience)
+        later = [_fp32(part) for part in returns]
+        return metrics, JudgedExperience(**judged, values=values, returns=later)
+
+    def _kl(self, experience: Experience) -> list[list[float]]:
+        """The log-ratio of each token to the reference; zeros without one."""
+        old, reference = experience.old_logprobs, experience.reference_logprobs
+        if reference is None:
+            return [[0.0] * length for length in experience.lengths]
+        pairs = zip(old, reference, strict=True)
+        return [(a.double() - b.cpu().double()).tolist() for a, b in pairs]
+
+    @torch.no_grad()
+    def _values(
+        self, experience: Experience, samples: Sequence[int], size: int, layout: Layout
+    ) -> list[Tensor]:
+        """Of this rank's samples computed here, of all samples returned."""
+        found: dict[int, Tensor] = {}
+        for start in range(0, len(samples), size):
+            group = list(samples[start : start + size])
+            found.update(zip(group, self._evaluate(experience, group, layout), strict=True))
+        return [part.cpu() for part in self.ranks.shared_tensors("values", found)]
+
+    def _evaluate(self, experience: Experience, group: list[int], layout: Layout) -> list[Tensor]:
+        sequences = [experience.sequences[i] for i in group]
+        prompt_lengths = [experience.prompt_lengths[i] for i in group]
+        return self.critic.model.values(sequences, prompt_lengths, layout)
+
+    def _learn(self, experience: Experience) -> Metrics:
+        assert isinstance(experience, JudgedExperience)
+        metrics = super()._learn(experience)
+        updates: list[ClippedLoss] = []
+        norms: list[float] = []
+        with self._timed("critic"):
+            for part in self._minibatches(experience):
+                output, norm = self._value_backward(experience, part)
+                norms.append(self.critic.optimizer.step(norm))
+                updates.append(output)
+        return metrics | {
+            "value/loss": fmean(update.loss.item() for update in updates),
+            "value/clip_fraction": fmean(update.clip_fraction for update in updates),
+            "value/gradient_norm": fmean(norms),
+        }
+
+    def _value_backward(
+        self, experience: JudgedExperience, part: list[int]
+    ) -> tuple[ClippedLoss, float]:
+        """The critic's gradients of one optimizer step; its loss, and the gradients' norm."""
+        outputs: dict[int, ClippedLoss] = {}
+
+        def backward(batch: range, is_filler: bool) -> None:
+            group = [part[i] for i in batch]
+            output = self._value_loss(experience, part, group)
+            self.critic.ranks.backward(output.loss * 0.0 if is_filler else output.loss)
+            if not is_filler:
+                outputs[group[0]] = output
+
+        size = self.config.training.micro_batch_size
+        norm = self.critic.ranks.accumulate(len(part), size, backward)
+        return merge_outputs(self.critic.ranks.shared_tensors("value losses", outputs)), norm
+
+    def _value_loss(
+        self, experience: JudgedExperience, part: list[int], group: list[int]
+    ) -> ClippedLoss:
+        """The share of `group` in the critic's loss of the optimizer step over `part`."""
+        values = torch.cat(self._evaluate(experience, group, self._layout))
+        old, returns = (
+            torch.cat([given[i] for i in group]).to(values.device)
+            for given in (experience.values, experience.returns)
+        )
+        weights = self._weights(experience, part, group, values.device)
+        return value_loss(values, old, returns, weights, clip=self._ppo.value_clip)
+
+
+def _fp32(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)

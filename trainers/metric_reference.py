@@ -1,0 +1,138 @@
+"""What each metric of a step means, and which of its values stands for a run.
+
+The names of the metrics file, of wandb and of `docs/metrics.md`, which is made of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Literal, NamedTuple
+
+Standing = Literal["last", "max", "min", "mean"]
+
+
+class Reference(NamedTuple):
+    """One metric, or all whose names fit a pattern with `*`."""
+
+    text: str
+    standing: Standing = "last"
+    """Which value stands for the run: the worst of what must not happen."""
+
+
+DRIFT: Mapping[str, Reference] = {
+    "tokens": Reference("completion tokens compared"),
+    "mismatched_tokens": Reference("of these, tokens whose two logprobs differ in any bit", "max"),
+    "mismatch_fraction": Reference("their share", "max"),
+    "nonfinite_tokens": Reference("tokens with a NaN or an infinity on a side", "max"),
+    "logprob_abs_diff/mean": Reference("mean of |training - rollout|, nats", "max"),
+    "logprob_abs_diff/max": Reference("largest |training - rollout|, nats", "max"),
+    "ulp/mean": Reference("mean distance in units in the last place of fp32", "max"),
+    "ulp/max": Reference("largest such distance", "max"),
+    "kl/k1": Reference("mean of rollout - training logprob, nats", "max"),
+    "kl/k3": Reference("mean of r - 1 - log r with r = exp(training - rollout), nats", "max"),
+    "importance_ratio/min": Reference("smallest r", "min"),
+    "importance_ratio/mean": Reference("mean r", "mean"),
+    "importance_ratio/max": Reference("largest r", "max"),
+    "clip_fraction": Reference("share of tokens with r outside [0.8, 1.2]", "max"),
+}
+"""Of a comparison of logprobs, below a prefix that says whose."""
+
+METRICS: Mapping[str, Mapping[str, Reference]] = {
+    "Reward": {
+        "reward/mean": Reference("mean reward of the step's completions"),
+        "reward/std": Reference("their standard deviation"),
+        "reward/kl": Reference("in PPO, mean over completions of their log-ratio to the reference"),
+        "reward/*": Reference("mean of one reward function, by its name, before its weight"),
+        "eval/reward": Reference("mean reward of greedy completions of the evaluation set", "max"),
+        "warm_start/loss": Reference("loss of the last supervised step before the first rollout"),
+    },
+    "Completions": {
+        "completion/length_mean": Reference("mean length, tokens"),
+        "completion/length_max": Reference("longest, tokens"),
+        "completion/cut_fraction": Reference("share that ended at the token limit"),
+    },
+    "Policy": {
+        "loss": Reference("mean loss of the step's updates"),
+        "gradient_norm": Reference("2-norm of the gradient before clipping, mean over updates"),
+        "learning_rate": Reference("of the step's last update"),
+        "policy/clip_fraction": Reference("share of tokens whose ratio the loss clipped"),
+        "policy/entropy": Reference("mean entropy at completion tokens, nats"),
+        "policy/ratio/min": Reference("smallest new / old probability; 1 in a first update"),
+        "policy/ratio/mean": Reference("mean ratio"),
+        "policy/ratio/max": Reference("largest ratio"),
+        "policy/kl/rollout": Reference(
+            "mean of r - 1 - log r with r = new / old probability, nats"
+        ),
+        "policy/kl/k1": Reference("mean of logprob - reference logprob, nats"),
+        "policy/kl/k3": Reference("mean of r - log r - 1, r = reference / policy, nats"),
+    },
+    "Critic, in PPO": {
+        "value/mean": Reference("mean value of the rollout's tokens"),
+        "value/explained_variance": Reference("1 - var(returns - values) / var(returns)"),
+        "value/loss": Reference("mean loss of the critic's updates"),
+        "value/clip_fraction": Reference("share of tokens whose value the loss clipped"),
+        "value/gradient_norm": Reference("2-norm of the critic's gradient, mean over updates"),
+    },
+    "Consistency: training against rollout, on the first update": {
+        **{f"consistency/{name}": reference for name, reference in DRIFT.items()},
+        "consistency/gradient_check/passed": Reference(
+            "whether gradients had the same bytes under other groupings of the batch", "min"
+        ),
+        "consistency/gradient_check/mismatched_elements": Reference(
+            "gradient elements that differed under any of them", "max"
+        ),
+        "consistency/value_check/values": Reference("critic's values computed again"),
+        "consistency/value_check/mismatched_values": Reference(
+            "of these, values that differ under another grouping, order and padding", "max"
+        ),
+        "consistency/schedule_audit": Reference(
+            "sampled elements of library products that differed from ours, on a GPU", "max"
+        ),
+        "consistency/gradient_digest": Reference("SHA-256 of the digests of all gradients"),
+        "consistency/critic_digest": Reference("digest of the critic's weights after the step"),
+        "rollout/weights_digest": Reference("`model_digest` of the weights after the step"),
+    },
+    "Stock path on the same tokens, where `consistency.shadow_every` is set": {
+        f"stock/{name}": reference for name, reference in DRIFT.items()
+    },
+    "Speed": {
+        "tokens_per_second": Reference("completion tokens over the time of the whole step", "mean"),
+        "time/step_seconds": Reference("the whole step", "mean"),
+        "time/rollout_seconds": Reference("generation", "mean"),
+        "time/training_seconds": Reference("forward and backward passes", "mean"),
+        "time/critic_seconds": Reference("the critic's values, passes and steps", "mean"),
+        "time/optimizer_seconds": Reference("optimizer steps", "mean"),
+        "time/digest_seconds": Reference("digests of tokens, gradients and weights", "mean"),
+        "time/gradient_check_seconds": Reference("the gradient check", "mean"),
+        "time/value_check_seconds": Reference("the value check", "mean"),
+        "time/shadow_seconds": Reference("the stock path", "mean"),
+        "time/rollout_tokens_per_second": Reference("completion tokens in generation", "mean"),
+        "time/training_tokens_per_second": Reference("tokens, with prompts, in training", "mean"),
+        "time/stock_rollout_tokens_per_second": Reference("the stock path's", "mean"),
+        "time/stock_training_tokens_per_second": Reference("the stock path's", "mean"),
+        "time/rollout_prefill_tokens_per_second": Reference("prompt tokens read", "mean"),
+        "time/rollout_decode_tokens_per_second": Reference("completion tokens decoded", "mean"),
+        "time/rollout_mean_seconds_to_first_token": Reference("of a sequence", "mean"),
+        "time/rollout_host_seconds_per_step": Reference("host time of an engine step", "mean"),
+        "time/rollout_peak_kv_share": Reference("largest share of cache blocks in use", "max"),
+        "time/rollout_prefix_hit_tokens": Reference("prompt tokens taken from the cache"),
+        "time/rollout_preemptions": Reference("sequences that gave their blocks back", "max"),
+        "time/rollout_acceptance_rate": Reference("share of drafted tokens accepted", "mean"),
+    },
+}
+"""Heading -> names."""
+
+
+def references() -> Iterator[tuple[str, Reference]]:
+    """All of them by name, exact names before patterns."""
+    found = [item for section in METRICS.values() for item in section.items()]
+    yield from sorted(found, key=lambda item: "*" in item[0])
+
+
+def reference_of(name: str) -> Reference:
+    """What a logged metric is; KeyError on one that nobody described."""
+    for known, reference in references():
+        if fnmatchcase(name, known):
+            return reference
+    raise KeyError(name)
