@@ -139,8 +139,7 @@ def localize(
         ValueError: unknown sides, tokens that do not fit each other or the model, a model that is
             not patched, or one whose parameters are shards.
     """
-    if len(between) != 2 or not set(between) <= set(SIDES):
-        raise ValueError(f"between={between!r}; give two of {', '.join(SIDES)}.")
+    check_sides(between)
     patched_session(model)
     policy = unwrapped(model)
     if any(is_shard(parameter) for parameter in policy.parameters()):
@@ -185,6 +184,12 @@ def localize_bundle(model: nn.Module, bundle: ReplayBundle, **options: Any) -> L
         sampling=SamplingParams(**sampling),
         **options,
     )
+
+
+def check_sides(between: Sequence[str]) -> None:
+    """ValueError, naming the sides there are, for anything but two of them."""
+    if len(between) != 2 or not set(between) <= set(SIDES):
+        raise ValueError(f"sides {', '.join(between)}; give two of {', '.join(SIDES)}.")
 
 
 def _check(model: Any, work: Work) -> None:

@@ -143,7 +143,8 @@ def _trained(model: Any, side: str, work: Work, taps: Taps, *, gradients: bool) 
     trains = trains and any(p.requires_grad for p in model.parameters())
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(len(work.scored), generator=generator).to(model.device)
-    model.zero_grad(set_to_none=True)
+    if trains:
+        model.zero_grad(set_to_none=True)
     logprobs: list[Tensor] = []
     first = 0
     for taps.members in groups:

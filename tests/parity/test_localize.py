@@ -80,8 +80,8 @@ def test_beside_the_stock_side_the_other_stays_as_it_is(found):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"between": ("training", "magic")}, "between="),
-        ({"between": ("training",)}, "between="),
+        ({"between": ("training", "magic")}, "give two of rollout, training, stock"),
+        ({"between": ("training",)}, "give two of rollout, training, stock"),
         ({"prompt_lengths": [3, 1]}, "3 sequences and 2 prompt lengths"),
         ({"prompt_lengths": [3, 9, 6]}, "sequence 1 has 9 prompt tokens of 9"),
         ({"sequences": [[1, 2, 3, 400], [1, 2], [3] * 7]}, "outside the vocabulary of 331"),
