@@ -91,6 +91,7 @@ def run_side(
     if side == STOCK and choice is None:
         choice = ALL_STOCK
     lengths = [len(sequence) for sequence in work.sequences]
+    gradients = gradients and side != ROLLOUT and _can_train(model)
     with (
         held(choice or current()),
         mode(model, training=False),
@@ -102,9 +103,16 @@ def run_side(
                 logprobs, choices = _decoded(model, work, found)
         else:
             logprobs = _trained(model, side, work, found, gradients=gradients)
+            if model.lm_head.weight is not model.get_input_embeddings().weight:
+                found.of_parameters("token_logprobs", model.lm_head)
             choices = _choices(model, found.forward()[FINAL_NORM][work.scored])
         forward = {**found.forward(), LOGPROBS: logprobs.unsqueeze(1)}
-        return Outcome(logprobs, choices, forward, found.backward())
+        return Outcome(logprobs, choices, forward, found.backward() if gradients else {})
+
+
+def _can_train(model: Any) -> bool:
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    return trained and model.dtype != torch.float16
 
 
 def _decoded(model: Any, work: Work, taps: Taps) -> tuple[Tensor, Tensor]:
@@ -136,14 +144,12 @@ def _decoded(model: Any, work: Work, taps: Taps) -> tuple[Tensor, Tensor]:
 
 
 def _trained(model: Any, side: str, work: Work, taps: Taps, *, gradients: bool) -> Tensor:
-    """Logprobs [scored], after a backward pass if the model can have one."""
+    """Logprobs [scored], after a backward pass if gradients are wanted."""
     together = range(len(work.sequences))
     groups = [[i] for i in together] if side == "one_by_one" else [list(together)]
-    trains = gradients and model.dtype != torch.float16
-    trains = trains and any(p.requires_grad for p in model.parameters())
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(len(work.scored), generator=generator).to(model.device)
-    if trains:
+    if gradients:
         model.zero_grad(set_to_none=True)
     logprobs: list[Tensor] = []
     first = 0
@@ -151,11 +157,12 @@ def _trained(model: Any, side: str, work: Work, taps: Taps, *, gradients: bool) 
         sequences = [work.sequences[i] for i in taps.members]
         inputs, mask = lay_out(sequences, LAYOUTS.get(side, "packed"), model.device)
         prompts = [work.prompt_lengths[i] for i in taps.members]
-        with torch.set_grad_enabled(trains):
+        # Without gradients a GPU would fuse ops that training does not.
+        with torch.set_grad_enabled(_can_train(model)):
             found = token_logprobs(
                 model, inputs, attention_mask=mask, prompt_lengths=prompts, sampling=work.sampling
             ).logprobs
-            if trains:
+            if gradients:
                 (found * weights[first : first + len(found)]).sum().backward()
         first += len(found)
         logprobs.append(found.detach().cpu())

@@ -56,11 +56,6 @@ class Tap(NamedTuple):
         parts = self.module.split(".")
         return int(parts[parts.index("layers") + 1]) if "layers" in parts else None
 
-    @property
-    def of_tokens(self) -> bool:
-        """Whether it has a row for each token; a parameter's gradient has none."""
-        return self.what.startswith((OUTPUT, OF_INPUT))
-
     def __str__(self) -> str:
         where = "" if self.layer is None else f" of layer {self.layer}"
         return f"{self.op}{where} ({self.module}), {self.what}"
@@ -80,6 +75,7 @@ class Taps:
         """The sequences of the call at hand, in its order."""
         self._only = only
         self._names = {module: name for name, module in model.named_modules()}
+        self._known = frozenset(self._names.values())
         self._firsts = list(accumulate(lengths, initial=0))
         self._forward: _Parts = {}
         self._backward: _Parts = {}
@@ -184,8 +180,8 @@ class Taps:
         if last in _READERS:
             part, op = _READERS[last]
             return Tap(op, f"{layer}.{part}", f"{OF_INPUT} from {last}")
-        if last in ("q_proj", "k_proj"):  # a norm, where there is one, has a tap of its own
-            return Tap("rotary", f"{layer}.self_attn", f"{OF_INPUT} from {last}")
+        if last in ("q_proj", "k_proj") and f"{around}.{last[0]}_norm" not in self._known:
+            return Tap("rotary", around, f"{OF_INPUT} from {last}")
         return None
 
     def _addition(self, run: Callable[..., Any], norm: Any, x: Tensor, residual: Tensor) -> Any:
@@ -202,11 +198,10 @@ class Taps:
         return normed, total
 
     def _inputs(self, run: Callable[..., Any], attention: Any, *args: Any) -> Any:
-        name = self._names.get(attention)
-        if name is None:
-            return run(attention, *args)
-        self._attention = name
+        self._attention = name = self._names.get(attention, "")
         q, k, v = run(attention, *args)
+        if not name:
+            return q, k, v
         for part, value in (("q", q), ("k", k)):
             reader = Tap("attention", name, f"{OF_INPUT} {part}")
             self.gave(Tap("rotary", name, f"{OUTPUT} {part}"), value, reader)
@@ -214,8 +209,9 @@ class Taps:
 
     def _projections(self, run: Callable[..., Any], *args: Any) -> Any:
         found = run(*args)
-        for part, value in zip("qkv", found, strict=True):
-            self.gave(Tap("linear", f"{self._attention}.{part}_proj"), value)
+        if self._attention:
+            for part, value in zip("qkv", found, strict=True):
+                self.gave(Tap("linear", f"{self._attention}.{part}_proj"), value)
         return found
 
 

@@ -5,10 +5,12 @@ import torch
 
 from rl_consistency.kernels.linear import op as linear_op
 from rl_consistency.models import modules, token_logprobs
+from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import OPS
 from rl_consistency.parity import sides
 from rl_consistency.parity.digest import gradient_digest
 from rl_consistency.parity.localize import localize
+from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.substitution import attribute
 
 LAYERS, ROW = 4, 3
@@ -221,6 +223,54 @@ def test_every_op_of_every_layer_is_tapped(found):
     assert {op.op for op in result.ops} == {*OPS, "residual"}
     both = found()
     assert {op.op for op in both.ops if op.pass_ == "backward"} == {*OPS}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2", "tiny-mistral"])
+def test_every_family_and_dtype_is_equal_to_itself(name, dtype, work):
+    model = build_preset(name, dtype)
+    options = {"prompt_lengths": work.prompt_lengths, "ablation": False}
+    with patch(model):
+        of_rollout = localize(model, work.sequences, **options)
+        result = localize(model, work.sequences, between=("training", "one_by_one"), **options)
+    assert of_rollout.equal and result.equal
+    own = [op for op in result.ops if op.what in ("gradient of weight", "gradient of bias")]
+    assert len(own) == (0 if dtype is torch.float16 else len(list(model.parameters())))
+
+
+def test_without_a_head_norm_the_gradient_at_a_projection_is_the_rotations(work):
+    model = build_preset("tiny-llama")
+    options = {"prompt_lengths": work.prompt_lengths, "between": ("training", "again")}
+    with patch(model), later("rotary", input_gradient(1), every=2, at=1):
+        first = localize(model, work.sequences, ablation=False, **options).first
+    assert (first.pass_, first.op, first.layer) == ("backward", "rotary", 1)
+
+
+def test_projections_of_one_launch_are_tapped_one_by_one(model, found):
+    """As on a GPU, where inference fuses them; no GPU is needed to run the fused op."""
+
+    def fuses(x, projections):
+        return not torch.is_grad_enabled()
+
+    def faulty(*args, run=modules.linear_qkv):
+        q, k, v = run(*args)
+        last = args[1][0] is model.get_parameter("model.layers.3.self_attn.q_proj.weight")
+        return q, one_ulp_up(k) if last and k.shape[1] > ROW else k, v
+
+    with attribute(modules, "_may_fuse", fuses):
+        assert found("rollout", "training").equal
+        with attribute(modules, "linear_qkv", faulty):
+            first = found("rollout", "training").first
+    assert (first.op, first.layer, first.module.split(".")[-1]) == ("linear", 3, "k_proj")
+
+
+def test_gradients_that_were_there_are_no_gradients_of_a_side(model, found):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert {op.pass_ for op in found("rollout", "training").ops} == {"forward"}
+    assert {op.pass_ for op in found(gradients=False).ops} == {"forward"}
+    assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
+    model.zero_grad()
 
 
 def test_tapping_changes_no_byte_and_leaves_gradients_alone(model, work):
