@@ -104,6 +104,8 @@ def _of_bundle(args: argparse.Namespace, options: dict[str, Any]) -> Localizatio
 def _policy(path: Path, bundle: ReplayBundle, device: str | None) -> nn.Module:
     """The model of a bundle's run with the bundle's weights: those the recipe makes, or those of a
     checkpoint. ValueError where none has them."""
+    from pydantic import ValidationError
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     from rl_consistency.parity.digest import parameter_digest
@@ -117,14 +119,21 @@ def _policy(path: Path, bundle: ReplayBundle, device: str | None) -> nn.Module:
     from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
 
     config = {key: value for key, value in bundle.config.items() if key != "step"}
-    recipe = RunConfig.model_validate(config)
+    try:
+        recipe = RunConfig.model_validate(config)
+    except ValidationError as error:
+        raise ValueError(f"{path}: its configuration is no recipe. Give --model DIR.") from error
     where = str(chosen_device(device or recipe.run.device))
     model, _ = load_policy(recipe.policy, recipe.tokenizer, seed=recipe.run.seed, device=where)
     if parameter_digest(model) == bundle.parameter_digest:
         return model
     checkpoints = list_checkpoints(path.resolve().parents[1] / CHECKPOINTS)
     for checkpoint in reversed(checkpoints):
-        weights = load_file(checkpoint / WEIGHTS)
+        try:
+            weights = load_file(checkpoint / WEIGHTS)
+        except (SafetensorError, FileNotFoundError) as error:
+            file = checkpoint / WEIGHTS
+            raise ValueError(f"{file} is damaged ({error}). Give --model DIR.") from error
         if parameter_digest(weights) == bundle.parameter_digest:
             load_weights(model, weights)
             return model

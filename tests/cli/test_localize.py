@@ -2,10 +2,15 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from rl_consistency.cli.main import main
 from rl_consistency.models import modules
+from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.fingerprint import fingerprint
+from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.parity.replay import save_replay_bundle
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.hooks import ConsistencyHook
@@ -13,6 +18,8 @@ from rl_consistency.trainers.run import train
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.substitution import attribute
 from tests.cli.test_train import RECIPE
+
+SAVED = {"steps": 1, "save_every": 1}
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +130,7 @@ def test_a_bundle_is_run_with_the_weights_of_its_recipe(drifted_run, capsys):
 
 
 def test_a_bundle_of_trained_weights_needs_a_checkpoint_that_has_them(drifted_run, capsys):
-    warm_start = {"steps": 1, "batch_size": 2}
-    bundle, _ = drifted_run(warm_start=warm_start, training={"steps": 1, "save_every": 1})
+    bundle, _ = drifted_run(warm_start={"steps": 1, "batch_size": 2}, training=SAVED)
     checkpoint = bundle.parents[1] / "checkpoints" / "step_000000"
     assert main(["localize", str(bundle), "--no-ablation"]) == 0
     shutil.rmtree(checkpoint)
@@ -132,6 +138,31 @@ def test_a_bundle_of_trained_weights_needs_a_checkpoint_that_has_them(drifted_ru
     text = capsys.readouterr()
     assert "byte for byte" in text.out
     assert "neither its recipe's first weights nor one of" in text.err
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(drifted_run, capsys):
+    bundle, _ = drifted_run(warm_start={"steps": 1, "batch_size": 2}, training=SAVED)
+    file = bundle.parents[1] / "checkpoints" / "step_000000" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    assert main(["localize", str(bundle)]) == 2
+    assert f"{file} is damaged" in capsys.readouterr().err
+
+
+def test_a_bundle_of_a_loop_of_ones_own_needs_its_model(model_dir, tmp_path, capsys):
+    with patch(model := build_preset("tiny-qwen3")):
+        bundle = save_replay_bundle(
+            tmp_path,
+            sequences=[[1, 2, 3]],
+            prompt_lengths=[1],
+            rollout_logprobs=[torch.tensor([-1.0, -2.0])],
+            training_logprobs=[torch.tensor([-1.0, -2.5])],
+            config={"seed": 4},
+            parameter_digest=parameter_digest(model),
+            fingerprint=fingerprint(),
+        )
+    assert main(["localize", str(bundle)]) == 2
+    assert "its configuration is no recipe. Give --model DIR" in capsys.readouterr().err
+    assert main(["localize", str(bundle), "--model", str(model_dir), "--no-ablation"]) == 0
 
 
 def test_a_damaged_bundle_is_refused_by_name(drifted_run, capsys):
