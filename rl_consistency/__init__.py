@@ -24,6 +24,7 @@ _EXPORTS = {
     "compare_logprobs": "rl_consistency.parity.drift",
     "schedule_audit": "rl_consistency.kernels.matmul.audit",
     "check_gradients": "rl_consistency.parity.gradients",
+    "localize": "rl_consistency.parity.localize",
 }
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "check_gradients",
     "compare_logprobs",
     "fingerprint",
+    "localize",
     "model_digest",
     "patch",
     "progress_bar",
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from rl_consistency.numerics.strict import strict
     from rl_consistency.parity.drift import compare_logprobs
     from rl_consistency.parity.gradients import check_gradients
+    from rl_consistency.parity.localize import localize
     from rl_consistency.rollout.completion import Completion, FailedRequestsError
     from rl_consistency.rollout.engine import RolloutEngine
     from rl_consistency.rollout.progress import progress_bar
