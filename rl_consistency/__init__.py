@@ -25,6 +25,7 @@ _EXPORTS = {
     "schedule_audit": "rl_consistency.kernels.matmul.audit",
     "check_gradients": "rl_consistency.parity.gradients",
     "attach": "rl_consistency.integrations.attach",
+    "localize": "rl_consistency.parity.localize",
 }
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "check_gradients",
     "compare_logprobs",
     "fingerprint",
+    "localize",
     "model_digest",
     "patch",
     "progress_bar",
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from rl_consistency.numerics.strict import strict
     from rl_consistency.parity.drift import compare_logprobs
     from rl_consistency.parity.gradients import check_gradients
+    from rl_consistency.parity.localize import localize
     from rl_consistency.rollout.completion import Completion, FailedRequestsError
     from rl_consistency.rollout.engine import RolloutEngine
     from rl_consistency.rollout.progress import progress_bar

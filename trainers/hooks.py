@@ -5,6 +5,7 @@ The loop itself does not measure. Its hook measures, records and, if told so, st
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
@@ -26,16 +27,18 @@ from rl_consistency.parity.digest import (
     list_digest,
     parameter_digest,
 )
-from rl_consistency.parity.drift import DriftTotals, compare_logprobs
+from rl_consistency.parity.drift import DriftTotals, compare_logprobs, mismatched_sequences
 from rl_consistency.parity.gradients import (
     REGROUPINGS,
     GradientReport,
     LossFunction,
     check_gradients,
 )
-from rl_consistency.parity.replay import save_replay_bundle
+from rl_consistency.parity.localize import localize
+from rl_consistency.parity.replay import LOCALIZATION, save_replay_bundle
 from rl_consistency.parity.stock import shadow_stock_path
 from rl_consistency.trainers.run_directory.step_files import Digests
+from rl_consistency.trainers.run_directory.unfinished import write_whole
 
 OnDrift = Literal["raise", "warn", "record"]
 Metrics = dict[str, float | int | str | bool]
@@ -159,6 +162,7 @@ class ConsistencyHook:
         audit = schedule_audit()
         self._judged = audit.differing - audit.found  # sampled elements judged before
         self._rollout: Rollout | None = None
+        self._has_localized = False
         self._digest_seconds = 0.0
         self._digests: dict[str, str | dict[str, str]] = {}
 
@@ -183,7 +187,8 @@ class ConsistencyHook:
                 f"{report.mismatched_tokens} of {report.tokens} tokens have other logprobs in "
                 f"training than in rollout (largest difference {report.max_abs_diff:g}, "
                 f"{report.max_ulp} ULP, {report.nonfinite_tokens} not finite). Replay bundle: "
-                f"{bundle}. Run `rl-consistency verify` to see which op differs"
+                f"{bundle}. {self._localized(rollout, logprobs, bundle)}Run `rl-consistency "
+                "localize` on it, or `rl-consistency verify`, to see which op differs"
             )
             self._drifted(rollout.step, message, metrics)
         if self._due(self.shadow_every, rollout.step):
@@ -276,6 +281,27 @@ class ConsistencyHook:
         found = digest_of(tensors)
         self._digest_seconds += perf_counter() - started
         return found
+
+    def _localized(self, rollout: Rollout, logprobs: Sequence[Tensor], bundle: Path | str) -> str:
+        """Where the run's first difference begins; the bundle has more. Empty after the first."""
+        if self._has_localized or isinstance(bundle, str):
+            return ""
+        self._has_localized = True
+        index = mismatched_sequences(list(rollout.logprobs), list(logprobs))[0]
+        try:
+            found = localize(
+                self.model,
+                [rollout.sequences[index]],
+                prompt_lengths=[rollout.prompt_lengths[index]],
+                sampling=rollout.sampling,
+                ablation=False,
+            )
+        except (ValueError, RuntimeError) as error:  # shards, or no memory: the drift matters more
+            return f"Sequence {index} was not localized ({error}). "
+        write_whole(bundle / LOCALIZATION, json.dumps(found.as_record(), indent=1))
+        if found.first is None:
+            return f"Run again, both sides of sequence {index} are equal. "
+        return f"Sequence {index} differs first in: {found.first} ({bundle / LOCALIZATION}). "
 
     def _save_bundle(self, rollout: Rollout, logprobs: Sequence[Tensor]) -> Path | str:
         if self.replay_dir is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,16 @@ def drift_counts(rows: Rows) -> dict[str, str]:
 def _difference_panel(axes: Axes, rows: Rows) -> None:
     suffixes = ("logprob_abs_diff/max", "logprob_abs_diff/mean")
     keys = [f"{path}/{suffix}" for path in ("stock", "consistency") for suffix in suffixes]
-    values = [value for key in keys for value in series(rows, key)[1]]
+    _difference_axis(axes, [value for key in keys for value in series(rows, key)[1]])
+    _line(axes, rows, keys[0], STOCK, "stock, max", marker="o")
+    _line(axes, rows, keys[1], STOCK, "stock, mean", linestyle="--", linewidth=1.2)
+    _line(axes, rows, keys[2], OURS, "rl_consistency, max", linewidth=2.4)
+    axes.set_ylabel("|training − rollout|, nats")
+    _legend(axes)
+
+
+def _difference_axis(axes: Axes, values: Sequence[float]) -> None:
+    """An axis with a place for all of these differences, and for zero."""
     positive = [value for value in values if 0 < value < math.inf]
     low = math.floor(math.log10(min(positive, default=1e-9))) - 1
     high = max(math.ceil(math.log10(max(positive, default=1e-6)) + 0.35), low + 2)
@@ -143,15 +152,25 @@ def _difference_panel(axes: Axes, rows: Rows) -> None:
     axes.yaxis.set_minor_locator(FixedLocator([]))
     axes.yaxis.set_major_formatter(FuncFormatter(_difference_label))
     axes.axhspan(-0.35 * 10.0**low, 0.35 * 10.0**low, color=OURS, alpha=0.07, linewidth=0)
-    _line(axes, rows, keys[0], STOCK, "stock, max", marker="o")
-    _line(axes, rows, keys[1], STOCK, "stock, mean", linestyle="--", linewidth=1.2)
-    _line(axes, rows, keys[2], OURS, "rl_consistency, max", linewidth=2.4)
-    axes.set_ylabel("|training − rollout|, nats")
-    _legend(axes)
 
 
 def _difference_label(value: float, _: object = None) -> str:
     return "0 (same bits)" if value == 0 else f"$10^{{{round(math.log10(value))}}}$"
+
+
+@_figure(9.0, 3.4)
+def growth_figure(figure: Figure, rows: Rows) -> None:
+    """How the difference of two sides grows from op to op; rows are those of `localize --json`."""
+    axes = figure.subplots()
+    sizes = [float(row["relative_rms"]) for row in rows]
+    _difference_axis(axes, sizes)
+    drawn = [{"step": i, row["pass"]: sizes[i]} for i, row in enumerate(rows)]
+    _line(axes, drawn, "forward", OURS, "forward", marker=".")
+    _line(axes, drawn, "backward", STOCK, "backward", marker=".")
+    axes.set_title("Difference by op")
+    axes.set_ylabel("RMS, relative to the values'")
+    axes.set_xlabel("op, in order of execution")
+    _legend(axes)
 
 
 @_figure(9.0, 3.4)

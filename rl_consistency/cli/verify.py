@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     refuse_many_processes()
     if args.json is not None:
         require_writable("--json", args.json)
-    device = _device(args.device)
+    device = chosen_device(args.device)
     start = time.perf_counter()
     if args.world is None:
         _refuse(args, world.OPTIONS, "only --world takes them")
@@ -237,7 +237,8 @@ def _targets(args: argparse.Namespace, device: torch.device) -> list[Target]:
     ]
 
 
-def _device(name: str) -> torch.device:
+def chosen_device(name: str) -> torch.device:
+    """The device of `--device`; ValueError, with the remedy, for one that cannot be used."""
     import torch
 
     from rl_consistency.kernels.core.operand import require_device

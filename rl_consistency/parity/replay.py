@@ -26,6 +26,9 @@ from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.parity.drift import DriftReport, compare_logprobs, mismatched_sequences
 
 FORMAT = 1
+FILES = ("bundle.json", "logprobs.safetensors")
+LOCALIZATION = "localization.json"
+"""What a run found at its first mismatch, beside the files of the bundle."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -112,8 +115,11 @@ def save_replay_bundle(
             }
         ),
     }
-    name = hashlib.sha256(b"\0".join(files.values())).hexdigest()[:16]
-    return _write(Path(directory), f"bundle-{name}", files)
+    return _write(Path(directory), _name(files), files)
+
+
+def _name(files: Mapping[str, bytes]) -> str:
+    return f"bundle-{hashlib.sha256(bytes(1).join(files.values())).hexdigest()[:16]}"
 
 
 def _joined(parts: Sequence[Tensor], indices: list[int]) -> Tensor:
@@ -143,20 +149,24 @@ def load_replay_bundle(path: str | os.PathLike[str]) -> ReplayBundle:
 
     Raises:
         FileNotFoundError: no bundle there.
-        ValueError: a file is truncated, of another format, or the two files disagree.
+        ValueError: a file is damaged or of another format, the two files disagree, or the directory
+            was renamed: its name is the digest of its content.
     """
     path = Path(path)
-    for file in ("bundle.json", "logprobs.safetensors"):
+    for file in FILES:
         if not (path / file).is_file():
             raise FileNotFoundError(f"{path} is not a replay bundle: {file} is missing")
+    files = {file: (path / file).read_bytes() for file in FILES}
+    if (name := _name(files)) != path.resolve().name:
+        raise ValueError(f"{path} is damaged or was renamed: its content is that of {name}")
     try:
-        content = json.loads((path / "bundle.json").read_text())
+        content = json.loads(files["bundle.json"])
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path / 'bundle.json'} is not whole JSON ({error})") from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise ValueError(f"{path / 'bundle.json'} is not a replay bundle of format {FORMAT}")
     try:
-        tensors = load((path / "logprobs.safetensors").read_bytes())
+        tensors = load(files["logprobs.safetensors"])
         lengths = content.pop("lengths")
         sides = {side: list(tensors[side].split(lengths)) for side in ("rollout", "training")}
         return ReplayBundle(

@@ -67,7 +67,7 @@ def shadow_stock_path(
         device = next(model.parameters()).device
         batches = _batches(model, sequences, prompt_lengths, batch_size)
         # In training mode gradient checkpointing would throw the KV cache away.
-        with _mode(model, training=False), torch.no_grad():
+        with mode(model, training=False), torch.no_grad():
             for chunk, prompts in batches:
                 started = finished_seconds(device)
                 decoded += _decode(model, chunk, prompts, temperature or 1.0)
@@ -103,7 +103,7 @@ def _batches(
 
 def _training_seconds(model: Any, batches: list[_Batch], temperature: float) -> float:
     """Seconds of one forward and backward pass per batch, gradients accumulated."""
-    with _mode(model, training=True), gradients_kept(model):
+    with mode(model, training=True), gradients_kept(model):
         model.zero_grad(set_to_none=True)
         started = finished_seconds(model.device)
         for chunk, prompts in batches:
@@ -113,7 +113,8 @@ def _training_seconds(model: Any, batches: list[_Batch], temperature: float) -> 
 
 
 @contextmanager
-def _mode(model: Any, *, training: bool) -> Iterator[None]:
+def mode(model: Any, *, training: bool) -> Iterator[None]:
+    """Training or evaluation mode inside the block."""
     before = model.training
     model.train(training)
     try:

@@ -181,7 +181,7 @@ def test_a_gpu_that_is_there_becomes_the_current_one(monkeypatch, name, index):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch, "empty", lambda *size, device: device)
     monkeypatch.setattr(operand, "require_device", lambda op, tensor: None)
-    assert command._device(name) == torch.device("cuda", index)
+    assert command.chosen_device(name) == torch.device("cuda", index)
     assert chosen == [torch.device("cuda", index)]
 
 

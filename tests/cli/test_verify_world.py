@@ -119,7 +119,7 @@ def test_bad_input_is_one_message_and_status_2(runs, capsys, options, message):
     ],
 )
 def test_each_process_has_a_gpu_of_its_own(runs, capsys, monkeypatch, options, message):
-    monkeypatch.setattr("rl_consistency.cli.verify._device", torch.device)
+    monkeypatch.setattr("rl_consistency.cli.verify.chosen_device", torch.device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert main(["verify", *options]) == 2
     assert message in capsys.readouterr().err

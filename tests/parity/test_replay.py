@@ -94,5 +94,25 @@ def test_files_that_disagree_are_refused(tmp_path, change):
     path = save_replay_bundle(tmp_path, **arguments())
     content = json.loads((path / "bundle.json").read_text())
     (path / "bundle.json").write_text(json.dumps(content | change))
-    with pytest.raises(ValueError):
+    named = path.rename(path.parent / named_by_content(path))
+    with pytest.raises(ValueError, match=str(named)):
+        load_replay_bundle(named)
+
+
+def named_by_content(path):
+    """The name that a bundle of these files would have."""
+    return replay._name({file: (path / file).read_bytes() for file in replay.FILES})
+
+
+def test_a_flipped_bit_and_another_name_are_refused(tmp_path):
+    path = save_replay_bundle(tmp_path, **arguments())
+    data = bytearray((path / "logprobs.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "logprobs.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match=f"{path} is damaged or was renamed"):
         load_replay_bundle(path)
+    data[-1] ^= 1
+    (path / "logprobs.safetensors").write_bytes(data)
+    load_replay_bundle(path)
+    with pytest.raises(ValueError, match=f"its content is that of {path.name}"):
+        load_replay_bundle(path.rename(tmp_path / "other"))

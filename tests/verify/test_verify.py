@@ -164,7 +164,7 @@ def test_a_chain_that_differs_names_the_op():
     with patch(model), attribute(modules, "glu", mutant):
         result = check(partial(check_packed_chain, chain=Chain(model, TINY)))
     assert not result.passed
-    assert "first to differ: model.layers.0.mlp.down_proj input: glu" in result.detail
+    assert "first to differ: glu of layer 0 (model.layers.0.mlp), output" in result.detail
 
 
 def test_a_substitution_reaches_every_binding_and_is_undone_on_an_error():

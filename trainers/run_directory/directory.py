@@ -19,6 +19,8 @@ from pathlib import Path
 from weakref import WeakSet
 
 from rl_consistency.numerics.fingerprint import Fingerprint
+from rl_consistency.parity.replay import FILES as FILES_OF_A_BUNDLE
+from rl_consistency.parity.replay import LOCALIZATION
 from rl_consistency.trainers.config.recipe import RunConfig, dump_config
 from rl_consistency.trainers.run_directory.checkpoint import (
     Checkpoint,
@@ -43,7 +45,7 @@ CHECKPOINTS, REPLAY = "checkpoints", "replay"
 FORMAT = 1
 
 _BUNDLE = re.compile(r"bundle-[0-9a-f]{16}|\.unfinished-\w+")
-_BUNDLE_FILES = {"bundle.json", "logprobs.safetensors"}
+_BUNDLE_FILES = {*FILES_OF_A_BUNDLE, LOCALIZATION}
 
 
 class RunDirectoryError(ValueError):
@@ -267,4 +269,5 @@ def _beside_a_bundle(path: Path) -> list[Path]:
     found = sorted(path.iterdir())
     if not found and path.name.startswith("bundle-"):  # a whole bundle is renamed into its place
         return [path]
-    return [f for f in found if f.name not in _BUNDLE_FILES or f.is_symlink() or not f.is_file()]
+    strange = [f for f in found if f.name not in _BUNDLE_FILES or f.is_symlink() or not f.is_file()]
+    return [f for f in strange if not is_leftover(f)]

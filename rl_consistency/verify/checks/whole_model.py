@@ -13,7 +13,7 @@ from rl_consistency.kernels.token_logprobs.op import lm_head_logits
 from rl_consistency.models.forward import lm_head_weight, packed_hidden_states, paged_hidden_states
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
-from rl_consistency.parity.first_divergence import first_divergence, recorded
+from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.gradients import (
     REGROUPINGS,
     LossFunction,
@@ -22,8 +22,10 @@ from rl_consistency.parity.gradients import (
     gradients_kept,
     lay_out,
 )
+from rl_consistency.parity.paged_calls import PagedCall, cache_shape
+from rl_consistency.parity.taps import tapped
 from rl_consistency.verify.checks.op_setup import padded
-from rl_consistency.verify.checks.paged_calls import PagedCall, paged_plans, paged_rows
+from rl_consistency.verify.checks.paged_calls import paged_plans, paged_rows
 from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.probe import probe_tokens
 from rl_consistency.verify.sweep import Sweep, split
@@ -85,14 +87,16 @@ class Chain:
         """The first part that differs between a sample alone and packed among `members`."""
         traces = []
         for group in ([sample], members):
-            batch = PackedBatch.from_sequences([self.samples[i] for i in group], self.device)
-            first = sum(len(self.samples[i]) for i in group[: list(group).index(sample)])
-            own = batch.token_rows[first : first + len(self.samples[sample])]
-            with recorded(self.model) as activations, torch.no_grad():
-                activations.rows = len(batch.input_ids)
-                packed_hidden_states(self.model, batch)
-            traces.append(activations.take(own))
-        return first_divergence(*traces)
+            sequences = [self.samples[i] for i in group]
+            lengths = [len(tokens) for tokens in sequences]
+            with tapped(self.model, lengths) as taps, torch.no_grad():
+                packed_hidden_states(self.model, PackedBatch.from_sequences(sequences, self.device))
+            place = list(group).index(sample)
+            own = slice(sum(lengths[:place]), sum(lengths[: place + 1]))
+            traces.append({tap: rows[own] for tap, rows in taps.forward().items()})
+        alone, packed = traces
+        differing = (tap for tap in alone if not same_bytes(alone[tap], packed[tap]))
+        return str(first) if (first := next(differing, None)) else None
 
 
 def check_packed_chain(tally: Tally, chain: Chain) -> None:
@@ -133,15 +137,7 @@ def check_padded_chain(tally: Tally, chain: Chain) -> None:
 
 def check_paged_chain(tally: Tally, chain: Chain) -> None:
     """Hidden states through the paged cache: chunk sizes, decode, cache block sizes."""
-    config = chain.config
-    head_dim = getattr(config, "head_dim", None)
-    cache = {
-        "num_layers": config.num_hidden_layers,
-        "kv_heads": config.num_key_value_heads,
-        "head_dim": head_dim or config.hidden_size // config.num_attention_heads,
-        "dtype": chain.model.dtype,
-        "device": chain.device,
-    }
+    cache = cache_shape(chain.model)
     for name, block_size, members, cut in paged_plans(chain.sweep):
         samples = [chain.samples[i] for i in members]
 

@@ -1,0 +1,244 @@
+"""`rl-consistency localize`: the first op, layer and token at which two ways to run part."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rl_consistency.cli.output_file import require_writable, write_whole
+from rl_consistency.cli.verify import DTYPES, chosen_device
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from rl_consistency.parity.localize import AblationRow, Localization, OpDrift
+    from rl_consistency.parity.replay import ReplayBundle
+    from rl_consistency.parity.sides import Work
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    text = "a replay bundle, which a run writes under replay/ when tokens differ"
+    parser.add_argument("bundle", type=Path, nargs="?", help=text)
+    text = "a model directory; with a bundle, in place of its run's own model and checkpoints"
+    parser.add_argument("--model", type=Path, metavar="DIR", help=text)
+    text = "without a bundle: what to complete, and then to run in both ways"
+    parser.add_argument("--prompt", metavar="TEXT", help=text)
+    text = "tokens to complete it with (default: 32)"
+    parser.add_argument("--max-tokens", type=int, metavar="N", help=text)
+    text = (
+        "two of rollout, training, stock, packed_with_gaps, left_padded, right_padded, one_by_one "
+        "and again (default: rollout training)"
+    )
+    default = ["rollout", "training"]
+    parser.add_argument("--between", nargs=2, metavar="SIDE", default=default, help=text)
+    parser.add_argument("--device", help="where to run (default: the bundle's, else cpu)")
+    text = f"{', '.join(DTYPES)} of --model (default: its own)"
+    parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help=text)
+    text = "leave out the runs with one op unlike the others"
+    parser.add_argument("--no-ablation", dest="ablation", action="store_false", help=text)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to a file")
+    text = "draw how the difference grows, as PNG"
+    parser.add_argument("--picture", type=Path, metavar="FILE", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Localize; 1 where two sides differ that promise equal bytes, else 0."""
+    from rl_consistency.parity.localize import check_sides
+    from rl_consistency.trainers.launch import refuse_many_processes
+
+    refuse_many_processes()
+    check_sides(args.between)
+    if (args.bundle is None) == (args.prompt is None):
+        raise ValueError("give a replay bundle, or --model DIR and --prompt TEXT.")
+    if args.prompt is not None and args.model is None:
+        raise ValueError("--prompt needs --model DIR.")
+    if args.bundle is not None and args.max_tokens is not None:
+        raise ValueError("--max-tokens goes with --prompt; a bundle has its own tokens.")
+    for option in ("json", "picture"):
+        if (file := getattr(args, option)) is not None:
+            require_writable(f"--{option}", file)
+    options = {"between": tuple(args.between), "ablation": args.ablation}
+    found = _of_bundle(args, options) if args.bundle is not None else _of_prompt(args, options)
+    _print(found)
+    record = found.as_record()
+    if args.json is not None:
+        write_whole(args.json, json.dumps(record, indent=1, allow_nan=False) + "\n")
+    if args.picture is not None:
+        from rl_consistency.cli.plots import growth_figure
+
+        growth_figure(record["ops"]).savefig(args.picture, format="png", dpi=160)
+    return 0 if found.equal or not found.promised else 1
+
+
+def _of_bundle(args: argparse.Namespace, options: dict[str, Any]) -> Localization:
+    from rl_consistency.models.patch import patch
+    from rl_consistency.parity.localize import localize_bundle
+    from rl_consistency.parity.replay import load_replay_bundle
+    from rl_consistency.trainers.launch import threads
+
+    bundle = load_replay_bundle(args.bundle)
+    given = bundle.fingerprint.get("num_threads", "")
+    with threads(int(given) if given.isdecimal() else None):
+        if args.model is not None:
+            model = _read(args.model, args.dtype, chosen_device(args.device or "cpu"))
+        else:
+            model = _policy(args.bundle, bundle, args.device)
+        with patch(model):
+            found = localize_bundle(model, bundle, **options)
+    recorded = bundle.drift()
+    print(
+        f"recorded: {recorded.mismatched_tokens} of {recorded.tokens} tokens differed, by "
+        f"{recorded.max_abs_diff:g} at most"
+    )
+    return found
+
+
+def _policy(path: Path, bundle: ReplayBundle, device: str | None) -> nn.Module:
+    """The model of a bundle's run with the bundle's weights: those the recipe makes, or those of a
+    checkpoint. ValueError where none has them."""
+    from pydantic import ValidationError
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from rl_consistency.parity.digest import parameter_digest
+    from rl_consistency.trainers.config.recipe import RunConfig
+    from rl_consistency.trainers.policy import load_policy
+    from rl_consistency.trainers.run_directory.checkpoint import (
+        WEIGHTS,
+        list_checkpoints,
+        load_weights,
+    )
+    from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
+
+    config = {key: value for key, value in bundle.config.items() if key != "step"}
+    try:
+        recipe = RunConfig.model_validate(config)
+    except ValidationError as error:
+        raise ValueError(f"{path}: its configuration is no recipe. Give --model DIR.") from error
+    where = str(chosen_device(device or recipe.run.device))
+    model, _ = load_policy(recipe.policy, recipe.tokenizer, seed=recipe.run.seed, device=where)
+    if parameter_digest(model) == bundle.parameter_digest:
+        return model
+    checkpoints = list_checkpoints(path.resolve().parents[1] / CHECKPOINTS)
+    for checkpoint in reversed(checkpoints):
+        try:
+            weights = load_file(checkpoint / WEIGHTS)
+        except (SafetensorError, FileNotFoundError) as error:
+            file = checkpoint / WEIGHTS
+            raise ValueError(f"{file} is damaged ({error}). Give --model DIR.") from error
+        if parameter_digest(weights) == bundle.parameter_digest:
+            load_weights(model, weights)
+            return model
+    raise ValueError(
+        f"{path}: neither its recipe's first weights nor one of {len(checkpoints)} checkpoints of "
+        f"its run has its weights, {bundle.parameter_digest[:16]} (SHA-256). Give --model DIR."
+    )
+
+
+def _of_prompt(args: argparse.Namespace, options: dict[str, Any]) -> Localization:
+    from rl_consistency.models.patch import patch
+    from rl_consistency.parity.localize import localize
+
+    model = _read(args.model, args.dtype, chosen_device(args.device or "cpu"))
+    with patch(model):
+        work = _completed(model, args)
+        return localize(
+            model,
+            work.sequences,
+            prompt_lengths=work.prompt_lengths,
+            sampling=work.sampling,
+            **options,
+        )
+
+
+def _completed(model: Any, args: argparse.Namespace) -> Work:
+    """The prompt and what the engine draws after it."""
+    from rl_consistency.parity.sides import Work
+    from rl_consistency.rollout.engine import RolloutEngine
+    from rl_consistency.rollout.sampling_params import SamplingParams
+    from rl_consistency.trainers.data.tokenizer import load_tokenizer
+    from rl_consistency.trainers.policy import eos_token_ids
+
+    tokenizer: Any = load_tokenizer(args.model)
+    prompt = tokenizer.encode(args.prompt)
+    if not prompt:
+        raise ValueError("--prompt has no token.")
+    sampling = SamplingParams(max_tokens=32 if args.max_tokens is None else args.max_tokens)
+    engine = RolloutEngine(model, eos_token_id=eos_token_ids(model, tokenizer))
+    (completion,) = engine.generate([prompt], sampling)
+    sequence = [*prompt, *completion.token_ids]
+    return Work(sequences=[sequence], prompt_lengths=[len(prompt)], sampling=sampling)
+
+
+def _read(directory: Path, dtype: str | None, device: torch.device) -> nn.Module:
+    import torch
+
+    from rl_consistency.trainers.policy import read_config, read_model
+
+    own = getattr(read_config(directory), "dtype", None) or torch.float32
+    model: Any = read_model(directory, getattr(torch, dtype) if dtype else own)
+    return model.to(device)
+
+
+def _print(found: Localization) -> None:
+    """The verdict, how the difference grows, and the ablation."""
+    console, (a, b) = Console(), found.between
+    drift = found.logprobs
+    if found.first is None:
+        passes = " and ".join(dict.fromkeys(op.pass_ for op in found.ops))
+        what = f"{a} and {b} are equal, byte for byte: {drift.tokens} tokens, {len(found.ops)} "
+        print(f"{what}tensors, {passes}")
+    else:
+        print(f"{a} and {b} differ first in: {found.first}")
+        print(
+            f"{drift.mismatched_tokens} of {drift.tokens} logprobs differ, by {drift.max_abs:.3g} "
+            f"at most; {drift.argmax_flips} most likely tokens are others"
+        )
+        console.print(_growth_table(found))
+    for mode in dict.fromkeys(row.mode for row in found.ablation):
+        console.print(_ablation_table(mode, [row for row in found.ablation if row.mode == mode]))
+
+
+def growth(ops: Sequence[OpDrift]) -> Iterator[OpDrift]:
+    """The first op that differs, and the last one of each layer and pass."""
+    first = next((op for op in ops if op.differing), None)
+    for op, after in zip(ops, [*ops[1:], None], strict=True):
+        ends = after is None or (op.pass_, op.layer) != (after.pass_, after.layer)
+        if op is first or ends:
+            yield op
+
+
+def _growth_table(found: Localization) -> Table:
+    table = Table(title="How the difference grows (all ops: --json)")
+    for name in ("pass", "layer", "op", "tensor"):
+        table.add_column(name)
+    for name in ("differing", "largest", "RMS", "relative RMS"):
+        table.add_column(name, justify="right")
+    for op in growth(found.ops):
+        layer = "" if op.layer is None else str(op.layer)
+        share = f"{op.differing / op.elements:.1%}" if op.elements else "-"
+        sizes = (f"{size:.2g}" for size in (op.max_abs, op.rms, op.relative_rms))
+        style = "red" if op is found.first else None
+        table.add_row(op.pass_, layer, op.op, op.what, share, *sizes, style=style)
+    return table
+
+
+def _ablation_table(mode: str, rows: Sequence[AblationRow]) -> Table:
+    rest = "canonical" if mode == "stock" else "stock"
+    table = Table(title=f"One op {mode}, the rest {rest}: drift of logprobs")
+    table.add_column(f"{mode} op")
+    for name in ("tokens that differ", "largest", "RMS", "argmax flips"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        tokens = f"{row.mismatched_tokens} of {row.tokens}"
+        sizes = (f"{size:.2g}" for size in (row.max_abs, row.rms))
+        table.add_row(row.op, tokens, *sizes, str(row.argmax_flips))
+    return table

@@ -1,0 +1,178 @@
+"""The ways to run given tokens that `localize` compares: the sides of a pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.sampling.op import SamplingRows, distribution
+from rl_consistency.models.batch_layout import Layout, lay_out
+from rl_consistency.models.forward import next_token_logits, paged_hidden_states
+from rl_consistency.models.token_logprobs import Sampling, token_logprobs
+from rl_consistency.numerics.strict import OPS, Strictness, current, held
+from rl_consistency.parity.gradients import gradients_kept
+from rl_consistency.parity.paged_calls import cache_shape, paged_calls
+from rl_consistency.parity.stock import mode
+from rl_consistency.parity.taps import FINAL_NORM, LM_HEAD, Tap, Taps, tapped
+
+ROLLOUT, TRAINING, STOCK = "rollout", "training", "stock"
+LAYOUTS: dict[str, Layout] = {
+    "packed_with_gaps": "packed_with_gaps",
+    "left_padded": "left_padded",
+    "right_padded": "right_padded",
+    "one_by_one": "packed",
+    "again": "packed",
+}
+"""Other layouts of training, and training a second time."""
+SIDES = (ROLLOUT, TRAINING, STOCK, *LAYOUTS)
+"""Prompts read at once and completions decoded token by token through a paged cache; one packed
+batch; the same with every op on its stock path; the other layouts."""
+
+ALL_STOCK = Strictness(frozenset(OPS))
+BLOCK_SIZE = 16
+LOGPROBS = Tap("token_logprobs", LM_HEAD)
+_LOGIT_ROWS = 256  # at a time: logits of all tokens may be larger than the model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Tokens to run, prompt first, and what the completions were sampled with."""
+
+    sequences: Sequence[Sequence[int]]
+    prompt_lengths: Sequence[int]
+    sampling: Sampling | None = None
+
+    @property
+    def scored(self) -> list[int]:
+        """The token before each scored one, counted over all sequences one after another."""
+        found: list[int] = []
+        first = 0
+        for length, prompt in zip(map(len, self.sequences), self.prompt_lengths, strict=True):
+            found += range(first + prompt - 1, first + length - 1)
+            first += length
+        return found
+
+    def rows(self, count: int, device: torch.device) -> SamplingRows:
+        names = ("temperature", "top_k", "top_p", "min_p")
+        given = {n: getattr(self.sampling, n) for n in names} if self.sampling else {}
+        return SamplingRows.uniform(count, **given, device=device)
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What one side gave, on the CPU."""
+
+    logprobs: Tensor  # [scored] fp32
+    choices: Tensor  # [scored] int64, the most likely token
+    forward: dict[Tap, Tensor]
+    """[tokens, features] by op, in order of execution."""
+    backward: dict[Tap, Tensor]
+    """Gradients in order of the backward pass; empty without one."""
+
+
+def run_side(
+    model: Any,
+    side: str,
+    work: Work,
+    *,
+    taps: bool = True,
+    gradients: bool = True,
+    choice: Strictness | None = None,
+) -> Outcome:
+    """Run the tokens one way under a choice of stock ops; None: the side's own.
+
+    `gradients`: where the side trains, also those of the logprobs weighted by fixed random numbers,
+    one per token. Gradients found before are put back.
+    """
+    if side == STOCK and choice is None:
+        choice = ALL_STOCK
+    lengths = [len(sequence) for sequence in work.sequences]
+    gradients = gradients and side != ROLLOUT and _can_train(model)
+    with (
+        held(choice or current()),
+        mode(model, training=False),
+        gradients_kept(model),
+        tapped(model, lengths, only=None if taps else FINAL_NORM) as found,
+    ):
+        if side == ROLLOUT:
+            with torch.no_grad():
+                logprobs, choices = _decoded(model, work, found)
+        else:
+            logprobs = _trained(model, side, work, found, gradients=gradients)
+            if model.lm_head.weight is not model.get_input_embeddings().weight:
+                found.of_parameters("token_logprobs", model.lm_head)
+            choices = _choices(model, found.forward()[FINAL_NORM][work.scored])
+        forward = {**found.forward(), LOGPROBS: logprobs.unsqueeze(1)}
+        return Outcome(logprobs, choices, forward, found.backward() if gradients else {})
+
+
+def _can_train(model: Any) -> bool:
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    return trained and model.dtype != torch.float16
+
+
+def _decoded(model: Any, work: Work, taps: Taps) -> tuple[Tensor, Tensor]:
+    """Logprobs and most likely tokens, the prompts in one call and the rest token by token."""
+    pairs = zip(work.sequences, work.prompt_lengths, strict=True)
+    schedules = [[prompt, *[1] * (len(ids) - prompt)] for ids, prompt in pairs]
+    logprobs: list[list[Tensor]] = [[] for _ in schedules]
+    choices: list[list[Tensor]] = [[] for _ in schedules]
+    for call in paged_calls(schedules, block_size=BLOCK_SIZE, **cache_shape(model)):
+        ids = [t for i, a, b in call.spans for t in work.sequences[i][a:b]]
+        positions = [p for _, a, b in call.spans for p in range(a, b)]
+        both = torch.tensor([ids, positions], device=model.device)
+        taps.members = [i for i, _, _ in call.spans]
+        hidden = paged_hidden_states(model, both[0], both[1], call.paged)
+        ends = zip(call.spans, call.paged.query_starts, call.paged.query_lens, strict=True)
+        going = [(i, b, row + n - 1) for (i, _, b), row, n in ends if b < len(work.sequences[i])]
+        if not going:
+            continue
+        owners, ends, rows = map(list, zip(*going, strict=True))
+        logits = next_token_logits(model, hidden[torch.tensor(rows, device=hidden.device)])
+        targets = [work.sequences[i][end] for i, end in zip(owners, ends, strict=True)]
+        behaviour = distribution(logits, work.rows(len(rows), logits.device))
+        found = behaviour.logprobs_of(torch.tensor(targets, device=logits.device)).cpu()
+        for i, logprob, best in zip(owners, found, logits.argmax(dim=1).cpu(), strict=True):
+            logprobs[i].append(logprob)
+            choices[i].append(best)
+    flat = [[value for own in kept for value in own] for kept in (logprobs, choices)]
+    return torch.stack(flat[0]), torch.stack(flat[1])
+
+
+def _trained(model: Any, side: str, work: Work, taps: Taps, *, gradients: bool) -> Tensor:
+    """Logprobs [scored], after a backward pass if gradients are wanted."""
+    together = range(len(work.sequences))
+    groups = [[i] for i in together] if side == "one_by_one" else [list(together)]
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(len(work.scored), generator=generator).to(model.device)
+    if gradients:
+        model.zero_grad(set_to_none=True)
+    logprobs: list[Tensor] = []
+    first = 0
+    for taps.members in groups:
+        sequences = [work.sequences[i] for i in taps.members]
+        inputs, mask = lay_out(sequences, LAYOUTS.get(side, "packed"), model.device)
+        prompts = [work.prompt_lengths[i] for i in taps.members]
+        # Without gradients a GPU would fuse ops that training does not.
+        with torch.set_grad_enabled(_can_train(model)):
+            found = token_logprobs(
+                model, inputs, attention_mask=mask, prompt_lengths=prompts, sampling=work.sampling
+            ).logprobs
+            if gradients:
+                (found * weights[first : first + len(found)]).sum().backward()
+        first += len(found)
+        logprobs.append(found.detach().cpu())
+    return torch.cat(logprobs)
+
+
+@torch.no_grad()
+def _choices(model: Any, hidden: Tensor) -> Tensor:
+    """[n] most likely next tokens of hidden states [n, H]."""
+    parts = hidden.split(_LOGIT_ROWS)
+    return torch.cat(
+        [next_token_logits(model, h.to(model.device)).argmax(dim=1).cpu() for h in parts]
+    )

@@ -1,0 +1,255 @@
+"""Taps on a patched model: what each op gives, and what it sends back, token by token.
+
+Inside a `tapped` block the methods of `models/modules.py` report to the taps. They run as they
+would without: no hook is set, so fused ops stay fused, and a tapped input is a view of itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from rl_consistency.models import modules
+from rl_consistency.models.decoder import CanonicalBaseModel
+from rl_consistency.models.modules import (
+    CanonicalAttention,
+    CanonicalEmbedding,
+    CanonicalLinear,
+    CanonicalRMSNorm,
+)
+
+RESIDUAL = "residual"
+"""The additions of a decoder layer; the other ops are those of `numerics.strict.OPS`."""
+OUTPUT, OF_INPUT = "output", "gradient of its input"
+LM_HEAD = "lm_head"
+
+_READERS = {
+    "q_norm": ("self_attn", "rotary"),
+    "k_norm": ("self_attn", "rotary"),
+    "v_proj": ("self_attn", "attention"),
+    "gate_proj": ("mlp", "glu"),
+    "up_proj": ("mlp", "glu"),
+}
+"""Last part of a module's name -> the part of the layer, and the op, that reads its output alone:
+the gradient that arrives there is that op's. Other ops have taps on their inputs."""
+
+_FEEDS = {"o_proj": "attention", "down_proj": "glu"}
+"""Last part of a linear map's name -> the op whose output it takes."""
+
+
+class Tap(NamedTuple):
+    """One tensor of a pass, by the op that computed it."""
+
+    op: str
+    module: str
+    what: str = OUTPUT
+
+    @property
+    def layer(self) -> int | None:
+        """Its decoder layer, counted from 0; None outside the stack."""
+        parts = self.module.split(".")
+        return int(parts[parts.index("layers") + 1]) if "layers" in parts else None
+
+    def __str__(self) -> str:
+        where = "" if self.layer is None else f" of layer {self.layer}"
+        return f"{self.op}{where} ({self.module}), {self.what}"
+
+
+FINAL_NORM = Tap("rms_norm", "model.norm")
+
+_Parts = dict[Tap, list[tuple[Tensor, Tensor]]]
+"""Tap -> (tokens [n], their rows [n, features]) of each call, on the CPU."""
+
+
+class Taps:
+    """Everything tapped, token by token, sequence after sequence."""
+
+    def __init__(self, model: nn.Module, lengths: Sequence[int], only: Tap | None) -> None:
+        self.members: Sequence[int] = range(len(lengths))
+        """The sequences of the call at hand, in its order."""
+        self._only = only
+        self._names = {module: name for name, module in model.named_modules()}
+        self._known = frozenset(self._names.values())
+        self._firsts = list(accumulate(lengths, initial=0))
+        self._forward: _Parts = {}
+        self._backward: _Parts = {}
+        self._parameters: dict[Tap, nn.Parameter] = {}
+        self._rows = self._tokens = torch.empty(0, dtype=torch.int64)
+        self._num_rows = 0
+        self._attention = self._finished = ""
+        self._inside: nn.Module | None = None
+
+    def forward(self) -> dict[Tap, Tensor]:
+        """[tokens, features] of each output, in order of execution."""
+        return {tap: self._joined(parts) for tap, parts in self._forward.items()}
+
+    def backward(self) -> dict[Tap, Tensor]:
+        """[tokens, features] of each gradient and [elements] of each parameter's, in order of the
+        backward pass: an op comes after all whose gradients it depends on."""
+        found: dict[Tap, Tensor] = {}
+        for tap, parts in reversed(self._backward.items()):
+            parameter = self._parameters.get(tap)
+            if parameter is not None and parameter.grad is not None:
+                found[tap] = parameter.grad.detach().reshape(-1).cpu()
+            elif parts:
+                found[tap] = self._joined(parts)
+        return found
+
+    def _joined(self, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+        tokens = torch.cat([tokens for tokens, _ in parts])
+        rows = torch.cat([rows for _, rows in parts])
+        assert len(tokens) == self._firsts[-1], "a token was tapped twice, or never"
+        return rows[tokens.argsort()]
+
+    def begin(self, layout: Any, num_rows: int) -> None:
+        """The next reports are of a call of so many rows in this layout."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        spans = zip(layout.query_starts, layout.query_lens, layout.context_lens, strict=True)
+        for member, (start, queries, context) in zip(self.members, spans, strict=True):
+            rows += range(start, start + queries)
+            first = self._firsts[member] + context - queries
+            tokens += range(first, first + queries)
+        self._rows, self._tokens = torch.tensor(rows), torch.tensor(tokens)
+        self._num_rows = num_rows
+
+    def gave(self, tap: Tap, value: Tensor, reader: Tap | None = None) -> None:
+        """An op's output; `reader`: the only op that reads it, whose gradient arrives there."""
+        if self._only in (None, tap):
+            part = _taken(value.detach(), self._rows, self._tokens, self._num_rows)
+            self._forward.setdefault(tap, []).append(part)
+        if reader is not None:
+            self.sends_back(reader, value)
+
+    def sends_back(self, tap: Tap, value: Tensor) -> None:
+        """The gradient that will arrive at this tensor."""
+        if value.requires_grad and self._only is None:
+            parts = self._backward.setdefault(tap, [])
+            kept = self._rows, self._tokens, self._num_rows
+            value.register_hook(lambda gradient: parts.append(_taken(gradient, *kept)))
+
+    def given(self, tap: Tap, value: Tensor) -> Tensor:
+        """An op's input, as a tensor of the op alone: other readers' gradients do not arrive."""
+        if value.requires_grad and self._only is None:
+            value = value.view_as(value)
+        self.sends_back(tap._replace(what=OF_INPUT), value)
+        return value
+
+    def of_parameters(self, op: str, module: nn.Module) -> None:
+        """The gradients of a module's own parameters, read at the end."""
+        for name, parameter in module.named_parameters(recurse=False):
+            tap = Tap(op, self._names[module], f"gradient of {name}")
+            self._backward.setdefault(tap, [])
+            self._parameters[tap] = parameter
+
+    # The wrappers, one for each method that computes something.
+
+    def _call(self, run: Callable[..., Any], model: Any, ids: Tensor, *rest: Any) -> Any:
+        if model not in self._names:
+            return run(model, ids, *rest)
+        self.begin(rest[-1], ids.shape[0])
+        return run(model, ids, *rest)
+
+    def _leaf(self, run: Callable[..., Any], module: Any, x: Tensor) -> Any:
+        name = self._names.get(module)
+        if name is None or name == LM_HEAD or module is self._inside:
+            return run(module, x)
+        around, _, last = name.rpartition(".")
+        if last in _FEEDS:
+            self.gave(Tap(_FEEDS[last], around), x)
+        if self._finished:  # the first norm after a layer is given its output
+            self.gave(Tap(RESIDUAL, self._finished), x)
+        self._finished = around.rpartition(".")[0] if last == "down_proj" else ""
+        self.of_parameters(module.op, module)
+        if x.is_floating_point():
+            x = self.given(Tap(module.op, name), x)
+        out = run(module, x)
+        self.gave(Tap(module.op, name), out, self._reader(module, around, last))
+        return out
+
+    def _reader(self, module: nn.Module, around: str, last: str) -> Tap | None:
+        if around == "model" and last == "norm":
+            return Tap("token_logprobs", LM_HEAD, OF_INPUT)
+        layer = around.rpartition(".")[0]
+        if last in _READERS:
+            part, op = _READERS[last]
+            return Tap(op, f"{layer}.{part}", f"{OF_INPUT} from {last}")
+        if last in ("q_proj", "k_proj") and f"{around}.{last[0]}_norm" not in self._known:
+            return Tap("rotary", around, f"{OF_INPUT} from {last}")
+        return None
+
+    def _addition(self, run: Callable[..., Any], norm: Any, x: Tensor, residual: Tensor) -> Any:
+        name = self._names.get(norm)
+        if name is None:
+            return run(norm, x, residual)
+        self.of_parameters("rms_norm", norm)
+        x = self.given(Tap("rms_norm", name), x)
+        self._inside = norm
+        normed, total = run(norm, x, residual)
+        self._inside = None
+        self.gave(Tap(RESIDUAL, name), total)
+        self.gave(Tap("rms_norm", name), normed)
+        return normed, total
+
+    def _inputs(self, run: Callable[..., Any], attention: Any, *args: Any) -> Any:
+        self._attention = name = self._names.get(attention, "")
+        q, k, v = run(attention, *args)
+        if not name:
+            return q, k, v
+        for part, value in (("q", q), ("k", k)):
+            reader = Tap("attention", name, f"{OF_INPUT} {part}")
+            self.gave(Tap("rotary", name, f"{OUTPUT} {part}"), value, reader)
+        return q, k, v
+
+    def _projections(self, run: Callable[..., Any], *args: Any) -> Any:
+        found = run(*args)
+        if self._attention:
+            for part, value in zip("qkv", found, strict=True):
+                self.gave(Tap("linear", f"{self._attention}.{part}_proj"), value)
+        return found
+
+
+def _taken(value: Tensor, rows: Tensor, tokens: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    return tokens, value.reshape(num_rows, -1).cpu()[rows]
+
+
+@contextmanager
+def tapped(model: nn.Module, lengths: Sequence[int], *, only: Tap | None = None) -> Iterator[Taps]:
+    """Tap a patched model inside the block.
+
+    Args:
+        model: the patched causal LM itself, without a wrapper.
+        lengths: tokens of each sequence that the block will run. Its calls may cut and order them
+            in any way, if `Taps.members` is set before each.
+        only: the one output to keep, and no gradient; None: all.
+    """
+    taps = Taps(model, lengths, only)
+    wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
+        (CanonicalBaseModel, "packed_forward", taps._call),
+        (CanonicalEmbedding, "forward", taps._leaf),
+        (CanonicalLinear, "forward", taps._leaf),
+        (CanonicalRMSNorm, "forward", taps._leaf),
+        (CanonicalRMSNorm, "after_addition", taps._addition),
+        (CanonicalAttention, "_inputs", taps._inputs),
+        (modules, "linear_qkv", taps._projections),
+    ]
+    with ExitStack() as stack:
+        for owner, name, report in wrapped:
+            stack.enter_context(patch.object(owner, name, _reporting(getattr(owner, name), report)))
+        # Ops are fused where a module has its own forward, which these stand for.
+        own = (CanonicalLinear.forward, CanonicalRMSNorm.forward)
+        stack.enter_context(patch.object(modules, "_FUSED_FORWARDS", own))
+        yield taps
+
+
+def _reporting(run: Callable[..., Any], report: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **named: Any) -> Any:
+        return report(run, *args, **named)
+
+    return call

@@ -1,0 +1,296 @@
+"""Taps find planted faults, one op of one layer each, and change nothing themselves."""
+
+import pytest
+import torch
+
+from rl_consistency.kernels.linear import op as linear_op
+from rl_consistency.models import modules, token_logprobs
+from rl_consistency.models.patch import patch
+from rl_consistency.numerics.strict import OPS
+from rl_consistency.parity import sides
+from rl_consistency.parity.digest import gradient_digest
+from rl_consistency.parity.localize import localize
+from rl_consistency.verify.presets import build_preset
+from rl_consistency.verify.substitution import attribute
+
+LAYERS, ROW = 4, 3
+
+
+def one_ulp_up(value):
+    """The value with one element of one row moved to the next number."""
+    moved = value.detach().clone()
+    rows = moved[0] if moved.dim() == 3 and moved.shape[0] == 1 else moved
+    element = rows[ROW].view(-1)[:1]
+    element.copy_(torch.nextafter(element, torch.full_like(element, torch.inf)))
+    return torch.where(moved == value, value, value + (moved - value.detach()))
+
+
+class UlpInBackward(torch.autograd.Function):
+    """The identity, whose gradient is one ULP off in one row."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return one_ulp_up(gradient)
+
+
+def later(name, fault, matches=None, every=1, at=0, owner=modules):
+    """The op of a name, with a fault in what the second pass makes of one call: of those that
+    match, or of call `at` in every so many."""
+    run, seen = getattr(owner, name), []
+
+    def faulty(*args, **named):
+        if matches is not None and not matches(args):
+            return run(*args, **named)
+        seen.append(None)
+        first_pass = len(seen) <= every
+        if first_pass or (len(seen) - 1) % every != at:
+            return run(*args, **named)
+        return fault(run, *args, **named)
+
+    return attribute(owner, name, faulty)
+
+
+def output(run, *args, **named):
+    value = run(*args, **named)
+    if isinstance(value, tuple):
+        return one_ulp_up(value[0]), *value[1:]
+    return one_ulp_up(value)
+
+
+def second_output(run, *args, **named):
+    first, second = run(*args, **named)
+    return first, one_ulp_up(second)
+
+
+def input_gradient(index):
+    def fault(run, *args, **named):
+        changed = UlpInBackward.apply(args[index])
+        return run(*args[:index], changed, *args[index + 1 :], **named)
+
+    return fault
+
+
+def fold(run, buffer, *args, **named):
+    run(buffer, *args, **named)
+    buffer.view(-1)[:1].nextafter_(torch.tensor(torch.inf))
+
+
+def of(model, name, index=1):
+    """Calls whose argument is this parameter."""
+    weight = model.get_parameter(name)
+    return lambda args: args[index] is weight
+
+
+def layer(number):
+    return {"every": LAYERS, "at": number}
+
+
+FAULTS = {
+    # (the fault) -> pass, op, layer, last part of the module
+    "rms_norm of layer 2": (
+        lambda m: later("rms_norm", output, of(m, "model.layers.2.input_layernorm.weight")),
+        ("forward", "rms_norm", 2, "input_layernorm"),
+    ),
+    "q_norm of layer 3": (
+        lambda m: later("rms_norm", output, of(m, "model.layers.3.self_attn.q_norm.weight")),
+        ("forward", "rms_norm", 3, "q_norm"),
+    ),
+    "second norm of layer 1": (
+        lambda m: later("add_rms_norm", output, **layer(1)),
+        ("forward", "rms_norm", 1, "post_attention_layernorm"),
+    ),
+    "residual of layer 1": (
+        lambda m: later("add_rms_norm", second_output, **layer(1)),
+        ("forward", "residual", 1, "post_attention_layernorm"),
+    ),
+    "glu of layer 1": (
+        lambda m: later("glu", output, **layer(1)),
+        ("forward", "glu", 1, "mlp"),
+    ),
+    "attention of layer 3": (
+        lambda m: later("attention_varlen", output, **layer(3)),
+        ("forward", "attention", 3, "self_attn"),
+    ),
+    "rotary of layer 2": (
+        lambda m: later("rotary", output, **layer(2)),
+        ("forward", "rotary", 2, "self_attn"),
+    ),
+    "down_proj of layer 0": (
+        lambda m: later("linear", output, of(m, "model.layers.0.mlp.down_proj.weight")),
+        ("forward", "linear", 0, "down_proj"),
+    ),
+    "embedding": (
+        lambda m: later("embedding", output),
+        ("forward", "embedding", None, "embed_tokens"),
+    ),
+    "token_logprobs": (
+        lambda m: later("scored_rows", output, owner=token_logprobs),
+        ("forward", "token_logprobs", None, "lm_head"),
+    ),
+    "up_proj's backward, layer 2": (
+        lambda m: later("linear", input_gradient(0), of(m, "model.layers.2.mlp.up_proj.weight")),
+        ("backward", "linear", 2, "up_proj"),
+    ),
+    "k_proj's backward, layer 1": (
+        lambda m: later(
+            "linear", input_gradient(0), of(m, "model.layers.1.self_attn.k_proj.weight")
+        ),
+        ("backward", "linear", 1, "k_proj"),
+    ),
+    "attention's backward, layer 1": (
+        lambda m: later("attention_varlen", input_gradient(2), **layer(1)),
+        ("backward", "attention", 1, "self_attn"),
+    ),
+    "rms_norm's backward, layer 3": (
+        lambda m: later(
+            "rms_norm", input_gradient(0), of(m, "model.layers.3.input_layernorm.weight")
+        ),
+        ("backward", "rms_norm", 3, "input_layernorm"),
+    ),
+    "second norm's backward, layer 0": (
+        lambda m: later("add_rms_norm", input_gradient(0), **layer(0)),
+        ("backward", "rms_norm", 0, "post_attention_layernorm"),
+    ),
+    "glu's backward, layer 0": (
+        lambda m: later("glu", input_gradient(0), **layer(0)),
+        ("backward", "glu", 0, "mlp"),
+    ),
+    "rotary's backward, layer 2": (
+        lambda m: later("rotary", input_gradient(1), **layer(2)),
+        ("backward", "rotary", 2, "self_attn"),
+    ),
+    "token_logprobs' backward": (
+        lambda m: later("scored_rows", input_gradient(0), owner=token_logprobs),
+        ("backward", "token_logprobs", None, "lm_head"),
+    ),
+    "weight gradient of layer 3's down_proj": (
+        lambda m: later("fold_outer", fold, every=7 * LAYERS, at=0, owner=linear_op),
+        ("backward", "linear", 3, "down_proj"),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_at_its_op_and_layer(model, fault, found, work):
+    plant, expected = FAULTS[fault]
+    with plant(model):
+        result = found()
+    assert not result.equal and result.promised
+    first = result.first
+    assert (first.pass_, first.op, first.layer, first.module.split(".")[-1]) == expected
+    if first.position is not None:
+        row = work.prompt_lengths[0] - 1 + ROW if first.op == "token_logprobs" else ROW
+        assert (first.sequence, first.position, first.tokens) == (0, row, 1)
+
+
+def test_a_fault_of_the_rollout_alone_is_found_at_its_layer_and_position(model, work):
+    run = modules.attention_paged
+    options = {"prompt_lengths": [9], "between": ("rollout", "training"), "ablation": False}
+
+    def faulty(q, paged, index, **named):
+        value, lse = run(q, paged, index, **named)
+        bad = index == 2 and len(q) > 1
+        return (one_ulp_up(value) if bad else value), lse
+
+    assert localize(model, work.sequences[:1], **options).equal
+    with attribute(modules, "attention_paged", faulty):
+        first = localize(model, work.sequences[:1], **options).first
+    assert (first.op, first.layer, first.position, first.tokens) == ("attention", 2, ROW, 1)
+
+
+def test_a_fault_of_the_rollouts_lm_head_is_found_after_all_layers(found, work):
+    run = sides.distribution
+
+    def faulty(logits, rows):
+        return run(logits * (1 + 2**-20), rows)
+
+    with attribute(sides, "distribution", faulty):
+        result = found("rollout", "training")
+    assert (result.first.op, result.first.layer) == ("token_logprobs", None)
+    assert result.first.position == work.prompt_lengths[0] - 1
+    assert result.logprobs.mismatched_tokens > 0 == result.logprobs.argmax_flips
+
+
+def test_every_op_of_every_layer_is_tapped(found):
+    result = found("rollout", "training")
+    assert result.equal
+    per_layer = 17
+    assert len(result.ops) == LAYERS * per_layer + 3
+    assert {op.op for op in result.ops} == {*OPS, "residual"}
+    both = found()
+    assert {op.op for op in both.ops if op.pass_ == "backward"} == {*OPS}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen2", "tiny-mistral"])
+def test_every_family_and_dtype_is_equal_to_itself(name, dtype, work):
+    model = build_preset(name, dtype)
+    options = {"prompt_lengths": work.prompt_lengths, "ablation": False}
+    with patch(model):
+        of_rollout = localize(model, work.sequences, **options)
+        result = localize(model, work.sequences, between=("training", "one_by_one"), **options)
+    assert of_rollout.equal and result.equal
+    own = [op for op in result.ops if op.what in ("gradient of weight", "gradient of bias")]
+    assert len(own) == (0 if dtype is torch.float16 else len(list(model.parameters())))
+
+
+def test_without_a_head_norm_the_gradient_at_a_projection_is_the_rotations(work):
+    model = build_preset("tiny-llama")
+    options = {"prompt_lengths": work.prompt_lengths, "between": ("training", "again")}
+    with patch(model), later("rotary", input_gradient(1), every=2, at=1):
+        first = localize(model, work.sequences, ablation=False, **options).first
+    assert (first.pass_, first.op, first.layer) == ("backward", "rotary", 1)
+
+
+def test_projections_of_one_launch_are_tapped_one_by_one(model, found):
+    """As on a GPU, where inference fuses them; no GPU is needed to run the fused op."""
+
+    def fuses(x, projections):
+        return not torch.is_grad_enabled()
+
+    def faulty(*args, run=modules.linear_qkv):
+        q, k, v = run(*args)
+        last = args[1][0] is model.get_parameter("model.layers.3.self_attn.q_proj.weight")
+        return q, one_ulp_up(k) if last and k.shape[1] > ROW else k, v
+
+    with attribute(modules, "_may_fuse", fuses):
+        assert found("rollout", "training").equal
+        with attribute(modules, "linear_qkv", faulty):
+            first = found("rollout", "training").first
+    assert (first.op, first.layer, first.module.split(".")[-1]) == ("linear", 3, "k_proj")
+
+
+def test_gradients_that_were_there_are_no_gradients_of_a_side(model, found):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert {op.pass_ for op in found("rollout", "training").ops} == {"forward"}
+    assert {op.pass_ for op in found(gradients=False).ops} == {"forward"}
+    assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
+    model.zero_grad()
+
+
+def test_tapping_changes_no_byte_and_leaves_gradients_alone(model, work):
+    def scored():
+        return token_logprobs.token_logprobs(
+            model, work.sequences, prompt_lengths=work.prompt_lengths
+        ).logprobs
+
+    def trained():
+        model.zero_grad()
+        (scored() * weights).sum().backward()
+        return gradient_digest(model)
+
+    weights = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    plain = trained()
+    work = sides.Work(sequences=work.sequences, prompt_lengths=work.prompt_lengths)
+    outcome = sides.run_side(model, "training", work)
+    assert torch.equal(outcome.logprobs, scored().detach())
+    assert gradient_digest(model) == plain
+    own = outcome.backward.items()
+    tapped = {tap.module: value for tap, value in own if tap.what == "gradient of weight"}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(tapped[name.removesuffix(".weight")], parameter.grad.reshape(-1))
