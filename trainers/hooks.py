@@ -5,7 +5,6 @@ The loop itself does not measure. Its hook measures, records and, if told so, st
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from functools import partial
@@ -21,12 +20,7 @@ from rl_consistency.models.patch import patched_session
 from rl_consistency.models.token_logprobs import Sampling
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
-from rl_consistency.parity.digest import (
-    each_digest,
-    joint_digest,
-    list_digest,
-    parameter_digest,
-)
+from rl_consistency.parity.digest import each_digest, joint_digest, list_digest, parameter_digest
 from rl_consistency.parity.drift import DriftTotals, compare_logprobs, mismatched_sequences
 from rl_consistency.parity.gradients import (
     REGROUPINGS,
@@ -34,11 +28,10 @@ from rl_consistency.parity.gradients import (
     LossFunction,
     check_gradients,
 )
-from rl_consistency.parity.localize import localize
-from rl_consistency.parity.replay import LOCALIZATION, save_replay_bundle
+from rl_consistency.parity.replay import save_replay_bundle
 from rl_consistency.parity.stock import shadow_stock_path
+from rl_consistency.trainers.localized_drift import localized
 from rl_consistency.trainers.run_directory.step_files import Digests
-from rl_consistency.trainers.run_directory.unfinished import write_whole
 
 OnDrift = Literal["raise", "warn", "record"]
 Metrics = dict[str, float | int | str | bool]
@@ -288,20 +281,8 @@ class ConsistencyHook:
             return ""
         self._has_localized = True
         index = mismatched_sequences(list(rollout.logprobs), list(logprobs))[0]
-        try:
-            found = localize(
-                self.model,
-                [rollout.sequences[index]],
-                prompt_lengths=[rollout.prompt_lengths[index]],
-                sampling=rollout.sampling,
-                ablation=False,
-            )
-        except (ValueError, RuntimeError) as error:  # shards, or no memory: the drift matters more
-            return f"Sequence {index} was not localized ({error}). "
-        write_whole(bundle / LOCALIZATION, json.dumps(found.as_record(), indent=1))
-        if found.first is None:
-            return f"Run again, both sides of sequence {index} are equal. "
-        return f"Sequence {index} differs first in: {found.first} ({bundle / LOCALIZATION}). "
+        sequence, prompt_length = rollout.sequences[index], rollout.prompt_lengths[index]
+        return localized(self.model, bundle, index, sequence, prompt_length, rollout.sampling)
 
     def _save_bundle(self, rollout: Rollout, logprobs: Sequence[Tensor]) -> Path | str:
         if self.replay_dir is None:

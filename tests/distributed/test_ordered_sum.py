@@ -9,7 +9,7 @@ from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import World
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.parity.digest import gradient_digest
+from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.verify.mutants.sums import (
     ContiguousLeaves,
     FillerAdded,
@@ -48,7 +48,7 @@ def left_fold(parts):
 def reference(order):
     leaves = [leaf_gradients(leaf) for leaf in order.leaves(SEQUENCES)]
     groups = [leaves[i : i + order.inner] for i in range(0, order.count, order.inner)]
-    return gradient_digest(left_fold([left_fold(group) for group in groups]))
+    return parameter_digest(left_fold([left_fold(group) for group in groups]))
 
 
 def step(world, order, total_type=OrderedSum, bucket_bytes=100, filler=True):
@@ -64,7 +64,7 @@ def step(world, order, total_type=OrderedSum, bucket_bytes=100, filler=True):
     parts = buckets.take()
     sizes = sum(part.numel() for part in parts.values())
     assert sum(world.gather("sizes", sizes)) == sum(torch.zeros(s).numel() for s in SHAPES.values())
-    return gradient_digest(dict(buckets.gather()))
+    return parameter_digest(dict(buckets.gather()))
 
 
 def digests(run_ranks, order, *arguments, worlds=WORLDS, **options):
@@ -157,7 +157,7 @@ def with_hooks(world, order, bucket_bytes):
                 model(inputs).square().sum().mul(float(bool(batch))).backward()
         buckets.take()
         gradients = dict(buckets.gather())
-    return gradient_digest(gradients)
+    return parameter_digest(gradients)
 
 
 def test_hooks_fill_buckets_during_the_backward_pass(run_ranks):

@@ -8,7 +8,7 @@ from rl_consistency.models import modules, token_logprobs
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import OPS
 from rl_consistency.parity import sides
-from rl_consistency.parity.digest import gradient_digest
+from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import localize
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.substitution import attribute
@@ -279,17 +279,20 @@ def test_tapping_changes_no_byte_and_leaves_gradients_alone(model, work):
             model, work.sequences, prompt_lengths=work.prompt_lengths
         ).logprobs
 
+    def gradients_digest():
+        return parameter_digest({name: p.grad for name, p in model.named_parameters()})
+
     def trained():
         model.zero_grad()
         (scored() * weights).sum().backward()
-        return gradient_digest(model)
+        return gradients_digest()
 
     weights = torch.randn(32, generator=torch.Generator().manual_seed(0))
     plain = trained()
     work = sides.Work(sequences=work.sequences, prompt_lengths=work.prompt_lengths)
     outcome = sides.run_side(model, "training", work)
     assert torch.equal(outcome.logprobs, scored().detach())
-    assert gradient_digest(model) == plain
+    assert gradients_digest() == plain
     own = outcome.backward.items()
     tapped = {tap.module: value for tap, value in own if tap.what == "gradient of weight"}
     for name, parameter in model.named_parameters():
