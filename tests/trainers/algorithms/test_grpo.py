@@ -25,7 +25,7 @@ def require_no_drift(summary, rows):
 
 def digests(rows):
     return [
-        (row["consistency/gradient_digest"], row["consistency/parameter_digest"], row["loss"])
+        (row["consistency/gradient_digest"], row["rollout/weights_digest"], row["loss"])
         for row in rows
         if row["step"] > 0
     ]
@@ -165,7 +165,7 @@ def test_low_precision_policies_do_not_drift(tiny_run, dtype):
     )
     require_no_drift(summary, rows)
     assert summary["stock/mismatch_fraction"] > 0.1
-    assert len({row["consistency/parameter_digest"] for row in rows}) == len(rows)
+    assert len({row["rollout/weights_digest"] for row in rows}) == len(rows)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_every_variant_of_the_algorithm_keeps_its_promise(tiny_run, changes):
     )
     require_no_drift(summary, rows)
     assert summary["consistency/gradient_check/passed"] == 3
-    assert len({row["consistency/parameter_digest"] for row in rows}) == 3
+    assert len({row["rollout/weights_digest"] for row in rows}) == 3
 
 
 @pytest.mark.parametrize(

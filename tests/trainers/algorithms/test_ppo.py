@@ -30,7 +30,7 @@ METRICS = {
 
 
 def trajectory(rows):
-    names = ("consistency/parameter_digest", "consistency/critic_digest", "value/loss", "loss")
+    names = ("rollout/weights_digest", "consistency/critic_digest", "value/loss", "loss")
     return [tuple(row[name] for name in names) for row in rows if row["step"] > 0]
 
 
@@ -72,8 +72,8 @@ def test_three_steps_log_every_metric_and_move_both_models(tiny_run):
     require_no_drift(summary)
     assert all(row.keys() >= METRICS for row in rows)
     assert summary["critic_digest"] == rows[-1]["consistency/critic_digest"]
-    for name in ("parameter", "critic"):
-        assert len({row[f"consistency/{name}_digest"] for row in rows}) == 3
+    for name in ("rollout/weights_digest", "consistency/critic_digest"):
+        assert len({row[name] for row in rows}) == 3
     assert rows[0]["reward/kl"] == 0.0 != rows[1]["reward/kl"]
     assert all(row["value/gradient_norm"] > 0 for row in rows)
 
