@@ -131,7 +131,7 @@ def references() -> Iterator[tuple[str, Reference]]:
 
 
 def reference_of(name: str) -> Reference:
-    """What a logged metric is; KeyError on one that nobody described."""
+    """What a logged metric is. A name that `METRICS` does not have is a KeyError."""
     for known, reference in references():
         if fnmatchcase(name, known):
             return reference

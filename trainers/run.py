@@ -1,4 +1,4 @@
-"""A whole run: policy, data, warm start, GRPO steps, checkpoints, summary."""
+"""A whole run: policy, data, warm start, training steps, checkpoints, summary."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ class _Run:
 
     @interrupts_heard()
     def step(self, step: int) -> dict[str, Any]:
-        """One GRPO step, with evaluation where it is due."""
+        """One training step, with evaluation where it is due."""
         metrics = self.trainer.step(step)
         every, last = self.config.training.eval_every, step == self.config.training.steps
         if every and (step % every == 0 or last):

@@ -154,16 +154,19 @@ def _made(
     kept = {k: {"": v} if isinstance(v, str) else v for k, v in digests.items()}
     loss = {"loss": measured("loss", "policy/")}
     gradients = {"gradients": kept.get("gradients", {})}
+    critic = metrics.get("consistency/critic_digest")
     return {
         "initial weights": kept.get("initial_weights", {}),
         "tokens of the rollout": kept.get("tokens", {}),
         "logprobs of the rollout": kept.get("logprobs", {}),
         "rewards": measured("reward/"),
+        "values of the critic": kept.get("values", {}),
         "logprobs in training": kept.get("training_logprobs", {}),
         **(gradients | loss if several else loss | gradients),
         "norm of the gradients": measured("gradient_norm"),
         "learning rate": measured("learning_rate"),
         "weights": kept.get("weights", {}),
+        "weights of the critic": {} if critic is None else {"": critic},
     }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import rl_consistency
 
 COMMANDS = {
-    "train": "run a recipe: rollouts, GRPO steps, and the drift of every one of them",
+    "train": "run a recipe: rollouts, training steps, and the drift of every one of them",
     "verify": "check every claim by bytes, op by op and on whole models",
     "localize": "name the first op, layer and token at which two ways to run a model part",
     "diff": "name the first step, and what in it, where two runs part",

@@ -93,6 +93,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
     for label, name, form in rows:
         cells = [_cell(summary.get(f"{side}/{name}"), form) for side in ("consistency", "stock")]
         table.add_row(label, *cells)
+    if values := summary.get("consistency/value_check/values"):
+        differing = summary["consistency/value_check/mismatched_values"]
+        table.add_row("values of the critic that differ", f"{differing:,} of {values:,}", "-")
     checks = summary["consistency/gradient_check/checks"]
     good = summary["consistency/gradient_check/passed"]
     table.add_row("gradient checks passed", f"{good} of {checks}", "-", end_section=True)

@@ -4,6 +4,7 @@ import shutil
 import pytest
 
 from rl_consistency.cli import main as main_module
+from rl_consistency.cli.diff import _made
 from rl_consistency.trainers import hooks
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run import train
@@ -232,3 +233,11 @@ def test_what_is_no_whole_run_is_refused_in_one_line(whole, copy, diff, damage, 
         status, said = diff(*pair)
         assert status == 2 and said.out == ""
         assert message in said.err and str(copy) in said.err and said.err.count("\n") == 1
+
+
+def test_a_critic_is_compared_by_its_values_and_its_weights():
+    made = _made({"consistency/critic_digest": "ab"}, {"values": "cd"}, several=False)
+    assert made["values of the critic"] == {"": "cd"}
+    assert made["weights of the critic"] == {"": "ab"}
+    plain = _made({}, {}, several=False)
+    assert not plain["values of the critic"] and not plain["weights of the critic"]

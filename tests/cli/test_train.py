@@ -121,6 +121,17 @@ def test_the_table_says_what_the_weights_depend_on(command, tmp_path, processes,
     assert train.summary_table(summary).caption == caption
 
 
+def test_the_table_counts_the_values_of_a_critic_where_there_is_one(command, tmp_path):
+    assert command() == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    plain = list(train.summary_table(summary).columns[0].cells)
+    name = "consistency/value_check"
+    table = train.summary_table(summary | {f"{name}/values": 1200, f"{name}/mismatched_values": 3})
+    labels, figures, _ = (list(column.cells) for column in table.columns)
+    assert set(labels) - set(plain) == {"values of the critic that differ"}
+    assert figures[labels.index("values of the critic that differ")] == "3 of 1,200"
+
+
 def test_a_run_with_recorded_drift_fails(command):
     settings = ("consistency.strict=false", "consistency.on_drift=record")
     assert command(*(part for s in settings for part in ("--set", s))) == 1

@@ -248,3 +248,14 @@ def test_the_library_product_is_the_product():
     a, b, bias = torch.randn(5, 8), torch.randn(6, 8), torch.randn(6)
     torch.testing.assert_close(library_product(a, b, bias, "nt", torch.float32), a @ b.t() + bias)
     torch.testing.assert_close(library_product(a, b.t(), None, "nn", torch.float32), a @ b.t())
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 1000])
+def test_successive_audits_sample_few_rows_each_and_all_rows_together(count, monkeypatch):
+    seen = set()
+    for audited in range(-(-count // audit.AUDIT_ROWS)):
+        monkeypatch.setattr(audit._counts, "audited", audited)
+        rows = audit.sampled_rows(count, torch.device("cpu")).tolist()
+        assert 1 <= len(rows) <= audit.AUDIT_ROWS and not seen & set(rows)
+        seen |= set(rows)
+    assert seen == set(range(count))
