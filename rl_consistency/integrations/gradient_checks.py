@@ -38,8 +38,9 @@ class _MicroBatch:
     mask: Tensor  # [B, L-1] bool, where a label was scored
     cotangents: dict[str, Tensor] = field(default_factory=dict)  # of scores, [B, L-1]
 
-    def keep(self, name: str, gradient: Tensor) -> None:
-        self.cotangents[name] = gradient.detach().clone()
+    def keep(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is not None:  # as DistributedDataParallel says that there is none
+            self.cotangents[name] = gradient.detach().clone()
 
     def has_gradient(self) -> bool:
         return any(bool(part[self.mask].any()) for part in self.cotangents.values())
