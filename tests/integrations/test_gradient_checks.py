@@ -92,7 +92,7 @@ def test_what_is_checked_is_the_gradient_of_the_loss(call, directory, monkeypatc
         (out.log_probs.exp().sum() - 0.1 * (out.entropy**2).sum()).backward()
         checks.on_step_end(None, SimpleNamespace(global_step=1), None)
     assert checks.last.passed
-    assert [result.name for result in checks.last.results][0] == "as trained"
+    assert checks.last.results[0].name == "as trained"
     assert set(checks.last.results[0].differing) == set(dict(model.named_parameters()))
 
 
