@@ -51,8 +51,9 @@ def trained(build, reward, checks, **options):
         digest = parameter_digest(policy)
     names = ("checks", "without_gradient", "regroupings", "mismatched_elements")
     figures = {name: logged(trainer, f"{KEY}/{name}") for name in names}
+    drift = attachment.drift.mismatched_tokens
     own = attachment.gradients is not None and attachment.gradients.passed
-    return digest, (type(trainer.model_wrapped).__name__, sharded, own, figures)
+    return digest, (type(trainer.model_wrapped).__name__, sharded, drift, own, figures)
 
 
 def stock_linear(check, *args, **options):
@@ -102,9 +103,9 @@ def test_checks_pass_and_leave_the_weights_alone_under_ddp_and_zero(run_ranks, d
             "regroupings": [10, 10],
             "mismatched_elements": [0, 0],
         }
-        assert replicated == (True, "DistributedDataParallel", False, True, figures)
+        assert replicated == (True, "DistributedDataParallel", False, 0, True, figures)
         assert "step 1, process 1: gradients depend on how the batch was cut" in error
         assert "first in model." in error
-        assert zero2 == (True, "DeepSpeedEngine", False, True, figures)
+        assert zero2 == (True, "DeepSpeedEngine", False, 0, True, figures)
         figures |= {"checks": [1, 1], "without_gradient": [1, 1], "regroupings": [5, 5]}
-        assert zero3 == (True, "DeepSpeedEngine", True, rank == 0, figures)
+        assert zero3 == (True, "DeepSpeedEngine", True, 0, rank == 0, figures)
