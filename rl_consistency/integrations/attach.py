@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 from rl_consistency.integrations.engine_generation import EngineGeneration
 from rl_consistency.integrations.gradient_checks import GradientChecks
@@ -15,13 +16,18 @@ from rl_consistency.integrations.label_answer import LabelAnswer, Observer
 from rl_consistency.integrations.master_weights import with_masters
 from rl_consistency.integrations.refusals import (
     Kind,
+    SameModel,
     check_engine_options,
     check_gradient_options,
     check_trainer,
     trainer_kind,
 )
 from rl_consistency.integrations.rollout_drift import RolloutDrift
-from rl_consistency.integrations.stock_measure import watched_forward, watched_generate
+from rl_consistency.integrations.stock_measure import (
+    watched_backend,
+    watched_forward,
+    watched_generate,
+)
 from rl_consistency.models.patch import patch
 from rl_consistency.models.sharding import unwrapped
 from rl_consistency.models.token_logprobs import Sampling
@@ -77,6 +83,10 @@ class Attachment:
         self._undo.callback(put_back)
         vars(owner)[name] = value
 
+    def _call_back(self, trainer: Any, callback: TrainerCallback) -> None:
+        trainer.add_callback(callback)
+        self._undo.callback(trainer.remove_callback, callback)
+
     def _patch(self, model: Any, answer: LabelAnswer, grad_dtype: torch.dtype | None) -> None:
         """Patch a model; the forward that TRL has set on it comes back with `detach`."""
         fused = vars(model).pop("forward", None)
@@ -121,7 +131,7 @@ def attach(
         sampling_metrics: let TRL compute its own `sampling/...` metrics and importance correction,
             for one more scoring pass per rollout.
         measure_only: patch nothing, and log the drift of the trainer as it is, between Hugging
-            Face's `generate` and training; of a GRPOTrainer or RLOOTrainer.
+            Face's `generate` or vLLM and training; of a GRPOTrainer or RLOOTrainer.
         engine: options of `RolloutEngine`, for a trainer that generates.
 
     Returns the attachment, which holds the drift and `detach()`.
@@ -151,6 +161,7 @@ def attach(
         raise TypeError(f"a {kind} has no sampling metrics; leave out sampling_metrics=True.")
     attachment = Attachment()
     try:
+        attachment._call_back(trainer, SameModel(trainer, trainer.model))
         if measure_only:
             _watch_stock(attachment, trainer)
         elif generates:
@@ -195,8 +206,7 @@ def _check_gradients(
     if not options["every"]:
         return []
     checks = attachment._checks = GradientChecks(trainer, trainer.model, sampling, **options)
-    trainer.add_callback(checks)
-    attachment._undo.callback(trainer.remove_callback, checks)
+    attachment._call_back(trainer, checks)
     _log(attachment, trainer, checks.take)
     return [checks.observe]
 
@@ -241,8 +251,14 @@ def _attach_to_rollouts(
 def _watch_stock(attachment: Attachment, trainer: Any) -> None:
     drift = attachment._drift = RolloutDrift(trainer)
     model = trainer.model
-    generate = watched_generate(model.generate, drift, trainer.eos_token_ids)
-    attachment._set(model, "generate", generate)
+    if trainer.use_vllm:
+        backend = trainer.vllm_generation
+        attachment._set(backend, "generate", watched_backend(backend.generate, drift))
+        if backend.logprobs is None:  # RLOO's own
+            attachment._set(backend, "logprobs", 0)
+    else:
+        generate = watched_generate(model.generate, drift, trainer.eos_token_ids)
+        attachment._set(model, "generate", generate)
     attachment._set(model, "forward", watched_forward(model.forward, drift))
     _log(attachment, trainer, drift.take)
 

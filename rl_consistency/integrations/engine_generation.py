@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from rl_consistency.integrations.refusals import check_same_model
 from rl_consistency.integrations.rollout_drift import RolloutDrift
+from rl_consistency.integrations.sampled import Sampled
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 
@@ -49,22 +52,27 @@ class EngineGeneration:
         """
         if images is not None:
             raise ValueError("images are not covered by rl_consistency.attach; leave them out.")
-        if self._trainer.model is not self._policy:
-            raise ValueError(
-                "trainer.model is another model than at attach(); do not swap it in a callback, "
-                "or detach() first and attach() again."
-            )
+        check_same_model(self._trainer, self._policy)
         if self._engine is None:  # after what the trainer wraps around the model
             eos = getattr(self._trainer, "eos_token_ids", None)
             eos = self._trainer.processing_class.eos_token_id if eos is None else eos
             self._engine = RolloutEngine(self._policy, eos_token_id=eos, **self._options)
         completions = self._engine.generate(
-            prompts, self._sampling, prompt_ids=self._prompt_ids(len(prompts))
+            prompts, self._limits(prompts), prompt_ids=self._prompt_ids(len(prompts))
         )
-        self._drift.sampled(prompts, completions)
         tokens = [completion.token_ids for completion in completions]
-        logprobs = [[[value] for value in c.token_logprobs.tolist()] for c in completions]
-        return prompts, tokens, logprobs, None
+        logprobs = [completion.token_logprobs for completion in completions]
+        self._drift.sampled(prompts, Sampled(tokens, logprobs))
+        return prompts, tokens, [[[value] for value in row.tolist()] for row in logprobs], None
+
+    def _limits(self, prompts: list[list[int]]) -> SamplingParams | list[SamplingParams]:
+        """A turn after a tool's answer ends with the context: its prompt has grown, and TRL leaves
+        it to the backend, since it cuts the whole completion later."""
+        if not getattr(self._trainer, "tools", None):
+            return self._sampling
+        context, most = self._policy.config.max_position_embeddings, self._sampling.max_tokens
+        rooms = [min(most, context - len(prompt)) for prompt in prompts]
+        return [replace(self._sampling, max_tokens=max(1, room)) for room in rooms]
 
     def _prompt_ids(self, count: int) -> list[int]:
         trainer, args = self._trainer, self._trainer.args

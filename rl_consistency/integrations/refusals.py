@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 import transformers
 from packaging.specifiers import SpecifierSet
+from transformers import TrainerCallback
 
 from rl_consistency.rollout.engine import RolloutEngine
 
@@ -28,7 +29,10 @@ _OFF: dict[str, tuple[object, str]] = {
     "use_liger_kernel": (False, "its kernels replace the patched ones: set it to False"),
     "cast_lm_head_to_fp32": (False, "the canonical LM head already sums in fp32: set it to False"),
     "torch_compile": (False, "the patched forward is not compiled: set it to False"),
-    "use_vllm": (False, "the engine of rl_consistency generates: set it to False"),
+    "use_vllm": (
+        False,
+        "the engine of rl_consistency generates: set it to False, or measure_only=True",
+    ),
     "generation_kwargs": (None, "the engine takes none of them: set it to None"),
     "vllm_structured_outputs_regex": (None, "the engine has no such constraint: set it to None"),
     "neftune_noise_alpha": (None, "it adds noise to training only: set it to None"),
@@ -83,6 +87,27 @@ def check_trainer(trainer: Any, kind: Kind, *, measure_only: bool = False) -> No
         raise ValueError(f"attach() cannot cover this {kind}: {fault}.")
 
 
+def check_same_model(trainer: Any, policy: object) -> None:
+    """ValueError if the trainer has another model than the one that was attached."""
+    if trainer.model is not policy:
+        raise ValueError(
+            "trainer.model is another model than at attach(); do not swap it in a callback, "
+            "or detach() first and attach() again."
+        )
+
+
+class SameModel(TrainerCallback):
+    """`check_same_model` at each step, before its update too, and at each step of an evaluation."""
+
+    def __init__(self, trainer: Any, policy: object) -> None:
+        self._trainer, self._policy = trainer, policy
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        check_same_model(self._trainer, self._policy)
+
+    on_pre_optimizer_step = on_step_end = on_prediction_step = on_step_begin
+
+
 def check_engine_options(options: dict[str, Any]) -> None:
     """TypeError for an option that RolloutEngine does not take, or that the trainer gives it."""
     given_by_us = {"model", "eos_token_id", "tokenizer"}
@@ -112,11 +137,11 @@ def check_gradient_options(every: object, seconds: object) -> None:
 def _measuring_faults(trainer: Any) -> Iterator[str]:
     if trainer.is_in_train:
         yield "it is training already; call attach() before train()"
-    for name in ("use_vllm", "use_transformers_continuous_batching"):
-        if getattr(trainer.args, name, False):
-            yield f"measure_only reads Hugging Face's generate, and {name}=True; set it to False"
+    read = "measure_only reads Hugging Face's generate or vLLM"
+    if getattr(trainer.args, "use_transformers_continuous_batching", False):
+        yield f"{read}, and use_transformers_continuous_batching=True; set it to False"
     if getattr(trainer, "rollout_func", None) is not None:
-        yield "measure_only reads Hugging Face's generate; leave out rollout_func"
+        yield f"{read}; leave out rollout_func"
 
 
 def _faults(trainer: Any, kind: Kind) -> Iterator[str]:
@@ -154,10 +179,15 @@ def _rollout_faults(trainer: Any) -> Iterator[str]:
         yield "rollout_func generates by itself; leave it out, the engine generates"
     truncates = bool(trainer.top_k) or trainer.top_p < 1 or bool(trainer.min_p)
     updates = args.steps_per_generation * trainer.num_iterations / args.gradient_accumulation_steps
+    found = f"top_k={trainer.top_k}, top_p={trainer.top_p}, min_p={trainer.min_p}"
     if truncates and (trainer.beta != 0 or updates > 1):
         yield (
-            f"top_k={trainer.top_k}, top_p={trainer.top_p}, min_p={trainer.min_p} with "
-            f"beta={trainer.beta} and {updates:g} updates per rollout: a sampled token may leave "
-            "the support of other weights. Sample without truncation, or set beta=0 and "
-            "num_iterations=1"
+            f"{found} with beta={trainer.beta} and {updates:g} updates per rollout: a sampled "
+            "token may leave the support of other weights. Sample without truncation, or set "
+            "beta=0 and num_iterations=1"
+        )
+    if truncates and getattr(trainer, "tools", None):
+        yield (
+            f"{found} with tools: what a tool wrote is scored too, and may lie outside the "
+            "support. Sample without truncation"
         )

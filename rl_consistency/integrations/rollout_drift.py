@@ -9,9 +9,9 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from rl_consistency.integrations.sampled import Sampled
 from rl_consistency.models.token_logprobs import LabelLogprobs
 from rl_consistency.parity.drift import DriftReport, DriftTotals, compare_logprobs
-from rl_consistency.rollout.completion import Completion
 
 FIRST, LATER = "consistency", "off_policy"
 """Prefixes of what is logged: of the first update on a rollout, whose weights are those that
@@ -33,7 +33,7 @@ class RolloutDrift:
         self.total = DriftTotals()
         """Of the first updates of this process."""
 
-    def sampled(self, prompts: list[list[int]], completions: list[Completion]) -> None:
+    def sampled(self, prompts: list[list[int]], completions: Sampled) -> None:
         """Take in a rollout, or a turn of one; a rollout at another step replaces the last. One for
         evaluation is passed over."""
         if not self._trainer.model.training:
@@ -41,10 +41,10 @@ class RolloutDrift:
         if self._sampled_at != self._trainer.state.global_step:
             self._samples.clear()
             self._sampled_at = self._trainer.state.global_step
-        for completion in completions:
-            prompt = prompts[completion.prompt_index]
-            key = np.asarray([*prompt, *completion.token_ids], dtype=np.int64).tobytes()
-            self._samples[key] = len(prompt), completion.token_logprobs
+        parts = (prompts, completions.token_ids, completions.logprobs)
+        for prompt, tokens, logprobs in zip(*parts, strict=True):
+            key = np.asarray([*prompt, *tokens], dtype=np.int64).tobytes()
+            self._samples[key] = len(prompt), logprobs
 
     def observe(self, input_ids: Tensor, tokens: Tensor, scores: LabelLogprobs) -> None:
         """Compare a micro-batch of training; see `LabelAnswer`."""
@@ -56,12 +56,14 @@ class RolloutDrift:
         parts = (input_ids.cpu(), tokens.cpu(), scored.cpu(), logprobs.cpu())
         for ids, real, wanted, row in zip(*parts, strict=True):
             wanted, row = wanted[real], row[real]
+            first, end = len(wanted), 0
             for start, sampled in self._found(ids[real].numpy(), int(wanted.sum())):
-                span = slice(start, start + len(sampled))
-                ours.append(sampled[wanted[span]])
-                theirs.append(row[span][wanted[span]])
+                first, end = min(first, start), start + len(sampled)
+                ours.append(sampled[wanted[start:end]])
+                theirs.append(row[start:end][wanted[start:end]])
+            # Between two turns stands what a tool wrote: TRL scores it, and masks it in its loss.
+            self._uncompared += int(wanted.sum()) - int(wanted[first:end].sum())
         count = sum(map(len, ours))
-        self._uncompared += int(scored.sum()) - count
         if count:
             report = compare_logprobs(torch.cat(ours), torch.cat(theirs))
             first = self._sampled_at == self._trainer.state.global_step
@@ -70,12 +72,18 @@ class RolloutDrift:
                 self.total.add(report)
 
     def _found(self, ids: np.ndarray, wanted: int) -> list[tuple[int, Tensor]]:
-        """Where sampled tokens begin in a row, and their logprobs; several turns if there are."""
-        if (whole := self._samples.get(ids.tobytes())) is not None and len(whole[1]) >= wanted:
+        """Where sampled tokens begin in a row, and their logprobs; several turns if there are, of
+        which TRL may have cut the last."""
+        whole = self._samples.get(row := ids.tobytes())
+        if whole is not None and len(whole[1]) >= wanted:
             return [whole]
         lengths = {len(key) // ids.itemsize for key in self._samples}
         keys = (ids[:length].tobytes() for length in sorted(lengths) if length <= len(ids))
-        return [self._samples[key] for key in keys if key in self._samples]
+        turns = [self._samples[key] for key in keys if key in self._samples]
+        if whole is None:
+            longer = (sample for key, sample in self._samples.items() if key.startswith(row))
+            turns += [(start, logprobs[: len(ids) - start]) for start, logprobs in longer][:1]
+        return turns
 
     def take(self) -> dict[str, float]:
         """Figures since the last call, over all processes, each of which has to call it."""

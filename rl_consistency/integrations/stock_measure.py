@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from rl_consistency.integrations.rollout_drift import RolloutDrift
+from rl_consistency.integrations.sampled import of_generate, of_trl_backend
 from rl_consistency.models.token_logprobs import LabelLogprobs
-from rl_consistency.rollout.completion import Completion
 
 
 def watched_generate(generate: Any, drift: RolloutDrift, eos_token_ids: list[int]) -> Any:
@@ -24,22 +24,20 @@ def watched_generate(generate: Any, drift: RolloutDrift, eos_token_ids: list[int
         found = generate(**arguments, return_dict_in_generate=True, output_scores=True)
         ids, mask = arguments["input_ids"], arguments["attention_mask"].bool()
         prompts = [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
-        drawn = found.sequences[:, ids.shape[1] :]
-        logprobs = torch.stack(
-            [
-                scores.float().log_softmax(-1).gather(1, token.unsqueeze(1)).squeeze(1)
-                for scores, token in zip(found.scores, drawn.unbind(1), strict=True)
-            ],
-            dim=1,
-        ).cpu()
-        completions = []
-        for index, (row, values) in enumerate(zip(drawn.tolist(), logprobs, strict=True)):
-            ends = [place for place, token in enumerate(row) if token in eos_token_ids]
-            length = ends[0] + 1 if ends else len(row)
-            reason = "stop" if ends else "length"
-            completions.append(Completion(index, 0, row[:length], values[:length], reason))
-        drift.sampled(prompts, completions)
+        drift.sampled(prompts, of_generate(found, eos_token_ids))
         return found.sequences
+
+    return watched
+
+
+def watched_backend(generate: Any, drift: RolloutDrift) -> Any:
+    """The same of TRL's vLLM backend, `VLLMGeneration.generate`."""
+
+    @functools.wraps(generate)
+    def watched(prompts: list[list[int]], *args: Any, **arguments: Any) -> Any:
+        found = generate(prompts, *args, **arguments)
+        drift.sampled(prompts, of_trl_backend(*found[1:]))
+        return found
 
     return watched
 

@@ -7,9 +7,10 @@ import torch
 
 from rl_consistency.integrations import attach as attaching
 from rl_consistency.integrations import label_answer, rollout_drift
+from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.models.token_logprobs import label_logprobs
-from tests.integrations.trainers import grpo, logged
+from tests.integrations.trainers import grpo, logged, sft
 
 VARIANTS = {
     "plain": {},
@@ -137,14 +138,6 @@ def test_a_trainer_whose_step_failed_is_detachable(directory, tmp_path, attach):
     assert not any(isinstance(module, CanonicalModule) for module in trainer.model.modules())
 
 
-def test_a_callback_that_swaps_the_model_is_refused(directory, tmp_path, attach):
-    trainer = grpo(directory, tmp_path)
-    attach(trainer)
-    trainer.model = grpo(directory, tmp_path).model
-    with pytest.raises(ValueError, match="another model than at attach"):
-        trainer.vllm_generation.generate([[1, 2]], None, 4)
-
-
 def test_evaluation_leaves_the_rollout_that_is_trained_on(directory, tmp_path, attach):
     trainer = grpo(
         directory,
@@ -196,6 +189,36 @@ def test_an_engine_at_another_temperature_is_seen(directory, tmp_path, monkeypat
     attach(trainer)
     trainer.train()
     assert min(logged(trainer, "consistency/mismatch_fraction")) > 0.5
+
+
+@pytest.mark.parametrize("build", [grpo, sft])
+def test_mutant_trl_s_fused_head_left_in_place(build, directory, tmp_path, monkeypatch, attach):
+    """TRL's head would answer every call in training, over the patched layers."""
+    patched = attaching.Attachment._patch
+
+    def left(attachment, model, *others):
+        fused = model.forward
+        patched(attachment, model, *others)
+        model.forward = fused
+
+    monkeypatch.setattr(attaching.Attachment, "_patch", left)
+    trainer = build(directory, tmp_path)
+    attach(trainer)
+    message = r"forward replaced .* by trl\..*add_fused_lm_head.*attach"
+    with pytest.raises(UnsupportedModelError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_mutant_a_later_update_that_is_reported_as_the_first(
+    directory, tmp_path, monkeypatch, attach
+):
+    monkeypatch.setattr(rollout_drift, "LATER", rollout_drift.FIRST)
+    trainer = grpo(directory, tmp_path, num_iterations=2)
+    attachment = attach(trainer)
+    trainer.train()
+    first, second = logged(trainer, "consistency/mismatched_tokens")
+    assert first == 0 < second and attachment.drift.passed
 
 
 def test_tokens_that_no_rollout_sampled_are_counted(directory, tmp_path, monkeypatch, attach):

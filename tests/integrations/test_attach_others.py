@@ -1,10 +1,14 @@
 """RLOOTrainer, SFTTrainer and transformers' Trainer with `attach`."""
 
+import copy
+import itertools
+
 import pytest
 
 pytest.importorskip("trl", reason="trl is an optional extra")
 
 import torch
+from transformers import TrainerCallback
 from trl import RLOOConfig, RLOOTrainer
 
 from rl_consistency.integrations.label_answer import LabelAnswer
@@ -116,6 +120,66 @@ def test_what_has_no_effect_on_a_trainer_is_refused(directory, tmp_path, attach)
     trainer.compute_metrics = print
     with pytest.raises(ValueError, match="compute_metrics needs logits"):
         attach(trainer)
+
+
+class Swaps(TrainerCallback):
+    def __init__(self, trainer, when):
+        self.trainer, self.other = trainer, copy.deepcopy(trainer.model)
+        setattr(self, when, self.swap)
+
+    def swap(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.trainer.model = self.other
+
+
+SWAPPED = [(grpo, "on_step_begin"), *itertools.product((sft, plain), ("on_step_begin", "on_log"))]
+
+
+@pytest.mark.parametrize("build, when", SWAPPED)
+def test_a_model_that_a_callback_swapped_is_refused_at_the_next_call(
+    build, when, directory, tmp_path, attach
+):
+    trainer = build(directory, tmp_path)
+    swaps = Swaps(trainer, when)
+    attach(trainer)
+    trainer.add_callback(swaps)
+    with pytest.raises(ValueError, match="trainer.model is another model than at attach"):
+        trainer.train()
+    assert trainer.state.global_step == 1 and trainer.model is swaps.other
+
+
+@pytest.mark.parametrize("build", [grpo, sft, plain])
+def test_a_model_swapped_before_training_is_refused_before_any_step(
+    build, directory, tmp_path, attach
+):
+    """The trainer would train the other one, and never call the patched one."""
+    trainer = build(directory, tmp_path)
+    attach(trainer)
+    trainer.model = trainer.model_wrapped = build(directory, tmp_path).model
+    for call in (trainer.train, trainer.evaluate):
+        with pytest.raises(ValueError, match="trainer.model is another model than at attach"):
+            call()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("build", [sft, plain])
+def test_a_trainer_whose_step_failed_is_detachable(build, directory, tmp_path, attach):
+    trainer = build(directory, tmp_path)
+    forward = vars(trainer.model).get("forward")
+    attachment = attach(trainer)
+
+    def fails(gradient):
+        raise ZeroDivisionError("in a backward pass")
+
+    hook = trainer.model.get_input_embeddings().weight.register_hook(fails)
+    with pytest.raises(ZeroDivisionError, match="in a backward pass"):
+        trainer.train()
+    hook.remove()
+    attachment.detach()
+    assert vars(trainer.model).get("forward") is forward
+    assert not any(isinstance(module, CanonicalModule) for module in trainer.model.modules())
+    trainer.train()
+    assert trainer.state.global_step == 2
 
 
 def test_detach_gives_sft_and_the_plain_trainer_back(directory, tmp_path, attach):

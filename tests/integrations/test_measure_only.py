@@ -4,8 +4,12 @@ import pytest
 
 pytest.importorskip("trl", reason="trl is an optional extra")
 
+from types import SimpleNamespace
+
 import torch
 from trl import RLOOConfig, RLOOTrainer
+from trl.generation.vllm_generation import extract_logprobs
+from trl.trainer import grpo_trainer, rloo_trainer
 
 from rl_consistency.models.modules import CanonicalModule
 from tests.integrations.trainers import grpo, logged, sft
@@ -53,9 +57,90 @@ def test_what_cannot_be_measured_is_refused(directory, tmp_path, attach):
     trainer = grpo(directory, tmp_path)
     with pytest.raises(TypeError, match="measure_only=True leaves generation as it is"):
         attach(trainer, measure_only=True, num_kv_blocks=9)
-    trainer.args.use_vllm = True
-    with pytest.raises(ValueError, match="use_vllm=True; set it to False"):
+    trainer.args.use_transformers_continuous_batching = True
+    with pytest.raises(ValueError, match="use_transformers_continuous_batching=True; set it to F"):
         attach(trainer, measure_only=True)
-    trainer.args.use_vllm, trainer.rollout_func = False, print
+    trainer.args.use_transformers_continuous_batching, trainer.rollout_func = False, print
     with pytest.raises(ValueError, match="leave out rollout_func"):
         attach(trainer, measure_only=True)
+
+
+class VLLM:
+    """TRL's backend with the model itself for an engine, a token at a time."""
+
+    warmer = 1.0
+
+    def __init__(self, *, model, temperature, logprobs, max_completion_length, **options):
+        self.model, self.temperature, self.logprobs = model, temperature, logprobs
+        self.most, self.random = max_completion_length, torch.Generator().manual_seed(0)
+
+    def sync_weights(self):
+        """It is the trainer's model."""
+
+    @torch.no_grad()
+    def generate(self, prompts, images, num_generations, profiler=None):
+        requests = [SimpleNamespace(outputs=[self.completion(prompt)]) for prompt in prompts]
+        tokens = [request.outputs[0].token_ids for request in requests]
+        return prompts, tokens, *extract_logprobs(requests)
+
+    def completion(self, prompt):
+        tokens, logprobs = [], []
+        for _ in range(self.most):
+            logits = self.model(input_ids=torch.tensor([[*prompt, *tokens]])).logits[0, -1]
+            row = (logits / (self.temperature * self.warmer)).log_softmax(-1)
+            tokens.append(int(row.exp().multinomial(1, generator=self.random)))
+            ranked = row.argsort(descending=True).tolist()
+            given = {*ranked[: self.logprobs or 0], tokens[-1]}
+            logprobs.append(
+                {t: SimpleNamespace(logprob=row[t].item(), rank=ranked.index(t)) for t in given}
+            )
+        asked = self.logprobs is not None
+        return SimpleNamespace(token_ids=tokens, logprobs=logprobs if asked else None)
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """TRL's trainers build and call it as they do vLLM, which is not installed here."""
+    for module in (grpo_trainer, rloo_trainer):
+        monkeypatch.setattr(module, "VLLMGeneration", VLLM)
+    return VLLM
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_drift_of_vllm_is_measured_and_the_run_is_stock_s(
+    kind, directory, tmp_path, attach, vllm
+):
+    options = {"use_vllm": True, "temperature": 0.7, "gradient_accumulation_steps": 2}
+    stock = grpo(directory, tmp_path, **kind, **options)
+    stock.train()
+    watched = grpo(directory, tmp_path, **kind, **options)
+    backend = dict(vars(watched.vllm_generation))
+    with attach(watched, measure_only=True) as attachment:
+        watched.train()
+    drift = attachment.drift
+    assert drift.mismatched_tokens > 0 and drift.max_abs_diff < 1e-4
+    assert sum(logged(watched, "consistency/tokens")) == drift.tokens == 2 * 2 * 4 * 6
+    assert not logged(watched, "consistency/uncompared_tokens")
+    assert logged(watched, "loss") == logged(stock, "loss")
+    weights = (trainer.model.parameters() for trainer in (stock, watched))
+    assert all(map(torch.equal, *weights))
+    assert vars(watched.vllm_generation) == backend
+
+
+@pytest.mark.parametrize("asked", [0, 3])
+def test_a_vllm_at_another_temperature_is_seen(
+    asked, directory, tmp_path, attach, vllm, monkeypatch
+):
+    """Negative control, with the logprobs of other tokens beside the sampled one's too."""
+    for warmer in (1.0, 1.1):
+        monkeypatch.setattr(vllm, "warmer", warmer)
+        trainer = grpo(directory, tmp_path, use_vllm=True, max_steps=1)
+        trainer.vllm_generation.logprobs = asked
+        attachment = attach(trainer, measure_only=True)
+        trainer.train()
+        assert (attachment.drift.max_abs_diff > 1e-3) == (warmer != 1)
+
+
+def test_a_live_vllm_is_refused_where_the_engine_generates(directory, tmp_path, attach, vllm):
+    with pytest.raises(ValueError, match="use_vllm=True; .*to False, or measure_only=True"):
+        attach(grpo(directory, tmp_path, use_vllm=True))

@@ -26,6 +26,10 @@ def set_on(path, value):
     return change
 
 
+def tools_and_support(trainer):
+    trainer.tools, trainer.top_p = [print], 0.9
+
+
 ASKED = {
     "autocast": ({"bf16": True}, r"bf16=True; .*load the model in bfloat16 and set bf16=False"),
     "TRL's default": ({"bf16": None}, r"bf16=True; .*load the model in bfloat16"),
@@ -41,9 +45,10 @@ CHANGED = {
     "liger": (set_on("args.use_liger_kernel", True), "use_liger_kernel=True; .*to False"),
     "adapters": (set_on("model.peft_config", {}), "peft_config: adapters .*merge_and_unload"),
     "FSDP": (set_on("is_fsdp_enabled", True), "fsdp; use DeepSpeed"),
-    "a live vLLM": (set_on("args.use_vllm", True), "use_vllm=True; .*to False"),
+    "a live vLLM": (set_on("args.use_vllm", True), "use_vllm=True; .*to False, or measure_only"),
     "no eos": (set_on("processing_class.eos_token", None), "tokenizer .*no eos_token"),
     "a rollout of its own": (set_on("rollout_func", print), "rollout_func .*leave it out"),
+    "tools and support": (tools_and_support, r"top_p=0\.9.* with tools: .*without t"),
     "compiled": (set_on("args.torch_compile", True), "torch_compile=True; .*to False"),
     "several GPUs": (set_on("args._n_gpu", 2), r"2 GPUs in one process.*accelerate launch"),
 }

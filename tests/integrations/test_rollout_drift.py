@@ -3,10 +3,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_consistency import parity
 from rl_consistency.integrations import rollout_drift
 from rl_consistency.integrations.rollout_drift import RolloutDrift
+from rl_consistency.integrations.sampled import Sampled
 from rl_consistency.models.token_logprobs import LabelLogprobs
-from rl_consistency.rollout.completion import Completion
 
 
 @pytest.fixture
@@ -20,8 +21,7 @@ def drift():
 
 
 def sample(prompt, tokens, logprobs):
-    completion = Completion(0, 0, tokens, torch.tensor(logprobs), "stop")
-    return [prompt], [completion]
+    return [prompt], Sampled([tokens], [torch.tensor(logprobs)])
 
 
 def observe(drift, ids, scored, logprobs, *, left=0):
@@ -56,6 +56,29 @@ def test_all_turns_of_a_row_are_compared_and_what_a_tool_wrote_is_not(drift):
     assert "consistency/uncompared_tokens" not in figures
 
 
+def test_what_a_tool_wrote_between_two_turns_may_be_scored(drift):
+    drift.sampled(*sample([7, 8], [3, 4], [-1.0, -2.0]))
+    drift.sampled(*sample([7, 8, 3, 4, 9, 9], [5], [-3.0]))
+    observe(drift, [7, 8, 3, 4, 9, 9, 5], [0, 0, 1, 1, 1, 1, 1], [-1.0, -2.0, -6.0, -6.0, -3.0])
+    figures = drift.take()
+    assert figures["consistency/tokens"] == 3 and figures["consistency/mismatched_tokens"] == 0
+    assert "consistency/uncompared_tokens" not in figures
+    observe(drift, [7, 8, 3, 4, 9, 9, 6], [0, 0, 1, 1, 1, 1, 1], [-1.0, -2.0, -6.0, -6.0, -3.0])
+    assert drift.take()["consistency/uncompared_tokens"] == 3
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_last_turn_that_trl_has_cut_is_found(drift, cut):
+    drift.sampled(*sample([7, 8], [3, 4], [-1.0, -2.0]))
+    drift.sampled(*sample([7, 8, 3, 4, 9], [5, 5, 6], [-3.0, -4.0, -5.0]))
+    row, scored = [7, 8, 3, 4, 9, 5, 5, 6][: 5 + cut], [0, 0, 1, 1, 1, 1, 1, 1][: 5 + cut]
+    observe(drift, row, scored, [-1.0, -2.0, -6.0, -3.0, -4.0, -5.0][: 3 + cut])
+    figures = drift.take()
+    assert figures["consistency/tokens"] == 2 + cut
+    assert figures["consistency/mismatched_tokens"] == 0
+    assert "consistency/uncompared_tokens" not in figures
+
+
 def test_a_token_that_was_not_sampled_is_counted(drift):
     drift.sampled(*sample([7, 8], [3, 4], [-1.0, -2.0]))
     observe(drift, [7, 8, 3, 5], [0, 0, 1, 1], [-1.0, -2.0])
@@ -81,7 +104,10 @@ def test_a_rollout_of_other_weights_replaces_the_last(drift):
     assert drift.take() == {"consistency/uncompared_tokens": 1}
 
 
-def test_maxima_are_maxima_and_counts_are_sums_over_processes(drift, monkeypatch):
+@pytest.fixture
+def of_three(drift, monkeypatch):
+    """The figures of a process that gathers those of two others, one of them idle."""
+
     def of(difference, tokens):
         part = RolloutDrift(drift._trainer)
         ids = [*range(2, 2 + tokens)]
@@ -93,9 +119,23 @@ def test_maxima_are_maxima_and_counts_are_sums_over_processes(drift, monkeypatch
     idle = [{name: {} for name in ("consistency", "off_policy")}, 0]
     everyone = [of(0.5, 4), of(0.25, 2), idle]
     monkeypatch.setattr(rollout_drift, "gather_object", lambda mine: everyone)
-    figures = drift.take()
+    return drift.take
+
+
+def check_over_processes(figures):
     assert figures["consistency/tokens"] == 6
     assert figures["consistency/mismatched_tokens"] == 2
     assert figures["consistency/logprob_abs_diff/max"] == 0.5
     assert figures["consistency/logprob_abs_diff/mean"] == pytest.approx(0.75 / 6)
     assert figures["consistency/uncompared_tokens"] == 2
+
+
+def test_maxima_are_maxima_and_counts_are_sums_over_processes(of_three):
+    check_over_processes(of_three())
+
+
+def test_mutant_a_maximum_averaged_over_processes(of_three, monkeypatch):
+    """As TRL does with what its trainers log."""
+    monkeypatch.setattr(parity.drift, "_extreme", lambda choose, a, b: (a + b) / 2)
+    with pytest.raises(AssertionError, match=r"0\.375 == 0\.5"):
+        check_over_processes(of_three())
