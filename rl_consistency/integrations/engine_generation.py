@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from rl_consistency.integrations.refusals import check_same_model
 from rl_consistency.integrations.rollout_drift import RolloutDrift
 from rl_consistency.integrations.sampled import Sampled
@@ -26,7 +24,7 @@ class EngineGeneration:
     def __init__(
         self,
         trainer: Any,
-        policy: nn.Module,
+        policy: Any,
         sampling: SamplingParams,
         drift: RolloutDrift,
         options: dict[str, Any],

@@ -51,8 +51,8 @@ def of_vllm(outputs: Iterable[Any]) -> Sampled:
     return found
 
 
-def of_sglang(outputs: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> Sampled:
-    """What SGLang's `Engine.generate` or `/generate` returned: one mapping or several.
+def of_sglang(outputs: Iterable[Any]) -> Sampled:
+    """What SGLang's `Engine.generate` or `/generate` returned: one mapping, or a list of them.
 
     ValueError if logprobs were not asked for, or are of other tokens than `output_ids`.
     """

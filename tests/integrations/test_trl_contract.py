@@ -40,6 +40,12 @@ def test_the_engine_s_seam_has_the_signature_of_the_backend():
     assert not inspect.signature(VLLMGeneration.sync_weights).parameters.keys() - {"self"}
 
 
+def test_the_backend_gives_the_logprobs_it_was_asked_for_beside_the_ids_they_are_of():
+    source = inspect.getsource(VLLMGeneration.generate)
+    assert source.count('"logprobs": self.logprobs') == 2
+    assert source.endswith("return prompt_ids, completion_ids, logprobs, logprob_token_ids\n")
+
+
 @pytest.mark.parametrize("trainer", [GRPOTrainer, RLOOTrainer])
 def test_training_scores_by_the_fused_head_with_labels(trainer):
     scoring = inspect.getsource(trainer._get_per_token_logps_and_entropies)
