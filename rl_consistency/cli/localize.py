@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, metavar="N", help=text)
     text = (
         "two of rollout, training, stock, packed_with_gaps, left_padded, right_padded, one_by_one "
-        "and again (default: rollout training)"
+        "and again (default: rollout training; with --other: training training)"
     )
-    default = ["rollout", "training"]
-    parser.add_argument("--between", nargs=2, metavar="SIDE", default=default, help=text)
+    parser.add_argument("--between", nargs=2, metavar="SIDE", help=text)
+    text = "another run, whose weights the second side has: a model directory or a replay bundle"
+    parser.add_argument("--other", type=Path, metavar="DIR", help=text)
     parser.add_argument("--device", help="where to run (default: the bundle's, else cpu)")
     text = f"{', '.join(DTYPES)} of --model (default: its own)"
     parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help=text)
@@ -55,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     from rl_consistency.trainers.launch import refuse_many_processes
 
     refuse_many_processes()
+    if args.between is None:
+        args.between = ["rollout" if args.other is None else "training", "training"]
     check_sides(args.between)
     if (args.bundle is None) == (args.prompt is None):
         raise ValueError("give a replay bundle, or --model DIR and --prompt TEXT.")
@@ -91,8 +95,8 @@ def _of_bundle(args: argparse.Namespace, options: dict[str, Any]) -> Localizatio
             model = _read(args.model, args.dtype, chosen_device(args.device or "cpu"))
         else:
             model = _policy(args.bundle, bundle, args.device)
-        with patch(model):
-            found = localize_bundle(model, bundle, **options)
+        with patch(model), _other(args) as other:
+            found = localize_bundle(model, bundle, other=other, **options)
     recorded = bundle.drift()
     print(
         f"recorded: {recorded.mismatched_tokens} of {recorded.tokens} tokens differed, by "
@@ -148,15 +152,38 @@ def _of_prompt(args: argparse.Namespace, options: dict[str, Any]) -> Localizatio
     from rl_consistency.parity.localize import localize
 
     model = _read(args.model, args.dtype, chosen_device(args.device or "cpu"))
-    with patch(model):
+    with patch(model), _other(args) as other:
         work = _completed(model, args)
         return localize(
             model,
             work.sequences,
             prompt_lengths=work.prompt_lengths,
             sampling=work.sampling,
+            other=other,
             **options,
         )
+
+
+@contextmanager
+def _other(args: argparse.Namespace) -> Iterator[nn.Module | None]:
+    """The patched model of --other, if it is given."""
+    from rl_consistency.models.patch import patch
+    from rl_consistency.parity.localize import check_bundle
+    from rl_consistency.parity.replay import FILES, load_replay_bundle
+
+    if args.other is None:
+        yield None
+        return
+    if not (args.other / FILES[0]).exists():
+        model = _read(args.other, args.dtype, chosen_device(args.device or "cpu"))
+        with patch(model):
+            yield model
+        return
+    bundle = load_replay_bundle(args.other)
+    model = _policy(args.other, bundle, args.device)
+    with patch(model):
+        check_bundle(model, bundle)
+        yield model
 
 
 def _completed(model: Any, args: argparse.Namespace) -> Work:
@@ -191,6 +218,8 @@ def _read(directory: Path, dtype: str | None, device: torch.device) -> nn.Module
 def _print(found: Localization) -> None:
     """The verdict, how the difference grows, and the ablation."""
     console, (a, b) = Console(), found.between
+    if found.of_two_runs:
+        b = f"{b} of the other run"
     drift = found.logprobs
     if found.first is None:
         passes = " and ".join(dict.fromkeys(op.pass_ for op in found.ops))

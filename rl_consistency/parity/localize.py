@@ -88,6 +88,8 @@ class Localization:
     """What `localize` found."""
 
     between: tuple[str, str]
+    of_two_runs: bool
+    """Whether the second side ran on the model of another run."""
     first: OpDrift | None
     """Where the sides part, in the forward pass or, if that is equal, in the backward pass."""
     logprobs: LogprobDrift
@@ -119,6 +121,7 @@ def localize(
     sampling: Sampling | None = None,
     gradients: bool = True,
     ablation: bool = True,
+    other: nn.Module | None = None,
 ) -> Localization:
     """Run tokens in two ways and name the first op, layer and position whose bytes differ.
 
@@ -134,28 +137,33 @@ def localize(
         sampling: what the tokens were sampled with; None is temperature 1 without truncation.
         gradients: also compare the backward pass, if neither side is the rollout.
         ablation: also measure the drift with one op stock and the rest canonical, and the reverse.
+        other: the patched model of another run, with the same parameters by name and shape, on
+            which the second side runs. The sides may then be of one name.
 
     Raises:
         ValueError: unknown sides, tokens that do not fit each other or the model, a model that is
-            not patched, or one whose parameters are shards.
+            not patched, one whose parameters are shards, or two that are not alike.
     """
     check_sides(between)
-    patched_session(model)
-    policy = unwrapped(model)
-    if any(is_shard(parameter) for parameter in policy.parameters()):
-        raise ValueError("the parameters are shards; load the weights in one process.")
+    policy = _policy(model)
+    policies = policy, policy if other is None else _policy(other)
+    _check_alike(*policies)
     work = Work(sequences=sequences, prompt_lengths=prompt_lengths, sampling=sampling)
     _check(policy, work)
     backward = gradients and ROLLOUT not in between
-    a, b = (run_side(policy, side, work, gradients=backward) for side in between)
+    a, b = (
+        run_side(each, side, work, gradients=backward)
+        for each, side in zip(policies, between, strict=True)
+    )
     ops = [*_drifts("forward", a.forward, b.forward, work)]
     ops += _drifts("backward", a.backward, b.backward, work)
     return Localization(
         between=(between[0], between[1]),
+        of_two_runs=other is not None,
         first=next((op for op in ops if op.differing), None),
         logprobs=LogprobDrift(**_measured(a, b)),
         ops=ops,
-        ablation=_ablation(policy, between, work) if ablation else [],
+        ablation=_ablation(policies, between, work) if ablation else [],
     )
 
 
@@ -164,6 +172,19 @@ def localize_bundle(model: nn.Module, bundle: ReplayBundle, **options: Any) -> L
 
     ValueError, naming what differs, for another fingerprint or other weights than the bundle's.
     """
+    check_bundle(model, bundle)
+    sampling = bundle.config.get("rollout", {}).get("sampling", {})
+    return localize(
+        model,
+        bundle.sequences,
+        prompt_lengths=bundle.prompt_lengths,
+        sampling=SamplingParams(**sampling),
+        **options,
+    )
+
+
+def check_bundle(model: nn.Module, bundle: ReplayBundle) -> None:
+    """ValueError, naming what differs, for another fingerprint or weights than the bundle's."""
     device = next(model.parameters()).device
     here = fingerprint(device)
     if difference := here.difference(Fingerprint(bundle.fingerprint)):
@@ -176,20 +197,30 @@ def localize_bundle(model: nn.Module, bundle: ReplayBundle, **options: Any) -> L
             f"the bundle belongs to weights {bundle.parameter_digest[:16]}, these are "
             f"{digest[:16]} (SHA-256): another model, or another step of the run."
         )
-    sampling = bundle.config.get("rollout", {}).get("sampling", {})
-    return localize(
-        model,
-        bundle.sequences,
-        prompt_lengths=bundle.prompt_lengths,
-        sampling=SamplingParams(**sampling),
-        **options,
-    )
 
 
 def check_sides(between: Sequence[str]) -> None:
     """ValueError, naming the sides there are, for anything but two of them."""
     if len(between) != 2 or not set(between) <= set(SIDES):
         raise ValueError(f"sides {', '.join(between)}; give two of {', '.join(SIDES)}.")
+
+
+def _policy(model: nn.Module) -> nn.Module:
+    patched_session(model)
+    policy = unwrapped(model)
+    if any(is_shard(parameter) for parameter in policy.parameters()):
+        raise ValueError("the parameters are shards; load the weights in one process.")
+    return policy
+
+
+def _check_alike(model: nn.Module, other: nn.Module) -> None:
+    ours, theirs = ({n: (*p.shape,) for n, p in m.named_parameters()} for m in (model, other))
+    for name in ours | theirs:
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(
+                f"the models of the two runs are not alike: {name} has shape {ours.get(name)} in "
+                f"the first, {theirs.get(name)} in the other (None: it is missing)."
+            )
 
 
 def _check(model: Any, work: Work) -> None:
@@ -261,7 +292,7 @@ def _measured(a: Outcome, b: Outcome) -> dict[str, Any]:
     }
 
 
-def _ablation(model: Any, between: Sequence[str], work: Work) -> list[AblationRow]:
+def _ablation(policies: Sequence[Any], between: Sequence[str], work: Work) -> list[AblationRow]:
     """Both sides with one op unlike the others; beside the stock side, the other stays as it is."""
     rows: list[AblationRow] = []
     whole = frozenset(OPS)
@@ -273,14 +304,14 @@ def _ablation(model: Any, between: Sequence[str], work: Work) -> list[AblationRo
             mixed = [side for side in between if side == STOCK or STOCK not in between]
             a, b = (
                 run_side(
-                    model,
+                    each,
                     side,
                     work,
                     taps=False,
                     gradients=False,
                     choice=choice if side in mixed else None,
                 )
-                for side in between
+                for each, side in zip(policies, between, strict=True)
             )
             found.append(AblationRow(op=op, mode=how, **_measured(a, b)))
         rows += sorted(found, key=_drift_of, reverse=True)

@@ -8,9 +8,9 @@ from rl_consistency.cli.main import main
 from rl_consistency.models import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.numerics.fingerprint import fingerprint
+from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import parameter_digest
-from rl_consistency.parity.replay import save_replay_bundle
+from rl_consistency.parity.replay import load_replay_bundle, save_replay_bundle
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.hooks import ConsistencyHook
@@ -71,6 +71,20 @@ def test_the_stock_path_may_differ(of_prompt):
     status, record = of_prompt("--between", "training", "stock", "--no-ablation")
     assert status == 0 and not record["equal"] and not record["promised"]
     assert {op["pass"] for op in record["ops"]} == {"forward", "backward"}
+
+
+def test_another_run_is_a_side(of_prompt, model_dir, tmp_path, capsys):
+    assert of_prompt("--other", str(model_dir), "--no-ablation")[0] == 0
+    text = capsys.readouterr().out
+    assert "training and training of the other run are equal, byte for byte: 6 tokens" in text
+    other = build_preset("tiny-qwen3")
+    with torch.no_grad():
+        other.model.layers[1].self_attn.o_proj.weight[0, 0] += 1
+    other.save_pretrained(tmp_path / "other")
+    status, record = of_prompt("--other", str(tmp_path / "other"), "--no-ablation")
+    assert status == 1 and record["of_two_runs"] and record["between"] == ["training"] * 2
+    assert record["first"]["module"] == "model.layers.1.self_attn.o_proj"
+    assert "of the other run differ first in: linear of layer 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -171,6 +185,29 @@ def test_a_damaged_bundle_is_refused_by_name(drifted_run, capsys):
         file.write(" ")
     assert main(["localize", str(bundle)]) == 2
     assert f"{bundle} is damaged or was renamed" in capsys.readouterr().err
+
+
+def test_another_run_s_bundle_gives_its_weights(drifted_run, tmp_path, capsys):
+    bundle, _ = drifted_run()
+    other = tmp_path / "another run" / "replay" / bundle.name
+    shutil.copytree(bundle, other)
+    given = ["localize", str(bundle), "--no-ablation", "--other", str(other)]
+    assert main(given) == 0
+    assert "training of the other run are equal, byte for byte" in capsys.readouterr().out
+    own = load_replay_bundle(bundle)
+    parts = ("sequences", "prompt_lengths", "rollout_logprobs", "training_logprobs", "config")
+    elsewhere = save_replay_bundle(
+        tmp_path,
+        parameter_digest=own.parameter_digest,
+        fingerprint=Fingerprint(own.fingerprint | {"torch": "9"}),
+        **{name: getattr(own, name) for name in parts},
+    )
+    assert main([*given[:-1], str(elsewhere)]) == 2
+    assert "another fingerprint: torch: " in capsys.readouterr().err
+    with open(other / "bundle.json", "a") as file:
+        file.write(" ")
+    assert main(given) == 2
+    assert f"{other} is damaged or was renamed" in capsys.readouterr().err
 
 
 def test_a_bundle_of_other_weights_is_refused(drifted_run, model_dir, capsys):

@@ -3,15 +3,18 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.models import modules
+from rl_consistency.models.patch import patch
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.numerics.strict import OPS
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import localize, localize_bundle
 from rl_consistency.parity.replay import load_replay_bundle, save_replay_bundle
 from rl_consistency.parity.sides import SIDES
+from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.substitution import attribute
 
 
@@ -75,6 +78,41 @@ def test_beside_the_stock_side_the_other_stays_as_it_is(found):
     with stock_attention_of(modules.stock_attention, lambda layout: True):
         rows = found("training", "stock", ablation=True).ablation
     assert rows[0].op == "attention" and rows[0].rms > 100 * rows[1].rms
+
+
+@pytest.fixture
+def another_run(model):
+    """A model of the same weights, to be changed."""
+    made = AutoModelForCausalLM.from_config(model.config).eval()
+    made.load_state_dict(model.state_dict())
+    with patch(made):
+        yield made
+
+
+@pytest.mark.parametrize("between", [("training", "training"), ("rollout", "training")])
+def test_another_run_of_the_same_weights_is_equal(found, another_run, between):
+    result = found(*between, other=another_run)
+    assert result.equal and result.of_two_runs and result.promised and result.logprobs.rms == 0
+    assert ("backward" in {op.pass_ for op in result.ops}) == ("rollout" not in between)
+
+
+def test_another_run_differs_first_in_the_op_whose_weight_is_another(found, another_run, model):
+    weight = another_run.model.layers[1].mlp.up_proj.weight
+    with torch.no_grad():
+        weight[0, 0] *= 2
+    result = found("training", "training", other=another_run, ablation=True)
+    assert str(result.first).startswith("linear of layer 1 (model.layers.1.mlp.up_proj), forward")
+    assert result.logprobs.mismatched_tokens > 0
+    assert all(row.mismatched_tokens > 0 for row in result.ablation)
+
+
+def test_models_that_are_not_alike_are_refused(found):
+    other = build_preset("tiny-llama")
+    message = r"not alike: .* has shape .* in the first, .* in the other"
+    with patch(other), pytest.raises(ValueError, match=message):
+        found("training", "training", other=other)
+    with pytest.raises(ValueError, match="not patched"):
+        found("training", "training", other=other)
 
 
 @pytest.mark.parametrize(
