@@ -154,6 +154,8 @@ def _faults(trainer: Any, kind: Kind) -> Iterator[str]:
     if (precision := trainer.accelerator.mixed_precision) != "no":
         yield f"mixed_precision={precision!r} (accelerate); autocast is not covered, set it to no"
     model = trainer.model
+    if getattr(trainer, "model_init", None) is not None:
+        yield "model_init makes another model when training begins; give the trainer model=, alone"
     if hasattr(model, "peft_config"):
         yield "peft_config: adapters are not covered; train the whole model, or merge_and_unload()"
     if trainer.is_fsdp_enabled:

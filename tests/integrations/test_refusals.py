@@ -44,6 +44,7 @@ CHANGED = {
     "training": (set_on("is_in_train", True), r"call attach\(\) before train\(\)"),
     "liger": (set_on("args.use_liger_kernel", True), "use_liger_kernel=True; .*to False"),
     "adapters": (set_on("model.peft_config", {}), "peft_config: adapters .*merge_and_unload"),
+    "a model made later": (set_on("model_init", print), "model_init makes another model.*model="),
     "FSDP": (set_on("is_fsdp_enabled", True), "fsdp; use DeepSpeed"),
     "a live vLLM": (set_on("args.use_vllm", True), "use_vllm=True; .*to False, or measure_only"),
     "no eos": (set_on("processing_class.eos_token", None), "tokenizer .*no eos_token"),

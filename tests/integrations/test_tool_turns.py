@@ -39,9 +39,9 @@ def calls_at_first(tokenizer, ids, prefix=None, tools=None):
 
 
 @pytest.mark.parametrize("longest", [40, 13], ids=["whole", "second turn cut"])
-@pytest.mark.parametrize("options", [{}, {"measure_only": True}], ids=["attached", "measured"])
+@pytest.mark.parametrize("measured", [False, True], ids=["attached", "measured"])
 def test_every_token_of_all_turns_is_compared(
-    longest, options, directory, tmp_path, attach, monkeypatch
+    longest, measured, directory, tmp_path, attach, monkeypatch
 ):
     monkeypatch.setattr(grpo_trainer, "parse_response", calls_at_first)
     tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -59,6 +59,7 @@ def test_every_token_of_all_turns_is_compared(
         processing_class=tokenizer,
         tools=[twice],
     )
+    options = {"measure_only": True} if measured else {"check_gradients_every": 1}
     attachment = attach(trainer, **options)
     trainer.train()
     assert max(logged(trainer, "tools/failure_frequency")) == 0
@@ -69,4 +70,5 @@ def test_every_token_of_all_turns_is_compared(
     assert any(len(turn) > first_prompt + longest for turn in after_tools) == (longest == 13)
     assert not logged(trainer, "consistency/uncompared_tokens")
     drift = attachment.drift
-    assert drift.max_abs_diff < 1e-4 and drift.passed == (not options)
+    assert drift.max_abs_diff < 1e-4 and drift.passed == (not measured)
+    assert measured or attachment.gradients.passed
