@@ -95,7 +95,8 @@ def _trl_run(
     """Train; `attached` None leaves the trainer as it is, False only measures its drift."""
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     dtype = arguments.pop("dtype")
     trainer = GRPOTrainer(
@@ -209,12 +210,12 @@ class _Steps(TrainerCallback):
         self._clock.end()
 
 
-def digits(completions: list[str], **columns: Any) -> list[float]:
+def digits(completions: list[str], **columns: Any) -> list[float | None]:
     """The share of characters that are digits, as TRL calls a reward."""
     return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
 
 
-def digit_share(prompts: Any, completions: list[str], answers: Any, **extra: Any) -> list[float]:
+def digit_share(prompts: Any, completions: list[str], answers: Any, **extra: Any) -> Any:
     """The same, as a recipe calls it."""
     return digits(completions)
 
