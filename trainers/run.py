@@ -28,13 +28,13 @@ from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
 from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.data.prompts import encode_targets, load_prompts
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.launch import check_machine, join, threads
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
-from rl_consistency.trainers.prompts import encode_targets, load_prompts
-from rl_consistency.trainers.rewards import RewardFunction, check_data, resolve
+from rl_consistency.trainers.rewards.function import RewardFunction, check_data, resolve
 from rl_consistency.trainers.run_directory.checkpoint import (
     load_weights,
     read_weights,
@@ -179,7 +179,8 @@ class _Run:
             self.warm_start_targets = encode_targets(self.train_set, self.tokenizer, **limits)
             self.leaves.leaves(min(config.warm_start.batch_size, len(self.train_set.prompts)))
         self.rewards = [
-            RewardFunction(f.name, resolve(f.name), f.weight) for f in config.reward.functions
+            RewardFunction(f.name, resolve(f.name), f.weight, f.signature, config.data.answer_field)
+            for f in config.reward.functions
         ]
         for prompts in filter(None, (self.train_set, self.eval_set)):
             check_data(self.rewards, prompts.examples)

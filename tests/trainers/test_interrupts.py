@@ -9,10 +9,11 @@ from contextlib import nullcontext, suppress
 import pytest
 import yaml
 
-from rl_consistency.trainers import rewards
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.interrupts import interrupts_heard
-from rl_consistency.trainers.rewards import RewardFunction, compute_rewards, resolve
+from rl_consistency.trainers.rewards import compute
+from rl_consistency.trainers.rewards.compute import compute_rewards
+from rl_consistency.trainers.rewards.function import RewardFunction, resolve
 
 EXAMPLE = Example(id=1, prompt="1+1=", answer="2", target="2")
 
@@ -49,7 +50,7 @@ def test_an_interrupt_that_a_reward_function_swallows_passes_through():
 
 def test_unheard_a_swallowed_interrupt_is_lost(monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(rewards, "interrupts_heard", nullcontext)
+    monkeypatch.setattr(compute, "interrupts_heard", nullcontext)
     assert compute_rewards([RewardFunction("mine", swallowing)], [EXAMPLE], ["2"]).total == [0.0]
 
 

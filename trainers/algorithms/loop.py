@@ -32,11 +32,12 @@ from rl_consistency.trainers.advantages import overlong_mask, overlong_penalty
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder, Example
+from rl_consistency.trainers.data.prompts import PromptSet
 from rl_consistency.trainers.hooks import GradientStep, Metrics, Rollout, TrainerHook
 from rl_consistency.trainers.losses import LossOutput, merge_outputs, policy_loss, token_weights
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.prompts import PromptSet
-from rl_consistency.trainers.rewards import RewardFunction, Rewards, compute_rewards
+from rl_consistency.trainers.rewards.compute import Rewards, compute_rewards
+from rl_consistency.trainers.rewards.function import RewardFunction
 from rl_consistency.trainers.strategies.strategy import Backward, Strategy
 
 ENGINE_METRICS = (
@@ -188,7 +189,14 @@ class PolicyTrainer(ABC):
     def _rewards(self, examples: Sequence[Example], completions: Sequence[Completion]) -> Rewards:
         """Reward functions see a whole batch in logical order, and run once."""
         texts = self._texts(completions)
-        score = partial(compute_rewards, self.rewards, examples, texts)
+        score = partial(
+            compute_rewards,
+            self.rewards,
+            examples,
+            texts,
+            token_ids=[completion.token_ids for completion in completions],
+            timeout=self.config.reward.timeout,
+        )
         return self.ranks.world.from_first("rewards", score)
 
     def _experience(

@@ -14,6 +14,7 @@ from rl_consistency.trainers.config.section import (
     Int,
     LocalPath,
     Name,
+    Positive,
     Section,
     require_one,
 )
@@ -74,6 +75,9 @@ class DataSection(Section):
         return self
 
 
+RewardSignature = Literal["ours", "trl"]
+
+
 class RewardFunctionSection(Section):
     """One term of the reward."""
 
@@ -81,6 +85,10 @@ class RewardFunctionSection(Section):
     """exact_match, gsm8k, arithmetic, or package.module:function."""
     weight: Float = 1.0
     """Factor of this term in the sum."""
+    signature: RewardSignature = "ours"
+    """What the function is called with, all by name, beside the data's further fields. ours:
+    prompts, completions, answers; trl: prompts, completions, completion_ids and the answer under
+    data.answer_field, as TRL's trainers do (no trainer_state, no None for a score)."""
 
 
 class RewardSection(Section):
@@ -88,6 +96,8 @@ class RewardSection(Section):
 
     functions: tuple[RewardFunctionSection, ...]
     """The terms, at least one, added in this order."""
+    timeout: Positive | None = None
+    """Seconds that one call of a function may take, for all completions; null = any time."""
 
     @model_validator(mode="after")
     def _some_and_distinct(self) -> RewardSection:
@@ -96,4 +106,6 @@ class RewardSection(Section):
             raise ValueError("functions must name at least one reward function")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{', '.join(repeated)} stands more than once: add up the weights")
+        if wrong := [f.name for f in self.functions if f.signature == "trl" and ":" not in f.name]:
+            raise ValueError(f"{wrong[0]} is built in, of signature ours: leave signature out")
         return self

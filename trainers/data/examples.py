@@ -42,6 +42,8 @@ class Example:
     """The completion that the warm start imitates, without the end token."""
     extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Further fields, handed to reward functions by name."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """The conversation that `prompt` is the chat template's text of, if there is one."""
     source: Path | None = None
     """The file whose line it is, if it was read from one."""
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.prompts import PromptSet
-from rl_consistency.trainers.rewards import RewardFunction
+from rl_consistency.trainers.data.prompts import PromptSet
+from rl_consistency.trainers.rewards.function import RewardFunction
 from rl_consistency.trainers.run_directory.checkpoint import explained
 from rl_consistency.trainers.run_directory.sealed_json import file_digest
 
@@ -25,6 +25,7 @@ FREE = {
     "policy": {"path"},
     "data": {"path", "eval_path"},
     "training": {"save_every", "keep_checkpoints", "strategy"},
+    "reward": {"timeout"},
     "tracking": True,
 }
 """Keys of a recipe that may be others when it is resumed: what they name is compared by content, or
