@@ -42,6 +42,9 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
     "Reward": {
         "reward/mean": Reference("mean reward of the step's completions"),
         "reward/std": Reference("their standard deviation"),
+        "reward/equal_group_fraction": Reference(
+            "in GRPO, share of groups whose rewards are all equal: their advantages are 0"
+        ),
         "reward/kl": Reference("in PPO, mean over completions of their log-ratio to the reference"),
         "reward/*": Reference("mean of one reward function, by its name, before its weight"),
         "eval/reward": Reference("mean reward of greedy completions of the evaluation set", "max"),

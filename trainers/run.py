@@ -23,7 +23,6 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
-from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
@@ -33,8 +32,10 @@ from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.interrupts import interrupts_heard
 from rl_consistency.trainers.launch import check_machine, join, threads
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
-from rl_consistency.trainers.rewards.function import RewardFunction, check_data, resolve
+from rl_consistency.trainers.policy import context_length, load_policy
+from rl_consistency.trainers.rewards.function import check_data, reward_functions
+from rl_consistency.trainers.rewards.no_signal import NoSignal
+from rl_consistency.trainers.rollout_engine import engine_of
 from rl_consistency.trainers.run_directory.checkpoint import (
     load_weights,
     read_weights,
@@ -178,10 +179,7 @@ class _Run:
         if config.warm_start.steps:
             self.warm_start_targets = encode_targets(self.train_set, self.tokenizer, **limits)
             self.leaves.leaves(min(config.warm_start.batch_size, len(self.train_set.prompts)))
-        self.rewards = [
-            RewardFunction(f.name, resolve(f.name), f.weight, f.signature, config.data.answer_field)
-            for f in config.reward.functions
-        ]
+        self.rewards = reward_functions(config)
         for prompts in filter(None, (self.train_set, self.eval_set)):
             check_data(self.rewards, prompts.examples)
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
@@ -198,6 +196,7 @@ class _Run:
         self.continued_under = Fingerprint(self.fingerprint.entries | inputs)
         self.warm_start_loss, self.reference_digest = float("nan"), None
         self.wandb_run_id = uuid4().hex[:8]
+        self.no_signal = NoSignal(announce)
 
     def begin(self, *, overwrite: bool) -> int:
         """Open the run directory and do the warm start; returns the first step."""
@@ -255,6 +254,7 @@ class _Run:
     def step(self, step: int) -> dict[str, Any]:
         """One training step, with evaluation where it is due."""
         metrics = self.trainer.step(step)
+        self.no_signal.look(step, metrics)
         every, last = self.config.training.eval_every, step == self.config.training.steps
         if every and (step % every == 0 or last):
             metrics |= self.trainer.evaluate()
@@ -301,7 +301,11 @@ class _Run:
 
     def trackers(self) -> list[Tracker]:
         """Where metrics go, as the recipe says."""
-        return [self.step_files, *trackers_of(self.config, self.wandb_run_id)]
+        return [self.step_files, *trackers_of(self.config, self.wandb_run_id, self.samples)]
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Completions of the last step that people are shown."""
+        return self.trainer.samples
 
     def summarize(self, seconds: float) -> dict[str, Any]:
         """Write `summary.json` and return it."""
@@ -324,7 +328,8 @@ class _Run:
         return summary
 
     def _open_step_files(self, state: dict[str, Any] | None = None) -> None:
-        self.step_files = StepFiles(self.directory, state, lambda: self.hook.take_digests())
+        given = (lambda: self.hook.take_digests()), self.samples
+        self.step_files = StepFiles(self.directory, state, *given)
         self.stack.callback(self.step_files.close)
 
     def _assemble(self) -> None:
@@ -335,7 +340,7 @@ class _Run:
         )
         if self.critic is not None:
             self.critic.assemble(self.model, self.world, self.accelerator)
-        engine = self._engine()
+        engine = engine_of(config, self.model, self.tokenizer)
         self.hook = ConsistencyHook(
             self.model,
             **config.consistency.of_the_hook(),
@@ -358,21 +363,6 @@ class _Run:
             rewards=self.rewards,
             hook=self.hook,
             reference=self.reference,
-        )
-
-    def _engine(self) -> RolloutEngine:
-        rollout, sampling = self.config.rollout, self.config.sampling
-        return RolloutEngine(
-            self.model,
-            eos_token_id=eos_token_ids(self.model, self.tokenizer),
-            kv_block_size=rollout.kv_block_size,
-            num_kv_blocks=rollout.num_kv_blocks,
-            max_batch_tokens=rollout.max_batch_tokens,
-            max_num_seqs=min(rollout.max_num_seqs, rollout.prompts_per_step * sampling.n),
-            prefill_chunk_size=rollout.prefill_chunk_size,
-            enable_prefix_sharing=rollout.prefix_sharing,
-            tokens_per_sequence=self.config.data.max_prompt_tokens + sampling.max_tokens,
-            cuda_graphs=rollout.cuda_graphs,
         )
 
     def _warm_start(self) -> None:

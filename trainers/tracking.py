@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -163,6 +163,7 @@ def check_wandb(mode: str) -> None:
 class WandbTracker:
     """Logs to Weights & Biases, into `directory`; the same `run_id` continues the same run.
 
+    `samples` gives the completions of the logged step that people are shown, as a table.
     `mode` "offline" needs neither key nor network; upload later with `wandb sync`.
 
     Raises: ImportError when wandb is not installed, ValueError on another mode than the two and
@@ -178,6 +179,7 @@ class WandbTracker:
         config: Mapping[str, Any] | None = None,
         mode: str = "offline",
         run_id: str | None = None,
+        samples: Callable[[], Sequence[Mapping[str, Any]]] = list,
     ) -> None:
         if mode not in ("offline", "online"):
             raise ValueError(f"wandb mode must be 'offline' or 'online', got {mode!r}")
@@ -185,6 +187,7 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise ImportError(WANDB_MISSING) from error
+        self._samples = samples
         Path(directory).mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(
@@ -203,13 +206,22 @@ class WandbTracker:
             self._run.define_metric(metric, summary=reference.standing)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self._run.log(dict(metrics), step=step)
+        tables = {"samples": self._table(rows)} if (rows := self._samples()) else {}
+        self._run.log({**metrics, **tables}, step=step)
+
+    def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        import wandb
+
+        columns = [name for name, value in rows[0].items() if not isinstance(value, dict)]
+        return wandb.Table(columns, [[row[name] for name in columns] for row in rows])
 
     def close(self, *, failed: bool = False) -> None:
         self._run.finish(exit_code=int(failed))
 
 
-def trackers_of(config: RunConfig, wandb_run_id: str) -> list[Tracker]:
+def trackers_of(
+    config: RunConfig, wandb_run_id: str, samples: Callable[[], Sequence[Mapping[str, Any]]]
+) -> list[Tracker]:
     """Those that a recipe names, beside the metrics file."""
     wandb = config.tracking.wandb
     trackers: list[Tracker] = []
@@ -223,6 +235,7 @@ def trackers_of(config: RunConfig, wandb_run_id: str) -> list[Tracker]:
             config=config.model_dump(mode="json"),
             mode=wandb.mode,
             run_id=wandb_run_id,
+            samples=samples,
         )
         trackers.append(tracker)
     return trackers

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from statistics import fmean
 from time import perf_counter
@@ -29,6 +29,7 @@ from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.advantages import overlong_mask, overlong_penalty
+from rl_consistency.trainers.algorithms.experience import Experience, samples_of
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder, Example
@@ -51,27 +52,6 @@ ENGINE_METRICS = (
     "acceptance_rate",
 )
 """Fields of the engine's statistics that are logged with a step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experience:
-    """One rollout batch, ready to learn from; everything is indexed by sample, in logical order."""
-
-    sequences: list[list[int]]
-    prompt_lengths: list[int]
-    old_logprobs: list[Tensor]
-    """On the CPU, as the rollout gave them."""
-    keep: Tensor | None
-    """[S] bool, False where a sample is left out of the loss; None keeps all."""
-    reference_logprobs: list[Tensor] | None = None
-    """On the model's device."""
-    advantages: Sequence[Tensor] = ()
-    """fp32, of each token, on the CPU; the algorithm gives them."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Completion tokens of each sample."""
-        return [len(t) for t in self.old_logprobs]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -97,6 +77,8 @@ class PolicyTrainer(ABC):
     hook: TrainerHook
     reference: Any = None
     """The patched, frozen policy of the KL term; None without that term."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Completions of the last step that people are shown, each with its reward."""
 
     timed: ClassVar[tuple[str, ...]] = ("rollout", "training", "optimizer")
     """What the seconds of a step are counted for."""
@@ -129,7 +111,7 @@ class PolicyTrainer(ABC):
                 ranks, or the hook raised it.
         """
         started = perf_counter()
-        self._times = dict.fromkeys(self.timed, 0.0)
+        self._times, self.samples = dict.fromkeys(self.timed, 0.0), []
         with self._timed("rollout"):
             examples, completions = self._roll_out(step)
         statistics = self.engine.stats
@@ -215,6 +197,8 @@ class PolicyTrainer(ABC):
         )
         metrics = self._told("the rollout", self.hook.on_rollout, rollout)
         rewards = self._rewards(examples, completions)
+        shown = partial(samples_of, examples, completions, rewards, self._texts)
+        self.samples = shown(n=self._sampling.n, count=self.config.tracking.samples)
         shaped = torch.tensor(rewards.total, dtype=torch.float32)
         algorithm, longest = self.config.algorithm, self._sampling.max_tokens
         lengths, keep = [len(t) for t in old_logprobs], None

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from rl_consistency.trainers.config.data_sections import RewardSignature
+from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.data.foreign_files import one_line
 from rl_consistency.trainers.interrupts import interrupts_heard
@@ -90,6 +91,15 @@ class RewardFunction:
             return ""
         named = self.name.partition(":")[0], getattr(self.function, "__module__", None)
         return _place(error, [module for module in named if isinstance(module, str)])
+
+
+def reward_functions(config: RunConfig) -> list[RewardFunction]:
+    """Those that a recipe names; RewardError where one cannot be found."""
+    answer = config.data.answer_field
+    return [
+        RewardFunction(term.name, resolve(term.name), term.weight, term.signature, answer)
+        for term in config.reward.functions
+    ]
 
 
 def resolve(name: str) -> RewardCallable:

@@ -30,6 +30,7 @@ def test_a_run_leaves_what_it_promises(tiny_run):
         "manifest.json",
         "metrics.jsonl",
         "reference.safetensors",
+        "samples.jsonl",
         "summary.json",
     ]
     resolved = tiny_run.LONG | {"training.strategy": "replicated"}
