@@ -29,7 +29,7 @@ from rl_consistency.trainers.algorithms.ppo import PPOTrainer
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import encode_targets, load_prompts
 from rl_consistency.trainers.hooks import ConsistencyHook
-from rl_consistency.trainers.interrupts import interrupts_heard
+from rl_consistency.trainers.interrupts import endings_deferred, interrupts_heard
 from rl_consistency.trainers.launch import check_machine, join, threads
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import context_length, load_policy
@@ -87,6 +87,8 @@ def train(
     directory already holds. `announce` is told, line by line, what goes on. `finish` is called once
     the summary is written: the trackers learn that the run failed if it raises, or on drift.
 
+    A signal with a handler in Python ends the run after its step and a checkpoint of it.
+
     Raises:
         ValueError: bad configuration, data, policy, rewards or checkpoint.
         ConsistencyError: drift, where the recipe says `on_drift: raise`.
@@ -132,14 +134,18 @@ def train(
                 if opening := run.opening_metrics():
                     log(0, opening)
                 run.save_if_due(0)
-            for step in range(first_step, config.training.steps + 1):
-                try:
-                    metrics = run.step(step)
-                except ConsistencyError as error:
-                    trackers.log(step, error.metrics)
-                    raise
-                log(step, metrics)
-                run.save_if_due(step)
+            with endings_deferred(speaks=first) as ending:
+                for step in range(first_step, config.training.steps + 1):
+                    try:
+                        metrics = run.step(step)
+                    except ConsistencyError as error:
+                        trackers.log(step, error.metrics)
+                        raise
+                    log(step, metrics)
+                    number = ending.asked(world)
+                    run.save_if_due(step, ends=number != 0)
+                    if number:
+                        ending.end(number)
             seconds = time.perf_counter() - started
             with whole_weights(run.model):
                 summary = world.from_first("the summary", lambda: run.summarize(seconds))
@@ -267,11 +273,11 @@ class _Run:
             metrics["warm_start/loss"] = self.warm_start_loss
         return metrics
 
-    def save_if_due(self, step: int) -> None:
+    def save_if_due(self, step: int, *, ends: bool = False) -> None:
         """Write a checkpoint at the end, after a warm start, and as often as the recipe says."""
         training, warm = self.config.training, step == 0 and self.config.warm_start.steps > 0
         regular = training.save_every > 0 and step % training.save_every == 0
-        if warm or regular or step == training.steps:
+        if warm or regular or ends or step == training.steps:
             tensors = {"optimizer": self.optimizer.tensors()}
             tensors |= self.critic.saved() if self.critic else {}
             with whole_weights(self.model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     from rl_consistency.trainers.config.recipe import dump_config, load_config
     from rl_consistency.trainers.launch import is_first_process, leave
     from rl_consistency.trainers.run import train
+    from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
+    from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
     from rl_consistency.trainers.run_directory.summary import passed
 
     console = Console(quiet=not is_first_process())
@@ -53,12 +56,23 @@ def run(args: argparse.Namespace) -> int:
     modes = {"resume": args.resume, "overwrite": args.overwrite}
     try:
         summary = train(config, **modes, announce=announce, finish=finish)
+    except KeyboardInterrupt:
+        if saved := list_checkpoints(directory / CHECKPOINTS):
+            announce(f"The newest checkpoint is {saved[-1]}. To continue:", soft_wrap=True)
+            announce(resume_command(args), soft_wrap=True)
+        raise
     finally:
         leave()
     console.print(summary_table(summary))
     paths = f"picture  {directory / 'drift.png'}\nreport   {directory / 'report.html'}"
     console.print(paths, soft_wrap=True, markup=False)  # whole, to be copied
     return 0 if passed(summary) else 1
+
+
+def resume_command(args: argparse.Namespace) -> str:
+    """What continues the run that these arguments began."""
+    overrides = [part for override in args.overrides for part in ("--set", override)]
+    return shlex.join(["rl-consistency", "train", args.recipe, *overrides, "--resume"])
 
 
 def find_recipe(name: str) -> Path:
