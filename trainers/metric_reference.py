@@ -50,7 +50,10 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
         "eval/reward": Reference("mean reward of greedy completions of the evaluation set", "max"),
         "warm_start/loss": Reference("loss of the last supervised step before the first rollout"),
     },
-    "Completions": {
+    "Prompts and completions": {
+        "data/overlong_prompts": Reference(
+            "training prompts that were too long, where `data.overlong_prompts` is not error"
+        ),
         "completion/length_mean": Reference("mean length, tokens"),
         "completion/length_max": Reference("longest, tokens"),
         "completion/cut_fraction": Reference("share that ended at the token limit"),

@@ -27,7 +27,7 @@ from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.data.prompts import encode_targets, load_prompts
+from rl_consistency.trainers.data.prompts import encode_targets, load_prompts, overlong_told
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.interrupts import endings_deferred, interrupts_heard
 from rl_consistency.trainers.launch import check_machine, join, threads
@@ -62,12 +62,17 @@ from rl_consistency.trainers.run_directory.inputs import (
 )
 from rl_consistency.trainers.run_directory.random_state import capture, restore, seeded
 from rl_consistency.trainers.run_directory.step_files import StepFiles
-from rl_consistency.trainers.run_directory.summary import passed, summary_of, write_summary
+from rl_consistency.trainers.run_directory.summary import (
+    passed,
+    sharing_of,
+    summary_of,
+    write_summary,
+)
 from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
 from rl_consistency.trainers.strategies.asked import engines_off
 from rl_consistency.trainers.strategies.build import build_strategy, check_strategy
 from rl_consistency.trainers.tracking import Tracker, TrackerSet, check_wandb, trackers_of
-from rl_consistency.trainers.warm_start import warm_start
+from rl_consistency.trainers.warm_start import fifths_told, warm_start
 
 Announce = Callable[[str], None]
 
@@ -181,6 +186,8 @@ class _Run:
         vocab_size = self.model.config.vocab_size
         limits = {"context_length": context_length(self.model), "vocab_size": vocab_size}
         self.train_set, self.eval_set = load_prompts(config, self.tokenizer, **limits)
+        if told := overlong_told(config, self.train_set, self.eval_set):
+            announce(told)
         self.warm_start_targets = []
         if config.warm_start.steps:
             self.warm_start_targets = encode_targets(self.train_set, self.tokenizer, **limits)
@@ -269,6 +276,8 @@ class _Run:
     def opening_metrics(self) -> dict[str, Any]:
         """What is known before the first step; may be empty."""
         metrics = self.trainer.evaluate() if self.config.training.eval_every else {}
+        if self.config.data.overlong_prompts != "error":
+            metrics["data/overlong_prompts"] = self.train_set.overlong
         if self.config.warm_start.steps:
             metrics["warm_start/loss"] = self.warm_start_loss
         return metrics
@@ -307,15 +316,11 @@ class _Run:
 
     def trackers(self) -> list[Tracker]:
         """Where metrics go, as the recipe says."""
-        return [self.step_files, *trackers_of(self.config, self.wandb_run_id, self.samples)]
-
-    def samples(self) -> list[dict[str, Any]]:
-        """Completions of the last step that people are shown."""
-        return self.trainer.samples
+        shown = trackers_of(self.config, self.wandb_run_id, lambda: self.trainer.samples)
+        return [self.step_files, *shown]
 
     def summarize(self, seconds: float) -> dict[str, Any]:
         """Write `summary.json` and return it."""
-        consistency = self.config.consistency
         summary = {
             "name": self.config.run.name,
             "steps": self.config.training.steps,
@@ -323,10 +328,7 @@ class _Run:
             **summary_of(self.step_files.metrics(), self.hook.summary()),
             "parameter_digest": parameter_digest(self.model),
             **({"critic_digest": self.critic.digest} if self.critic else {}),
-            "strategy": self.config.training.strategy,
-            "processes": self.world.size,
-            **consistency.model_dump(mode="json", include={"gradient_leaves", "ordered"}),
-            "weights_depend_on_processes": not consistency.ordered and self.world.size > 1,
+            **sharing_of(self.config, self.world.size),
             "strict": current().as_record(),
             "fingerprint": self.fingerprint.entries,
         }
@@ -334,7 +336,7 @@ class _Run:
         return summary
 
     def _open_step_files(self, state: dict[str, Any] | None = None) -> None:
-        given = (lambda: self.hook.take_digests()), self.samples
+        given = (lambda: self.hook.take_digests()), (lambda: self.trainer.samples)
         self.step_files = StepFiles(self.directory, state, *given)
         self.stack.callback(self.step_files.close)
 
@@ -372,10 +374,6 @@ class _Run:
         )
 
     def _warm_start(self) -> None:
-        def progress(done: int, total: int, loss: float) -> None:
-            if done % max(total // 5, 1) == 0:
-                self.announce(f"warm start {done}/{total}: loss {loss:.3f}")
-
         self.warm_start_loss = warm_start(
             self.train_set.prompts,
             self.warm_start_targets,
@@ -383,7 +381,7 @@ class _Run:
             self.accelerator,
             self.ranks,
             seed=self.config.run.seed,
-            progress=progress,
+            progress=fifths_told(self.announce),
         )
 
     def _load_reference(self) -> None:

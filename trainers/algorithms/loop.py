@@ -113,9 +113,9 @@ class PolicyTrainer(ABC):
         started = perf_counter()
         self._times, self.samples = dict.fromkeys(self.timed, 0.0), []
         with self._timed("rollout"):
-            examples, completions = self._roll_out(step)
+            index, completions = self._roll_out(step)
         statistics = self.engine.stats
-        metrics, experience = self._experience(step, examples, completions)
+        metrics, experience = self._experience(step, index, completions)
         # How the engine was used. Like times, these may differ between runs with equal tokens.
         metrics |= {f"time/rollout_{name}": getattr(statistics, name) for name in ENGINE_METRICS}
         metrics["learning_rate"] = self.optimizer.learning_rate
@@ -137,7 +137,8 @@ class PolicyTrainer(ABC):
         """Mean reward of one greedy completion per evaluation example; {} without a set."""
         if self.evaluation is None:
             return {}
-        limit = self.config.training.eval_samples or len(self.evaluation.prompts)
+        there = len(self.evaluation.prompts)
+        limit = min(self.config.training.eval_samples or there, there)
         greedy = replace(self._sampling, n=1, temperature=0.0)
         own = cut(limit, self.ranks.world.size)[self.ranks.world.rank]
         drawn = self._draw(self.evaluation, list(own), greedy, list(own))
@@ -145,7 +146,8 @@ class PolicyTrainer(ABC):
         rewards = self._rewards(self.evaluation.examples[:limit], completions)
         return {"eval/reward": fmean(rewards.total)}
 
-    def _roll_out(self, step: int) -> tuple[list[Example], list[Completion]]:
+    def _roll_out(self, step: int) -> tuple[list[int], list[Completion]]:
+        """The place in the training set of each sample's prompt, and the samples."""
         index, draws = self._order.batch(step - 1), list(self._order.draws(step - 1))
         n = self._sampling.n
         # A group that a leaf's border cuts is drawn on both sides of it: the same samples.
@@ -154,7 +156,7 @@ class PolicyTrainer(ABC):
         drawn = self._draw(self.train, chosen, self._sampling, [draws[i] for i in own])
         samples = {own[c.prompt_index] * n + c.sample_index: c for c in drawn}
         completions = self.ranks.shared("completions", {i: samples[i] for i in self._own})
-        return [self.train.examples[i] for i in index for _ in range(n)], completions
+        return [i for i in index for _ in range(n)], completions
 
     def _draw(
         self, source: PromptSet, chosen: list[int], sampling: SamplingParams, ids: list[int]
@@ -182,9 +184,10 @@ class PolicyTrainer(ABC):
         return self.ranks.world.from_first("rewards", score)
 
     def _experience(
-        self, step: int, examples: list[Example], completions: list[Completion]
+        self, step: int, index: list[int], completions: list[Completion]
     ) -> tuple[Metrics, Experience]:
-        prompts = [self.train.prompts[example.id] for example in examples]
+        examples = [self.train.examples[i] for i in index]
+        prompts = [self.train.prompts[i] for i in index]
         sequences = [[*p, *c.token_ids] for p, c in zip(prompts, completions, strict=True)]
         prompt_lengths = [len(prompt) for prompt in prompts]
         old_logprobs = [completion.token_logprobs for completion in completions]

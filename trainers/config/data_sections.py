@@ -19,6 +19,7 @@ from rl_consistency.trainers.config.section import (
     require_one,
 )
 from rl_consistency.trainers.data.arithmetic import check_parameters
+from rl_consistency.trainers.data.examples import OverlongPrompts
 
 
 class ArithmeticSection(Section):
@@ -58,8 +59,15 @@ class DataSection(Section):
     """Field of a line that holds the reference answer, which is also the warm start's target."""
     prompt_template: str = "{prompt}"
     """The text given to the model; `{prompt}` stands for the prompt field."""
+    chat_template: bool = False
+    """Give the model the text of the tokenizer's chat template: of a prompt that is a list of
+    messages (objects with role and content), or of the text as one message of the user."""
     max_prompt_tokens: Count = 256
-    """Longest prompt in tokens; a longer one is an error that names the example."""
+    """Longest prompt in tokens, chat template included."""
+    overlong_prompts: OverlongPrompts = "error"
+    """A prompt longer than that, or too long for the model's context with max_tokens: error names
+    the example; drop leaves it out; truncate keeps its last tokens. The number is printed and
+    logged."""
     shuffle: bool = True
     """Visit each epoch in a new order, a pure function of run.seed and the epoch."""
     limit: Count | None = None

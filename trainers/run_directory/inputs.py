@@ -94,10 +94,11 @@ def _source_digest(term: RewardFunction) -> str:
 
 
 def _prompts_digest(prompts: PromptSet) -> str:
-    rows = [
+    rows: list[Any] = [
         [example.id, example.prompt, example.answer, example.target, dict(example.extra), tokens]
         for example, tokens in zip(prompts.examples, prompts.prompts, strict=True)
     ]
+    rows += [e.messages for e in prompts.examples if e.messages is not None]
     return _digest(rows)
 
 

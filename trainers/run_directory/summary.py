@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run_directory.unfinished import write_whole
 
 SUMMARY_STEPS = 5
@@ -26,6 +27,17 @@ def summary_of(rows: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> 
         "eval/last": evaluations[-1] if evaluations else None,
         **totals,
         **_throughput(rows),
+    }
+
+
+def sharing_of(config: RunConfig, processes: int) -> dict[str, Any]:
+    """How processes shared the run, and whether the weights depend on their number."""
+    consistency = config.consistency
+    return {
+        "strategy": config.training.strategy,
+        "processes": processes,
+        **consistency.model_dump(mode="json", include={"gradient_leaves", "ordered"}),
+        "weights_depend_on_processes": not consistency.ordered and processes > 1,
     }
 
 
