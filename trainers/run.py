@@ -28,9 +28,10 @@ from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import encode_targets, load_prompts, overlong_told
+from rl_consistency.trainers.dry_run import rehearse
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.interrupts import endings_deferred, interrupts_heard
-from rl_consistency.trainers.launch import check_machine, join, threads
+from rl_consistency.trainers.launch import check_machine, join, refuse_many_processes, threads
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import context_length, load_policy
 from rl_consistency.trainers.rewards.function import check_data, reward_functions
@@ -63,14 +64,14 @@ from rl_consistency.trainers.run_directory.inputs import (
 from rl_consistency.trainers.run_directory.random_state import capture, restore, seeded
 from rl_consistency.trainers.run_directory.step_files import StepFiles
 from rl_consistency.trainers.run_directory.summary import (
+    named_summary,
     passed,
-    sharing_of,
     summary_of,
     write_summary,
 )
 from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
 from rl_consistency.trainers.strategies.asked import engines_off
-from rl_consistency.trainers.strategies.build import build_strategy, check_strategy
+from rl_consistency.trainers.strategies.build import build_strategy, check_canonical, check_strategy
 from rl_consistency.trainers.tracking import Tracker, TrackerSet, check_wandb, trackers_of
 from rl_consistency.trainers.warm_start import fifths_told, warm_start
 
@@ -82,6 +83,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    dry_run: bool = False,
     announce: Announce = print,
     finish: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
@@ -92,6 +94,9 @@ def train(
     directory already holds. `announce` is told, line by line, what goes on. `finish` is called once
     the summary is written: the trackers learn that the run failed if it raises, or on drift.
 
+    `dry_run` builds and checks everything, takes one small step, and returns its metrics. It leaves
+    no file.
+
     A signal with a handler in Python ends the run after its step and a checkpoint of it.
 
     Raises:
@@ -99,6 +104,8 @@ def train(
         ConsistencyError: drift, where the recipe says `on_drift: raise`.
     """
     started = time.perf_counter()
+    if dry_run:
+        refuse_many_processes()
     config = check_machine(config)
     check_strategy(config)
     modes = {"--resume": str(resume), "--overwrite": str(overwrite)}
@@ -114,7 +121,7 @@ def train(
             if first:
                 if config.tracking.wandb is not None:
                     check_wandb(config.tracking.wandb.mode)
-                check_directory(config, resume=resume, overwrite=overwrite)
+                check_directory(config, resume=resume, overwrite=overwrite or dry_run)
                 stack.enter_context(full_disk_explained(config.run.output_dir))
                 if resume:
                     stack.enter_context(locked(config.run.output_dir))
@@ -125,6 +132,8 @@ def train(
         with world.agreed("the inputs"):
             run = _Run(config, announce, stack, world, accelerator)
         require_same_facts(world, run.continued_under.entries, when="before the first step")
+        if dry_run:
+            return rehearse(run, announce)
         first_step = run.restore() if resume else run.begin(overwrite=overwrite)
         with world.agreed("the trackers"):
             trackers = TrackerSet(run.trackers() if first else [])
@@ -174,10 +183,7 @@ class _Run:
         self.announce, self.stack = announce, stack
         self.world, self.accelerator, self.first = world, accelerator, world.rank == 0
         self.leaves = config.consistency.gradient_leaves
-        shared = self.leaves.count > 1 or not config.consistency.ordered
-        if shared and current().stock:
-            key = "gradient_leaves" if config.consistency.ordered else "ordered: false"
-            raise ValueError(f"consistency.{key} needs canonical ops: set strict to true")
+        check_canonical(config)
         self.model, self.tokenizer = load_policy(
             config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
@@ -321,17 +327,12 @@ class _Run:
 
     def summarize(self, seconds: float) -> dict[str, Any]:
         """Write `summary.json` and return it."""
-        summary = {
-            "name": self.config.run.name,
-            "steps": self.config.training.steps,
-            "seconds": round(seconds, 1),
-            **summary_of(self.step_files.metrics(), self.hook.summary()),
-            "parameter_digest": parameter_digest(self.model),
-            **({"critic_digest": self.critic.digest} if self.critic else {}),
-            **sharing_of(self.config, self.world.size),
-            "strict": current().as_record(),
-            "fingerprint": self.fingerprint.entries,
-        }
+        found = summary_of(self.step_files.metrics(), self.hook.summary())
+        found["parameter_digest"] = parameter_digest(self.model)
+        if self.critic is not None:
+            found["critic_digest"] = self.critic.digest
+        facts = seconds, self.world.size, self.fingerprint
+        summary = named_summary(self.config, found, *facts)
         write_summary(self.directory, summary)
         return summary
 
