@@ -26,6 +26,7 @@ from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
+from rl_consistency.trainers.algorithms.rollout_engine import engine_of
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import encode_targets, load_prompts, overlong_told
 from rl_consistency.trainers.dry_run import rehearse
@@ -34,9 +35,9 @@ from rl_consistency.trainers.interrupts import endings_deferred, interrupts_hear
 from rl_consistency.trainers.launch import check_machine, join, refuse_many_processes, threads
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import context_length, load_policy
+from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards.function import check_data, reward_functions
 from rl_consistency.trainers.rewards.no_signal import NoSignal
-from rl_consistency.trainers.rollout_engine import engine_of
 from rl_consistency.trainers.run_directory.checkpoint import (
     load_weights,
     read_weights,
@@ -184,6 +185,8 @@ class _Run:
         self.world, self.accelerator, self.first = world, accelerator, world.rank == 0
         self.leaves = config.consistency.gradient_leaves
         check_canonical(config)
+        if source := config.policy.path or config.policy.hub:
+            announce(f"loading the weights of {source}")
         self.model, self.tokenizer = load_policy(
             config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
@@ -216,6 +219,7 @@ class _Run:
         self.warm_start_loss, self.reference_digest = float("nan"), None
         self.wandb_run_id = uuid4().hex[:8]
         self.no_signal = NoSignal(announce)
+        self.progress = Progress(config.training.steps, compiles=config.run.device == "cuda")
 
     def begin(self, *, overwrite: bool) -> int:
         """Open the run directory and do the warm start; returns the first step."""
@@ -272,11 +276,12 @@ class _Run:
     @interrupts_heard()
     def step(self, step: int) -> dict[str, Any]:
         """One training step, with evaluation where it is due."""
-        metrics = self.trainer.step(step)
-        self.no_signal.look(step, metrics)
         every, last = self.config.training.eval_every, step == self.config.training.steps
-        if every and (step % every == 0 or last):
-            metrics |= self.trainer.evaluate()
+        with self.progress.step(step):
+            metrics = self.trainer.step(step)
+            if every and (step % every == 0 or last):
+                metrics |= self.trainer.evaluate()
+        self.no_signal.look(step, metrics)
         return metrics
 
     def opening_metrics(self) -> dict[str, Any]:
@@ -322,8 +327,8 @@ class _Run:
 
     def trackers(self) -> list[Tracker]:
         """Where metrics go, as the recipe says."""
-        shown = trackers_of(self.config, self.wandb_run_id, lambda: self.trainer.samples)
-        return [self.step_files, *shown]
+        given = self.wandb_run_id, (lambda: self.trainer.samples), self.progress
+        return [self.step_files, *trackers_of(self.config, *given)]
 
     def summarize(self, seconds: float) -> dict[str, Any]:
         """Write `summary.json` and return it."""
@@ -331,8 +336,7 @@ class _Run:
         found["parameter_digest"] = parameter_digest(self.model)
         if self.critic is not None:
             found["critic_digest"] = self.critic.digest
-        facts = seconds, self.world.size, self.fingerprint
-        summary = named_summary(self.config, found, *facts)
+        summary = named_summary(self.config, found, seconds, self.world.size, self.fingerprint)
         write_summary(self.directory, summary)
         return summary
 
@@ -372,6 +376,7 @@ class _Run:
             rewards=self.rewards,
             hook=self.hook,
             reference=self.reference,
+            progress=self.progress.tell,
         )
 
     def _warm_start(self) -> None:

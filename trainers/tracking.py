@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.metric_reference import references
+from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.run_directory.metrics_file import Metrics
 
 
@@ -79,22 +81,49 @@ _COLUMNS = (
 
 
 class ConsoleTable:
-    """The last `rows` steps as a live table; plain lines where the output is not a terminal."""
+    """The last `rows` steps as a live table, and `progress` below it; plain lines where the output
+    is not a terminal, of progress one a minute."""
+
+    QUIET_SECONDS, REFRESH_SECONDS = 60.0, 0.2
 
     def __init__(
-        self, total_steps: int | None = None, *, console: Console | None = None, rows: int = 12
+        self,
+        total_steps: int | None = None,
+        *,
+        console: Console | None = None,
+        rows: int = 12,
+        progress: Progress | None = None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._console = console or Console()
         self._total_steps = total_steps
+        self._clock, self._last_told, self._progress = clock, clock(), ""
+        if progress is not None:
+            progress.listener = self.tell
         self._recent: deque[tuple[int, Metrics]] = deque(maxlen=rows)
         self._live: Live | None = None
         self._header_shown = False
 
+    def tell(self, line: str) -> None:
+        """How far the step is."""
+        quiet = self.REFRESH_SECONDS if self._console.is_terminal else self.QUIET_SECONDS
+        if self._clock() - self._last_told < quiet:
+            return
+        self._last_told, self._progress = self._clock(), line
+        if self._console.is_terminal:
+            self._refresh()
+        else:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     def log(self, step: int, metrics: Metrics) -> None:
+        self._last_told, self._progress = self._clock(), ""
         if not self._console.is_terminal:
             self._print_line(step, metrics)
             return
         self._recent.append((step, dict(metrics)))
+        self._refresh()
+
+    def _refresh(self) -> None:
         if self._live is None:
             # auto_refresh would start a thread, and draw frames between two steps.
             self._live = Live(console=self._console, auto_refresh=False)
@@ -110,7 +139,7 @@ class ConsoleTable:
         return str(step) if self._total_steps is None else f"{step}/{self._total_steps}"
 
     def _table(self) -> Table:
-        table = Table(border_style="dim", header_style="bold")
+        table = Table(border_style="dim", header_style="bold", caption=self._progress or None)
         for header in ("step", *(column.header for column in _COLUMNS)):
             table.add_column(header, justify="right")
         for step, metrics in self._recent:
@@ -220,13 +249,16 @@ class WandbTracker:
 
 
 def trackers_of(
-    config: RunConfig, wandb_run_id: str, samples: Callable[[], Sequence[Mapping[str, Any]]]
+    config: RunConfig,
+    wandb_run_id: str,
+    samples: Callable[[], Sequence[Mapping[str, Any]]],
+    progress: Progress,
 ) -> list[Tracker]:
     """Those that a recipe names, beside the metrics file."""
     wandb = config.tracking.wandb
     trackers: list[Tracker] = []
     if config.tracking.console:
-        trackers.append(ConsoleTable(config.training.steps))
+        trackers.append(ConsoleTable(config.training.steps, progress=progress))
     if wandb is not None:
         tracker = WandbTracker(
             wandb.project,

@@ -79,6 +79,8 @@ class PolicyTrainer(ABC):
     """The patched, frozen policy of the KL term; None without that term."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Completions of the last step that people are shown, each with its reward."""
+    progress: Callable[[str, int, int], None] = lambda phase, done, total: None
+    """Told what is done of a phase of the step."""
 
     timed: ClassVar[tuple[str, ...]] = ("rollout", "training", "optimizer")
     """What the seconds of a step are counted for."""
@@ -111,7 +113,7 @@ class PolicyTrainer(ABC):
                 ranks, or the hook raised it.
         """
         started = perf_counter()
-        self._times, self.samples = dict.fromkeys(self.timed, 0.0), []
+        self._times, self.samples, self._trained = dict.fromkeys(self.timed, 0.0), [], 0
         with self._timed("rollout"):
             index, completions = self._roll_out(step)
         statistics = self.engine.stats
@@ -162,16 +164,19 @@ class PolicyTrainer(ABC):
         self, source: PromptSet, chosen: list[int], sampling: SamplingParams, ids: list[int]
     ) -> list[Completion]:
         """Completions of the chosen prompts, drawn by this rank."""
+        phase = "rollout" if source is self.train else "evaluation"
         with whole_weights(self.model), self.ranks.world.agreed("rollout"):
             return self.engine.generate(
                 [source.prompts[i] for i in chosen],
                 sampling,
                 prompt_ids=ids,
                 weights_digest=self._weights_digest,
+                progress=lambda _, done, total: self.progress(phase, done, total),
             )
 
     def _rewards(self, examples: Sequence[Example], completions: Sequence[Completion]) -> Rewards:
         """Reward functions see a whole batch in logical order, and run once."""
+        self.progress("rewards", 0, 0)
         texts = self._texts(completions)
         score = partial(
             compute_rewards,
@@ -289,6 +294,9 @@ class PolicyTrainer(ABC):
                 self.ranks.backward(output.loss * 0.0 if is_filler else output.loss)
             if not is_filler:
                 keep(group, scored, output)
+                self._trained += len(group)
+                passes = self.config.algorithm.epochs_per_rollout
+                self.progress("training", self._trained, passes * len(self._own))
 
         return backward
 

@@ -3,8 +3,7 @@ import pytest
 from rl_consistency.models import modules
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.trainers import rollout_engine
-from rl_consistency.trainers.algorithms import loop
+from rl_consistency.trainers.algorithms import loop, rollout_engine
 
 TWO_LAYERS = {"policy.build.num_hidden_layers": 2, "training.steps": 2}
 EXACT = ("mismatched_tokens", "nonfinite_tokens", "logprob_abs_diff/max", "ulp/max", "kl/k3")
