@@ -241,7 +241,8 @@ class WandbTracker:
     def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         import wandb
 
-        columns = [name for name, value in rows[0].items() if not isinstance(value, dict)]
+        plain = {name for name, value in rows[0].items() if not isinstance(value, dict)}
+        columns: list[Any] = [name for name in rows[0] if name in plain]
         return wandb.Table(columns, [[row[name] for name in columns] for row in rows])
 
     def close(self, *, failed: bool = False) -> None:
