@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any
 
 from rl_consistency.distributed.world import World
+from rl_consistency.trainers.progress import Progress
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -59,8 +60,8 @@ class Ending:
     PATIENCE = 1.0
     """Seconds in which further signals are the same wish: a launcher hands Ctrl-C on."""
 
-    def __init__(self, handlers: dict[signal.Signals, Callable[..., Any]], *, speaks: bool) -> None:
-        self._handlers, self._speaks = handlers, speaks
+    def __init__(self, progress: Progress, *, speaks: bool) -> None:
+        self._handlers, self._progress, self._speaks = _handlers(), progress, speaks
         self._number, self._since = 0, 0.0
 
     def handle(self, number: int, frame: Any) -> None:
@@ -70,9 +71,10 @@ class Ending:
         elif not self._number:
             self._number, self._since = number, monotonic()
             if self._speaks:
-                # Not print: the signal may have come in the middle of one.
                 name = signal.Signals(number).name
-                os.write(2, f"{name}: finishing and saving this step; again: end now\n".encode())
+                self._progress.notice = f"{name}: finishing and saving this step; again: end now"
+                # Not print: the signal may have come in the middle of one.
+                os.write(2, f"{self._progress.notice}\n".encode())
 
     def asked(self, world: World) -> int:
         """The signal that one of the processes got, the same on all; 0 for none."""
@@ -89,9 +91,10 @@ class Ending:
 
 
 @contextmanager
-def endings_deferred(*, speaks: bool) -> Iterator[Ending]:
-    """Signals wait for the caller to ask for them; `speaks` tells standard error that they do."""
-    ending = Ending(_handlers(), speaks=speaks)
+def endings_deferred(progress: Progress, *, speaks: bool) -> Iterator[Ending]:
+    """Signals wait for the caller to ask for them; `speaks` says so, on standard error and in what
+    `progress` tells."""
+    ending = Ending(progress, speaks=speaks)
     try:
         for number in ending._handlers:
             signal.signal(number, ending.handle)

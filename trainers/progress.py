@@ -25,6 +25,8 @@ class Progress:
     """Whether the first step also compiles kernels and captures graphs, on a GPU."""
     listener: Callable[[str], None] = lambda line: None
     clock: Callable[[], float] = perf_counter
+    notice: str = ""
+    """Said with all that is told from now on."""
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _done: int = 0
     _step: int = 0
@@ -49,7 +51,7 @@ class Progress:
             parts.append(f"about {duration(left)} left")
         elif self.compiles:
             parts.append("with kernels to compile and graphs to capture")
-        self.listener(", ".join(parts))
+        self.listener(", ".join([*parts, self.notice] if self.notice else parts))
 
     def seconds_left(self) -> float | None:
         """Of the whole run, by the last steps; None in the first one."""

@@ -149,7 +149,7 @@ def train(
                 if opening := run.opening_metrics():
                     log(0, opening)
                 run.save_if_due(0)
-            with endings_deferred(speaks=first) as ending:
+            with endings_deferred(run.progress, speaks=first) as ending:
                 for step in range(first_step, config.training.steps + 1):
                     try:
                         metrics = run.step(step)

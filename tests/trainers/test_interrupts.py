@@ -15,6 +15,7 @@ from rl_consistency.distributed.world import World
 from rl_consistency.trainers import run
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.interrupts import endings_deferred, interrupts_heard
+from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards import compute
 from rl_consistency.trainers.rewards.compute import compute_rewards
 from rl_consistency.trainers.rewards.function import RewardFunction, resolve
@@ -159,8 +160,13 @@ def test_a_second_signal_ends_a_run_at_once(signalled_run, tiny_run):
 
 
 def test_a_signal_that_a_launcher_repeats_is_one():
-    with endings_deferred(speaks=False) as ending:
+    progress, told = Progress(1), []
+    with endings_deferred(progress, speaks=True) as ending:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
+        progress.listener = told.append
+        progress.tell("training")
+        notice = "SIGINT: finishing and saving this step; again: end now"
+        assert told == [f"step 0/1: training, {notice}"]
         assert ending.asked(World(range(1), 0, device=torch.device("cpu"))) == signal.SIGINT
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
