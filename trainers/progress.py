@@ -23,7 +23,7 @@ class Progress:
     steps: int
     compiles: bool = False
     """Whether the first step also compiles kernels and captures graphs, on a GPU."""
-    listener: Callable[[str], None] = lambda line: None
+    listener: Callable[[str], None] | None = None
     clock: Callable[[], float] = perf_counter
     notice: str = ""
     """Said with all that is told from now on."""
@@ -44,6 +44,8 @@ class Progress:
 
     def tell(self, phase: str, done: int = 0, total: int = 0) -> None:
         """So much of a phase of the step is done; 0 of 0 where that is not counted."""
+        if self.listener is None:
+            return
         share = f" {done}/{total}" if total else ""
         left = self.seconds_left()
         parts = [f"step {self._step}/{self.steps}: {phase}{share}"]

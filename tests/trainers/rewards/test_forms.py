@@ -177,3 +177,14 @@ def test_a_time_limit_leaves_alarms_to_others():
 
     with pytest.raises(RewardError, match=r"took longer than 0\.2 s"):
         score(alarmed, timeout=0.2)
+
+
+def test_a_run_gives_a_function_of_trl_the_tokens_that_it_sampled(tiny_run):
+    with (tiny_run.directory / "toy_rewards.py").open("a") as stream:
+        stream.write(
+            "def length(prompts, completions, completion_ids, answer, **columns):\n"
+            "    return [float(len(ids)) for ids in completion_ids]\n"
+        )
+    term = {"name": "toy_rewards:length", "signature": "trl"}
+    _, rows = tiny_run(**{"reward.functions": [term], "training.steps": 1})
+    assert rows[0]["reward/mean"] == rows[0]["completion/length_mean"]
