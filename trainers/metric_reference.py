@@ -42,12 +42,18 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
     "Reward": {
         "reward/mean": Reference("mean reward of the step's completions"),
         "reward/std": Reference("their standard deviation"),
+        "reward/equal_group_fraction": Reference(
+            "in GRPO, share of groups whose rewards are all equal: their advantages are 0"
+        ),
         "reward/kl": Reference("in PPO, mean over completions of their log-ratio to the reference"),
         "reward/*": Reference("mean of one reward function, by its name, before its weight"),
         "eval/reward": Reference("mean reward of greedy completions of the evaluation set", "max"),
         "warm_start/loss": Reference("loss of the last supervised step before the first rollout"),
     },
-    "Completions": {
+    "Prompts and completions": {
+        "data/overlong_prompts": Reference(
+            "training prompts that were too long, where `data.overlong_prompts` is not error"
+        ),
         "completion/length_mean": Reference("mean length, tokens"),
         "completion/length_max": Reference("longest, tokens"),
         "completion/cut_fraction": Reference("share that ended at the token limit"),

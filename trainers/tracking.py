@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.metric_reference import references
+from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.run_directory.metrics_file import Metrics
 
 
@@ -79,22 +81,49 @@ _COLUMNS = (
 
 
 class ConsoleTable:
-    """The last `rows` steps as a live table; plain lines where the output is not a terminal."""
+    """The last `rows` steps as a live table, and `progress` below it; plain lines where the output
+    is not a terminal, of progress one a minute."""
+
+    QUIET_SECONDS, REFRESH_SECONDS = 60.0, 0.2
 
     def __init__(
-        self, total_steps: int | None = None, *, console: Console | None = None, rows: int = 12
+        self,
+        total_steps: int | None = None,
+        *,
+        console: Console | None = None,
+        rows: int = 12,
+        progress: Progress | None = None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._console = console or Console()
         self._total_steps = total_steps
+        self._clock, self._last_told, self._progress = clock, clock(), ""
+        if progress is not None:
+            progress.listener = self.tell
         self._recent: deque[tuple[int, Metrics]] = deque(maxlen=rows)
         self._live: Live | None = None
         self._header_shown = False
 
+    def tell(self, line: str) -> None:
+        """How far the step is."""
+        quiet = self.REFRESH_SECONDS if self._console.is_terminal else self.QUIET_SECONDS
+        if self._clock() - self._last_told < quiet:
+            return
+        self._last_told, self._progress = self._clock(), line
+        if self._console.is_terminal:
+            self._refresh()
+        else:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
     def log(self, step: int, metrics: Metrics) -> None:
+        self._last_told, self._progress = self._clock(), ""
         if not self._console.is_terminal:
             self._print_line(step, metrics)
             return
         self._recent.append((step, dict(metrics)))
+        self._refresh()
+
+    def _refresh(self) -> None:
         if self._live is None:
             # auto_refresh would start a thread, and draw frames between two steps.
             self._live = Live(console=self._console, auto_refresh=False)
@@ -110,7 +139,7 @@ class ConsoleTable:
         return str(step) if self._total_steps is None else f"{step}/{self._total_steps}"
 
     def _table(self) -> Table:
-        table = Table(border_style="dim", header_style="bold")
+        table = Table(border_style="dim", header_style="bold", caption=self._progress or None)
         for header in ("step", *(column.header for column in _COLUMNS)):
             table.add_column(header, justify="right")
         for step, metrics in self._recent:
@@ -163,6 +192,7 @@ def check_wandb(mode: str) -> None:
 class WandbTracker:
     """Logs to Weights & Biases, into `directory`; the same `run_id` continues the same run.
 
+    `samples` gives the completions of the logged step that people are shown, as a table.
     `mode` "offline" needs neither key nor network; upload later with `wandb sync`.
 
     Raises: ImportError when wandb is not installed, ValueError on another mode than the two and
@@ -178,6 +208,7 @@ class WandbTracker:
         config: Mapping[str, Any] | None = None,
         mode: str = "offline",
         run_id: str | None = None,
+        samples: Callable[[], Sequence[Mapping[str, Any]]] = list,
     ) -> None:
         if mode not in ("offline", "online"):
             raise ValueError(f"wandb mode must be 'offline' or 'online', got {mode!r}")
@@ -185,6 +216,7 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise ImportError(WANDB_MISSING) from error
+        self._samples = samples
         Path(directory).mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(
@@ -203,18 +235,31 @@ class WandbTracker:
             self._run.define_metric(metric, summary=reference.standing)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        self._run.log(dict(metrics), step=step)
+        tables = {"samples": self._table(rows)} if (rows := self._samples()) else {}
+        self._run.log({**metrics, **tables}, step=step)
+
+    def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        import wandb
+
+        plain = {name for name, value in rows[0].items() if not isinstance(value, dict)}
+        columns: list[Any] = [name for name in rows[0] if name in plain]
+        return wandb.Table(columns, [[row[name] for name in columns] for row in rows])
 
     def close(self, *, failed: bool = False) -> None:
         self._run.finish(exit_code=int(failed))
 
 
-def trackers_of(config: RunConfig, wandb_run_id: str) -> list[Tracker]:
+def trackers_of(
+    config: RunConfig,
+    wandb_run_id: str,
+    samples: Callable[[], Sequence[Mapping[str, Any]]],
+    progress: Progress,
+) -> list[Tracker]:
     """Those that a recipe names, beside the metrics file."""
     wandb = config.tracking.wandb
     trackers: list[Tracker] = []
     if config.tracking.console:
-        trackers.append(ConsoleTable(config.training.steps))
+        trackers.append(ConsoleTable(config.training.steps, progress=progress))
     if wandb is not None:
         tracker = WandbTracker(
             wandb.project,
@@ -223,6 +268,7 @@ def trackers_of(config: RunConfig, wandb_run_id: str) -> list[Tracker]:
             config=config.model_dump(mode="json"),
             mode=wandb.mode,
             run_id=wandb_run_id,
+            samples=samples,
         )
         trackers.append(tracker)
     return trackers

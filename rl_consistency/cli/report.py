@@ -18,9 +18,10 @@ from matplotlib.figure import Figure
 from rl_consistency.cli import plots
 from rl_consistency.cli.output_file import write_whole
 from rl_consistency.cli.plots import series
+from rl_consistency.cli.report_samples import samples_section
 from rl_consistency.cli.run_files import Rows, load_rows, run_file
 from rl_consistency.trainers.data.foreign_files import parse_json_object
-from rl_consistency.trainers.run_directory.directory import own_file
+from rl_consistency.trainers.run_directory.directory import SAMPLES, own_file
 
 CSS = """
 :root { --ink: #1f2937; --muted: #6b7280; --line: #e5e7eb; --good: #0f766e; --bad: #b91c1c; }
@@ -42,6 +43,7 @@ th, td { text-align: left; padding: 6px 12px 6px 0; border-bottom: 1px solid var
 th { font-weight: 600; color: var(--muted); font-size: 13px; }
 td.number, th.number { text-align: right; padding-right: 0; padding-left: 12px; }
 code, pre { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+td code { white-space: pre-wrap; }
 pre { margin: 12px 0 0; white-space: pre-wrap; } summary { cursor: pointer; font-weight: 600; }
 """
 
@@ -88,6 +90,7 @@ def render(run_dir: str | os.PathLike[str]) -> Path:
 <h1>{name}</h1><p>{len(rows)} steps, {rows[0]["step"]} to {rows[-1]["step"]}</p>
 {_verdict(rows)}
 {_figures(rows)}
+{samples_section(run_dir / SAMPLES)}
 {_summary(run_dir / "summary.json")}
 <section><details><summary>Configuration</summary>
 <pre>{html.escape(config.read_text("utf-8", errors="replace"))}</pre></details></section>

@@ -306,7 +306,8 @@ def test_methods_out_of_order_are_refused(make_hook, rollout):
     "file",
     [
         *("algorithms/loop", "algorithms/grpo", "algorithms/ppo", "warm_start", "optimizer"),
-        *("losses", "batch", "advantages", "rewards", "prompts"),
+        *("algorithms/experience", "losses", "batch", "advantages", "data/prompts"),
+        *("rewards/function", "rewards/compute"),
     ],
 )
 def test_the_loop_itself_knows_nothing_of_drift(file):

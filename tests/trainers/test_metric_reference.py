@@ -13,7 +13,9 @@ ELSEWHERE = {"consistency/schedule_audit"}
 def test_every_metric_of_a_run_is_described_and_no_other(tiny_run):
     _, rows = tiny_run(**tiny_run.LONG)
     ppo = {"algorithm.name": "ppo", "algorithm.kl_coefficient": 0.05, "training.steps": 1}
-    _, more = tiny_run.of_its_own("ppo", **ppo, **{"consistency.value_check_every": 1})
+    checks = {"consistency.value_check_every": 1, "consistency.gradient_check_every": 1}
+    others = checks | {"data.overlong_prompts": "drop"}
+    _, more = tiny_run.of_its_own("ppo", **ppo, **others)
     logged = {name for row in rows + more for name in row} - {"step"}
     assert all(reference_of(name) for name in logged)
     exact = {name for name, _ in references() if "*" not in name}

@@ -111,5 +111,8 @@ class TrackingSection(Section):
 
     console: bool = True
     """Show the live progress table."""
+    samples: CountOrZero = 2
+    """Completions of each step that samples.jsonl, the report and wandb show: the best and the
+    worst by reward of the step's first prompt, then of its second, and so on; 0 = none."""
     wandb: WandbSection | None = None
     """Log to Weights & Biases; null = do not."""
