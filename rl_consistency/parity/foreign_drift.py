@@ -46,9 +46,8 @@ def foreign_drift(names: Iterable[str], rollout: Sides, training: Sides) -> dict
     """
     names = list(names)
     if unknown := sorted(set(names) - set(DEFINITIONS)):
-        raise ValueError(
-            f"no drift metrics of {', '.join(unknown)} are known; known are {', '.join(DEFINITIONS)}"
-        )
+        known = ", ".join(DEFINITIONS)
+        raise ValueError(f"no drift metrics of {', '.join(unknown)} are known; known are {known}")
     if [len(part) for part in rollout] != [len(part) for part in training]:
         raise ValueError("both sides must hold the same tokens of the same sequences")
     kept = [i for i, part in enumerate(rollout) if len(part)]
