@@ -18,7 +18,7 @@ class Curve(NamedTuple):
 
     key: str
     label: str = ""
-    look: Literal["ours", "stock", "mean", "second"] = "ours"
+    look: Literal["ours", "stock", "mean", "second", "sparse"] = "ours"
 
 
 class Panel(NamedTuple):
@@ -115,7 +115,7 @@ SECTIONS = (
                 "Mean reward",
                 (
                     Curve("reward/mean", "training completions"),
-                    Curve("eval/reward", "evaluation", "second"),
+                    Curve("eval/reward", "evaluation", "sparse"),
                 ),
                 height=3.4,
             ),

@@ -64,6 +64,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "ours": {"color": OURS, "linewidth": 2.0},
     "stock": {"color": STOCK, "marker": "o"},
     "mean": {"color": STOCK, "linestyle": "--", "linewidth": 1.2},
+    "sparse": {"color": "#2563eb", "marker": "D", "linewidth": 1.2},
     "second": {"color": "#2563eb", "linewidth": 1.2},
 }
 """How a curve of a panel is drawn."""

@@ -141,11 +141,12 @@ def _worst_tokens(run_dir: Path) -> str:
     )
     heads = ("token id", "sequence", "position", "rollout", "training", "training − rollout")
     head = "".join(f"<th class=number>{name}</th>" for name in heads)
+    # Nine digits tell two fp32 values apart.
+    lines = [[r.token, r.prompt_id, r.position, *(f"{x:.9g}" for x in r[4:])] for r in rows]
     body = "".join(
-        f"<tr>{''.join(f'<td class=number>{_shown(value)}</td>' for value in cells)}</tr>"
-        for cells in ((int(row.token), row.prompt_id, *row[3:]) for row in rows)
+        f"<tr>{''.join(f'<td class=number>{value}</td>' for value in line)}</tr>" for line in lines
     )
-    where = f"Step {bundle.config.get('step')}, {html.escape(str(bundles[0]))}."
+    where = f"Step {bundle.config.get('step')}, {REPLAY}/{html.escape(bundles[0].name)}."
     return f"<p>{where}</p><table><tr>{head}</tr>{body}</table>"
 
 
