@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_consistency.parity.histograms import ABS_DIFF, RATIO, Histogram
+from rl_consistency.integrations.token_drift import ScoredSample, worst_of
+from rl_consistency.parity.histograms import ABS_DIFF, RATIO, Histogram, split_counts
 from rl_consistency.parity.worst_tokens import WorstToken
 
 if TYPE_CHECKING:
@@ -78,3 +80,48 @@ def _bars(histogram: Histogram, counts: Mapping[str, int]) -> tuple[list[int], l
     width = (histogram.edges[at + 1] - histogram.exact) / 2
     inner = [*histogram.edges[: at + 1], histogram.exact + width, *histogram.edges[at + 1 : -1]]
     return bars, [*inner, 2 * histogram.edges[-2]]
+
+
+class AttachedWandb:
+    """Adds to the wandb run of a trainer, where transformers has begun one.
+
+    Training does not need it: a full disk or a lost connection costs one warning.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._usable = True
+
+    def show(
+        self,
+        figures: Mapping[str, float],
+        counts: Mapping[str, int],
+        samples: Sequence[ScoredSample],
+    ) -> None:
+        """Log histograms and the worst tokens with what the trainer logs next, and raise an alert
+        if tokens differ."""
+        trainer = self._trainer
+        if not (counts and self._usable and "wandb" in trainer.args.report_to):
+            return
+        import wandb
+
+        if wandb.run is None:  # as on all processes but the first
+            return
+        message = None
+        if mismatched := figures["consistency/mismatched_tokens"]:
+            message = (
+                f"step {trainer.state.global_step}: {mismatched:.0f} of "
+                f"{figures['consistency/tokens']:.0f} tokens have other logprobs in training than "
+                "in generation (largest difference "
+                f"{figures['consistency/logprob_abs_diff/max']:g})"
+            )
+        rows = worst_of(samples, trainer.processing_class.decode)
+        try:
+            log_drift(wandb.run, {}, split_counts(counts)[1], rows, message, commit=False)
+        except (OSError, wandb.Error) as error:
+            self._usable = False
+            warnings.warn(
+                f"wandb shows no histograms and worst tokens from here on ({error}); training "
+                "goes on",
+                stacklevel=2,
+            )

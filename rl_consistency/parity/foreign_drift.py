@@ -45,9 +45,7 @@ def foreign_drift(names: Iterable[str], rollout: Sides, training: Sides) -> dict
     ValueError on an unknown trainer, on sequences that do not fit, and without any token.
     """
     names = list(names)
-    if unknown := sorted(set(names) - set(DEFINITIONS)):
-        known = ", ".join(DEFINITIONS)
-        raise ValueError(f"no drift metrics of {', '.join(unknown)} are known; known are {known}")
+    check_known(names)
     if [len(part) for part in rollout] != [len(part) for part in training]:
         raise ValueError("both sides must hold the same tokens of the same sequences")
     kept = [i for i, part in enumerate(rollout) if len(part)]
@@ -59,6 +57,13 @@ def foreign_drift(names: Iterable[str], rollout: Sides, training: Sides) -> dict
     for name in names:
         figures |= {key: float(value) for key, value in DEFINITIONS[name](ours, theirs).items()}
     return figures
+
+
+def check_known(names: Iterable[str]) -> None:
+    """ValueError on a trainer whose definitions are not here."""
+    if unknown := sorted(set(names) - set(DEFINITIONS)):
+        known = ", ".join(DEFINITIONS)
+        raise ValueError(f"no drift metrics of {', '.join(unknown)} are known; known are {known}")
 
 
 def _trl(rollout: Sides, training: Sides) -> dict[str, Tensor]:

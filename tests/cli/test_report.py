@@ -130,6 +130,7 @@ def test_the_worst_tokens_are_those_of_the_first_bundle(tmp_path):
     at = cells.index("training − rollout")
     assert cells[at + 1 : at + 7] == ["8", "0", "1", "-2", "-2.5", "-0.5"]
     (first / "bundle.json").write_text("{}")
+    (run / "report.html").unlink()
     assert "is damaged or was renamed" in " ".join(read(render(run)).text)
 
 
