@@ -16,6 +16,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
@@ -225,7 +226,7 @@ def _histogram_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.set_ylim(-0.7, len(names) - 0.3)
     found = [
-        (row["step"], place, _drawn(float(row[key]), 1.0))
+        (row["step"], place, max(_drawn(float(row[key]), 1.0), 0.0))
         for row in rows
         for place, name in enumerate(names)
         if (key := f"consistency/{histogram.name}/count/{name}") in row
@@ -233,12 +234,14 @@ def _histogram_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
     if not found:
         return
     steps, places, counts = zip(*found)
-    colors = [BAD if place == len(names) - 1 else OURS for place in places]
     most = math.log1p(max(max(counts), 1.0))
-    shades = [0.25 + 0.75 * math.log1p(max(count, 0.0)) / most for count in counts]
+    colors = [
+        to_rgba(BAD if place == len(names) - 1 else OURS, 0.25 + 0.75 * math.log1p(count) / most)
+        for place, count in zip(places, counts)
+    ]
     # About as wide as a step.
     size = min(max(480 / len(rows), 2.0), 11.0) ** 2
-    axes.scatter(steps, places, s=size, c=colors, alpha=shades, marker="s", linewidths=0)
+    axes.scatter(steps, places, s=size, c=colors, marker="s", linewidths=0)
     named = histogram.bins.index(f"{histogram.exact:g}")
     axes.axhspan(named - 0.5, named + 0.5, color=OURS, alpha=0.07, linewidth=0)
 

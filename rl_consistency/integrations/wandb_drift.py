@@ -9,6 +9,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rl_consistency.integrations.token_drift import ScoredSample, worst_of
 from rl_consistency.parity.histograms import ABS_DIFF, RATIO, Histogram, split_counts
 from rl_consistency.parity.worst_tokens import WorstToken
@@ -45,8 +47,7 @@ def log_drift(
     import wandb
 
     if message is not None:
-        level = wandb.AlertLevel.ERROR
-        run.alert(title=ALERT, text=message, level=level, wait_duration=ALERT_EVERY)
+        run.alert(title=ALERT, text=message, level="ERROR", wait_duration=ALERT_EVERY)
     shown: dict[str, Any] = {
         HISTOGRAM_KEYS[histogram]: wandb.Histogram(np_histogram=_bars(histogram, found))
         for histogram, found in counts.items()
@@ -69,17 +70,17 @@ def log_file(run: wandb.Run, path: Path, kind: str) -> None:
     run.log_artifact(artifact)
 
 
-def _bars(histogram: Histogram, counts: Mapping[str, int]) -> tuple[list[int], list[float]]:
+def _bars(histogram: Histogram, counts: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
     """Counts and finite edges, as `wandb.Histogram` takes them."""
-    bars = [counts.get(name, 0) for name in histogram.bins]
+    bars = np.asarray([counts.get(name, 0) for name in histogram.bins])
     if histogram is ABS_DIFF:
         # A linear axis has no room for decades: the edges are logarithms.
         edges = [math.log10(edge) for edge in histogram.edges[1:-1]]
-        return bars, [_LIKE_ZERO - 1, _LIKE_ZERO, *edges, 1.0]
+        return bars, np.asarray([_LIKE_ZERO - 1, _LIKE_ZERO, *edges, 1.0])
     at = histogram.edges.index(histogram.exact)
     width = (histogram.edges[at + 1] - histogram.exact) / 2
     inner = [*histogram.edges[: at + 1], histogram.exact + width, *histogram.edges[at + 1 : -1]]
-    return bars, [*inner, 2 * histogram.edges[-2]]
+    return bars, np.asarray([*inner, 2 * histogram.edges[-2]])
 
 
 class AttachedWandb:

@@ -7,7 +7,6 @@ A histogram is logged as counts, one metric for each bin that is not empty:
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -47,8 +46,8 @@ class Histogram:
         after = math.nextafter(self.exact, math.inf)
         cuts = [*self.edges[: at + 1], after, *self.edges[at + 1 : -1]]
         place = torch.bucketize(finite, torch.tensor(cuts[1:], dtype=torch.float64), right=True)
-        found = Counter(place.tolist())
-        counts = {name: found[i] for i, name in enumerate(self.bins) if found[i]}
+        found = torch.bincount(place, minlength=len(self.bins)).tolist()
+        counts = {name: count for name, count in zip(self.bins, found, strict=True) if count}
         if missing := len(values) - len(finite):
             counts[NOT_FINITE] = missing
         return counts

@@ -149,7 +149,7 @@ def test_a_histogram_has_a_square_for_each_bin_that_is_not_empty():
     (squares,) = axes.collections
     found = [(x, names[round(y)]) for x, y in squares.get_offsets()]
     assert sorted(found) == [(1, "0"), (2, "0"), (2, "0.1..1"), (3, "nan")]
-    shades = dict(zip(found, squares.get_alpha()))
+    shades = dict(zip(found, squares.get_facecolors()[:, 3]))
     assert shades[1, "0"] == 1.0 > shades[2, "0"] > shades[2, "0.1..1"]
 
 
