@@ -1,7 +1,7 @@
 """`python -m benchmarks`: measures this clone and writes what the docs say about it.
 
-The last line of ops, rollout, train and distributed is JSON. Exit status: 0; 1 where a case raised
-or a schedule gave other bytes; 2 on bad input, and where there is no GPU to measure.
+The last line of ops, rollout, train, distributed and trl is JSON. Exit status: 0; 1 where a case
+raised or a schedule gave other bytes; 2 on bad input, and where there is no GPU to measure.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from benchmarks.rollout.suites import rollout_suites
 from benchmarks.suite import Suites, measure, run_meta
 from benchmarks.timing import Machine
 from benchmarks.train.step import training_suites
+from benchmarks.trl.grpo import trl_suites
 from benchmarks.tune.harness import tune, write_table
 from benchmarks.tune.works import OPS
 from rl_consistency.cli.output_file import require_writable
@@ -32,6 +33,7 @@ SUITES = {
     "rollout": rollout_suites,
     "train": training_suites,
     "distributed": distributed_suites,
+    "trl": trl_suites,
 }
 
 
@@ -59,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         ("rollout", _measure, "generation: against stock ops, Hugging Face, the roofline"),
         ("train", _measure, "training steps of whole models"),
         ("distributed", _measure, "sums, steps and GRPO steps on all GPUs of this machine"),
+        ("trl", _measure, "TRL's GRPO step as it comes, attached, and our own recipe's"),
         ("tune", _tune, "every schedule of an op"),
         ("accuracy", _accuracy, "errors against fp64; docs/accuracy.md"),
         ("speed-doc", lambda _: speed_doc.write(), "docs/speed.md and the README's speed table"),

@@ -143,6 +143,7 @@ _LOGPROBS, _ROWS, _STEP = ("token_logprobs",), ("elementwise",), ("training_step
 _DECODE = tuple(f"rollout_decode_{model}" for model in ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"))
 _GRPO = ("rollout_grpo_step",)
 _SUM, _RANKS, _SCALING = ("distributed_sum",), ("distributed_step",), ("distributed_grpo",)
+_TRL = ("trl_grpo",)
 
 # The formatter would give each argument a line.
 # fmt: off
@@ -207,6 +208,18 @@ BARS: Mapping[str, Bar] = {
     "distributed_grpo": Bar(
         "GRPO tokens a second on several GPUs / on one, lowest", ">=", 1.8, _SCALING,
         _of_all(min, lambda row: float(row.figures["scaling"]))),
+    "trl_step": Bar("TRL's GRPO step as it comes / attached", ">=", 3.0, _TRL),
+    "trl_training": Bar(
+        "its training part as it comes / attached", ">=", 1.0, _TRL,
+        _of_all(min, lambda row: float(row.figures["training_ratio"]))),
+    "trl_memory": Bar(
+        "peak of that part / TRL's with fp32 gradients", "<=", 1.05, _TRL,
+        _highest("memory_times_trl_defaults")),
+    "trl_drift": Bar("mismatched tokens of those steps", "<=", 0.0, _TRL, _stock_drifts),
+    "trl_recipe": Bar(
+        "an attached step / one of our own recipe", "<=", 1.1, _TRL, _highest("times_own_recipe")),
+    "trl_monitor": Bar(
+        "share of the drift monitor in that step", "<=", 0.01, _TRL, _highest("monitor_share")),
 }
 """Name to target. The lowest or highest is over every row of the suites: no row can hide."""
 # fmt: on

@@ -7,10 +7,13 @@ One line is added to an ordinary TRL script: `rl_consistency.attach(trainer)`. T
 is the number of tokens whose logprob differs between generation and training. Several processes:
 
     ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/trl_grpo.py
+    accelerate launch --config_file recipes/accelerate/zero2.yaml examples/trl_grpo.py
 """
 
 import argparse
+import os
 import tempfile
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,14 @@ def digits(completions: list[str], **columns: object) -> list[float]:
     return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
 
 
+def on_this_machine() -> dict[str, Any]:
+    """Nothing on a GPU. On a CPU `use_cpu=True` would make accelerate leave DeepSpeed out."""
+    if torch.cuda.is_available():
+        return {}
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    return {"ddp_backend": "gloo"} if deepspeed else {"use_cpu": True}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="a model directory; a tiny random Qwen3 without it")
@@ -65,10 +76,10 @@ def main() -> None:
                 beta=0.05,
                 bf16=False,  # autocast; bfloat16 weights are asked for by model_init_kwargs
                 model_init_kwargs={"dtype": options.dtype},
-                use_cpu=not torch.cuda.is_available(),
                 logging_steps=1,
                 save_strategy="no",
                 report_to="none",
+                **on_this_machine(),
             ),
             train_dataset=Dataset.from_dict({"prompt": [f"{a}+{a}=" for a in range(32)]}),
             processing_class=AutoTokenizer.from_pretrained(model),

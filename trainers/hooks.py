@@ -94,6 +94,11 @@ class TrainerHook(Protocol):
         """Gradients of one optimizer step are complete and not yet clipped."""
         ...
 
+    def on_value_gradients(self, check: Callable[[], GradientReport]) -> Metrics:
+        """The critic's gradients of a first optimizer step are complete; `check` compares them with
+        others of the same step. Only in PPO."""
+        ...
+
     def on_step_end(self) -> Metrics:
         """All optimizer steps on this rollout are done."""
         ...
@@ -185,7 +190,10 @@ class ConsistencyHook:
         metrics |= foreign_drift(self.metrics_of, rollout.logprobs, logprobs)
         if not report.passed:
             bundle = self._save_bundle(rollout, logprobs)
-            message = drift_message(report, bundle, self._localized(rollout, logprobs, bundle))
+            where = ""
+            if bundle is not None and not self._has_localized:
+                where, self._has_localized = localized(self.model, bundle, rollout, logprobs), True
+            message = drift_message(report, bundle, where)
             self._mismatch = Mismatch(rollout, logprobs, message, bundle)
             self._drifted(rollout.step, message, metrics)
         if self._due(self.shadow_every, rollout.step):
@@ -224,8 +232,13 @@ class ConsistencyHook:
         self._digests["gradients"] = each = self._timed(each_digest, gradients)
         metrics: Metrics = {"consistency/gradient_digest": joint_digest(each)}
         if self._due(self.gradient_check_every, self._current.step):
-            metrics |= self._check_gradients(step)
+            check = step.check or partial(self._regrouped, step)
+            metrics |= self._compared("gradient_check", check)
         return metrics
+
+    def on_value_gradients(self, check: Callable[[], GradientReport]) -> Metrics:
+        due = self._due(self.gradient_check_every, self._current.step)
+        return self._compared("critic_gradient_check", check, "critic: ") if due else {}
 
     def on_step_end(self) -> Metrics:
         step, self._rollout = self._current.step, None
@@ -284,13 +297,6 @@ class ConsistencyHook:
         self._digest_seconds += perf_counter() - started
         return found
 
-    def _localized(self, rollout: Rollout, logprobs: Sequence[Tensor], bundle: Path | None) -> str:
-        """Where the run's first difference begins; the bundle has more. Empty after the first."""
-        if self._has_localized or bundle is None:
-            return ""
-        self._has_localized = True
-        return localized(self.model, bundle, rollout, logprobs)
-
     def _save_bundle(self, rollout: Rollout, logprobs: Sequence[Tensor]) -> Path | None:
         if self.replay_dir is None:
             return None
@@ -339,19 +345,19 @@ class ConsistencyHook:
             )
             self._drifted(step, message, metrics)
 
-    def _check_gradients(self, step: GradientStep) -> Metrics:
+    def _compared(self, name: str, check: Callable[[], GradientReport], whose: str = "") -> Metrics:
         started = perf_counter()
-        report = step.check() if step.check is not None else self._regrouped(step)
+        report = check()
         self.totals.gradient_checks += 1
         self.totals.gradient_checks_passed += report.passed
         self.totals.gradient_mismatched_elements += report.mismatched_elements
         metrics: Metrics = {
-            "consistency/gradient_check/passed": report.passed,
-            "consistency/gradient_check/mismatched_elements": report.mismatched_elements,
-            "time/gradient_check_seconds": perf_counter() - started,
+            f"consistency/{name}/passed": report.passed,
+            f"consistency/{name}/mismatched_elements": report.mismatched_elements,
+            f"time/{name}_seconds": perf_counter() - started,
         }
         if failure := report.failure():
-            message = f"{failure}. Run `rl-consistency verify`"
+            message = f"{whose}{failure}. Run `rl-consistency verify`"
             self._drifted(self._current.step, message, metrics)
         return metrics
 

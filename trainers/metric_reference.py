@@ -90,6 +90,12 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
         "consistency/gradient_check/mismatched_elements": Reference(
             "gradient elements that differed under any of them", "max"
         ),
+        "consistency/critic_gradient_check/passed": Reference(
+            "the same of the critic's gradients, under another micro-batch and padding", "min"
+        ),
+        "consistency/critic_gradient_check/mismatched_elements": Reference(
+            "gradient elements of the critic that differed", "max"
+        ),
         "consistency/value_check/values": Reference("critic's values computed again"),
         "consistency/value_check/mismatched_values": Reference(
             "of these, values that differ under another grouping, order and padding", "max"
@@ -158,6 +164,7 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
         "time/optimizer_seconds": Reference("optimizer steps", "mean"),
         "time/digest_seconds": Reference("digests of tokens, gradients and weights", "mean"),
         "time/gradient_check_seconds": Reference("the gradient check", "mean"),
+        "time/critic_gradient_check_seconds": Reference("that of the critic", "mean"),
         "time/value_check_seconds": Reference("the value check", "mean"),
         "time/shadow_seconds": Reference("the stock path", "mean"),
         "time/rollout_tokens_per_second": Reference("completion tokens in generation", "mean"),

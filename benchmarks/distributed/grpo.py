@@ -16,15 +16,19 @@ from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run import train
 
 STEPS, WARM_UP = 6, 2
-GROUPS, GROUP_SIZE, NEW_TOKENS = 16, 8, 512
-"""Of each GPU: prompts, completions of each, tokens of each."""
 
 
-def grpo_scaling(bench: Machine, ranks: int, model: str, strategy: str) -> dict[str, Any]:
-    """Tokens a second of all GPUs together, median of steps; `scaling` is over those of one."""
+def grpo_scaling(
+    bench: Machine, ranks: int, model: str, strategy: str, groups: int, group: int, new_tokens: int
+) -> dict[str, Any]:
+    """Tokens a second of all GPUs together, median of steps; `scaling` is over those of one.
+
+    Each GPU has `groups` prompts with `group` completions of up to `new_tokens` tokens.
+    """
     with TemporaryDirectory() as place:
         make_random_model(["--preset", model, f"{place}/model"])
-        rates = {n: on_ranks(bench, n, _rate, place, strategy, n) for n in (1, ranks)}
+        work = (place, strategy, groups, group, new_tokens)
+        rates = {n: on_ranks(bench, n, _rate, *work) for n in (1, ranks)}
     figures: dict[str, Any] = {"scaling": rates[ranks] / rates[1]}
     return {
         "figures": figures,
@@ -32,21 +36,28 @@ def grpo_scaling(bench: Machine, ranks: int, model: str, strategy: str) -> dict[
     }
 
 
-def _rate(world: World, place: str, strategy: str, count: int) -> float:
-    directory = Path(place) / f"run {count}"
+def _rate(
+    world: World, place: str, strategy: str, groups: int, group: int, new_tokens: int
+) -> float:
+    directory = Path(place) / f"run {world.size}"
     tree = {
         "run": {"name": "scaling", "device": world.device.type, "output_dir": str(directory)},
         "policy": {"path": f"{place}/model", "dtype": "bfloat16"},
+        "tokenizer": {"kind": "auto"},
         "data": {"task": {"name": "arithmetic", "num_terms": 3, "train_size": 4096}},
         "reward": {"functions": [{"name": "arithmetic"}]},
         "rollout": {
-            "prompts_per_step": GROUPS * count,
-            "sampling": {"n": GROUP_SIZE, "max_tokens": NEW_TOKENS},
+            "prompts_per_step": groups * world.size,
+            "sampling": {"n": group, "max_tokens": new_tokens},
             "max_batch_tokens": 16384,
         },
         "optimizer": {"learning_rate": 1e-6},
-        "training": {"steps": STEPS, "micro_batch_size": 32, "strategy": strategy},
-        "consistency": {"gradient_leaves": count},
+        "training": {
+            "steps": STEPS,
+            "micro_batch_size": min(32, groups * group),
+            "strategy": strategy,
+        },
+        "consistency": {"gradient_leaves": world.size},
         "tracking": {"console": False},
     }
     train(RunConfig.model_validate(tree), announce=lambda line: None)

@@ -29,7 +29,7 @@ from rl_consistency.trainers.strategies.build import STRATEGIES
 from rl_consistency.trainers.strategies.strategy import Strategy
 from rl_consistency.verify.presets import build_preset
 
-ROUNDS, WARM_UP = 5, 2
+ROUNDS, WARM_UP = 11, 3
 
 
 def optimizer_step(

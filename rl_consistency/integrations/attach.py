@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from rl_consistency.integrations.engine_generation import EngineGeneration
-from rl_consistency.integrations.label_answer import LabelAnswer
+from rl_consistency.integrations.gradient_checks import GradientChecks
+from rl_consistency.integrations.label_answer import LabelAnswer, Observer
 from rl_consistency.integrations.master_weights import with_masters
 from rl_consistency.integrations.refusals import (
     Kind,
     check_engine_options,
+    check_gradient_options,
     check_trainer,
     trainer_kind,
 )
@@ -22,8 +24,10 @@ from rl_consistency.integrations.rollout_drift import RolloutDrift
 from rl_consistency.integrations.stock_measure import watched_forward, watched_generate
 from rl_consistency.models.patch import patch
 from rl_consistency.models.sharding import unwrapped
+from rl_consistency.models.token_logprobs import Sampling
 from rl_consistency.parity.drift import DriftReport
 from rl_consistency.parity.foreign_drift import check_known
+from rl_consistency.parity.gradients import GradientReport
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 _MARK = "_rl_consistency_attachment"
@@ -37,6 +41,7 @@ class Attachment:
     def __init__(self) -> None:
         self._undo = ExitStack()
         self._drift: RolloutDrift | None = None
+        self._checks: GradientChecks | None = None
 
     def __enter__(self) -> Attachment:
         return self
@@ -49,6 +54,11 @@ class Attachment:
         """Between generation and training, over all first updates of this process so far; None
         before the first, and where the trainer does not generate."""
         return None if self._drift is None else self._drift.total.report
+
+    @property
+    def gradients(self) -> GradientReport | None:
+        """What the last gradient check of this process found; None before the first."""
+        return None if self._checks is None else self._checks.last
 
     def detach(self) -> None:
         """Give back the trainer and its models as they were found; weights stay. Idempotent, also
@@ -85,6 +95,8 @@ class Attachment:
 def attach(
     trainer: Any,
     *,
+    check_gradients_every: int = 0,
+    check_gradients_seconds: float | None = None,
     sampling_metrics: bool = False,
     measure_only: bool = False,
     metrics_of: Sequence[str] = (),
@@ -105,6 +117,9 @@ def attach(
     Args:
         trainer: TRL's GRPOTrainer, RLOOTrainer or SFTTrainer, or transformers' Trainer, for one of
             the models that `patch` covers. Built, and not training.
+        check_gradients_every: steps from one gradient check under the trainer's own loss to the
+            next; 0 is never. A difference is a ConsistencyError that names the parameter.
+        check_gradients_seconds: after so many seconds of a check no further regrouping begins.
         sampling_metrics: let TRL compute its own `sampling/...` metrics and importance correction,
             for one more scoring pass per rollout.
         measure_only: patch nothing, and log the drift of the trainer as it is, between Hugging
@@ -127,6 +142,8 @@ def attach(
         raise ValueError("attach() was called on this trainer already; detach() that one first.")
     check_trainer(trainer, kind, measure_only=measure_only)
     check_engine_options(engine)
+    gradients = {"every": check_gradients_every, "seconds": check_gradients_seconds}
+    check_gradient_options(**gradients)
     generates = kind in ("GRPOTrainer", "RLOOTrainer")
     if not generates and (engine or measure_only):
         raise TypeError(
@@ -135,7 +152,7 @@ def attach(
     check_known(metrics_of)
     if metrics_of and not generates:
         raise TypeError(f"a {kind} does not generate; give attach() no metrics_of.")
-    if measure_only and (engine or sampling_metrics):
+    if measure_only and (engine or sampling_metrics or check_gradients_every):
         raise TypeError("measure_only=True leaves generation as it is; give attach() nothing else.")
     if sampling_metrics and kind != "GRPOTrainer":
         raise TypeError(f"a {kind} has no sampling metrics; leave out sampling_metrics=True.")
@@ -144,9 +161,9 @@ def attach(
         if measure_only:
             _watch_stock(attachment, trainer)
         elif generates:
-            _attach_to_rollouts(attachment, trainer, sampling_metrics, engine)
+            _attach_to_rollouts(attachment, trainer, sampling_metrics, gradients, engine)
         else:
-            _attach_to_data(attachment, trainer, kind)
+            _attach_to_data(attachment, trainer, kind, gradients)
     except BaseException:
         attachment.detach()
         raise
@@ -156,8 +173,11 @@ def attach(
     return attachment
 
 
-def _attach_to_data(attachment: Attachment, trainer: Any, kind: Kind) -> None:
-    answer = LabelAnswer(most_likely=kind == "SFTTrainer")
+def _attach_to_data(
+    attachment: Attachment, trainer: Any, kind: Kind, gradients: dict[str, Any]
+) -> None:
+    observers = _check_gradients(attachment, trainer, None, gradients)
+    answer = LabelAnswer(most_likely=kind == "SFTTrainer", observers=observers)
     attachment._patch(trainer.model, answer, _give_masters(attachment, trainer))
 
 
@@ -177,8 +197,25 @@ def _give_masters(attachment: Attachment, trainer: Any) -> torch.dtype | None:
     return torch.float32 if trainer.accelerator.num_processes == 1 else None
 
 
+def _check_gradients(
+    attachment: Attachment, trainer: Any, sampling: Sampling | None, options: dict[str, Any]
+) -> list[Observer]:
+    """Let the trainer check gradients, if the options ask for it; what has to see its passes."""
+    if not options["every"]:
+        return []
+    checks = attachment._checks = GradientChecks(trainer, trainer.model, sampling, **options)
+    trainer.add_callback(checks)
+    attachment._undo.callback(trainer.remove_callback, checks)
+    _log(attachment, trainer, checks.take)
+    return [checks.observe]
+
+
 def _attach_to_rollouts(
-    attachment: Attachment, trainer: Any, sampling_metrics: bool, engine: dict[str, Any]
+    attachment: Attachment,
+    trainer: Any,
+    sampling_metrics: bool,
+    gradients: dict[str, Any],
+    engine: dict[str, Any],
 ) -> None:
     sampling = SamplingParams(
         temperature=trainer.temperature,
@@ -189,7 +226,9 @@ def _attach_to_rollouts(
         seed=trainer.args.seed,
     )
     drift = attachment._drift = RolloutDrift(trainer)
-    answer = LabelAnswer(sampling, observer=drift.observe)
+    observers: list[Observer] = [lambda ids, batch, scores: drift.observe(ids, batch.mask, scores)]
+    observers += _check_gradients(attachment, trainer, sampling, gradients)
+    answer = LabelAnswer(sampling, observers=observers)
     attachment._patch(trainer.model, answer, _give_masters(attachment, trainer))
     if trainer.ref_model is not None:
         reference = unwrapped(trainer.ref_model)
@@ -205,7 +244,7 @@ def _attach_to_rollouts(
         "_last_loaded_step": -1,
     }.items():
         attachment._set(trainer, name, value)
-    _log_drift(attachment, trainer, drift)
+    _log(attachment, trainer, drift.take)
 
 
 def _watch_stock(attachment: Attachment, trainer: Any) -> None:
@@ -214,15 +253,16 @@ def _watch_stock(attachment: Attachment, trainer: Any) -> None:
     generate = watched_generate(model.generate, drift, trainer.eos_token_ids)
     attachment._set(model, "generate", generate)
     attachment._set(model, "forward", watched_forward(model.forward, drift))
-    _log_drift(attachment, trainer, drift)
+    _log(attachment, trainer, drift.take)
 
 
-def _log_drift(attachment: Attachment, trainer: Any, drift: RolloutDrift) -> None:
+def _log(attachment: Attachment, trainer: Any, take: Callable[[], dict[str, float]]) -> None:
+    """Add figures to what the trainer logs in training."""
     log = trainer.log
 
-    def log_with_drift(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+    def log_with_figures(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if trainer.model.training:
-            logs.update(drift.take())
+            logs.update(take())
         log(logs, *args, **kwargs)
 
-    attachment._set(trainer, "log", log_with_drift)
+    attachment._set(trainer, "log", log_with_figures)

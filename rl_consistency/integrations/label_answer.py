@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from rl_consistency.models.packing import PaddedBatch, packed_inputs
 from rl_consistency.models.token_logprobs import LabelLogprobs, Sampling, label_logprobs
 
-Observer = Callable[[Tensor, Tensor, LabelLogprobs], None]
-"""Sees input ids [B, L], which of them are tokens, and their scores, in a pass with gradients."""
+Observer = Callable[[Tensor, PaddedBatch, LabelLogprobs], None]
+"""Sees input ids [B, L], how they were packed, and their scores, in a pass with gradients."""
 
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -30,7 +30,7 @@ class LabelAnswer:
     Args:
         sampling: what the labels were sampled with; None for data.
         most_likely: fill in `is_top1`, which costs the LM head a second time.
-        observer: told of every pass with gradients.
+        observers: told of every pass with gradients.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class LabelAnswer:
         sampling: Sampling | None = None,
         *,
         most_likely: bool = False,
-        observer: Observer | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
-        self._sampling, self._most_likely, self._observer = sampling, most_likely, observer
+        self._sampling, self._most_likely, self._observers = sampling, most_likely, observers
 
     def __call__(
         self,
@@ -68,8 +68,9 @@ class LabelAnswer:
             self._sampling,
             most_likely=self._most_likely and fused_lm_head,
         )
-        if self._observer is not None and torch.is_grad_enabled():
-            self._observer(input_ids, batch.mask, scores)
+        if torch.is_grad_enabled():
+            for observe in self._observers:
+                observe(input_ids, batch, scores)
         count = scores.mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         loss: Any = -scores.logprobs.sum() / count
         if not fused_lm_head:

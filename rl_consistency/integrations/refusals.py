@@ -94,6 +94,21 @@ def check_engine_options(options: dict[str, Any]) -> None:
         )
 
 
+def check_gradient_options(every: object, seconds: object) -> None:
+    """ValueError for a value that no gradient check can have."""
+    if not isinstance(every, int) or isinstance(every, bool) or every < 0:
+        raise ValueError(f"check_gradients_every={every!r}; give a number of steps, 0 for never.")
+    if seconds is None:
+        return
+    if not isinstance(seconds, int | float) or not seconds > 0:
+        raise ValueError(f"check_gradients_seconds={seconds!r}; give seconds above 0, or None.")
+    if not every:
+        raise ValueError(
+            "check_gradients_seconds limits a check that check_gradients_every=0 never makes; set "
+            "that to a number of steps."
+        )
+
+
 def _measuring_faults(trainer: Any) -> Iterator[str]:
     if trainer.is_in_train:
         yield "it is training already; call attach() before train()"

@@ -111,8 +111,9 @@ def of_a_library(hook: Callable[..., Any]) -> bool:
 
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside the block, every parameter of the policy is whole and plain, and no forward pass
-    speaks with other ranks: for rollouts, digests and checkpoints. Yields the policy.
+    """Inside the block, every parameter of the policy is whole and plain, and neither forward nor
+    backward passes speak with other ranks: for rollouts, gradient checks, digests and checkpoints.
+    Yields the policy.
 
     Every rank enters it. What is written to parameters inside is lost. It may be nested, and does
     nothing to a policy that is not sharded.
@@ -168,15 +169,15 @@ _ROOTS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 @contextmanager
 def _no_library_hooks(policy: nn.Module) -> Iterator[None]:
-    """Take off the hooks that would gather and free parameters."""
+    """Take off the hooks that would gather and free parameters, or reduce gradients."""
     taken: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-    for module in policy.modules():
-        for name in _HOOKS:
-            hooks = vars(module)[name]
-            if any(map(of_a_library, hooks.values())):
-                taken.append((hooks, dict(hooks)))
-                for key in [key for key, hook in hooks.items() if of_a_library(hook)]:
-                    del hooks[key]
+    of_modules = [vars(module)[name] for module in policy.modules() for name in _HOOKS]
+    of_parameters = [parameter._post_accumulate_grad_hooks for parameter in policy.parameters()]
+    for hooks in filter(None, [*of_modules, *of_parameters]):
+        if any(map(of_a_library, hooks.values())):
+            taken.append((hooks, dict(hooks)))
+            for key in [key for key, hook in hooks.items() if of_a_library(hook)]:
+                del hooks[key]
     try:
         yield
     finally:

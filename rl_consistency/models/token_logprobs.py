@@ -72,8 +72,9 @@ def token_logprobs(
         sequences: lists of token ids, a padded [B, L] int64 batch, or a `PackedBatch`.
         attention_mask: [B, L] for a left- or right-padded batch; None if nothing is padded.
         prompt_lengths: tokens at the start of each sequence that are not scored.
-        loss_mask: instead of prompt_lengths, True at tokens to score, in the form of `sequences`.
-            The first token of a sequence has no token before it and cannot be scored.
+        loss_mask: instead of prompt_lengths, True at tokens to score, in the form of `sequences` or
+            as one list for each. The first token of a sequence has no token before it and cannot be
+            scored.
         sampling: what the tokens were sampled with, for all or each; None is temperature 1 without
             truncation.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rl_consistency.models.batch_layout import Layout, lay_out
@@ -57,10 +58,16 @@ class RegroupingResult:
     """One regrouping against the whole batch."""
 
     name: str
-    mismatched_elements: int
-    """Gradient elements whose fp32 bytes differ."""
-    first_parameter: str | None
-    """The first one, in model order, with such an element."""
+    differing: Mapping[str, int]
+    """Gradient elements whose fp32 bytes differ, of each parameter in model order."""
+
+    @property
+    def mismatched_elements(self) -> int:
+        return sum(self.differing.values())
+
+    @property
+    def first_parameter(self) -> str | None:
+        return next((name for name, count in self.differing.items() if count), None)
 
 
 @dataclass(frozen=True)
@@ -114,10 +121,11 @@ def check_gradients(
     model: nn.Module,
     sequences: Sequence[Sequence[int]],
     *,
-    prompt_lengths: Sequence[int],
+    prompt_lengths: Sequence[int] | None = None,
+    loss_mask: Sequence[Sequence[bool]] | None = None,
     loss: LossFunction,
     sampling: Any = None,
-    regroupings: Sequence[Regrouping] = REGROUPINGS,
+    regroupings: Iterable[Regrouping] = REGROUPINGS,
     compare_present: bool = False,
 ) -> GradientReport:
     """Recompute one step's gradients under other regroupings and compare bytes.
@@ -130,6 +138,7 @@ def check_gradients(
         model: patched causal LM, or a wrapper around it.
         sequences: token ids, in logical order.
         prompt_lengths: tokens at the start of each sequence that are not scored.
+        loss_mask: instead of prompt_lengths, True at the tokens of each sequence to score.
         loss: share of the loss of some sequences, see `LossFunction`.
         sampling: as in `token_logprobs`.
         regroupings: what to compare with the whole packed batch.
@@ -141,12 +150,15 @@ def check_gradients(
             policy.zero_grad(set_to_none=True)
             for group in regrouping.groups(len(sequences)):
                 chosen = [sequences[i] for i in group]
-                own = [sampling[i] for i in group] if isinstance(sampling, Sequence) else sampling
                 device = next(policy.parameters()).device
                 inputs, mask = lay_out(chosen, regrouping.layout, device)
-                prompts = [prompt_lengths[i] for i in group]
                 scored = token_logprobs(
-                    policy, inputs, attention_mask=mask, prompt_lengths=prompts, sampling=own
+                    policy,
+                    inputs,
+                    attention_mask=mask,
+                    prompt_lengths=_of(group, prompt_lengths),
+                    loss_mask=_of(group, loss_mask),
+                    sampling=_of(group, sampling),
                 )
                 loss(scored, group).backward()
             return _present(policy)
@@ -166,19 +178,20 @@ def _present(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.detach() for name, p in named if p.grad is not None}
 
 
+def _of(group: list[int], each: Any) -> Any:
+    """What belongs to some sequences; a value for all of them as it is."""
+    return [each[i] for i in group] if isinstance(each, Sequence) else each
+
+
 def _compare(name: str, expected: dict[str, Tensor], actual: dict[str, Tensor]) -> RegroupingResult:
-    mismatched, first = 0, None
-    for parameter in sorted(expected.keys() ^ actual.keys()):
-        present = expected.get(parameter, actual.get(parameter))
-        assert present is not None
-        mismatched, first = mismatched + present.numel(), first or parameter
-    for parameter, gradient in expected.items():
-        if parameter not in actual:
-            continue
-        differs = bits(gradient.float()) != bits(actual[parameter].float())
-        if bool(differs.any()):
-            mismatched, first = mismatched + int(differs.sum()), first or parameter
-    return RegroupingResult(name, mismatched, first)
+    differing: dict[str, int] = {}
+    for parameter, present in (actual | expected).items():
+        if parameter in expected and parameter in actual:
+            pair = (gradients[parameter].float() for gradients in (expected, actual))
+            differing[parameter] = int(torch.ne(*map(bits, pair)).sum())
+        else:
+            differing[parameter] = present.numel()
+    return RegroupingResult(name, differing)
 
 
 @contextmanager

@@ -199,9 +199,9 @@ def test_packed_layouts_differ_in_their_gaps():
 def test_the_report_adds_up_and_names_the_first():
     report = GradientReport(
         (
-            RegroupingResult("a", 0, None),
-            RegroupingResult("b", 2, "lm_head.weight"),
-            RegroupingResult("c", 3, "model.norm.weight"),
+            RegroupingResult("a", {"model.norm.weight": 0, "lm_head.weight": 0}),
+            RegroupingResult("b", {"model.norm.weight": 0, "lm_head.weight": 2}),
+            RegroupingResult("c", {"model.norm.weight": 3, "lm_head.weight": 0}),
         ),
         10,
     )

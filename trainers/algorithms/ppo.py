@@ -28,6 +28,7 @@ from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.loop import Experience, PolicyTrainer
 from rl_consistency.trainers.hooks import Metrics
 from rl_consistency.trainers.losses import ClippedLoss, merge_outputs, value_loss
+from rl_consistency.trainers.strategies.strategy import Backward
 
 CHECK_SIZE = 3
 """Sequences of a call when values are checked."""
@@ -118,13 +119,20 @@ class PPOTrainer(PolicyTrainer):
     def _learn(self, experience: Experience) -> Metrics:
         assert isinstance(experience, JudgedExperience)
         metrics = super()._learn(experience)
+        size = self.config.training.micro_batch_size
         updates: list[ClippedLoss] = []
         norms: list[float] = []
-        with self._timed("critic"):
-            for part in self._minibatches(experience):
+        for part in self._minibatches(experience):
+            with self._timed("critic"):
                 output, norm = self._value_backward(experience, part)
+            if not updates:
+                again = self._value_passes(experience, part, "left_padded", {})
+                check = partial(self.critic.ranks.check, len(part), size, again)
+                given = self.hook.on_value_gradients, check
+                metrics |= self._told("the critic's gradients", *given)
+            with self._timed("critic"):
                 norms.append(self.critic.optimizer.step(norm))
-                updates.append(output)
+            updates.append(output)
         return metrics | {
             "value/loss": fmean(update.loss.item() for update in updates),
             "value/clip_fraction": fmean(update.clip_fraction for update in updates),
@@ -136,23 +144,34 @@ class PPOTrainer(PolicyTrainer):
     ) -> tuple[ClippedLoss, float]:
         """The critic's gradients of one optimizer step; its loss, and the gradients' norm."""
         outputs: dict[int, ClippedLoss] = {}
+        passes = self._value_passes(experience, part, self._layout, outputs)
+        size = self.config.training.micro_batch_size
+        norm = self.critic.ranks.accumulate(len(part), size, passes)
+        return merge_outputs(self.critic.ranks.shared_tensors("value losses", outputs)), norm
+
+    def _value_passes(
+        self,
+        experience: JudgedExperience,
+        part: list[int],
+        layout: Layout,
+        outputs: dict[int, ClippedLoss],
+    ) -> Backward:
+        """The critic's backward passes of one optimizer step, whose losses go to `outputs`."""
 
         def backward(batch: range, is_filler: bool) -> None:
             group = [part[i] for i in batch]
-            output = self._value_loss(experience, part, group)
+            output = self._value_loss(experience, part, group, layout)
             self.critic.ranks.backward(output.loss * 0.0 if is_filler else output.loss)
             if not is_filler:
                 outputs[group[0]] = output
 
-        size = self.config.training.micro_batch_size
-        norm = self.critic.ranks.accumulate(len(part), size, backward)
-        return merge_outputs(self.critic.ranks.shared_tensors("value losses", outputs)), norm
+        return backward
 
     def _value_loss(
-        self, experience: JudgedExperience, part: list[int], group: list[int]
+        self, experience: JudgedExperience, part: list[int], group: list[int], layout: Layout
     ) -> ClippedLoss:
         """The share of `group` in the critic's loss of the optimizer step over `part`."""
-        values = torch.cat(self._evaluate(experience, group, self._layout))
+        values = torch.cat(self._evaluate(experience, group, layout))
         old, returns = (
             torch.cat([given[i] for i in group]).to(values.device)
             for given in (experience.values, experience.returns)

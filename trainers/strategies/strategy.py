@@ -165,8 +165,7 @@ class Strategy(ABC):
         if self.keeps_shards:
             *found, bad = self.world.reduce("gradient check", [*found, bad], ReduceOp.SUM)
         differing = dict(zip(self.numels, found, strict=True))
-        first = next((name for name, count in differing.items() if count), None)
-        result = RegroupingResult(f"micro-batch {other}", sum(found), first)
+        result = RegroupingResult(f"micro-batch {other}", differing)
         return GradientReport((result,), sum(self.numels.values()), bad)
 
     def shared(self, what: str, own: Mapping[int, T]) -> list[T]:

@@ -1,8 +1,10 @@
 import pytest
+import torch
 
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.trainers.algorithms import critic as critic_module
 from rl_consistency.trainers.algorithms import ppo
+from rl_consistency.trainers.losses import value_loss
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError, list_checkpoints
 from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
 from tests.trainers.distributed.runs import LEAVES
@@ -97,6 +99,32 @@ def test_mutant_values_that_depend_on_padding_stop_the_run(tiny_run, monkeypatch
     monkeypatch.setattr(critic_module, "completion_states", padded)
     with pytest.raises(ConsistencyError, match="values of the critic depend on how the batch was"):
         tiny_run(**PPO)
+
+
+def test_the_critic_s_gradients_are_checked_on_a_first_update(tiny_run):
+    changes = {"training.steps": 3, "consistency.gradient_check_every": 2}
+    summary, rows = tiny_run(**PPO | changes)
+    key = "consistency/critic_gradient_check"
+    found = {row["step"]: row for row in rows if f"{key}/passed" in row}
+    assert list(found) == [1, 3]
+    for row in found.values():
+        assert row[f"{key}/passed"] and row[f"{key}/mismatched_elements"] == 0
+        assert row["consistency/gradient_check/passed"]
+    assert summary["consistency/gradient_check/checks"] == 4
+
+
+def test_a_critic_s_loss_that_depends_on_the_cut_stops_the_run(tiny_run, monkeypatch):
+    """A mean over the tokens at hand, whose values are right."""
+
+    def at_hand(values, old, returns, weights, *, clip):
+        return value_loss(
+            values, old, returns, torch.full_like(weights, 1 / len(weights)), clip=clip
+        )
+
+    monkeypatch.setattr(ppo, "value_loss", at_hand)
+    tiny_run.of_its_own("unchecked", **PPO | {"consistency.gradient_check_every": 0})
+    with pytest.raises(ConsistencyError, match=r"critic: gradients depend on how .* first in "):
+        tiny_run(**PPO | {"consistency.gradient_check_every": 1})
 
 
 def test_a_value_that_differs_fails_a_run_that_only_records(tiny_run, monkeypatch):

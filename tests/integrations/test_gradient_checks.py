@@ -1,0 +1,212 @@
+"""`attach(trainer, check_gradients_every=...)`: the gradients of the trainer's own loss."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("trl", reason="trl is an optional extra")
+
+import torch
+from trl import RLOOConfig, RLOOTrainer
+
+from rl_consistency.integrations import gradient_checks
+from rl_consistency.integrations.gradient_checks import GradientChecks
+from rl_consistency.integrations.label_answer import LabelAnswer
+from rl_consistency.models.patch import patch
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.strict import strict
+from rl_consistency.parity.gradients import REGROUPINGS, check_gradients
+from rl_consistency.rollout.sampling_params import SamplingParams
+from tests.integrations.trainers import distinct_tokens, grpo, loaded, logged, plain, sft
+
+KEY = "consistency/gradient_check"
+TRAINERS = {
+    "GRPO": (grpo, {"gradient_accumulation_steps": 2, "beta": 0.1}),
+    "GRPO, top-p": (grpo, {"top_p": 0.9, "gradient_checkpointing": True}),
+    "RLOO": (grpo, {"config": RLOOConfig, "trainer": RLOOTrainer}),
+    "SFT": (sft, {"padding_free": True, "max_length": None}),
+    "Trainer": (plain, {"gradient_accumulation_steps": 2}),
+}
+
+
+@pytest.mark.parametrize(("build", "options"), TRAINERS.values(), ids=TRAINERS)
+def test_gradients_pass_and_the_weights_are_those_without_checks(
+    build, options, directory, tmp_path, attach
+):
+    ends = []
+    for checks in ({}, {"check_gradients_every": 2}):
+        trainer = build(directory, tmp_path, max_steps=3, **options)
+        attachment = attach(trainer, **checks)
+        trainer.train()
+        ends.append([parameter.detach() for parameter in trainer.model.parameters()])
+    assert all(map(torch.equal, *ends))
+    elements = sum(parameter.numel() for parameter in trainer.model.parameters())
+    found = [e for e in trainer.state.log_history if f"{KEY}/checks" in e]
+    assert [entry["step"] for entry in found] == [1, 3]
+    for entry in found:
+        assert entry["time/gradient_check_seconds"] > 0
+        assert {key.removeprefix(f"{KEY}/"): n for key, n in entry.items() if KEY in key} == {
+            "checks": 1,
+            "without_gradient": 0,
+            "regroupings": len(REGROUPINGS),
+            "elements": len(REGROUPINGS) * elements,
+            "mismatched_elements": 0,
+        }
+    assert attachment.gradients.passed and attachment.gradients.elements == elements
+
+
+def padded():
+    """Rows of unequal lengths, of which the second has no label."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 256, (3, 9), generator=generator)
+    mask = torch.tensor([[0, 0, *[1] * 7], [*[1] * 8, 0], [1] * 9])
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, :4] = labels[1] = -100
+    labels[2, 5] = -100  # what a tool wrote
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def packed():
+    """One row of two sequences."""
+    ids = torch.arange(12).unsqueeze(0)
+    positions = torch.tensor([[*range(5), *range(7)]])
+    return {"input_ids": ids, "position_ids": positions, "labels": ids}
+
+
+@pytest.mark.parametrize("call", [padded(), packed()], ids=["padded", "packed"])
+def test_what_is_checked_is_the_gradient_of_the_loss(call, directory, monkeypatch):
+    """Of logprobs and of entropy: its bytes are those that the loss left."""
+    model = loaded(directory).train()
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(global_step=0), accelerator=SimpleNamespace(num_processes=1)
+    )
+    sampling = SamplingParams(temperature=0.7)
+    checks = GradientChecks(trainer, model, sampling, every=1, seconds=None)
+    monkeypatch.setattr(
+        gradient_checks, "check_gradients", partial(check_gradients, compare_present=True)
+    )
+    with patch(model):
+        model.answer = LabelAnswer(sampling, observers=[checks.observe])
+        out = model(**call, fused_lm_head=True)
+        (out.log_probs.exp().sum() - 0.1 * (out.entropy**2).sum()).backward()
+        checks.on_step_end(None, SimpleNamespace(global_step=1), None)
+    assert checks.last.passed
+    assert checks.last.results[0].name == "as trained"
+    assert set(checks.last.results[0].differing) == set(dict(model.named_parameters()))
+
+
+def test_a_gradient_that_depends_on_the_cut_stops_the_run(directory, tmp_path, attach, monkeypatch):
+    """Negative control: with stock matrix products in the check."""
+
+    def stock(*args, **options):
+        with strict(except_={"linear"}):
+            return check_gradients(*args, **options)
+
+    monkeypatch.setattr(gradient_checks, "check_gradients", stock)
+    trainer = grpo(directory, tmp_path)
+    attachment = attach(trainer, check_gradients_every=1)
+    with pytest.raises(ConsistencyError) as error:
+        trainer.train()
+    report = attachment.gradients
+    assert f"first in {report.first_parameter}. Run" in str(error.value)
+    assert str(error.value).startswith("step 1, process 0: gradients depend on how the batch was")
+    found = error.value.metrics[f"{KEY}/mismatched_elements"]
+    assert found == sum(sum(result.differing.values()) for result in report.results) > 0
+
+
+def test_a_step_whose_rewards_are_equal_is_counted_and_not_checked(directory, tmp_path, attach):
+    calls = []
+
+    def equal_at_first(completions, **columns):
+        calls.append(1)
+        return distinct_tokens(completions) if len(calls) > 1 else [1.0] * len(completions)
+
+    trainer = grpo(directory, tmp_path)
+    trainer.reward_funcs = [equal_at_first]
+    attach(trainer, check_gradients_every=1)
+    trainer.train()
+    assert logged(trainer, f"{KEY}/without_gradient") == [1, 0]
+    assert logged(trainer, f"{KEY}/checks") == [0, 1]
+
+
+def zeros(seen, name, gradient):
+    if gradient is not None:
+        seen.cotangents[name] = torch.zeros_like(gradient)
+
+
+def test_mutant_a_cotangent_of_zeros_fails(directory, tmp_path, attach, monkeypatch):
+    monkeypatch.setattr(gradient_checks._MicroBatch, "keep", zeros)
+    trainer = grpo(directory, tmp_path)
+    attach(trainer, check_gradients_every=1)
+    with pytest.raises(ConsistencyError, match=r"no gradient was checked.*zero at every token"):
+        trainer.train()
+    assert logged(trainer, f"{KEY}/checks") == [0, 0]
+
+
+def test_equal_bytes_alone_pass_on_a_cotangent_of_zeros(directory, tmp_path, attach, monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(gradient_checks._MicroBatch, "keep", zeros)
+    monkeypatch.setattr(gradient_checks._MicroBatch, "has_gradient", lambda seen: True)
+    trainer = grpo(directory, tmp_path)
+    attach(trainer, check_gradients_every=1)
+    trainer.train()
+    assert logged(trainer, f"{KEY}/mismatched_elements") == [0, 0]
+
+
+def test_a_step_without_a_micro_batch_or_a_cotangent_fails(
+    directory, tmp_path, attach, monkeypatch
+):
+    trainer = grpo(directory, tmp_path)
+    attach(trainer, check_gradients_every=1)
+    trainer.model.answer._observers = []
+    with pytest.raises(ConsistencyError, match="step 1, process 0: no micro-batch of the step"):
+        trainer.train()
+    monkeypatch.setattr(gradient_checks._MicroBatch, "keep", lambda *_: None)
+    trainer = grpo(directory, tmp_path)
+    attach(trainer, check_gradients_every=1)
+    with pytest.raises(ConsistencyError, match="the loss does not depend on what"):
+        trainer.train()
+
+
+def test_a_spent_budget_leaves_the_other_regroupings_to_the_next_check(
+    directory, tmp_path, attach, monkeypatch
+):
+    names = []
+
+    def recorded(*args, **options):
+        report = check_gradients(*args, **options)
+        names.extend(result.name for result in report.results)
+        return report
+
+    monkeypatch.setattr(gradient_checks, "check_gradients", recorded)
+    trainer = sft(directory, tmp_path, max_steps=6)
+    attach(trainer, check_gradients_every=1, check_gradients_seconds=1e-9)
+    trainer.train()
+    assert logged(trainer, f"{KEY}/regroupings") == [1] * 6
+    expected = [regrouping.name for regrouping in REGROUPINGS]
+    assert names == [*expected, expected[0]]
+
+
+def test_options_that_no_check_can_have_are_refused(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path)
+    for every in (-1, 0.5, True, "10"):
+        with pytest.raises(ValueError, match=f"check_gradients_every={every!r}; give a number"):
+            attach(trainer, check_gradients_every=every)
+    for seconds in (0, -1.0, float("nan"), "1"):
+        with pytest.raises(ValueError, match="check_gradients_seconds=.*; give seconds above 0"):
+            attach(trainer, check_gradients_every=1, check_gradients_seconds=seconds)
+    with pytest.raises(ValueError, match="check_gradients_every=0 never makes"):
+        attach(trainer, check_gradients_seconds=1.0)
+    with pytest.raises(TypeError, match="measure_only=True leaves generation as it is"):
+        attach(trainer, measure_only=True, check_gradients_every=1)
+
+
+def test_detach_takes_the_checks_off(directory, tmp_path, attach):
+    trainer = sft(directory, tmp_path)
+    found = dict(vars(trainer)), list(trainer.callback_handler.callbacks)
+    attachment = attach(trainer, check_gradients_every=1)
+    assert attachment.gradients is None
+    assert trainer.callback_handler.callbacks != found[1]
+    attachment.detach()
+    assert (vars(trainer), trainer.callback_handler.callbacks) == found
