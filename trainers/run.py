@@ -73,7 +73,8 @@ from rl_consistency.trainers.run_directory.summary import (
 from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
 from rl_consistency.trainers.strategies.asked import engines_off
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical, check_strategy
-from rl_consistency.trainers.tracking import Tracker, TrackerSet, check_wandb, trackers_of
+from rl_consistency.trainers.tracking.trackers import TrackerSet, trackers_of
+from rl_consistency.trainers.tracking.wandb_tracker import check_wandb
 from rl_consistency.trainers.warm_start import fifths_told, warm_start
 
 Announce = Callable[[str], None]
@@ -120,12 +121,11 @@ def train(
             announce(f"not ordered: the weights depend on the number of processes, {world.size}")
         with world.agreed("the run directory"):
             if first:
-                if config.tracking.wandb is not None:
-                    check_wandb(config.tracking.wandb.mode)
                 check_directory(config, resume=resume, overwrite=overwrite or dry_run)
                 stack.enter_context(full_disk_explained(config.run.output_dir))
                 if resume:
                     stack.enter_context(locked(config.run.output_dir))
+            wandb = check_wandb(config.tracking.wandb, announce) if first else None
         stack.enter_context(threads(config.run.num_threads))
         stack.enter_context(seeded(config.run.seed))
         stack.enter_context(config.consistency.strictness())
@@ -137,7 +137,7 @@ def train(
             return rehearse(run, announce)
         first_step = run.restore() if resume else run.begin(overwrite=overwrite)
         with world.agreed("the trackers"):
-            trackers = TrackerSet(run.trackers() if first else [])
+            trackers = TrackerSet(trackers_of(run, wandb) if first else [])
         with trackers:
 
             def log(step: int, metrics: dict[str, Any]) -> None:
@@ -325,11 +325,6 @@ class _Run:
             keep=self.config.training.keep_checkpoints,
         )
 
-    def trackers(self) -> list[Tracker]:
-        """Where metrics go, as the recipe says."""
-        given = self.wandb_run_id, (lambda: self.trainer.samples), self.progress
-        return [self.step_files, *trackers_of(self.config, *given)]
-
     def summarize(self, seconds: float) -> dict[str, Any]:
         """Write `summary.json` and return it."""
         found = summary_of(self.step_files.metrics(), self.hook.summary())
@@ -357,6 +352,7 @@ class _Run:
         self.hook = ConsistencyHook(
             self.model,
             **config.consistency.of_the_hook(),
+            metrics_of=config.tracking.metrics_of,
             micro_batch_size=config.training.micro_batch_size,
             replay_dir=self.directory / REPLAY if self.first else None,
             config=config.model_dump(mode="json"),

@@ -130,6 +130,8 @@ def test_a_step_is_logged_under_exactly_the_promised_names(make_hook, model, rol
         "consistency/gradient_digest",
         "consistency/gradient_check/passed",
         "consistency/gradient_check/mismatched_elements",
+        "consistency/logprob_abs_diff/count/0",
+        "consistency/importance_ratio/count/1",
     }
     expected |= {f"stock/{name}" for name in DRIFT}
     assert {name for name in metrics if not name.startswith("time/")} == expected

@@ -202,6 +202,7 @@ class PolicyTrainer(ABC):
             prompt_lengths=prompt_lengths,
             logprobs=old_logprobs,
             sampling=self._sampling,
+            places=[(e.id, c.sample_index) for e, c in zip(examples, completions, strict=True)],
         )
         metrics = self._told("the rollout", self.hook.on_rollout, rollout)
         rewards = self._rewards(examples, completions)

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.numerics.strict import OPS, Strictness, current, strict
+from rl_consistency.parity.foreign_drift import Trainer
 from rl_consistency.trainers.config.section import Count, CountOrZero, Int, LocalPath, Name, Section
 
 
@@ -116,3 +117,5 @@ class TrackingSection(Section):
     worst by reward of the step's first prompt, then of its second, and so on; 0 = none."""
     wandb: WandbSection | None = None
     """Log to Weights & Biases; null = do not."""
+    metrics_of: tuple[Trainer, ...] = ()
+    """Trainers whose drift metrics are logged too, by their own names and definitions."""

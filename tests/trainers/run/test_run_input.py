@@ -109,7 +109,6 @@ DEMANDING = {"reward.functions": [{"name": "toy_rewards:demanding"}]}
     ("changes", "message"),
     [
         (DEMANDING, "toy_rewards:demanding' does not fit the data: missing .* 'level'"),
-        ({"tracking.wandb": {"project": "x", "mode": "online"}}, "set WANDB_API_KEY"),
         ({"data.answer_field": "reply"}, "line 1: no field 'reply'"),
     ],
 )

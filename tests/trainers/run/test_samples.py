@@ -12,7 +12,7 @@ from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.rewards.compute import Rewards
 from rl_consistency.trainers.rewards.no_signal import NoSignal
 from rl_consistency.trainers.run_directory.rows_file import read_rows
-from rl_consistency.trainers.tracking import WandbTracker
+from rl_consistency.trainers.tracking.wandb_tracker import WandbTracker
 
 
 def shown(rewards, *, n, count):
