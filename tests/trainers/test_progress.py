@@ -5,7 +5,6 @@ import io
 import pytest
 from rich.console import Console
 
-from rl_consistency.trainers.tracking import console
 from rl_consistency.trainers.progress import Progress, duration
 from rl_consistency.trainers.tracking.console import ConsoleTable
 
@@ -88,7 +87,7 @@ def test_a_terminal_shows_progress_below_the_table_until_the_step_ends():
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_run_tells_each_phase_whole(tiny_run, monkeypatch, algorithm):
     told = []
-    monkeypatch.setattr(console.ConsoleTable, "tell", lambda table, line: told.append(line))
+    monkeypatch.setattr(ConsoleTable, "tell", lambda table, line: told.append(line))
     changes = {"algorithm.name": algorithm, "training.steps": 2, "training.eval_every": 2}
     tiny_run(**changes, **{"tracking.console": True, "algorithm.epochs_per_rollout": 2})
     second = [line.partition(",")[0] for line in told if line.startswith("step 2/2: ")]
