@@ -43,7 +43,7 @@ pytest-xdist deals tests out in pairs, so a short one stands behind each of thei
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "kills and flipped bits that test_kills_and_flips.py tries, of each so many"
     parser.addoption("--attempts", type=int, default=5, help=text)
-    parser.addoption("--fuzz-seconds", type=float, default=12, help="time of tests/fuzz; inf too")
+    parser.addoption("--fuzz-seconds", type=float, default=6, help="time of tests/fuzz; inf too")
     parser.addoption("--fuzz-seed", type=int, default=0, help="first case of tests/fuzz")
 
 

@@ -20,6 +20,18 @@ METRICS_HEAD = """\
 
 What a step of `rl-consistency train` logs to `metrics.jsonl`, to the report and to wandb. The last
 column says which value stands for the run in wandb's summary.
+
+`rl-consistency report RUN` draws them into one HTML page, complete in itself
+([a picture](img/report.png), taken by `python tools/screenshot.py`). `rl-consistency dashboard
+push --entity E --project P` makes a page of the same panels in wandb, and `dashboard show` prints
+that page as JSON; `--trl` is for runs of TRL with `attach`. `cli/panels.py` describes the panels.
+
+With `tracking.wandb` a run also shows in wandb, offline too, histograms of |training - rollout|
+(its log10; the lowest bin holds equal logprobs) and of r. Where tokens differ it shows the worst of
+them in a table, keeps what `localize` found as an artifact, and raises an alert, of which wandb
+sends one in half an hour. Where wandb is missing, has no key or cannot write, the run goes on
+without it after one warning.
+
 Written by `python tools/reference.py`; a test holds it equal to the code.
 """
 RECIPE_HEAD = """\

@@ -21,16 +21,18 @@ from rl_consistency.models.token_logprobs import Sampling
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import each_digest, joint_digest, list_digest, parameter_digest
-from rl_consistency.parity.drift import DriftTotals, compare_logprobs, mismatched_sequences
+from rl_consistency.parity.drift import DriftTotals, compare_logprobs
+from rl_consistency.parity.foreign_drift import foreign_drift
 from rl_consistency.parity.gradients import (
     REGROUPINGS,
     GradientReport,
     LossFunction,
     check_gradients,
 )
+from rl_consistency.parity.histograms import drift_histograms
 from rl_consistency.parity.replay import save_replay_bundle
 from rl_consistency.parity.stock import shadow_stock_path
-from rl_consistency.trainers.localized_drift import localized
+from rl_consistency.trainers.localized_drift import Mismatch, drift_message, localized
 from rl_consistency.trainers.run_directory.step_files import Digests
 
 OnDrift = Literal["raise", "warn", "record"]
@@ -50,6 +52,8 @@ class Rollout:
     logprobs: Sequence[Tensor]
     """[completion length] fp32 each, as the rollout gave them."""
     sampling: Sampling
+    places: Sequence[tuple[int, int]] = ()
+    """Prompt id and sample of each sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +141,8 @@ class ConsistencyHook:
     on_drift: OnDrift = "raise"
     """`raise` stops the run, `warn` calls `warn`, `record` only logs. Differing tokens are first
     saved as a replay bundle in every case."""
+    metrics_of: Sequence[str] = ()
+    """Trainers whose drift metrics are logged too: see `foreign_drift`."""
     replay_dir: Path | None
     """Where replay bundles go; None where another rank, which sees the same, saves them."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -161,6 +167,7 @@ class ConsistencyHook:
         self._judged = audit.differing - audit.found  # sampled elements judged before
         self._rollout: Rollout | None = None
         self._has_localized = False
+        self._mismatch: Mismatch | None = None
         self._digest_seconds = 0.0
         self._digests: dict[str, str | dict[str, str]] = {}
 
@@ -179,15 +186,15 @@ class ConsistencyHook:
         self.totals.drift.add(report)
         self._digests["training_logprobs"] = self._timed(list_digest, logprobs)
         metrics: Metrics = dict(report.metrics("consistency"))
+        metrics |= drift_histograms(rollout.logprobs, logprobs)
+        metrics |= foreign_drift(self.metrics_of, rollout.logprobs, logprobs)
         if not report.passed:
             bundle = self._save_bundle(rollout, logprobs)
-            message = (
-                f"{report.mismatched_tokens} of {report.tokens} tokens have other logprobs in "
-                f"training than in rollout (largest difference {report.max_abs_diff:g}, "
-                f"{report.max_ulp} ULP, {report.nonfinite_tokens} not finite). Replay bundle: "
-                f"{bundle}. {self._localized(rollout, logprobs, bundle)}Run `rl-consistency "
-                "localize` on it, or `rl-consistency verify`, to see which op differs"
-            )
+            where = ""
+            if bundle is not None and not self._has_localized:
+                where, self._has_localized = localized(self.model, bundle, rollout, logprobs), True
+            message = drift_message(report, bundle, where)
+            self._mismatch = Mismatch(rollout, logprobs, message, bundle)
             self._drifted(rollout.step, message, metrics)
         if self._due(self.shadow_every, rollout.step):
             metrics |= self._shadow(rollout)
@@ -247,6 +254,11 @@ class ConsistencyHook:
         taken, self._digests = self._digests, {}
         return taken
 
+    def take_mismatch(self) -> Mismatch | None:
+        """What trackers show of the step if it drifted; it is given once."""
+        taken, self._mismatch = self._mismatch, None
+        return taken
+
     def summary(self) -> dict[str, Any]:
         """Totals over the run, by the names of the metrics."""
         totals = self.totals
@@ -285,18 +297,9 @@ class ConsistencyHook:
         self._digest_seconds += perf_counter() - started
         return found
 
-    def _localized(self, rollout: Rollout, logprobs: Sequence[Tensor], bundle: Path | str) -> str:
-        """Where the run's first difference begins; the bundle has more. Empty after the first."""
-        if self._has_localized or isinstance(bundle, str):
-            return ""
-        self._has_localized = True
-        index = mismatched_sequences(list(rollout.logprobs), list(logprobs))[0]
-        sequence, prompt_length = rollout.sequences[index], rollout.prompt_lengths[index]
-        return localized(self.model, bundle, index, sequence, prompt_length, rollout.sampling)
-
-    def _save_bundle(self, rollout: Rollout, logprobs: Sequence[Tensor]) -> Path | str:
+    def _save_bundle(self, rollout: Rollout, logprobs: Sequence[Tensor]) -> Path | None:
         if self.replay_dir is None:
-            return "saved by rank 0"
+            return None
         return save_replay_bundle(
             self.replay_dir,
             sequences=rollout.sequences,

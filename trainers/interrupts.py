@@ -1,12 +1,17 @@
-"""Signals that end a run, also where others' code swallows what their handlers raise."""
+"""Signals that end a run: after a step, and also where others' code swallows what they raise."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any
+
+from rl_consistency.distributed.world import World
+from rl_consistency.trainers.progress import Progress
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -30,9 +35,7 @@ def interrupts_heard() -> Iterator[None]:
 
         return handle
 
-    main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS if main}
-    ours = {number: handler for number, handler in handlers.items() if callable(handler)}
+    ours = _handlers()
     try:
         for number, handler in ours.items():
             signal.signal(number, heard(handler))
@@ -42,3 +45,59 @@ def interrupts_heard() -> Iterator[None]:
             signal.signal(number, handler)
         if raised:
             raise raised[0]
+
+
+def _handlers() -> dict[signal.Signals, Callable[..., Any]]:
+    """Of the signals that have one written in Python, which only the main thread may replace."""
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS if main}
+    return {number: handler for number, handler in handlers.items() if callable(handler)}
+
+
+class Ending:
+    """Whether a signal has asked the run to end. It is heard at the end of a step."""
+
+    PATIENCE = 1.0
+    """Seconds in which further signals are the same wish: a launcher hands Ctrl-C on."""
+
+    def __init__(self, progress: Progress, *, speaks: bool) -> None:
+        self._handlers, self._progress, self._speaks = _handlers(), progress, speaks
+        self._number, self._since = 0, 0.0
+
+    def handle(self, number: int, frame: Any) -> None:
+        """Remember the first signal; let a later one end the run at once."""
+        if self._number and monotonic() - self._since > self.PATIENCE:
+            self._handlers[signal.Signals(number)](number, frame)
+        elif not self._number:
+            self._number, self._since = number, monotonic()
+            if self._speaks:
+                name = signal.Signals(number).name
+                self._progress.notice = f"{name}: finishing and saving this step; again: end now"
+                # Not print: the signal may have come in the middle of one.
+                os.write(2, f"{self._progress.notice}\n".encode())
+
+    def asked(self, world: World) -> int:
+        """The signal that one of the processes got, the same on all; 0 for none."""
+        return max(world.gather("whether to end", self._number))
+
+    def end(self, number: int) -> None:
+        """Do what the signal does to a process."""
+        self._restore()
+        signal.raise_signal(number)
+
+    def _restore(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def endings_deferred(progress: Progress, *, speaks: bool) -> Iterator[Ending]:
+    """Signals wait for the caller to ask for them; `speaks` says so, on standard error and in what
+    `progress` tells."""
+    ending = Ending(progress, speaks=speaks)
+    try:
+        for number in ending._handlers:
+            signal.signal(number, ending.handle)
+        yield ending
+    finally:
+        ending._restore()

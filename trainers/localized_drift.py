@@ -1,29 +1,73 @@
-"""Where the first difference of a run begins, written beside its replay bundle."""
+"""The first difference of a run: where it begins, written beside its replay bundle, and what
+trackers show of it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from rl_consistency.models.token_logprobs import Sampling
+from rl_consistency.parity.drift import DriftReport, mismatched_sequences
 from rl_consistency.parity.localize import localize
 from rl_consistency.parity.replay import LOCALIZATION
+from rl_consistency.parity.worst_tokens import WorstToken, worst_tokens
 from rl_consistency.trainers.run_directory.unfinished import write_whole
 
 
-def localized(
-    model: nn.Module,
-    bundle: Path,
-    index: int,
-    sequence: Sequence[int],
-    prompt_length: int,
-    sampling: Sampling,
-) -> str:
-    """Localize the `index`-th sequence of a bundle; a sentence for the message of the drift."""
-    given = {"prompt_lengths": [prompt_length], "sampling": sampling, "ablation": False}
+class Sampled(Protocol):
+    """What is read of a rollout."""
+
+    @property
+    def sequences(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def prompt_lengths(self) -> Sequence[int]: ...
+    @property
+    def places(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def logprobs(self) -> Sequence[Tensor]: ...
+    @property
+    def sampling(self) -> Sampling: ...
+
+
+class Mismatch(NamedTuple):
+    """A rollout whose logprobs training did not find again."""
+
+    rollout: Sampled
+    training_logprobs: Sequence[Tensor]
+    message: str
+    bundle: Path | None
+    """Where it was saved, by this process."""
+
+    def worst(self, decode: Callable[[list[int]], str]) -> list[WorstToken]:
+        """The tokens that differ most."""
+        rollout = self.rollout
+        pairs = zip(rollout.sequences, rollout.prompt_lengths, strict=True)
+        completions = [sequence[length:] for sequence, length in pairs]
+        places = rollout.places or [(index, 0) for index in range(len(completions))]
+        sides = rollout.logprobs, self.training_logprobs
+        return worst_tokens(completions, places, *sides, decode)
+
+
+def drift_message(report: DriftReport, bundle: Path | None, where: str) -> str:
+    """What a run says of a mismatch; `where` is a sentence of `localized`, or empty."""
+    return (
+        f"{report.mismatched_tokens} of {report.tokens} tokens have other logprobs in training "
+        f"than in rollout (largest difference {report.max_abs_diff:g}, {report.max_ulp} ULP, "
+        f"{report.nonfinite_tokens} not finite). Replay bundle: {bundle or 'saved by rank 0'}. "
+        f"{where}Run `rl-consistency localize` on it, or `rl-consistency verify`, to see which op "
+        "differs"
+    )
+
+
+def localized(model: nn.Module, bundle: Path, rollout: Sampled, logprobs: Sequence[Tensor]) -> str:
+    """Localize the first sequence that differs; a sentence for the message of the drift."""
+    index = mismatched_sequences(list(rollout.logprobs), list(logprobs))[0]
+    sequence, prompt_length = rollout.sequences[index], rollout.prompt_lengths[index]
+    given = {"prompt_lengths": [prompt_length], "sampling": rollout.sampling, "ablation": False}
     try:
         found = localize(model, [sequence], **given)
     except (ValueError, RuntimeError) as error:  # shards, or no memory: the drift matters more

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
+from rl_consistency.parity.histograms import ABS_DIFF, RATIO
+
 Standing = Literal["last", "max", "min", "mean"]
 
 
@@ -42,12 +44,18 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
     "Reward": {
         "reward/mean": Reference("mean reward of the step's completions"),
         "reward/std": Reference("their standard deviation"),
+        "reward/equal_group_fraction": Reference(
+            "in GRPO, share of groups whose rewards are all equal: their advantages are 0"
+        ),
         "reward/kl": Reference("in PPO, mean over completions of their log-ratio to the reference"),
         "reward/*": Reference("mean of one reward function, by its name, before its weight"),
         "eval/reward": Reference("mean reward of greedy completions of the evaluation set", "max"),
         "warm_start/loss": Reference("loss of the last supervised step before the first rollout"),
     },
-    "Completions": {
+    "Prompts and completions": {
+        "data/overlong_prompts": Reference(
+            "training prompts that were too long, where `data.overlong_prompts` is not error"
+        ),
         "completion/length_mean": Reference("mean length, tokens"),
         "completion/length_max": Reference("longest, tokens"),
         "completion/cut_fraction": Reference("share that ended at the token limit"),
@@ -76,6 +84,12 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
     },
     "Consistency: training against rollout, on the first update": {
         **{f"consistency/{name}": reference for name, reference in DRIFT.items()},
+        f"consistency/{ABS_DIFF.name}/count/*": Reference(
+            "tokens whose |training - rollout| is in this bin; in wandb a histogram of its log10"
+        ),
+        f"consistency/{RATIO.name}/count/*": Reference(
+            "tokens whose r is in this bin; in wandb a histogram"
+        ),
         "consistency/gradient_check/passed": Reference(
             "whether gradients had the same bytes under other groupings of the batch", "min"
         ),
@@ -101,6 +115,51 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
     },
     "Stock path on the same tokens, where `consistency.shadow_every` is set": {
         f"stock/{name}": reference for name, reference in DRIFT.items()
+    },
+    "Drift as other trainers define it, where `tracking.metrics_of` names them": {
+        "sampling/sampling_logp_difference/mean": Reference("TRL: mean |training - rollout|"),
+        "sampling/sampling_logp_difference/max": Reference("TRL: largest", "max"),
+        "sampling/importance_sampling_ratio/min": Reference(
+            "TRL: smallest product of a completion's r, 0 where it is over 3", "min"
+        ),
+        "sampling/importance_sampling_ratio/mean": Reference("TRL: their mean", "mean"),
+        "sampling/importance_sampling_ratio/max": Reference("TRL: the largest", "max"),
+        "training/rollout_probs_diff_valid": Reference("verl: 1, it was measured"),
+        "training/rollout_probs_diff_max": Reference(
+            "verl: largest |difference| of probabilities", "max"
+        ),
+        "training/rollout_probs_diff_mean": Reference("verl: their mean", "max"),
+        "training/rollout_probs_diff_std": Reference("verl: their standard deviation", "max"),
+        "training/rollout_actor_probs_pearson_corr": Reference(
+            "verl: correlation of both sides' probabilities", "min"
+        ),
+        "rollout_corr/training_ppl": Reference("verl: mean perplexity of completions, training"),
+        "rollout_corr/training_log_ppl": Reference("verl: mean of its logarithm"),
+        "rollout_corr/kl": Reference("verl: mean of rollout - training logprob", "max"),
+        "rollout_corr/k3_kl": Reference("verl: mean of r - log r - 1", "max"),
+        "rollout_corr/rollout_ppl": Reference("verl: mean perplexity of completions, rollout"),
+        "rollout_corr/rollout_log_ppl": Reference("verl: mean of its logarithm"),
+        "rollout_corr/log_ppl_diff": Reference(
+            "verl: mean over completions of mean logprob, rollout - training"
+        ),
+        "rollout_corr/log_ppl_abs_diff": Reference("verl: mean of its absolute value", "max"),
+        "rollout_corr/log_ppl_diff_max": Reference("verl: its largest", "max"),
+        "rollout_corr/log_ppl_diff_min": Reference("verl: its smallest", "min"),
+        "rollout_corr/ppl_ratio": Reference("verl: mean of its exponential"),
+        "rollout_corr/chi2_token": Reference("verl: mean of r squared, - 1", "max"),
+        "rollout_corr/chi2_seq": Reference(
+            "verl: the same of the product of a completion's r", "max"
+        ),
+        "mismatch_kl/all/mean": Reference("prime-rl: mean of r - log r - 1", "max"),
+        "mismatch_kl/all/std": Reference("prime-rl: its standard deviation", "max"),
+        "mismatch_kl/all/max": Reference("prime-rl: its largest", "max"),
+        "train/token_mult_prob_error": Reference("NeMo-RL: mean of exp |difference|", "max"),
+        "train/gen_kl_error": Reference("NeMo-RL: mean of r - 1 - log r", "max"),
+        "train/policy_kl_error": Reference("NeMo-RL: the same of 1 / r", "max"),
+        "train/js_divergence_error": Reference(
+            "NeMo-RL: the same of both sides against their mixture", "max"
+        ),
+        "train/sampling_importance_ratio": Reference("NeMo-RL: mean r", "mean"),
     },
     "Speed": {
         "tokens_per_second": Reference("completion tokens over the time of the whole step", "mean"),

@@ -23,18 +23,21 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
-from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
+from rl_consistency.trainers.algorithms.rollout_engine import engine_of
 from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.data.prompts import encode_targets, load_prompts, overlong_told
+from rl_consistency.trainers.dry_run import rehearse
 from rl_consistency.trainers.hooks import ConsistencyHook
-from rl_consistency.trainers.interrupts import interrupts_heard
-from rl_consistency.trainers.launch import check_machine, join, threads
+from rl_consistency.trainers.interrupts import endings_deferred, interrupts_heard
+from rl_consistency.trainers.launch import check_machine, join, refuse_many_processes, threads
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.policy import context_length, eos_token_ids, load_policy
-from rl_consistency.trainers.prompts import encode_targets, load_prompts
-from rl_consistency.trainers.rewards import RewardFunction, check_data, resolve
+from rl_consistency.trainers.policy import context_length, load_policy
+from rl_consistency.trainers.progress import Progress
+from rl_consistency.trainers.rewards.function import check_data, reward_functions
+from rl_consistency.trainers.rewards.no_signal import NoSignal
 from rl_consistency.trainers.run_directory.checkpoint import (
     load_weights,
     read_weights,
@@ -61,12 +64,18 @@ from rl_consistency.trainers.run_directory.inputs import (
 )
 from rl_consistency.trainers.run_directory.random_state import capture, restore, seeded
 from rl_consistency.trainers.run_directory.step_files import StepFiles
-from rl_consistency.trainers.run_directory.summary import passed, summary_of, write_summary
+from rl_consistency.trainers.run_directory.summary import (
+    named_summary,
+    passed,
+    summary_of,
+    write_summary,
+)
 from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
 from rl_consistency.trainers.strategies.asked import engines_off
-from rl_consistency.trainers.strategies.build import build_strategy, check_strategy
-from rl_consistency.trainers.tracking import Tracker, TrackerSet, check_wandb, trackers_of
-from rl_consistency.trainers.warm_start import warm_start
+from rl_consistency.trainers.strategies.build import build_strategy, check_canonical, check_strategy
+from rl_consistency.trainers.tracking.trackers import TrackerSet, trackers_of
+from rl_consistency.trainers.tracking.wandb_tracker import check_wandb
+from rl_consistency.trainers.warm_start import fifths_told, warm_start
 
 Announce = Callable[[str], None]
 
@@ -76,6 +85,7 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    dry_run: bool = False,
     announce: Announce = print,
     finish: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
@@ -86,11 +96,18 @@ def train(
     directory already holds. `announce` is told, line by line, what goes on. `finish` is called once
     the summary is written: the trackers learn that the run failed if it raises, or on drift.
 
+    `dry_run` builds and checks everything, takes one small step, and returns its metrics. It leaves
+    no file.
+
+    A signal with a handler in Python ends the run after its step and a checkpoint of it.
+
     Raises:
         ValueError: bad configuration, data, policy, rewards or checkpoint.
         ConsistencyError: drift, where the recipe says `on_drift: raise`.
     """
     started = time.perf_counter()
+    if dry_run:
+        refuse_many_processes()
     config = check_machine(config)
     check_strategy(config)
     modes = {"--resume": str(resume), "--overwrite": str(overwrite)}
@@ -104,12 +121,11 @@ def train(
             announce(f"not ordered: the weights depend on the number of processes, {world.size}")
         with world.agreed("the run directory"):
             if first:
-                if config.tracking.wandb is not None:
-                    check_wandb(config.tracking.wandb.mode)
-                check_directory(config, resume=resume, overwrite=overwrite)
+                check_directory(config, resume=resume, overwrite=overwrite or dry_run)
                 stack.enter_context(full_disk_explained(config.run.output_dir))
                 if resume:
                     stack.enter_context(locked(config.run.output_dir))
+            wandb = check_wandb(config.tracking.wandb, announce) if first else None
         stack.enter_context(threads(config.run.num_threads))
         stack.enter_context(seeded(config.run.seed))
         stack.enter_context(config.consistency.strictness())
@@ -117,9 +133,11 @@ def train(
         with world.agreed("the inputs"):
             run = _Run(config, announce, stack, world, accelerator)
         require_same_facts(world, run.continued_under.entries, when="before the first step")
+        if dry_run:
+            return rehearse(run, announce)
         first_step = run.restore() if resume else run.begin(overwrite=overwrite)
         with world.agreed("the trackers"):
-            trackers = TrackerSet(run.trackers() if first else [])
+            trackers = TrackerSet(trackers_of(run, wandb) if first else [])
         with trackers:
 
             def log(step: int, metrics: dict[str, Any]) -> None:
@@ -131,14 +149,18 @@ def train(
                 if opening := run.opening_metrics():
                     log(0, opening)
                 run.save_if_due(0)
-            for step in range(first_step, config.training.steps + 1):
-                try:
-                    metrics = run.step(step)
-                except ConsistencyError as error:
-                    trackers.log(step, error.metrics)
-                    raise
-                log(step, metrics)
-                run.save_if_due(step)
+            with endings_deferred(run.progress, speaks=first) as ending:
+                for step in range(first_step, config.training.steps + 1):
+                    try:
+                        metrics = run.step(step)
+                    except ConsistencyError as error:
+                        trackers.log(step, error.metrics)
+                        raise
+                    log(step, metrics)
+                    number = ending.asked(world)
+                    run.save_if_due(step, ends=number != 0)
+                    if number:
+                        ending.end(number)
             seconds = time.perf_counter() - started
             with whole_weights(run.model):
                 summary = world.from_first("the summary", lambda: run.summarize(seconds))
@@ -162,10 +184,9 @@ class _Run:
         self.announce, self.stack = announce, stack
         self.world, self.accelerator, self.first = world, accelerator, world.rank == 0
         self.leaves = config.consistency.gradient_leaves
-        shared = self.leaves.count > 1 or not config.consistency.ordered
-        if shared and current().stock:
-            key = "gradient_leaves" if config.consistency.ordered else "ordered: false"
-            raise ValueError(f"consistency.{key} needs canonical ops: set strict to true")
+        check_canonical(config)
+        if source := config.policy.path or config.policy.hub:
+            announce(f"loading the weights of {source}")
         self.model, self.tokenizer = load_policy(
             config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
@@ -174,13 +195,13 @@ class _Run:
         vocab_size = self.model.config.vocab_size
         limits = {"context_length": context_length(self.model), "vocab_size": vocab_size}
         self.train_set, self.eval_set = load_prompts(config, self.tokenizer, **limits)
+        if told := overlong_told(config, self.train_set, self.eval_set):
+            announce(told)
         self.warm_start_targets = []
         if config.warm_start.steps:
             self.warm_start_targets = encode_targets(self.train_set, self.tokenizer, **limits)
             self.leaves.leaves(min(config.warm_start.batch_size, len(self.train_set.prompts)))
-        self.rewards = [
-            RewardFunction(f.name, resolve(f.name), f.weight) for f in config.reward.functions
-        ]
+        self.rewards = reward_functions(config)
         for prompts in filter(None, (self.train_set, self.eval_set)):
             check_data(self.rewards, prompts.examples)
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
@@ -197,6 +218,8 @@ class _Run:
         self.continued_under = Fingerprint(self.fingerprint.entries | inputs)
         self.warm_start_loss, self.reference_digest = float("nan"), None
         self.wandb_run_id = uuid4().hex[:8]
+        self.no_signal = NoSignal(announce)
+        self.progress = Progress(config.training.steps, compiles=config.run.device == "cuda")
 
     def begin(self, *, overwrite: bool) -> int:
         """Open the run directory and do the warm start; returns the first step."""
@@ -253,24 +276,28 @@ class _Run:
     @interrupts_heard()
     def step(self, step: int) -> dict[str, Any]:
         """One training step, with evaluation where it is due."""
-        metrics = self.trainer.step(step)
         every, last = self.config.training.eval_every, step == self.config.training.steps
-        if every and (step % every == 0 or last):
-            metrics |= self.trainer.evaluate()
+        with self.progress.step(step):
+            metrics = self.trainer.step(step)
+            if every and (step % every == 0 or last):
+                metrics |= self.trainer.evaluate()
+        self.no_signal.look(step, metrics)
         return metrics
 
     def opening_metrics(self) -> dict[str, Any]:
         """What is known before the first step; may be empty."""
         metrics = self.trainer.evaluate() if self.config.training.eval_every else {}
+        if self.config.data.overlong_prompts != "error":
+            metrics["data/overlong_prompts"] = self.train_set.overlong
         if self.config.warm_start.steps:
             metrics["warm_start/loss"] = self.warm_start_loss
         return metrics
 
-    def save_if_due(self, step: int) -> None:
+    def save_if_due(self, step: int, *, ends: bool = False) -> None:
         """Write a checkpoint at the end, after a warm start, and as often as the recipe says."""
         training, warm = self.config.training, step == 0 and self.config.warm_start.steps > 0
         regular = training.save_every > 0 and step % training.save_every == 0
-        if warm or regular or step == training.steps:
+        if warm or regular or ends or step == training.steps:
             tensors = {"optimizer": self.optimizer.tensors()}
             tensors |= self.critic.saved() if self.critic else {}
             with whole_weights(self.model):
@@ -298,32 +325,19 @@ class _Run:
             keep=self.config.training.keep_checkpoints,
         )
 
-    def trackers(self) -> list[Tracker]:
-        """Where metrics go, as the recipe says."""
-        return [self.step_files, *trackers_of(self.config, self.wandb_run_id)]
-
     def summarize(self, seconds: float) -> dict[str, Any]:
         """Write `summary.json` and return it."""
-        consistency = self.config.consistency
-        summary = {
-            "name": self.config.run.name,
-            "steps": self.config.training.steps,
-            "seconds": round(seconds, 1),
-            **summary_of(self.step_files.metrics(), self.hook.summary()),
-            "parameter_digest": parameter_digest(self.model),
-            **({"critic_digest": self.critic.digest} if self.critic else {}),
-            "strategy": self.config.training.strategy,
-            "processes": self.world.size,
-            **consistency.model_dump(mode="json", include={"gradient_leaves", "ordered"}),
-            "weights_depend_on_processes": not consistency.ordered and self.world.size > 1,
-            "strict": current().as_record(),
-            "fingerprint": self.fingerprint.entries,
-        }
+        found = summary_of(self.step_files.metrics(), self.hook.summary())
+        found["parameter_digest"] = parameter_digest(self.model)
+        if self.critic is not None:
+            found["critic_digest"] = self.critic.digest
+        summary = named_summary(self.config, found, seconds, self.world.size, self.fingerprint)
         write_summary(self.directory, summary)
         return summary
 
     def _open_step_files(self, state: dict[str, Any] | None = None) -> None:
-        self.step_files = StepFiles(self.directory, state, lambda: self.hook.take_digests())
+        given = (lambda: self.hook.take_digests()), (lambda: self.trainer.samples)
+        self.step_files = StepFiles(self.directory, state, *given)
         self.stack.callback(self.step_files.close)
 
     def _assemble(self) -> None:
@@ -334,10 +348,11 @@ class _Run:
         )
         if self.critic is not None:
             self.critic.assemble(self.model, self.world, self.accelerator)
-        engine = self._engine()
+        engine = engine_of(config, self.model, self.tokenizer)
         self.hook = ConsistencyHook(
             self.model,
             **config.consistency.of_the_hook(),
+            metrics_of=config.tracking.metrics_of,
             micro_batch_size=config.training.micro_batch_size,
             replay_dir=self.directory / REPLAY if self.first else None,
             config=config.model_dump(mode="json"),
@@ -357,28 +372,10 @@ class _Run:
             rewards=self.rewards,
             hook=self.hook,
             reference=self.reference,
-        )
-
-    def _engine(self) -> RolloutEngine:
-        rollout, sampling = self.config.rollout, self.config.sampling
-        return RolloutEngine(
-            self.model,
-            eos_token_id=eos_token_ids(self.model, self.tokenizer),
-            kv_block_size=rollout.kv_block_size,
-            num_kv_blocks=rollout.num_kv_blocks,
-            max_batch_tokens=rollout.max_batch_tokens,
-            max_num_seqs=min(rollout.max_num_seqs, rollout.prompts_per_step * sampling.n),
-            prefill_chunk_size=rollout.prefill_chunk_size,
-            enable_prefix_sharing=rollout.prefix_sharing,
-            tokens_per_sequence=self.config.data.max_prompt_tokens + sampling.max_tokens,
-            cuda_graphs=rollout.cuda_graphs,
+            progress=self.progress.tell,
         )
 
     def _warm_start(self) -> None:
-        def progress(done: int, total: int, loss: float) -> None:
-            if done % max(total // 5, 1) == 0:
-                self.announce(f"warm start {done}/{total}: loss {loss:.3f}")
-
         self.warm_start_loss = warm_start(
             self.train_set.prompts,
             self.warm_start_targets,
@@ -386,7 +383,7 @@ class _Run:
             self.accelerator,
             self.ranks,
             seed=self.config.run.seed,
-            progress=progress,
+            progress=fifths_told(self.announce),
         )
 
     def _load_reference(self) -> None:

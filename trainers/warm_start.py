@@ -19,6 +19,16 @@ Progress = Callable[[int, int, float], None]
 """Called after each step with (steps done, steps in all, loss)."""
 
 
+def fifths_told(announce: Callable[[str], None]) -> Progress:
+    """Tells in one line when another fifth of the steps is done."""
+
+    def progress(done: int, total: int, loss: float) -> None:
+        if done % max(total // 5, 1) == 0:
+            announce(f"warm start {done}/{total}: loss {loss:.3f}")
+
+    return progress
+
+
 def warm_start(
     prompts: Sequence[Sequence[int]],
     targets: Sequence[Sequence[int]],

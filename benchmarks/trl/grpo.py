@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import TrainerCallback
@@ -33,6 +34,8 @@ from rl_consistency.trainers.run import train
 STEPS, WARM_UP = 20, 2
 """Attached; the others take as many warm-up steps and FEW more, since they are slow."""
 FEW = 3
+CHECK_EVERY = 10
+"""Steps from one check of the gradients to the next."""
 
 
 def trl_suites() -> Suites:
@@ -76,6 +79,7 @@ def trl_grpo(
             "memory_times_trl_defaults": ours["peak"] / max(defaults["peak"], 1),
             "times_own_recipe": ours["step"] / recipe,
             "monitor_share": ours["monitor"],
+            "gradient_check_share": ours["check"],
             "strict/tokens": ours["tokens"],
             "strict/mismatched_tokens": ours["mismatched"],
             "stock/tokens": measured["tokens"],
@@ -91,7 +95,8 @@ def _trl_run(
     """Train; `attached` None leaves the trainer as it is, False only measures its drift."""
     from datasets import Dataset
     from transformers import AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     dtype = arguments.pop("dtype")
     trainer = GRPOTrainer(
@@ -108,7 +113,7 @@ def _trl_run(
             model_init_kwargs={"dtype": dtype},
             use_cpu=device == "cpu",
             gradient_checkpointing=False,
-            logging_steps=steps,
+            logging_steps=min(steps, CHECK_EVERY),
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
@@ -122,13 +127,20 @@ def _trl_run(
     if attached is None:
         trainer.train()
     else:
+        options: dict[str, Any] = {"measure_only": True}
+        if attached:
+            options = {"check_gradients_every": CHECK_EVERY}
         with (
             clock.drift_timed(),
-            rl_consistency.attach(trainer, measure_only=not attached) as attachment,
+            rl_consistency.attach(trainer, **options) as attachment,
         ):
             trainer.train()
             drift = attachment.drift
     found = clock.medians()
+    if attached:
+        name = "time/gradient_check_seconds"
+        checking = [logs[name] for logs in trainer.state.log_history if name in logs][-1]
+        found["check"] = checking / (CHECK_EVERY * found["step"])
     if drift is not None:
         found |= {"tokens": drift.tokens, "mismatched": drift.mismatched_tokens}
     trainer.accelerator.free_memory()
@@ -177,11 +189,8 @@ class _Clock:
             observe(*given)
             self._observed += finished_seconds(self._device) - start
 
-        RolloutDrift.observe = timed
-        try:
+        with mock.patch.object(RolloutDrift, "observe", timed):
             yield
-        finally:
-            RolloutDrift.observe = observe
 
     def medians(self) -> dict[str, Any]:
         """Of the steps behind the warm-up."""
@@ -201,12 +210,12 @@ class _Steps(TrainerCallback):
         self._clock.end()
 
 
-def digits(completions: list[str], **columns: Any) -> list[float]:
+def digits(completions: list[str], **columns: Any) -> list[float | None]:
     """The share of characters that are digits, as TRL calls a reward."""
     return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
 
 
-def digit_share(prompts: Any, completions: list[str], answers: Any, **extra: Any) -> list[float]:
+def digit_share(prompts: Any, completions: list[str], answers: Any, **extra: Any) -> Any:
     """The same, as a recipe calls it."""
     return digits(completions)
 

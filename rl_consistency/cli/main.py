@@ -24,6 +24,7 @@ COMMANDS = {
     "localize": "name the first op, layer and token at which two ways to run a model part",
     "diff": "name the first step, and what in it, where two runs part",
     "report": "render the HTML page of a run directory",
+    "dashboard": "make the same page in Weights & Biases",
 }
 """Subcommand -> help; its `add_arguments` and `run` stand in `cli.<name>`."""
 

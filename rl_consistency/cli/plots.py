@@ -10,28 +10,25 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
+from rl_consistency.cli.panels import DRIFT, Panel, Section
 from rl_consistency.cli.run_files import Rows, load_rows
+from rl_consistency.parity.histograms import NOT_FINITE
 from rl_consistency.trainers.run_directory.directory import own_file
 from rl_consistency.trainers.run_directory.unfinished import unfinished
 
 OURS, STOCK, BAD, INK, MUTED = "#0f766e", "#d97706", "#dc2626", "#1f2937", "#6b7280"
-PHASES = {
-    "rollout": "#0f766e",
-    "training": "#2563eb",
-    "optimizer": "#7c3aed",
-    "shadow": "#d97706",
-    "gradient_check": "#9ca3af",
-}
+PHASES = ("#0f766e", "#2563eb", "#7c3aed", "#d97706", "#9ca3af")
+"""Colors of what is stacked."""
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -64,57 +61,56 @@ def series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in found], [value for _, value in found]
 
 
-Draw = Callable[[Figure, Rows], None]
+LOOKS: dict[str, dict[str, Any]] = {
+    "ours": {"color": OURS, "linewidth": 2.0},
+    "stock": {"color": STOCK, "marker": "o"},
+    "mean": {"color": STOCK, "linestyle": "--", "linewidth": 1.2},
+    "sparse": {"color": "#2563eb", "marker": "D", "linewidth": 1.2},
+    "second": {"color": "#2563eb", "linewidth": 1.2},
+}
+"""How a curve of a panel is drawn."""
 
 
-def _figure(width: float, height: float) -> Callable[[Draw], Callable[[Rows], Figure]]:
-    """Make `fill(figure, rows)` a function of the rows that returns the figure, in our style."""
+def section_figure(section: Section, rows: Rows) -> Figure:
+    """The panels of a section, one below the other or in columns."""
+    with rc_context(STYLE):
+        heights = [panel.height for panel in section.panels[:: section.columns]]
+        figure = _empty_figure(sum(heights))
+        shape = {"nrows": len(heights), "ncols": section.columns, "squeeze": False}
+        grid = figure.subplots(**shape, sharex=True, height_ratios=heights)
+        for axes, panel in zip(grid.flat, section.panels, strict=True):
+            axes.set_title(panel.title)
+            axes.set_ylabel(panel.unit)
+            _step_axis(axes, rows)
+            DRAW[panel.kind](axes, panel, rows)
+            _legend(axes)
+            if not axes.get_subplotspec().is_last_row():
+                axes.set_xlabel("")
+    return figure
 
-    def decorate(fill: Draw) -> Callable[[Rows], Figure]:
-        @wraps(fill)
-        def draw(rows: Rows) -> Figure:
-            with rc_context(STYLE):
-                figure = Figure(figsize=(width, height), layout="constrained")
-                FigureCanvasAgg(figure)
-                fill(figure, rows)
-            return figure
 
-        return draw
-
-    return decorate
+def _empty_figure(height: float) -> Figure:
+    figure = Figure(figsize=(9.0, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def save_picture(run_dir: str | os.PathLike[str]) -> Path:
     """Write `drift.png`, both paths over the run, into the run directory; errors of `load_rows`."""
     rows, target = load_rows(run_dir), own_file(Path(run_dir), "drift.png")
     with unfinished(target.parent) as place:
-        drift_figure(rows).savefig(place / target.name, format="png", dpi=160)
+        drift_picture(rows).savefig(place / target.name, format="png", dpi=160)
         os.replace(place / target.name, target)
     return target
 
 
-@_figure(9.0, 6.2)
-def drift_figure(figure: Figure, rows: Rows) -> None:
-    """Our path against the stock path: largest |difference| and share of differing tokens."""
-    size, share = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    _difference_panel(size, rows)
-    size.set_title("Logprob difference")
-    size.tick_params(labelbottom=False)
-
-    _line(share, rows, "stock/mismatch_fraction", STOCK, "stock", marker="o")
-    _line(share, rows, "consistency/mismatch_fraction", OURS, "rl_consistency", linewidth=2.4)
-    if drifted := [row for row in rows if row.get("consistency/mismatched_tokens")]:
-        steps, shares = series(drifted, "consistency/mismatch_fraction")
-        drawn = [_drawn(value, math.nan) for value in shares]
-        share.plot(steps, drawn, "X", color=BAD, label="rl_consistency drifted")
-    share.set_title("Tokens whose bits differ")
-    share.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
-    top = _largest(rows, "stock/mismatch_fraction", "consistency/mismatch_fraction")
-    share.set_ylim(-0.04 * max(top, 0.1), max(1.25 * top, 0.1))
-    _step_axis(share, rows)
-    _legend(share)
+def drift_picture(rows: Rows) -> Figure:
+    """The section of drift under its counts."""
+    figure = section_figure(DRIFT, rows)
     lines = [f"{name}: {count}" for name, count in drift_counts(rows).items()]
-    figure.suptitle("     ".join(lines), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    with rc_context(STYLE):
+        figure.suptitle("     ".join(lines), x=0.01, ha="left", fontsize=12, fontweight="bold")
+    return figure
 
 
 def drift_counts(rows: Rows) -> dict[str, str]:
@@ -126,17 +122,6 @@ def drift_counts(rows: Rows) -> dict[str, str]:
         if tokens:
             counts[name] = f"{mismatched:,.0f} of {tokens:,.0f} tokens differ"
     return counts
-
-
-def _difference_panel(axes: Axes, rows: Rows) -> None:
-    suffixes = ("logprob_abs_diff/max", "logprob_abs_diff/mean")
-    keys = [f"{path}/{suffix}" for path in ("stock", "consistency") for suffix in suffixes]
-    _difference_axis(axes, [value for key in keys for value in series(rows, key)[1]])
-    _line(axes, rows, keys[0], STOCK, "stock, max", marker="o")
-    _line(axes, rows, keys[1], STOCK, "stock, mean", linestyle="--", linewidth=1.2)
-    _line(axes, rows, keys[2], OURS, "rl_consistency, max", linewidth=2.4)
-    axes.set_ylabel("|training − rollout|, nats")
-    _legend(axes)
 
 
 def _difference_axis(axes: Axes, values: Sequence[float]) -> None:
@@ -158,65 +143,56 @@ def _difference_label(value: float, _: object = None) -> str:
     return "0 (same bits)" if value == 0 else f"$10^{{{round(math.log10(value))}}}$"
 
 
-@_figure(9.0, 3.4)
-def growth_figure(figure: Figure, rows: Rows) -> None:
+def growth_figure(rows: Rows) -> Figure:
     """How the difference of two sides grows from op to op; rows are those of `localize --json`."""
-    axes = figure.subplots()
+    with rc_context(STYLE):
+        figure = _empty_figure(3.4)
+        _growth_panel(figure.subplots(), rows)
+    return figure
+
+
+def _growth_panel(axes: Axes, rows: Rows) -> None:
     sizes = [float(row["relative_rms"]) for row in rows]
     _difference_axis(axes, sizes)
     drawn = [{"step": i, row["pass"]: sizes[i]} for i, row in enumerate(rows)]
-    _line(axes, drawn, "forward", OURS, "forward", marker=".")
-    _line(axes, drawn, "backward", STOCK, "backward", marker=".")
+    _line(axes, drawn, "forward", "forward", OURS, marker=".")
+    _line(axes, drawn, "backward", "backward", STOCK, marker=".")
     axes.set_title("Difference by op")
     axes.set_ylabel("RMS, relative to the values'")
     axes.set_xlabel("op, in order of execution")
     _legend(axes)
 
 
-@_figure(9.0, 3.4)
-def reward_figure(figure: Figure, rows: Rows) -> None:
-    """Mean reward of the training completions and of the evaluations."""
-    axes = figure.subplots()
-    _line(axes, rows, "reward/mean", OURS, "training completions", linewidth=1.8)
-    _line(axes, rows, "eval/reward", "#2563eb", "evaluation", marker="D", linewidth=1.2)
-    axes.set_title("Mean reward")
-    _step_axis(axes, rows)
-    _legend(axes)
+def _lines_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
+    for curve in panel.curves:
+        _line(axes, rows, curve.key, curve.label, **LOOKS[curve.look])
+    axes.yaxis.set_major_locator(MaxNLocator(4))
 
 
-LEARNING = (
-    ("loss", "Loss"),
-    ("gradient_norm", "Gradient norm"),
-    ("policy/entropy", "Entropy, nats"),
-    ("policy/kl/k3", "KL to the reference, nats"),
-    ("policy/clip_fraction", "Clipped share of tokens"),
-    ("completion/length_mean", "Mean completion length, tokens"),
-)
-"""Metric -> title of its panel."""
+def _difference_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
+    values = [value for curve in panel.curves for value in series(rows, curve.key)[1]]
+    _difference_axis(axes, values)
+    for curve in panel.curves:
+        _line(axes, rows, curve.key, curve.label, **LOOKS[curve.look])
 
 
-@_figure(9.0, 6.4)
-def learning_figure(figure: Figure, rows: Rows) -> None:
-    """A panel for each of the curves that say how training goes; a run may lack some."""
-    for axes, (key, title) in zip(figure.subplots(3, 2, sharex=True).flat, LEARNING, strict=True):
-        _line(axes, rows, key, OURS, "")
-        axes.set_title(title)
-        if not series(rows, key)[0]:
-            _legend(axes)  # says that it was not measured
-        axes.yaxis.set_major_locator(MaxNLocator(4))
-        _step_axis(axes, rows)
-        if not axes.get_subplotspec().is_last_row():
-            axes.set_xlabel("")
+def _share_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
+    _lines_panel(axes, panel, rows)
+    drifted = "consistency/mismatched_tokens"
+    for curve in panel.curves:
+        if curve.look == "ours" and (bad := [row for row in rows if row.get(drifted)]):
+            steps, shares = series(bad, curve.key)
+            drawn = [_drawn(value, math.nan) for value in shares]
+            axes.plot(steps, drawn, "X", color=BAD, label=f"{curve.label} drifted")
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+    top = _largest(rows, *(curve.key for curve in panel.curves))
+    axes.set_ylim(-0.04 * max(top, 0.1), max(1.25 * top, 0.1))
 
 
-@_figure(9.0, 2.4)
-def gradient_check_figure(figure: Figure, rows: Rows) -> None:
-    """Gradient elements whose bits changed when the step was recomputed under other groupings."""
-    axes = figure.subplots()
-    axes.set_title("Gradient elements changed by regrouping the batch")
-    key = "consistency/gradient_check"
-    steps, counts = series(rows, f"{key}/mismatched_elements")
-    verdicts = dict(zip(*series(rows, f"{key}/passed")))
+def _checks_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
+    elements, passes = (series(rows, curve.key) for curve in panel.curves)
+    steps, counts = elements
+    verdicts = dict(zip(*passes))
     passed = [(s, c) for s, c in zip(steps, counts) if verdicts.get(s, c == 0) and c == 0]
     failed = [(s, c) for s, c in zip(steps, counts) if (s, c) not in passed]
     failed = [(s, _drawn(c, 0.0)) for s, c in failed]
@@ -229,31 +205,56 @@ def gradient_check_figure(figure: Figure, rows: Rows) -> None:
     top = max((count for _, count in failed), default=0.0)
     axes.set_ylim(-0.12 * max(top, 1), 1.3 * max(top, 1))
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-    _step_axis(axes, rows)
-    _legend(axes)
 
 
-@_figure(9.0, 4.6)
-def timing_figure(figure: Figure, rows: Rows) -> None:
-    """Seconds of each phase per step, and tokens sampled per second."""
-    seconds, speed = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+def _stacked_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
     steps = [row["step"] for row in rows]
     floor = [0.0] * len(steps)
-    for phase, color in PHASES.items():
-        key = f"time/{phase}_seconds"
-        heights = [_drawn(float(row.get(key, 0.0)), 0.0) for row in rows]
+    for curve, color in zip(panel.curves, PHASES, strict=True):
+        heights = [_drawn(float(row.get(curve.key, 0.0)), 0.0) for row in rows]
         if any(heights):
-            label = phase.replace("_", " ")
-            seconds.bar(steps, heights, bottom=floor, width=0.85, color=color, label=label)
+            axes.bar(steps, heights, bottom=floor, width=0.85, color=color, label=curve.label)
             floor = [low + height for low, height in zip(floor, heights)]
-    seconds.set_title("Seconds per step, by phase")
-    seconds.tick_params(labelbottom=False)
-    seconds.set_ylim(0, 1.08 * max(*floor, 1e-3))
-    _legend(seconds)
-    _line(speed, rows, "tokens_per_second", OURS, "tokens sampled")
-    speed.set_title("Tokens per second")
-    speed.set_ylim(0, 1.15 * _largest(rows, "tokens_per_second") or 1.0)
-    _step_axis(speed, rows)
+    axes.set_ylim(0, 1.08 * max(*floor, 1e-3))
+
+
+def _histogram_panel(axes: Axes, panel: Panel, rows: Rows) -> None:
+    """A square for each step and bin that is not empty; the darker, the more tokens."""
+    histogram = panel.histogram
+    assert histogram is not None
+    names = [*histogram.bins, NOT_FINITE]
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.set_ylim(-0.7, len(names) - 0.3)
+    found = [
+        (row["step"], place, max(_drawn(float(row[key]), 1.0), 0.0))
+        for row in rows
+        for place, name in enumerate(names)
+        if (key := f"consistency/{histogram.name}/count/{name}") in row
+    ]
+    if not found:
+        return
+    steps, places, counts = zip(*found)
+    most = math.log1p(max(max(counts), 1.0))
+    colors = [
+        to_rgba(BAD if place == len(names) - 1 else OURS, 0.25 + 0.75 * math.log1p(count) / most)
+        for place, count in zip(places, counts)
+    ]
+    # About as wide as a step.
+    size = min(max(480 / len(rows), 2.0), 11.0) ** 2
+    axes.scatter(steps, places, s=size, c=colors, marker="s", linewidths=0)
+    named = histogram.bins.index(f"{histogram.exact:g}")
+    axes.axhspan(named - 0.5, named + 0.5, color=OURS, alpha=0.07, linewidth=0)
+
+
+DRAW: dict[str, Callable[[Axes, Panel, Rows], None]] = {
+    "lines": _lines_panel,
+    "difference": _difference_panel,
+    "share": _share_panel,
+    "checks": _checks_panel,
+    "stacked": _stacked_panel,
+    "histogram": _histogram_panel,
+}
+"""Kind of panel -> what draws it; a table is no figure."""
 
 
 def _largest(rows: Rows, *keys: str) -> float:
@@ -267,7 +268,7 @@ def _drawn(value: float, otherwise: float) -> float:
     return value if math.isfinite(value) else otherwise
 
 
-def _line(axes: Axes, rows: Rows, key: str, color: str, label: str, **style: Any) -> None:
+def _line(axes: Axes, rows: Rows, key: str, label: str, color: str, **style: Any) -> None:
     steps, values = series(rows, key)
     if not steps:
         return
@@ -290,9 +291,11 @@ def _step_axis(axes: Axes, rows: Rows) -> None:
 def _legend(axes: Axes) -> None:
     """The legend on the title's line, where no data can be under it."""
     _, labels = axes.get_legend_handles_labels()
-    if not labels:
+    if not (axes.lines or axes.collections or axes.containers):
         middle = {"transform": axes.transAxes, "ha": "center"}
         axes.text(0.5, 0.5, "not measured in this run", color=MUTED, **middle)
+        return
+    if not labels:
         return
     options = {"handlelength": 1.6, "columnspacing": 1.4, "borderaxespad": 0.1}
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(labels), **options)

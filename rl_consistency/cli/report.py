@@ -17,10 +17,14 @@ from matplotlib.figure import Figure
 
 from rl_consistency.cli import plots
 from rl_consistency.cli.output_file import write_whole
+from rl_consistency.cli.panels import SECTIONS, WORST
 from rl_consistency.cli.plots import series
+from rl_consistency.cli.report_samples import samples_section
 from rl_consistency.cli.run_files import Rows, load_rows, run_file
+from rl_consistency.parity.replay import LOCALIZATION, load_replay_bundle
+from rl_consistency.parity.worst_tokens import worst_tokens
 from rl_consistency.trainers.data.foreign_files import parse_json_object
-from rl_consistency.trainers.run_directory.directory import own_file
+from rl_consistency.trainers.run_directory.directory import REPLAY, SAMPLES, own_file
 
 CSS = """
 :root { --ink: #1f2937; --muted: #6b7280; --line: #e5e7eb; --good: #0f766e; --bad: #b91c1c; }
@@ -42,23 +46,12 @@ th, td { text-align: left; padding: 6px 12px 6px 0; border-bottom: 1px solid var
 th { font-weight: 600; color: var(--muted); font-size: 13px; }
 td.number, th.number { text-align: right; padding-right: 0; padding-left: 12px; }
 code, pre { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+td code { white-space: pre-wrap; }
 pre { margin: 12px 0 0; white-space: pre-wrap; } summary { cursor: pointer; font-weight: 600; }
 """
 
-FIGURES = {
-    "Drift": (
-        "Rollout logprobs against those that training recomputes, on the same tokens.",
-        plots.drift_figure,
-    ),
-    "Reward": ("Mean over the completions of a step.", plots.reward_figure),
-    "Learning": ("Means over the step's tokens and updates.", plots.learning_figure),
-    "Gradient checks": (
-        "The step's gradient recomputed under other groupings and compared as bytes.",
-        plots.gradient_check_figure,
-    ),
-    "Time": ("Where the seconds of a step go.", plots.timing_figure),
-}
-"""Title -> caption and what draws it."""
+MOST_ROWS = 20
+"""Worst tokens that the page shows."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +80,8 @@ def render(run_dir: str | os.PathLike[str]) -> Path:
 <body><main>
 <h1>{name}</h1><p>{len(rows)} steps, {rows[0]["step"]} to {rows[-1]["step"]}</p>
 {_verdict(rows)}
-{_figures(rows)}
+{_sections(run_dir, rows)}
+{samples_section(run_dir / SAMPLES)}
 {_summary(run_dir / "summary.json")}
 <section><details><summary>Configuration</summary>
 <pre>{html.escape(config.read_text("utf-8", errors="replace"))}</pre></details></section>
@@ -117,11 +111,46 @@ def _verdict(rows: Rows) -> str:
     )
 
 
-def _figures(rows: Rows) -> str:
-    return "\n".join(
-        f"<section><h2>{title}</h2><p>{caption}</p>\n{_svg(draw(rows), title)}</section>"
-        for title, (caption, draw) in FIGURES.items()
+def _sections(run_dir: Path, rows: Rows) -> str:
+    parts = []
+    for section in SECTIONS:
+        if section is WORST:
+            content = _worst_tokens(run_dir)
+        else:
+            content = _svg(plots.section_figure(section, rows), section.title)
+        heading = f"<h2>{section.title}</h2><p>{section.caption}</p>"
+        parts.append(f"<section>{heading}\n{content}</section>")
+    return "\n".join(parts)
+
+
+def _worst_tokens(run_dir: Path) -> str:
+    """The table of the first bundle, or of another if that one was not localized."""
+    bundles = sorted((run_dir / REPLAY).glob("bundle-*"))
+    bundles.sort(key=lambda path: not (path / LOCALIZATION).is_file())
+    if not bundles:
+        return "<p>No replay bundle is here: no token differed.</p>"
+    try:
+        bundle = load_replay_bundle(bundles[0])
+    except (ValueError, OSError) as error:  # the page is about the run, not about this file
+        return f"<p>{html.escape(str(error))}</p>"
+    pairs = zip(bundle.sequences, bundle.prompt_lengths, strict=True)
+    rows = worst_tokens(
+        [sequence[length:] for sequence, length in pairs],
+        [(index, 0) for index in bundle.sequence_indices],
+        bundle.rollout_logprobs,
+        bundle.training_logprobs,
+        lambda ids: str(ids[0]),
+        most=MOST_ROWS,
     )
+    heads = ("token id", "sequence", "position", "rollout", "training", "training − rollout")
+    head = "".join(f"<th class=number>{name}</th>" for name in heads)
+    # Nine digits tell two fp32 values apart.
+    lines = [[r.token, r.prompt_id, r.position, *(f"{x:.9g}" for x in r[4:])] for r in rows]
+    body = "".join(
+        f"<tr>{''.join(f'<td class=number>{value}</td>' for value in line)}</tr>" for line in lines
+    )
+    where = f"Step {bundle.config.get('step')}, {REPLAY}/{html.escape(bundles[0].name)}."
+    return f"<p>{where}</p><table><tr>{head}</tr>{body}</table>"
 
 
 def _svg(figure: Figure, title: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     mode.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     text = "remove the run the directory already holds"
     mode.add_argument("--overwrite", action="store_true", help=text)
+    text = "check and build everything, take one small step, write nothing, and end"
+    mode.add_argument("--dry-run", action="store_true", help=text)
     text = "print the whole recipe with overrides and defaults, as YAML, and end"
     mode.add_argument("--print-config", action="store_true", help=text)
 
@@ -36,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     from rl_consistency.trainers.config.recipe import dump_config, load_config
     from rl_consistency.trainers.launch import is_first_process, leave
     from rl_consistency.trainers.run import train
+    from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
+    from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
     from rl_consistency.trainers.run_directory.summary import passed
 
     console = Console(quiet=not is_first_process())
@@ -43,22 +48,35 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         console.print(dump_config(config), end="", soft_wrap=True, markup=False, highlight=False)
         return 0
-    announce = partial(console.print, highlight=False, markup=False)
+    announce = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     directory = config.run.output_dir
 
     def finish() -> None:
         save_picture(directory)
         render(directory)
 
-    modes = {"resume": args.resume, "overwrite": args.overwrite}
+    modes = {"resume": args.resume, "overwrite": args.overwrite, "dry_run": args.dry_run}
     try:
         summary = train(config, **modes, announce=announce, finish=finish)
+    except KeyboardInterrupt:
+        if saved := list_checkpoints(directory / CHECKPOINTS):
+            announce(f"The newest checkpoint is {saved[-1]}. To continue:")
+            announce(resume_command(args))
+        raise
     finally:
         leave()
+    if args.dry_run:
+        return 0
     console.print(summary_table(summary))
     paths = f"picture  {directory / 'drift.png'}\nreport   {directory / 'report.html'}"
     console.print(paths, soft_wrap=True, markup=False)  # whole, to be copied
     return 0 if passed(summary) else 1
+
+
+def resume_command(args: argparse.Namespace) -> str:
+    """What continues the run that these arguments began."""
+    overrides = [part for override in args.overrides for part in ("--set", override)]
+    return shlex.join(["rl-consistency", "train", args.recipe, *overrides, "--resume"])
 
 
 def find_recipe(name: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,6 +32,7 @@ from rl_consistency.models.patch import patch
 from rl_consistency.models.sharding import unwrapped
 from rl_consistency.models.token_logprobs import Sampling
 from rl_consistency.parity.drift import DriftReport
+from rl_consistency.parity.foreign_drift import check_known
 from rl_consistency.parity.gradients import GradientReport
 from rl_consistency.rollout.sampling_params import SamplingParams
 
@@ -108,6 +109,7 @@ def attach(
     check_gradients_seconds: float | None = None,
     sampling_metrics: bool = False,
     measure_only: bool = False,
+    metrics_of: Sequence[str] = (),
     **engine: Any,
 ) -> Attachment:
     """Let a trainer generate and train in canonical orders, so that both give the same logprobs.
@@ -132,6 +134,8 @@ def attach(
             for one more scoring pass per rollout.
         measure_only: patch nothing, and log the drift of the trainer as it is, between Hugging
             Face's `generate` or vLLM and training; of a GRPOTrainer or RLOOTrainer.
+        metrics_of: "trl", "verl", "prime_rl", "nemo_rl": their drift metrics of first updates are
+            logged too, by their own names and definitions (`parity/foreign_drift.py`).
         engine: options of `RolloutEngine`, for a trainer that generates.
 
     Returns the attachment, which holds the drift and `detach()`.
@@ -155,6 +159,9 @@ def attach(
         raise TypeError(
             f"a {kind} does not generate; give attach() no measure_only and no engine option."
         )
+    check_known(metrics_of)
+    if metrics_of and not generates:
+        raise TypeError(f"a {kind} does not generate; give attach() no metrics_of.")
     if measure_only and (engine or sampling_metrics or check_gradients_every):
         raise TypeError("measure_only=True leaves generation as it is; give attach() nothing else.")
     if sampling_metrics and kind != "GRPOTrainer":
@@ -171,6 +178,8 @@ def attach(
     except BaseException:
         attachment.detach()
         raise
+    if attachment._drift is not None:
+        attachment._drift.also_log(metrics_of)
     attachment._set(trainer, _MARK, attachment)
     return attachment
 

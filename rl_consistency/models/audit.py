@@ -1,7 +1,7 @@
 """What runs on a model's forward path, and why each part may be trusted.
 
 `patch` refuses a model with an unsupported row, `session.report()` returns the table of a model,
-and `python -m rl_consistency.models.audit` prints `docs/audit.md`.
+and `python -m rl_consistency.models.audit` prints `docs/reference/audit.md`.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def audit(model: nn.Module, *, patched: bool = False) -> AuditTable:
 
 
 def markdown() -> str:
-    """The text of docs/audit.md: orders, module classes per family, functional ops."""
+    """The text of docs/reference/audit.md: orders, module classes per family, functional ops."""
     modules = (
         (part, str(Verdict.CANONICAL), ORDERS[mixin.op].tag, f"`{TESTS[mixin.op]}`")
         for part, mixin in families.module_kinds().items()

@@ -3,17 +3,25 @@ import math
 
 import pytest
 
+from rl_consistency.cli.panels import DRIFT, SECTIONS, WORST
 from rl_consistency.cli.plots import (
-    LEARNING,
     drift_counts,
-    drift_figure,
-    gradient_check_figure,
-    learning_figure,
-    reward_figure,
+    drift_picture,
     save_picture,
+    section_figure,
     series,
-    timing_figure,
 )
+
+OF_TITLE = {section.title: section for section in SECTIONS}
+
+
+def drawn_axes(title, rows):
+    return section_figure(OF_TITLE[title], rows).axes
+
+
+def drift_axes(rows):
+    size, share, _ = drift_picture(rows).axes
+    return size, share
 
 
 def row(step, *, ours=0.0, stock=None, **more):
@@ -42,7 +50,7 @@ def pixel_height(axes, value):
 
 
 def test_zero_has_a_line_of_its_own_below_every_difference():
-    size, share = drift_figure(ROWS).axes
+    size, share = drift_axes(ROWS)
     ours, stock = lines(size)["rl_consistency, max"], lines(size)["stock, max"]
     assert list(ours.get_ydata()) == [0.0, 0.0, 0.0]
     assert list(stock.get_ydata()) == [3e-6, 5e-7] and list(stock.get_xdata()) == [1, 3]
@@ -56,19 +64,19 @@ def test_zero_has_a_line_of_its_own_below_every_difference():
 
 @pytest.mark.parametrize("rows", [[row(1)], [row(1, stock=0.0)], [row(1, ours=2.5, stock=1e-300)]])
 def test_extreme_runs_can_be_drawn(rows):
-    drift_figure(rows).canvas.draw()
+    drift_picture(rows).canvas.draw()
 
 
 def test_a_drifted_step_is_marked_however_small_its_share():
     rows = [row(1), row(2, ours=1e-7), row(3)]
-    _, share = drift_figure(rows).axes
+    _, share = drift_axes(rows)
     assert list(lines(share)["rl_consistency drifted"].get_xdata()) == [2]
-    assert "rl_consistency drifted" not in lines(drift_figure(ROWS).axes[1])
+    assert "rl_consistency drifted" not in lines(drift_axes(ROWS)[1])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_is_marked(value):
-    size, _ = drift_figure([row(1), row(2, ours=value), row(3)]).axes
+    size, _ = drift_axes([row(1), row(2, ours=value), row(3)])
     assert list(lines(size)["not finite"].get_xdata()) == [2]
 
 
@@ -82,15 +90,15 @@ def test_counts_sum_over_the_run():
 
 def test_rewards_of_training_and_evaluation_are_both_drawn():
     rows = [row(1), row(2, **{"eval/reward": 0.9}), row(3)]
-    drawn = lines(reward_figure(rows).axes[0])
+    drawn = lines(drawn_axes("Reward", rows)[0])
     assert list(drawn["training completions"].get_ydata()) == [0.1, 0.2, 0.3]
     assert list(drawn["evaluation"].get_xdata()) == [2]
 
 
 def test_each_curve_of_learning_has_a_panel_and_a_missing_one_says_so():
     rows = [row(1, loss=0.5), row(2, loss=math.nan), row(3, loss=-0.25)]
-    panels = {axes.get_title(loc="left"): axes for axes in learning_figure(rows).axes}
-    assert list(panels) == [title for _, title in LEARNING]
+    panels = {axes.get_title(loc="left"): axes for axes in drawn_axes("Learning", rows)}
+    assert list(panels) == [panel.title for panel in OF_TITLE["Learning"].panels]
     curve, bad = panels["Loss"].get_lines()
     assert list(curve.get_xdata()) == [1, 2, 3] and curve.get_ydata()[2] == -0.25
     assert list(bad.get_xdata()) == [2]
@@ -104,7 +112,7 @@ def test_gradient_checks_are_split_into_passed_and_failed():
         row(step, **{f"{key}/passed": count == 0, f"{key}/mismatched_elements": count})
         for step, count in [(1, 0), (2, 7), (3, 0)]
     ]
-    drawn = lines(gradient_check_figure(rows).axes[0])
+    drawn = lines(drawn_axes("Gradient checks", rows)[0])
     assert list(drawn["passed (2)"].get_xdata()) == [1, 3]
     assert list(drawn["failed (1)"].get_ydata()) == [7]
 
@@ -112,7 +120,7 @@ def test_gradient_checks_are_split_into_passed_and_failed():
 def test_a_check_reported_as_failed_is_never_drawn_as_passed():
     key = "consistency/gradient_check"
     rows = [row(1, **{f"{key}/passed": False, f"{key}/mismatched_elements": 0})]
-    assert "failed (1)" in lines(gradient_check_figure(rows).axes[0])
+    assert "failed (1)" in lines(drawn_axes("Gradient checks", rows)[0])
 
 
 def test_phases_are_stacked_and_absent_ones_left_out():
@@ -120,15 +128,29 @@ def test_phases_are_stacked_and_absent_ones_left_out():
         row(1, **{"time/rollout_seconds": 2.0, "time/training_seconds": 1.0}),
         row(2, **{"time/rollout_seconds": 2.0, "tokens_per_second": 50.0}),
     ]
-    seconds, _ = timing_figure(rows).axes
+    seconds, _ = drawn_axes("Speed", rows)
     assert [bars.get_label() for bars in seconds.containers] == ["rollout", "training"]
     assert [bar.get_y() for bar in seconds.containers[1]] == [2.0, 2.0]
 
 
 def test_what_was_not_measured_says_so():
-    for draw in (drift_figure, reward_figure, gradient_check_figure, timing_figure):
-        texts = [text.get_text() for axes in draw([{"step": 1}]).axes for text in axes.texts]
-        assert "not measured in this run" in texts
+    for section in SECTIONS:
+        if section is not WORST:
+            for axes in section_figure(section, [{"step": 1}]).axes:
+                assert [text.get_text() for text in axes.texts] == ["not measured in this run"]
+
+
+def test_a_histogram_has_a_square_for_each_bin_that_is_not_empty():
+    key = "consistency/logprob_abs_diff/count"
+    rows = [row(1, **{f"{key}/0": 90}), row(2, **{f"{key}/0": 80, f"{key}/0.1..1": 9}), row(3)]
+    rows[2][f"{key}/nan"] = math.inf
+    axes = section_figure(DRIFT, rows).axes[2]
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    (squares,) = axes.collections
+    found = [(x, names[round(y)]) for x, y in squares.get_offsets()]
+    assert sorted(found) == [(1, "0"), (2, "0"), (2, "0.1..1"), (3, "nan")]
+    shades = dict(zip(found, squares.get_facecolors()[:, 3]))
+    assert shades[1, "0"] == 1.0 > shades[2, "0"] > shades[2, "0.1..1"]
 
 
 def test_series_skips_rows_without_the_metric():

@@ -8,9 +8,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 
+from rl_consistency.cli.panels import SECTIONS, WORST
 from rl_consistency.cli.plots import save_picture
-from rl_consistency.cli.report import render
+from rl_consistency.cli.report import _worst_tokens, render
+from rl_consistency.numerics.fingerprint import fingerprint
+from rl_consistency.parity.replay import LOCALIZATION, save_replay_bundle
 from rl_consistency.trainers.run_directory.directory import FORMAT, MANIFEST
 from rl_consistency.trainers.run_directory.sealed_json import seal
 
@@ -98,7 +102,35 @@ def test_every_plot_is_inline_and_well_formed(tmp_path):
     text = render(make_run(tmp_path / "run")).read_text()
     svgs = re.findall(r"<svg .*?</svg>", text, flags=re.DOTALL)
     labels = [ElementTree.fromstring(svg).get("aria-label") for svg in svgs]
-    assert labels == ["Drift", "Reward", "Learning", "Gradient checks", "Time"]
+    assert labels == [s.title for s in SECTIONS if s is not WORST]
+
+
+def bundle_of(run_dir, training, step):
+    return save_replay_bundle(
+        run_dir / "replay",
+        sequences=[[1, 2, 7, 8], [1, 9]],
+        rollout_logprobs=[torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])],
+        training_logprobs=[torch.tensor(training), torch.tensor([-3.0])],
+        prompt_lengths=[2, 1],
+        config={"step": step},
+        parameter_digest="d",
+        fingerprint=fingerprint("cpu"),
+    )
+
+
+def test_the_worst_tokens_are_those_of_the_first_bundle(tmp_path):
+    run = make_run(tmp_path / "run", mismatched=1)
+    assert "no token differed" in _worst_tokens(run)
+    first = bundle_of(run, [-1.0, -2.5], step=3)
+    for step in range(4, 8):
+        bundle_of(run, [-1.0, -2.0 - step], step=step)
+    (first / LOCALIZATION).write_text("{}")
+    cells = [part for part in read(render(run)).text if part.strip()]
+    assert any(part.startswith("Step 3, replay/bundle-") for part in cells)
+    at = cells.index("training − rollout")
+    assert cells[at + 1 : at + 7] == ["8", "0", "1", "-2", "-2.5", "-0.5"]
+    (first / "bundle.json").write_text("{}")
+    assert "is damaged or was renamed" in _worst_tokens(run)
 
 
 def test_the_same_run_gives_the_same_page(tmp_path):

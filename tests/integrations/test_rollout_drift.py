@@ -1,3 +1,4 @@
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ from rl_consistency import parity
 from rl_consistency.integrations import rollout_drift
 from rl_consistency.integrations.rollout_drift import RolloutDrift
 from rl_consistency.integrations.sampled import Sampled
+from rl_consistency.integrations.token_drift import TokenDrift
 from rl_consistency.models.token_logprobs import LabelLogprobs
 
 
@@ -16,6 +18,7 @@ def drift():
         state=SimpleNamespace(global_step=0),
         accelerator=SimpleNamespace(num_processes=1),
         model=SimpleNamespace(training=True),
+        args=SimpleNamespace(report_to=[]),
     )
     return RolloutDrift(trainer)
 
@@ -113,10 +116,11 @@ def of_three(drift, monkeypatch):
         ids = [*range(2, 2 + tokens)]
         part.sampled(*sample([1], ids, [-1.0] * tokens))
         observe(part, [1, *ids], [0, *[1] * tokens], [-1.0 - difference, *[-1.0] * (tokens - 1)])
-        return [{name: t.state_dict() for name, t in part._since_log.items()}, 1]
+        reports = {name: t.state_dict() for name, t in part._since_log.items()}
+        return [reports, 1, part._tokens.take()]
 
     drift._trainer.accelerator.num_processes = 3
-    idle = [{name: {} for name in ("consistency", "off_policy")}, 0]
+    idle = [{name: {} for name in ("consistency", "off_policy")}, 0, TokenDrift().take()]
     everyone = [of(0.5, 4), of(0.25, 2), idle]
     monkeypatch.setattr(rollout_drift, "gather_object", lambda mine: everyone)
     return drift.take
@@ -139,3 +143,34 @@ def test_mutant_a_maximum_averaged_over_processes(of_three, monkeypatch):
     monkeypatch.setattr(parity.drift, "_extreme", lambda choose, a, b: (a + b) / 2)
     with pytest.raises(AssertionError, match=r"0\.375 == 0\.5"):
         check_over_processes(of_three())
+
+
+def test_metrics_of_other_trainers_are_of_the_first_update_and_of_all_processes(drift, monkeypatch):
+    drift.also_log(["trl", "prime_rl"])
+    drift.sampled(*sample([7, 8], [3, 4], [-1.0, -2.0]))
+    observe(drift, [7, 8, 3, 4], [0, 0, 1, 1], [-1.0, -2.5])
+    other = [{name: {} for name in ("consistency", "off_policy")}, 0, drift._tokens.take()]
+    drift.sampled(*sample([7, 8], [5], [-1.0]))
+    observe(drift, [7, 8, 5], [0, 0, 1], [-1.0])
+    drift._trainer.state.global_step = 1
+    observe(drift, [7, 8, 5], [0, 0, 1], [-9.0])
+    drift._trainer.accelerator.num_processes = 2
+    monkeypatch.setattr(rollout_drift, "gather_object", lambda mine: [*mine, other])
+    figures = drift.take()
+    assert figures["sampling/sampling_logp_difference/mean"] == pytest.approx(0.5 / 3)
+    ratios = figures["sampling/importance_sampling_ratio/mean"]
+    assert ratios == pytest.approx((math.exp(-0.5) + 1) / 2)
+    assert figures["mismatch_kl/all/max"] == pytest.approx(math.exp(-0.5) + 0.5 - 1)
+    drift._trainer.accelerator.num_processes = 1
+    assert drift.take() == {}
+
+
+def test_only_samples_that_differ_are_kept_where_no_figure_needs_the_others(drift):
+    for prompt in ([7, 8], [7, 8], [9]):
+        drift.sampled(*sample(prompt, [3 + drift._prompts.get(tuple(prompt), [0, 0])[1]], [-1.0]))
+    for ids, logprob in (([7, 8, 3], -1.0), ([7, 8, 4], -1.5), ([9, 3], -1.0)):
+        observe(drift, ids, [*[0] * (len(ids) - 1), 1], [logprob])
+    counts, (kept,) = drift._tokens.take()
+    assert (kept.tokens, kept.place) == ([4], (0, 1))
+    assert counts["consistency/logprob_abs_diff/count/0"] == 2
+    assert sum(counts.values()) == 6, "three tokens in each of two histograms"

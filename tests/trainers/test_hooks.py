@@ -130,6 +130,8 @@ def test_a_step_is_logged_under_exactly_the_promised_names(make_hook, model, rol
         "consistency/gradient_digest",
         "consistency/gradient_check/passed",
         "consistency/gradient_check/mismatched_elements",
+        "consistency/logprob_abs_diff/count/0",
+        "consistency/importance_ratio/count/1",
     }
     expected |= {f"stock/{name}" for name in DRIFT}
     assert {name for name in metrics if not name.startswith("time/")} == expected
@@ -306,7 +308,8 @@ def test_methods_out_of_order_are_refused(make_hook, rollout):
     "file",
     [
         *("algorithms/loop", "algorithms/grpo", "algorithms/ppo", "warm_start", "optimizer"),
-        *("losses", "batch", "advantages", "rewards", "prompts"),
+        *("algorithms/experience", "losses", "batch", "advantages", "data/prompts"),
+        *("rewards/function", "rewards/compute"),
     ],
 )
 def test_the_loop_itself_knows_nothing_of_drift(file):

@@ -1,5 +1,6 @@
 """A signal that others' code swallows still ends the run."""
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -7,12 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 
 import pytest
+import torch
 import yaml
 
-from rl_consistency.trainers import rewards
+from rl_consistency.distributed.world import World
+from rl_consistency.trainers import run
 from rl_consistency.trainers.data.examples import Example
-from rl_consistency.trainers.interrupts import interrupts_heard
-from rl_consistency.trainers.rewards import RewardFunction, compute_rewards, resolve
+from rl_consistency.trainers.interrupts import endings_deferred, interrupts_heard
+from rl_consistency.trainers.progress import Progress
+from rl_consistency.trainers.rewards import compute
+from rl_consistency.trainers.rewards.compute import compute_rewards
+from rl_consistency.trainers.rewards.function import RewardFunction, resolve
+from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
+from rl_consistency.trainers.run_directory.metrics_file import read_metrics
 
 EXAMPLE = Example(id=1, prompt="1+1=", answer="2", target="2")
 
@@ -49,7 +57,7 @@ def test_an_interrupt_that_a_reward_function_swallows_passes_through():
 
 def test_unheard_a_swallowed_interrupt_is_lost(monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(rewards, "interrupts_heard", nullcontext)
+    monkeypatch.setattr(compute, "interrupts_heard", nullcontext)
     assert compute_rewards([RewardFunction("mine", swallowing)], [EXAMPLE], ["2"]).total == [0.0]
 
 
@@ -74,16 +82,91 @@ def test_another_thread_is_let_be():
         assert pool.submit(block).result() == 1
 
 
-def test_a_run_ends_by_a_signal_that_its_reward_function_swallows(tiny_run):
-    with (tiny_run.directory / "toy_rewards.py").open("a") as stream:
-        stream.write(
-            "def swallowing(completions, **_):\n    import os, signal, time\n    try:\n"
-            "        os.kill(os.getpid(), signal.SIGTERM)\n        time.sleep(1)\n"
-            "    except:\n        pass\n    return [0.0] * len(completions)\n"
-        )
+SIGNALLED = """
+def signalled(completions, **_):
+    import os, signal, time
+    global calls
+    calls = globals().get("calls", 0) + 1
+    for _ in range({times} if calls == 2 else 0):
+        try:
+            os.kill(os.getpid(), signal.{name})
+            time.sleep(1.1)
+        except:
+            pass
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+"""
+
+
+@pytest.fixture
+def signalled_run(tiny_run):
+    """Runs a recipe by the command; its reward function sends signals in the second step."""
+    module = tiny_run.directory / "toy_rewards.py"
+    reward = {"reward.functions": [{"name": "toy_rewards:signalled"}]}
     recipe = tiny_run.directory / "recipe.yaml"
-    reward = {"reward.functions": [{"name": "toy_rewards:swallowing"}]}
     recipe.write_text(yaml.safe_dump(tiny_run.tree(**reward)))
-    command = [sys.executable, "-m", "rl_consistency", "train", str(recipe)]
-    done = subprocess.run(command, cwd=tiny_run.directory, capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (143, b"error: ended by SIGTERM\n")
+
+    def run(name="SIGTERM", times=1):
+        module.write_text(SIGNALLED.format(name=name, times=times))
+        command = [sys.executable, "-m", "rl_consistency", "train", str(recipe)]
+        command += ["--set", "run.seed=4"]
+        given = {"capture_output": True, "text": True, "check": False}
+        return subprocess.run(command, cwd=tiny_run.directory, **given)
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_ends_a_run_after_a_checkpoint_and_the_command_that_continues_it(
+    signalled_run, tiny_run, name, status
+):
+    done = signalled_run(name)
+    end = "interrupted" if name == "SIGINT" else "ended by SIGTERM"
+    told = f"{name}: finishing and saving this step; again: end now\n"
+    assert (done.returncode, done.stderr) == (status, f"{told}error: {end}\n")
+    (saved,) = list_checkpoints(tiny_run.directory / "run" / "checkpoints")
+    assert saved.name == "step_000002"
+    command = shlex.split(done.stdout.splitlines()[-1])
+    recipe = str(tiny_run.directory / "recipe.yaml")
+    assert command == ["rl-consistency", "train", recipe, "--set", "run.seed=4", "--resume"]
+    metrics = read_metrics(tiny_run.directory / "run" / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2]
+
+
+def test_a_run_that_a_signal_ended_continues_as_if_it_had_not(tiny_run, lasting):
+    changes = tiny_run.LONG | {"training.save_every": 0}
+    _, rows = tiny_run.of_its_own("whole", **changes)
+    step, calls = run._Run.step, []
+
+    def interrupted(self, number):
+        metrics = step(self, number)
+        calls.append(number)
+        if number == 3:
+            signal.raise_signal(signal.SIGINT)
+        return metrics
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(run._Run, "step", interrupted)
+        tiny_run(**changes)
+    assert calls == [1, 2, 3]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    _, resumed = tiny_run(**changes, resume=True)
+    assert lasting(resumed) == lasting(rows)
+
+
+def test_a_second_signal_ends_a_run_at_once(signalled_run, tiny_run):
+    done = signalled_run(times=2)
+    assert done.returncode == 143 and "To continue" not in done.stdout
+    assert list_checkpoints(tiny_run.directory / "run" / "checkpoints") == []
+
+
+def test_a_signal_that_a_launcher_repeats_is_one():
+    progress, told = Progress(1), []
+    with endings_deferred(progress, speaks=True) as ending:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        progress.listener = told.append
+        progress.tell("training")
+        notice = "SIGINT: finishing and saving this step; again: end now"
+        assert told == [f"step 0/1: training, {notice}"]
+        assert ending.asked(World(range(1), 0, device=torch.device("cpu"))) == signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

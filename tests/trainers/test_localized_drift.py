@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 
+from rl_consistency.integrations.wandb_drift import HISTOGRAM_KEYS, WORST_TOKENS
 from rl_consistency.models import modules
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.trainers import localized_drift
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.verify.substitution import attribute
+from tests.trainers.wandb_file import records
 
 WARN = {"consistency.on_drift": "warn", "training.steps": 2}
 
@@ -36,6 +38,25 @@ def test_the_first_mismatch_names_the_op_and_the_next_ones_do_not(tiny_run):
     record = json.loads(file.read_text())
     assert record["first"]["op"] == "attention" and record["between"] == ["rollout", "training"]
     tiny_run(overwrite=True, **WARN)  # the file is the run's own, to remove
+
+
+def test_wandb_has_every_figure_of_a_run_and_what_drifted(tiny_run):
+    pytest.importorskip("wandb", reason="wandb is an optional extra")
+    with attribute(modules, "attention_paged", worse_decode):
+        _, rows = tiny_run(announce=str, **WARN, **{"tracking.wandb": {"project": "bits"}})
+    found = records(tiny_run.directory / "run")
+    logged = [record.history for record in found if record.HasField("history")]
+    names = [{item.nested_key[0] for item in history.item} for history in logged]
+    counted = [{name for name in row if "/count/" not in name} - {"step"} for row in rows]
+    media = {*HISTOGRAM_KEYS.values(), WORST_TOKENS}
+    assert [n & (c | media) for n, c in zip(names, counted, strict=True)] == [
+        c | media for c in counted
+    ]
+    alerts = [record.alert for record in found if record.HasField("alert")]
+    assert len(alerts) == 2 and len({alert.title for alert in alerts}) == 1
+    assert "differs first in: attention of layer 0" in alerts[0].text
+    kinds = [record.artifact.type for record in found if record.HasField("artifact")]
+    assert kinds.count("localization") == 1, "only the first mismatch is localized"
 
 
 def test_a_run_that_localized_a_mismatch_has_the_weights_of_one_that_did_not(tiny_run, lasting):

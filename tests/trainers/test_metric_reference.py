@@ -3,6 +3,7 @@
 import pytest
 
 from rl_consistency.parity.drift import _LOGGED
+from rl_consistency.parity.foreign_drift import DEFINITIONS
 from rl_consistency.trainers.algorithms.loop import ENGINE_METRICS
 from rl_consistency.trainers.metric_reference import DRIFT, METRICS, reference_of, references
 
@@ -11,9 +12,11 @@ ELSEWHERE = {"consistency/schedule_audit"}
 
 
 def test_every_metric_of_a_run_is_described_and_no_other(tiny_run):
-    _, rows = tiny_run(**tiny_run.LONG)
+    _, rows = tiny_run(**tiny_run.LONG, **{"tracking.metrics_of": list(DEFINITIONS)})
     ppo = {"algorithm.name": "ppo", "algorithm.kl_coefficient": 0.05, "training.steps": 1}
-    _, more = tiny_run.of_its_own("ppo", **ppo, **{"consistency.value_check_every": 1})
+    checks = {f"consistency.{name}_check_every": 1 for name in ("value", "gradient")}
+    others = checks | {"data.overlong_prompts": "drop"}
+    _, more = tiny_run.of_its_own("ppo", **ppo, **others)
     logged = {name for row in rows + more for name in row} - {"step"}
     assert all(reference_of(name) for name in logged)
     exact = {name for name, _ in references() if "*" not in name}

@@ -1,3 +1,4 @@
+import errno
 import io
 import json
 import math
@@ -6,10 +7,21 @@ import sys
 from contextlib import nullcontext
 
 import pytest
+import torch
 from rich.console import Console
 
+from rl_consistency.integrations.wandb_drift import ALERT
+from rl_consistency.parity.histograms import drift_histograms
+from rl_consistency.parity.replay import LOCALIZATION
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.trainers.config.run_sections import WandbSection
+from rl_consistency.trainers.hooks import Rollout
+from rl_consistency.trainers.localized_drift import Mismatch
 from rl_consistency.trainers.metric_reference import references
-from rl_consistency.trainers.tracking import ConsoleTable, TrackerSet, WandbTracker, check_wandb
+from rl_consistency.trainers.tracking import wandb_tracker
+from rl_consistency.trainers.tracking.console import ConsoleTable
+from rl_consistency.trainers.tracking.trackers import TrackerSet
+from rl_consistency.trainers.tracking.wandb_tracker import WandbTracker, check_wandb
 from tests.trainers.wandb_file import records
 
 STEP = {
@@ -98,20 +110,137 @@ def test_wandb_is_told_the_status_of_a_run(tmp_path, monkeypatch, failed, status
     assert statuses == [status]
 
 
-def test_missing_wandb_is_an_error_with_its_remedy(tmp_path, monkeypatch):
+OFFLINE, ONLINE = WandbSection(project="p"), WandbSection(project="p", mode="online")
+
+
+def test_without_wandb_a_run_is_warned_once_and_the_tracker_is_an_error(tmp_path, monkeypatch):
+    warned = []
+    monkeypatch.setattr(wandb_tracker, "find_spec", lambda name: None)
+    assert check_wandb(OFFLINE, warned.append) is None and check_wandb(None, warned.append) is None
+    (line,) = warned
+    assert "the run goes on" in line and "pip install 'rl-consistency[wandb]'" in line
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"rl-consistency\[wandb\].*tracking\.wandb"):
+    with pytest.raises(ImportError, match=r"pip install 'rl-consistency\[wandb\]'"):
         WandbTracker("project", directory=tmp_path)
 
 
-def test_wandb_online_without_a_key_is_refused_with_its_remedy(tmp_path, monkeypatch):
+def test_online_without_a_key_a_run_is_warned_once_with_the_remedy(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is an optional extra")
+    warned = []
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     for name in ("HOME", "WANDB_CONFIG_DIR"):
         monkeypatch.setenv(name, str(tmp_path))
-    check_wandb("offline")
-    with pytest.raises(ValueError, match=r"online: .*No API key.*WANDB_API_KEY.*offline"):
-        check_wandb("online")
+    assert check_wandb(OFFLINE, warned.append) is OFFLINE and warned == []
+    assert check_wandb(ONLINE, warned.append) is None
+    (line,) = warned
+    assert all(part in line for part in ("the run goes on", "WANDB_API_KEY", "offline"))
+
+
+def test_wandb_that_cannot_begin_costs_one_warning(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is an optional extra")
+    (tmp_path / "file").write_text("")
+    warned = []
+    tracker = WandbTracker("project", directory=tmp_path / "file" / "run", warn=warned.append)
+    tracker.log(1, STEP)
+    tracker.close()
+    (line,) = warned
+    assert "the run goes on" in line and "Not a directory" in line
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ECONNRESET], ids=["full disk", "killed"])
+def test_wandb_that_fails_in_a_run_costs_one_warning(tmp_path, monkeypatch, number):
+    """A full disk, or wandb's process gone: these are the errors that wandb 0.31 raised then."""
+    wandb = pytest.importorskip("wandb", reason="wandb is an optional extra")
+    warned = []
+    tracker = WandbTracker("project", directory=tmp_path, warn=warned.append)
+    tracker.log(1, STEP)
+    run = tracker._run
+
+    def fails(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(wandb.Run, "log", fails)
+        tracker.log(2, STEP)
+        tracker.log(3, STEP)
+        tracker.close()
+    run.finish()
+    (line,) = warned
+    assert os.strerror(number) in line and "the run goes on" in line
+
+
+def test_another_error_of_the_tracker_is_not_hidden(tmp_path, monkeypatch):
+    """Negative control: a mistake of ours is no failure of wandb's."""
+    pytest.importorskip("wandb", reason="wandb is an optional extra")
+    tracker = WandbTracker("project", directory=tmp_path)
+    monkeypatch.setattr(wandb_tracker, "log_drift", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tracker.log(1, STEP)
+    tracker.close()
+
+
+ROLLOUT = Rollout(
+    step=2,
+    sequences=[[1, 2, 65, 66], [1, 67]],
+    prompt_lengths=[2, 1],
+    logprobs=[torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])],
+    sampling=SamplingParams(),
+    places=[(40, 0), (41, 5)],
+)
+TRAINING = [torch.tensor([-1.0, -2.5]), torch.tensor([math.nan])]
+
+
+def items(record):
+    return {"/".join(item.nested_key): json.loads(item.value_json) for item in record.item}
+
+
+def test_wandb_shows_drift_as_histograms_a_table_an_artifact_and_an_alert(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is an optional extra")
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    (bundle / LOCALIZATION).write_text('{"first": "attention"}')
+    mismatches = [None, Mismatch(ROLLOUT, TRAINING, "2 of 3 tokens", bundle)]
+    tracker = WandbTracker(
+        "project",
+        directory=tmp_path,
+        take_mismatch=lambda: mismatches.pop(0),
+        decode=lambda ids: chr(ids[0]),
+    )
+    tracker.log(1, STEP | drift_histograms(ROLLOUT.logprobs, ROLLOUT.logprobs))
+    tracker.log(2, STEP | drift_histograms(ROLLOUT.logprobs, TRAINING))
+    tracker.close()
+    found = records(tmp_path)
+    first, second = (items(record.history) for record in found if record.HasField("history"))
+    assert first["loss"] == STEP["loss"] and not any("/count/" in name for name in first)
+    name = "consistency/log10_abs_diff_histogram"
+    edges = [-10, -9, -8, -7, -6, -5, -4, -3, -2, -1, 0, 1]
+    assert first[f"{name}/bins"] == pytest.approx(edges) == second[f"{name}/bins"]
+    assert first[f"{name}/values"] == [3, *[0] * 10]
+    assert second[f"{name}/values"] == [1, *[0] * 8, 1, 0]
+    ratios = dict(
+        zip(
+            second["consistency/importance_ratio_histogram/bins"],
+            second["consistency/importance_ratio_histogram/values"],
+        )
+    )
+    assert {edge: count for edge, count in ratios.items() if count} == {0.5: 1, 1.0: 1}
+    assert not any("worst_tokens" in key for key in first)
+    assert second["consistency/worst_tokens/nrows"] == 2
+    (file,) = tmp_path.glob("wandb/offline-*/files/media/table/**/worst_tokens_*.table.json")
+    table = json.loads(file.read_text())
+    assert table["columns"] == [
+        *("token", "prompt_id", "sample", "position"),
+        *("rollout_logprob", "training_logprob", "difference"),
+    ]
+    nan, known = table["data"]
+    assert nan[:5] == ["C", 41, 5, 0, -3.0] and all(map(math.isnan, nan[5:]))
+    assert known == ["B", 40, 0, 1, -2.0, -2.5, -0.5]
+    artifacts = [record.artifact for record in found if record.HasField("artifact")]
+    (localization,) = [a for a in artifacts if a.type == "localization"]
+    assert [entry.path for entry in localization.manifest.contents] == [LOCALIZATION]
+    (alert,) = [record.alert for record in found if record.HasField("alert")]
+    assert (alert.title, alert.text, alert.level) == (ALERT, "2 of 3 tokens", "ERROR")
+    assert alert.wait_duration == 30 * 60 * 1000, "wandb sends no other one before, in ms"
 
 
 def test_an_unknown_wandb_mode_is_refused(tmp_path):

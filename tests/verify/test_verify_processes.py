@@ -42,6 +42,21 @@ def test_a_job_survives_the_way_to_another_process():
         assert pickle.loads(pickle.dumps(job)).scope == job.scope
 
 
+def test_processes_find_what_one_finds_in_the_same_order():
+    checked = ("C1 glu", "C1 rotary", "C6 embedding", "C6 glu")
+    jobs = [
+        j for j in jobs_of(preset_targets("tiny-qwen3", [torch.bfloat16])) if j.scope in checked
+    ]
+    reported = []
+    results = run_in_processes(jobs, 2, torch.device("cpu"), reported.append)
+    own = [result for job in jobs for result in job.run(lambda result: None)]
+    assert len(own) == len(checked)
+    assert sorted(map(str, reported)) == sorted(map(str, results))
+    assert [(r.key, r.scope, r.cases, r.mismatches) for r in results] == [
+        (r.key, r.scope, r.cases, r.mismatches) for r in own
+    ]
+
+
 def test_processes_end_with_the_one_that_began_them(tmp_path):
     """A pool's workers would wait for work for ever if theirs were killed."""
     program = (

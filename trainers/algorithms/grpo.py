@@ -10,7 +10,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from rl_consistency.trainers.advantages import group_advantages
-from rl_consistency.trainers.algorithms.loop import Experience, PolicyTrainer
+from rl_consistency.trainers.algorithms.experience import Experience
+from rl_consistency.trainers.algorithms.loop import PolicyTrainer
 from rl_consistency.trainers.batch import per_token
 from rl_consistency.trainers.hooks import Metrics
 
@@ -23,4 +24,7 @@ class GRPOTrainer(PolicyTrainer):
     ) -> tuple[Metrics, Experience]:
         kind, lengths = self.config.algorithm.advantage, experience.lengths
         advantages = per_token(group_advantages(rewards, self._sampling.n, kind=kind), lengths)
-        return {}, replace(experience, advantages=advantages.split(lengths))
+        groups = rewards.view(-1, self._sampling.n)
+        equal = (groups == groups[:, :1]).all(dim=1)
+        metrics: Metrics = {"reward/equal_group_fraction": float(equal.double().mean())}
+        return metrics, replace(experience, advantages=advantages.split(lengths))

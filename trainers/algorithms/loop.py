@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from statistics import fmean
 from time import perf_counter
@@ -29,14 +29,16 @@ from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.advantages import overlong_mask, overlong_penalty
+from rl_consistency.trainers.algorithms.experience import Experience, samples_of
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder, Example
+from rl_consistency.trainers.data.prompts import PromptSet
 from rl_consistency.trainers.hooks import GradientStep, Metrics, Rollout, TrainerHook
 from rl_consistency.trainers.losses import LossOutput, merge_outputs, policy_loss, token_weights
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.prompts import PromptSet
-from rl_consistency.trainers.rewards import RewardFunction, Rewards, compute_rewards
+from rl_consistency.trainers.rewards.compute import Rewards, compute_rewards
+from rl_consistency.trainers.rewards.function import RewardFunction
 from rl_consistency.trainers.strategies.strategy import Backward, Strategy
 
 ENGINE_METRICS = (
@@ -50,27 +52,6 @@ ENGINE_METRICS = (
     "acceptance_rate",
 )
 """Fields of the engine's statistics that are logged with a step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experience:
-    """One rollout batch, ready to learn from; everything is indexed by sample, in logical order."""
-
-    sequences: list[list[int]]
-    prompt_lengths: list[int]
-    old_logprobs: list[Tensor]
-    """On the CPU, as the rollout gave them."""
-    keep: Tensor | None
-    """[S] bool, False where a sample is left out of the loss; None keeps all."""
-    reference_logprobs: list[Tensor] | None = None
-    """On the model's device."""
-    advantages: Sequence[Tensor] = ()
-    """fp32, of each token, on the CPU; the algorithm gives them."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Completion tokens of each sample."""
-        return [len(t) for t in self.old_logprobs]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -96,6 +77,10 @@ class PolicyTrainer(ABC):
     hook: TrainerHook
     reference: Any = None
     """The patched, frozen policy of the KL term; None without that term."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Completions of the last step that people are shown, each with its reward."""
+    progress: Callable[[str, int, int], None] = lambda phase, done, total: None
+    """Told what is done of a phase of the step."""
 
     timed: ClassVar[tuple[str, ...]] = ("rollout", "training", "optimizer")
     """What the seconds of a step are counted for."""
@@ -128,11 +113,11 @@ class PolicyTrainer(ABC):
                 ranks, or the hook raised it.
         """
         started = perf_counter()
-        self._times = dict.fromkeys(self.timed, 0.0)
+        self._times, self.samples, self._trained = dict.fromkeys(self.timed, 0.0), [], 0
         with self._timed("rollout"):
-            examples, completions = self._roll_out(step)
+            index, completions = self._roll_out(step)
         statistics = self.engine.stats
-        metrics, experience = self._experience(step, examples, completions)
+        metrics, experience = self._experience(step, index, completions)
         # How the engine was used. Like times, these may differ between runs with equal tokens.
         metrics |= {f"time/rollout_{name}": getattr(statistics, name) for name in ENGINE_METRICS}
         metrics["learning_rate"] = self.optimizer.learning_rate
@@ -154,7 +139,8 @@ class PolicyTrainer(ABC):
         """Mean reward of one greedy completion per evaluation example; {} without a set."""
         if self.evaluation is None:
             return {}
-        limit = self.config.training.eval_samples or len(self.evaluation.prompts)
+        there = len(self.evaluation.prompts)
+        limit = min(self.config.training.eval_samples or there, there)
         greedy = replace(self._sampling, n=1, temperature=0.0)
         own = cut(limit, self.ranks.world.size)[self.ranks.world.rank]
         drawn = self._draw(self.evaluation, list(own), greedy, list(own))
@@ -162,7 +148,8 @@ class PolicyTrainer(ABC):
         rewards = self._rewards(self.evaluation.examples[:limit], completions)
         return {"eval/reward": fmean(rewards.total)}
 
-    def _roll_out(self, step: int) -> tuple[list[Example], list[Completion]]:
+    def _roll_out(self, step: int) -> tuple[list[int], list[Completion]]:
+        """The place in the training set of each sample's prompt, and the samples."""
         index, draws = self._order.batch(step - 1), list(self._order.draws(step - 1))
         n = self._sampling.n
         # A group that a leaf's border cuts is drawn on both sides of it: the same samples.
@@ -171,30 +158,41 @@ class PolicyTrainer(ABC):
         drawn = self._draw(self.train, chosen, self._sampling, [draws[i] for i in own])
         samples = {own[c.prompt_index] * n + c.sample_index: c for c in drawn}
         completions = self.ranks.shared("completions", {i: samples[i] for i in self._own})
-        return [self.train.examples[i] for i in index for _ in range(n)], completions
+        return [i for i in index for _ in range(n)], completions
 
     def _draw(
         self, source: PromptSet, chosen: list[int], sampling: SamplingParams, ids: list[int]
     ) -> list[Completion]:
         """Completions of the chosen prompts, drawn by this rank."""
+        phase = "rollout" if source is self.train else "evaluation"
         with whole_weights(self.model), self.ranks.world.agreed("rollout"):
             return self.engine.generate(
                 [source.prompts[i] for i in chosen],
                 sampling,
                 prompt_ids=ids,
                 weights_digest=self._weights_digest,
+                progress=lambda _, done, total: self.progress(phase, done, total),
             )
 
     def _rewards(self, examples: Sequence[Example], completions: Sequence[Completion]) -> Rewards:
         """Reward functions see a whole batch in logical order, and run once."""
+        self.progress("rewards", 0, 0)
         texts = self._texts(completions)
-        score = partial(compute_rewards, self.rewards, examples, texts)
+        score = partial(
+            compute_rewards,
+            self.rewards,
+            examples,
+            texts,
+            token_ids=[completion.token_ids for completion in completions],
+            timeout=self.config.reward.timeout,
+        )
         return self.ranks.world.from_first("rewards", score)
 
     def _experience(
-        self, step: int, examples: list[Example], completions: list[Completion]
+        self, step: int, index: list[int], completions: list[Completion]
     ) -> tuple[Metrics, Experience]:
-        prompts = [self.train.prompts[example.id] for example in examples]
+        examples = [self.train.examples[i] for i in index]
+        prompts = [self.train.prompts[i] for i in index]
         sequences = [[*p, *c.token_ids] for p, c in zip(prompts, completions, strict=True)]
         prompt_lengths = [len(prompt) for prompt in prompts]
         old_logprobs = [completion.token_logprobs for completion in completions]
@@ -204,9 +202,12 @@ class PolicyTrainer(ABC):
             prompt_lengths=prompt_lengths,
             logprobs=old_logprobs,
             sampling=self._sampling,
+            places=[(e.id, c.sample_index) for e, c in zip(examples, completions, strict=True)],
         )
         metrics = self._told("the rollout", self.hook.on_rollout, rollout)
         rewards = self._rewards(examples, completions)
+        shown = partial(samples_of, examples, completions, rewards, self._texts)
+        self.samples = shown(n=self._sampling.n, count=self.config.tracking.samples)
         shaped = torch.tensor(rewards.total, dtype=torch.float32)
         algorithm, longest = self.config.algorithm, self._sampling.max_tokens
         lengths, keep = [len(t) for t in old_logprobs], None
@@ -294,6 +295,9 @@ class PolicyTrainer(ABC):
                 self.ranks.backward(output.loss * 0.0 if is_filler else output.loss)
             if not is_filler:
                 keep(group, scored, output)
+                self._trained += len(group)
+                passes = self.config.algorithm.epochs_per_rollout
+                self.progress("training", self._trained, passes * len(self._own))
 
         return backward
 

@@ -25,7 +25,8 @@ from rl_consistency.trainers.advantages import (
     whitened,
 )
 from rl_consistency.trainers.algorithms.critic import Critic
-from rl_consistency.trainers.algorithms.loop import Experience, PolicyTrainer
+from rl_consistency.trainers.algorithms.experience import Experience
+from rl_consistency.trainers.algorithms.loop import PolicyTrainer
 from rl_consistency.trainers.hooks import Metrics
 from rl_consistency.trainers.losses import ClippedLoss, merge_outputs, value_loss
 from rl_consistency.trainers.strategies.strategy import Backward

@@ -14,10 +14,12 @@ from rl_consistency.trainers.config.section import (
     Int,
     LocalPath,
     Name,
+    Positive,
     Section,
     require_one,
 )
 from rl_consistency.trainers.data.arithmetic import check_parameters
+from rl_consistency.trainers.data.examples import OverlongPrompts
 
 
 class ArithmeticSection(Section):
@@ -57,8 +59,15 @@ class DataSection(Section):
     """Field of a line that holds the reference answer, which is also the warm start's target."""
     prompt_template: str = "{prompt}"
     """The text given to the model; `{prompt}` stands for the prompt field."""
+    chat_template: bool = False
+    """Give the model the text of the tokenizer's chat template: of a prompt that is a list of
+    messages (objects with role and content), or of the text as one message of the user."""
     max_prompt_tokens: Count = 256
-    """Longest prompt in tokens; a longer one is an error that names the example."""
+    """Longest prompt in tokens, chat template included."""
+    overlong_prompts: OverlongPrompts = "error"
+    """A prompt longer than that, or too long for the model's context with max_tokens: error names
+    the example; drop leaves it out; truncate keeps its last tokens. The number is printed and
+    logged."""
     shuffle: bool = True
     """Visit each epoch in a new order, a pure function of run.seed and the epoch."""
     limit: Count | None = None
@@ -74,6 +83,9 @@ class DataSection(Section):
         return self
 
 
+RewardSignature = Literal["ours", "trl"]
+
+
 class RewardFunctionSection(Section):
     """One term of the reward."""
 
@@ -81,6 +93,10 @@ class RewardFunctionSection(Section):
     """exact_match, gsm8k, arithmetic, or package.module:function."""
     weight: Float = 1.0
     """Factor of this term in the sum."""
+    signature: RewardSignature = "ours"
+    """What the function is called with, all by name, beside the data's further fields. ours:
+    prompts, completions, answers; trl: prompts, completions, completion_ids and the answer under
+    data.answer_field, as TRL's trainers do (no trainer_state, no None for a score)."""
 
 
 class RewardSection(Section):
@@ -88,6 +104,8 @@ class RewardSection(Section):
 
     functions: tuple[RewardFunctionSection, ...]
     """The terms, at least one, added in this order."""
+    timeout: Positive | None = None
+    """Seconds that one call of a function may take, for all completions; null = any time."""
 
     @model_validator(mode="after")
     def _some_and_distinct(self) -> RewardSection:
@@ -96,4 +114,6 @@ class RewardSection(Section):
             raise ValueError("functions must name at least one reward function")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{', '.join(repeated)} stands more than once: add up the weights")
+        if wrong := [f.name for f in self.functions if f.signature == "trl" and ":" not in f.name]:
+            raise ValueError(f"{wrong[0]} is built in, of signature ours: leave signature out")
         return self

@@ -162,6 +162,8 @@ def _option_problems(config: RunConfig) -> Iterator[str]:
     data, algorithm, sampling = config.data, config.algorithm, config.sampling
     if config.policy.build is not None and config.tokenizer.kind == "auto":
         yield "tokenizer.kind: a built policy has no tokenizer of its own: use byte"
+    if data.chat_template and config.tokenizer.kind == "byte":
+        yield "data.chat_template: the byte tokenizer has none: use tokenizer.kind auto, or false"
     names, plain = ("top_k", "top_p", "min_p"), SamplingParams()
     truncated = [name for name in names if getattr(sampling, name) != getattr(plain, name)]
     if truncated and algorithm.kl_coefficient:

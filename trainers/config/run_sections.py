@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.numerics.strict import OPS, Strictness, current, strict
+from rl_consistency.parity.foreign_drift import Trainer
 from rl_consistency.trainers.config.section import Count, CountOrZero, Int, LocalPath, Name, Section
 
 
@@ -111,5 +112,10 @@ class TrackingSection(Section):
 
     console: bool = True
     """Show the live progress table."""
+    samples: CountOrZero = 2
+    """Completions of each step that samples.jsonl, the report and wandb show: the best and the
+    worst by reward of the step's first prompt, then of its second, and so on; 0 = none."""
     wandb: WandbSection | None = None
     """Log to Weights & Biases; null = do not."""
+    metrics_of: tuple[Trainer, ...] = ()
+    """Trainers whose drift metrics are logged too, by their own names and definitions."""

@@ -13,10 +13,11 @@ from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from rl_consistency.trainers.data.foreign_files import parse_json_object
 
+OverlongPrompts = Literal["error", "drop", "truncate"]
 LONGEST_LINE = 2**24
 """Bytes of a line of JSONL."""
 
@@ -42,6 +43,8 @@ class Example:
     """The completion that the warm start imitates, without the end token."""
     extra: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Further fields, handed to reward functions by name."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """The conversation that `prompt` is the chat template's text of, if there is one."""
     source: Path | None = None
     """The file whose line it is, if it was read from one."""
 
@@ -66,8 +69,12 @@ def read_jsonl(
     answer_field: str = "answer",
     prompt_template: str = "{prompt}",
     limit: int | None = None,
+    conversations: bool = False,
 ) -> list[Example]:
     """The examples of a JSONL file in the order of its lines, at most the first `limit`.
+
+    With `conversations` a prompt may be a list of messages, each with a role and a content. Such an
+    example has no text yet.
 
     Fields other than the two become `extra`. Raises DataError on what is no file or an empty one
     and on a line that is blank, longer than 16 MiB, no JSON object (see `parse_json`), or lacks a
@@ -78,13 +85,21 @@ def read_jsonl(
     for index, line in enumerate(islice(_lines(path), limit)):
         place = f"{path}, line {index + 1}"
         record = _record(line, place)
-        text, answer = (_text(record, name, place) for name in (prompt_field, answer_field))
+        messages = None
+        if isinstance(record.get(prompt_field), list):
+            messages = _messages(record[prompt_field], f"{place}: {prompt_field!r}")
+            if not conversations or prompt_template != "{prompt}":
+                raise DataError(
+                    f"{place}: {prompt_field!r} is a list of messages: set data.chat_template to "
+                    "true, and leave out data.prompt_template"
+                )
+        text = "" if messages else _text(record, prompt_field, place)
+        answer = _text(record, answer_field, place)
         prompt = prompt_template.replace("{prompt}", text)
         rest = {k: v for k, v in record.items() if k not in (prompt_field, answer_field)}
         extra = MappingProxyType(rest)
-        examples.append(
-            Example(id=index, prompt=prompt, answer=answer, target=answer, extra=extra, source=path)
-        )
+        given = {"prompt": prompt, "answer": answer, "target": answer, "messages": messages}
+        examples.append(Example(id=index, **given, extra=extra, source=path))
     if not examples:
         raise DataError(f"{path} is empty: it needs one JSON object per line")
     return examples
@@ -130,6 +145,20 @@ def _text(record: dict[str, Any], name: str, place: str) -> str:
     return value
 
 
+def _messages(given: Sequence[Any], place: str) -> Sequence[Mapping[str, Any]]:
+    """The messages of a conversation; DataError on what is none that a model can answer."""
+    for number, message in enumerate(given):
+        found = message if isinstance(message, dict) else {}
+        if not all(isinstance(found.get(key), str) for key in ("role", "content")):
+            raise DataError(
+                f"{place}: message {number} must be an object with a role and a content that are "
+                "text (images are not covered)"
+            )
+    if not given or given[-1]["role"] == "assistant":
+        raise DataError(f"{place} must end with a message to answer: of the user, say")
+    return tuple(given)
+
+
 def encode_prompt(
     example: Example,
     encode: Callable[[str], Sequence[int]],
@@ -137,16 +166,24 @@ def encode_prompt(
     max_prompt_tokens: int,
     max_tokens: int,
     context_length: int,
-) -> list[int]:
-    """The token ids of the prompt of `example`.
+    overlong: OverlongPrompts = "error",
+) -> tuple[list[int] | None, bool]:
+    """The token ids of the prompt of `example`, and whether it is longer than the limits allow.
 
-    DataError, naming the example and the lengths, if the prompt has no token, more than
-    `max_prompt_tokens`, or leaves fewer than `max_tokens` of the model's `context_length`.
+    It may have `max_prompt_tokens` and has to leave `max_tokens` of the model's `context_length`. A
+    longer one keeps its last tokens with `overlong` truncate, and is None with drop.
+
+    DataError, naming the example and the lengths, if the prompt has no token or, with error, too
+    many.
     """
     token_ids = list(encode(example.prompt))
-    length, remedy = len(token_ids), "or take the example out of the data"
+    length = len(token_ids)
+    remedy = "take the example out of the data, or set data.overlong_prompts to drop or truncate"
     if length == 0:
         raise DataError(f"{example.place}: its prompt has no token")
+    longest = min(max_prompt_tokens, context_length - max_tokens)
+    if overlong != "error" and 0 < longest < length:
+        return (token_ids[-longest:] if overlong == "truncate" else None), True
     if length > max_prompt_tokens:
         raise DataError(
             f"{example.place}: its prompt has {length} tokens, data.max_prompt_tokens is "
@@ -158,7 +195,7 @@ def encode_prompt(
             f"completion {length + max_tokens}; the model's context is {context_length}: lower "
             f"rollout.sampling.max_tokens, {remedy}"
         )
-    return token_ids
+    return token_ids, False
 
 
 @lru_cache(maxsize=4)

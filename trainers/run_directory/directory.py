@@ -39,8 +39,8 @@ from rl_consistency.trainers.run_directory.unfinished import (
 
 MANIFEST, LOCK = "manifest.json", ".rl_consistency.lock"
 CONFIG, REFERENCE = "config.yaml", "reference.safetensors"
-METRICS, DIGESTS = "metrics.jsonl", "digests.jsonl"
-FILES = (CONFIG, METRICS, DIGESTS, REFERENCE, "summary.json", "report.html", "drift.png")
+METRICS, DIGESTS, SAMPLES = "metrics.jsonl", "digests.jsonl", "samples.jsonl"
+FILES = (CONFIG, METRICS, DIGESTS, SAMPLES, REFERENCE, "summary.json", "report.html", "drift.png")
 CHECKPOINTS, REPLAY = "checkpoints", "replay"
 FORMAT = 1
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.prompts import PromptSet
-from rl_consistency.trainers.rewards import RewardFunction
+from rl_consistency.trainers.data.prompts import PromptSet
+from rl_consistency.trainers.rewards.function import RewardFunction
 from rl_consistency.trainers.run_directory.checkpoint import explained
 from rl_consistency.trainers.run_directory.sealed_json import file_digest
 
@@ -25,6 +25,7 @@ FREE = {
     "policy": {"path"},
     "data": {"path", "eval_path"},
     "training": {"save_every", "keep_checkpoints", "strategy"},
+    "reward": {"timeout"},
     "tracking": True,
 }
 """Keys of a recipe that may be others when it is resumed: what they name is compared by content, or
@@ -93,10 +94,11 @@ def _source_digest(term: RewardFunction) -> str:
 
 
 def _prompts_digest(prompts: PromptSet) -> str:
-    rows = [
+    rows: list[Any] = [
         [example.id, example.prompt, example.answer, example.target, dict(example.extra), tokens]
         for example, tokens in zip(prompts.examples, prompts.prompts, strict=True)
     ]
+    rows += [e.messages for e in prompts.examples if e.messages is not None]
     return _digest(rows)
 
 

@@ -1,13 +1,13 @@
-"""What a run writes of every step: its metrics, and digests of what the step made."""
+"""What a run writes of every step: metrics, digests of what it made, and sample completions."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_consistency.trainers.run_directory.directory import DIGESTS, METRICS
+from rl_consistency.trainers.run_directory.directory import DIGESTS, METRICS, SAMPLES
 from rl_consistency.trainers.run_directory.metrics_file import Metrics, MetricsFile, read_metrics
 from rl_consistency.trainers.run_directory.rows_file import RowsFile, kept_rows, read_rows
 
@@ -16,10 +16,11 @@ Digests = Mapping[str, str | Mapping[str, str]]
 
 
 class StepFiles:
-    """`metrics.jsonl` and `digests.jsonl` of a run directory, as one tracker.
+    """`metrics.jsonl`, `digests.jsonl` and `samples.jsonl` of a run directory, as one tracker.
 
     `take_digests` gives those of the step whose metrics are logged, once; {} if there are none.
-    `resume_from` and errors are those of `RowsFile`; a refusal leaves both files as they were.
+    `samples` gives its completions that people are shown; may be empty.
+    `resume_from` and errors are those of `RowsFile`; a refusal leaves all files as they were.
     """
 
     def __init__(
@@ -27,17 +28,20 @@ class StepFiles:
         directory: Path,
         resume_from: Mapping[str, Any] | None,
         take_digests: Callable[[], Digests],
+        samples: Callable[[], Sequence[Mapping[str, Any]]] = list,
     ) -> None:
-        self._directory, self._take_digests = directory, take_digests
+        self._directory, self._take_digests, self._shown = directory, take_digests, samples
         states = resume_from or {}
         for name, state in states.items():
             kept_rows(directory / name, state)
         self._digests = RowsFile(directory / DIGESTS, resume_from=states.get(DIGESTS))
+        self._samples = RowsFile(directory / SAMPLES, resume_from=states.get(SAMPLES))
         self._metrics = MetricsFile(directory / METRICS, resume_from=states.get(METRICS))
 
     def state(self) -> dict[str, Any]:
         """What `resume_from` needs to continue from here."""
-        return {DIGESTS: self._digests.state(), METRICS: self._metrics.state()}
+        files = {DIGESTS: self._digests, SAMPLES: self._samples, METRICS: self._metrics}
+        return {name: file.state() for name, file in files.items()}
 
     def metrics(self) -> list[dict[str, Any]]:
         """Those of all steps so far."""
@@ -47,10 +51,13 @@ class StepFiles:
         # Metrics last: a step that has them has its digests too.
         if digests := self._take_digests():
             self._digests.log(step, digests)
+        if samples := self._shown():
+            self._samples.log(step, {"samples": samples})
         self._metrics.log(step, metrics)
 
     def close(self, *, failed: bool = False) -> None:
         self._metrics.close()
+        self._samples.close()
         self._digests.close()
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from rl_consistency.numerics.fingerprint import Fingerprint
+from rl_consistency.numerics.strict import current
+from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run_directory.unfinished import write_whole
 
 SUMMARY_STEPS = 5
@@ -26,6 +29,29 @@ def summary_of(rows: Sequence[Mapping[str, Any]], totals: Mapping[str, Any]) -> 
         "eval/last": evaluations[-1] if evaluations else None,
         **totals,
         **_throughput(rows),
+    }
+
+
+def named_summary(
+    config: RunConfig,
+    found: Mapping[str, Any],
+    seconds: float,
+    processes: int,
+    fingerprint: Fingerprint,
+) -> dict[str, Any]:
+    """What a run found, under its name, and what its bits depend on."""
+    consistency = config.consistency
+    return {
+        "name": config.run.name,
+        "steps": config.training.steps,
+        "seconds": round(seconds, 1),
+        **found,
+        "strategy": config.training.strategy,
+        "processes": processes,
+        **consistency.model_dump(mode="json", include={"gradient_leaves", "ordered"}),
+        "weights_depend_on_processes": not consistency.ordered and processes > 1,
+        "strict": current().as_record(),
+        "fingerprint": fingerprint.entries,
     }
 
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from torch import nn
 
 from rl_consistency.distributed.world import World
+from rl_consistency.numerics.strict import current
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.strategies.asked import strategy_of
 from rl_consistency.trainers.strategies.fsdp2 import FSDP2
@@ -21,6 +22,15 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "zero2": Zero2,
     "zero3": Zero3,
 }
+
+
+def check_canonical(config: RunConfig) -> None:
+    """ValueError where processes share work that ops on their stock path would do."""
+    consistency = config.consistency
+    shared = consistency.gradient_leaves.count > 1 or not consistency.ordered
+    if shared and current().stock:
+        key = "gradient_leaves" if consistency.ordered else "ordered: false"
+        raise ValueError(f"consistency.{key} needs canonical ops: set strict to true")
 
 
 def check_strategy(config: RunConfig) -> None:

@@ -3,8 +3,7 @@ import pytest
 from rl_consistency.models import modules
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.engine import RolloutEngine
-from rl_consistency.trainers import run as run_module
-from rl_consistency.trainers.algorithms import loop
+from rl_consistency.trainers.algorithms import loop, rollout_engine
 
 TWO_LAYERS = {"policy.build.num_hidden_layers": 2, "training.steps": 2}
 EXACT = ("mismatched_tokens", "nonfinite_tokens", "logprob_abs_diff/max", "ulp/max", "kl/k3")
@@ -133,7 +132,7 @@ def test_preemption_does_not_change_a_bit(plain, tiny_run, monkeypatch):
             engines.append(self.stats.preemptions)
             return completions
 
-    monkeypatch.setattr(run_module, "RolloutEngine", Recorded)
+    monkeypatch.setattr(rollout_engine, "RolloutEngine", Recorded)
     assert same_trajectory(
         plain, tiny_run, {}, **{"rollout.num_kv_blocks": 7, "rollout.kv_block_size": 4}
     )

@@ -11,10 +11,10 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.data.examples import Example
+from rl_consistency.trainers.data.prompts import PromptSet
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.policy import load_policy
-from rl_consistency.trainers.prompts import PromptSet
-from rl_consistency.trainers.rewards import RewardFunction
+from rl_consistency.trainers.rewards.function import RewardFunction
 from rl_consistency.trainers.strategies.replicated import Replicated
 
 

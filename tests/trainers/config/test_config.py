@@ -359,7 +359,7 @@ def test_the_resolved_config_holds_every_field():
     tree = yaml.safe_load(dump_config(load_config(DEMO)))
     assert list(tree) == list(RunConfig.model_fields)
     assert tree["rollout"]["kv_block_size"] == 16
-    assert tree["tracking"] == {"console": True, "wandb": None}
+    assert tree["tracking"] == {"console": True, "samples": 2, "wandb": None, "metrics_of": []}
 
 
 def test_a_kl_term_with_truncated_sampling_is_refused():

@@ -162,7 +162,7 @@ def test_an_example_cannot_be_changed():
 
 def test_a_prompt_that_fits_exactly_is_encoded():
     limits = {"max_prompt_tokens": 8, "max_tokens": 4, "context_length": 12}
-    assert encode_prompt(EXAMPLE, encode, **limits) == list(b"abcdefgh")
+    assert encode_prompt(EXAMPLE, encode, **limits) == (list(b"abcdefgh"), False)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.strict import strict
+from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers import run
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from tests.trainers.distributed.runs import LEAVES, digests
@@ -108,7 +109,7 @@ def failing_on_rank_1(world, tree):
             raise ConsistencyError("a logprob is not finite")
         return real(self, *given, **named)
 
-    real, run.RolloutEngine.generate = run.RolloutEngine.generate, generate
+    real, RolloutEngine.generate = RolloutEngine.generate, generate
     return digests(world, tree)
 
 

@@ -10,7 +10,7 @@ from rl_consistency.trainers.config.policy_sections import BuildSection
 from rl_consistency.trainers.data.examples import DataError
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import PolicyError, build_model
-from rl_consistency.trainers.rewards import RewardError
+from rl_consistency.trainers.rewards.function import RewardError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
 
@@ -109,7 +109,6 @@ DEMANDING = {"reward.functions": [{"name": "toy_rewards:demanding"}]}
     ("changes", "message"),
     [
         (DEMANDING, "toy_rewards:demanding' does not fit the data: missing .* 'level'"),
-        ({"tracking.wandb": {"project": "x", "mode": "online"}}, "set WANDB_API_KEY"),
         ({"data.answer_field": "reply"}, "line 1: no field 'reply'"),
     ],
 )

@@ -72,6 +72,19 @@ def test_fewer_checkpoints_may_be_kept_by_a_resumed_run(tiny_run):
     assert [path.name for path in kept] == ["step_000004"]
 
 
+def test_how_long_a_reward_may_take_is_free_and_how_it_is_called_is_not(tiny_run):
+    with (tiny_run.directory / "toy_rewards.py").open("a") as stream:
+        stream.write("def both(completions, **_): return [float(len(c)) for c in completions]\n")
+    term = {"name": "toy_rewards:both"}
+    changes = {"reward.functions": [term], "training.steps": 1}
+    tiny_run(**changes)
+    free = {"training.steps": 2, "reward.timeout": 60, "tracking.samples": 0}
+    tiny_run(**changes | free, resume=True)
+    changes = {"reward.functions": [term | {"signature": "trl"}], "training.steps": 3}
+    with pytest.raises(CheckpointError, match=r"reward\.functions: .*trl.* != .*ours"):
+        tiny_run(**changes, resume=True)
+
+
 def left_by_a_kill(tiny_run, monkeypatch):
     """A run killed while it removes a checkpoint, and resumed: its leftovers before and after."""
     changes = {"training.save_every": 1, "training.keep_checkpoints": 1}

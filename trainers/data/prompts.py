@@ -9,6 +9,7 @@ from typing import Any
 
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.arithmetic import problems
+from rl_consistency.trainers.data.chat import require_template, templated
 from rl_consistency.trainers.data.examples import DataError, Example, encode_prompt, read_jsonl
 from rl_consistency.trainers.data.foreign_files import shown
 
@@ -19,6 +20,8 @@ class PromptSet:
 
     examples: Sequence[Example]
     prompts: Sequence[list[int]]
+    overlong: int = 0
+    """How many were longer than the limits and so dropped or truncated."""
 
 
 def load_prompts(
@@ -26,24 +29,47 @@ def load_prompts(
 ) -> tuple[PromptSet, PromptSet | None]:
     """The prompts to train on and those of the evaluation set, if any; DataError on bad data."""
     train, evaluation = _examples(config)
-    if len(train) < (batch := config.rollout.prompts_per_step):
-        raise DataError(
-            f"rollout.prompts_per_step: {batch} exceeds the {len(train)} training examples of "
-            f"{config.data.path}: lower it, or give more data"
-        )
-
+    if config.data.chat_template:
+        require_template(tokenizer)
+        train, evaluation = ([templated(e, tokenizer) for e in s] for s in (train, evaluation))
     encode = partial(
         encode_prompt,
         encode=_encoder(tokenizer, vocab_size),
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_tokens=config.rollout.sampling.max_tokens,
         context_length=context_length,
+        overlong=config.data.overlong_prompts,
     )
 
     def encoded(examples: list[Example]) -> PromptSet:
-        return PromptSet(examples=examples, prompts=[encode(example) for example in examples])
+        found = [(example, *encode(example)) for example in examples]
+        kept = [(example, prompt) for example, prompt, _ in found if prompt is not None]
+        return PromptSet(
+            examples=[example for example, _ in kept],
+            prompts=[prompt for _, prompt in kept],
+            overlong=sum(overlong for _, _, overlong in found),
+        )
 
-    return encoded(train), encoded(evaluation) if evaluation else None
+    train_set, eval_set = encoded(train), encoded(evaluation)
+    if len(train_set.prompts) < (batch := config.rollout.prompts_per_step):
+        dropped = f", {train_set.overlong} overlong ones dropped" if train_set.overlong else ""
+        raise DataError(
+            f"rollout.prompts_per_step: {batch} exceeds the {len(train_set.prompts)} training "
+            f"examples of {config.data.path}{dropped}: lower it, or give more data"
+        )
+    if evaluation and not eval_set.prompts:
+        raise DataError(f"all {len(evaluation)} evaluation prompts are overlong and dropped")
+    return train_set, eval_set if evaluation else None
+
+
+def overlong_told(config: RunConfig, train: PromptSet, evaluation: PromptSet | None) -> str | None:
+    """How many prompts did not fit, and what was done to them; None where all fitted."""
+    counts = {"training": train.overlong, "evaluation": evaluation.overlong if evaluation else 0}
+    found = [f"{count} {name} prompts" for name, count in counts.items() if count]
+    done = {"drop": "dropped", "truncate": "cut from the left"}
+    if not found:
+        return None
+    return f"{' and '.join(found)} are too long: {done[config.data.overlong_prompts]}"
 
 
 def encode_targets(
@@ -86,5 +112,5 @@ def _examples(config: RunConfig) -> tuple[list[Example], list[Example]]:
         return make("train", data.task.train_size)[: data.limit], make("eval", data.task.eval_size)
     assert data.path is not None
     fields = data.model_dump(include={"prompt_field", "answer_field", "prompt_template"})
-    read = partial(read_jsonl, **fields)
+    read = partial(read_jsonl, **fields, conversations=data.chat_template)
     return read(data.path, limit=data.limit), read(data.eval_path) if data.eval_path else []

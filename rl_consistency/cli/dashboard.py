@@ -1,0 +1,97 @@
+"""`rl-consistency dashboard`: the panels of a run as a page (a "workspace view") in wandb."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rl_consistency.cli.panels import SECTIONS, Panel, trl_keys
+
+if TYPE_CHECKING:
+    from wandb_workspaces.workspaces import Workspace
+
+NAME = "rl_consistency"
+"""Of the page in wandb."""
+MISSING = (
+    "this needs wandb and wandb-workspaces, which are not installed: "
+    "pip install 'rl-consistency[wandb]'"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="push|show")
+    push = verbs.add_parser("push", help="add the page to a project; needs a key and the network")
+    push.add_argument("--entity", required=True, help="the user or team that owns the project")
+    push.add_argument("--project", required=True, help="the project, which has to exist")
+    show = verbs.add_parser("show", help="print the same page as JSON, without a network")
+    for verb in (push, show):
+        text = "the runs are of TRL's trainers with `attach`, which logs under names of its own"
+        verb.add_argument("--trl", action="store_true", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the page, or push it and print where it is."""
+    keys = trl_keys if args.trl else Panel.keys.fget
+    assert keys is not None
+    if args.verb == "show":
+        print(json.dumps(page(workspace("", "", keys)), indent=1))
+    else:
+        print(_push(workspace(args.entity, args.project, keys)))
+    return 0
+
+
+def workspace(entity: str, project: str, keys: Callable[[Panel], tuple[str, ...]]) -> Workspace:
+    """The page as `wandb_workspaces` has it; `keys` names the metrics of a panel.
+
+    ValueError where the package is missing.
+    """
+    try:
+        import wandb_workspaces.reports.v2 as shown
+        import wandb_workspaces.workspaces as workspaces
+    except ImportError as error:
+        raise ValueError(MISSING) from error
+
+    def drawn(panel: Panel, names: list[str]) -> Any:
+        if panel.kind == "histogram":
+            return shown.MediaBrowser(title=panel.title, media_keys=names)
+        if panel.kind == "table":
+            return shown.WeavePanelSummaryTable(table_name=names[0])
+        plot: dict[str, Any] = {"title": panel.title, "y": names, "title_y": panel.unit or None}
+        if panel.kind == "difference":
+            plot["log_y"] = True
+        if panel.kind == "stacked":
+            plot["plot_type"] = "stacked-area"
+        return shown.LinePlot(**plot)
+
+    sections = []
+    for section in SECTIONS:
+        found = [(panel, list(keys(panel))) for panel in section.panels]
+        panels = [drawn(panel, names) for panel, names in found if names]
+        sections.append(workspaces.Section(name=section.title, panels=panels, is_open=True))
+    return workspaces.Workspace(entity=entity, project=project, name=NAME, sections=sections)
+
+
+def page(view: Workspace) -> dict[str, Any]:
+    """What wandb would be sent. Its panels have random ids, here the same each time."""
+    spec = view._to_model().spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    sections = spec["section"]["panelBankConfig"]["sections"]
+    for number, panel in enumerate(panel for section in sections for panel in section["panels"]):
+        panel["__id__"] = f"panel-{number}"
+    return spec
+
+
+def _push(view: Workspace) -> str:
+    """Its address; ValueError where wandb refuses."""
+    import wandb
+
+    try:
+        if not wandb.login():
+            raise ValueError("there is no key for wandb: set WANDB_API_KEY or run `wandb login`")
+        return view.save().url
+    except wandb.Error as error:
+        raise ValueError(
+            f"wandb does not take the page ({error}): check key, entity and project"
+        ) from error

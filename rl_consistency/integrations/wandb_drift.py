@@ -1,0 +1,128 @@
+"""What wandb shows of drift: histograms, a table of the worst tokens, an alert, a file."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rl_consistency.integrations.token_drift import ScoredSample, worst_of
+from rl_consistency.parity.histograms import ABS_DIFF, RATIO, Histogram, split_counts
+from rl_consistency.parity.worst_tokens import WorstToken
+
+if TYPE_CHECKING:
+    import wandb
+
+Counts = Mapping[Histogram, Mapping[str, int]]
+
+HISTOGRAM_KEYS = {
+    ABS_DIFF: "consistency/log10_abs_diff_histogram",
+    RATIO: "consistency/importance_ratio_histogram",
+}
+WORST_TOKENS = "consistency/worst_tokens"
+ALERT = "Rollout and training logprobs differ"
+ALERT_EVERY = timedelta(minutes=30)
+"""wandb sends no second alert of the same title before."""
+_LIKE_ZERO = -9.0
+"""The bin of equal logprobs ends here on wandb's axis of log10 |difference|."""
+
+
+def log_drift(
+    run: wandb.Run,
+    figures: Mapping[str, Any],
+    counts: Counts,
+    rows: Sequence[WorstToken],
+    message: str | None,
+    **options: Any,
+) -> None:
+    """Log a step's figures with its histograms and, where there are any, its worst tokens.
+
+    `message` is the text of an alert, which goes out before the rest; `options` are `run.log`'s.
+    """
+    import wandb
+
+    if message is not None:
+        run.alert(title=ALERT, text=message, level="ERROR", wait_duration=ALERT_EVERY)
+    shown: dict[str, Any] = {
+        HISTOGRAM_KEYS[histogram]: wandb.Histogram(np_histogram=_bars(histogram, found))
+        for histogram, found in counts.items()
+    }
+    if rows:
+        shown[WORST_TOKENS] = wandb.Table(
+            columns=list(WorstToken._fields), data=[list(row) for row in rows]
+        )
+    run.log({**figures, **shown}, **options)
+
+
+def log_file(run: wandb.Run, path: Path, kind: str) -> None:
+    """Keep a file as an artifact of this kind; nothing where there is no such file."""
+    if not path.is_file():
+        return
+    import wandb
+
+    artifact = wandb.Artifact(f"{kind}-{run.id}", type=kind)
+    artifact.add_file(str(path))
+    run.log_artifact(artifact)
+
+
+def _bars(histogram: Histogram, counts: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Counts and finite edges, as `wandb.Histogram` takes them."""
+    bars = np.asarray([counts.get(name, 0) for name in histogram.bins])
+    if histogram is ABS_DIFF:
+        # A linear axis has no room for decades: the edges are logarithms.
+        edges = [math.log10(edge) for edge in histogram.edges[1:-1]]
+        return bars, np.asarray([_LIKE_ZERO - 1, _LIKE_ZERO, *edges, 1.0])
+    at = histogram.edges.index(histogram.exact)
+    width = (histogram.edges[at + 1] - histogram.exact) / 2
+    inner = [*histogram.edges[: at + 1], histogram.exact + width, *histogram.edges[at + 1 : -1]]
+    return bars, np.asarray([*inner, 2 * histogram.edges[-2]])
+
+
+class AttachedWandb:
+    """Adds to the wandb run of a trainer, where transformers has begun one.
+
+    Training does not need it: a full disk or a lost connection costs one warning.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._usable = True
+
+    def show(
+        self,
+        figures: Mapping[str, float],
+        counts: Mapping[str, int],
+        samples: Sequence[ScoredSample],
+    ) -> None:
+        """Log histograms and the worst tokens with what the trainer logs next, and raise an alert
+        if tokens differ."""
+        trainer = self._trainer
+        if not (counts and self._usable and "wandb" in trainer.args.report_to):
+            return
+        import wandb
+
+        if wandb.run is None:  # as on all processes but the first
+            return
+        message = None
+        if mismatched := figures["consistency/mismatched_tokens"]:
+            message = (
+                f"step {trainer.state.global_step}: {mismatched:.0f} of "
+                f"{figures['consistency/tokens']:.0f} tokens have other logprobs in training than "
+                "in generation (largest difference "
+                f"{figures['consistency/logprob_abs_diff/max']:g})"
+            )
+        rows = worst_of(samples, trainer.processing_class.decode)
+        try:
+            log_drift(wandb.run, {}, split_counts(counts)[1], rows, message, commit=False)
+        except (OSError, wandb.Error) as error:
+            self._usable = False
+            warnings.warn(
+                f"wandb shows no histograms and worst tokens from here on ({error}); training "
+                "goes on",
+                stacklevel=2,
+            )

@@ -1,0 +1,188 @@
+"""Prompts through a chat template, and prompts that are too long."""
+
+import json
+
+import pytest
+
+from rl_consistency.trainers.config.policy_sections import BuildSection
+from rl_consistency.trainers.data.chat import require_template, templated
+from rl_consistency.trainers.data.examples import DataError, Example, encode_prompt, read_jsonl
+from rl_consistency.trainers.data.tokenizer import byte_tokenizer
+from rl_consistency.trainers.policy import build_model
+from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
+from rl_consistency.trainers.run_directory.rows_file import read_rows
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'other' %}{{ raise_exception('no such role') }}"
+    "{% endif %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+TURNS = [{"role": "system", "content": "S"}, {"role": "user", "content": "1+1"}]
+
+
+@pytest.fixture
+def tokenizer():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def read(tmp_path, prompt, **given):
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps({"question": prompt, "answer": "2"}) + "\n")
+    (example,) = read_jsonl(file, conversations=True, **given)
+    return example
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"), [(TURNS, "s:S;u:1+1;a:"), ("1+1", "u:1+1;a:"), ("{{ 1 }}", "u:{{ 1 }};a:")]
+)
+def test_a_conversation_and_a_text_go_through_the_template(tmp_path, tokenizer, prompt, text):
+    example = templated(read(tmp_path, prompt), tokenizer)
+    assert example.prompt == text
+    messages = list(example.messages)
+    assert messages == (prompt if isinstance(prompt, list) else messages)
+    whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert tokenizer.encode(text, add_special_tokens=False) == whole
+
+
+def test_a_prompt_template_is_applied_to_the_text_first(tmp_path, tokenizer):
+    example = read(tmp_path, "1+1", prompt_template="Add {prompt}!")
+    assert templated(example, tokenizer).prompt == "u:Add 1+1!;a:"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "must end with a message to answer"),
+        ([*TURNS, {"role": "assistant", "content": "2"}], "must end with a message to answer"),
+        ([{"role": "user"}], "message 0 must be an object with a role and a content"),
+        ([TURNS[0], "hello"], "message 1 must be"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "images are not covered"),
+    ],
+)
+def test_messages_that_cannot_be_answered_are_refused_with_their_line(tmp_path, prompt, message):
+    with pytest.raises(DataError, match=f"data.jsonl, line 1: 'question'.*{message}"):
+        read(tmp_path, prompt)
+
+
+@pytest.mark.parametrize("given", [{"conversations": False}, {"prompt_template": "Q: {prompt}"}])
+def test_messages_without_the_key_or_with_a_text_template_are_refused(tmp_path, given):
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps({"question": TURNS, "answer": "2"}) + "\n")
+    with pytest.raises(DataError, match=r"is a list of messages: set data\.chat_template to true"):
+        read_jsonl(file, **{"conversations": True} | given)
+
+
+def test_what_a_template_refuses_is_told_with_the_example(tokenizer):
+    example = Example(id=4, prompt="", answer="a", target="a", messages=[{"role": "other"}])
+    with pytest.raises(DataError, match="example 4: .*does not take the messages .*no such role"):
+        templated(example, tokenizer)
+
+
+def test_a_tokenizer_without_a_template_is_refused():
+    with pytest.raises(DataError, match="has no chat template: set it to false"):
+        require_template(byte_tokenizer())
+
+
+def test_the_byte_tokenizer_is_refused_with_the_recipe(tiny_run):
+    with pytest.raises(ValueError, match="the byte tokenizer has none"):
+        tiny_run.config(**{"data.chat_template": True})
+
+
+LIMITS = {"max_prompt_tokens": 6, "max_tokens": 4, "context_length": 12}
+
+
+@pytest.mark.parametrize(
+    ("text", "overlong", "expected"),
+    [
+        ("abcdef", "drop", (list(b"abcdef"), False)),
+        ("abcdefgh", "drop", (None, True)),
+        ("abcdefgh", "truncate", (list(b"cdefgh"), True)),
+    ],
+)
+def test_an_overlong_prompt_is_dropped_or_keeps_its_end(text, overlong, expected):
+    example = Example(id=0, prompt=text, answer="a", target="a")
+    found = encode_prompt(example, lambda text: [*text.encode()], **LIMITS, overlong=overlong)
+    assert found == expected
+
+
+def test_the_context_of_the_model_limits_too():
+    example = Example(id=0, prompt="abcdefgh", answer="a", target="a")
+    limits = {"max_prompt_tokens": 8, "max_tokens": 9, "context_length": 12}
+    kept, _ = encode_prompt(example, lambda text: [*text.encode()], **limits, overlong="truncate")
+    assert kept == list(b"fgh")
+    with pytest.raises(DataError, match="set data.overlong_prompts to drop or truncate"):
+        encode_prompt(example, lambda text: [*text.encode()], **limits)
+    with pytest.raises(DataError, match="context is 12"):  # no token of it would fit
+        full = limits | {"max_tokens": 12}
+        encode_prompt(example, lambda text: [*text.encode()], **full, overlong="drop")
+
+
+@pytest.fixture
+def chat(tiny_run, tokenizer):
+    """Changes of the tiny recipe: a saved model with a chat template, sums of 5 to 7 letters."""
+    sizes = tiny_run.tree()["policy"]["build"]
+    model = tiny_run.directory / "model"
+    build_model(BuildSection(**sizes), tokenizer, seed=3).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    return {
+        "policy.build": None,
+        "policy.path": str(model),
+        "tokenizer.kind": "auto",
+        "data.task": None,
+        "data.path": str(tiny_run.example_file()),
+        "data.chat_template": True,
+        "data.max_prompt_tokens": 9,
+        "training.steps": 1,
+    }
+
+
+def test_a_run_with_a_chat_template_and_dropped_prompts(tiny_run, chat):
+    """Ten sums have 4 letters, and 9 tokens with the template; 10 have 10."""
+    told = []
+    changes = chat | {"data.overlong_prompts": "drop", "tracking.samples": 8}
+    _, rows = tiny_run(**changes, announce=told.append)
+    assert rows[0] == {"step": 0, "data/overlong_prompts": 10}
+    assert "10 training prompts are too long: dropped" in told
+    (row,) = read_rows(tiny_run.directory / "run" / "samples.jsonl")
+    prompts = {sample["prompt"] for sample in row["samples"]}
+    assert len(prompts) == 4
+    assert all(p.startswith("u:") and p.endswith("=;a:") and len(p) <= 9 for p in prompts)
+
+
+def test_a_dropped_prompt_moves_no_answer_to_another(tiny_run, chat):
+    """The first lines are the long ones: an example's place in the file is not that in the set."""
+    file = tiny_run.directory / "train.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[::-1]))
+    tiny_run(**chat | {"data.overlong_prompts": "drop", "tracking.samples": 8})
+    (row,) = read_rows(tiny_run.directory / "run" / "samples.jsonl")
+    for sample in row["samples"]:
+        one, other = sample["prompt"][2:-4].split("+")
+        assert int(one) + int(other) == int(sample["answer"])
+
+
+def test_another_choice_is_refused_when_a_run_resumes(tiny_run, chat):
+    changes = chat | {"data.overlong_prompts": "truncate"}
+    told = []
+    tiny_run(**changes, announce=told.append)
+    assert "10 training prompts are too long: cut from the left" in told
+    resumed = changes | {"training.steps": 2}
+    for other in ({"data.overlong_prompts": "drop"}, {"data.chat_template": False}):
+        with pytest.raises(CheckpointError, match=next(iter(other)).replace(".", r"\.")):
+            tiny_run(**resumed | other, resume=True)
+    tiny_run(**resumed, resume=True)
+
+
+def test_too_few_prompts_after_dropping_are_refused(tiny_run, chat):
+    few = {"data.overlong_prompts": "drop", "rollout.prompts_per_step": 12}
+    with pytest.raises(DataError, match="exceeds the 10 training examples of .*10 overlong ones"):
+        tiny_run(**chat | few)
+
+
+def test_more_evaluation_samples_than_there_are_examples_are_all(tiny_run):
+    _, rows = tiny_run(
+        **{"training.eval_every": 1, "training.eval_samples": 9, "training.steps": 1}
+    )
+    assert "eval/reward" in rows[0]

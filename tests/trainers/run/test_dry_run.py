@@ -1,0 +1,93 @@
+"""A dry run finds what a run would stumble over, and leaves nothing."""
+
+import tempfile
+
+import pytest
+import yaml
+
+from rl_consistency.cli.main import main
+from rl_consistency.trainers.dry_run import reduced
+from rl_consistency.trainers.rewards.function import RewardError
+from rl_consistency.trainers.run import train
+
+SHARED = {
+    "algorithm.updates_per_rollout": 2,
+    "consistency.gradient_leaves": 2,
+    "training.micro_batch_size": 1,
+}
+
+
+@pytest.fixture
+def dry_run(tiny_run, tmp_path, monkeypatch):
+    """Takes changes of the tiny recipe; the status, and the files under all folders then."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    def run(**changes):
+        recipe = tiny_run.directory / "recipe.yaml"
+        recipe.write_text(yaml.safe_dump(tiny_run.tree(**changes)))
+        before = sorted(tiny_run.directory.rglob("*"))
+        status = main(["train", str(recipe), "--dry-run"])
+        after = sorted(f for f in tiny_run.directory.rglob("*") if "__pycache__" not in f.parts)
+        assert after == before
+        return status
+
+    return run
+
+
+def test_a_dry_run_tells_what_it_saw_and_leaves_nothing(dry_run, tiny_run, capsys):
+    assert dry_run(**tiny_run.LONG) == 0
+    told = capsys.readouterr().out
+    assert "data      32 prompts, the longest 6 tokens; 4 for evaluation" in told
+    assert "completions of at most 9 tokens" in told
+    assert "tokens    0 of " in told and "toy_rewards:varied 0." in told
+    assert "weights 0.0 MiB" in told or "weights 0.1 MiB" in told
+    assert told.endswith("A dry run writes no run directory and saves no weights.\n")
+
+
+def test_a_dry_run_leaves_a_run_that_is_there_alone(dry_run, tiny_run):
+    tiny_run(**{"training.steps": 1})
+    before = tiny_run.files()
+    assert dry_run() == 0
+    assert tiny_run.files() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward.functions": [{"name": "toy_rewards:raising"}]}, "no judge at home"),
+        ({"reward.functions": [{"name": "toy_rewards:demanding"}]}, "missing a required argument"),
+        ({"data.max_prompt_tokens": 3}, "its prompt has 6 tokens"),
+        ({"run.device": "cuda"}, "torch sees no GPU"),
+    ],
+)
+def test_a_dry_run_finds_what_a_run_would_stumble_over(dry_run, capsys, changes, message):
+    assert dry_run(**changes) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_context_is_checked_for_whole_completions(dry_run, tiny_run, capsys):
+    """A dry run draws short ones."""
+    long = {"rollout.sampling": {"n": 2, "max_tokens": 60}}
+    assert dry_run(**long) == 2
+    assert "max_position_embeddings: 64 positions are fewer than" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("changes", "prompts"), [({}, 1), (SHARED, 2)])
+def test_a_dry_run_takes_as_few_prompts_as_the_recipe_allows(tiny_run, tmp_path, changes, prompts):
+    config = reduced(tiny_run.config(**changes), tmp_path)
+    assert config.rollout.prompts_per_step == prompts
+    assert config.training.steps == 1 and config.run.output_dir == tmp_path
+
+
+def test_a_dry_run_of_several_processes_is_refused(tiny_run, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="start it without torchrun"):
+        train(tiny_run.config(), dry_run=True)
+
+
+def test_a_failing_reward_of_a_dry_run_is_the_error_of_the_run(tiny_run):
+    failing = tiny_run.config(**{"reward.functions": [{"name": "toy_rewards:one_too_few"}]})
+    with pytest.raises(RewardError, match="returned 1 scores for 2 completions"):
+        train(failing, dry_run=True)

@@ -1,0 +1,67 @@
+"""What an algorithm learns from, and what people read of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rl_consistency.rollout.completion import Completion
+from rl_consistency.trainers.data.examples import Example
+from rl_consistency.trainers.rewards.compute import Rewards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience:
+    """One rollout batch, ready to learn from; everything is indexed by sample, in logical order."""
+
+    sequences: list[list[int]]
+    prompt_lengths: list[int]
+    old_logprobs: list[Tensor]
+    """On the CPU, as the rollout gave them."""
+    keep: Tensor | None
+    """[S] bool, False where a sample is left out of the loss; None keeps all."""
+    reference_logprobs: list[Tensor] | None = None
+    """On the model's device."""
+    advantages: Sequence[Tensor] = ()
+    """fp32, of each token, on the CPU; the algorithm gives them."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Completion tokens of each sample."""
+        return [len(t) for t in self.old_logprobs]
+
+
+def samples_of(
+    examples: Sequence[Example],
+    completions: Sequence[Completion],
+    rewards: Rewards,
+    texts: Callable[[Sequence[Completion]], list[str]],
+    *,
+    n: int,
+    count: int,
+) -> list[dict[str, Any]]:
+    """`count` completions of a rollout: of each group of `n` in turn the best, then the worst.
+
+    Of two with equal rewards the earlier counts as the better one.
+    """
+    ranked = [
+        sorted(range(first, first + n), key=lambda i: -rewards.total[i])
+        for first in range(0, len(completions), n)
+    ]
+    chosen = [i for group in ranked for i in dict.fromkeys((group[0], group[-1]))][:count]
+    decoded = texts([completions[i] for i in chosen]) if chosen else []  # of none some give one
+    return [
+        {
+            "prompt": examples[i].prompt,
+            "completion": text,
+            "answer": examples[i].answer,
+            "reward": rewards.total[i],
+            "rewards": {name: scores[i] for name, scores in rewards.by_function.items()},
+            "tokens": len(completions[i].token_ids),
+            "finish_reason": completions[i].finish_reason,
+        }
+        for i, text in zip(chosen, decoded, strict=True)
+    ]

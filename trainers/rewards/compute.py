@@ -1,0 +1,163 @@
+"""The rewards of a batch: each function is called once, and what it returned is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import nan
+from numbers import Real
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_consistency.trainers.data.examples import Example
+from rl_consistency.trainers.data.foreign_files import one_line, shown
+from rl_consistency.trainers.interrupts import interrupts_heard
+from rl_consistency.trainers.rewards.function import RewardError, RewardFunction
+from rl_consistency.trainers.rewards.time_limit import TimeIsUp, time_limit
+
+LARGEST = (2 - 2**-23) * 2.0**127
+"""Of float32, in which advantages are."""
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The rewards of a batch of completions, unweighted by function name and in all."""
+
+    total: list[float]
+    """Weighted sum per completion, added in the order of the functions."""
+    by_function: dict[str, list[float]]
+
+
+def compute_rewards(
+    functions: Sequence[RewardFunction],
+    examples: Sequence[Example],
+    completions: Sequence[str],
+    *,
+    token_ids: Sequence[Sequence[int]] | None = None,
+    timeout: float | None = None,
+) -> Rewards:
+    """The rewards of `completions`; the i-th answers `examples[i]`.
+
+    `token_ids` are those of the completions, which a function of signature trl is given. `timeout`
+    is in seconds, of one call of a function.
+
+    RewardError, naming function and sample, when a function raises, takes too long, or does not
+    return one finite number within float32 for each completion.
+    """
+    for what, given in (("completions", completions), ("lists of token_ids", token_ids)):
+        if given is not None and len(given) != len(examples):
+            raise ValueError(f"{len(given)} {what} for {len(examples)} examples")
+    if token_ids is None and any(term.signature == "trl" for term in functions):
+        raise ValueError("a reward function of signature trl needs token_ids")
+    batch = _Batch(examples, completions, token_ids or [[]] * len(examples), timeout)
+    total = [0.0] * len(completions)
+    by_function: dict[str, list[float]] = {}
+    for term in functions:
+        scores = _scores(term, batch)
+        by_function[term.name] = scores
+        total = [sum_ + term.weight * score for sum_, score in zip(total, scores, strict=True)]
+    if wrong := [i for i, value in enumerate(total) if not abs(value) <= LARGEST]:
+        raise RewardError(
+            f"the weighted rewards add up to {total[wrong[0]]} for {batch.sample(wrong[0])}"
+        )
+    return Rewards(total, by_function)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    examples: Sequence[Example]
+    completions: Sequence[str]
+    token_ids: Sequence[Sequence[int]]
+    timeout: float | None
+
+    def only(self, index: int) -> _Batch:
+        """The batch of one sample."""
+        one = slice(index, index + 1)
+        lists = self.examples[one], self.completions[one], self.token_ids[one]
+        return _Batch(*lists, self.timeout)
+
+    def sample(self, index: int) -> str:
+        """A sample, as messages name it."""
+        text = self.completions[index]
+        shown = text if len(text) <= 80 else text[:77] + "..."
+        return f"sample {index}, example {self.examples[index].id}, completion {shown!r}"
+
+
+def _scores(term: RewardFunction, batch: _Batch) -> list[float]:
+    scores, error = _call(term, batch)
+    count = len(batch.completions)
+    numbers = [_number(score) for score in scores] if type(scores) is list else []
+    if isinstance(error, TimeIsUp):
+        problem = (
+            f"took longer than {batch.timeout:g} s for {count} completions (reward.timeout)"
+            f"{term.place_of(error)}: raise the limit, or let the function give up by itself"
+        )
+    elif error is not None:
+        problem = f"raised {one_line(error)} ({_failing_sample(term, batch)}){term.place_of(error)}"
+    elif type(scores) is not list:
+        shape = f" of shape {tuple(scores.shape)}" if _is_array(scores) else ""
+        problem = (
+            f"returned {type(scores).__name__}{shape}: it must return a list, a NumPy array or a "
+            "tensor with one number per completion"
+        )
+    elif len(scores) != count:
+        problem = (
+            f"returned {len(scores)} scores for {count} completions: sample "
+            f"{min(len(scores), count)} is the first unmatched one"
+        )
+    elif wrong := [i for i, number in enumerate(numbers) if not abs(number) <= LARGEST]:
+        value, sample = shown(scores[wrong[0]]), batch.sample(wrong[0])
+        problem = f"returned {value:.60}, not a finite float32, for {sample}"
+    else:
+        return numbers
+    raise RewardError(f"reward function {term.name!r} {problem}") from error
+
+
+def _is_array(value: Any) -> TypeGuard[np.ndarray | np.generic | Tensor]:
+    return isinstance(value, np.ndarray | np.generic | Tensor)
+
+
+def _number(score: Any) -> float:
+    """A score as a float; NaN where it is no number, or is beyond every float."""
+    try:
+        score = score.item() if _is_array(score) and not score.shape else score
+        return float(score) if isinstance(score, Real) else nan
+    except BaseException as error:  # others may have written its class
+        if not isinstance(error, KeyboardInterrupt):
+            return nan
+        raise
+
+
+def _call(term: RewardFunction, batch: _Batch) -> tuple[Any, BaseException | None]:
+    """The list the function returned, and what it raised: others write it, so that may be anything.
+
+    An exit is one of them: no function may end a run as if it were done.
+    """
+    given = term.arguments(batch.examples, batch.completions, batch.token_ids)
+    try:
+        with (
+            interrupts_heard(),
+            torch.set_grad_enabled(torch.is_grad_enabled()),
+            time_limit(batch.timeout),
+        ):
+            scores = term.function(**given)
+            if isinstance(scores, list | tuple):
+                scores = list(scores)
+            elif _is_array(scores) and len(scores.shape) == 1:
+                scores = scores.tolist()
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt):
+            return None, error
+        raise
+    return scores, None
+
+
+def _failing_sample(term: RewardFunction, batch: _Batch) -> str:
+    """The first sample that also fails when the function is given it alone."""
+    for index in range(len(batch.completions)):
+        if _call(term, batch.only(index))[1] is not None:
+            return batch.sample(index)
+    return f"on the batch of {len(batch.completions)}, on no sample of it alone"

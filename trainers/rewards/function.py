@@ -1,0 +1,177 @@
+"""Reward functions by name, and how each is called.
+
+A function takes parallel lists by keyword, one entry per completion, and returns one number for
+each. `reward.functions[].signature` says which lists:
+
+    def brevity(prompts, completions, answers, **extra):  # ours
+        return [1.0 / (1 + len(completion)) for completion in completions]
+
+    def brevity(prompts, completions, completion_ids, **columns):  # trl
+        return [1.0 / (1 + len(ids)) for ids in completion_ids]
+
+`extra` holds the further fields of the examples; `columns` those and the answer, under its name in
+the data. A recipe names a built-in function or `package.module:function`, which must be importable
+(installed, or on PYTHONPATH).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from traceback import walk_tb
+from typing import Any
+
+import torch
+
+from rl_consistency.trainers.config.data_sections import RewardSignature
+from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.data.examples import Example
+from rl_consistency.trainers.data.foreign_files import one_line
+from rl_consistency.trainers.interrupts import interrupts_heard
+from rl_consistency.trainers.rewards.built_in import BUILT_IN, gsm8k, reference_number
+
+RewardCallable = Callable[..., Any]
+ARGUMENTS = {
+    "ours": frozenset({"prompts", "completions", "answers"}),
+    "trl": frozenset({"prompts", "completions", "completion_ids"}),
+}
+"""Signature -> the lists that every function of that signature is given."""
+
+
+class RewardError(ValueError):
+    """A reward function that cannot be found or gave no usable score; names it and the sample."""
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """One term of the reward: its name in the recipe, and its factor in the sum."""
+
+    name: str
+    function: RewardCallable
+    weight: float = 1.0
+    signature: RewardSignature = "ours"
+    answer_field: str = "answer"
+    """The name of the answer among the columns of signature trl."""
+
+    def columns(self, fields: frozenset[str]) -> frozenset[str]:
+        """The names of its arguments, where the data has these further fields."""
+        answer = {self.answer_field} if self.signature == "trl" else set()
+        return ARGUMENTS[self.signature] | fields | answer
+
+    def arguments(
+        self,
+        examples: Sequence[Example],
+        completions: Sequence[str],
+        token_ids: Sequence[Sequence[int]],
+    ) -> dict[str, list[Any]]:
+        """What it is called with, by name."""
+        names = sorted({name for example in examples for name in example.extra})
+        columns: dict[str, list[Any]] = {
+            name: [example.extra.get(name) for example in examples] for name in names
+        }
+        answers = [example.answer for example in examples]
+        prompts: list[Any] = [example.prompt for example in examples]
+        answered: list[Any] = list(completions)
+        if self.signature == "ours":
+            return {"prompts": prompts, "completions": answered, "answers": answers} | columns
+        for index, messages in enumerate(example.messages for example in examples):
+            if messages is not None:
+                prompts[index] = [dict(message) for message in messages]
+                answered[index] = [{"role": "assistant", "content": completions[index]}]
+        ids = [list(part) for part in token_ids]
+        given = {"prompts": prompts, "completions": answered, "completion_ids": ids}
+        return given | columns | {self.answer_field: answers}
+
+    def place_of(self, error: BaseException) -> str:
+        """`, at FILE, line N` of what the user wrote, where the function raised; else ""."""
+        if self.name in BUILT_IN:
+            return ""
+        named = self.name.partition(":")[0], getattr(self.function, "__module__", None)
+        return _place(error, [module for module in named if isinstance(module, str)])
+
+
+def reward_functions(config: RunConfig) -> list[RewardFunction]:
+    """Those that a recipe names; RewardError where one cannot be found."""
+    answer = config.data.answer_field
+    return [
+        RewardFunction(term.name, resolve(term.name), term.weight, term.signature, answer)
+        for term in config.reward.functions
+    ]
+
+
+def resolve(name: str) -> RewardCallable:
+    """The reward function of that name: built in, or `package.module:function`."""
+    if ":" not in name:
+        if name in BUILT_IN:
+            return BUILT_IN[name]
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise RewardError(
+            f"unknown reward function {name!r}: {hint}Built in are {', '.join(BUILT_IN)}; your own "
+            "is named package.module:function"
+        )
+    module_name, _, attribute = name.partition(":")
+    try:
+        with interrupts_heard(), torch.set_grad_enabled(torch.is_grad_enabled()):
+            module = importlib.import_module(module_name)
+            function = getattr(module, attribute, None)
+    except BaseException as error:  # the module is others' code, as in _call
+        if not isinstance(error, KeyboardInterrupt):
+            problem = f"reward function {name!r}: cannot import {module_name!r}: {one_line(error)}"
+            problem += _place(error, [module_name])
+            missing = isinstance(error, ImportError)
+            remedy = "; install it or put its folder on PYTHONPATH" if missing else ""
+            raise RewardError(problem + remedy) from error
+        raise
+    if not callable(function):
+        raise RewardError(f"reward function {name!r}: {module_name} has no function {attribute!r}")
+    return function
+
+
+def check_data(functions: Sequence[RewardFunction], examples: Sequence[Example]) -> None:
+    """RewardError where the fields of the data are not those that the functions take, or an answer
+    holds no number for `gsm8k`.
+
+    A batch hands over the fields of its examples, so a function has to take all fields of the data
+    and may demand only those of every example.
+    """
+    names = [frozenset(example.extra) for example in examples]
+    everywhere, anywhere = frozenset.intersection(*names), frozenset.union(*names)
+    for term in functions:
+        if taken := sorted(anywhere & term.columns(frozenset())):
+            raise RewardError(
+                f"the data field {', '.join(taken)} has the name of an argument that every reward "
+                "function takes: rename it in the data"
+            )
+        for example in examples if term.function is gsm8k else ():
+            try:
+                reference_number(example.answer)
+            except ValueError as error:
+                raise RewardError(f"{example.place}: {error}: reward function gsm8k") from error
+        try:
+            signature = inspect.signature(term.function)
+        except ValueError:
+            continue  # written in C: its first call tells
+        for fields in (everywhere, anywhere):
+            try:
+                signature.bind(**dict.fromkeys(term.columns(fields)))
+            except TypeError as error:
+                given = ", ".join(sorted(fields)) or "none"
+                raise RewardError(
+                    f"reward function {term.name!r} does not fit the data: {error}; signature "
+                    f"{term.signature} gives {', '.join(sorted(term.columns(frozenset())))}, and "
+                    f"beside prompt and answer the data has the fields {given} (take others with "
+                    "**extra)"
+                ) from error
+
+
+def _place(error: BaseException, modules: Sequence[str]) -> str:
+    """The innermost line of these modules' packages."""
+    packages = {module.partition(".")[0] for module in modules}
+    for frame, number in reversed(list(walk_tb(error.__traceback__))):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in packages:
+            return f", at {frame.f_code.co_filename}, line {number}"
+    return ""

@@ -1,0 +1,83 @@
+"""Where the metrics of a step go: any number of trackers, among them the console and wandb."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.config.run_sections import WandbSection
+from rl_consistency.trainers.hooks import ConsistencyHook
+from rl_consistency.trainers.progress import Progress
+from rl_consistency.trainers.run_directory.metrics_file import Metrics
+from rl_consistency.trainers.run_directory.step_files import StepFiles
+from rl_consistency.trainers.tracking.console import ConsoleTable
+from rl_consistency.trainers.tracking.wandb_tracker import WandbTracker
+
+
+class Tracker(Protocol):
+    """Receives the metrics of each step, steps strictly ascending, and whether the run failed."""
+
+    def log(self, step: int, metrics: Metrics) -> None: ...
+
+    def close(self, *, failed: bool = False) -> None: ...
+
+
+class TrackerSet:
+    """Several trackers as one; a context manager that closes them all, even if one fails.
+
+    The run failed where the block raises or sets `failed`.
+    """
+
+    def __init__(self, trackers: Iterable[Tracker]) -> None:
+        self._trackers = list(trackers)
+        self.failed = False
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def __enter__(self) -> TrackerSet:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        with ExitStack() as stack:
+            for tracker in reversed(self._trackers):
+                stack.callback(tracker.close, failed=self.failed or error is not None)
+
+
+class Tracked(Protocol):
+    """What trackers read of a run."""
+
+    config: RunConfig
+    step_files: StepFiles
+    hook: ConsistencyHook
+    tokenizer: Any
+    announce: Callable[[str], None]
+    wandb_run_id: str
+    progress: Progress
+    trainer: Any
+
+
+def trackers_of(run: Tracked, wandb: WandbSection | None) -> list[Tracker]:
+    """The files of the run's steps, and what its recipe names; `wandb` is of `check_wandb`."""
+    config = run.config
+    trackers: list[Tracker] = [run.step_files]
+    if config.tracking.console:
+        trackers.append(ConsoleTable(config.training.steps, progress=run.progress))
+    if wandb is not None:
+        tracker = WandbTracker(
+            wandb.project,
+            directory=config.run.output_dir,
+            name=wandb.name or config.run.name,
+            config=config.model_dump(mode="json"),
+            mode=wandb.mode,
+            run_id=run.wandb_run_id,
+            samples=lambda: run.trainer.samples,
+            take_mismatch=run.hook.take_mismatch,
+            decode=run.tokenizer.decode,
+            warn=run.announce,
+        )
+        trackers.append(tracker)
+    return trackers
