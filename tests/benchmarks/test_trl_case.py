@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks.trl import grpo
 from benchmarks.trl.grpo import trl_grpo
+from benchmarks.trl.learning import reward_of
 from tests.benchmarks.test_rollout_cases import MACHINE, TINY, row
 
 
@@ -20,3 +21,7 @@ def test_an_attached_trl_step_has_no_drift_and_stock_has(monkeypatch):
     assert 0 < figures["monitor_share"] < 1
     assert figures["gradient_check_share"] > 0
     assert figures["times_own_recipe"] == pytest.approx(found.ours_us / found.peers["own recipe"])
+
+
+def test_the_reward_of_a_run_is_that_of_its_last_steps():
+    assert 0 <= reward_of(1, attached=True, steps=2, last=1) <= 1
