@@ -136,6 +136,7 @@ def test_accuracy_rows_hold_the_error_ratio():
 
 def test_every_bar_names_suites_that_exist_and_no_case_is_there_twice():
     suites = {**op_suites(), **training_suites(), **rollout_suites(), **distributed_suites()}
+    suites |= trl_suites()
     assert {name for bar in BARS.values() for name in bar.suites} == suites.keys()
     for cases_of in suites.values():
         assert cases_of
