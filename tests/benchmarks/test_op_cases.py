@@ -17,6 +17,7 @@ from benchmarks.rollout.suites import rollout_suites
 from benchmarks.suite import cases
 from benchmarks.timing import Ceilings, _fields
 from benchmarks.train.step import training_step, training_suites
+from benchmarks.trl.grpo import trl_suites
 
 SIZES = [{"m": m, "n": n, "k": k} for m in (1, 17, 300) for n, k in ((48, 32), (32, 96))]
 TOLERANCE = {"attention": 0.02, "training": 0.01, "token_logprobs": 0.01}

@@ -16,7 +16,7 @@ def test_random_cases_are_right_or_refused(pytestconfig, capsys):
     seconds = pytestconfig.getoption("--fuzz-seconds")
     end, done, refused = time.monotonic() + seconds, 0, 0
     for seed in count(pytestconfig.getoption("--fuzz-seed")):
-        if done >= 8 and time.monotonic() > end:
+        if done >= 12 and time.monotonic() > end:
             break
         try:
             outcome = cases.run(seed)
