@@ -21,7 +21,7 @@ def distributed_suites() -> Suites:
         for model in ("qwen3-0.6b", "qwen3-1.7b")
         for strategy in trained
     ]
-    work = {"groups": 16, "group": 8, "new_tokens": 512}
+    work = {"groups": 16, "group": 8, "new_tokens": 256}
     scaling = [{**ranks, "model": "qwen3-0.6b", "strategy": name, **work} for name in trained]
     return {
         "distributed_sum": cases("ordered sum", sum_round, sums),
