@@ -17,6 +17,7 @@ __all__ = ["run_ranks"]
 
 def test_a_step_has_both_times_and_what_the_carry_takes(run_ranks, monkeypatch):
     monkeypatch.setattr(step, "on_ranks", lambda bench, *given: run_ranks(*given)[0])
+    monkeypatch.setattr(step, "ROUNDS", 2)  # which ranks inherit: they are forked
     found = row(optimizer_step(MACHINE, 2, TINY, "fsdp2", sequences=2, length=16))
     assert found.ratio == pytest.approx(found.stock_us / found.ours_us)
     assert found.figures["times_stock"] == pytest.approx(1 / found.ratio)
@@ -29,6 +30,7 @@ def test_a_whole_step_of_several_ranks_is_set_against_that_of_one(run_ranks, mon
         return run_ranks(count, function, *given)[0]
 
     monkeypatch.setattr(grpo, "on_ranks", on_ranks)
+    monkeypatch.setattr(grpo, "STEPS", 3)
     found = row(grpo_scaling(MACHINE, 2, TINY, "fsdp2", groups=1, group=2, new_tokens=4))
     rates = found.tokens_per_second
     assert found.figures["scaling"] == pytest.approx(rates["on 2"] / rates["on 1"])

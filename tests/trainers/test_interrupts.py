@@ -115,14 +115,12 @@ def signalled_run(tiny_run):
     return run
 
 
-@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
 def test_a_signal_ends_a_run_after_a_checkpoint_and_the_command_that_continues_it(
-    signalled_run, tiny_run, name, status
+    signalled_run, tiny_run
 ):
-    done = signalled_run(name)
-    end = "interrupted" if name == "SIGINT" else "ended by SIGTERM"
-    told = f"{name}: finishing and saving this step; again: end now\n"
-    assert (done.returncode, done.stderr) == (status, f"{told}error: {end}\n")
+    done = signalled_run("SIGINT")  # SIGTERM's way out: tests/cli/test_train.py
+    told = "SIGINT: finishing and saving this step; again: end now\n"
+    assert (done.returncode, done.stderr) == (130, f"{told}error: interrupted\n")
     (saved,) = list_checkpoints(tiny_run.directory / "run" / "checkpoints")
     assert saved.name == "step_000002"
     command = shlex.split(done.stdout.splitlines()[-1])
