@@ -18,7 +18,9 @@ GPU_WORKERS ?= 12
 RECIPE ?= recipes/grpo_arithmetic_tiny_cpu.yaml
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+# What is never imported need not be compiled, and no process should compile again what another has.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet
+unexport PYTHONDONTWRITEBYTECODE
 CONSTRAINTS := constraints-cpu.txt
 PACKAGING := setup.cfg pyproject.toml $(CONSTRAINTS)
 

@@ -81,10 +81,7 @@ def test_ci_runs_what_a_developer_runs_and_the_oldest_versions():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     text = script.read_text()
-    assert (
-        "set -euo pipefail" in text
-        and "make --jobs 2 --output-sync lint oldest\nmake test\n" in text
-    )
+    assert "set -euo pipefail" in text and " lint oldest test\n" in text
 
 
 def test_every_requirement_is_run_at_its_floor_or_named_as_kept():
