@@ -136,6 +136,8 @@ def toy_rewards(tmp_path, monkeypatch):
     """The module `toy_rewards`, importable from its folder."""
     (tmp_path / "toy_rewards.py").write_text(TOY_REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
+    # Bytecode of a file that was edited within the same second would stand for the new one.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.delitem(sys.modules, "toy_rewards", raising=False)
     return tmp_path
 
