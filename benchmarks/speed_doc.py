@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from benchmarks.results import Results, Row, geometric_mean, load, markdown_table, ratios, shown
-from rl_consistency.cli.plots import MUTED, OURS, STYLE
+from rl_consistency.cli.page.plots import MUTED, OURS, STYLE
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
 
 ROOT = Path(__file__).resolve().parents[1]

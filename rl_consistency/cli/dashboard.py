@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rl_consistency.cli.panels import SECTIONS, Panel, trl_keys
+from rl_consistency.cli.page.panels import SECTIONS, Panel, trl_keys
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_consistency.cli.main import main
-from rl_consistency.cli.panels import OF_TRL, SECTIONS, trl_keys
+from rl_consistency.cli.page.panels import OF_TRL, SECTIONS, trl_keys
 from rl_consistency.integrations.wandb_drift import HISTOGRAM_KEYS, WORST_TOKENS
 from rl_consistency.trainers.metric_reference import reference_of
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from rl_consistency.cli.report import render
+from rl_consistency.cli.page.report import render
 from rl_consistency.rollout.completion import Completion
 from rl_consistency.trainers.algorithms.experience import samples_of
 from rl_consistency.trainers.data.examples import Example

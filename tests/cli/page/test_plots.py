@@ -3,8 +3,8 @@ import math
 
 import pytest
 
-from rl_consistency.cli.panels import DRIFT, SECTIONS, WORST
-from rl_consistency.cli.plots import (
+from rl_consistency.cli.page.panels import DRIFT, SECTIONS, WORST
+from rl_consistency.cli.page.plots import (
     drift_counts,
     drift_picture,
     save_picture,

@@ -15,11 +15,11 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from rl_consistency.cli import plots
 from rl_consistency.cli.output_file import write_whole
-from rl_consistency.cli.panels import SECTIONS, WORST
-from rl_consistency.cli.plots import series
-from rl_consistency.cli.report_samples import samples_section
+from rl_consistency.cli.page import plots
+from rl_consistency.cli.page.panels import SECTIONS, WORST
+from rl_consistency.cli.page.plots import series
+from rl_consistency.cli.page.samples import samples_section
 from rl_consistency.cli.run_files import Rows, load_rows, run_file
 from rl_consistency.parity.replay import LOCALIZATION, load_replay_bundle
 from rl_consistency.parity.worst_tokens import worst_tokens

@@ -20,7 +20,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
-from rl_consistency.cli.panels import DRIFT, Panel, Section
+from rl_consistency.cli.page.panels import DRIFT, Panel, Section
 from rl_consistency.cli.run_files import Rows, load_rows
 from rl_consistency.parity.histograms import NOT_FINITE
 from rl_consistency.trainers.run_directory.directory import own_file

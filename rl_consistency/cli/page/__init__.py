@@ -1,0 +1,1 @@
+"""What a run looks like: the HTML page, its panels and pictures."""
