@@ -7,7 +7,9 @@ also be NCCL's watchdog that names the collective, in its log, and ends the proc
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -137,13 +139,15 @@ class World(Group):
         return replace(world, ranks_per_node=ranks_per_node)
 
     def gather(self, what: str, fact: T) -> list[T]:
-        """The facts (plain data) of all ranks, in rank order."""
+        """The facts (plain data, tensors on the CPU) of all ranks, in rank order."""
         if self.handle is None:
             return [fact]
+        packed = io.BytesIO()
+        _TensorPickler(packed).dump(fact)
         facts: list[Any] = [None] * self.size
         with self.naming(what):
-            dist.all_gather_object(facts, fact, group=self.handle)
-        return facts
+            dist.all_gather_object(facts, packed.getvalue(), group=self.handle)
+        return [pickle.loads(each) for each in facts]
 
     @contextmanager
     def agreed(self, what: str) -> Iterator[None]:
@@ -200,6 +204,26 @@ class World(Group):
         timeout, backend = self.timeout, "nccl" if self.device.type == "cuda" else "gloo"
         made = {g: _new_group(g, timeout, backend) for g in groups if len(g) > 1}
         return Group(own, own.index(self.rank), timeout, made.get(own))
+
+
+class _TensorPickler(pickle.Pickler):
+    """Sends a tensor's own bytes.
+
+    torch's way sends its whole storage, of which it may be a small view, and opens a file in
+    memory for each: a tenth of a second for the completions of a step.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not Tensor:
+            return NotImplemented
+        content = obj.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (obj.dtype, tuple(obj.shape), content)
+
+
+def _tensor(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) -> Tensor:
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
 
 
 def _new_group(ranks: range, timeout: timedelta, backend: str) -> dist.ProcessGroup:

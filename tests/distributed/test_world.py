@@ -1,6 +1,8 @@
 """Processes that name themselves, each other, and the collective that did not complete."""
 
+import io
 import os
+import pickle
 import re
 import signal
 import time
@@ -11,7 +13,7 @@ from torch.distributed import ReduceOp
 
 from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
-from rl_consistency.distributed.world import CollectiveError, World
+from rl_consistency.distributed.world import CollectiveError, World, _TensorPickler
 from rl_consistency.numerics.errors import ConsistencyError
 
 
@@ -44,6 +46,33 @@ def test_ranks_know_who_they_are_and_share_facts(run_ranks):
         assert gathered == [{"rank": r} for r in range(4)]
         assert sums == [6, 2**62] and maxima == [3, 0]
         assert groups == (rank % 2, 2, rank // 2, 2)
+
+
+def tensors_of_all(world):
+    table = torch.arange(12.0).reshape(3, 4) + world.rank
+    halves = torch.tensor([1.0, world.rank]).bfloat16()
+    found = world.gather("tensors", [table[1:, ::2], halves, table[:0], torch.tensor(world.rank)])
+    return [[(t.dtype, t.shape, t.tolist()) for t in each] for each in found]
+
+
+def test_tensors_travel_with_dtype_and_shape(run_ranks):
+    for found in run_ranks(2, tensors_of_all):
+        assert found == [
+            [
+                (torch.float32, (2, 2), [[4.0 + rank, 6.0 + rank], [8.0 + rank, 10.0 + rank]]),
+                (torch.bfloat16, (2,), [1.0, rank]),
+                (torch.float32, (0, 4), []),
+                (torch.int64, (), rank),
+            ]
+            for rank in range(2)
+        ]
+
+
+def test_of_a_view_only_its_own_bytes_travel():
+    view, sent, whole = torch.zeros(100_000)[:2], io.BytesIO(), io.BytesIO()
+    _TensorPickler(sent).dump(view)
+    pickle.Pickler(whole).dump(view)
+    assert len(sent.getvalue()) < 1000 < 400_000 < len(whole.getvalue())
 
 
 def exchanged(world, senders):

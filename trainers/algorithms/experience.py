@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +29,7 @@ class Experience:
     advantages: Sequence[Tensor] = ()
     """fp32, of each token, on the CPU; the algorithm gives them."""
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Completion tokens of each sample."""
         return [len(t) for t in self.old_logprobs]
