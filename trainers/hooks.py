@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -175,7 +176,7 @@ class ConsistencyHook:
         self._rollout, self._digests = rollout, {}
         if rollout.step == 1:
             self._digests["initial_weights"] = self._timed(each_digest, self.model)
-        ids = [torch.as_tensor(ids) for ids in (*rollout.sequences, rollout.prompt_lengths)]
+        ids = [torch.from_numpy(np.array(i)) for i in (*rollout.sequences, rollout.prompt_lengths)]
         self._digests["tokens"] = self._timed(list_digest, ids)
         self._digests["logprobs"] = self._timed(list_digest, rollout.logprobs)
         return {}
@@ -226,8 +227,7 @@ class ConsistencyHook:
     def on_gradients(self, step: GradientStep) -> Metrics:
         if not step.first_of_step:
             return {}
-        gradients = step.gradients
-        if gradients is None:
+        if (gradients := step.gradients) is None:
             gradients = {name: p.grad for name, p in self.model.named_parameters()}
         self._digests["gradients"] = each = self._timed(each_digest, gradients)
         metrics: Metrics = {"consistency/gradient_digest": joint_digest(each)}
@@ -322,8 +322,8 @@ class ConsistencyHook:
         )
         self.totals.stock.add(shadow.drift)
         metrics: Metrics = dict(shadow.drift.metrics("stock"))
-        speed = shadow.drift.tokens / shadow.rollout_seconds
-        metrics["time/stock_rollout_tokens_per_second"] = speed
+        name = "time/stock_rollout_tokens_per_second"
+        metrics[name] = shadow.drift.tokens / shadow.rollout_seconds
         if shadow.training_seconds is not None:
             tokens = sum(map(len, rollout.sequences))
             metrics["time/stock_training_tokens_per_second"] = tokens / shadow.training_seconds

@@ -165,7 +165,7 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
         "tokens_per_second": Reference("completion tokens over the time of the whole step", "mean"),
         "time/step_seconds": Reference("the whole step", "mean"),
         "time/rollout_seconds": Reference("generation", "mean"),
-        "time/training_seconds": Reference("forward and backward passes", "mean"),
+        "time/training_seconds": Reference("passes, and sums over processes", "mean"),
         "time/critic_seconds": Reference("the critic's values, passes and steps", "mean"),
         "time/optimizer_seconds": Reference("optimizer steps", "mean"),
         "time/digest_seconds": Reference("digests of tokens, gradients and weights", "mean"),

@@ -39,7 +39,7 @@ norm (fp64) = sqrt(the sum of the squares, rounded once)
 """,
 )
 
-CHUNK = 1 << 20
+CHUNK = 1 << 22
 """Elements that are widened at a time."""
 
 _ZERO, _INFINITE, _NAN = -149, 129, 130

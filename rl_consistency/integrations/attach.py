@@ -129,7 +129,8 @@ def attach(
             the models that `patch` covers. Built, and not training.
         check_gradients_every: steps from one gradient check under the trainer's own loss to the
             next; 0 is never. A difference is a ConsistencyError that names the parameter.
-        check_gradients_seconds: after so many seconds of a check no further regrouping begins.
+        check_gradients_seconds: after so many seconds of a check no further regrouping begins;
+            None is one regrouping a check, in turn.
         sampling_metrics: let TRL compute its own `sampling/...` metrics and importance correction,
             for one more scoring pass per rollout.
         measure_only: patch nothing, and log the drift of the trainer as it is, between Hugging
@@ -235,7 +236,7 @@ def _attach_to_rollouts(
         max_tokens=trainer.max_completion_length,
         seed=trainer.args.seed,
     )
-    drift = attachment._drift = RolloutDrift(trainer)
+    drift = _rollout_drift(attachment, trainer)
     observers: list[Observer] = [lambda ids, batch, scores: drift.observe(ids, batch.mask, scores)]
     observers += _check_gradients(attachment, trainer, sampling, gradients)
     answer = LabelAnswer(sampling, observers=observers)
@@ -257,9 +258,14 @@ def _attach_to_rollouts(
     _log(attachment, trainer, drift.take)
 
 
-def _watch_stock(attachment: Attachment, trainer: Any) -> None:
+def _rollout_drift(attachment: Attachment, trainer: Any) -> RolloutDrift:
     drift = attachment._drift = RolloutDrift(trainer)
-    model = trainer.model
+    attachment._call_back(trainer, drift)
+    return drift
+
+
+def _watch_stock(attachment: Attachment, trainer: Any) -> None:
+    drift, model = _rollout_drift(attachment, trainer), trainer.model
     if trainer.use_vllm:
         backend = trainer.vllm_generation
         attachment._set(backend, "generate", watched_backend(backend.generate, drift))

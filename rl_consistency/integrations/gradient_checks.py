@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +27,9 @@ from rl_consistency.parity.gradients import (
 )
 
 _KEY = "consistency/gradient_check"
+
+SEQUENCES = 4
+"""How many sequences of a micro-batch a check takes."""
 
 
 @dataclass(eq=False)
@@ -57,8 +60,9 @@ class GradientChecks(TrainerCallback):
     """Keeps dL/dlogprobs and dL/dentropy of a micro-batch, and after the optimizer's step computes
     the gradients that follow from them under other groupings: their bytes must be equal.
 
-    The micro-batch is the first of the step whose loss has a gradient. The check runs between two
-    steps, where no gradient is present, with the weights that the step has made.
+    The micro-batch is the first of the step whose loss has a gradient. `SEQUENCES` of it are drawn
+    anew for each check, those with a gradient before others. The check runs between two steps,
+    where no gradient is present, with the weights that the step has made.
 
     Args:
         trainer: what the callback is added to.
@@ -66,7 +70,7 @@ class GradientChecks(TrainerCallback):
         sampling: what `LabelAnswer` was given.
         every: steps from one check to the next, of which the first step has one.
         seconds: after so many no further regrouping begins; the first always runs, and the next
-            check goes on with the others. None is no limit.
+            check goes on with the others. None is one regrouping a check.
     """
 
     def __init__(
@@ -79,7 +83,7 @@ class GradientChecks(TrainerCallback):
         seconds: float | None,
     ) -> None:
         self._trainer, self._policy, self._sampling = trainer, policy, sampling
-        self._every, self._seconds = every, math.inf if seconds is None else seconds
+        self._every, self._seconds = every, seconds or 0.0
         self._turn = deque(REGROUPINGS)
         self._seen: list[_MicroBatch] = []
         self._since_log: Counter[str] = Counter()
@@ -155,13 +159,16 @@ class GradientChecks(TrainerCallback):
         return self.last.failure(), self.last
 
     def _regrouped(self, seen: _MicroBatch, end: float) -> GradientReport:
-        masks = seen.sequences(seen.mask)
+        masks, ids = seen.sequences(seen.mask), seen.sequences(seen.input_ids)
+        asked = {
+            name: [part[mask] for part, mask in zip(seen.sequences(columns), masks, strict=True)]
+            for name, columns in sorted(seen.cotangents.items())
+        }
         scored = [index for index, mask in enumerate(masks) if bool(mask.any())]
-        ids = seen.sequences(seen.input_ids)
-        cotangents: dict[str, list[Tensor]] = {}
-        for name, columns in sorted(seen.cotangents.items()):
-            parts = seen.sequences(columns)
-            cotangents[name] = [parts[index][masks[index]] for index in scored]
+        drawn = Random(self._trainer.state.global_step).sample(scored, len(scored))
+        drawn.sort(key=lambda index: not any(bool(parts[index].any()) for parts in asked.values()))
+        chosen = sorted(drawn[:SEQUENCES])
+        cotangents = {name: [parts[index] for index in chosen] for name, parts in asked.items()}
 
         def loss(found: TokenLogprobs, group: Sequence[int]) -> Tensor:
             """A scalar whose gradient is the one that was kept."""
@@ -173,8 +180,8 @@ class GradientChecks(TrainerCallback):
 
         return check_gradients(
             self._policy,
-            [ids[index].tolist() for index in scored],
-            loss_mask=[masks[index].tolist() for index in scored],
+            [ids[index].tolist() for index in chosen],
+            loss_mask=[masks[index].tolist() for index in chosen],
             loss=loss,
             sampling=self._sampling,
             regroupings=self._until(end),

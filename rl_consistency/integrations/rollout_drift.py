@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+from transformers import TrainerCallback
 
 from rl_consistency.integrations.sampled import Sampled
 from rl_consistency.integrations.token_drift import ScoredSample, TokenDrift
@@ -28,8 +29,19 @@ class _Sample(NamedTuple):
     place: tuple[int, int]
 
 
-class RolloutDrift:
-    """Remembers the logprobs of a rollout and compares those of training with them.
+class _MicroBatch(NamedTuple):
+    """What a trainer scored, on the model's device: comparing it at once would wait for that."""
+
+    first: bool
+    input_ids: Tensor  # [B, L]
+    tokens: Tensor  # [B, L] bool, False at padding
+    mask: Tensor  # [B, L-1] bool
+    logprobs: Tensor  # [B, L-1]
+
+
+class RolloutDrift(TrainerCallback):
+    """Remembers the logprobs of a rollout, and compares those of training with them when an
+    optimizer step is done.
 
     A sample is found by its tokens: equal prompts and completions have equal logprobs.
     """
@@ -44,8 +56,14 @@ class RolloutDrift:
         """Prompt -> its number in the rollout, and how many completions it has."""
         self._since_log = {FIRST: DriftTotals(), LATER: DriftTotals()}
         self._uncompared = 0
-        self.total = DriftTotals()
+        self._total = DriftTotals()
+        self._pending: list[_MicroBatch] = []
+
+    @property
+    def total(self) -> DriftTotals:
         """Of the first updates of this process."""
+        self._compare()
+        return self._total
 
     def also_log(self, metrics_of: Sequence[str]) -> None:
         """Log the drift metrics of these trainers too; see `foreign_drift`."""
@@ -54,6 +72,7 @@ class RolloutDrift:
     def sampled(self, prompts: list[list[int]], completions: Sampled) -> None:
         """Take in a rollout, or a turn of one; a rollout at another step replaces the last. One for
         evaluation is passed over."""
+        self._compare()
         if not self._trainer.model.training:
             return
         if self._sampled_at != self._trainer.state.global_step:
@@ -69,33 +88,44 @@ class RolloutDrift:
             self._samples[key] = _Sample(len(prompt), logprobs, place)
 
     def observe(self, input_ids: Tensor, tokens: Tensor, scores: LabelLogprobs) -> None:
-        """Compare a micro-batch of training; see `LabelAnswer`."""
-        found: list[ScoredSample] = []
-        scored = torch.zeros_like(tokens)
-        scored[:, 1:] = scores.mask
-        logprobs = torch.zeros(tokens.shape, device=tokens.device)
-        logprobs[:, 1:] = scores.logprobs.detach()
-        parts = (input_ids.cpu(), tokens.cpu(), scored.cpu(), logprobs.cpu())
-        for ids, real, wanted, row in zip(*parts, strict=True):
-            ids, wanted, row = ids[real], wanted[real], row[real]
-            first, end = len(wanted), 0
-            for start, sampled, place in self._found(ids.numpy(), int(wanted.sum())):
-                first, end = min(first, start), start + len(sampled)
-                span = slice(start, end)
-                drawn, ours, theirs = (
-                    part[wanted[span]] for part in (ids[span], sampled, row[span])
-                )
-                found.append(ScoredSample(drawn.tolist(), place, ours, theirs))
-            # Between two turns stands what a tool wrote: TRL scores it, and masks it in its loss.
-            self._uncompared += int(wanted.sum()) - int(wanted[first:end].sum())
-        count = sum(len(sample.tokens) for sample in found)
-        if count:
+        """Take in a micro-batch of training; see `LabelAnswer`."""
+        first = self._sampled_at == self._trainer.state.global_step
+        scored = scores.mask, scores.logprobs.detach()
+        self._pending.append(_MicroBatch(first, input_ids, tokens, *scored))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._compare()
+
+    def _compare(self) -> None:
+        """Compare what was observed."""
+        pending, self._pending = self._pending, []
+        for first in (True, False):
+            found = [s for batch in pending if batch.first is first for s in self._scored(batch)]
+            if not found:
+                continue
             report = compare_logprobs([s.sampled for s in found], [s.trained for s in found])
-            first = self._sampled_at == self._trainer.state.global_step
             self._since_log[FIRST if first else LATER].add(report)
             if first:
-                self.total.add(report)
+                self._total.add(report)
                 self._tokens.add(found)
+
+    def _scored(self, batch: _MicroBatch) -> Iterator[ScoredSample]:
+        """The sampled tokens of a micro-batch; those of no sample are counted."""
+        ids, tokens = batch.input_ids.cpu(), batch.tokens.cpu()
+        scored, logprobs = torch.zeros_like(tokens), torch.zeros(tokens.shape)
+        scored[:, 1:], logprobs[:, 1:] = batch.mask.cpu(), batch.logprobs.cpu()
+        for row, real, wanted, theirs in zip(ids, tokens, scored, logprobs, strict=True):
+            row, wanted, theirs = row[real], wanted[real], theirs[real]
+            first, end = len(wanted), 0
+            for start, sampled, place in self._found(row.numpy(), int(wanted.sum())):
+                first, end = min(first, start), start + len(sampled)
+                span = slice(start, end)
+                parts = (row[span], sampled, theirs[span])
+                drawn, ours, trained = (part[wanted[span]] for part in parts)
+                if len(drawn):
+                    yield ScoredSample(drawn.tolist(), place, ours, trained)
+            # Between two turns stands what a tool wrote: TRL scores it, and masks it in its loss.
+            self._uncompared += int(wanted.sum()) - int(wanted[first:end].sum())
 
     def _found(self, ids: np.ndarray, wanted: int) -> list[_Sample]:
         """Where sampled tokens begin in a row, and their logprobs; several turns if there are, of
@@ -113,6 +143,7 @@ class RolloutDrift:
 
     def take(self) -> dict[str, float]:
         """Figures since the last call, over all processes, each of which has to call it."""
+        self._compare()
         reports = {name: t.state_dict() for name, t in self._since_log.items()}
         mine = [reports, self._uncompared, self._tokens.take()]
         everyone = gather_object([mine]) if self._trainer.accelerator.num_processes > 1 else [mine]

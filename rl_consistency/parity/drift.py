@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_consistency.parity.bytes import bits
 from rl_consistency.parity.tolerances import RATIO_BAND
 
 LogProbs = Tensor | Sequence[Tensor]
@@ -127,12 +128,15 @@ def compare_logprobs(
 
 def mismatched_sequences(rollout: Sequence[Tensor], training: Sequence[Tensor]) -> list[int]:
     """Indices of the sequences with at least one mismatched token; one fp32 tensor per sequence."""
+    ours, theirs = _flat(rollout, "rollout"), _flat(training, "training")
     _check_shapes(rollout, training, "rollout", "training")
-    return [
-        i
-        for i, (ours, theirs) in enumerate(zip(rollout, training, strict=True))
-        if ours.numel() and not compare_logprobs(ours, theirs).passed
-    ]
+    each = _mismatched(ours, theirs.to(ours.device)).split([part.numel() for part in rollout])
+    return [i for i, found in enumerate(each) if bool(found.any())]
+
+
+def _mismatched(rollout: Tensor, training: Tensor) -> Tensor:
+    """bool, where two fp32 values are not the same finite bits."""
+    return (bits(rollout) != bits(training)) | ~(rollout.isfinite() & training.isfinite())
 
 
 def _report(rollout: Tensor, training: Tensor, index: Tensor, positions: int) -> DriftReport:
@@ -140,7 +144,7 @@ def _report(rollout: Tensor, training: Tensor, index: Tensor, positions: int) ->
     ratio = d.exp()
     ulp = (ordered_integers(training) - ordered_integers(rollout)).abs()
     nonfinite = ~(rollout.isfinite() & training.isfinite())
-    mismatched = (ulp != 0) | nonfinite
+    mismatched = _mismatched(rollout, training)
     outside = ~((ratio >= RATIO_BAND[0]) & (ratio <= RATIO_BAND[1]))
     first = index[mismatched][:1].tolist()
     return DriftReport(

@@ -234,16 +234,15 @@ def test_a_maximum_is_that_of_all_micro_batches_and_steps(directory, tmp_path, a
     trainer = grpo(directory, tmp_path, max_steps=4, steps_per_generation=4, logging_steps=4)
     attach(trainer)
     seen = []
-    (observe,) = trainer.model.answer._observers
+    drift = trainer.vllm_generation._drift
+    end_step = drift.on_step_end
 
-    def recorded(*args):
-        before = trainer.vllm_generation._drift._since_log["off_policy"].report
-        observe(*args)
-        after = trainer.vllm_generation._drift._since_log["off_policy"].report
-        if after is not before:
-            seen.append(after.max_abs_diff)
+    def recorded(*args, **more):
+        end_step(*args, **more)
+        if report := drift._since_log["off_policy"].report:
+            seen.append(report.max_abs_diff)
 
-    trainer.model.answer._observers = [recorded]
+    drift.on_step_end = recorded
     trainer.train()
     assert len(seen) == 3 and seen == sorted(seen)
     assert logged(trainer, "off_policy/logprob_abs_diff/max") == [seen[-1]]

@@ -1,5 +1,6 @@
 """`attach(trainer, check_gradients_every=...)`: the gradients of the trainer's own loss."""
 
+import math
 from functools import partial
 from types import SimpleNamespace
 
@@ -35,7 +36,7 @@ def test_gradients_pass_and_the_weights_are_those_without_checks(
     build, options, directory, tmp_path, attach
 ):
     ends = []
-    for checks in ({}, {"check_gradients_every": 2}):
+    for checks in ({}, {"check_gradients_every": 2, "check_gradients_seconds": math.inf}):
         trainer = build(directory, tmp_path, max_steps=3, **options)
         attachment = attach(trainer, **checks)
         trainer.train()
@@ -94,6 +95,33 @@ def test_what_is_checked_is_the_gradient_of_the_loss(call, directory, monkeypatc
     assert checks.last.passed
     assert checks.last.results[0].name == "as trained"
     assert set(checks.last.results[0].differing) == set(dict(model.named_parameters()))
+
+
+def test_sequences_are_drawn_anew_and_those_with_a_gradient_first(directory, monkeypatch):
+    """Six sequences of one length, told apart by their first token; the third has no gradient."""
+    model = loaded(directory).train()
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(global_step=0), accelerator=SimpleNamespace(num_processes=1)
+    )
+    ids = torch.tensor([[row, 7, 8, 9] for row in range(6)])
+    checks = GradientChecks(trainer, model, None, every=1, seconds=None)
+    drawn = []
+
+    def recorded(policy, sequences, **options):
+        drawn.append([sequence[0] for sequence in sequences])
+        return check_gradients(policy, sequences, **options)
+
+    monkeypatch.setattr(gradient_checks, "check_gradients", recorded)
+    with patch(model):
+        model.answer = LabelAnswer(observers=[checks.observe])
+        for step in range(12):
+            trainer.state.global_step = step
+            out = model(ids, torch.ones_like(ids), labels=ids, fused_lm_head=True)
+            (out.log_probs.sum(1) * torch.tensor([1.0, 1, 0, 1, 1, 1])).sum().backward()
+            checks.on_step_end(None, SimpleNamespace(global_step=step + 1), None)
+            checks.on_step_begin(None, None, None)
+    assert all(len(found) == 4 and found == sorted(found) and 2 not in found for found in drawn)
+    assert {row for found in drawn for row in found} == {0, 1, 3, 4, 5}
 
 
 def test_a_gradient_that_depends_on_the_cut_stops_the_run(directory, tmp_path, attach, monkeypatch):
@@ -169,8 +197,9 @@ def test_a_step_without_a_micro_batch_or_a_cotangent_fails(
         trainer.train()
 
 
-def test_a_spent_budget_leaves_the_other_regroupings_to_the_next_check(
-    directory, tmp_path, attach, monkeypatch
+@pytest.mark.parametrize("options", [{}, {"check_gradients_seconds": 1e-9}])
+def test_without_a_budget_the_regroupings_take_turns(
+    options, directory, tmp_path, attach, monkeypatch
 ):
     names = []
 
@@ -181,7 +210,7 @@ def test_a_spent_budget_leaves_the_other_regroupings_to_the_next_check(
 
     monkeypatch.setattr(gradient_checks, "check_gradients", recorded)
     trainer = sft(directory, tmp_path, max_steps=6)
-    attach(trainer, check_gradients_every=1, check_gradients_seconds=1e-9)
+    attach(trainer, check_gradients_every=1, **options)
     trainer.train()
     assert logged(trainer, f"{KEY}/regroupings") == [1] * 6
     expected = [regrouping.name for regrouping in REGROUPINGS]

@@ -39,6 +39,28 @@ def observe(drift, ids, scored, logprobs, *, left=0):
     )
 
 
+def end_step(drift):
+    drift.on_step_end(None, None, None)
+
+
+def test_the_device_is_not_waited_for_until_the_step_ends(drift):
+    drift.sampled(*sample([7, 8], [3], [-1.0]))
+    observe(drift, [7, 8, 3], [0, 0, 1], [-1.5])
+    assert drift._since_log["consistency"].report is None
+    end_step(drift)
+    assert drift._since_log["consistency"].report.mismatched_tokens == 1
+    end_step(drift)
+    assert drift.total.report.tokens == 1
+
+
+def test_what_was_observed_is_compared_with_the_rollout_before_it(drift):
+    drift.sampled(*sample([7, 8], [3], [-1.0]))
+    observe(drift, [7, 8, 3], [0, 0, 1], [-1.0])
+    drift._trainer.state.global_step = 1
+    drift.sampled(*sample([7, 8], [3], [-2.0]))
+    assert drift.take()["consistency/mismatched_tokens"] == 0
+
+
 def test_a_row_is_found_by_its_tokens_whatever_its_padding(drift):
     drift.sampled(*sample([7, 8], [3, 4], [-1.0, -2.0]))
     for left in (0, 3):
@@ -116,6 +138,7 @@ def of_three(drift, monkeypatch):
         ids = [*range(2, 2 + tokens)]
         part.sampled(*sample([1], ids, [-1.0] * tokens))
         observe(part, [1, *ids], [0, *[1] * tokens], [-1.0 - difference, *[-1.0] * (tokens - 1)])
+        end_step(part)
         reports = {name: t.state_dict() for name, t in part._since_log.items()}
         return [reports, 1, part._tokens.take()]
 
@@ -149,6 +172,7 @@ def test_metrics_of_other_trainers_are_of_the_first_update_and_of_all_processes(
     drift.also_log(["trl", "prime_rl"])
     drift.sampled(*sample([7, 8], [3, 4], [-1.0, -2.0]))
     observe(drift, [7, 8, 3, 4], [0, 0, 1, 1], [-1.0, -2.5])
+    end_step(drift)
     other = [{name: {} for name in ("consistency", "off_policy")}, 0, drift._tokens.take()]
     drift.sampled(*sample([7, 8], [5], [-1.0]))
     observe(drift, [7, 8, 5], [0, 0, 1], [-1.0])
@@ -170,6 +194,7 @@ def test_only_samples_that_differ_are_kept_where_no_figure_needs_the_others(drif
         drift.sampled(*sample(prompt, [3 + drift._prompts.get(tuple(prompt), [0, 0])[1]], [-1.0]))
     for ids, logprob in (([7, 8, 3], -1.0), ([7, 8, 4], -1.5), ([9, 3], -1.0)):
         observe(drift, ids, [*[0] * (len(ids) - 1), 1], [logprob])
+    end_step(drift)
     counts, (kept,) = drift._tokens.take()
     assert (kept.tokens, kept.place) == ([4], (0, 1))
     assert counts["consistency/logprob_abs_diff/count/0"] == 2

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from rl_consistency.distributed.world import World
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.reduction.weights_digest import weights_digest
 from rl_consistency.models.batch_layout import Layout, lay_out
 from rl_consistency.models.decoder import guarded_backward
 from rl_consistency.models.modules import CanonicalLinear
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import completion_states
-from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.run_directory.checkpoint import (
@@ -98,8 +98,8 @@ class Critic:
 
     @property
     def digest(self) -> str:
-        """Of the weights."""
-        return parameter_digest(self.model.trained())
+        """Of the weights, where they lie."""
+        return weights_digest(self.model.trained().items())
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Take the critic's part of a checkpoint; CheckpointError, and nothing taken, on a misfit.

@@ -275,7 +275,8 @@ class PolicyTrainer(ABC):
             logprobs.update(zip(group, scored.logprobs.detach().split(scored.lengths)))
 
         size = self.config.training.micro_batch_size
-        norm = self.ranks.accumulate(len(part), size, self._passes(experience, part, keep))
+        with self._timed("training"):
+            norm = self.ranks.accumulate(len(part), size, self._passes(experience, part, keep))
         output = merge_outputs(self.ranks.shared_tensors("losses", outputs))
         return output, self.ranks.shared_tensors("training logprobs", logprobs), norm
 
@@ -289,10 +290,9 @@ class PolicyTrainer(ABC):
 
         def backward(batch: range, is_filler: bool) -> None:
             group = [part[i] for i in batch]
-            with self._timed("training"):
-                scored = self._forward(self.ranks.model, experience, group)
-                output = self._loss(experience, part, scored, group)
-                self.ranks.backward(output.loss * 0.0 if is_filler else output.loss)
+            scored = self._forward(self.ranks.model, experience, group)
+            output = self._loss(experience, part, scored, group)
+            self.ranks.backward(output.loss * 0.0 if is_filler else output.loss)
             if not is_filler:
                 keep(group, scored, output)
                 self._trained += len(group)
