@@ -15,30 +15,36 @@ from rl_consistency.distributed.world import World
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run import train
 
-STEPS, WARM_UP = 6, 2
+STEPS, WARM_UP = 8, 2
+RATE = "tokens_per_second"
+TIMES = tuple(f"time/{name}_seconds" for name in ("step", "rollout", "training", "digest"))
 
 
 def grpo_scaling(
     bench: Machine, ranks: int, model: str, strategy: str, groups: int, group: int, new_tokens: int
 ) -> dict[str, Any]:
-    """Tokens a second of all GPUs together, median of steps; `scaling` is over those of one.
+    """Tokens a second of all GPUs together, median of steps; `scaling` is over those of one. Where
+    the time of a step goes is in the figures.
 
     Each GPU has `groups` prompts with `group` completions of up to `new_tokens` tokens.
     """
     with TemporaryDirectory() as place:
         make_random_model(["--preset", model, f"{place}/model"])
         work = (place, strategy, groups, group, new_tokens)
-        rates = {n: on_ranks(bench, n, _rate, *work) for n in (1, ranks)}
+        found = {n: on_ranks(bench, n, _medians, *work) for n in (1, ranks)}
+    rates = {n: medians.pop(RATE) for n, medians in found.items()}
     figures: dict[str, Any] = {"scaling": rates[ranks] / rates[1]}
+    for n, medians in found.items():
+        figures |= {f"{name.removeprefix('time/')} on {n}": s for name, s in medians.items()}
     return {
         "figures": figures,
         "tokens_per_second": {f"on {n}": rate for n, rate in rates.items()},
     }
 
 
-def _rate(
+def _medians(
     world: World, place: str, strategy: str, groups: int, group: int, new_tokens: int
-) -> float:
+) -> dict[str, float]:
     directory = Path(place) / f"run {world.size}"
     tree = {
         "run": {"name": "scaling", "device": world.device.type, "output_dir": str(directory)},
@@ -63,5 +69,6 @@ def _rate(
     train(RunConfig.model_validate(tree), announce=lambda line: None)
     lines = (directory / "metrics.jsonl").read_text("utf-8").splitlines() if not world.rank else []
     rows = [json.loads(line) for line in lines]
-    rates = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
-    return world.gather("rates", median(rates[WARM_UP:]) if rates else 0.0)[0]
+    counted = [row for row in rows if RATE in row][WARM_UP:]
+    medians = {n: median(row[n] for row in counted) for n in (RATE, *TIMES)} if counted else {}
+    return world.gather("medians", medians)[0]

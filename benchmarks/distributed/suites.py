@@ -21,8 +21,12 @@ def distributed_suites() -> Suites:
         for model in ("qwen3-0.6b", "qwen3-1.7b")
         for strategy in trained
     ]
-    work = {"groups": 16, "group": 8, "new_tokens": 256}
-    scaling = [{**ranks, "model": "qwen3-0.6b", "strategy": name, **work} for name in trained]
+    work = {**ranks, "model": "qwen3-0.6b"}
+    scaling = [
+        {**work, "strategy": strategy, "groups": 16, "group": 8, "new_tokens": tokens}
+        for tokens in (256, 1024)
+        for strategy in trained
+    ]
     return {
         "distributed_sum": cases("ordered sum", sum_round, sums),
         "distributed_step": cases("optimizer step", optimizer_step, steps),
