@@ -13,8 +13,6 @@ import torch.distributed as dist
 from rl_consistency.distributed.world import CollectiveError, World
 from rl_consistency.numerics.errors import ConsistencyError
 
-DEEPSPEED = "deepspeed.runtime.zero.muon.muon_optimizer"
-"""What takes a second to import, in each rank that uses it."""
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # which would be the GPU of another machine
 
 PATIENCE = 120
@@ -59,7 +57,7 @@ def run_ranks(tmp_path_factory):
         given = (world_size, folder, timeout, ranks_per_node, function, arguments)
         # Forked from a process that has imported torch: that is most of a rank's start.
         context = get_context("forkserver")
-        context.set_forkserver_preload([__name__, "rl_consistency.trainers.run", DEEPSPEED])
+        context.set_forkserver_preload(["tests.distributed.preloaded"])
         ranks = [context.Process(target=_enter, args=(r, *given)) for r in range(world_size)]
         end = time.monotonic() + PATIENCE
         try:
