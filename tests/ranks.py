@@ -3,6 +3,7 @@
 import os
 import pickle
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
 
@@ -38,6 +39,22 @@ def _enter(rank, world_size, folder, timeout, ranks_per_node, function, argument
     if not isinstance(found, Exception):
         dist.barrier()
         dist.destroy_process_group()
+
+
+@contextmanager
+def telling(over):
+    """A rank whose collective fails inside the block makes the file `over`."""
+    try:
+        yield
+    except CollectiveError:
+        over.touch()
+        raise
+
+
+def wait_for(over):
+    """Come as late as it takes the other ranks to give up."""
+    while not over.exists():
+        time.sleep(0.05)
 
 
 @pytest.fixture

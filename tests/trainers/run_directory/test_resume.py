@@ -141,8 +141,8 @@ def test_a_finished_run_resumes_to_the_same_summary(tiny_run, lasting_summary):
     assert lasting_summary(again) == lasting_summary(summary) and rows_again == rows
 
 
-def test_resuming_with_another_config_is_refused(tiny_run):
-    tiny_run(**{"training.save_every": 1})
+def test_resuming_with_another_config_is_refused(tiny_run, finished):
+    finished(**{"training.save_every": 1})
     before = tiny_run.files()
     with pytest.raises(CheckpointError, match=r"optimizer\.learning_rate: 1e-05 != 0\.01 \(now"):
         tiny_run(**{"training.save_every": 1, "optimizer.learning_rate": 1e-5}, resume=True)
@@ -165,8 +165,8 @@ def test_resuming_without_a_checkpoint_is_refused(tiny_run, monkeypatch):
     assert tiny_run.files() == before
 
 
-def test_resuming_in_another_environment_is_refused_by_name(tiny_run):
-    tiny_run(**{"training.save_every": 1})
+def test_resuming_in_another_environment_is_refused_by_name(tiny_run, finished):
+    finished(**{"training.save_every": 1})
     before = tiny_run.files()
     with (
         strict(except_={"attention"}),
@@ -194,9 +194,9 @@ def test_resuming_from_a_truncated_checkpoint_is_refused_and_loses_nothing(tiny_
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "another"])
-def test_resuming_with_another_kl_reference_is_refused(tiny_run, damage):
+def test_resuming_with_another_kl_reference_is_refused(tiny_run, finished, damage):
     changes = {"training.save_every": 1, "algorithm.kl_coefficient": 0.1}
-    tiny_run(**changes)
+    finished(**changes)
     file = tiny_run.directory / "run" / "reference.safetensors"
     if damage == "missing":
         file.unlink()
