@@ -263,8 +263,8 @@ def test_rewards_lead_the_policy(tiny_run):
             "reward.functions": [{"name": "toy_rewards:short"}],
             "rollout.prompts_per_step": 8,
             "rollout.sampling.n": 4,
-            "optimizer.learning_rate": 0.03,
-            "training.steps": 20,
+            "optimizer.learning_rate": 0.05,
+            "training.steps": 10,
             "training.micro_batch_size": 32,
         }
     )
