@@ -3,6 +3,7 @@
 import os
 import pickle
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import get_context
 
@@ -13,8 +14,6 @@ import torch.distributed as dist
 from rl_consistency.distributed.world import CollectiveError, World
 from rl_consistency.numerics.errors import ConsistencyError
 
-DEEPSPEED = "deepspeed.runtime.zero.muon.muon_optimizer"
-"""What takes a second to import, in each rank that uses it."""
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # which would be the GPU of another machine
 
 PATIENCE = 120
@@ -42,6 +41,22 @@ def _enter(rank, world_size, folder, timeout, ranks_per_node, function, argument
         dist.destroy_process_group()
 
 
+@contextmanager
+def telling(over):
+    """A rank whose collective fails inside the block makes the file `over`."""
+    try:
+        yield
+    except CollectiveError:
+        over.touch()
+        raise
+
+
+def wait_for(over):
+    """Come as late as it takes the other ranks to give up."""
+    while not over.exists():
+        time.sleep(0.05)
+
+
 @pytest.fixture
 def run_ranks(tmp_path_factory):
     """`run_ranks(W, function, *arguments)` -> what `function(world, *arguments)` returned on each
@@ -59,7 +74,7 @@ def run_ranks(tmp_path_factory):
         given = (world_size, folder, timeout, ranks_per_node, function, arguments)
         # Forked from a process that has imported torch: that is most of a rank's start.
         context = get_context("forkserver")
-        context.set_forkserver_preload([__name__, "rl_consistency.trainers.run", DEEPSPEED])
+        context.set_forkserver_preload(["tests.distributed.preloaded"])
         ranks = [context.Process(target=_enter, args=(r, *given)) for r in range(world_size)]
         end = time.monotonic() + PATIENCE
         try:

@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rl_consistency.cli.uncollected import uncollected_imports
+
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 """Recipes that come with the package."""
 
@@ -34,14 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; 0 when the run ended and every check passed, 1 when it ended with drift."""
-    from rl_consistency.cli.page.plots import save_picture
-    from rl_consistency.cli.page.report import render
-    from rl_consistency.trainers.config.recipe import dump_config, load_config
-    from rl_consistency.trainers.launch import is_first_process, leave
-    from rl_consistency.trainers.run import train
-    from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
-    from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
-    from rl_consistency.trainers.run_directory.summary import passed
+    with uncollected_imports():
+        from rl_consistency.cli.page.plots import save_picture
+        from rl_consistency.cli.page.report import render
+        from rl_consistency.trainers.config.recipe import dump_config, load_config
+        from rl_consistency.trainers.launch import is_first_process, leave
+        from rl_consistency.trainers.run import train
+        from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
+        from rl_consistency.trainers.run_directory.directory import CHECKPOINTS
+        from rl_consistency.trainers.run_directory.summary import passed
 
     console = Console(quiet=not is_first_process())
     config = load_config(find_recipe(args.recipe), args.overrides)

@@ -67,7 +67,11 @@ def run_in_processes(
     running: dict[Future[list[Result]], int] = {}
     alone: set[int] = set()
     children = {child.pid for child in active_children()}
-    with ProcessPoolExecutor(processes, get_context("spawn"), _begin_process, given) as pool:
+    # Forked from a process that has imported torch, which is most of a start; CUDA bars that.
+    context = get_context("spawn" if device.type == "cuda" else "forkserver")
+    if device.type != "cuda":
+        context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(processes, context, _begin_process, given) as pool:
         try:
             while waiting or running:
                 held = [math.inf if i in alone else job.memory for i, job in enumerate(jobs)]

@@ -45,22 +45,35 @@ RECIPE = {
 ROOT = Path(__file__).parents[2]
 
 
+def recipe_in(directory):
+    file = directory / "recipe.yaml"
+    file.write_text(yaml.safe_dump(RECIPE))
+    return [str(file), "--set", f"run.output_dir={directory / 'run'}"]
+
+
 @pytest.fixture
 def recipe(tmp_path):
     """The arguments that name the recipe and where its run goes."""
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(RECIPE))
-    return [str(file), "--set", f"run.output_dir={tmp_path / 'run'}"]
+    return recipe_in(tmp_path)
+
+
+def run_command(arguments):
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    return train.run(parser.parse_args(arguments))
 
 
 @pytest.fixture
 def command(recipe):
-    def run(*arguments):
-        parser = argparse.ArgumentParser()
-        train.add_arguments(parser)
-        return train.run(parser.parse_args([*recipe, *arguments]))
+    return lambda *arguments: run_command([*recipe, *arguments])
 
-    return run
+
+@pytest.fixture(scope="module")
+def summary(tmp_path_factory):
+    """What a run without drift ended with."""
+    directory = tmp_path_factory.mktemp("summary")
+    assert run_command(recipe_in(directory)) == 0
+    return json.loads((directory / "run" / "summary.json").read_text())
 
 
 @pytest.fixture
@@ -115,16 +128,12 @@ def test_a_run_without_drift_succeeds_and_shows_both_sides(command, tmp_path, ca
         (2, True, "2 processes, fsdp2; the weights depend on the number of processes"),
     ],
 )
-def test_the_table_says_what_the_weights_depend_on(command, tmp_path, processes, depend, caption):
-    assert command() == 0
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    summary |= {"processes": processes, "strategy": "fsdp2", "weights_depend_on_processes": depend}
-    assert train.summary_table(summary).caption == caption
+def test_the_table_says_what_the_weights_depend_on(summary, processes, depend, caption):
+    given = {"processes": processes, "strategy": "fsdp2", "weights_depend_on_processes": depend}
+    assert train.summary_table(summary | given).caption == caption
 
 
-def test_the_table_counts_the_values_of_a_critic_where_there_is_one(command, tmp_path):
-    assert command() == 0
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+def test_the_table_counts_the_values_of_a_critic_where_there_is_one(summary):
     plain = list(train.summary_table(summary).columns[0].cells)
     name = "consistency/value_check"
     table = train.summary_table(summary | {f"{name}/values": 1200, f"{name}/mismatched_values": 3})
@@ -139,7 +148,7 @@ def test_a_run_with_recorded_drift_fails(command):
 
 
 @pytest.mark.parametrize(("arguments", "status", "failed"), [((), 0, False), (DRIFTING, 1, True)])
-def test_trackers_learn_what_the_status_says(recipe, told, arguments, status, failed):
+def test_trackers_learn_what_the_status_says(recipe, told, arguments, status, failed, undrawn):
     assert main(["train", *recipe, *TRACKED, *arguments]) == status
     assert told == [failed]
 
@@ -161,7 +170,9 @@ def full(*_):
     ("module", "name"),
     [(run_module, "write_summary"), (plots, "save_picture"), (report, "render")],
 )
-def test_trackers_learn_that_the_end_of_a_run_failed(recipe, told, monkeypatch, module, name):
+def test_trackers_learn_that_the_end_of_a_run_failed(
+    recipe, told, monkeypatch, module, name, undrawn
+):
     monkeypatch.setattr(module, name, full)
     assert main(["train", *recipe, *TRACKED]) == 2
     assert told == [True]
@@ -185,7 +196,7 @@ def test_trackers_that_are_closed_before_the_report_take_its_failure_for_success
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_trackers_learn_of_a_run_that_a_signal_ends_and_it_resumes(
-    recipe, told, tmp_path, monkeypatch, number, status
+    recipe, told, tmp_path, monkeypatch, number, status, undrawn
 ):
     (tmp_path / "ending.py").write_text(
         "import os\nsteps = []\ndef reward(completions, **_):\n    steps.append(1)\n"
@@ -222,7 +233,7 @@ def test_a_run_without_shadow_checks_or_evaluation_is_shown_too(command, capsys)
     assert "evaluation" not in capsys.readouterr().out
 
 
-def test_a_run_is_resumed_or_replaced_only_when_told(command):
+def test_a_run_is_resumed_or_replaced_only_when_told(command, undrawn):
     assert command() == 0
     with pytest.raises(RunDirectoryError, match="already holds a run"):
         command()

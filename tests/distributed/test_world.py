@@ -15,6 +15,7 @@ from rl_consistency.distributed.leaves import LeafOrder
 from rl_consistency.distributed.ordered_sum import OrderedSum
 from rl_consistency.distributed.world import CollectiveError, World, _TensorPickler
 from rl_consistency.numerics.errors import ConsistencyError
+from tests.ranks import telling, wait_for
 
 
 def test_without_a_process_group_the_world_is_one_process():
@@ -89,27 +90,25 @@ def test_only_senders_send(run_ranks, senders):
         ]
 
 
-def step_with_a_loss(world, how):
+def step_with_a_loss(world, how, over):
     total = OrderedSum(world, LeafOrder(6))
-    for round in total.step():
-        if world.rank == 1 and round.index == 1:
-            how()
-        total.add("layer", torch.ones(6))
-    return total.take("layer")
+    with telling(over):
+        for round in total.step():
+            if world.rank == 1 and round.index == 1:
+                how(over)
+            total.add("layer", torch.ones(6))
+        return total.take("layer")
 
 
-def killed():
+def killed(_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stuck():
-    time.sleep(4)
-
-
-@pytest.mark.parametrize("how", [killed, stuck])
-def test_a_lost_rank_stops_the_others_with_the_name_of_the_collective(run_ranks, how):
+@pytest.mark.parametrize("how", [killed, wait_for])
+def test_a_lost_rank_stops_the_others_with_the_name_of_the_collective(run_ranks, tmp_path, how):
     began = time.monotonic()
-    found = run_ranks(3, step_with_a_loss, how, timeout=2, expects_errors=True)
+    given = (step_with_a_loss, how, tmp_path / "over")
+    found = run_ranks(3, *given, timeout=2, expects_errors=True)
     assert time.monotonic() - began < 20
     for rank in (0, 2):
         assert type(found[rank]) is CollectiveError
@@ -118,14 +117,15 @@ def test_a_lost_rank_stops_the_others_with_the_name_of_the_collective(run_ranks,
     assert (found[1] is None) == (how is killed)
 
 
-def late_fact(world):
+def late_fact(world, over):
     if world.rank == 0:
-        time.sleep(3)
-    world.gather("digest of weights", "")
+        wait_for(over)
+    with telling(over):
+        world.gather("digest of weights", "")
 
 
-def test_a_fact_that_does_not_come_is_named(run_ranks):
-    _, found = run_ranks(2, late_fact, timeout=1, expects_errors=True)
+def test_a_fact_that_does_not_come_is_named(run_ranks, tmp_path):
+    _, found = run_ranks(2, late_fact, tmp_path / "over", timeout=1, expects_errors=True)
     assert type(found) is CollectiveError
     assert str(found).startswith("digest of weights between ranks 0, 1: rank 1 gave up")
     assert "within 1 s" in str(found)

@@ -2,7 +2,9 @@
 
 import copy
 import json
+import shutil
 import sys
+from collections import defaultdict
 from typing import ClassVar
 
 import pytest
@@ -145,6 +147,27 @@ def toy_rewards(tmp_path, monkeypatch):
 @pytest.fixture
 def tiny_run(toy_rewards):
     return TinyRun(toy_rewards)
+
+
+@pytest.fixture(scope="session")
+def finished_runs(tmp_path_factory):
+    """Run directories by what was changed in the recipe; those that nothing made do not exist."""
+    return defaultdict(lambda: tmp_path_factory.mktemp("finished") / "run")
+
+
+@pytest.fixture
+def finished(tiny_run, finished_runs):
+    """Puts a finished run into the run directory; what was trained once is copied."""
+
+    def put(**changes):
+        run, kept = tiny_run.directory / "run", finished_runs[repr(sorted(changes.items()))]
+        if kept.exists():
+            shutil.copytree(kept, run)
+        else:
+            tiny_run(**changes)
+            shutil.copytree(run, kept)
+
+    return put
 
 
 def lasting(rows):

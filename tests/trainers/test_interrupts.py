@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from rl_consistency.cli.main import main
 from rl_consistency.distributed.world import World
 from rl_consistency.trainers import run
 from rl_consistency.trainers.data.examples import Example
@@ -98,27 +99,27 @@ def signalled(completions, **_):
 
 
 @pytest.fixture
-def signalled_run(tiny_run):
-    """Runs a recipe by the command; its reward function sends signals in the second step."""
-    module = tiny_run.directory / "toy_rewards.py"
+def signalled(tiny_run):
+    """The arguments of a run whose reward function sends signals in the second step."""
     reward = {"reward.functions": [{"name": "toy_rewards:signalled"}]}
     recipe = tiny_run.directory / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(tiny_run.tree(**reward)))
 
-    def run(name="SIGTERM", times=1):
+    def arguments(name, times=1):
+        module = tiny_run.directory / "toy_rewards.py"
         module.write_text(SIGNALLED.format(name=name, times=times))
-        command = [sys.executable, "-m", "rl_consistency", "train", str(recipe)]
-        command += ["--set", "run.seed=4"]
-        given = {"capture_output": True, "text": True, "check": False}
-        return subprocess.run(command, cwd=tiny_run.directory, **given)
+        return ["train", str(recipe), "--set", "run.seed=4"]
 
-    return run
+    return arguments
 
 
 def test_a_signal_ends_a_run_after_a_checkpoint_and_the_command_that_continues_it(
-    signalled_run, tiny_run
+    signalled, tiny_run
 ):
-    done = signalled_run("SIGINT")  # SIGTERM's way out: tests/cli/test_train.py
+    # SIGTERM's way out: tests/cli/test_train.py
+    command = [sys.executable, "-m", "rl_consistency", *signalled("SIGINT")]
+    given = {"capture_output": True, "text": True, "check": False}
+    done = subprocess.run(command, cwd=tiny_run.directory, **given)
     told = "SIGINT: finishing and saving this step; again: end now\n"
     assert (done.returncode, done.stderr) == (130, f"{told}error: interrupted\n")
     (saved,) = list_checkpoints(tiny_run.directory / "run" / "checkpoints")
@@ -151,9 +152,10 @@ def test_a_run_that_a_signal_ended_continues_as_if_it_had_not(tiny_run, lasting)
     assert lasting(resumed) == lasting(rows)
 
 
-def test_a_second_signal_ends_a_run_at_once(signalled_run, tiny_run):
-    done = signalled_run(times=2)
-    assert done.returncode == 143 and "To continue" not in done.stdout
+def test_a_second_signal_ends_a_run_at_once(signalled, tiny_run, capfd):
+    assert main(signalled("SIGTERM", times=2)) == 143
+    shown = capfd.readouterr()
+    assert "SIGTERM: finishing" in shown.err and "To continue" not in shown.out
     assert list_checkpoints(tiny_run.directory / "run" / "checkpoints") == []
 
 

@@ -7,9 +7,12 @@ import torch
 
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.op import attention_varlen
+from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.parity.tolerances import assert_within
+from rl_consistency.verify import claims
 from rl_consistency.verify.checks.op_setup import CPU, OpSetup
+from rl_consistency.verify.claims import Tally
 from rl_consistency.verify.mutants.blockwise_attention import blockwise_attention
 from rl_consistency.verify.mutants.mutant import Mutant
 from rl_consistency.verify.mutants.run import MUTANTS, mutants_on, run_controls, run_mutant
@@ -35,8 +38,23 @@ def changed(before, after):
     return [key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)]
 
 
+class Red(ConsistencyError):
+    """A comparison of a check failed."""
+
+
+class UpToTheFirst(Tally):
+    """Ends a check at its first failure, which settles that it is red."""
+
+    def expect(self, case, holds, detail=""):
+        super().expect(case, holds, detail)
+        if self.mismatches == 1 and not holds:
+            raise Red(self.detail)
+        return holds
+
+
 @pytest.mark.parametrize("mutant", mutants_on(CPU), ids=lambda m: m.name)
-def test_the_mutant_is_caught(mutant):
+def test_the_mutant_is_caught(mutant, monkeypatch):
+    monkeypatch.setattr(claims, "Tally", UpToTheFirst)
     result = run_mutant(mutant)
     assert result.killed, result.survivors
 

@@ -118,7 +118,7 @@ def bundle_of(run_dir, training, step):
     )
 
 
-def test_the_worst_tokens_are_those_of_the_first_bundle(tmp_path):
+def test_the_worst_tokens_are_those_of_the_first_bundle(tmp_path, undrawn):
     run = make_run(tmp_path / "run", mismatched=1)
     assert "no token differed" in _worst_tokens(run)
     first = bundle_of(run, [-1.0, -2.5], step=3)
@@ -139,7 +139,7 @@ def test_the_same_run_gives_the_same_page(tmp_path):
     assert render(run).read_bytes() == render(run).read_bytes()
 
 
-def test_a_page_that_no_run_wrote_is_not_overwritten(tmp_path):
+def test_a_page_that_no_run_wrote_is_not_overwritten(tmp_path, undrawn):
     run = make_run(tmp_path / "run", summary=SUMMARY)
     (run / "report.html").write_text("mine")
     with pytest.raises(ValueError, match=r"report.html is a link, or a file that no run of ours"):
@@ -155,14 +155,16 @@ def test_a_page_that_no_run_wrote_is_not_overwritten(tmp_path):
         ({"checks": (True, False)}, "verdict bad", ["passed: 1 of 2"]),
     ],
 )
-def test_the_verdict_turns_bad_on_drift_or_a_failed_check(tmp_path, options, verdict, words):
+def test_the_verdict_turns_bad_on_drift_or_a_failed_check(
+    tmp_path, options, verdict, words, undrawn
+):
     page = read(render(make_run(tmp_path / "run", **options)))
     assert ("section", {"class": verdict}) in page.seen
     text = " ".join(page.text)
     assert all(word in text for word in words)
 
 
-def test_the_summary_sets_both_paths_side_by_side_and_never_rounds_to_a_claim(tmp_path):
+def test_the_summary_sets_both_paths_side_by_side_and_never_rounds_to_a_claim(tmp_path, undrawn):
     page = read(render(make_run(tmp_path / "run", summary=SUMMARY)))
     text = " ".join(page.text)
     cells = [part for part in page.text if part.strip()]
@@ -172,17 +174,17 @@ def test_the_summary_sets_both_paths_side_by_side_and_never_rounds_to_a_claim(tm
     assert "final/parameter_digest" in text and "abcd" in text
 
 
-def test_a_run_whose_name_is_no_utf_8_has_a_page(tmp_path):
+def test_a_run_whose_name_is_no_utf_8_has_a_page(tmp_path, undrawn):
     text = render(make_run(tmp_path / os.fsdecode(b"run\xff"))).read_text("utf-8")
     assert "<h1>run\ufffd</h1>" in text
 
 
-def test_a_run_without_a_summary_is_said_to_be_unfinished(tmp_path):
+def test_a_run_without_a_summary_is_said_to_be_unfinished(tmp_path, undrawn):
     text = " ".join(read(render(make_run(tmp_path / "run"))).text)
     assert "the run has not finished" in text
 
 
-def test_the_configuration_is_text_not_markup(tmp_path):
+def test_the_configuration_is_text_not_markup(tmp_path, undrawn):
     page = read(render(make_run(tmp_path / "run")))
     assert "script" not in {tag for tag, _ in page.seen}
     assert "<script>alert(1)</script>" in "".join(page.text)
@@ -197,7 +199,7 @@ def test_the_largest_metrics_are_drawn(tmp_path):
     assert render(run).is_file()
 
 
-def test_a_truncated_metrics_line_is_named_and_the_old_report_kept(tmp_path):
+def test_a_truncated_metrics_line_is_named_and_the_old_report_kept(tmp_path, undrawn):
     run = make_run(tmp_path / "run")
     before = render(run).read_bytes()
     with open(run / "metrics.jsonl", "a") as stream:
@@ -210,7 +212,7 @@ def test_a_truncated_metrics_line_is_named_and_the_old_report_kept(tmp_path):
 @pytest.mark.parametrize(
     ("summary", "message"), [('{"a": ', "not JSON"), ("[1]", "JSON object is needed, got list")]
 )
-def test_a_damaged_summary_is_named(tmp_path, summary, message):
+def test_a_damaged_summary_is_named(tmp_path, summary, message, undrawn):
     run = make_run(tmp_path / "run")
     (run / "summary.json").write_text(summary)
     with pytest.raises(ValueError, match=message):
@@ -220,7 +222,7 @@ def test_a_damaged_summary_is_named(tmp_path, summary, message):
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "config.yaml", "manifest.json", "summary.json", "report.html"]
 )
-def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path, name):
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path, name, undrawn):
     run = make_run(tmp_path / "run", summary=SUMMARY)
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
@@ -228,7 +230,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path, n
         render(run)
 
 
-def test_where_a_pipe_counts_as_a_file_it_is_waited_for(tmp_path, monkeypatch):
+def test_where_a_pipe_counts_as_a_file_it_is_waited_for(tmp_path, monkeypatch, undrawn):
     """Negative control: the page is not there until somebody has written into the pipe."""
     monkeypatch.setattr(Path, "is_file", Path.exists)
     pipe = make_run(tmp_path / "run") / "summary.json"
@@ -244,7 +246,7 @@ def test_where_a_pipe_counts_as_a_file_it_is_waited_for(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "config.yaml"])
-def test_what_is_not_a_run_directory_is_refused(tmp_path, missing):
+def test_what_is_not_a_run_directory_is_refused(tmp_path, missing, undrawn):
     run = make_run(tmp_path / "run")
     (run / missing).unlink()
     with pytest.raises(FileNotFoundError, match=f"no {missing}"):

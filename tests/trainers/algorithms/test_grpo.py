@@ -6,6 +6,11 @@ from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.algorithms import loop, rollout_engine
 
 TWO_LAYERS = {"policy.build.num_hidden_layers": 2, "training.steps": 2}
+TWO_CHECKED = {
+    "training.steps": 2,
+    "training.micro_batch_size": 3,
+    "consistency.gradient_check_every": 1,
+}
 EXACT = ("mismatched_tokens", "nonfinite_tokens", "logprob_abs_diff/max", "ulp/max", "kl/k3")
 
 
@@ -143,10 +148,10 @@ def test_preemption_does_not_change_a_bit(plain, tiny_run, monkeypatch):
 def test_other_families_do_not_drift(tiny_run, architecture):
     require_no_drift(
         *tiny_run(
-            **{
+            **TWO_CHECKED
+            | {
                 "policy.build.architecture": architecture,
                 "consistency.gradient_check_every": 2,
-                "training.micro_batch_size": 3,
             }
         )
     )
@@ -187,11 +192,11 @@ def test_low_precision_policies_do_not_drift(tiny_run, dtype):
 )
 def test_every_variant_of_the_algorithm_keeps_its_promise(tiny_run, changes):
     summary, rows = tiny_run(
-        **{"training.micro_batch_size": 3, "consistency.gradient_check_every": 1} | changes
+        **TWO_CHECKED | changes,
     )
     require_no_drift(summary, rows)
-    assert summary["consistency/gradient_check/passed"] == 3
-    assert len({row["rollout/weights_digest"] for row in rows}) == 3
+    assert summary["consistency/gradient_check/passed"] == 2
+    assert len({row["rollout/weights_digest"] for row in rows}) == 2
 
 
 @pytest.mark.parametrize(
@@ -211,11 +216,7 @@ def test_every_variant_of_the_algorithm_keeps_its_promise(tiny_run, changes):
     ids=lambda changes: ",".join(f"{k.split('.')[-1]}={v}" for k, v in changes.items()),
 )
 def test_truncated_and_tempered_sampling_do_not_drift(tiny_run, changes):
-    require_no_drift(
-        *tiny_run(
-            **{"training.micro_batch_size": 3, "consistency.gradient_check_every": 2} | changes
-        )
-    )
+    require_no_drift(*tiny_run(**TWO_CHECKED | {"consistency.gradient_check_every": 2} | changes))
 
 
 def test_masking_what_was_cut_keeps_its_promise_too(tiny_run):
@@ -223,12 +224,11 @@ def test_masking_what_was_cut_keeps_its_promise_too(tiny_run):
         "warm_start.steps": 20,
         "warm_start.learning_rate": 1e-2,
         "rollout.sampling.max_tokens": 7,
-        "training.micro_batch_size": 3,
-        "consistency.gradient_check_every": 1,
     }
     parameters = {}
-    for overlong in ("mask", "keep"):
-        summary, rows = tiny_run(overwrite=True, **changes, **{"algorithm.overlong": overlong})
+    for overlong, own in (("mask", TWO_CHECKED), ("keep", {"training.steps": 1})):
+        given = changes | own | {"algorithm.overlong": overlong}
+        summary, rows = tiny_run(overwrite=True, **given)
         require_no_drift(summary, rows)
         assert 0 < rows[1]["completion/cut_fraction"] < 1
         parameters[overlong] = rows[1]["consistency/gradient_digest"]
@@ -263,8 +263,8 @@ def test_rewards_lead_the_policy(tiny_run):
             "reward.functions": [{"name": "toy_rewards:short"}],
             "rollout.prompts_per_step": 8,
             "rollout.sampling.n": 4,
-            "optimizer.learning_rate": 0.03,
-            "training.steps": 20,
+            "optimizer.learning_rate": 0.05,
+            "training.steps": 10,
             "training.micro_batch_size": 32,
         }
     )

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -11,6 +10,7 @@ from rl_consistency.trainers import run
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.run import train
 from rl_consistency.trainers.strategies import fsdp2
+from tests.ranks import telling, wait_for
 from tests.trainers.distributed.runs import LEAVES, digests
 
 SHADOWED = LEAVES | {"consistency.shadow_every": 1, "training.steps": 2}
@@ -74,22 +74,23 @@ def test_without_an_order_rollout_is_training_and_the_weights_depend_on_the_proc
     assert len(found) == 3
 
 
-def late_in_step_2(world, tree):
+def late_in_step_2(world, tree, over):
     real, steps = run.GRPOTrainer.step, []
 
     def step(self, number):
         steps.append(number)
         if world.rank == 1 and number == 2:
-            time.sleep(6)
+            wait_for(over)
         return real(self, number)
 
     run.GRPOTrainer.step = step
-    return digests(world, tree)
+    with telling(over):
+        return digests(world, tree)
 
 
-def test_a_rank_that_does_not_come_is_given_up_after_the_timeout(run_ranks, tiny_run):
+def test_a_rank_that_does_not_come_is_given_up_after_the_timeout(run_ranks, tiny_run, tmp_path):
     tree = tiny_run.tree(**LEAVES, **{"run.collective_timeout": 2})
-    waiting, late = run_ranks(2, late_in_step_2, tree, expects_errors=True)
+    waiting, late = run_ranks(2, late_in_step_2, tree, tmp_path / "over", expects_errors=True)
     assert type(waiting) is type(late) is CollectiveError
     assert "rank 0 gave up. Another rank ended, or did not come within 2 s" in str(waiting)
 

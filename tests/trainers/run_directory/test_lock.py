@@ -2,22 +2,19 @@
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
+import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
-import yaml
 
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError, locked
 from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
 
-ROOT = Path(__file__).parents[3]
 SAVING = {"training.steps": 3, "training.save_every": 1}
 
 
@@ -108,73 +105,60 @@ def test_a_link_in_the_place_of_the_lock_is_refused(tiny_run):
     assert not target.exists()
 
 
-SCRIPT = """
-import os, signal, sys
-from rl_consistency.trainers import run
-from rl_consistency.trainers.config.recipe import load_config
-from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
-
-log = MetricsFile.log
-
-def log_and_wait(self, step, metrics):
-    log(self, step, metrics)
-    if step == 2:
-        print("here", flush=True)
-        sys.stdin.read()
-
-MetricsFile.log = log_and_wait
-run.train(load_config(sys.argv[1]), announce=lambda line: None)
-"""
-
-
 def test_a_kill_releases_the_lock(tiny_run):
-    recipe, script = tiny_run.directory / "recipe.yaml", tiny_run.directory / "script.py"
-    recipe.write_text(yaml.safe_dump(tiny_run.tree(**SAVING)))
-    script.write_text(SCRIPT)
-    paths = os.pathsep.join([str(ROOT), str(tiny_run.directory)])
-    process = subprocess.Popen(
-        [sys.executable, script, recipe],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+    fork = multiprocessing.get_context("fork")
+    stands, log = fork.Event(), MetricsFile.log
+
+    def log_and_wait(self, step, metrics):
+        log(self, step, metrics)
+        if step == 2:
+            stands.set()
+            signal.pause()
+
+    def run():
+        MetricsFile.log = log_and_wait
+        tiny_run(**SAVING)
+
+    process = fork.Process(target=run)
+    process.start()
     try:
-        assert process.stdout.readline() == b"here\n"
+        assert stands.wait(60)
         with pytest.raises(RunDirectoryError, match="another process"):
             tiny_run(**SAVING, resume=True)
     finally:
         process.kill()
-        process.communicate()
-    assert process.returncode == -signal.SIGKILL
+        process.join()
+    assert process.exitcode == -signal.SIGKILL
     summary, _ = tiny_run(**SAVING, resume=True)
     assert summary["steps"] == 3
 
 
 def test_a_forked_process_that_outlives_a_killed_run_does_not_hold_the_lock(tmp_path):
-    code = (
-        "import os, sys, time\nfrom pathlib import Path\n"
-        "from rl_consistency.trainers.run_directory.directory import locked\n"
-        "with locked(Path(sys.argv[1])):\n"
-        "    if not (child := os.fork()):\n        time.sleep(60)\n        os._exit(0)\n"
-        "    print(child, flush=True)\n    time.sleep(60)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, tmp_path],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-    )
-    child = int(process.stdout.readline())
+    fork = multiprocessing.get_context("fork")
+    pids = fork.SimpleQueue()
+
+    def run():
+        with locked(tmp_path):
+            if not (child := os.fork()):
+                time.sleep(60)
+                os._exit(0)
+            pids.put(child)
+            time.sleep(60)
+
+    process = fork.Process(target=run)
+    process.start()
+    child = pids.get()
     try:
         with pytest.raises(RunDirectoryError, match="another process"), locked(tmp_path):
             pass
         process.kill()
-        process.wait()
+        process.join()
         with locked(tmp_path):
             os.kill(child, 0)  # it lives on
     finally:
         os.kill(child, signal.SIGKILL)
         process.kill()
-        process.communicate()
+        process.join()
 
 
 def test_a_forked_process_does_not_release_the_lock_of_its_parent(tmp_path):

@@ -79,8 +79,8 @@ def test_overwriting_leaves_a_user_s_wandb_and_notes(tiny_run):
         "replay/bundle-0123456789abcdef/notes.txt",
     ],
 )
-def test_a_user_s_files_among_those_of_a_run_are_refused_by_name(tiny_run, name):
-    tiny_run(**SHORT)
+def test_a_user_s_files_among_those_of_a_run_are_refused_by_name(tiny_run, finished, name):
+    finished(**SHORT)
     directory = tiny_run.directory / "run"
     put(directory / name)
     before = contents(directory)
@@ -93,8 +93,8 @@ def test_a_user_s_files_among_those_of_a_run_are_refused_by_name(tiny_run, name)
     "name",
     ["config.yaml", "metrics.jsonl", "checkpoints", "checkpoints/step_000001", "replay"],
 )
-def test_overwriting_neither_follows_nor_removes_a_link(tiny_run, name):
-    tiny_run(**SHORT)
+def test_overwriting_neither_follows_nor_removes_a_link(tiny_run, finished, name):
+    finished(**SHORT)
     directory, archive = tiny_run.directory / "run", tiny_run.directory / "archive"
     if name == "replay":
         archive.mkdir()
@@ -118,8 +118,8 @@ def test_without_the_check_a_link_is_removed(tiny_run, unchecked):
     assert not linked.is_symlink()
 
 
-def test_pruning_leaves_an_archived_checkpoint_that_is_linked_back(tiny_run):
-    tiny_run(**SAVING | {"training.steps": 2})
+def test_pruning_leaves_an_archived_checkpoint_that_is_linked_back(tiny_run, finished):
+    finished(**SAVING | {"training.steps": 2})
     directory, archive = tiny_run.directory / "run" / "checkpoints", tiny_run.directory / "archive"
     shutil.move(directory / "step_000002", archive)
     (directory / "step_000002").symlink_to(archive)
@@ -130,8 +130,8 @@ def test_pruning_leaves_an_archived_checkpoint_that_is_linked_back(tiny_run):
     assert [path.name for path in list_checkpoints(directory)] == ["step_000002", "step_000003"]
 
 
-def test_pruning_leaves_a_checkpoint_in_which_the_user_keeps_something(tiny_run):
-    tiny_run(**SAVING | {"training.steps": 2})
+def test_pruning_leaves_a_checkpoint_in_which_the_user_keeps_something(tiny_run, finished):
+    finished(**SAVING | {"training.steps": 2})
     directory = tiny_run.directory / "run" / "checkpoints"
     put(directory / "step_000002" / "notes.txt")
     before = contents(directory / "step_000002")
@@ -162,9 +162,9 @@ def test_a_copy_of_a_checkpoint_is_neither_pruned_nor_overwritten_nor_counted(
 
 
 @pytest.mark.parametrize("name", ["step_000001/mine", "step_000002/mine/too", "step_000009"])
-def test_a_user_s_empty_folder_is_neither_pruned_nor_overwritten(tiny_run, name):
+def test_a_user_s_empty_folder_is_neither_pruned_nor_overwritten(tiny_run, finished, name):
     two = SAVING | {"training.steps": 2, "training.keep_checkpoints": 2}
-    tiny_run(**two)
+    finished(**two)
     folder = tiny_run.directory / "run" / "checkpoints" / name
     folder.mkdir(parents=True)
     with pytest.raises(RunDirectoryError, match=f"checkpoints/{name.removesuffix('/too')}"):
@@ -189,8 +189,8 @@ def test_where_every_file_counts_as_ours_copies_and_empty_folders_go(tiny_run, m
     assert [path.name for path in directory.iterdir()] == ["step_000001"]
 
 
-def test_an_empty_folder_with_the_name_of_a_bundle_is_not_overwritten(tiny_run):
-    tiny_run(**SHORT)
+def test_an_empty_folder_with_the_name_of_a_bundle_is_not_overwritten(tiny_run, finished):
+    finished(**SHORT)
     folder = tiny_run.directory / "run" / "replay" / "bundle-0123456789abcdef"
     folder.mkdir(parents=True)
     with pytest.raises(RunDirectoryError, match=folder.name):
@@ -198,8 +198,8 @@ def test_an_empty_folder_with_the_name_of_a_bundle_is_not_overwritten(tiny_run):
     assert folder.is_dir()
 
 
-def test_pruning_removes_nothing_behind_a_link(tiny_run):
-    tiny_run(**SAVING | {"training.steps": 2})
+def test_pruning_removes_nothing_behind_a_link(tiny_run, finished):
+    finished(**SAVING | {"training.steps": 2})
     directory, archive = tiny_run.directory / "run" / "checkpoints", tiny_run.directory / "archive"
     shutil.move(directory, archive)
     directory.symlink_to(archive)
@@ -209,8 +209,8 @@ def test_pruning_removes_nothing_behind_a_link(tiny_run):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "summary.json"])
-def test_resuming_does_not_write_through_a_link(tiny_run, name):
-    tiny_run(**SAVING | {"training.steps": 2})
+def test_resuming_does_not_write_through_a_link(tiny_run, finished, name):
+    finished(**SAVING | {"training.steps": 2})
     directory = tiny_run.directory / "run"
     archived = tiny_run.directory / name
     shutil.move(directory / name, archived)
@@ -227,8 +227,10 @@ def test_resuming_does_not_write_through_a_link(tiny_run, name):
     "name",
     ["manifest.json", "config.yaml", "metrics.jsonl", "summary.json", "report.html", "drift.png"],
 )
-def test_what_is_no_file_in_the_place_of_one_is_refused_at_once(tiny_run, name, make, mode):
-    tiny_run(**SAVING)
+def test_what_is_no_file_in_the_place_of_one_is_refused_at_once(
+    tiny_run, finished, name, make, mode
+):
+    finished(**SAVING)
     directory = tiny_run.directory / "run"
     (directory / name).unlink(missing_ok=True)
     make(directory / name)
@@ -256,8 +258,8 @@ def test_without_the_check_a_folder_in_the_place_of_a_file_is_found_at_the_end(
     "make", [put, lambda path: path.symlink_to("nowhere")], ids=["file", "link"]
 )
 @pytest.mark.parametrize("name", ["checkpoints", "replay"])
-def test_what_is_no_folder_in_the_place_of_one_is_refused_at_once(tiny_run, name, make):
-    tiny_run(**SHORT)
+def test_what_is_no_folder_in_the_place_of_one_is_refused_at_once(tiny_run, finished, name, make):
+    finished(**SHORT)
     directory = tiny_run.directory / "run"
     shutil.rmtree(directory / name, ignore_errors=True)
     make(directory / name)
@@ -267,8 +269,10 @@ def test_what_is_no_folder_in_the_place_of_one_is_refused_at_once(tiny_run, name
     assert contents(directory) == before
 
 
-def test_a_pipe_in_the_place_of_a_checkpoint_s_state_is_refused_and_not_waited_for(tiny_run):
-    tiny_run(**SHORT)
+def test_a_pipe_in_the_place_of_a_checkpoint_s_state_is_refused_and_not_waited_for(
+    tiny_run, finished
+):
+    finished(**SHORT)
     state = tiny_run.directory / "run" / "checkpoints" / "step_000001" / "trainer.json"
     state.unlink()
     os.mkfifo(state)
@@ -329,8 +333,8 @@ def test_no_step_leaves_a_file_at_a_guessable_name(tiny_run):
     assert (checkpoints / "step_000003.partial" / "a").read_text() == "mine"
 
 
-def test_inputs_among_the_files_that_overwriting_removes_are_refused(tiny_run):
-    tiny_run(**SHORT)
+def test_inputs_among_the_files_that_overwriting_removes_are_refused(tiny_run, finished):
+    finished(**SHORT)
     directory = tiny_run.directory / "run"
     inputs = {"data.task": None, "data.path": str(directory / "metrics.jsonl")}
     with pytest.raises(RunDirectoryError, match=r"data\.path .* lies inside"):
@@ -338,8 +342,8 @@ def test_inputs_among_the_files_that_overwriting_removes_are_refused(tiny_run):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing", "empty"])
-def test_a_damaged_manifest_lists_nothing_that_may_be_removed(tiny_run, damage):
-    tiny_run(**SHORT)
+def test_a_damaged_manifest_lists_nothing_that_may_be_removed(tiny_run, finished, damage):
+    finished(**SHORT)
     file = tiny_run.directory / "run" / "manifest.json"
     text = file.read_bytes()
     if damage == "missing":
@@ -353,8 +357,8 @@ def test_a_damaged_manifest_lists_nothing_that_may_be_removed(tiny_run, damage):
     assert contents(file.parent) == before
 
 
-def test_overwriting_goes_on_after_a_kill_in_the_middle_of_it(tiny_run, monkeypatch):
-    tiny_run(**SAVING)
+def test_overwriting_goes_on_after_a_kill_in_the_middle_of_it(tiny_run, finished, monkeypatch):
+    finished(**SAVING)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -141,8 +141,8 @@ def test_a_finished_run_resumes_to_the_same_summary(tiny_run, lasting_summary):
     assert lasting_summary(again) == lasting_summary(summary) and rows_again == rows
 
 
-def test_resuming_with_another_config_is_refused(tiny_run):
-    tiny_run(**{"training.save_every": 1})
+def test_resuming_with_another_config_is_refused(tiny_run, finished):
+    finished(**{"training.save_every": 1})
     before = tiny_run.files()
     with pytest.raises(CheckpointError, match=r"optimizer\.learning_rate: 1e-05 != 0\.01 \(now"):
         tiny_run(**{"training.save_every": 1, "optimizer.learning_rate": 1e-5}, resume=True)
@@ -165,8 +165,8 @@ def test_resuming_without_a_checkpoint_is_refused(tiny_run, monkeypatch):
     assert tiny_run.files() == before
 
 
-def test_resuming_in_another_environment_is_refused_by_name(tiny_run):
-    tiny_run(**{"training.save_every": 1})
+def test_resuming_in_another_environment_is_refused_by_name(tiny_run, finished):
+    finished(**{"training.save_every": 1})
     before = tiny_run.files()
     with (
         strict(except_={"attention"}),
@@ -194,9 +194,9 @@ def test_resuming_from_a_truncated_checkpoint_is_refused_and_loses_nothing(tiny_
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "another"])
-def test_resuming_with_another_kl_reference_is_refused(tiny_run, damage):
+def test_resuming_with_another_kl_reference_is_refused(tiny_run, finished, damage):
     changes = {"training.save_every": 1, "algorithm.kl_coefficient": 0.1}
-    tiny_run(**changes)
+    finished(**changes)
     file = tiny_run.directory / "run" / "reference.safetensors"
     if damage == "missing":
         file.unlink()
@@ -216,7 +216,6 @@ from rl_consistency.trainers.run_directory import checkpoint
 from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.run_directory.metrics_file import MetricsFile
 
-recipe, mode = sys.argv[1:]
 log, save_file, saved = MetricsFile.log, checkpoint.save_file, []
 
 def log_and_die(self, step, metrics):
@@ -232,38 +231,47 @@ def save_half_and_die(tensors, path, **given):
             os.truncate(path, 1000)
             os.kill(os.getpid(), signal.SIGKILL)
 
-if mode == "in a step":
-    MetricsFile.log = log_and_die
-else:
-    checkpoint.save_file = save_half_and_die
-run.train(load_config(recipe))
+def killed(recipe, where, name, instead):
+    if not (child := os.fork()):
+        setattr(where, name, instead)
+        run.train(load_config(recipe))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+killed(sys.argv[1], MetricsFile, "log", log_and_die)
+killed(sys.argv[2], checkpoint, "save_file", save_half_and_die)
 """
 
 
-@pytest.mark.parametrize(("mode", "newest"), [("in a step", 4), ("in a save", 2)])
 def test_a_killed_process_is_resumed_by_another_as_if_never_killed(
-    tiny_run, lasting, lasting_summary, whole_run, mode, newest
+    tiny_run, lasting, lasting_summary, whole_run
 ):
     summary, rows = uninterrupted(whole_run, tiny_run, lasting, lasting_summary)
-    recipe, script = tiny_run.directory / "recipe.yaml", tiny_run.directory / "script.py"
-    recipe.write_text(yaml.safe_dump(tiny_run.tree(**tiny_run.LONG)))
+    newest = {"in a step": 4, "in a save": 2}
+    recipes, script = [], tiny_run.directory / "script.py"
+    for name in newest:
+        own = {"run.output_dir": str(tiny_run.directory / name)}
+        recipes.append(tiny_run.directory / f"{name}.yaml")
+        recipes[-1].write_text(yaml.safe_dump(tiny_run.tree(**tiny_run.LONG | own)))
     script.write_text(SCRIPT)
     paths = os.pathsep.join([str(ROOT), str(tiny_run.directory)])
-    killed = subprocess.run(
-        [sys.executable, script, recipe, mode],
+    done = subprocess.run(
+        [sys.executable, script, *recipes],
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
-    directory = tiny_run.directory / "run"
-    assert list_checkpoints(directory / "checkpoints")[-1].name == f"step_{newest:06d}"
-    assert not (directory / "summary.json").exists()
-    assert len(read_metrics(directory / "metrics.jsonl")) > newest
-    resumed, resumed_rows = tiny_run(**tiny_run.LONG, resume=True)
-    assert lasting(resumed_rows) == rows
-    assert lasting_summary(resumed) == summary
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name, step in newest.items():
+        directory = tiny_run.directory / name
+        assert list_checkpoints(directory / "checkpoints")[-1].name == f"step_{step:06d}", name
+        assert not (directory / "summary.json").exists(), name
+        assert len(read_metrics(directory / "metrics.jsonl")) > step, name
+        own = {"run.output_dir": str(directory)}
+        resumed, resumed_rows = tiny_run(**tiny_run.LONG | own, resume=True)
+        assert lasting(resumed_rows) == rows, name
+        assert lasting_summary(resumed) == summary, name
 
 
 def test_an_interrupt_from_the_keyboard_leaves_a_run_that_resumes(

@@ -49,16 +49,16 @@ def test_a_run_given_more_steps_ends_as_one_begun_with_them(tiny_run, lasting, d
     assert resumed["parameter_digest"] == summary["parameter_digest"] != short["parameter_digest"]
 
 
-def test_more_steps_under_a_schedule_that_ends_are_refused(tiny_run):
-    tiny_run(**tiny_run.LONG)
+def test_more_steps_under_a_schedule_that_ends_are_refused(tiny_run, finished):
+    finished(**tiny_run.LONG)
     before = tiny_run.files()
     with pytest.raises(CheckpointError, match=r"training\.steps: 8 != 6 \(now != then\)"):
         tiny_run(**tiny_run.LONG | {"training.steps": 8}, resume=True)
     assert tiny_run.files() == before
 
 
-def test_fewer_steps_than_are_done_are_refused(tiny_run):
-    tiny_run(**{"training.steps": 3})
+def test_fewer_steps_than_are_done_are_refused(tiny_run, finished):
+    finished(**{"training.steps": 3})
     with pytest.raises(RunDirectoryError, match=r"training\.steps: 2 are fewer than the 3 steps"):
         tiny_run(**{"training.steps": 2}, resume=True)
 
@@ -141,8 +141,8 @@ def test_where_any_name_will_do_a_misnamed_checkpoint_is_called_half_a_one(tiny_
         tiny_run(**{"training.steps": 2}, resume=True)
 
 
-def test_half_a_checkpoint_in_the_way_is_named_before_the_run_goes_on(tiny_run):
-    tiny_run(**{"training.save_every": 1})
+def test_half_a_checkpoint_in_the_way_is_named_before_the_run_goes_on(tiny_run, finished):
+    finished(**{"training.save_every": 1})
     newest = tiny_run.directory / "run" / "checkpoints" / "step_000003"
     (newest / "trainer.json").unlink()
     before = tiny_run.files()

@@ -1,0 +1,9 @@
+import pytest
+
+from rl_consistency.cli.page import report
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Pages without plots, which take most of the time of a page."""
+    monkeypatch.setattr(report, "_svg", lambda figure, title: "")
