@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import html
 import io
 import json
@@ -52,17 +51,6 @@ pre { margin: 12px 0 0; white-space: pre-wrap; } summary { cursor: pointer; font
 
 MOST_ROWS = 20
 """Worst tokens that the page shows."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's argument."""
-    parser.add_argument("run_dir", help="directory that `rl-consistency train` wrote")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Render the page and print where it is."""
-    print(render(args.run_dir))
-    return 0
 
 
 def render(run_dir: str | os.PathLike[str]) -> Path:
