@@ -50,9 +50,9 @@ class MasterAdamW(torch.optim.AdamW):
         for weight, master in zip(self._weights, self._masters, strict=True):
             master.grad = None if weight.grad is None else weight.grad.float()
         super().step()
-        for master in self._masters:
+        for weight, master in zip(self._weights, self._masters, strict=True):
             master.grad = None
-        torch._foreach_copy_(self._weights, self._masters)
+            weight.copy_(master)
         self._versions = [weight._version for weight in self._weights]
         return loss
 
