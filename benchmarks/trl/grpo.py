@@ -102,7 +102,7 @@ def _trl_run(
     dtype = arguments.pop("dtype")
     trainer = GRPOTrainer(
         model=f"{place}/model",
-        reward_funcs=digits,
+        reward_funcs=variety,
         args=GRPOConfig(
             output_dir=f"{place}/trl",
             max_steps=steps,
@@ -139,10 +139,10 @@ def _trl_run(
             drift = attachment.drift
     found = clock.medians(CHECK_EVERY if attached else None)
     if attached:
-        name = "time/gradient_check_seconds"
-        seconds = [logs[name] for logs in trainer.state.log_history if name in logs]
+        made = "consistency/gradient_check/checks"  # none where all rewards of a group are equal
+        logged = [logs for logs in trainer.state.log_history if logs.get(made)]
         # In the first round of the regroupings some kernels are compiled.
-        last = seconds[-len(REGROUPINGS) :]
+        last = [logs["time/gradient_check_seconds"] for logs in logged[-len(REGROUPINGS) :]]
         found["check"] = fmean(last) / (PROMISED_EVERY * found["step"])
     if drift is not None:
         found |= {"tokens": drift.tokens, "mismatched": drift.mismatched_tokens}
@@ -216,14 +216,15 @@ class _Steps(TrainerCallback):
         self._clock.end()
 
 
-def digits(completions: list[str], **columns: Any) -> list[float | None]:
-    """The share of characters that are digits, as TRL calls a reward."""
-    return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
+def variety(completions: list[str], **columns: Any) -> list[float | None]:
+    """The share of characters that are not there before, as TRL calls a reward. Random weights do
+    not meet it equally."""
+    return [len(set(text)) / max(len(text), 1) for text in completions]
 
 
-def digit_share(prompts: Any, completions: list[str], answers: Any, **extra: Any) -> Any:
+def variety_share(prompts: Any, completions: list[str], answers: Any, **extra: Any) -> Any:
     """The same, as a recipe calls it."""
-    return digits(completions)
+    return variety(completions)
 
 
 def _prompts(workload: Workload, steps: int) -> list[dict[str, str]]:
@@ -250,7 +251,7 @@ def _recipe_seconds(place: str, workload: Workload, micro_batch: int, device: st
             "prompt_field": "prompt",
             "max_prompt_tokens": workload.prompt_len,
         },
-        "reward": {"functions": [{"name": "benchmarks.trl.grpo:digit_share"}]},
+        "reward": {"functions": [{"name": "benchmarks.trl.grpo:variety_share"}]},
         "rollout": {
             "prompts_per_step": workload.groups,
             "sampling": {"n": workload.group_size, "max_tokens": workload.longest},
