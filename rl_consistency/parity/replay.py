@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.parity.drift import DriftReport, compare_logprobs, mismatched_sequences
+from rl_consistency.parity.unfinished import replace, unfinished
 
 FORMAT = 1
 FILES = ("bundle.json", "logprobs.safetensors")
@@ -131,16 +130,10 @@ def _write(parent: Path, name: str, files: dict[str, bytes]) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     if target.is_dir():
         return target
-    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=parent))
-    try:
+    with unfinished(parent) as place:
         for file, data in files.items():
-            with open(unfinished / file, "wb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-        os.replace(unfinished, target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+            (place / file).write_bytes(data)
+        replace(place, target)
     return target
 
 

@@ -63,12 +63,12 @@ def test_lists_of_different_lengths_are_an_error(tmp_path):
         save_replay_bundle(tmp_path, **arguments(prompt_lengths=[2, 1]))
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("call", ["fsync", "rename"])
 def test_a_failing_disk_leaves_nothing_behind(tmp_path, monkeypatch, call):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(replay.os, call, full)
+    monkeypatch.setattr(os, call, full)
     with pytest.raises(OSError, match="No space"):
         save_replay_bundle(tmp_path, **arguments())
     assert list(tmp_path.iterdir()) == []

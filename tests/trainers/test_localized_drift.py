@@ -8,7 +8,7 @@ import torch
 from rl_consistency.integrations.wandb_drift import HISTOGRAM_KEYS, WORST_TOKENS
 from rl_consistency.models import modules
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.trainers import localized_drift
+from rl_consistency.parity import localize as localizing
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.verify.substitution import attribute
 from tests.trainers.wandb_file import records
@@ -66,7 +66,7 @@ def test_a_run_that_localized_a_mismatch_has_the_weights_of_one_that_did_not(tin
 
     with attribute(ConsistencyHook, "on_training_logprobs", nudged):
         localized = measured("localized")
-        with attribute(localized_drift, "localize", no_room):
+        with attribute(localizing, "localize", no_room):
             plain = measured("plain")
     assert localized == plain
 
@@ -86,7 +86,7 @@ def no_room(*_, **__):
 def test_a_mismatch_that_cannot_be_localized_is_told_all_the_same(tiny_run):
     with (
         attribute(ConsistencyHook, "on_training_logprobs", nudged),
-        attribute(localized_drift, "localize", no_room),
+        attribute(localizing, "localize", no_room),
         pytest.raises(ConsistencyError, match=r"other logprobs .* not localized \(no room\)"),
     ):
         tiny_run()
