@@ -144,6 +144,8 @@ class ConsistencyHook:
     """Where replay bundles go; None where another rank, which sees the same, saves them."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration, saved with a bundle."""
+    decode: Callable[[list[int]], str] | None = None
+    """The text of token ids, for a bundle's worst tokens; None leaves their texts out."""
     expected_fingerprint: Fingerprint | None = None
     """That of the other side, when rollout and training are different programs."""
     warn: Callable[[str], None] = print
@@ -305,6 +307,7 @@ class ConsistencyHook:
             config={**self.config, "step": rollout.step},
             parameter_digest=parameter_digest(self.model),
             fingerprint=self.fingerprint,
+            decode=self.decode,
         )
 
     def _shadow(self, rollout: Rollout) -> Metrics:

@@ -356,6 +356,7 @@ class _Run:
             micro_batch_size=config.training.micro_batch_size,
             replay_dir=self.directory / REPLAY if self.first else None,
             config=config.model_dump(mode="json"),
+            decode=self.tokenizer.decode,  # pyright: ignore[reportArgumentType]
             expected_fingerprint=engine.fingerprint,
             warn=self.announce,
         )

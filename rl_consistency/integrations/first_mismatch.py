@@ -91,4 +91,5 @@ class FirstMismatch:
             config=config,
             parameter_digest=parameter_digest(model),
             fingerprint=fingerprint(next(model.parameters()).device),
+            decode=trainer.processing_class.decode,
         )

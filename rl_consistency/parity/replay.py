@@ -2,7 +2,8 @@
 
 A bundle is a directory: `bundle.json` (tokens, prompt lengths, configuration, fingerprint, the
 digest of the weights) and `logprobs.safetensors` (both sides, fp32, flat). Only the offending
-sequences are kept, and the weights only as their digest: the run's checkpoints hold them.
+sequences are kept, and the weights only as their digest: the run's checkpoints hold them. What else
+lies there is for readers, and no part of its name.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,14 @@ from torch import Tensor
 from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.parity.drift import DriftReport, compare_logprobs, mismatched_sequences
 from rl_consistency.parity.unfinished import replace, unfinished
+from rl_consistency.parity.worst_tokens import worst_tokens
 
 FORMAT = 1
 FILES = ("bundle.json", "logprobs.safetensors")
 LOCALIZATION = "localization.json"
 """What a run found at its first mismatch, beside the files of the bundle."""
+TEXTS = "token_texts.json"
+"""Token id -> text of the worst tokens, from a run that has a tokenizer; beside them too."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -66,6 +70,7 @@ def save_replay_bundle(
     config: Mapping[str, Any],
     parameter_digest: str,
     fingerprint: Fingerprint,
+    decode: Callable[[list[int]], str] | None = None,
 ) -> Path:
     """Write the sequences whose logprobs differ as a new bundle, all or nothing; return its path.
 
@@ -79,6 +84,7 @@ def save_replay_bundle(
         config: plain values, as JSON can hold them.
         parameter_digest: of the weights under which both sides ran.
         fingerprint: of the run.
+        decode: the text of token ids, for those of the worst tokens; None leaves texts out.
 
     Raises:
         ValueError: lists of different lengths, or nothing differs.
@@ -114,7 +120,25 @@ def save_replay_bundle(
             }
         ),
     }
-    return _write(Path(directory), _name(files), files)
+    name = _name(files)
+    if decode is not None:
+        tables = sequences, prompt_lengths, rollout_logprobs, training_logprobs
+        parts = ([table[i] for i in offending] for table in tables)
+        files[TEXTS] = json.dumps(_texts(*parts, decode), indent=1).encode()
+    return _write(Path(directory), name, files)
+
+
+def _texts(
+    sequences: list[Sequence[int]],
+    prompt_lengths: list[int],
+    rollout: list[Tensor],
+    training: list[Tensor],
+    decode: Callable[[list[int]], str],
+) -> dict[str, str]:
+    completions = [s[n:] for s, n in zip(sequences, prompt_lengths, strict=True)]
+    places = [(index, 0) for index in range(len(completions))]
+    rows = worst_tokens(completions, places, rollout, training, lambda ids: str(int(ids[0])))
+    return {row.token: decode([int(row.token)]) for row in rows}
 
 
 def _name(files: Mapping[str, bytes]) -> str:

@@ -20,7 +20,7 @@ from rl_consistency.parity import localize as localizing
 from rl_consistency.parity import replay
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import localize_bundle
-from rl_consistency.parity.replay import LOCALIZATION, load_replay_bundle
+from rl_consistency.parity.replay import LOCALIZATION, TEXTS, load_replay_bundle
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.verify.substitution import attribute
 from tests.integrations.test_rollout_drift import end_step, observe, sample
@@ -91,6 +91,8 @@ def test_the_first_mismatch_is_saved_and_names_the_planted_op(first, directory, 
     assert bundle.drift().mismatched_tokens == drift
     assert bundle.config["weights"] == "after the step" and bundle.config["step"] == 1
     assert bundle.config["rollout"]["sampling"]["temperature"] == 0.7
+    for token, text in json.loads((path / TEXTS).read_text()).items():
+        assert text == trainer.processing_class.decode([int(token)])
 
 
 def test_a_bundle_can_be_localized_again_with_the_weights_after_its_step(trained, tmp_path):

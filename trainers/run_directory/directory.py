@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.parity.replay import FILES as FILES_OF_A_BUNDLE
-from rl_consistency.parity.replay import LOCALIZATION
+from rl_consistency.parity.replay import LOCALIZATION, TEXTS
 from rl_consistency.parity.unfinished import (
     discard,
     is_leftover,
@@ -45,7 +45,7 @@ CHECKPOINTS, REPLAY = "checkpoints", "replay"
 FORMAT = 1
 
 _BUNDLE = re.compile(r"bundle-[0-9a-f]{16}")
-_BUNDLE_FILES = {*FILES_OF_A_BUNDLE, LOCALIZATION}
+_BUNDLE_FILES = {*FILES_OF_A_BUNDLE, LOCALIZATION, TEXTS}
 
 
 class RunDirectoryError(ValueError):
