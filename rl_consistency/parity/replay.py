@@ -122,23 +122,12 @@ def save_replay_bundle(
     }
     name = _name(files)
     if decode is not None:
-        tables = sequences, prompt_lengths, rollout_logprobs, training_logprobs
-        parts = ([table[i] for i in offending] for table in tables)
-        files[TEXTS] = json.dumps(_texts(*parts, decode), indent=1).encode()
+        completions = [ids[n:] for ids, n in zip(sequences, prompt_lengths, strict=True)]
+        given = completions, [(0, 0)] * len(completions), rollout_logprobs, training_logprobs
+        worst = worst_tokens(*given, lambda ids: str(int(ids[0])))
+        texts = {row.token: decode([int(row.token)]) for row in worst}
+        files[TEXTS] = json.dumps(texts, indent=1).encode()
     return _write(Path(directory), name, files)
-
-
-def _texts(
-    sequences: list[Sequence[int]],
-    prompt_lengths: list[int],
-    rollout: list[Tensor],
-    training: list[Tensor],
-    decode: Callable[[list[int]], str],
-) -> dict[str, str]:
-    completions = [s[n:] for s, n in zip(sequences, prompt_lengths, strict=True)]
-    places = [(index, 0) for index in range(len(completions))]
-    rows = worst_tokens(completions, places, rollout, training, lambda ids: str(int(ids[0])))
-    return {row.token: decode([int(row.token)]) for row in rows}
 
 
 def _name(files: Mapping[str, bytes]) -> str:

@@ -132,7 +132,7 @@ class Held(TrainerCallback):
         self.state = None
         self.looked = 0
 
-    def on_step_end(self, args, state, control, model=None, **kwargs):
+    def on_step_end(self, args, state, control, model, **kwargs):
         if self.before is None:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
