@@ -24,16 +24,12 @@ from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import each_digest, joint_digest, list_digest, parameter_digest
 from rl_consistency.parity.drift import DriftTotals, compare_logprobs
 from rl_consistency.parity.foreign_drift import foreign_drift
-from rl_consistency.parity.gradients import (
-    REGROUPINGS,
-    GradientReport,
-    LossFunction,
-    check_gradients,
-)
+from rl_consistency.parity.gradients import GradientReport, LossFunction, check_gradients
 from rl_consistency.parity.histograms import drift_histograms
+from rl_consistency.parity.localize import localized
 from rl_consistency.parity.replay import save_replay_bundle
 from rl_consistency.parity.stock import shadow_stock_path
-from rl_consistency.trainers.localized_drift import Mismatch, drift_message, localized
+from rl_consistency.trainers.localized_drift import Mismatch, drift_message
 from rl_consistency.trainers.run_directory.step_files import Digests
 
 OnDrift = Literal["raise", "warn", "record"]
@@ -148,6 +144,8 @@ class ConsistencyHook:
     """Where replay bundles go; None where another rank, which sees the same, saves them."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration, saved with a bundle."""
+    decode: Callable[[list[int]], str] | None = None
+    """The text of token ids, for a bundle's worst tokens; None leaves their texts out."""
     expected_fingerprint: Fingerprint | None = None
     """That of the other side, when rollout and training are different programs."""
     warn: Callable[[str], None] = print
@@ -193,7 +191,7 @@ class ConsistencyHook:
             bundle = self._save_bundle(rollout, logprobs)
             where = ""
             if bundle is not None and not self._has_localized:
-                where, self._has_localized = localized(self.model, bundle, rollout, logprobs), True
+                where, self._has_localized = localized(self.model, bundle, rollout.sampling), True
             message = drift_message(report, bundle, where)
             self._mismatch = Mismatch(rollout, logprobs, message, bundle)
             self._drifted(rollout.step, message, metrics)
@@ -309,6 +307,7 @@ class ConsistencyHook:
             config={**self.config, "step": rollout.step},
             parameter_digest=parameter_digest(self.model),
             fingerprint=self.fingerprint,
+            decode=self.decode,
         )
 
     def _shadow(self, rollout: Rollout) -> Metrics:
@@ -364,18 +363,10 @@ class ConsistencyHook:
     def _regrouped(self, step: GradientStep) -> GradientReport:
         check = partial(check_gradients, self.model, loss=step.loss, sampling=step.sampling)
         as_trained = check(
-            step.sequences,
-            prompt_lengths=step.prompt_lengths,
-            regroupings=(),
-            compare_present=True,
+            step.sequences, prompt_lengths=step.prompt_lengths, regroupings=(), compare_present=True
         )
         count = self.gradient_check_sequences or len(step.sequences)
-        regrouped = check(
-            step.sequences[:count],
-            prompt_lengths=step.prompt_lengths[:count],
-            regroupings=REGROUPINGS,
-            compare_present=False,
-        )
+        regrouped = check(step.sequences[:count], prompt_lengths=step.prompt_lengths[:count])
         return GradientReport(
             as_trained.results + regrouped.results,
             as_trained.elements,

@@ -1,21 +1,16 @@
-"""The first difference of a run: where it begins, written beside its replay bundle, and what
-trackers show of it."""
+"""What a run and its trackers say of a rollout whose logprobs training did not find again."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_consistency.models.token_logprobs import Sampling
-from rl_consistency.parity.drift import DriftReport, mismatched_sequences
-from rl_consistency.parity.localize import localize
-from rl_consistency.parity.replay import LOCALIZATION
+from rl_consistency.parity.drift import DriftReport
 from rl_consistency.parity.worst_tokens import WorstToken, worst_tokens
-from rl_consistency.trainers.run_directory.unfinished import write_whole
 
 
 class Sampled(Protocol):
@@ -61,18 +56,3 @@ def drift_message(report: DriftReport, bundle: Path | None, where: str) -> str:
         f"{where}Run `rl-consistency localize` on it, or `rl-consistency verify`, to see which op "
         "differs"
     )
-
-
-def localized(model: nn.Module, bundle: Path, rollout: Sampled, logprobs: Sequence[Tensor]) -> str:
-    """Localize the first sequence that differs; a sentence for the message of the drift."""
-    index = mismatched_sequences(list(rollout.logprobs), list(logprobs))[0]
-    sequence, prompt_length = rollout.sequences[index], rollout.prompt_lengths[index]
-    given = {"prompt_lengths": [prompt_length], "sampling": rollout.sampling, "ablation": False}
-    try:
-        found = localize(model, [sequence], **given)
-    except (ValueError, RuntimeError) as error:  # shards, or no memory: the drift matters more
-        return f"Sequence {index} was not localized ({error}). "
-    write_whole(bundle / LOCALIZATION, json.dumps(found.as_record(), indent=1))
-    if found.first is None:
-        return f"Run again, both sides of sequence {index} are equal. "
-    return f"Sequence {index} differs first in: {found.first} ({bundle / LOCALIZATION}). "

@@ -23,6 +23,7 @@ from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.parity.unfinished import remove_leftovers
 from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
@@ -70,7 +71,6 @@ from rl_consistency.trainers.run_directory.summary import (
     summary_of,
     write_summary,
 )
-from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
 from rl_consistency.trainers.strategies.asked import engines_off
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical, check_strategy
 from rl_consistency.trainers.tracking.trackers import TrackerSet, trackers_of
@@ -356,6 +356,7 @@ class _Run:
             micro_batch_size=config.training.micro_batch_size,
             replay_dir=self.directory / REPLAY if self.first else None,
             config=config.model_dump(mode="json"),
+            decode=self.tokenizer.decode,  # pyright: ignore[reportArgumentType]
             expected_fingerprint=engine.fingerprint,
             warn=self.announce,
         )

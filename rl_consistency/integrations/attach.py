@@ -122,7 +122,9 @@ def attach(
     the trainer's calls with canonical logprobs. 16-bit weights get an AdamW with fp32 masters,
     unless DeepSpeed keeps them or the trainer was given an optimizer. In GRPO and RLOO a
     RolloutEngine generates, and the trainer logs the drift between both sides: `consistency/...` of
-    the first update on a rollout, `off_policy/...` of later ones.
+    the first update on a rollout, `off_policy/...` of later ones. The first mismatch is saved as a
+    replay bundle in `output_dir`/replay and localized, with the weights after its step; a warning
+    names the op, and training goes on.
 
     Args:
         trainer: TRL's GRPOTrainer, RLOOTrainer or SFTTrainer, or transformers' Trainer, for one of
@@ -236,7 +238,7 @@ def _attach_to_rollouts(
         max_tokens=trainer.max_completion_length,
         seed=trainer.args.seed,
     )
-    drift = _rollout_drift(attachment, trainer)
+    drift = _rollout_drift(attachment, trainer, sampling)
     observers: list[Observer] = [lambda ids, batch, scores: drift.observe(ids, batch.mask, scores)]
     observers += _check_gradients(attachment, trainer, sampling, gradients)
     answer = LabelAnswer(sampling, observers=observers)
@@ -258,14 +260,16 @@ def _attach_to_rollouts(
     _log(attachment, trainer, drift.take)
 
 
-def _rollout_drift(attachment: Attachment, trainer: Any) -> RolloutDrift:
-    drift = attachment._drift = RolloutDrift(trainer)
+def _rollout_drift(
+    attachment: Attachment, trainer: Any, sampling: SamplingParams | None
+) -> RolloutDrift:
+    drift = attachment._drift = RolloutDrift(trainer, sampling)
     attachment._call_back(trainer, drift)
     return drift
 
 
 def _watch_stock(attachment: Attachment, trainer: Any) -> None:
-    drift, model = _rollout_drift(attachment, trainer), trainer.model
+    drift, model = _rollout_drift(attachment, trainer, None), trainer.model
     if trainer.use_vllm:
         backend = trainer.vllm_generation
         attachment._set(backend, "generate", watched_backend(backend.generate, drift))

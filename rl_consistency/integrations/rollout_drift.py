@@ -11,11 +11,13 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
+from rl_consistency.integrations.first_mismatch import FirstMismatch, ScoredRow
 from rl_consistency.integrations.sampled import Sampled
 from rl_consistency.integrations.token_drift import ScoredSample, TokenDrift
 from rl_consistency.integrations.wandb_drift import AttachedWandb
 from rl_consistency.models.token_logprobs import LabelLogprobs
 from rl_consistency.parity.drift import DriftReport, DriftTotals, compare_logprobs
+from rl_consistency.rollout.sampling_params import SamplingParams
 
 FIRST, LATER = "consistency", "off_policy"
 """Prefixes of what is logged: of the first update on a rollout, whose weights are those that
@@ -43,11 +45,14 @@ class RolloutDrift(TrainerCallback):
     """Remembers the logprobs of a rollout, and compares those of training with them when an
     optimizer step is done.
 
-    A sample is found by its tokens: equal prompts and completions have equal logprobs.
+    A sample is found by its tokens: equal prompts and completions have equal logprobs. The first
+    mismatch is localized at the end of its step, unless `sampling`, what the tokens of a patched
+    model are drawn with, is None.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, sampling: SamplingParams | None = None) -> None:
         self._trainer = trainer
+        self._first = None if sampling is None else FirstMismatch(trainer, sampling)
         self._tokens = TokenDrift()
         self._wandb = AttachedWandb(trainer)
         self._sampled_at = -1
@@ -95,6 +100,8 @@ class RolloutDrift(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._compare()
+        if self._first is not None:
+            self._first.tell()
 
     def _compare(self) -> None:
         """Compare what was observed."""
@@ -103,14 +110,17 @@ class RolloutDrift(TrainerCallback):
             found = [s for batch in pending if batch.first is first for s in self._scored(batch)]
             if not found:
                 continue
-            report = compare_logprobs([s.sampled for s in found], [s.trained for s in found])
+            samples, rows = [s for s, _ in found], [row for _, row in found]
+            report = compare_logprobs([s.sampled for s in samples], [s.trained for s in samples])
             self._since_log[FIRST if first else LATER].add(report)
             if first:
                 self._total.add(report)
-                self._tokens.add(found)
+                self._tokens.add(samples)
+                if self._first is not None:
+                    self._first.note(report, rows)
 
-    def _scored(self, batch: _MicroBatch) -> Iterator[ScoredSample]:
-        """The sampled tokens of a micro-batch; those of no sample are counted."""
+    def _scored(self, batch: _MicroBatch) -> Iterator[tuple[ScoredSample, ScoredRow]]:
+        """The sampled tokens of a micro-batch, and their rows; those of no sample are counted."""
         ids, tokens = batch.input_ids.cpu(), batch.tokens.cpu()
         scored, logprobs = torch.zeros_like(tokens), torch.zeros(tokens.shape)
         scored[:, 1:], logprobs[:, 1:] = batch.mask.cpu(), batch.logprobs.cpu()
@@ -123,7 +133,8 @@ class RolloutDrift(TrainerCallback):
                 parts = (row[span], sampled, theirs[span])
                 drawn, ours, trained = (part[wanted[span]] for part in parts)
                 if len(drawn):
-                    yield ScoredSample(drawn.tolist(), place, ours, trained)
+                    whole = ScoredRow(row[:end], start, wanted[span], sampled, theirs[span])
+                    yield ScoredSample(drawn.tolist(), place, ours, trained), whole
             # Between two turns stands what a tool wrote: TRL scores it, and masks it in its loss.
             self._uncompared += int(wanted.sum()) - int(wanted[first:end].sum())
 

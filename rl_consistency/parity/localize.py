@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -19,9 +21,10 @@ from rl_consistency.numerics.strict import OPS, Strictness
 from rl_consistency.parity.bytes import bits
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.drift import compare_logprobs
-from rl_consistency.parity.replay import ReplayBundle
+from rl_consistency.parity.replay import LOCALIZATION, ReplayBundle, load_replay_bundle
 from rl_consistency.parity.sides import ROLLOUT, SIDES, STOCK, Outcome, Work, run_side
 from rl_consistency.parity.taps import Tap
+from rl_consistency.parity.unfinished import write_whole
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 Pass = Literal["forward", "backward"]
@@ -181,6 +184,27 @@ def localize_bundle(model: nn.Module, bundle: ReplayBundle, **options: Any) -> L
         sampling=SamplingParams(**sampling),
         **options,
     )
+
+
+def localized(model: nn.Module, path: Path, sampling: Sampling) -> str:
+    """Localize the first sequence of a bundle that has just been saved, and write what was found
+    beside it; a sentence for the message of the drift, which matters more than an error here."""
+    try:
+        bundle = load_replay_bundle(path)
+        found = localize(
+            model,
+            bundle.sequences[:1],
+            prompt_lengths=bundle.prompt_lengths[:1],
+            sampling=sampling,
+            ablation=False,
+        )
+        write_whole(path / LOCALIZATION, json.dumps(found.as_record(), indent=1))
+    except (ValueError, RuntimeError, OSError) as error:  # shards, no memory, a full disk
+        return f"It was not localized ({error}). "
+    index = bundle.sequence_indices[0]
+    if found.first is None:
+        return f"Run again, both sides of sequence {index} are equal. "
+    return f"Sequence {index} differs first in: {found.first} ({path / LOCALIZATION}). "
 
 
 def check_bundle(model: nn.Module, bundle: ReplayBundle) -> None:

@@ -2,7 +2,8 @@
 
 A bundle is a directory: `bundle.json` (tokens, prompt lengths, configuration, fingerprint, the
 digest of the weights) and `logprobs.safetensors` (both sides, fp32, flat). Only the offending
-sequences are kept, and the weights only as their digest: the run's checkpoints hold them.
+sequences are kept, and the weights only as their digest: the run's checkpoints hold them. What else
+lies there is for readers, and no part of its name.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,15 @@ from torch import Tensor
 
 from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.parity.drift import DriftReport, compare_logprobs, mismatched_sequences
+from rl_consistency.parity.unfinished import replace, unfinished
+from rl_consistency.parity.worst_tokens import worst_tokens
 
 FORMAT = 1
 FILES = ("bundle.json", "logprobs.safetensors")
 LOCALIZATION = "localization.json"
 """What a run found at its first mismatch, beside the files of the bundle."""
+TEXTS = "token_texts.json"
+"""Token id -> text of the worst tokens, from a run that has a tokenizer; beside them too."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,6 +70,7 @@ def save_replay_bundle(
     config: Mapping[str, Any],
     parameter_digest: str,
     fingerprint: Fingerprint,
+    decode: Callable[[list[int]], str] | None = None,
 ) -> Path:
     """Write the sequences whose logprobs differ as a new bundle, all or nothing; return its path.
 
@@ -80,6 +84,7 @@ def save_replay_bundle(
         config: plain values, as JSON can hold them.
         parameter_digest: of the weights under which both sides ran.
         fingerprint: of the run.
+        decode: the text of token ids, for those of the worst tokens; None leaves texts out.
 
     Raises:
         ValueError: lists of different lengths, or nothing differs.
@@ -115,7 +120,14 @@ def save_replay_bundle(
             }
         ),
     }
-    return _write(Path(directory), _name(files), files)
+    name = _name(files)
+    if decode is not None:
+        completions = [ids[n:] for ids, n in zip(sequences, prompt_lengths, strict=True)]
+        given = completions, [(0, 0)] * len(completions), rollout_logprobs, training_logprobs
+        worst = worst_tokens(*given, lambda ids: str(int(ids[0])))
+        texts = {row.token: decode([int(row.token)]) for row in worst}
+        files[TEXTS] = json.dumps(texts, indent=1).encode()
+    return _write(Path(directory), name, files)
 
 
 def _name(files: Mapping[str, bytes]) -> str:
@@ -131,16 +143,10 @@ def _write(parent: Path, name: str, files: dict[str, bytes]) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     if target.is_dir():
         return target
-    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=parent))
-    try:
+    with unfinished(parent) as place:
         for file, data in files.items():
-            with open(unfinished / file, "wb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-        os.replace(unfinished, target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+            (place / file).write_bytes(data)
+        replace(place, target)
     return target
 
 

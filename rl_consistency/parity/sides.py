@@ -12,6 +12,7 @@ from torch import Tensor
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
 from rl_consistency.models.batch_layout import Layout, lay_out
 from rl_consistency.models.forward import next_token_logits, paged_hidden_states
+from rl_consistency.models.sharding import whole_weights
 from rl_consistency.models.token_logprobs import Sampling, token_logprobs
 from rl_consistency.numerics.strict import OPS, Strictness, current, held
 from rl_consistency.parity.gradients import gradients_kept
@@ -94,6 +95,7 @@ def run_side(
     gradients = gradients and side != ROLLOUT and _can_train(model)
     with (
         held(choice or current()),
+        whole_weights(model),  # a wrapper around it is left alone: other ranks take no part
         mode(model, training=False),
         gradients_kept(model),
         tapped(model, lengths, only=None if taps else FINAL_NORM) as found,

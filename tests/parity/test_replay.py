@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_consistency.parity import replay
-from rl_consistency.parity.replay import load_replay_bundle, save_replay_bundle
+from rl_consistency.parity.replay import TEXTS, load_replay_bundle, save_replay_bundle
 
 
 def arguments(**changes):
@@ -49,6 +49,14 @@ def test_the_same_bundle_again_is_the_same_path(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_the_texts_of_the_worst_tokens_lie_beside_a_bundle_and_change_no_bit_of_it(tmp_path):
+    plain = save_replay_bundle(tmp_path / "plain", **arguments())
+    path = save_replay_bundle(tmp_path / "told", **arguments(), decode=lambda ids: f"<{ids}>\n")
+    assert json.loads((path / TEXTS).read_text()) == {"4": "<[4]>\n", "7": "<[7]>\n"}
+    assert path.name == plain.name and not (plain / TEXTS).exists()
+    assert load_replay_bundle(path).sequences == load_replay_bundle(plain).sequences
+
+
 def test_nothing_to_replay_is_an_error(tmp_path):
     same = [torch.tensor([-1.0])]
     given = arguments(
@@ -63,12 +71,12 @@ def test_lists_of_different_lengths_are_an_error(tmp_path):
         save_replay_bundle(tmp_path, **arguments(prompt_lengths=[2, 1]))
 
 
-@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("call", ["fsync", "rename"])
 def test_a_failing_disk_leaves_nothing_behind(tmp_path, monkeypatch, call):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(replay.os, call, full)
+    monkeypatch.setattr(os, call, full)
     with pytest.raises(OSError, match="No space"):
         save_replay_bundle(tmp_path, **arguments())
     assert list(tmp_path.iterdir()) == []

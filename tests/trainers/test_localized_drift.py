@@ -8,7 +8,8 @@ import torch
 from rl_consistency.integrations.wandb_drift import HISTOGRAM_KEYS, WORST_TOKENS
 from rl_consistency.models import modules
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.trainers import localized_drift
+from rl_consistency.parity import localize as localizing
+from rl_consistency.parity.replay import TEXTS
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.verify.substitution import attribute
 from tests.trainers.wandb_file import records
@@ -37,7 +38,9 @@ def test_the_first_mismatch_names_the_op_and_the_next_ones_do_not(tiny_run):
     assert str(file) in drifted[0]
     record = json.loads(file.read_text())
     assert record["first"]["op"] == "attention" and record["between"] == ["rollout", "training"]
-    tiny_run(overwrite=True, **WARN)  # the file is the run's own, to remove
+    texts = [json.loads(f.read_text()) for f in (tiny_run.directory / "run").rglob(TEXTS)]
+    assert len(texts) == 2 and all(isinstance(text, str) for t in texts for text in t.values())
+    tiny_run(overwrite=True, **WARN)  # the files are the run's own, to remove
 
 
 def test_wandb_has_every_figure_of_a_run_and_what_drifted(tiny_run):
@@ -66,7 +69,7 @@ def test_a_run_that_localized_a_mismatch_has_the_weights_of_one_that_did_not(tin
 
     with attribute(ConsistencyHook, "on_training_logprobs", nudged):
         localized = measured("localized")
-        with attribute(localized_drift, "localize", no_room):
+        with attribute(localizing, "localize", no_room):
             plain = measured("plain")
     assert localized == plain
 
@@ -86,7 +89,7 @@ def no_room(*_, **__):
 def test_a_mismatch_that_cannot_be_localized_is_told_all_the_same(tiny_run):
     with (
         attribute(ConsistencyHook, "on_training_logprobs", nudged),
-        attribute(localized_drift, "localize", no_room),
+        attribute(localizing, "localize", no_room),
         pytest.raises(ConsistencyError, match=r"other logprobs .* not localized \(no room\)"),
     ):
         tiny_run()

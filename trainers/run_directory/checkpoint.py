@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl_consistency.numerics.fingerprint import Fingerprint
+from rl_consistency.parity.unfinished import discard, replace, unfinished
 from rl_consistency.trainers.run_directory.sealed_json import file_digest, seal, unseal
-from rl_consistency.trainers.run_directory.unfinished import discard, replace, unfinished
 
 FORMAT = 3
 WEIGHTS, OPTIMIZER, STATE = "model.safetensors", "optimizer.safetensors", "trainer.json"

@@ -20,7 +20,13 @@ from weakref import WeakSet
 
 from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.parity.replay import FILES as FILES_OF_A_BUNDLE
-from rl_consistency.parity.replay import LOCALIZATION
+from rl_consistency.parity.replay import LOCALIZATION, TEXTS
+from rl_consistency.parity.unfinished import (
+    discard,
+    is_leftover,
+    remove_leftovers,
+    write_whole,
+)
 from rl_consistency.trainers.config.recipe import RunConfig, dump_config
 from rl_consistency.trainers.run_directory.checkpoint import (
     Checkpoint,
@@ -30,12 +36,6 @@ from rl_consistency.trainers.run_directory.checkpoint import (
     strangers,
 )
 from rl_consistency.trainers.run_directory.sealed_json import seal, unseal
-from rl_consistency.trainers.run_directory.unfinished import (
-    discard,
-    is_leftover,
-    remove_leftovers,
-    write_whole,
-)
 
 MANIFEST, LOCK = "manifest.json", ".rl_consistency.lock"
 CONFIG, REFERENCE = "config.yaml", "reference.safetensors"
@@ -44,8 +44,8 @@ FILES = (CONFIG, METRICS, DIGESTS, SAMPLES, REFERENCE, "summary.json", "report.h
 CHECKPOINTS, REPLAY = "checkpoints", "replay"
 FORMAT = 1
 
-_BUNDLE = re.compile(r"bundle-[0-9a-f]{16}|\.unfinished-\w+")
-_BUNDLE_FILES = {*FILES_OF_A_BUNDLE, LOCALIZATION}
+_BUNDLE = re.compile(r"bundle-[0-9a-f]{16}")
+_BUNDLE_FILES = {*FILES_OF_A_BUNDLE, LOCALIZATION, TEXTS}
 
 
 class RunDirectoryError(ValueError):
@@ -267,7 +267,7 @@ def _beside_a_bundle(path: Path) -> list[Path]:
     if path.is_symlink() or not path.is_dir() or not _BUNDLE.fullmatch(path.name):
         return [path]
     found = sorted(path.iterdir())
-    if not found and path.name.startswith("bundle-"):  # a whole bundle is renamed into its place
+    if not found:  # a whole bundle is renamed into its place
         return [path]
     strange = [f for f in found if f.name not in _BUNDLE_FILES or f.is_symlink() or not f.is_file()]
     return [f for f in strange if not is_leftover(f)]

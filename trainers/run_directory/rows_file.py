@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_consistency.parity.unfinished import write_whole
 from rl_consistency.trainers.data.foreign_files import parse_json_object
-from rl_consistency.trainers.run_directory.unfinished import write_whole
 
 
 class RowsFile:

@@ -11,8 +11,8 @@ from typing import Any
 
 from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.strict import current
+from rl_consistency.parity.unfinished import write_whole
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.run_directory.unfinished import write_whole
 
 SUMMARY_STEPS = 5
 """Steps at either end of a run whose mean reward the summary shows."""

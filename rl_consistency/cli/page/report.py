@@ -20,7 +20,7 @@ from rl_consistency.cli.page.panels import SECTIONS, WORST
 from rl_consistency.cli.page.plots import series
 from rl_consistency.cli.page.samples import samples_section
 from rl_consistency.cli.run_files import Rows, load_rows, run_file
-from rl_consistency.parity.replay import LOCALIZATION, load_replay_bundle
+from rl_consistency.parity.replay import LOCALIZATION, TEXTS, load_replay_bundle
 from rl_consistency.parity.worst_tokens import worst_tokens
 from rl_consistency.trainers.data.foreign_files import parse_json_object
 from rl_consistency.trainers.run_directory.directory import REPLAY, SAMPLES, own_file
@@ -130,15 +130,35 @@ def _worst_tokens(run_dir: Path) -> str:
         lambda ids: str(ids[0]),
         most=MOST_ROWS,
     )
-    heads = ("token id", "sequence", "position", "rollout", "training", "training − rollout")
-    head = "".join(f"<th class=number>{name}</th>" for name in heads)
+    heads = ["token id", "sequence", "position", "rollout", "training", "training − rollout"]
     # Nine digits tell two fp32 values apart.
     lines = [[r.token, r.prompt_id, r.position, *(f"{x:.9g}" for x in r[4:])] for r in rows]
+    texts, fault = _texts(bundles[0])
+    if texts:
+        heads.insert(1, "token")
+        for line in lines:
+            line.insert(1, f"<code>{html.escape(texts.get(line[0], ''))}</code>")
+    head = "".join(f"<th class=number>{name}</th>" for name in heads)
     body = "".join(
         f"<tr>{''.join(f'<td class=number>{value}</td>' for value in line)}</tr>" for line in lines
     )
-    where = f"Step {bundle.config.get('step')}, {REPLAY}/{html.escape(bundles[0].name)}."
+    where = f"Step {bundle.config.get('step')}, {REPLAY}/{html.escape(bundles[0].name)}.{fault}"
     return f"<p>{where}</p><table><tr>{head}</tr>{body}</table>"
+
+
+def _texts(bundle: Path) -> tuple[dict[str, str], str]:
+    """Token id -> its text as Python writes it, where the run wrote it, and what is damaged."""
+    file = bundle / TEXTS
+    if not file.is_file():
+        return {}, ""
+    try:
+        texts = parse_json_object(file.read_bytes())
+        for token, text in texts.items():
+            if not isinstance(text, str):
+                raise ValueError(f"the text of token {token} is {type(text).__name__}, not str")
+    except (ValueError, OSError) as error:  # as above
+        return {}, html.escape(f" {TEXTS}: {error}.")
+    return {token: repr(text) for token, text in texts.items()}, ""
 
 
 def _svg(figure: Figure, title: str) -> str:

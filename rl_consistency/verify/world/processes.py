@@ -21,9 +21,9 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
+from rl_consistency.parity.unfinished import write_whole
 from rl_consistency.trainers.run import train
 from rl_consistency.trainers.run_directory.metrics_file import read_metrics
-from rl_consistency.trainers.run_directory.unfinished import write_whole
 from rl_consistency.trainers.strategies import zero
 from rl_consistency.verify.mutants.world import WORLD_MUTANTS
 from rl_consistency.verify.world.cells import RELEASED, Cell, Outcome, config_of

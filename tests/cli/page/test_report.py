@@ -14,7 +14,7 @@ from rl_consistency.cli.page.panels import SECTIONS, WORST
 from rl_consistency.cli.page.plots import save_picture
 from rl_consistency.cli.page.report import _worst_tokens, render
 from rl_consistency.numerics.fingerprint import fingerprint
-from rl_consistency.parity.replay import LOCALIZATION, save_replay_bundle
+from rl_consistency.parity.replay import LOCALIZATION, TEXTS, save_replay_bundle
 from rl_consistency.trainers.run_directory.directory import FORMAT, MANIFEST
 from rl_consistency.trainers.run_directory.sealed_json import seal
 
@@ -105,7 +105,7 @@ def test_every_plot_is_inline_and_well_formed(tmp_path):
     assert labels == [s.title for s in SECTIONS if s is not WORST]
 
 
-def bundle_of(run_dir, training, step):
+def bundle_of(run_dir, training, step, **options):
     return save_replay_bundle(
         run_dir / "replay",
         sequences=[[1, 2, 7, 8], [1, 9]],
@@ -115,6 +115,7 @@ def bundle_of(run_dir, training, step):
         config={"step": step},
         parameter_digest="d",
         fingerprint=fingerprint("cpu"),
+        **options,
     )
 
 
@@ -131,6 +132,49 @@ def test_the_worst_tokens_are_those_of_the_first_bundle(tmp_path, undrawn):
     assert cells[at + 1 : at + 7] == ["8", "0", "1", "-2", "-2.5", "-0.5"]
     (first / "bundle.json").write_text("{}")
     assert "is damaged or was renamed" in _worst_tokens(run)
+
+
+def cells_after(text, head):
+    page = Elements()
+    page.feed(text)
+    cells = [part for part in page.text if part.strip()]
+    return cells[cells.index(head) + 1 :]
+
+
+def test_the_worst_tokens_have_their_texts_where_the_run_wrote_them(tmp_path):
+    run = make_run(tmp_path / "run", mismatched=1)
+    path = bundle_of(run, [-1.5, -2.75], step=3, decode=lambda ids: {7: "\n <b>", 8: "a'"}[ids[0]])
+    text = _worst_tokens(run)
+    rows = cells_after(text, "training − rollout")
+    assert rows[:2] == ["8", repr("a'")] and rows[7:9] == ["7", repr("\n <b>")]
+    assert "<b>" not in text and "\n" not in text
+    (path / TEXTS).write_text('{"7": "x"}')
+    rows = cells_after(_worst_tokens(run), "training − rollout")
+    assert rows[:2] == ["8", "0"] and rows[6:8] == ["7", "'x'"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"8": ', "not JSON"),
+        (b"[]", "a JSON object is needed, got list"),
+        (b'{"8": 3}', "the text of token 8 is int"),
+        (b"\xff", "not JSON in UTF-8"),
+    ],
+)
+def test_damaged_texts_are_said_and_the_ids_stay(tmp_path, content, said):
+    run = make_run(tmp_path / "run", mismatched=1)
+    path = bundle_of(run, [-1.0, -2.5], step=3, decode=str)
+    (path / TEXTS).write_bytes(content)
+    text = _worst_tokens(run)
+    assert f"{TEXTS}: {said}" in text
+    assert cells_after(text, "training − rollout")[:2] == ["8", "0"]
+
+
+def test_a_pipe_in_the_place_of_texts_is_not_waited_for(tmp_path):
+    run = make_run(tmp_path / "run", mismatched=1)
+    os.mkfifo(bundle_of(run, [-1.0, -2.5], step=3) / TEXTS)
+    assert cells_after(_worst_tokens(run), "training − rollout")[:2] == ["8", "0"]
 
 
 def test_the_same_run_gives_the_same_page(tmp_path):

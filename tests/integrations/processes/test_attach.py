@@ -9,6 +9,9 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 import rl_consistency
+from rl_consistency.models import modules
+from rl_consistency.parity.replay import load_replay_bundle
+from rl_consistency.verify.substitution import attribute
 from tests.integrations.trainers import grpo, loaded, logged
 
 
@@ -71,3 +74,25 @@ def test_two_processes_agree_and_complete_as_one_does(run_ranks, directory, tmp_
     alone = trained(None, directory, tmp_path, 8)
     assert ranks[0]["sampled"].keys() | ranks[1]["sampled"].keys() == alone["sampled"].keys()
     assert not ranks[0]["sampled"].keys() & ranks[1]["sampled"].keys()
+
+
+def worse_decode(q, layout, index, *, run=modules.attention_paged, **named):
+    out, lse = run(q, layout, index, **named)
+    return (out * (1 + 2**-5) if index == 1 else out), lse
+
+
+def drifting(world, directory, folder):
+    with attribute(modules, "attention_paged", worse_decode), pytest.warns() as caught:
+        found = trained(world, directory, folder, 4)
+    return found | {"told": [str(w.message) for w in caught if "process" in str(w.message)]}
+
+
+def test_each_process_localizes_its_own_first_mismatch(run_ranks, directory, tmp_path):
+    ranks = run_ranks(2, drifting, directory, tmp_path)
+    for rank, found in enumerate(ranks):
+        (line,) = (line for line in found["told"] if line.startswith("step 1, process"))
+        assert line.startswith(f"step 1, process {rank}: ")
+        assert "differs first in: attention of layer 1" in line
+    processes = [load_replay_bundle(p).config["process"] for p in (tmp_path / "replay").iterdir()]
+    assert sorted(processes) == [0, 1]
+    assert all(map(torch.equal, *(found["weights"] for found in ranks)))

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import parameter_digest
+from rl_consistency.parity.unfinished import remove_leftovers, write_whole
 from rl_consistency.trainers.config.policy_sections import BuildSection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
@@ -29,7 +30,6 @@ from rl_consistency.trainers.run_directory.checkpoint import (
     save_weights,
 )
 from rl_consistency.trainers.run_directory.sealed_json import seal, unseal
-from rl_consistency.trainers.run_directory.unfinished import remove_leftovers, write_whole
 
 
 def built(architecture="qwen3", *, seed=1, dtype=torch.float32, **changes):

@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 
+from rl_consistency.parity.unfinished import remove_leftovers
 from rl_consistency.trainers import run as run_module
 from rl_consistency.trainers.run_directory import checkpoint
 from rl_consistency.trainers.run_directory import directory as directory_module
 from rl_consistency.trainers.run_directory.checkpoint import list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
-from rl_consistency.trainers.run_directory.unfinished import remove_leftovers
 
 SHORT = {"training.steps": 1}
 SAVING = {"training.steps": 3, "training.save_every": 1, "training.keep_checkpoints": 1}

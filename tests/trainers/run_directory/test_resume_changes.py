@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from rl_consistency.parity import unfinished
 from rl_consistency.trainers import run
 from rl_consistency.trainers.config.recipe import load_config
-from rl_consistency.trainers.run_directory import checkpoint, inputs, unfinished
+from rl_consistency.trainers.run_directory import checkpoint, inputs
 from rl_consistency.trainers.run_directory.checkpoint import CheckpointError, list_checkpoints
 from rl_consistency.trainers.run_directory.directory import RunDirectoryError
 
