@@ -29,11 +29,13 @@ def rehearse(run: Any, announce: Callable[[str], None]) -> dict[str, Any]:
         run.no_signal.warned = True  # of two samples that is no news
         run.begin(overwrite=False)
         kv_cache = cache_bytes_of(recipe, run.model)  # by what is free where a run allocates it
+        run.progress.starts("taking a small step")
         metrics = run.step(1)
     parts, available = resident(run, kv_cache), available_bytes(run.model.device)
     if available is not None:
         parts |= activations(run, recipe)
     told = [*_told(run, metrics), *memory_told(parts, available)]
+    run.progress.starts("")
     for line in [*told, "A dry run writes no run directory and saves no weights."]:
         announce(line)
     return metrics
