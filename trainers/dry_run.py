@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from pydantic import ValidationError
-from torch import Tensor
 
+from rl_consistency.trainers.algorithms.rollout_engine import cache_bytes_of
 from rl_consistency.trainers.config.recipe import RunConfig
+from rl_consistency.trainers.memory import activations, available_bytes, memory_told, resident
 
 MOST_TOKENS = 16
 """Of a completion."""
@@ -24,11 +24,19 @@ def rehearse(run: Any, announce: Callable[[str], None]) -> dict[str, Any]:
     Its files lie in a temporary folder and go with it. The run is of no use afterwards.
     """
     with TemporaryDirectory(prefix="rl_consistency-dry-run-") as directory:
-        run.config, run.directory = reduced(run.config, Path(directory)), Path(directory)
+        recipe = run.config
+        run.config, run.directory = reduced(recipe, Path(directory)), Path(directory)
         run.no_signal.warned = True  # of two samples that is no news
         run.begin(overwrite=False)
+        kv_cache = cache_bytes_of(recipe, run.model)  # by what is free where a run allocates it
+        run.progress.starts("taking a small step")
         metrics = run.step(1)
-    for line in _told(run, metrics):
+    parts, available = resident(run, kv_cache), available_bytes(run.model.device)
+    if available is not None:
+        parts |= activations(run, recipe)
+    told = [*_told(run, metrics), *memory_told(parts, available)]
+    run.progress.starts("")
+    for line in [*told, "A dry run writes no run directory and saves no weights."]:
         announce(line)
     return metrics
 
@@ -74,8 +82,7 @@ def _told(run: Any, metrics: dict[str, Any]) -> list[str]:
     rewards = [f"{term.name} {metrics[f'reward/{term.name}']:.4g}" for term in run.rewards]
     samples = config.rollout.prompts_per_step * config.sampling.n
     differing = metrics["consistency/mismatched_tokens"]
-    weights, moments = _size(run.model.parameters()), _size(run.optimizer.tensors().values())
-    lines = [
+    return [
         f"data      {len(run.train_set.prompts)} prompts, the longest {longest} tokens; "
         f"{evaluated} for evaluation",
         f"a step    {samples} completions of at most {config.sampling.max_tokens} tokens: rollout "
@@ -83,17 +90,4 @@ def _told(run: Any, metrics: dict[str, Any]) -> list[str]:
         f"{metrics['time/training_seconds']:.1f} s",
         f"tokens    {differing} of {metrics['consistency/tokens']} differ",
         f"rewards   {', '.join(rewards)}",
-        f"memory    weights {weights}, optimizer {moments}; the KV cache and longer completions "
-        "need more",
     ]
-    if run.model.device.type == "cuda":
-        lines[-1] += f"; peak here {_shown(torch.cuda.max_memory_allocated(run.model.device))}"
-    return [*lines, "A dry run writes no run directory and saves no weights."]
-
-
-def _size(tensors: Iterable[Tensor]) -> str:
-    return _shown(sum(tensor.nbytes for tensor in tensors))
-
-
-def _shown(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""How far a run is within its step, and how long it still takes."""
+"""How far a run is before its first step and within a step, and how long it still takes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class Progress:
     compiles: bool = False
     """Whether the first step also compiles kernels and captures graphs, on a GPU."""
     listener: Callable[[str], None] | None = None
+    starting: Callable[[str], None] | None = None
+    """Given the phases before the first step."""
     clock: Callable[[], float] = perf_counter
     notice: str = ""
     """Said with all that is told from now on."""
@@ -31,6 +33,11 @@ class Progress:
     _done: int = 0
     _step: int = 0
     _since: float = 0.0
+
+    def starts(self, phase: str) -> None:
+        """A phase before the first step; "" after the last one."""
+        if self.starting is not None:
+            self.starting(phase)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:

@@ -14,13 +14,11 @@ import torch
 from accelerate import Accelerator
 
 from rl_consistency.distributed.digests import require_same_facts
-from rl_consistency.distributed.gradient_norm import ORDER as GRADIENT_NORM
-from rl_consistency.distributed.ordered_sum import ORDER as LEAF_SUM
 from rl_consistency.distributed.world import World
 from rl_consistency.models.patch import patch
 from rl_consistency.models.sharding import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
+from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.unfinished import remove_leftovers
@@ -29,7 +27,7 @@ from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer
 from rl_consistency.trainers.algorithms.rollout_engine import engine_of
 from rl_consistency.trainers.config.recipe import RunConfig
-from rl_consistency.trainers.data.prompts import encode_targets, load_prompts, overlong_told
+from rl_consistency.trainers.data.prompts import load_prompts, overlong_told
 from rl_consistency.trainers.dry_run import rehearse
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.interrupts import endings_deferred, interrupts_heard
@@ -40,8 +38,8 @@ from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards.function import check_data, reward_functions
 from rl_consistency.trainers.rewards.no_signal import NoSignal
 from rl_consistency.trainers.run_directory.checkpoint import (
+    load_frozen,
     load_weights,
-    read_weights,
     save_checkpoint,
     save_weights,
 )
@@ -59,6 +57,7 @@ from rl_consistency.trainers.run_directory.directory import (
 from rl_consistency.trainers.run_directory.inputs import (
     common_settings,
     data_digests,
+    fingerprint_of,
     policy_digests,
     reward_digests,
     settings,
@@ -75,7 +74,7 @@ from rl_consistency.trainers.strategies.asked import engines_off
 from rl_consistency.trainers.strategies.build import build_strategy, check_canonical, check_strategy
 from rl_consistency.trainers.tracking.trackers import TrackerSet, trackers_of
 from rl_consistency.trainers.tracking.wandb_tracker import check_wandb
-from rl_consistency.trainers.warm_start import fifths_told, warm_start
+from rl_consistency.trainers.warm_start import fifths_told, targets_of, warm_start
 
 Announce = Callable[[str], None]
 
@@ -87,17 +86,18 @@ def train(
     overwrite: bool = False,
     dry_run: bool = False,
     announce: Announce = print,
+    starting: Announce | None = None,
     finish: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Run a recipe to its end and return the summary, which is also written to `summary.json`.
 
     `resume` continues from the newest checkpoint of the run directory, also with more steps than
     the run was begun with, where its schedule does not end. `overwrite` removes the run that the
-    directory already holds. `announce` is told, line by line, what goes on. `finish` is called once
-    the summary is written: the trackers learn that the run failed if it raises, or on drift.
+    directory already holds. `announce` is told, line by line, what goes on, and `starting` each
+    phase before the first step, at last "". `finish` is called once the summary is written: the
+    trackers learn that the run failed if it raises, or on drift.
 
-    `dry_run` builds and checks everything, takes one small step, and returns its metrics. It leaves
-    no file.
+    `dry_run` checks everything, takes one small step, and returns its metrics. It leaves no file.
 
     A signal with a handler in Python ends the run after its step and a checkpoint of it.
 
@@ -131,11 +131,12 @@ def train(
         stack.enter_context(config.consistency.strictness())
         # Everything that may be refused is refused before the directory is touched.
         with world.agreed("the inputs"):
-            run = _Run(config, announce, stack, world, accelerator)
+            run = _Run(config, announce, stack, world, accelerator, starting if first else None)
         require_same_facts(world, run.continued_under.entries, when="before the first step")
         if dry_run:
             return rehearse(run, announce)
         first_step = run.restore() if resume else run.begin(overwrite=overwrite)
+        run.progress.starts("")
         with world.agreed("the trackers"):
             trackers = TrackerSet(trackers_of(run, wandb) if first else [])
         with trackers:
@@ -179,47 +180,46 @@ class _Run:
         stack: ExitStack,
         world: World,
         accelerator: Accelerator,
+        starting: Announce | None,
     ):
         self.config, self.directory = config, config.run.output_dir
         self.announce, self.stack = announce, stack
         self.world, self.accelerator, self.first = world, accelerator, world.rank == 0
-        self.leaves = config.consistency.gradient_leaves
+        compiles, steps = config.run.device == "cuda", config.training.steps
+        self.progress = progress = Progress(steps, compiles=compiles, starting=starting)
         check_canonical(config)
-        if source := config.policy.path or config.policy.hub:
-            announce(f"loading the weights of {source}")
+        source = config.policy.path or config.policy.hub
+        progress.starts(f"loading the weights of {source}" if source else "building the policy")
         self.model, self.tokenizer = load_policy(
             config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
         self.model.train()
         inputs = settings(config) | policy_digests(self.model, self.tokenizer)
         vocab_size = self.model.config.vocab_size
+        progress.starts("reading the data")
         limits = {"context_length": context_length(self.model), "vocab_size": vocab_size}
         self.train_set, self.eval_set = load_prompts(config, self.tokenizer, **limits)
         if told := overlong_told(config, self.train_set, self.eval_set):
             announce(told)
-        self.warm_start_targets = []
-        if config.warm_start.steps:
-            self.warm_start_targets = encode_targets(self.train_set, self.tokenizer, **limits)
-            self.leaves.leaves(min(config.warm_start.batch_size, len(self.train_set.prompts)))
+        self.warm_start_targets = targets_of(config, self.train_set, self.tokenizer, **limits)
         self.rewards = reward_functions(config)
         for prompts in filter(None, (self.train_set, self.eval_set)):
             check_data(self.rewards, prompts.examples)
         self.reference = copy.deepcopy(self.model) if config.algorithm.kl_coefficient else None
         self.critic = Critic(config, self.model, stack) if config.algorithm.of_ppo else None
+        progress.starts("patching the policy")
         session = stack.enter_context(patch(self.model, grad_dtype=torch.float32))
         if not current().stock:
             session.verify()
         # Not for evaluation: this keeps the model free of DistributedDataParallel.
         prepared: Any = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         self.model = prepared
-        orders = (LEAF_SUM, GRADIENT_NORM) if self.leaves.count > 1 else ()
-        self.fingerprint = fingerprint(config.run.device, orders=orders)
+        self.fingerprint = fingerprint_of(config)
         inputs |= data_digests(self.train_set, self.eval_set) | reward_digests(self.rewards)
         self.continued_under = Fingerprint(self.fingerprint.entries | inputs)
         self.warm_start_loss, self.reference_digest = float("nan"), None
         self.wandb_run_id = uuid4().hex[:8]
         self.no_signal = NoSignal(announce)
-        self.progress = Progress(config.training.steps, compiles=config.run.device == "cuda")
 
     def begin(self, *, overwrite: bool) -> int:
         """Open the run directory and do the warm start; returns the first step."""
@@ -242,6 +242,7 @@ class _Run:
 
     def restore(self) -> int:
         """Load the newest checkpoint, on every rank; returns the step that follows it."""
+        self.progress.starts("resuming from the newest checkpoint")
         with self.world.agreed("the checkpoint"):
             checkpoint = newest_checkpoint(self.config, self.continued_under)
             load_weights(self.model, checkpoint.weights)
@@ -343,6 +344,7 @@ class _Run:
     def _assemble(self) -> None:
         """Make optimizer, engine, hook and trainer around the weights as they are now."""
         config = self.config
+        self.progress.starts("building the optimizer and the rollout engine")
         self.optimizer = PolicyOptimizer(
             self.ranks, config.optimizer, self.accelerator, total_steps=config.optimizer_steps
         )
@@ -377,6 +379,7 @@ class _Run:
         )
 
     def _warm_start(self) -> None:
+        self.progress.starts("warm start")
         self.warm_start_loss = warm_start(
             self.train_set.prompts,
             self.warm_start_targets,
@@ -391,7 +394,5 @@ class _Run:
         """Give the KL reference the weights that the run began with, freeze it and patch it."""
         assert self.reference is not None and self.reference_digest is not None
         with self.world.agreed("the reference"):
-            file = self.directory / REFERENCE
-            load_weights(self.reference, read_weights(file, self.reference_digest))
-        self.reference.requires_grad_(False)
+            load_frozen(self.reference, self.directory / REFERENCE, self.reference_digest)
         self.stack.enter_context(patch(self.reference))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -11,7 +12,9 @@ from torch import Tensor
 from rl_consistency.kernels.reduction.masked_reduction import masked_sum
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.trainers.config.learning_sections import OptimizerSection, WarmStartSection
+from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder
+from rl_consistency.trainers.data.prompts import PromptSet, encode_targets
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.strategies.strategy import Strategy
 
@@ -27,6 +30,17 @@ def fifths_told(announce: Callable[[str], None]) -> Progress:
             announce(f"warm start {done}/{total}: loss {loss:.3f}")
 
     return progress
+
+
+def targets_of(
+    config: RunConfig, train: PromptSet, tokenizer: Any, **limits: int
+) -> list[list[int]]:
+    """What a recipe's warm start imitates, as `encode_targets` gives it; [] if there is none."""
+    if not config.warm_start.steps:
+        return []
+    targets = encode_targets(train, tokenizer, **limits)
+    config.consistency.gradient_leaves.leaves(min(config.warm_start.batch_size, len(targets)))
+    return targets
 
 
 def warm_start(

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rl_consistency.cli.live_progress import start_up
 from rl_consistency.cli.uncollected import uncollected_imports
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
@@ -60,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
 
     modes = {"resume": args.resume, "overwrite": args.overwrite, "dry_run": args.dry_run}
     try:
-        summary = train(config, **modes, announce=announce, finish=finish)
+        with start_up(console) as starting:
+            told = {"announce": announce, "starting": starting, "finish": finish}
+            summary = train(config, **modes, **told)
     except KeyboardInterrupt:
         if saved := list_checkpoints(directory / CHECKPOINTS):
             announce(f"The newest checkpoint is {saved[-1]}. To continue:")

@@ -1,13 +1,14 @@
 """`rl-consistency verify --world`: the hash table of training.
 
 The same tiny run is trained by several numbers of processes, in every strategy, micro-batch and
-dtype. All runs of a dtype must end with the same bytes.
+dtype, by GRPO and by PPO. All runs of a dtype and an algorithm must end with the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from rl_consistency.verify.world.cells import Cell, Outcome
 
-OPTIONS = ("strategy", "micro_batch", "steps")
+OPTIONS = ("strategy", "algorithm", "micro_batch", "steps")
 DIGITS = 12
 
 
@@ -41,13 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options: dict[str, Any] = {"nargs": "+", "action": "extend"}
     text = "of training.strategy (default: all)"
     group.add_argument("--strategy", metavar="NAME", help=text, **options)
+    text = "grpo or ppo, which trains replicated only (default: both)"
+    group.add_argument("--algorithm", metavar="NAME", help=text, **options)
     text = "sequences, 1 to 4 (default: 1 2 4)"
     group.add_argument("--micro-batch", metavar="N", type=int, help=text, **options)
     group.add_argument("--steps", metavar="N", type=int, help="of each run (default: 20)")
 
 
 def run(args: argparse.Namespace, device: torch.device) -> tuple[bool, dict[str, Any]]:
-    """Train every cell; whether there is one hash per dtype, and the data."""
+    """Train every cell; whether there is one hash per dtype and algorithm, and the data."""
     from rl_consistency.verify.world.cells import STEPS, cells_of, failures
 
     worlds = _worlds(args, device)
@@ -58,8 +61,10 @@ def run(args: argparse.Namespace, device: torch.device) -> tuple[bool, dict[str,
         raise ValueError(f"--steps {steps}: at least 1 is needed.")
     axes = _axes(args)
     cells, start = cells_of(worlds, *axes), time.perf_counter()
-    if len(cells) < 2 * len(axes[-1]):
-        raise ValueError(f"a table of {len(cells)} runs compares nothing; narrow it less.")
+    runs = Counter(cell.kind for cell in cells)
+    if min(runs.values(), default=0) < 2:
+        found = ", ".join(f"{count} of {kind}" for kind, count in runs.items()) or "none"
+        raise ValueError(f"runs: {found}; a single one compares nothing; narrow it less.")
     console = Console()
     outcomes = _train(console, cells, steps, device)
     why = {outcome.cell: text for outcome, text in failures(outcomes)}
@@ -72,7 +77,8 @@ def run(args: argparse.Namespace, device: torch.device) -> tuple[bool, dict[str,
     tokens, wrong = (
         sum(getattr(o, name) for o in outcomes) for name in ("tokens", "mismatched_tokens")
     )
-    verdict = f"[red]{len(why)} runs differ or failed[/]" if why else "[green]one hash per dtype[/]"
+    same = "[green]one hash per dtype and algorithm[/]"
+    verdict = f"[red]{len(why)} runs differ or failed[/]" if why else same
     text = f"{verdict}: {len(cells)} runs of {steps} steps, "
     text += f"{wrong} of {tokens:,} tokens differ from the rollout's, "
     console.print(f"{text}{time.perf_counter() - start:.0f} s", highlight=False)
@@ -84,18 +90,16 @@ def hash_table(
     outcomes: Sequence[Outcome], why: Mapping[Cell, str], missing: Mapping[str, str]
 ) -> Table:
     """The first digits of each run's hash, red where `why` says what is wrong."""
-    from rl_consistency.verify.world.cells import DTYPES
-
     worlds = sorted({outcome.cell.world_size for outcome in outcomes})
     # 79 columns with four numbers: a terminal's 80 must not cut a hash.
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
     table.title = "SHA-256 of the final parameters, by number of processes"
-    for name in ("dtype", "strategy", "micro-batch", *map(str, worlds)):
+    for name in ("dtype", "strategy", "micro", *map(str, worlds)):
         table.add_column(name, no_wrap=True)
     rows: dict[tuple[str, str, str], dict[int, str]] = {}
     for outcome in outcomes:
         cell, shown = outcome.cell, outcome.digest[:DIGITS] or "error"
-        row = rows.setdefault((DTYPES[cell.dtype], cell.strategy, str(cell.micro_batch)), {})
+        row = rows.setdefault((cell.kind, cell.strategy, str(cell.micro_batch)), {})
         row[cell.world_size] = f"[red]{shown}[/]" if cell in why else shown
     for key, row in rows.items():
         table.add_row(*key, *(row[world_size] for world_size in worlds))
@@ -127,10 +131,15 @@ def _worlds(args: argparse.Namespace, device: torch.device) -> tuple[int, ...]:
     return worlds  # pyright: ignore[reportReturnType] - all are among those possible
 
 
-def _axes(args: argparse.Namespace) -> tuple[list[str], list[int], list[str]]:
-    """Strategies, micro-batches and dtypes asked for."""
+def _axes(args: argparse.Namespace) -> tuple[list[str], list[int], list[str], list[str]]:
+    """Strategies, micro-batches, dtypes and algorithms asked for."""
     from rl_consistency.trainers.strategies.build import STRATEGIES
-    from rl_consistency.verify.world.cells import DTYPES, LARGEST_MICRO_BATCH, MICRO_BATCHES
+    from rl_consistency.verify.world.cells import (
+        ALGORITHMS,
+        DTYPES,
+        LARGEST_MICRO_BATCH,
+        MICRO_BATCHES,
+    )
 
     sizes = range(1, LARGEST_MICRO_BATCH + 1)
     found = []
@@ -138,6 +147,7 @@ def _axes(args: argparse.Namespace) -> tuple[list[str], list[int], list[str]]:
         ("strategy", args.strategy, STRATEGIES, STRATEGIES),
         ("micro-batch", args.micro_batch, MICRO_BATCHES, sizes),
         ("dtype", args.dtype, DTYPES, DTYPES),
+        ("algorithm", args.algorithm, ALGORITHMS, ALGORITHMS),
     ):
         chosen = list(dict.fromkeys(asked or default))
         if unknown := [name for name in chosen if name not in known]:
@@ -147,11 +157,14 @@ def _axes(args: argparse.Namespace) -> tuple[list[str], list[int], list[str]]:
     return tuple(found)
 
 
-def _missing(strategies: Sequence[str], _: object, dtypes: Sequence[str]) -> dict[str, str]:
+def _missing(
+    strategies: Sequence[str], _: object, dtypes: Sequence[str], algorithms: Sequence[str]
+) -> dict[str, str]:
     """What cannot be trained here, and why."""
-    from rl_consistency.verify.world.cells import DTYPES, left_out
+    from rl_consistency.verify.world.cells import ALGORITHMS, DTYPES, left_out
 
-    pairs = product(strategies, dtypes)
+    asked = [s for s in strategies if any(s in ALGORITHMS[name] for name in algorithms)]
+    pairs = product(asked, dtypes)
     found = {f"{s} {DTYPES[dtype]}": left_out(s, dtype) for s, dtype in pairs}
     return {name: why for name, why in found.items() if why}
 

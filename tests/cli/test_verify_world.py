@@ -27,7 +27,8 @@ def runs(monkeypatch):
         Runs.cells, Runs.steps = given, steps
         plain = {"tokens": 100, "rows": ROWS}
         return [
-            Runs.wrong(Outcome(cell=cell, digest=f"{cell.dtype:0<64}", **plain)) for cell in given
+            Runs.wrong(Outcome(cell=cell, digest=f"{cell.dtype}{cell.algorithm}", **plain))
+            for cell in given
         ]
 
     monkeypatch.setattr(processes, "run_cells", run_cells)
@@ -43,10 +44,10 @@ def test_one_hash_is_status_0(runs, capsys, tmp_path):
     options = ["--strategy", "replicated", "fsdp2", "--json", str(file)]
     assert main(["verify", "--world", *options]) == 0
     text = shown(capsys)
-    assert "one hash per dtype: 48 runs of 20 steps, 0 of 4,800 tokens" in text
-    assert text.count("bfloat160000") == 24
+    assert "one hash per dtype and algorithm: 72 runs of 20 steps, 0 of 7,200 tokens" in text
+    assert text.count("bfloat16grpo") == 24 and text.count("bfloat16ppo") == 12
     content = json.loads(file.read_text())
-    assert content["passed"] and len(content["cells"]) == 48
+    assert content["passed"] and len(content["cells"]) == 72
     assert content["cells"][0]["strategy"] == "replicated" and content["machine"]["torch"]
     assert {c.world_size for c in runs.cells} == {1, 2, 3, 4}
 
@@ -73,6 +74,17 @@ def test_any_difference_is_status_1_and_names_the_run(runs, capsys, tmp_path, ch
     assert [bool(cell["failure"]) for cell in json.loads(file.read_text())["cells"]] == [0, 0, 1]
 
 
+def test_ppo_is_compared_with_ppo_and_trains_replicated_only(runs, capsys):
+    other = {(2, "fp32 ppo"): {"digest": "beef" * 16}}
+    runs.wrong = lambda o: replace(o, **other.get((o.cell.world_size, o.cell.kind), {}))
+    narrow = ["--micro-batch", "2", "--algorithm", "ppo"]
+    assert main(["verify", "--world", "1,2", *narrow]) == 1
+    assert {(cell.algorithm, cell.strategy) for cell in runs.cells} == {("ppo", "replicated")}
+    found = shown(capsys)
+    assert "fp32 ppo: parts from 1 process, replicated, micro-batch 2, fp32 ppo in the" in found
+    assert "1 runs differ or failed: 4 runs of 20 steps" in found and "not run" not in found
+
+
 def test_what_is_left_out_stands_in_the_table(runs, capsys, monkeypatch):
     libraries = {"fsdp2": "a_library_that_nobody_has"}
     monkeypatch.setattr(cells, "LIBRARIES", libraries)
@@ -95,7 +107,16 @@ def test_what_is_left_out_stands_in_the_table(runs, capsys, monkeypatch):
         (["--world", "--micro-batch", "5"], "--micro-batch 5: --world trains 1, 2, 3, 4"),
         (["--world", "--dtype", "float16"], "--dtype float16: --world trains float32, bfloat16"),
         (["--world", "--steps", "0"], "--steps 0: at least 1"),
-        (["--world", "2", "--strategy", "fsdp2", "--micro-batch", "1"], "compares nothing"),
+        (["--world", "--algorithm", "rloo"], "--algorithm rloo: --world trains grpo, ppo"),
+        (["--world", "2", "--strategy", "fsdp2", "--micro-batch", "1"], "1 of bf16; a single"),
+        (
+            ["--world", "2", "--micro-batch", "1"],
+            "1 of fp32 ppo, 1 of bf16 ppo; a single one compares",
+        ),
+        (
+            ["--world", "--strategy", "fsdp2", "--algorithm", "ppo"],
+            "runs: none; a single",
+        ),
         (["--world", "--quick", "--processes", "2"], "leave out --quick --processes"),
         (
             ["--micro-batch", "1", "--steps", "0"],
@@ -143,4 +164,4 @@ def test_a_mutant_with_one_hash_survives(runs, capsys):
 def test_real_runs_have_one_hash(capsys):
     narrow = ["--micro-batch", "2", "--steps", "2", "--strategy", "replicated", "fsdp2"]
     assert main(["verify", "--world", "1,3", "--dtype", "bfloat16", *narrow]) == 0
-    assert "one hash per dtype: 4 runs of 2 steps, 0 of " in shown(capsys)
+    assert "one hash per dtype and algorithm: 6 runs of 2 steps, 0 of " in shown(capsys)

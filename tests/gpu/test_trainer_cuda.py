@@ -102,6 +102,14 @@ def test_a_run_has_no_drift_and_says_how_fast_both_paths_are(tmp_path, dtype):
     assert torch.cuda.get_device_name() in summary["fingerprint"]["device"]
 
 
+def test_a_dry_run_estimates_the_memory_with_its_activations(tmp_path):
+    told = []
+    train(config(tmp_path / "run"), dry_run=True, announce=told.append)
+    estimate = " ".join(told)
+    assert "activations of 130 tokens" in estimate  # 5 sequences of 6 and 20 tokens
+    assert "that the GPU has for it" in estimate and "WARNING" not in estimate
+
+
 def test_a_run_repeats_itself(tmp_path):
     first, rows = run(tmp_path / "first")
     again, rows_again = run(tmp_path / "again")

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from rl_consistency.trainers.progress import Progress, duration
+from rl_consistency.trainers.run import train
 from rl_consistency.trainers.tracking.console import ConsoleTable
 
 
@@ -94,3 +95,18 @@ def test_a_run_tells_each_phase_whole(tiny_run, monkeypatch, algorithm):
     for phase in ("rollout 8/8", "rewards", "training 16/16", "evaluation 4/4"):
         assert f"step 2/2: {phase}" in second
     assert all("left" in line for line in told if line.startswith("step 2/2"))
+
+
+def test_a_run_tells_each_phase_of_its_start_once(tiny_run):
+    told = []
+    changes = {"training.steps": 1, "warm_start.steps": 1}
+    train(tiny_run.config(**changes), starting=told.append)
+    build = "building the optimizer and the rollout engine"
+    read = ["building the policy", "reading the data", "patching the policy"]
+    assert told == [*read, "warm start", build, ""]
+    told.clear()
+    train(tiny_run.config(**changes | {"training.steps": 2}), resume=True, starting=told.append)
+    assert told == [*read, "resuming from the newest checkpoint", build, ""]
+    told.clear()
+    train(tiny_run.config(), dry_run=True, starting=told.append)
+    assert told == [*read, build, "taking a small step", ""]

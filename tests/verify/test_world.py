@@ -5,6 +5,7 @@ import signal
 from multiprocessing import active_children
 
 from rl_consistency.verify.mutants.world import WORLD_MUTANTS
+from rl_consistency.verify.world import processes
 from rl_consistency.verify.world.cells import Cell
 from rl_consistency.verify.world.controls import control_cells, judge
 from rl_consistency.verify.world.processes import run_cells
@@ -45,3 +46,20 @@ def test_a_run_whose_process_ends_is_an_error_and_the_others_go_on():
     assert killed.failure == "process 1 terminated with signal SIGKILL"
     assert raised.failure == "KeyError: 'no such mutant'"
     assert seen == [first, killed, raised, last] and not active_children()
+
+
+def test_the_hash_of_ppo_is_that_of_policy_and_critic(monkeypatch, tmp_path):
+    def digest(**summary):
+        found = {"parameter_digest": "aa", "consistency/tokens": 1} | summary
+        found["consistency/mismatched_tokens"] = 0
+        monkeypatch.setattr(processes, "train", lambda config, announce: found)
+        return processes._outcome(cell, 1, "cpu", tmp_path)["digest"]
+
+    monkeypatch.setattr(processes, "read_metrics", lambda file: [])
+    cell = Cell(
+        dtype="float32", strategy="replicated", micro_batch=4, world_size=1, algorithm="ppo"
+    )
+    given = [{"critic_digest": "bb"}, {"critic_digest": "bc"}, {}]
+    given.append({"critic_digest": "bb", "parameter_digest": "ab"})
+    assert len({digest(**summary) for summary in given}) == len(given)
+    assert digest() == "aa" and digest(**given[0]) == digest(**given[0])

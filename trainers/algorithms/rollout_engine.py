@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from rl_consistency.rollout.device.kv_cache import cache_shape
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.policy import eos_token_ids
@@ -11,16 +13,33 @@ from rl_consistency.trainers.policy import eos_token_ids
 
 def engine_of(config: RunConfig, model: Any, tokenizer: Any) -> RolloutEngine:
     """Around a patched model, with room for a step of the recipe."""
-    rollout, sampling = config.rollout, config.sampling
+    rollout = config.rollout
+    block_size, num_blocks, max_num_seqs, tokens_per_sequence = _cache_settings(config)
     return RolloutEngine(
         model,
         eos_token_id=eos_token_ids(model, tokenizer),
-        kv_block_size=rollout.kv_block_size,
-        num_kv_blocks=rollout.num_kv_blocks,
+        kv_block_size=block_size,
+        num_kv_blocks=num_blocks,
         max_batch_tokens=rollout.max_batch_tokens,
-        max_num_seqs=min(rollout.max_num_seqs, rollout.prompts_per_step * sampling.n),
+        max_num_seqs=max_num_seqs,
         prefill_chunk_size=rollout.prefill_chunk_size,
         enable_prefix_sharing=rollout.prefix_sharing,
-        tokens_per_sequence=config.data.max_prompt_tokens + sampling.max_tokens,
+        tokens_per_sequence=tokens_per_sequence,
         cuda_graphs=rollout.cuda_graphs,
+    )
+
+
+def cache_bytes_of(config: RunConfig, model: Any) -> int:
+    """Bytes of the KV cache of the engine that `engine_of` would make now."""
+    return math.prod(cache_shape(model, *_cache_settings(config))) * model.dtype.itemsize
+
+
+def _cache_settings(config: RunConfig) -> tuple[int, int | None, int, int]:
+    """As `cache_shape` takes them."""
+    rollout, sampling = config.rollout, config.sampling
+    return (
+        rollout.kv_block_size,
+        rollout.num_kv_blocks,
+        min(rollout.max_num_seqs, rollout.prompts_per_step * sampling.n),
+        config.data.max_prompt_tokens + sampling.max_tokens,
     )

@@ -134,6 +134,12 @@ def read_weights(file: Path, digest: str) -> dict[str, Tensor]:
     return load_file(file)
 
 
+def load_frozen(model: Any, file: Path, digest: str) -> None:
+    """Give a model what `save_weights` wrote, to be kept; CheckpointError as of `read_weights`."""
+    load_weights(model, read_weights(file, digest))
+    model.requires_grad_(False)
+
+
 @contextmanager
 def explained(what: str, remedy: Callable[[], str]) -> Iterator[None]:
     """Say what helps where a failing disk does not take what the block writes."""

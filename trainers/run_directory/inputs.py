@@ -13,6 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rl_consistency.distributed.gradient_norm import ORDER as GRADIENT_NORM
+from rl_consistency.distributed.ordered_sum import ORDER as LEAF_SUM
+from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.prompts import PromptSet
@@ -52,6 +55,13 @@ def common_settings(config: RunConfig) -> dict[str, str]:
     free = {section: keys for section, keys in FREE.items() if section != "training"}
     exclude: dict[str, Any] = {**free, "run": {"output_dir"}}
     return dict(flat(config.model_dump(mode="json", exclude=exclude)))
+
+
+def fingerprint_of(config: RunConfig) -> Fingerprint:
+    """Of the machine, with the orders that only a gradient of several leaves has."""
+    several = config.consistency.gradient_leaves.count > 1
+    orders = (LEAF_SUM, GRADIENT_NORM) if several else ()
+    return fingerprint(config.run.device, orders=orders)
 
 
 def policy_digests(model: Any, tokenizer: Any) -> dict[str, str]:

@@ -45,31 +45,45 @@ class KVCache:
         tokens (None is 1024; the model's context at most), within 4 GiB on a CPU and 40 % of the
         free memory on a GPU, but always for one. ValueError if the device has no room for it.
         """
-        config = model.config
-        head_dim = getattr(config, "head_dim", None)
-        head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        row = (block_size, config.num_key_value_heads, head_dim)
-        layers = config.num_hidden_layers
-        block_bytes = 2 * layers * math.prod(row) * model.dtype.itemsize
-        if num_blocks is None:
-            tokens = tokens_per_sequence or DEFAULT_TOKENS_PER_SEQUENCE
-            per_sequence = -(-min(config.max_position_embeddings, tokens) // block_size)
-            affordable = cache_bytes(model.device) // block_bytes
-            num_blocks = max(per_sequence, min(max_num_seqs * per_sequence, affordable))
-        assert num_blocks is not None
-        shape = (num_blocks + 1, *row)
+        shape = cache_shape(model, block_size, num_blocks, max_num_seqs, tokens_per_sequence)
+        count, rows, *_ = shape
         try:
             # Zeros: a NaN in a slot that was never written would pass a mask of weight 0.
-            keys, values = (
-                [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
-                for _ in range(2)
-            )
+            tensors = [
+                torch.zeros(shape[1:], dtype=model.dtype, device=model.device) for _ in range(count)
+            ]
         except torch.OutOfMemoryError as error:
+            size = math.prod(shape) * model.dtype.itemsize / 2**30
             raise ValueError(
-                f"no room on {model.device} for a KV cache of {num_blocks} blocks of {block_size} "
-                f"tokens ({num_blocks * block_bytes / 2**30:.1f} GiB): lower num_kv_blocks"
+                f"no room on {model.device} for a KV cache of {rows - 1} blocks of {block_size} "
+                f"tokens ({size:.1f} GiB): lower num_kv_blocks"
             ) from error
-        return cls(keys=keys, values=values, block_size=block_size, num_blocks=num_blocks)
+        keys, values = tensors[: count // 2], tensors[count // 2 :]
+        return cls(keys=keys, values=values, block_size=block_size, num_blocks=rows - 1)
+
+
+def cache_shape(
+    model: Any,
+    block_size: int,
+    num_blocks: int | None,
+    max_num_seqs: int,
+    tokens_per_sequence: int | None,
+) -> tuple[int, int, int, int, int]:
+    """[2 * layers, num_blocks + 1, block_size, num_key_value_heads, head_dim] of the cache that
+    `KVCache.allocate` would make now."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    row = (block_size, config.num_key_value_heads, head_dim)
+    layers = config.num_hidden_layers
+    if num_blocks is None:
+        tokens = tokens_per_sequence or DEFAULT_TOKENS_PER_SEQUENCE
+        per_sequence = -(-min(config.max_position_embeddings, tokens) // block_size)
+        block_bytes = 2 * layers * math.prod(row) * model.dtype.itemsize
+        affordable = cache_bytes(model.device) // block_bytes
+        num_blocks = max(per_sequence, min(max_num_seqs * per_sequence, affordable))
+    assert num_blocks is not None
+    return 2 * layers, num_blocks + 1, *row
 
 
 def cache_bytes(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Cells of the hash table of training: one tiny GRPO run each, all of which must end alike."""
+"""Cells of the hash table of training: one tiny run each; all of an algorithm must end alike."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ LIBRARIES = {"zero1": "deepspeed", "zero2": "deepspeed", "zero3": "deepspeed"}
 """What a strategy needs that is not always installed."""
 REFUSED = {("zero1", "bfloat16"): "refused by design; zero2 takes it"}
 """What a strategy does not train."""
+ALGORITHMS = {"grpo": tuple(STRATEGIES), "ppo": ("replicated",)}
+"""The strategies of each: no rank keeps a shard of a critic."""
 RELEASED = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_live_parameters": 0,
@@ -40,14 +42,21 @@ class Cell:
     strategy: str
     micro_batch: int
     world_size: int
+    algorithm: str = "grpo"
     mutant: str = ""
     """Name of the wrong program that runs; empty is the program as it is."""
 
     @property
     def name(self) -> str:
         processes = "1 process" if self.world_size == 1 else f"{self.world_size} processes"
-        run = f"{processes}, {self.strategy}, micro-batch {self.micro_batch}, {DTYPES[self.dtype]}"
+        run = f"{processes}, {self.strategy}, micro-batch {self.micro_batch}, {self.kind}"
         return f"{run}, {self.mutant}" if self.mutant else run
+
+    @property
+    def kind(self) -> str:
+        """Runs of one kind and program must end alike."""
+        dtype = DTYPES[self.dtype]
+        return dtype if self.algorithm == "grpo" else f"{dtype} {self.algorithm}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +65,7 @@ class Outcome:
 
     cell: Cell
     digest: str = ""
-    """SHA-256 of the final parameters."""
+    """SHA-256 of the final parameters, in PPO of the critic's too."""
     tokens: int = 0
     """Compared between rollout and training."""
     mismatched_tokens: int = 0
@@ -101,24 +110,26 @@ def cells_of(
     strategies: Sequence[str] = tuple(STRATEGIES),
     micro_batches: Sequence[int] = MICRO_BATCHES,
     dtypes: Sequence[str] = tuple(DTYPES),
+    algorithms: Sequence[str] = tuple(ALGORITHMS),
 ) -> list[Cell]:
     """All combinations but those that are left out."""
+    axes = algorithms, dtypes, strategies, micro_batches, worlds
     return [
-        Cell(dtype=dtype, strategy=strategy, micro_batch=size, world_size=world_size)
-        for dtype, strategy, size, world_size in product(dtypes, strategies, micro_batches, worlds)
-        if not left_out(strategy, dtype)
+        Cell(algorithm=name, dtype=dtype, strategy=strategy, micro_batch=size, world_size=world)
+        for name, dtype, strategy, size, world in product(*axes)
+        if strategy in ALGORITHMS[name] and not left_out(strategy, dtype)
     ]
 
 
 def failures(outcomes: Sequence[Outcome]) -> Iterator[tuple[Outcome, str]]:
-    """Runs that failed or that differ from the first one of their dtype and program, and how."""
+    """Runs that failed or that differ from the first one of their kind and program, and how."""
     first: dict[tuple[str, str], Outcome] = {}
     for outcome in outcomes:
         cell = outcome.cell
         if outcome.failure:
             yield outcome, outcome.failure
-        elif where := first.setdefault((cell.dtype, cell.mutant), outcome).parting(outcome):
-            other = first[cell.dtype, cell.mutant].cell.name
+        elif where := first.setdefault((cell.kind, cell.mutant), outcome).parting(outcome):
+            other = first[cell.kind, cell.mutant].cell.name
             yield outcome, f"parts from {other} in {where}"
 
 
@@ -153,7 +164,7 @@ def config_of(cell: Cell, steps: int, device: str, directory: Path) -> RunConfig
         "reward": {"functions": rewards},
         "warm_start": {"steps": 2, "batch_size": 10, "learning_rate": 1e-2},
         "rollout": {"prompts_per_step": 5, "sampling": {"n": 3, "max_tokens": 8}},
-        "algorithm": {"loss": "dapo", "kl_coefficient": 0.05},
+        "algorithm": {"name": cell.algorithm, "loss": "dapo", "kl_coefficient": 0.05},
         "optimizer": {"learning_rate": 3e-3, "schedule": "cosine", "max_grad_norm": 0.4},
         "training": {"steps": steps, "micro_batch_size": cell.micro_batch}
         | {"strategy": cell.strategy, "eval_every": steps},

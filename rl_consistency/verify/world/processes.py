@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -126,9 +127,14 @@ def _outcome(cell: Cell, steps: int, device: str, directory: Path) -> dict[str, 
         for row in read_metrics(directory / "metrics.jsonl")
     ]
     return {
-        "digest": summary["parameter_digest"],
+        "digest": _joined(summary["parameter_digest"], summary.get("critic_digest")),
         "tokens": summary["consistency/tokens"],
         "mismatched_tokens": summary["consistency/mismatched_tokens"],
         "seconds": time.perf_counter() - start,
         "rows": rows,
     }
+
+
+def _joined(policy: str, critic: str | None) -> str:
+    """One digest of the digests that a run ended with."""
+    return policy if critic is None else sha256(f"{policy} {critic}".encode()).hexdigest()

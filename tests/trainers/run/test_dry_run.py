@@ -3,10 +3,15 @@
 import tempfile
 
 import pytest
+import torch
 import yaml
 
 from rl_consistency.cli.main import main
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.trainers import dry_run as dry_run_module
+from rl_consistency.trainers import memory
 from rl_consistency.trainers.dry_run import reduced
+from rl_consistency.trainers.policy import load_policy
 from rl_consistency.trainers.rewards.function import RewardError
 from rl_consistency.trainers.run import train
 
@@ -42,8 +47,50 @@ def test_a_dry_run_tells_what_it_saw_and_leaves_nothing(dry_run, tiny_run, capsy
     assert "data      32 prompts, the longest 6 tokens; 4 for evaluation" in told
     assert "completions of at most 9 tokens" in told
     assert "tokens    0 of " in told and "toy_rewards:varied 0." in told
-    assert "weights 0.0 MiB" in told or "weights 0.1 MiB" in told
+    assert "weights 0.1 MiB" in told and "and activations" in told
     assert told.endswith("A dry run writes no run directory and saves no weights.\n")
+
+
+def test_the_memory_is_that_of_the_whole_recipe(tiny_run, monkeypatch):
+    parts = {}
+    monkeypatch.setattr(dry_run_module, "memory_told", lambda given, _: parts.update(given) or [])
+    changes = {"policy.dtype": "bfloat16", "algorithm.name": "ppo", "algorithm.kl_coefficient": 0.1}
+    config = tiny_run.config(**changes, **{"rollout.num_kv_blocks": None})
+    train(config, dry_run=True)
+    weights = parts["weights"]
+    assert parts["reference"] == weights and parts["fp32 gradients"] == 2 * weights
+    assert 0 < parts["optimizer"] - 6 * weights < 1000  # masters, two moments, step numbers
+    assert 0 < parts["critic and its optimizer"] < 8 * weights
+    # 8 sequences of 15 tokens, and a block of padding; keys and values of 2 heads of 16.
+    assert parts["KV cache"] == (8 + 1) * 16 * 2 * 2 * 16 * 2
+
+
+@pytest.mark.parametrize("changes", [{}, SHARED])
+def test_on_a_gpu_short_passes_tell_what_the_longest_need(tiny_run, monkeypatch, changes):
+    """A GPU on which a parameter's gradient takes its bytes, and a token ten."""
+    told, passes = [], []
+    built = tiny_run.config()
+    policy, _ = load_policy(built.policy, built.tokenizer, seed=1)
+    sizes = sum(p.numel() for p in policy.parameters())
+
+    def scored(model, sequences, **given):
+        passes.append(sum(map(len, sequences)))
+        return token_logprobs(model, sequences, **given)
+
+    monkeypatch.setattr(memory, "token_logprobs", scored)
+    monkeypatch.setattr(dry_run_module, "available_bytes", lambda device: 2**20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    peak = lambda device: 7 + 4 * sizes + 2**20 + 2**17 * passes[-1]  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", peak)
+    config = tiny_run.config(**{"training.micro_batch_size": 4} | changes)
+    train(config, dry_run=True, announce=told.append)
+    size, length = memory.largest_pass(config)
+    leaves = config.consistency.gradient_leaves.count
+    assert passes == [size * 2] * 2 * leaves + [size * 3] * 2 * leaves
+    tokens = size * length
+    assert f"activations of {tokens} tokens {1 + tokens / 8:.1f} MiB" in "".join(told)
+    assert any(line.startswith("WARNING: that does not fit") for line in told)
 
 
 def test_a_dry_run_leaves_a_run_that_is_there_alone(dry_run, tiny_run):
