@@ -110,3 +110,12 @@ def test_a_run_tells_each_phase_of_its_start_once(tiny_run):
     told.clear()
     train(tiny_run.config(), dry_run=True, starting=told.append)
     assert told == [*read, build, "taking a small step", ""]
+
+
+def test_the_passes_of_a_gradient_check_are_no_progress(tiny_run, monkeypatch):
+    told = []
+    monkeypatch.setattr(Progress, "tell", lambda self, *given: told.append(given))
+    changes = {"training.steps": 1, "consistency.gradient_leaves": 2}
+    tiny_run(**changes, **{"consistency.gradient_check_every": 1, "training.micro_batch_size": 2})
+    training = [given[1:] for given in told if given[0] == "training"]
+    assert training == [(2, 8), (4, 8), (6, 8), (8, 8)]

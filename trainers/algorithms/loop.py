@@ -273,6 +273,9 @@ class PolicyTrainer(ABC):
         def keep(group: list[int], scored: TokenLogprobs, output: LossOutput) -> None:
             outputs[group[0]] = output
             logprobs.update(zip(group, scored.logprobs.detach().split(scored.lengths)))
+            self._trained += len(group)
+            passes = self.config.algorithm.epochs_per_rollout
+            self.progress("training", self._trained, passes * len(self._own))
 
         size = self.config.training.micro_batch_size
         with self._timed("training"):
@@ -295,9 +298,6 @@ class PolicyTrainer(ABC):
             self.ranks.backward(output.loss * 0.0 if is_filler else output.loss)
             if not is_filler:
                 keep(group, scored, output)
-                self._trained += len(group)
-                passes = self.config.algorithm.epochs_per_rollout
-                self.progress("training", self._trained, passes * len(self._own))
 
         return backward
 
