@@ -14,7 +14,7 @@ PACKAGE = "rl_consistency"
 
 FLOORS = (
     ("kernels",),
-    ("numerics",),
+    ("numerics", "files"),
     ("models",),
     ("rollout",),
     ("parity",),

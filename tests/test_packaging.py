@@ -13,7 +13,7 @@ import rl_consistency
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
-    *("kernels", "numerics", "models", "rollout", "parity", "distributed"),
+    *("kernels", "numerics", "files", "models", "rollout", "parity", "distributed"),
     *("integrations", "trainers", "verify", "cli"),
 )
 

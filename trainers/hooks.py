@@ -321,8 +321,8 @@ class ConsistencyHook:
         )
         self.totals.stock.add(shadow.drift)
         metrics: Metrics = dict(shadow.drift.metrics("stock"))
-        name = "time/stock_rollout_tokens_per_second"
-        metrics[name] = shadow.drift.tokens / shadow.rollout_seconds
+        speed = shadow.drift.tokens / shadow.rollout_seconds
+        metrics["time/stock_rollout_tokens_per_second"] = speed
         if shadow.training_seconds is not None:
             tokens = sum(map(len, rollout.sequences))
             metrics["time/stock_training_tokens_per_second"] = tokens / shadow.training_seconds

@@ -56,14 +56,20 @@ def activations(run: Any, recipe: RunConfig) -> dict[str, int]:
     """Bytes of a training pass on a GPU over the most and longest sequences of `recipe`.
 
     Passes over an eighth and a quarter of the tokens are measured: a part of the memory does not
-    grow.
+    grow. ValueError where there is no room for these.
     """
     size, length = largest_pass(recipe)
     share = recipe.data.max_prompt_tokens / length
-    measured = [
-        (short, _peak(run, size, short, max(int(short * share), 1)))
-        for short in (max(length // 8, 2), max(length // 4, 3))
-    ]
+    try:
+        measured = [
+            (short, _peak(run, size, short, max(int(short * share), 1)))
+            for short in (max(length // 8, 2), max(length // 4, 3))
+        ]
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"a quarter of a pass over {size} sequences of {length} tokens does not fit into the "
+            f"GPU's memory: {REMEDY}."
+        ) from error
     return {f"activations of {size * length:,} tokens": extrapolated(length, *measured)}
 
 

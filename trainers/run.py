@@ -15,13 +15,13 @@ from accelerate import Accelerator
 
 from rl_consistency.distributed.digests import require_same_facts
 from rl_consistency.distributed.world import World
+from rl_consistency.files.unfinished import remove_leftovers
 from rl_consistency.models.patch import patch
 from rl_consistency.models.sharding import whole_weights
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.fingerprint import Fingerprint
 from rl_consistency.numerics.strict import current
 from rl_consistency.parity.digest import parameter_digest
-from rl_consistency.parity.unfinished import remove_leftovers
 from rl_consistency.trainers.algorithms.critic import Critic
 from rl_consistency.trainers.algorithms.grpo import GRPOTrainer
 from rl_consistency.trainers.algorithms.ppo import PPOTrainer

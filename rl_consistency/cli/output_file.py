@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from rl_consistency.parity.unfinished import PREFIX, unfinished
+from rl_consistency.files.unfinished import PREFIX, unfinished
 
 
 def require_writable(option: str, file: Path) -> None:

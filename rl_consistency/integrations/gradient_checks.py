@@ -60,9 +60,9 @@ class GradientChecks(TrainerCallback):
     """Keeps dL/dlogprobs and dL/dentropy of a micro-batch, and after the optimizer's step computes
     the gradients that follow from them under other groupings: their bytes must be equal.
 
-    The micro-batch is the first of the step whose loss has a gradient. `SEQUENCES` of it are drawn
-    anew for each check, those with a gradient before others. The check runs between two steps,
-    where no gradient is present, with the weights that the step has made.
+    The micro-batch is the first of the step whose loss has a gradient. Each check draws `SEQUENCES`
+    of it. Sequences with a gradient come before others. The check runs between two steps, with the
+    weights that the first of them has made. No gradient is present there.
 
     Args:
         trainer: what the callback is added to.

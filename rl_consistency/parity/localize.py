@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from rl_consistency.files.unfinished import write_whole
 from rl_consistency.models.patch import patched_session
 from rl_consistency.models.sharding import is_shard, unwrapped
 from rl_consistency.models.token_logprobs import Sampling
@@ -24,7 +25,6 @@ from rl_consistency.parity.drift import compare_logprobs
 from rl_consistency.parity.replay import LOCALIZATION, ReplayBundle, load_replay_bundle
 from rl_consistency.parity.sides import ROLLOUT, SIDES, STOCK, Outcome, Work, run_side
 from rl_consistency.parity.taps import Tap
-from rl_consistency.parity.unfinished import write_whole
 from rl_consistency.rollout.sampling_params import SamplingParams
 
 Pass = Literal["forward", "backward"]

@@ -1,8 +1,10 @@
 """The estimate of a recipe's memory: its arithmetic, and the parts of a run it counts."""
 
 import pytest
+import torch
 
 from rl_consistency.models.patch import patch
+from rl_consistency.trainers import memory
 from rl_consistency.trainers.algorithms.rollout_engine import cache_bytes_of, engine_of
 from rl_consistency.trainers.memory import extrapolated, largest_pass, memory_told
 from rl_consistency.trainers.policy import load_policy
@@ -34,6 +36,16 @@ def test_a_sum_above_it_is_one_warning_with_a_remedy():
     *_, warning = memory_told({"weights": GIB + 1}, GIB)
     assert warning.startswith("WARNING: that does not fit: lower training.micro_batch_size")
     assert not any("WARNING" in line for line in memory_told({"weights": GIB}, GIB))
+
+
+def test_no_room_for_a_part_of_a_pass_is_an_answer_with_a_remedy(tiny_run, monkeypatch):
+    def full(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(memory, "_peak", full)
+    found = "a quarter of a pass over 8 sequences of 15 tokens does not fit.*lower training.micro"
+    with pytest.raises(ValueError, match=found):
+        memory.activations(None, tiny_run.config())
 
 
 def test_without_a_gpu_the_activations_are_said_to_be_missing():

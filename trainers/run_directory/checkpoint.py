@@ -24,8 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rl_consistency.files.unfinished import discard, replace, unfinished
 from rl_consistency.numerics.fingerprint import Fingerprint
-from rl_consistency.parity.unfinished import discard, replace, unfinished
 from rl_consistency.trainers.run_directory.sealed_json import file_digest, seal, unseal
 
 FORMAT = 3

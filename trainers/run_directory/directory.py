@@ -18,15 +18,15 @@ from io import FileIO
 from pathlib import Path
 from weakref import WeakSet
 
-from rl_consistency.numerics.fingerprint import Fingerprint
-from rl_consistency.parity.replay import FILES as FILES_OF_A_BUNDLE
-from rl_consistency.parity.replay import LOCALIZATION, TEXTS
-from rl_consistency.parity.unfinished import (
+from rl_consistency.files.unfinished import (
     discard,
     is_leftover,
     remove_leftovers,
     write_whole,
 )
+from rl_consistency.numerics.fingerprint import Fingerprint
+from rl_consistency.parity.replay import FILES as FILES_OF_A_BUNDLE
+from rl_consistency.parity.replay import LOCALIZATION, TEXTS
 from rl_consistency.trainers.config.recipe import RunConfig, dump_config
 from rl_consistency.trainers.run_directory.checkpoint import (
     Checkpoint,

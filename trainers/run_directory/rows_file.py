@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_consistency.parity.unfinished import write_whole
+from rl_consistency.files.unfinished import write_whole
 from rl_consistency.trainers.data.foreign_files import parse_json_object
 
 

@@ -22,8 +22,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentF
 
 from rl_consistency.cli.page.panels import DRIFT, Panel, Section
 from rl_consistency.cli.run_files import Rows, load_rows
+from rl_consistency.files.unfinished import unfinished
 from rl_consistency.parity.histograms import NOT_FINITE
-from rl_consistency.parity.unfinished import unfinished
 from rl_consistency.trainers.run_directory.directory import own_file
 
 OURS, STOCK, BAD, INK, MUTED = "#0f766e", "#d97706", "#dc2626", "#1f2937", "#6b7280"

@@ -22,7 +22,7 @@ from torch.multiprocessing.spawn import (
     start_processes,
 )
 
-from rl_consistency.parity.unfinished import write_whole
+from rl_consistency.files.unfinished import write_whole
 from rl_consistency.trainers.run import train
 from rl_consistency.trainers.run_directory.metrics_file import read_metrics
 from rl_consistency.trainers.strategies import zero

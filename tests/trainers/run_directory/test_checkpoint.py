@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rl_consistency.files.unfinished import remove_leftovers, write_whole
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.fingerprint import Fingerprint, fingerprint
 from rl_consistency.parity.digest import parameter_digest
-from rl_consistency.parity.unfinished import remove_leftovers, write_whole
 from rl_consistency.trainers.config.policy_sections import BuildSection
 from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.policy import build_model
