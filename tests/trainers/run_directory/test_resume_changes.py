@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_consistency.parity import unfinished
+from rl_consistency.files import unfinished
 from rl_consistency.trainers import run
 from rl_consistency.trainers.config.recipe import load_config
 from rl_consistency.trainers.run_directory import checkpoint, inputs
