@@ -17,10 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.remembered_launch import remembered
+
 MAX_COLUMNS = 4096
 """Elements of a token that one program holds at once."""
 
 
+@remembered
 @triton.jit(do_not_specialize=["slot_ptr"])
 def cache_write_kernel(
     k_ptr, v_ptr, key_cache, value_cache, slot_ptr, k_token, k_head, v_token, v_head,

@@ -3,11 +3,13 @@ writing out a finished tile."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.reduction.tree_fold_triton import fold_to_lanes, tree_fold
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -142,8 +144,8 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def sources(described: bool, box: list[int], *tensors: Tensor) -> list[Tensor | TensorDescriptor]:
+def sources(described: bool, box: list[int], *tensors: Tensor) -> list[Any]:
     """The [T, heads, D] tensors, each behind a descriptor of `box` if `described`."""
     if not described:
         return list(tensors)
-    return [TensorDescriptor(x, list(x.shape), list(x.stride()), box) for x in tensors]
+    return [tile_descriptor(x, box) for x in tensors]

@@ -15,9 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 
 
+@remembered
 @triton.jit
 def _gather_kernel(
     id_ptr, weight_ptr, y_ptr, V, H, stride_v, stride_h, DENSE: tl.constexpr, BLOCK_H: tl.constexpr

@@ -28,6 +28,7 @@ from rl_consistency.kernels.gradient_fold.backward_passes import (
     BackwardPasses,
     several_forward_passes,
 )
+from rl_consistency.kernels.gradient_fold.resume_triton import resume_accumulators
 
 Fold = Callable[[Tensor, bool], None]
 """Continues an accumulator; a fresh one counts as zero, whatever it holds."""
@@ -320,6 +321,11 @@ def _add_up(accumulators: list[Tensor | None], out: Tensor) -> Tensor:
 
 def _resumed(accumulators: list[Tensor | None], gradient: Tensor) -> list[Tensor | None]:
     """The accumulators of a gradient; where it was changed since, it is what it is now."""
+    parts = [part for part in accumulators if part is not None]
+    dense = all(tensor.is_contiguous() for tensor in (gradient, *parts))
+    if gradient.is_cuda and dense and gradient.dtype != torch.float64 and len(parts) <= 2:
+        resume_accumulators(gradient, parts[0], parts[1] if len(parts) == 2 else None)
+        return accumulators
     same = _add_up(accumulators, torch.empty_like(gradient)) == gradient
     resumed: list[Tensor | None] = []
     changed: Tensor | float = gradient

@@ -13,14 +13,17 @@ reads, and no addition is atomic.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_consistency.kernels.core.device import has_tma, sm_count, takes_descriptors
 from rl_consistency.kernels.core.matrix_step import matrix_step
 from rl_consistency.kernels.core.operand import dense_rows
+from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.gradient_fold.schedules import Schedule, pick
 
@@ -72,6 +75,7 @@ def store_part(acc, g_ptr, n, k, N, K, stride_gn, stride_gk, ROWS: tl.constexpr,
         tl.store(pointers, acc + 0.0, mask=inside)
 
 
+@remembered
 @triton.jit
 def _outer_pointer_kernel(
     dy_ptr, x_ptr, g_ptr, T, N, K, stride_dy, stride_x, stride_gn, stride_gk,
@@ -139,6 +143,7 @@ def _outer_descriptor_tile(
 
 
 # A version specialized for T = 1 would unroll the loop and keep operands beside the stored tile.
+@remembered
 @triton.jit(do_not_specialize=["T"])
 def _outer_tma_kernel(
     dy_desc, x_desc, extra_desc, g_ptr, T, N, K, stride_gn, stride_gk,
@@ -185,8 +190,8 @@ def launch_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: S
     }
     if schedule.kind == "tma":
         _outer_tma_kernel[(programs,)](
-            TensorDescriptor.from_tensor(dy, [schedule.block_t, schedule.block_n]),
-            TensorDescriptor.from_tensor(x, [schedule.block_t, schedule.block_k]),
+            tile_descriptor(dy, (schedule.block_t, schedule.block_n)),
+            tile_descriptor(x, (schedule.block_t, schedule.block_k)),
             _extra_descriptor(dy, x, schedule), *sizes, *buffer.stride(),
             EXTRA_N=schedule.extra_n, EXTRA_K=schedule.extra_k, PERSISTENT=schedule.persistent,
             **blocks,
@@ -197,12 +202,12 @@ def launch_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: S
         )
 
 
-def _extra_descriptor(dy: Tensor, x: Tensor, schedule: Schedule) -> TensorDescriptor:
+def _extra_descriptor(dy: Tensor, x: Tensor, schedule: Schedule) -> Any:
     """The descriptor of the tile that only the second accumulator reads; unused without one."""
     if schedule.extra_n:
-        return TensorDescriptor.from_tensor(dy, [schedule.block_t, schedule.extra_n])
+        return tile_descriptor(dy, (schedule.block_t, schedule.extra_n))
     columns = schedule.extra_k or schedule.block_k
-    return TensorDescriptor.from_tensor(x, [schedule.block_t, columns])
+    return tile_descriptor(x, (schedule.block_t, columns))
 
 
 @kernel_op(mutates=("buffer",), fake=lambda *_: None)

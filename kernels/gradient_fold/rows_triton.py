@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.core.operand import dense_rows
+from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 
 RANKED_TOKENS = 16384
@@ -73,6 +74,7 @@ def _minus_smaller(index_ptr, other, bound, T, V):
     return (_known_ids(index_ptr, other, T, V)[None, :] - bound) >> 31
 
 
+@remembered
 @triton.jit
 def _rank_kernel(index_ptr, id_ptr, token_ptr, T, V, BLOCK_T: tl.constexpr, BLOCK_U: tl.constexpr):
     """Store BLOCK_T tokens at their places in the sort by id, then by token."""
@@ -158,6 +160,7 @@ def _fold_short_runs(rows_ptr, buffer_ptr, id_ptr, token_ptr, first, columns, T,
     tl.store(pointers, acc, mask=inside)
 
 
+@remembered
 @triton.jit
 def _fold_rows_kernel(
     rows_ptr, buffer_ptr, id_ptr, token_ptr, T, V, C, stride_row, stride_v, stride_c,

@@ -18,11 +18,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
 from rl_consistency.kernels.core.operand import dense_rows
+from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.glu.activation_triton import ACTIVATIONS, glu_value
 from rl_consistency.kernels.matmul.product_triton import (
@@ -34,6 +35,7 @@ from rl_consistency.kernels.matmul.product_triton import (
 from rl_consistency.kernels.matmul.schedules import Schedule, pick_gate_up, pick_qkv
 
 
+@remembered
 @triton.jit(do_not_specialize=["M"])
 def qkv_kernel(
     x_ptr, wq_ptr, wk_ptr, wv_ptr, q_ptr, k_ptr, v_ptr, bq_ptr, bk_ptr, bv_ptr, M, NQ, NK, NV, K,
@@ -75,6 +77,7 @@ def glu_tile(gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
     return glu_value(gate, up, ACTIVATION).to(DTYPE)
 
 
+@remembered
 @triton.jit(do_not_specialize=["M"])
 def gate_up_glu_tma_kernel(
     x_desc, gate_desc, up_desc, y_desc, M, N, K,
@@ -93,6 +96,7 @@ def gate_up_glu_tma_kernel(
     y_desc.store([row, column], glu_tile(gate, up, y_desc.dtype, ACTIVATION))
 
 
+@remembered
 @triton.jit(do_not_specialize=["M"])
 def gate_up_glu_pointer_kernel(
     x_ptr, gate_ptr, up_ptr, y_ptr, M, N, K, stride_x, stride_gate, stride_up,
@@ -186,10 +190,10 @@ def gate_up_glu_fwd(
     options = launch_options(schedule) | {"ACTIVATION": ACTIVATIONS.index(activation)}
     if schedule.kind == "tma":
         gate_up_glu_tma_kernel[(tiles,)](
-            TensorDescriptor.from_tensor(x, [bm, bk]),
-            TensorDescriptor.from_tensor(w_gate, [bn, bk]),
-            TensorDescriptor.from_tensor(w_up, [bn, bk]),
-            TensorDescriptor.from_tensor(y, [bm, bn]),
+            tile_descriptor(x, (bm, bk)),
+            tile_descriptor(w_gate, (bn, bk)),
+            tile_descriptor(w_up, (bn, bk)),
+            tile_descriptor(y, (bm, bn)),
             m, n, inner, **options,
         )  # fmt: skip
     else:

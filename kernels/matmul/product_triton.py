@@ -24,10 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_consistency.kernels.core.device import INTERPRETED, has_tma, sm_count, takes_descriptors
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
+from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.matmul.schedules import Schedule, pick
 
@@ -103,6 +104,7 @@ def tma_tile(
         c_desc.store([row, column], acc.to(c_desc.dtype))
 
 
+@remembered
 @triton.jit(do_not_specialize=["M"])
 def tma_kernel(
     a_desc, b_desc, c_desc, bias_ptr, M, N, K,
@@ -160,6 +162,7 @@ def pointer_tile(
     tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=mask)
 
 
+@remembered
 @triton.jit(do_not_specialize=["M"])
 def pointer_kernel(
     a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm,
@@ -244,13 +247,13 @@ def _launch_tma(
     options: dict[str, Any],
 ) -> None:
     block_m, block_n, block_k = schedule.block_m, schedule.block_n, schedule.block_k
-    b_block = [block_n, block_k] if layout == "nt" else [block_k, block_n]
+    b_block = (block_n, block_k) if layout == "nt" else (block_k, block_n)
     stored = block_n // 2 if schedule.split else block_n
     programs = min(tiles, sm_count(a.device)) if schedule.persistent else tiles
     tma_kernel[(programs,)](
-        TensorDescriptor.from_tensor(a, [block_m, block_k]),
-        TensorDescriptor.from_tensor(b, b_block),
-        TensorDescriptor.from_tensor(c, [block_m, stored]),
+        tile_descriptor(a, (block_m, block_k)),
+        tile_descriptor(b, b_block),
+        tile_descriptor(c, (block_m, stored)),
         bias, a.shape[0], c.shape[1], a.shape[1],
         NT=layout == "nt", SWAP=schedule.swap, SPLIT=schedule.split,
         PERSISTENT=schedule.persistent, OVERLAP=schedule.overlap and not INTERPRETED,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.reduction.tree_fold_triton import LOG2E, exp_fp32
 from rl_consistency.kernels.sampling.statistics_triton import launch_options, scaled_logits
@@ -66,6 +67,7 @@ def store_gradient(
         tl.store(at, dz.to(dlogits.dtype.element_ty), mask=inside)
 
 
+@remembered
 @triton.jit(do_not_specialize=["num_rows", "plane"])
 def gradient_kernel(
     hidden, weight, table, dlogits, num_rows, vocabulary, width, hidden_stride, weight_stride,
@@ -89,6 +91,7 @@ def gradient_kernel(
             )  # fmt: skip
 
 
+@remembered
 @triton.jit(do_not_specialize=["num_rows", "plane"])
 def row_gradient_kernel(
     logits, table, dlogits, num_rows, vocabulary, logits_stride, dlogits_stride, plane,
@@ -105,6 +108,7 @@ def row_gradient_kernel(
     tl.store(at, dz.to(dlogits.dtype.element_ty), mask=inside)
 
 
+@remembered
 @triton.jit(do_not_specialize=["num_rows"])
 def gradient_table_kernel(
     temperature, top, log_normalizer, entropy, dlogprobs, dentropy, targets, table, num_rows,
@@ -132,6 +136,7 @@ def gradient_table_kernel(
     tl.store(table + 5 * num_rows + row, onehot, mask=mask)
 
 
+@remembered
 @triton.jit(do_not_specialize=["num_rows", "plane"])
 def target_gradient_kernel(
     table, logprobs, targets, dlogits, num_rows, vocabulary, stride, plane, PRECISE: tl.constexpr,

@@ -13,10 +13,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rl_consistency.kernels.core.device import sm_count
 from rl_consistency.kernels.core.matrix_step import FP32_STEP, matrix_step, no_steps
+from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.sampling.statistics_triton import (
     VOCABULARY_BLOCK,
@@ -94,6 +95,7 @@ def reduce_block(
     store_statistics(partials, plane, top, sums, weighted, rows, block, num_rows, num_blocks)
 
 
+@remembered
 @triton.jit(do_not_specialize=["num_rows", "plane"])
 def statistics_kernel(
     hidden, weight, temperature, partials, num_rows, vocabulary, width, hidden_stride,
@@ -127,6 +129,7 @@ def statistics_kernel(
             )  # fmt: skip
 
 
+@remembered
 @triton.jit(do_not_specialize=["num_rows"])
 def target_kernel(
     hidden, weight, targets, temperature, scaled, num_rows, vocabulary, width, hidden_stride,
@@ -156,7 +159,7 @@ def target_kernel(
 
 def launch_operand(tensor: Tensor, block: list[int], schedule: Schedule) -> Any:
     """The tensor as the schedule's kernel takes it: by descriptor or by pointer."""
-    return TensorDescriptor.from_tensor(tensor, block) if schedule.kind == "tma" else tensor
+    return tile_descriptor(tensor, block) if schedule.kind == "tma" else tensor
 
 
 def launch_product(

@@ -11,6 +11,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from rl_consistency.kernels.core.device import INTERPRETED
+from rl_consistency.kernels.core.remembered_launch import Remembered
 from rl_consistency.verify.substitution import attribute
 
 _threads = min(os.cpu_count() or 1, 16)
@@ -36,10 +37,14 @@ def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
     def compiled(*args: Any, **options: Any) -> Any:
         return run(*args, **options | {"warmup": True})
 
+    def unremembered(self: Remembered, grid: Any, *args: Any, **constants: Any) -> None:
+        self.kernel[grid](*args, **constants)
+
     # A thread starts on the first device, whatever this one has chosen.
     device = (torch.cuda.current_device(),)
     with (
         attribute(JITFunction, "run", compiled),
+        attribute(Remembered, "launch", unremembered),
         ThreadPoolExecutor(_threads, initializer=torch.cuda.set_device, initargs=device) as pool,
     ):
         for future in [pool.submit(call) for call in calls]:

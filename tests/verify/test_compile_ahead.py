@@ -6,12 +6,23 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from rl_consistency.kernels.core.remembered_launch import _key, remembered
 from rl_consistency.verify import compile_ahead as module
 from rl_consistency.verify.compile_ahead import compile_ahead, use_threads
 
 
 def nothing():
     pass
+
+
+class Grids:
+    """What a kernel was compiled to: notes the grids it is launched with."""
+
+    def __init__(self, launched):
+        self.launched = launched
+
+    def __getitem__(self, grid):
+        return lambda: self.launched.append(grid)
 
 
 @pytest.fixture
@@ -26,6 +37,7 @@ def kernel(monkeypatch):
     monkeypatch.setattr(module, "_threads", 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(JITFunction, "run", run)
     return JITFunction(nothing)[(1,)], runs
 
@@ -37,6 +49,18 @@ def test_nothing_is_launched_while_it_compiles_and_everything_afterwards(kernel)
     assert get_ident() not in {thread for _, thread in runs}
     launch()
     assert runs[-1] == (False, get_ident())
+
+
+def test_what_is_remembered_is_not_launched_while_it_compiles(kernel):
+    _, runs = kernel
+    launch = remembered(JITFunction(nothing))
+    launched = []
+    launch.kernel.arg_names = ()
+    launch._compiled[_key((), [], {})] = (Grids(launched), ())
+    compile_ahead([launch[(1,)]])
+    assert [warmup for warmup, _ in runs] == [True] and not launched
+    launch[(1,)]()
+    assert launched == [(1, 1, 1)]
 
 
 def test_an_error_passes_through_and_launching_is_put_back(kernel):

@@ -45,6 +45,7 @@ from rl_consistency.kernels.attention.hopper.tiles import barriers, row_descript
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, reach
 from rl_consistency.kernels.core.device import sm_count
+from rl_consistency.kernels.core.remembered_launch import remembered
 
 APART = 1.25
 """How far apart sequences and KV heads lie in the order of programs, as a multiple of the programs
@@ -205,6 +206,7 @@ def _consume(
     _write(dV, dv + 0.0, first_key, start_row, kv_head, limit, stride_dvt, stride_dvh, DIM)
 
 
+@remembered
 @gluon.jit(do_not_specialize=PER_CALL)
 def attention_backward_hopper_kernel(
     K, V, dQ, dK, dV, CHAINS, STATISTICS, counters, q_desc, do_desc, chain_desc, programs,

@@ -13,15 +13,17 @@ tile of queries and head says how many tiles of keys have stored their sums.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import FIVE_PRODUCTS, chain_bytes
+from rl_consistency.kernels.core.tile_descriptor import gluon_descriptor
 
 KEYS = gl.constexpr(FIVE_PRODUCTS.keys)
 QUERIES = gl.constexpr(FIVE_PRODUCTS.rows)
@@ -95,7 +97,7 @@ def copy_queries(
 
 def empty_chains(
     layout: PackedSequences, heads: int, head_dim: int, device: torch.device
-) -> tuple[Tensor, TensorDescriptor]:
+) -> tuple[Tensor, Any]:
     """Memory for the chains, [heads * tiles * QUERIES * head_dim / ROW, ROW] fp32, and a descriptor
     of it with one tile per box."""
     box = [QUERIES.value * head_dim // ROW.value, ROW.value]
@@ -103,7 +105,7 @@ def empty_chains(
     rows = max(chain_bytes(layout, heads, head_dim) // (4 * ROW.value), box[0])
     chains = torch.empty(rows, ROW.value, dtype=torch.float32, device=device)
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return chains, TensorDescriptor(chains, [rows, ROW.value], [ROW.value, 1], box, plain)
+    return chains, gluon_descriptor(chains, box, (rows, ROW.value), (ROW.value, 1), plain)
 
 
 @gluon.constexpr_function

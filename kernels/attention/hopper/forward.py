@@ -41,6 +41,7 @@ from rl_consistency.kernels.attention.hopper.tiles import (
 )
 from rl_consistency.kernels.attention.schedules import PER_CALL
 from rl_consistency.kernels.core.device import sm_count
+from rl_consistency.kernels.core.remembered_launch import remembered
 
 SHORT_KEYS = 8192
 """Longest context for which a program walks over several tiles; measured."""
@@ -223,6 +224,7 @@ def _consume(
         )  # fmt: skip
 
 
+@remembered
 @gluon.jit(do_not_specialize=PER_CALL)
 def attention_hopper_kernel(
     Q, V, OUT, LSE, q_desc, k_desc, v_desc, tiles, num_tiles, query_start, query_len, context_len,
@@ -285,8 +287,8 @@ def attention_hopper_fwd(call: ForwardCall, longest: int) -> None:
     keys, values = (row_descriptor(x, KEYS.value) for x in (k, v))
     queries = keys
     if CONSUMER_ROWS.value % call.group == 0:
-        box = [CONSUMER_ROWS.value // call.group, call.group, call.head_dim]
-        queries = descriptor(q, box, list(q.shape), list(q.stride()))
+        box = (CONSUMER_ROWS.value // call.group, call.group, call.head_dim)
+        queries = descriptor(q, box, q.shape, q.stride())
     programs = call.grid
     if longest <= SHORT_KEYS:
         # A program loads the next of several short tiles while it stores the last one.

@@ -5,12 +5,16 @@ out a tile of the forward pass."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from rl_consistency.kernels.core.tile_descriptor import gluon_descriptor
 
 LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
@@ -67,16 +71,16 @@ def write_rows(
 _BOXED: dict[tuple[object, ...], gl.NVMMASharedLayout] = {}
 
 
-def descriptor(x: Tensor, box: list[int], shape: list[int], strides: list[int]) -> TensorDescriptor:
+def descriptor(x: Tensor, box: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> Any:
     """A descriptor of x, seen as `shape` and `strides`, that copies one box at a time."""
     key = (*box, x.dtype)
     if key not in _BOXED:
         kind = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-        _BOXED[key] = gl.NVMMASharedLayout.get_default_for(box, kind)
-    return TensorDescriptor(x, shape, strides, box, _BOXED[key])
+        _BOXED[key] = gl.NVMMASharedLayout.get_default_for(list(box), kind)
+    return gluon_descriptor(x, box, shape, strides, _BOXED[key])
 
 
-def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+def row_descriptor(x: Tensor, rows: int) -> Any:
     """A descriptor of [T, heads, D], heads side by side, that copies `rows` rows of one head."""
     tokens, heads, head_dim = x.shape
-    return descriptor(x, [rows, head_dim], [tokens, heads * head_dim], [x.stride(0), 1])
+    return descriptor(x, (rows, head_dim), (tokens, heads * head_dim), (x.stride(0), 1))

@@ -19,6 +19,7 @@ from rl_consistency.kernels.gradient_fold.op import (
     fold_step_sums,
 )
 from rl_consistency.kernels.gradient_fold.outer_triton import launch_outer
+from rl_consistency.kernels.gradient_fold.resume_triton import resume_accumulators
 from rl_consistency.kernels.gradient_fold.schedules import TMA
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.probe import probe
@@ -304,6 +305,21 @@ def test_empty_calls_change_nothing():
     assert same_bytes(buffer, before)
     fold_outer(buffer, buffer.new_zeros(0, N), buffer.new_zeros(0, K), fresh=True)
     assert same_bytes(buffer, torch.zeros_like(buffer))
+
+
+@pytest.mark.parametrize("two", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_a_fold_is_resumed_as_torch_would(wide, dtype, two):
+    parts = [data((513, 77), torch.float32, seed=seed).to(wide) / 3 for seed in range(1 + two)]
+    gradient = sum(parts).to(dtype)
+    gradient[::3] *= 2
+    gradient[5, 5] = float("nan")
+    same = sum(parts).to(dtype) == gradient
+    wanted = [torch.where(same, parts[0], gradient.to(wide))]
+    wanted += [torch.where(same, part, 0.0) for part in parts[1:]]
+    resume_accumulators(gradient, parts[0], parts[1] if two else None)
+    assert all(same_bytes(a, b) for a, b in zip(parts, wanted, strict=True))
 
 
 def test_running_out_of_memory_leaves_the_gradient_as_it_was():

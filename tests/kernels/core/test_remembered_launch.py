@@ -1,10 +1,13 @@
 """What a remembered launch distinguishes; that it launches at all is seen on a GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from rl_consistency.kernels.core import remembered_launch
 from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.tile_descriptor import gluon_descriptor, tile_descriptor
 
 
 class Compiled:
@@ -22,7 +25,8 @@ class Kernel:
 
     arg_names = ("x", "y", "count", "BLOCK")
 
-    def __init__(self):
+    def __init__(self, by_type=False):
+        self.params = [SimpleNamespace(do_not_specialize=by_type) for _ in self.arg_names]
         self.specialised, self.launches = [], []
 
     def __getitem__(self, grid):
@@ -75,6 +79,37 @@ def test_other_arguments_are_specialised_anew(kernel, other):
     assert len(kernel.specialised) == 2 and not kernel.launches
 
 
+def test_a_number_that_is_not_specialised_counts_by_its_type(kernel):
+    launch = remembered(Kernel(by_type=True))
+    for count in (5, 6, -7, 2**40, 2**41, 5.0, 6.0, True):
+        launch[(7,)](tensor(), None, count, BLOCK=32)
+    specialised = [arguments[2] for _, arguments, _ in launch.kernel.specialised]
+    assert specialised == [5, 2**40, 5.0, True]
+
+
+def matrix(rows, columns, dtype=torch.float32):
+    return torch.zeros(rows, columns, dtype=dtype)
+
+
+def test_a_descriptor_counts_by_dtype_box_and_layout(kernel):
+    launch = remembered(kernel)
+
+    def launched(x, box, layout=None):
+        made = tile_descriptor(x, box)
+        if layout is not None:
+            made = gluon_descriptor(x, box, x.shape, x.stride(), layout)
+        launch[(7,)](made, None, 5, BLOCK=32)
+        return len(kernel.specialised)
+
+    assert launched(matrix(64, 32), (16, 16)) == 1
+    assert launched(matrix(128, 48), (16, 16)) == 1
+    assert launched(matrix(64, 32), (32, 16)) == 2
+    assert launched(matrix(64, 32, torch.bfloat16), (16, 16)) == 3
+    assert launched(matrix(64, 32), (16, 16), "one") == 4
+    assert launched(matrix(64, 32), (16, 16), "two") == 5
+    assert launched(matrix(96, 64), (16, 16), "two") == 5
+
+
 def test_another_device_is_specialised_anew(kernel, monkeypatch):
     launch = remembered(kernel)
     for device in (0, 1):
@@ -84,7 +119,7 @@ def test_another_device_is_specialised_anew(kernel, monkeypatch):
 
 
 def test_a_key_that_looks_at_sizes_alone_fails_the_same_check(kernel, monkeypatch):
-    monkeypatch.setattr(remembered_launch, "_key", lambda arguments, constants: arguments[2:])
+    monkeypatch.setattr(remembered_launch, "_key", lambda arguments, *_: arguments[2:])
     launch = remembered(kernel)
     launch[(7,)](tensor(), None, 5, BLOCK=32)
     launch[(7,)](tensor(16), None, 5, BLOCK=32)
