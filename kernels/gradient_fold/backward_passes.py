@@ -7,7 +7,7 @@ within another, as reentrant checkpointing makes them, belongs to the outer one.
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
@@ -43,6 +43,8 @@ class BackwardPasses:
         """Whether a forward pass goes backward in the pass that runs."""
         self._writes = False
         """Whether the pass that runs writes gradients of parameters."""
+        self._asked = False
+        """Whether `watched_once` was called in the pass that runs."""
         self._end: weakref.ref[_End] | None = None
         """Of the pass that runs. Autograd alone holds it, so that it is gone after an error."""
         self._closed = False
@@ -60,7 +62,7 @@ class BackwardPasses:
                 "the model was restored between forward and backward. Call backward() before "
                 "restore(), inside the `with patch(...)` block."
             )
-        self._folded, self._entered, self._writes = [], False, False
+        self._folded, self._entered, self._writes, self._asked = [], False, False, False
         end = _End(self)
         self._end = weakref.ref(end)
         Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportAttributeAccessIssue]
@@ -71,6 +73,11 @@ class BackwardPasses:
         if self._entered and any(gradient.wanted for gradient in self._gradients):
             raise ValueError(several_forward_passes("the model"))
         self._entered = True
+
+    def watched_once(self) -> list[Any]:
+        """All gradients at the first call in a pass, then none."""
+        asked, self._asked = self._asked, True
+        return [] if asked else list(self._gradients)
 
     def add(self, gradient: Gradient, writes: bool) -> None:
         """Have the gradient published at the end of the pass, which writes it or returns it."""

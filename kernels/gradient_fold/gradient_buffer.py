@@ -24,11 +24,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl_consistency.kernels.gradient_fold.accumulators import (
+    accumulator_dtype,
+    add_up,
+    filled,
+    gradient_dtype,
+    made_alike,
+    resumed,
+)
 from rl_consistency.kernels.gradient_fold.backward_passes import (
     BackwardPasses,
     several_forward_passes,
 )
-from rl_consistency.kernels.gradient_fold.resume_triton import resume_accumulators
+from rl_consistency.kernels.gradient_fold.resume_triton import Resumed, resume_accumulators
 
 Fold = Callable[[Tensor, bool], None]
 """Continues an accumulator; a fresh one counts as zero, whatever it holds."""
@@ -97,6 +105,8 @@ class _Left:
 
     def __init__(self, accumulators: list[Tensor | None], fault: str = "", version: int = -1):
         self.accumulators, self.fault, self.version = accumulators, fault, version
+        self.resumed = -1
+        """Version of the gradient that the accumulators fit, in the pass that runs."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy or a saved gradient is a plain tensor, with an attribute that says nothing."""
@@ -132,7 +142,7 @@ class _Gradient:
         accumulator = self._accumulators[use]
         fresh = accumulator is None
         if accumulator is None:
-            accumulator = _filled(self.parameter, zeroed=not overwrites)
+            accumulator = filled(self.parameter, zeroed=not overwrites)
         fold(accumulator, fresh)
         self._accumulators[use] = accumulator
         self._folded.add(use)
@@ -154,9 +164,7 @@ class _Gradient:
         # A hook may change what it is given, which the accumulator has to survive.
         self._hooked = bool(self.parameter._backward_hooks)
         one = self.uses == 1 and not self._hooked
-        self._in_place = one and accumulator_dtype(self.parameter) == _gradient_dtype(
-            self.parameter
-        )
+        self._in_place = one and accumulator_dtype(self.parameter) == gradient_dtype(self.parameter)
         if gradient is None:
             return
         left = getattr(gradient, _LEFT, None) or _Left([])
@@ -168,12 +176,34 @@ class _Gradient:
         if self._in_place:
             self._accumulators[0] = gradient
         elif left.accumulators and not left.fault:
-            self._accumulators = _resumed(left.accumulators, gradient)
+            self._accumulators = self._resumed(left, gradient)
         else:
-            self._accumulators[0] = _filled(self.parameter, zeroed=False).copy_(gradient)
+            self._accumulators[0] = filled(self.parameter, zeroed=False).copy_(gradient)
         if hasattr(gradient, _LEFT):
             delattr(gradient, _LEFT)
         self._before, self._version = gradient, gradient._version
+
+    def _resumed(self, left: _Left, gradient: Tensor) -> list[Tensor | None]:
+        """The accumulators of `.grad`, made to fit it."""
+        _resume_together(self.passes.watched_once())
+        if left.resumed == gradient._version:
+            return left.accumulators
+        return resumed(left.accumulators, gradient)
+
+    def resumable(self) -> tuple[_Left, Resumed] | None:
+        """What a kernel can resume on the current device before the gradient is folded."""
+        gradient = self.parameter.grad
+        left = getattr(gradient, _LEFT, None)
+        if left is None or gradient is None:
+            return None
+        left.resumed = -1
+        if not gradient.is_cuda:
+            return None
+        parts = [part for part in left.accumulators if part is not None]
+        if not 1 <= len(parts) <= 2 or gradient.device.index != torch.cuda.current_device():
+            return None
+        found = Resumed(gradient, *parts)
+        return (left, found) if found.fits else None
 
     def _handed(self) -> Tensor:
         """What autograd gets: a tensor that nothing else refers to, which it keeps as it is."""
@@ -181,19 +211,24 @@ class _Gradient:
         if self._in_place:
             assert only is not None
             self._accumulators[0] = None
-            if before is None:
-                return only
-            self.parameter.grad = None
-            return before.detach()
-        dtype = _gradient_dtype(self.parameter)
+            return only if before is None else self._lent(before)
+        dtype = gradient_dtype(self.parameter)
+        if before is not None and not self._hooked and made_alike(before, self.parameter, dtype):
+            return self._lent(add_up(self._accumulators, before))
         if only is not None and self.uses == 1:
             gradient = only.to(dtype, copy=True)
         else:
-            gradient = _add_up(self._accumulators, torch.empty_like(self.parameter, dtype=dtype))
+            gradient = add_up(self._accumulators, torch.empty_like(self.parameter, dtype=dtype))
         if before is not None:
             # Autograd adds to it; hooks and other terms of the loss may fail until then.
-            self._zeroed = before.zero_()._version
+            self._ready = before.zero_()._version
         return gradient
+
+    def _lent(self, gradient: Tensor) -> Tensor:
+        """`.grad` for autograd to put back as it is; adding to it would take two passes more."""
+        self._ready = gradient._version
+        self.parameter.grad = None
+        return gradient.detach()
 
     def publish(self) -> str:
         """End a pass: leave the accumulators with the gradient that autograd has written."""
@@ -212,7 +247,7 @@ class _Gradient:
                 gradient = self.parameter.grad = before
             left = _Left(self._accumulators)
             if self._hooked and not _same_bytes(
-                _add_up(left.accumulators, gradient.clone()), gradient
+                add_up(left.accumulators, gradient.clone()), gradient
             ):
                 left = _Left([], HOOKED)
                 error = _not_continued(self.parameter, HOOKED) if self._adds else ""
@@ -236,8 +271,10 @@ class _Gradient:
 
     def abandon(self, lost: bool) -> None:
         """Mark what a failed pass has left."""
-        version = self._zeroed
+        version, before = self._ready, self._before
         self._forget()
+        if lost and self.parameter.grad is None and version >= 0:
+            self.parameter.grad = before
         if lost and self.parameter.grad is not None:
             setattr(self.parameter.grad, _LEFT, _Left([], FAILED, version))
 
@@ -250,9 +287,17 @@ class _Gradient:
         self._folded: set[int] = set()
         self._before: Tensor | None = None
         """`.grad` as it was before the pass."""
-        self._version = self._zeroed = -1
-        """Of `.grad`: as it was before the pass, and once its values are in what autograd adds."""
+        self._version = self._ready = -1
+        """Of `.grad`: as it was before the pass, and once its values are in what autograd takes."""
         self._hooked = self._in_place = False
+
+
+def _resume_together(gradients: list[_Gradient]) -> None:
+    """Make the accumulators of all these gradients fit them, in few launches."""
+    found = [each for gradient in gradients if (each := gradient.resumable()) is not None]
+    resume_accumulators(each for _, each in found)
+    for left, each in found:
+        left.resumed = each.gradient._version
 
 
 def fold_parameter(
@@ -276,63 +321,13 @@ def fold_parameter(
     """
     if buffer is not None:
         return buffer.fold(ctx, fold, overwrites=overwrites)
-    gradient = _filled(parameter, zeroed=not overwrites)
+    gradient = filled(parameter, zeroed=not overwrites)
     fold(gradient, True)
-    return gradient.to(_gradient_dtype(parameter))
-
-
-def accumulator_dtype(parameter: Tensor) -> torch.dtype:
-    """fp64 for vectors and, on CUDA, fp32 parameters, since thousands of steps in fp32 would lose
-    digits; otherwise fp32."""
-    wide = parameter.dim() == 1 or (parameter.is_cuda and parameter.dtype == torch.float32)
-    return torch.float64 if wide else torch.float32
-
-
-def _gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """`parameter.grad_dtype`; a compiler cannot read it and takes torch's default."""
-    if torch.compiler.is_compiling() or not parameter.is_leaf:
-        return parameter.dtype
-    return parameter.grad_dtype or parameter.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    return gradient.to(gradient_dtype(parameter))
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def _filled(parameter: Tensor, *, zeroed: bool) -> Tensor:
-    make = torch.zeros_like if zeroed else torch.empty_like
-    return make(parameter, dtype=accumulator_dtype(parameter))
-
-
-def _add_up(accumulators: list[Tensor | None], out: Tensor) -> Tensor:
-    """out <- the sum of the accumulators, in their order and dtype, rounded once."""
-    parts = [part for part in accumulators if part is not None]
-    if len(parts) > 1 and parts[0].dtype == out.dtype:
-        # An embedding table is large: this takes no temporary and few passes.
-        torch.add(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            out.add_(part)
-        return out
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return out.copy_(total)
-
-
-def _resumed(accumulators: list[Tensor | None], gradient: Tensor) -> list[Tensor | None]:
-    """The accumulators of a gradient; where it was changed since, it is what it is now."""
-    parts = [part for part in accumulators if part is not None]
-    dense = all(tensor.is_contiguous() for tensor in (gradient, *parts))
-    if gradient.is_cuda and dense and gradient.dtype != torch.float64 and len(parts) <= 2:
-        resume_accumulators(gradient, parts[0], parts[1] if len(parts) == 2 else None)
-        return accumulators
-    same = _add_up(accumulators, torch.empty_like(gradient)) == gradient
-    resumed: list[Tensor | None] = []
-    changed: Tensor | float = gradient
-    for part in accumulators:
-        resumed.append(None if part is None else torch.where(same, part, changed))
-        changed = changed if part is None else 0.0
-    return resumed
 
 
 def _same_bytes(a: Tensor, b: Tensor) -> bool:

@@ -1,11 +1,12 @@
-"""Accumulators of an earlier pass made to fit a gradient that may have been changed since.
+"""Accumulators of earlier passes made to fit gradients that may have been changed since.
 
-Shapes: gradient and accumulators alike, contiguous.
-Dtypes and rounding points: gradient fp32, bf16 or fp16; accumulators fp64 or fp32, whose sum is
+Shapes: a gradient and its accumulators are alike, contiguous, and start on 16 bytes.
+Dtypes and rounding points: gradients fp32, bf16 or fp16; accumulators fp64 or fp32, whose sum is
     rounded once to fp32 and once more to a narrower gradient, as torch does.
 Order: the accumulators are added in their order.
 Errors: none.
-Cost: one read of each; elements that were not changed are not written.
+Cost: one launch for all gradients of one kind, which reads each once; elements that were not
+    changed are not written.
 """
 
 # Pyright does not know Triton's launches and constexpr arguments.
@@ -13,42 +14,119 @@ Cost: one read of each; elements that were not changed are not written.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_consistency.kernels.core.remembered_launch import remembered
+LINE_BYTES = 16
+"""The start of every tensor is a multiple of this, so that threads copy whole lines."""
 
-BLOCK = 1024
+BLOCK = 4096
+CHUNK = 16 * BLOCK
+"""Elements of one program."""
+
+MOST_TABLES = 16
+"""Tables that are kept. Gradients and accumulators stay where they are for a step."""
+
+_TRITON = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
 
 
-@remembered
-@triton.jit(do_not_specialize=["count"])
+@dataclass(frozen=True)
+class Resumed:
+    """A gradient and what it is the rounded sum of."""
+
+    gradient: Tensor
+    first: Tensor
+    second: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [x for x in (self.gradient, self.first, self.second) if x is not None]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernel can do it."""
+        return self.gradient.dtype != torch.float64 and all(
+            x.is_contiguous() and x.data_ptr() % LINE_BYTES == 0 for x in self.tensors
+        )
+
+
+@triton.jit
 def _resume_kernel(
-    gradient_ptr, first_ptr, second_ptr, count, TWO: tl.constexpr, BLOCK: tl.constexpr
-):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offsets < count
-    gradient = tl.load(gradient_ptr + offsets, mask=inside, other=0.0)
-    total = tl.load(first_ptr + offsets, mask=inside, other=0.0)
-    if TWO:
-        total += tl.load(second_ptr + offsets, mask=inside, other=0.0)
-    # A NaN counts as changed.
-    same = total.to(tl.float32).to(gradient.dtype) == gradient
-    changed = inside & (same == 0)
-    tl.store(first_ptr + offsets, gradient.to(total.dtype), mask=changed)
-    if TWO:
-        tl.store(second_ptr + offsets, tl.zeros((BLOCK,), total.dtype), mask=changed)
+    table_ptr, owners_ptr, GRADIENT: tl.constexpr, WIDE: tl.constexpr, TWO: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """CHUNK elements of one row of the table [tensors, 5] int64: three addresses, the number of
+    elements, and the first of the tensor's programs. owners [programs] int64 names the row."""
+    program = tl.program_id(0)
+    row = table_ptr + tl.load(owners_ptr + program) * 5
+    gradient_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(GRADIENT)), 16)
+    first_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(WIDE)), 16)
+    second_ptr = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(WIDE)), 16)
+    count = tl.load(row + 3)
+    start = (program - tl.load(row + 4)) * CHUNK
+    for offset in range(0, CHUNK, BLOCK):
+        at = start + offset + tl.arange(0, BLOCK)
+        inside = at < count
+        gradient = tl.load(gradient_ptr + at, mask=inside, other=0.0)
+        total = tl.load(first_ptr + at, mask=inside, other=0.0)
+        if TWO:
+            total += tl.load(second_ptr + at, mask=inside, other=0.0)
+        # A NaN counts as changed.
+        same = total.to(tl.float32).to(GRADIENT) == gradient
+        changed = inside & (same == 0)
+        tl.store(first_ptr + at, gradient.to(WIDE), mask=changed)
+        if TWO:
+            tl.store(second_ptr + at, tl.zeros((BLOCK,), WIDE), mask=changed)
 
 
-def resume_accumulators(gradient: Tensor, first: Tensor, second: Tensor | None) -> None:
+def resume_accumulators(all_resumed: Iterable[Resumed]) -> None:
     """Where first + second, rounded, is not the gradient: first <- gradient, second <- 0.
 
-    All are contiguous on CUDA and have one shape; both accumulators have one dtype.
+    All `fits`; they lie on one device.
     """
-    count = gradient.numel()
-    if count:
-        _resume_kernel[(triton.cdiv(count, BLOCK),)](
-            gradient, first, second, count, TWO=second is not None, BLOCK=BLOCK, num_warps=4,
-            enable_fp_fusion=False,
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool], list[Resumed]] = {}
+    for each in all_resumed:
+        kind = each.gradient.dtype, each.first.dtype, each.second is not None
+        if each.gradient.numel():
+            kinds.setdefault(kind, []).append(each)
+    for (narrow, wide, two), group in kinds.items():
+        table, owners = _table(group)
+        _resume_kernel[(len(owners),)](
+            table, owners, GRADIENT=_TRITON[narrow], WIDE=_TRITON[wide], TWO=two, CHUNK=CHUNK,
+            BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
+
+
+_tables: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
+
+
+def _table(group: list[Resumed]) -> tuple[Tensor, Tensor]:
+    """What the kernel reads; made once for the same addresses."""
+    rows, owners, device = [], [], group[0].gradient.device
+    for index, each in enumerate(group):
+        addresses = [x.data_ptr() for x in (each.first, each.second) if x is not None]
+        count = each.gradient.numel()
+        rows.append((each.gradient.data_ptr(), addresses[0], addresses[-1], count, len(owners)))
+        owners += [index] * -(-count // CHUNK)
+    key = (device, *rows)
+    if key not in _tables:
+        if len(_tables) >= MOST_TABLES:
+            _tables.clear()
+        numbers = torch.tensor([*(n for row in rows for n in row), *owners], dtype=torch.int64)
+        if device.type == "cuda":
+            # A copy from pageable memory would wait for all earlier launches.
+            numbers = numbers.pin_memory().to(device, non_blocking=True)
+        table, programs = numbers.tensor_split([5 * len(rows)])
+        _tables[key] = table, programs
+    return _tables[key]

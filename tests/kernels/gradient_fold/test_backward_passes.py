@@ -141,6 +141,22 @@ def test_an_error_in_a_hook_is_not_gone_on_from(dtype, grad_dtype, zero):
     assert same_bytes(param.grad, whole.grad)
 
 
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_an_error_before_autograd_takes_the_gradient_loses_none_of_it(dtype, grad_dtype):
+    param = parameter(dtype, grad_dtype)
+    buffer = GradientBuffer(param)
+    backward(param, [buffer], slice(0, 64))
+    before = param.grad
+    accumulates = param.expand_as(param).grad_fn.next_functions[0][0]
+    hook = accumulates.register_prehook(lambda gradients: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(param, [buffer], slice(64, TOKENS))
+    hook.remove()
+    assert param.grad is before
+    with pytest.raises(ValueError, match=r"ended in an error.*zero_grad"):
+        backward(param, [buffer], slice(64, TOKENS))
+
+
 def test_a_failed_pass_that_nobody_ends_loses_the_gradient_and_is_gone_on_from(monkeypatch):
     """Negative control."""
     monkeypatch.setattr(

@@ -78,7 +78,7 @@ def test_the_fold_goes_on_from_what_was_written_into_the_gradient(uses, dtype, g
 @pytest.mark.parametrize("uses", [1, 2])
 def test_without_a_look_at_the_gradient_what_was_written_into_it_is_not_seen(uses, monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(gradient_buffer, "_resumed", lambda accumulators, gradient: accumulators)
+    monkeypatch.setattr(gradient_buffer, "resumed", lambda accumulators, gradient: accumulators)
     param, whole = parameter(torch.bfloat16), parameter(torch.bfloat16)
     buffers = GradientBuffer.for_uses(param, uses)
     backward(param, buffers, slice(0, 64))
@@ -160,7 +160,7 @@ def test_a_gradient_that_is_the_folds_alone_loses_a_term_beside_them(monkeypatch
     real = gradient_buffer._Gradient.publish
 
     def of_the_folds(self):
-        gradient_buffer._add_up(self._accumulators, self.parameter.grad)
+        gradient_buffer.add_up(self._accumulators, self.parameter.grad)
         return real(self)
 
     monkeypatch.setattr(gradient_buffer._Gradient, "publish", of_the_folds)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rl_consistency.kernels.gradient_fold.resume_triton import BLOCK, resume_accumulators
+from rl_consistency.kernels.gradient_fold import resume_triton
+from rl_consistency.kernels.gradient_fold.resume_triton import Resumed, resume_accumulators
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.probe import probe
 
@@ -11,8 +12,15 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter runs where there is no NVIDIA GPU"
 )
 
-SIZES = (1, 17, BLOCK, BLOCK + 3)
+SIZES = (1, 17, 64, 131)
+WIDE = (torch.float32, torch.float64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def small_programs(monkeypatch):
+    monkeypatch.setattr(resume_triton, "BLOCK", 16)
+    monkeypatch.setattr(resume_triton, "CHUNK", 32)
 
 
 def case(size, wide, dtype, two):
@@ -33,7 +41,7 @@ def expected(parts, gradient):
 
 @pytest.mark.parametrize("two", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+@pytest.mark.parametrize("wide", WIDE)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_changed_element_goes_on_from_the_gradient_and_others_from_the_sum(
     size, wide, dtype, two
@@ -42,16 +50,42 @@ def test_a_changed_element_goes_on_from_the_gradient_and_others_from_the_sum(
     for now in (gradient, changed):
         wanted = expected(parts, now)
         resumed = [part.clone() for part in parts]
-        resume_accumulators(now, resumed[0], resumed[1] if two else None)
+        resume_accumulators([Resumed(now, *resumed)])
         assert all(same_bytes(a, b) for a, b in zip(resumed, wanted, strict=True))
+
+
+def test_gradients_of_all_kinds_are_resumed_together():
+    kinds = [(n, w, d, t) for n in SIZES for w in WIDE for d in DTYPES for t in (False, True)]
+    cases = [case(*kind) for kind in kinds]
+    wanted = [expected(parts, changed) for parts, _, changed in cases]
+    resume_accumulators(Resumed(changed, *parts) for parts, _, changed in cases)
+    for (parts, *_), right in zip(cases, wanted, strict=True):
+        assert all(same_bytes(a, b) for a, b in zip(parts, right, strict=True))
+
+
+def test_a_table_is_made_again_for_other_tensors_and_tables_stay_few():
+    for _ in range(3 * resume_triton.MOST_TABLES):
+        parts, _, changed = case(17, torch.float64, torch.bfloat16, False)
+        wanted = expected(parts, changed)
+        resume_accumulators([Resumed(changed, *parts)])
+        assert same_bytes(parts[0], wanted[0])
+    assert len(resume_triton._tables) <= resume_triton.MOST_TABLES
+
+
+def test_a_ragged_start_another_layout_and_fp64_are_left_to_torch():
+    x = torch.zeros(64)
+    assert Resumed(x, x).fits
+    assert not Resumed(x[1:], x[:-1]).fits
+    assert not Resumed(x.view(8, 8).t(), x.view(8, 8)).fits
+    assert not Resumed(x.double(), x.double()).fits
 
 
 def test_a_nan_counts_as_changed():
     parts = [torch.full((4,), float("nan")), torch.ones(4)]
-    resume_accumulators(torch.full((4,), float("nan")), *parts)
+    resume_accumulators([Resumed(torch.full((4,), float("nan")), *parts)])
     assert parts[0].isnan().all() and same_bytes(parts[1], torch.zeros(4))
 
 
 def test_nothing_is_resumed_of_an_empty_gradient():
     empty = torch.empty(0)
-    resume_accumulators(empty, empty.clone(), None)
+    resume_accumulators([Resumed(empty, empty.clone())])
