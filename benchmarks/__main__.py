@@ -10,8 +10,9 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,10 +22,11 @@ from benchmarks.ops.suites import op_suites
 from benchmarks.results import Results, compare, load
 from benchmarks.rollout.suites import rollout_suites
 from benchmarks.suite import Suites, measure, run_meta
-from benchmarks.timing import Machine
+from benchmarks.timing import QUICK, ROUNDS, Machine
 from benchmarks.train.step import training_suites
 from benchmarks.trl.grpo import trl_suites
 from benchmarks.tune.harness import tune, write_table
+from benchmarks.tune.random_works import RANDOM_OPS, compile_schedules
 from benchmarks.tune.works import OPS
 from rl_consistency.cli.output_file import require_writable
 
@@ -35,6 +37,9 @@ SUITES = {
     "distributed": distributed_suites,
     "trl": trl_suites,
 }
+
+RANDOM_COUNT = 100
+"""Shapes that `tune --random-shapes` draws unless `--count` says how many."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,6 +82,13 @@ def _parser() -> argparse.ArgumentParser:
     tune = commands.choices["tune"]
     tune.add_argument("op", nargs="?", help="only this op")
     tune.add_argument("--write", action="store_true", help="write the matmul table")
+    tune.add_argument(
+        "--random-shapes", type=int, metavar="SEED", help="matmul or fold at shapes of this seed"
+    )
+    tune.add_argument("--count", type=int, metavar="N", help=f"so many of them ({RANDOM_COUNT})")
+    tune.add_argument(
+        "--compile-workers", type=int, metavar="N", help="compile them in N processes beforehand"
+    )
     commands.choices["accuracy"].add_argument("--device", default="cpu")
     for name in ("old", "new"):
         commands.choices["compare"].add_argument(name, type=Path)
@@ -114,13 +126,38 @@ def _chosen(args: argparse.Namespace) -> Suites:
 def _tune(args: argparse.Namespace) -> int:
     if args.op not in (None, *OPS):
         raise ValueError(f"tune {args.op}: the ops are {', '.join(OPS)}.")
+    if args.random_shapes is not None:
+        return _tune_random(args)
+    if args.count is not None or args.compile_workers is not None:
+        raise ValueError("--count and --compile-workers go with --random-shapes.")
     if args.write and args.op != "matmul":
         raise ValueError("--write goes with `tune matmul`: no other op has a measured table.")
     machine = _machine()
     works = (work for op in OPS if args.op in (None, op) for work in OPS[op](machine.device))
-    rows = tune(works, machine, args.json)
+    rows = tune(works, machine, args.json, ROUNDS)
     if args.write:
         write_table(rows, f"device {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    return _refusals(rows)
+
+
+def _tune_random(args: argparse.Namespace) -> int:
+    """Times schedules at random shapes, each for a short time."""
+    if args.op not in RANDOM_OPS or args.write:
+        raise ValueError(
+            f"--random-shapes goes with `tune {' | '.join(RANDOM_OPS)}` and without --write: the "
+            "table holds the shapes of the models."
+        )
+    count = RANDOM_COUNT if args.count is None else args.count
+    if count < 1 or (args.compile_workers is not None and args.compile_workers < 1):
+        raise ValueError("--count and --compile-workers are at least 1.")
+    machine = _machine()
+    if args.compile_workers is not None:
+        compile_schedules(args.op, args.compile_workers)
+    works = RANDOM_OPS[args.op](machine.device, args.random_shapes, count)
+    return _refusals(tune(works, machine, args.json, QUICK))
+
+
+def _refusals(rows: Mapping[str, Any]) -> int:
     return 1 if any(row["refused"] for row in rows.values()) else 0
 
 

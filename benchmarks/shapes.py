@@ -23,6 +23,12 @@ WEIGHTS = (
 ROWS = tuple(2**i for i in range(15))
 """Rows of a matmul: decode batches of 1 up to packed batches of 16,384 tokens."""
 
+FOLDS = (
+    (4096, 4096, 4096), (8192, 6144, 4096), (16384, 3072, 1024), (16384, 1024, 3072),
+    (16384, 2048, 2048), (16384, 12288, 4096),
+)  # fmt: skip
+"""Tokens, n and k at which the schedules of the gradient fold are tuned."""
+
 HEAD_DIM = 128
 CACHE_BLOCK = 16
 VOCABULARY = 151936

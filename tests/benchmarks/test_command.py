@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
+from benchmarks.random_shapes import draw_folds
 from benchmarks.results import load
 from benchmarks.suite import Case
-from benchmarks.timing import Ceilings
+from benchmarks.timing import QUICK, Ceilings
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -29,6 +30,13 @@ def test_a_missing_gpu_is_one_line_and_status_2(capsys, what):
         ("ops --json /absent/x.json", "not a file in an existing directory"),
         ("tune nothing", "the ops are matmul, fold"),
         ("tune fold --write", "--write goes with `tune matmul`"),
+        ("tune --random-shapes 3", "--random-shapes goes with `tune matmul | fold`"),
+        ("tune rotary --random-shapes 3", "--random-shapes goes with `tune matmul | fold`"),
+        ("tune matmul --random-shapes 3 --write", "and without --write"),
+        ("tune matmul --random-shapes 3 --count 0", "are at least 1"),
+        ("tune matmul --random-shapes 3 --compile-workers 0", "are at least 1"),
+        ("tune matmul --compile-workers 4", "--compile-workers go with --random-shapes"),
+        ("tune matmul --count 4", "--count and --compile-workers go with --random-shapes"),
     ],
 )
 def test_bad_input_is_one_message_and_status_2(capsys, arguments, message):
@@ -61,3 +69,21 @@ def test_a_run_saves_and_ends_with_a_line_of_json(monkeypatch, tmp_path, capsys)
     file.write_text("{")
     assert command.main(options) == 2
     assert f"{file} is no results file" in capsys.readouterr().err
+
+
+def test_random_shapes_are_compiled_first_and_timed_for_a_short_time(monkeypatch, tmp_path):
+    machine, calls = SimpleNamespace(device=torch.device("cpu")), []
+    monkeypatch.setattr(command, "_machine", lambda: machine)
+    monkeypatch.setattr(command, "compile_schedules", lambda *given: calls.append(given))
+
+    def tune(works, machine, file, rounds):
+        calls.append(([work.shape for work in works], file, rounds))
+        return {"a": {"refused": []}, "b": {"refused": refused}}
+
+    monkeypatch.setattr(command, "tune", tune)
+    file, refused = tmp_path / "tune.json", []
+    options = ["tune", "fold", "--random-shapes", "5", "--count", "3", "--json", str(file)]
+    assert command.main([*options, "--compile-workers", "2"]) == 0
+    assert calls == [("fold", 2), (draw_folds(5, 3), file, QUICK)]
+    refused = ["a schedule of other bytes"]
+    assert command.main(options) == 1
