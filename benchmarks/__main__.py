@@ -18,12 +18,16 @@ import torch
 
 from benchmarks import accuracy_doc, speed_doc
 from benchmarks.distributed.suites import distributed_suites
-from benchmarks.ops.suites import op_suites
+from benchmarks.ops.suites import op_suites, random_op_suites
 from benchmarks.results import Results, compare, load
-from benchmarks.rollout.suites import rollout_suites
+from benchmarks.rollout.suites import random_rollout_suites, rollout_suites
 from benchmarks.suite import Suites, measure, run_meta
 from benchmarks.timing import QUICK, ROUNDS, Machine
-from benchmarks.train.step import training_suites
+from benchmarks.train.step import (
+    named_training_suites,
+    random_training_suites,
+    training_suites,
+)
 from benchmarks.trl.grpo import trl_suites
 from benchmarks.tune.harness import tune, write_table
 from benchmarks.tune.random_works import RANDOM_OPS, compile_schedules
@@ -37,6 +41,13 @@ SUITES = {
     "distributed": distributed_suites,
     "trl": trl_suites,
 }
+
+RANDOM_SUITES = {
+    "ops": random_op_suites,
+    "rollout": random_rollout_suites,
+    "train": random_training_suites,
+}
+"""Suites of `--random-shapes`, by seed."""
 
 RANDOM_COUNT = 100
 """Shapes that `tune --random-shapes` draws unless `--count` says how many."""
@@ -79,6 +90,11 @@ def _parser() -> argparse.ArgumentParser:
         if name in SUITES:
             command.add_argument("--only", metavar="SUITE,...", help="only these suites")
             command.add_argument("--commit", help="the commit measured, where there is no git")
+        if name in RANDOM_SUITES:
+            text = "instead, shapes that no table has seen, drawn by this seed"
+            command.add_argument("--random-shapes", type=int, metavar="SEED", help=text)
+    text = "instead, one step of these models: presets, or sizes as benchmarks/models.py names them"
+    commands.choices["train"].add_argument("--model", metavar="NAME,...", help=text)
     tune = commands.choices["tune"]
     tune.add_argument("op", nargs="?", help="only this op")
     tune.add_argument("--write", action="store_true", help="write the matmul table")
@@ -115,8 +131,16 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> Suites:
-    """The suites to measure; ValueError where `--only` names an unknown one."""
-    suites = SUITES[args.what]()
+    """The suites to measure; ValueError where an option names an unknown one."""
+    seed, models = getattr(args, "random_shapes", None), getattr(args, "model", None)
+    if seed is not None and models is not None:
+        raise ValueError("--random-shapes draws its models; give it or --model.")
+    if seed is not None:
+        suites = RANDOM_SUITES[args.what](seed)
+    elif models is not None:
+        suites = named_training_suites(models.split(","))
+    else:
+        suites = SUITES[args.what]()
     names = list(suites) if args.only is None else args.only.split(",")
     if unknown := [name for name in names if name not in suites]:
         raise ValueError(f"--only {','.join(unknown)}: `{args.what}` has {', '.join(suites)}.")
@@ -133,10 +157,12 @@ def _tune(args: argparse.Namespace) -> int:
     if args.write and args.op != "matmul":
         raise ValueError("--write goes with `tune matmul`: no other op has a measured table.")
     machine = _machine()
-    works = (work for op in OPS if args.op in (None, op) for work in OPS[op](machine.device))
+    works = [work for op in OPS if args.op in (None, op) for work in OPS[op](machine.device)]
     rows = tune(works, machine, args.json, ROUNDS)
     if args.write:
-        write_table(rows, f"device {torch.cuda.get_device_name()}, torch {torch.__version__}")
+        # The file may hold random shapes too.
+        of_table = {work.key: rows[work.key] for work in works}
+        write_table(of_table, f"device {torch.cuda.get_device_name()}, torch {torch.__version__}")
     return _refusals(rows)
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
-from benchmarks.shapes import FOLDS, WEIGHTS
+from benchmarks.models import ModelSizes
+from benchmarks.shapes import FOLDS, HEAD_DIM, HEADS, WEIGHTS
 
 HIDDEN, INTERMEDIATE = (576, 8192), (1536, 29696)
 KEYS_VALUES, VOCABULARIES = (128, 2048), (32768, 262144)
@@ -31,6 +33,22 @@ TUNED = frozenset(
 )
 """Weights whose schedules were measured."""
 
+TUNED_WIDTHS = frozenset(k for _, k in WEIGHTS)
+"""Sizes of hidden states whose layers are among them."""
+
+HEAD_DIMS, GROUPS = (64, 80, 96, 128, 256), (1, 2, 3, 4, 5, 6, 7, 8)
+"""Head sizes, and query heads for each key head."""
+
+ATTENTION_TOKENS = 16384
+CACHE_BYTES = 4 << 30
+"""The most that the keys and values of a decode case take."""
+
+LOGITS = 1 << 31
+"""The most logits that a stock loss, which makes them all in fp32, is given."""
+
+MODEL_FAMILIES = ("llama", "qwen2", "qwen3")
+MODEL_HIDDEN = (576, 4096)
+
 
 def draw_products(seed: int, count: int, rows: tuple[int, int] = ROWS) -> list[Sizes]:
     """`count` different products: layout "nt" or "nn", m within `rows`, n and k."""
@@ -43,7 +61,7 @@ def draw_products(seed: int, count: int, rows: tuple[int, int] = ROWS) -> list[S
             return None
         return {"layout": layout, "m": m, "n": n, "k": k}
 
-    return _different(Random(f"products {seed}"), count, shape)
+    return _different(Random(f"products {seed} {rows}"), count, shape)
 
 
 def draw_folds(seed: int, count: int) -> list[Sizes]:
@@ -56,6 +74,105 @@ def draw_folds(seed: int, count: int) -> list[Sizes]:
         return {"tokens": tokens, "n": n, "k": k}
 
     return _different(Random(f"folds {seed}"), count, shape)
+
+
+def draw_attention(seed: int, each: int) -> list[Sizes]:
+    """Causal attention over equal sequences, `each` of every head size: length, batch, head_dim and
+    heads as "16/8"."""
+
+    def shape(dim: int, rng: Random) -> Sizes | None:
+        length = _rows(rng, 256, ATTENTION_TOKENS)
+        batch, heads = ATTENTION_TOKENS // length, _heads(rng, dim)
+        return heads and {"length": length, "batch": batch} | heads
+
+    return _of_head_sizes(f"attention {seed}", each, shape)
+
+
+def draw_decode(seed: int, each: int) -> list[Sizes]:
+    """Paged decode, `each` of every head size: batch, context, head_dim and heads."""
+
+    def shape(dim: int, rng: Random) -> Sizes | None:
+        batch, context, heads = _rows(rng, 1, 256), _rows(rng, 256, 32768), _heads(rng, dim)
+        if heads is None or 4 * batch * context * _kv_heads(heads) * dim > CACHE_BYTES:
+            return None
+        return {"batch": batch, "context": context} | heads
+
+    return _of_head_sizes(f"decode {seed}", each, shape)
+
+
+def draw_widths(seed: int, count: int) -> list[Sizes]:
+    """Tokens, width and vocabulary of an embedding, an LM head or an op over hidden states."""
+
+    def shape(rng: Random) -> Sizes | None:
+        tokens, width = _rows(rng, 1024, 16384), _width(rng, *MODEL_HIDDEN)
+        vocabulary = _width(rng, *VOCABULARIES)
+        if width in TUNED_WIDTHS or tokens * vocabulary > LOGITS:
+            return None
+        return {"tokens": tokens, "width": width, "vocabulary": vocabulary}
+
+    return _different(Random(f"widths {seed}"), count, shape)
+
+
+def draw_models(seed: int, count: int) -> list[str]:
+    """Names of small dense models, of 2 to 4 layers: `ModelSizes.named` reads them."""
+
+    def shape(rng: Random) -> Sizes | None:
+        family, dim = rng.choice(MODEL_FAMILIES), rng.choice([d for d in HEAD_DIMS if d <= 128])
+        hidden, group = _width(rng, *MODEL_HIDDEN), rng.choice(GROUPS)
+        kv_heads = max(round(hidden / (group * dim)), 1)
+        if family != "qwen3":  # the others want query heads as wide as the hidden states
+            hidden = kv_heads * group * dim
+        if hidden in TUNED_WIDTHS or not MODEL_HIDDEN[0] <= hidden <= MODEL_HIDDEN[1]:
+            return None
+        sizes = ModelSizes(
+            family=family,
+            layers=rng.randint(2, 4),
+            hidden=hidden,
+            heads=kv_heads * group,
+            kv_heads=kv_heads,
+            head_dim=dim,
+            intermediate=_gated(rng, hidden),
+            vocabulary=_width(rng, *VOCABULARIES),
+            tied=rng.random() < 0.5,
+        )
+        return {"model": sizes.name}
+
+    return [sizes["model"] for sizes in _different(Random(f"models {seed}"), count, shape)]
+
+
+def draw_workloads(seed: int, count: int) -> list[Sizes]:
+    """Completions to generate: groups, group_size, prompt_len and longest."""
+
+    def shape(rng: Random) -> Sizes:
+        return {
+            "groups": rng.randint(3, 32),
+            "group_size": rng.randint(1, 8),
+            "prompt_len": _rows(rng, 100, 1000),
+            "longest": _rows(rng, 200, 800),
+        }
+
+    return _different(Random(f"workloads {seed}"), count, shape)
+
+
+def _of_head_sizes(
+    text: str, each: int, draw: Callable[[int, Random], Sizes | None]
+) -> list[Sizes]:
+    drawn = (_different(Random(f"{text} {d}"), each, partial(draw, d)) for d in HEAD_DIMS)
+    return [sizes for shapes in drawn for sizes in shapes]
+
+
+def _heads(rng: Random, dim: int) -> Sizes | None:
+    """Query and key heads of a size; None for too many, and for those of a table."""
+    kv_heads = rng.randint(1, KEYS_VALUES[1] // dim)
+    heads = kv_heads * rng.choice(GROUPS)
+    text = f"{heads}/{kv_heads}"
+    if heads * dim > HIDDEN[1] or (dim == HEAD_DIM and text in HEADS):
+        return None
+    return {"heads": text, "head_dim": dim}
+
+
+def _kv_heads(heads: Sizes) -> int:
+    return int(heads["heads"].split("/")[1])
 
 
 def _different(rng: Random, count: int, draw: Callable[[Random], Sizes | None]) -> list[Sizes]:
@@ -85,11 +202,15 @@ def _weight(rng: Random) -> tuple[bool, tuple[int, int]]:
         elif kind == "head":
             other = _width(rng, *VOCABULARIES)
         else:
-            # Gated units are 2 to 5 times as wide as the hidden states.
-            other = _multiple(hidden * rng.uniform(2, 5), 64, *INTERMEDIATE)
+            other = _gated(rng, hidden)
         weight = (hidden, other) if kind in ("output", "down") else (other, hidden)
         if weight not in TUNED:
             return kind == "head", weight
+
+
+def _gated(rng: Random, hidden: int) -> int:
+    """The width of a gated unit: 2 to 5 times that of the hidden states."""
+    return _multiple(hidden * rng.uniform(2, 5), 64, *INTERMEDIATE)
 
 
 def _width(rng: Random, low: int, high: int) -> int:
