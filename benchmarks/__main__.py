@@ -10,21 +10,27 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks import accuracy_doc, speed_doc
 from benchmarks.distributed.suites import distributed_suites
-from benchmarks.ops.suites import op_suites
+from benchmarks.ops.suites import op_suites, random_op_suites
 from benchmarks.results import Results, compare, load
-from benchmarks.rollout.suites import rollout_suites
+from benchmarks.rollout.suites import random_rollout_suites, rollout_suites
 from benchmarks.suite import Suites, measure, run_meta
-from benchmarks.timing import Machine
-from benchmarks.train.step import training_suites
+from benchmarks.timing import QUICK, ROUNDS, Machine
+from benchmarks.train.step import (
+    named_training_suites,
+    random_training_suites,
+    training_suites,
+)
 from benchmarks.trl.grpo import trl_suites
 from benchmarks.tune.harness import tune, write_table
+from benchmarks.tune.random_works import RANDOM_OPS, compile_schedules
 from benchmarks.tune.works import OPS
 from rl_consistency.cli.output_file import require_writable
 
@@ -35,6 +41,16 @@ SUITES = {
     "distributed": distributed_suites,
     "trl": trl_suites,
 }
+
+RANDOM_SUITES = {
+    "ops": random_op_suites,
+    "rollout": random_rollout_suites,
+    "train": random_training_suites,
+}
+"""Suites of `--random-shapes`, by seed."""
+
+RANDOM_COUNT = 100
+"""Shapes that `tune --random-shapes` draws unless `--count` says how many."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,9 +90,21 @@ def _parser() -> argparse.ArgumentParser:
         if name in SUITES:
             command.add_argument("--only", metavar="SUITE,...", help="only these suites")
             command.add_argument("--commit", help="the commit measured, where there is no git")
+        if name in RANDOM_SUITES:
+            text = "instead, shapes that no table has seen, drawn by this seed"
+            command.add_argument("--random-shapes", type=int, metavar="SEED", help=text)
+    text = "instead, one step of these models: presets, or sizes as benchmarks/models.py names them"
+    commands.choices["train"].add_argument("--model", metavar="NAME,...", help=text)
     tune = commands.choices["tune"]
     tune.add_argument("op", nargs="?", help="only this op")
     tune.add_argument("--write", action="store_true", help="write the matmul table")
+    tune.add_argument(
+        "--random-shapes", type=int, metavar="SEED", help="matmul or fold at shapes of this seed"
+    )
+    tune.add_argument("--count", type=int, metavar="N", help=f"so many of them ({RANDOM_COUNT})")
+    tune.add_argument(
+        "--compile-workers", type=int, metavar="N", help="compile them in N processes beforehand"
+    )
     commands.choices["accuracy"].add_argument("--device", default="cpu")
     for name in ("old", "new"):
         commands.choices["compare"].add_argument(name, type=Path)
@@ -103,8 +131,16 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _chosen(args: argparse.Namespace) -> Suites:
-    """The suites to measure; ValueError where `--only` names an unknown one."""
-    suites = SUITES[args.what]()
+    """The suites to measure; ValueError where an option names an unknown one."""
+    seed, models = getattr(args, "random_shapes", None), getattr(args, "model", None)
+    if seed is not None and models is not None:
+        raise ValueError("--random-shapes draws its models; give it or --model.")
+    if seed is not None:
+        suites = RANDOM_SUITES[args.what](seed)
+    elif models is not None:
+        suites = named_training_suites(models.split(","))
+    else:
+        suites = SUITES[args.what]()
     names = list(suites) if args.only is None else args.only.split(",")
     if unknown := [name for name in names if name not in suites]:
         raise ValueError(f"--only {','.join(unknown)}: `{args.what}` has {', '.join(suites)}.")
@@ -114,13 +150,40 @@ def _chosen(args: argparse.Namespace) -> Suites:
 def _tune(args: argparse.Namespace) -> int:
     if args.op not in (None, *OPS):
         raise ValueError(f"tune {args.op}: the ops are {', '.join(OPS)}.")
+    if args.random_shapes is not None:
+        return _tune_random(args)
+    if args.count is not None or args.compile_workers is not None:
+        raise ValueError("--count and --compile-workers go with --random-shapes.")
     if args.write and args.op != "matmul":
         raise ValueError("--write goes with `tune matmul`: no other op has a measured table.")
     machine = _machine()
-    works = (work for op in OPS if args.op in (None, op) for work in OPS[op](machine.device))
-    rows = tune(works, machine, args.json)
+    works = [work for op in OPS if args.op in (None, op) for work in OPS[op](machine.device)]
+    rows = tune(works, machine, args.json, ROUNDS)
     if args.write:
-        write_table(rows, f"device {torch.cuda.get_device_name()}, torch {torch.__version__}")
+        # The file may hold random shapes too.
+        of_table = {work.key: rows[work.key] for work in works}
+        write_table(of_table, f"device {torch.cuda.get_device_name()}, torch {torch.__version__}")
+    return _refusals(rows)
+
+
+def _tune_random(args: argparse.Namespace) -> int:
+    """Times schedules at random shapes, each for a short time."""
+    if args.op not in RANDOM_OPS or args.write:
+        raise ValueError(
+            f"--random-shapes goes with `tune {' | '.join(RANDOM_OPS)}` and without --write: the "
+            "table holds the shapes of the models."
+        )
+    count = RANDOM_COUNT if args.count is None else args.count
+    if count < 1 or (args.compile_workers is not None and args.compile_workers < 1):
+        raise ValueError("--count and --compile-workers are at least 1.")
+    machine = _machine()
+    if args.compile_workers is not None:
+        compile_schedules(args.op, args.compile_workers)
+    works = RANDOM_OPS[args.op](machine.device, args.random_shapes, count)
+    return _refusals(tune(works, machine, args.json, QUICK))
+
+
+def _refusals(rows: Mapping[str, Any]) -> int:
     return 1 if any(row["refused"] for row in rows.values()) else 0
 
 

@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from torch import nn
-
 PEERS = ("liger_kernel", "batch_invariant_ops")
 
 
@@ -42,20 +40,21 @@ def liger(name: str) -> Callable[..., Any] | None:
     return module and getattr(module, name).apply
 
 
-def patch_by_liger(model: nn.Module) -> Callable[[], AbstractContextManager[None]] | None:
-    """Patch a Qwen3 causal LM; returns a context to run it in, or None without Liger.
+def patch_by_liger(model: Any) -> Callable[[], AbstractContextManager[None]] | None:
+    """Patch a causal LM of Hugging Face; returns a context to run it in, or None without Liger.
 
     Liger also replaces functions of the modelling file, for every model of the process. They are
     put back at once; the context brings them in again.
     """
     if (liger_kernel := peer("liger_kernel.transformers")) is None:
         return None
-    modeling = import_module("transformers.models.qwen3.modeling_qwen3")
-    before, forward = dict(vars(modeling)), modeling.Qwen3ForCausalLM.forward
-    liger_kernel.apply_liger_kernel_to_qwen3(model=model)
+    family, causal_lm = model.config.model_type, type(model)
+    modeling = import_module(causal_lm.__module__)
+    before, forward = dict(vars(modeling)), causal_lm.forward
+    getattr(liger_kernel, f"apply_liger_kernel_to_{family}")(model=model)
     changed = {k: value for k, value in vars(modeling).items() if before.get(k) is not value}
     vars(modeling).update(before)
-    modeling.Qwen3ForCausalLM.forward = forward
+    causal_lm.forward = forward
 
     @contextmanager
     def brought_in() -> Iterator[None]:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shapes import BANDS
 from rl_consistency.cli.output_file import write_whole
 
 Shape = Mapping[str, int | str]
@@ -125,6 +126,11 @@ def _stock_drifts(rows: Sequence[Row]) -> float | None:
     return strict if stock is None or stock > 0 else math.inf
 
 
+def _in_band(low: int, high: int, figure: Figure) -> Figure:
+    """A figure of the rows with so many rows of a matmul."""
+    return lambda rows: figure([row for row in rows if low <= int(row.shape["m"]) <= high])
+
+
 _lowest = _of_all(min, lambda r: r.ratio)
 _lowest_share = _of_all(min, lambda r: r.ceiling_fraction)
 _largest_error = _of_all(max, lambda r: r.error_ratio)
@@ -151,8 +157,50 @@ _GRPO = ("rollout_grpo_step",)
 _SUM, _RANKS, _SCALING = ("distributed_sum",), ("distributed_step",), ("distributed_grpo",)
 _TRL = ("trl_grpo",)
 
+_RANDOM_PRODUCTS = ("matmul_random",)
+
 # The formatter would give each argument a line.
 # fmt: off
+_RANDOM: Mapping[str, Bar] = {
+    f"matmul_random_{low}_{name}": Bar(
+        f"random products of {low} to {high} rows against cuBLAS, {text}", ">=", target,
+        _RANDOM_PRODUCTS, _in_band(low, high, figure))
+    for low, high in BANDS
+    for name, text, target, figure in (
+        ("geomean", "geometric mean", 1.0, _geomean), ("lowest", "lowest", 0.85, _lowest))
+} | {
+    "gradient_fold_random": Bar(
+        "random dW folds against cuBLAS + add, geometric mean", ">=", 0.95,
+        ("gradient_fold_random",), _geomean),
+    "attention_forward_random": Bar(
+        "random attention forward against the best SDPA, lowest", ">=", 0.85,
+        ("attention_forward_random",)),
+    "attention_backward_random": Bar(
+        "random attention backward against the best SDPA, lowest", ">=", 0.8,
+        ("attention_backward_random",)),
+    "attention_decode_random": Bar(
+        "random paged decode against SDPA on contiguous KV, lowest", ">=", 0.95,
+        ("attention_decode_random",)),
+    "elementwise_random": Bar(
+        "random memory-bound ops against eager torch, lowest", ">", 1.0, ("elementwise_random",)),
+    "token_logprobs_random": Bar(
+        "random token_logprobs against log_softmax of full logits, lowest", ">", 1.0,
+        ("token_logprobs_random",)),
+    "accuracy_random": Bar(
+        "random sizes: error against fp64 / stock's, highest of all ops", "<=", 1.05,
+        ("accuracy_random",), _largest_error),
+    "rollout_decode_random": Bar(
+        "random models: decoding against the same engine with stock ops", ">=", 0.97,
+        ("rollout_decode_random",)),
+} | {
+    f"training_step_{kind}_{name}": Bar(
+        f"training step of {text} models against {against}, lowest", ">=", target,
+        (f"training_step_{kind}",), figure)
+    for kind, text in (("random", "random"), ("named", "other named"))
+    for name, against, target, figure in (
+        ("stock", "Hugging Face with SDPA", 1.15, _lowest), ("liger", "Liger", 1.0, _against_liger))
+}
+
 BARS: Mapping[str, Bar] = {
     "matmul_geomean": Bar(
         "matmul forward and dX against cuBLAS, geometric mean", ">=", 1.0, _MATMUL, _geomean),
@@ -229,6 +277,7 @@ BARS: Mapping[str, Bar] = {
     "trl_gradient_check": Bar(
         "share of a gradient check every 10 steps", "<=", 0.05, _TRL,
         _highest("gradient_check_share")),
+    **_RANDOM,
 }
 """Name to target. The lowest or highest is over every row of the suites: no row can hide."""
 # fmt: on

@@ -23,6 +23,18 @@ WEIGHTS = (
 ROWS = tuple(2**i for i in range(15))
 """Rows of a matmul: decode batches of 1 up to packed batches of 16,384 tokens."""
 
+BANDS = ((1, 16), (17, 128), (129, 1024), (1025, 16384))
+"""Numbers of rows by which products of random shapes are judged."""
+
+FOLDS = (
+    (4096, 4096, 4096), (8192, 6144, 4096), (16384, 3072, 1024), (16384, 1024, 3072),
+    (16384, 2048, 2048), (16384, 12288, 4096),
+)  # fmt: skip
+"""Tokens, n and k at which the schedules of the gradient fold are tuned."""
+
+HEADS = ("16/8", "32/8")
+"""Query heads / key and value heads of the Qwen3 models up to 1.7B and of the 8B models."""
+
 HEAD_DIM = 128
 CACHE_BLOCK = 16
 VOCABULARY = 151936

@@ -108,12 +108,16 @@ def document(results: Results) -> str:
     text = TEXT.format(device=meta["device"], versions=versions, hashes=", ".join(sorted(hashes)))
     parts = {
         "Bars": _bar_table(results.bars),
-        "Training step, tokens per second": _training(results.of("training_step")),
+        "Training step, tokens per second": _training(
+            results.of("training_step", "training_step_named", "training_step_random")
+        ),
         "Rollout": _rollout([row for row in results.rows if row.suite.startswith("rollout_")]),
     }
     for suite, columns in COLUMNS.items():
         title = f"{suite.replace('_', ' ').capitalize()}: stock time / our time"
         parts[title] = _ratios(results.of(suite), columns)
+    if drawn := _random(results):
+        parts["Shapes drawn by a seed: stock time / our time"] = drawn
     for name, rows in parts.items():
         text += "\n".join(("", f"## {name}", "", *rows, ""))
     return text
@@ -186,6 +190,22 @@ def _ratios(rows: Sequence[Row], columns: Sequence[str]) -> list[str]:
     heads = list(dict.fromkeys(column for line in cells.values() for column in line))
     lines = [(name, *(line.get(head, "-") for head in heads)) for name, line in cells.items()]
     return markdown_table((" x ".join(columns), *heads), lines)
+
+
+def _random(results: Results) -> list[str]:
+    """A line for each suite of random shapes that was measured: its mean, and its slowest case."""
+    lines = []
+    for suite in dict.fromkeys(r.suite for r in results.rows if r.suite.endswith("_random")):
+        rows = [row for row in results.of(suite) if row.ratio is not None]
+        if rows:
+            slowest = min(rows, key=lambda row: row.ratio or 0.0)
+            shape = ", ".join(f"{size} {value}" for size, value in slowest.shape.items())
+            mean = shown(geometric_mean(ratios(rows)), ".2f")
+            name = suite.removesuffix("_random").replace("_", " ")
+            cells = (str(len(rows)), mean, shown(slowest.ratio, ".2f"))
+            lines.append((name, *cells, f"{slowest.work}: {shape}"))
+    head = ("suite", "cases", "geometric mean", "lowest", "where")
+    return markdown_table(head, lines) if lines else []
 
 
 def picture(results: Results) -> Figure:

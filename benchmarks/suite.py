@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,14 @@ def cases(
 ) -> list[Case]:
     """A case of each size; `run` takes the machine, and the sizes by name."""
     return [Case(work=work, shape=size, run=partial(run, **size)) for size in sizes]
+
+
+def of_seed(seed: int, suites: Suites) -> Suites:
+    """Suites of shapes drawn by a seed: under names of their own, with the seed in each shape."""
+    return {
+        f"{name}_random": [replace(case, shape={"seed": seed, **case.shape}) for case in found]
+        for name, found in suites.items()
+    }
 
 
 def normal(bench: Machine, *shape: int) -> Tensor:

@@ -29,10 +29,6 @@ Clock = Literal["events", "graph", "wall"]
 """`events`: one call on the device; `graph`: all copies in one CUDA graph; `wall`: the host's clock
 around one whole call."""
 
-CASE_SECONDS = 0.12
-"""The rounds of one case take about so long."""
-
-MIN_ROUNDS, MAX_ROUNDS = 7, 60
 COPIES_LIMIT = 80
 FLUSH_BYTES = 256 << 20
 SLEEP_CYCLES_PER_SECOND = 2.0e9
@@ -46,6 +42,27 @@ UNAVAILABLE = (
 
 LIBRARY_DEFAULTS = tuple(setting.read() for setting in SETTINGS)
 """The settings of a process that has not set any: read when this module is imported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """How often the contestants of one case are timed."""
+
+    seconds: float
+    """All rounds take about so long, where `least` and `most` allow it."""
+    least: int
+    most: int
+
+    def of(self, spent: float) -> int:
+        """How many rounds, where one takes `spent` seconds."""
+        return max(self.least, min(int(self.seconds / spent), self.most))
+
+
+ROUNDS = Rounds(seconds=0.12, least=7, most=60)
+"""For figures that are reported."""
+
+QUICK = Rounds(seconds=4e-3, least=3, most=20)
+"""For thousands of cases, whose errors a fit averages."""
 
 
 def reason(error: BaseException) -> str:
@@ -158,9 +175,9 @@ class Machine:
         ceiling = self.ceilings.seconds(race)
         return _fields(race, medians, peaks, ceiling) | {"unavailable": unavailable}
 
-    def alone(self, call: Contestant) -> float:
+    def alone(self, call: Contestant, rounds: Rounds = ROUNDS) -> float:
         """Median seconds of one contestant in a CUDA graph."""
-        return self._interleaved({"alone": self._prepared(call, "graph")})["alone"]
+        return self._interleaved({"alone": self._prepared(call, "graph")}, rounds)["alone"]
 
     def _prepared(
         self, contestant: Contestant, clock: Clock, settings: Context = nullcontext
@@ -205,14 +222,15 @@ class Machine:
         end.synchronize()
         return start.elapsed_time(end) * 1e-3
 
-    def _interleaved(self, timers: Mapping[str, Callable[[int], float]]) -> dict[str, float]:
+    def _interleaved(
+        self, timers: Mapping[str, Callable[[int], float]], rounds: Rounds = ROUNDS
+    ) -> dict[str, float]:
         """Median seconds of each; every round times all of them, each round another one first."""
         started = time.perf_counter()
         samples = {name: [timer(0)] for name, timer in timers.items()}
         spent = max(time.perf_counter() - started, 1e-6)
-        rounds = max(MIN_ROUNDS, min(int(CASE_SECONDS / spent), MAX_ROUNDS))
         names = list(timers)
-        for i in range(1, rounds):
+        for i in range(1, rounds.of(spent)):
             first = i % len(names)
             for name in names[first:] + names[:first]:
                 samples[name].append(timers[name](i))

@@ -24,24 +24,27 @@ BACKENDS = {
 }
 """The efficient backend takes no grouped heads; it then appears under `unavailable`."""
 
-SCALE = HEAD_DIM**-0.5
 MAX_LAYERS = 24
 
 
-def _packed(bench: Machine, heads: str, length: int, batch: int) -> tuple[Any, list[Tensor]]:
+def _packed(
+    bench: Machine, heads: str, length: int, batch: int, dim: int
+) -> tuple[Any, list[Tensor]]:
     """`batch` sequences, and their queries, keys and values."""
     layout = PackedSequences.of(range(0, length * batch, length), [length] * batch)
     query, kv = map(int, heads.split("/"))
-    return layout, [normal(bench, length * batch, size, HEAD_DIM) for size in (query, kv, kv)]
+    return layout, [normal(bench, length * batch, size, dim) for size in (query, kv, kv)]
 
 
-def attention_forward(bench: Machine, length: int, batch: int, heads: str) -> dict[str, Any]:
+def attention_forward(
+    bench: Machine, length: int, batch: int, heads: str, head_dim: int = HEAD_DIM
+) -> dict[str, Any]:
     """Causal self-attention over packed sequences of one length; `heads` are those of queries, and
     of keys and values: "16/8"."""
-    layout, (q, k, v) = _packed(bench, heads, length, batch)
+    layout, (q, k, v) = _packed(bench, heads, length, batch, head_dim)
     batched = [_batched(x, batch) for x in (q, k, v)]
     race = Race(
-        ours=Contestant.of(lambda: attention_varlen(q, k, v, layout, scale=SCALE)[0]),
+        ours=Contestant.of(lambda: attention_varlen(q, k, v, layout, scale=_scale(q))[0]),
         stock=_stock(lambda: [lambda: _sdpa(*batched, causal=True)]),
         moved_bytes=_bytes(q, k, v, q),
         operations=_operations(q, length),
@@ -49,14 +52,16 @@ def attention_forward(bench: Machine, length: int, batch: int, heads: str) -> di
     return bench.measure(race)
 
 
-def attention_backward(bench: Machine, length: int, batch: int, heads: str) -> dict[str, Any]:
+def attention_backward(
+    bench: Machine, length: int, batch: int, heads: str, head_dim: int = HEAD_DIM
+) -> dict[str, Any]:
     """The gradients of the same."""
-    layout, leaves = _packed(bench, heads, length, batch)
+    layout, leaves = _packed(bench, heads, length, batch, head_dim)
     q, k, v = (x.requires_grad_() for x in leaves)
     do = torch.randn_like(q)
 
     def ours() -> Tensor:
-        return attention_varlen(q, k, v, layout, scale=SCALE)[0]
+        return attention_varlen(q, k, v, layout, scale=_scale(q))[0]
 
     def stock() -> Tensor:
         return _sdpa(*(_batched(x, batch) for x in leaves), causal=True)
@@ -70,17 +75,19 @@ def attention_backward(bench: Machine, length: int, batch: int, heads: str) -> d
     return bench.measure(race)
 
 
-def attention_decode(bench: Machine, batch: int, context: int, heads: str) -> dict[str, Any]:
+def attention_decode(
+    bench: Machine, batch: int, context: int, heads: str, head_dim: int = HEAD_DIM
+) -> dict[str, Any]:
     """One new token per sequence: ours from a paged cache, stock from contiguous tensors."""
     query_heads, kv_heads = map(int, heads.split("/"))
-    blocks = batch * context // CACHE_BLOCK
-    cached_bytes = 2 * 2 * batch * context * kv_heads * HEAD_DIM
+    blocks = batch * -(-context // CACHE_BLOCK)
+    cached_bytes = 2 * 2 * batch * context * kv_heads * head_dim
     layers = range(min(bench.copies(cached_bytes), MAX_LAYERS))
-    block = (CACHE_BLOCK, kv_heads, HEAD_DIM)
+    block = (CACHE_BLOCK, kv_heads, head_dim)
     caches = [[normal(bench, blocks, *block) for _ in layers] for _ in "kv"]
     # A cache in use is scattered: consecutive tokens of a sequence lie in unrelated blocks.
     tables = torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).view(batch, -1)
-    last = tables[:, -1] * CACHE_BLOCK + CACHE_BLOCK - 1
+    last = tables[:, -1] * CACHE_BLOCK + (context - 1) % CACHE_BLOCK
     paged = PagedAttention(
         query_starts=range(batch),
         query_lens=[1] * batch,
@@ -91,9 +98,9 @@ def attention_decode(bench: Machine, batch: int, context: int, heads: str) -> di
         value_cache=caches[1],
         block_size=CACHE_BLOCK,
     )
-    q, rows = normal(bench, batch, query_heads, HEAD_DIM), tables.to(bench.device)
+    q, rows = normal(bench, batch, query_heads, head_dim), tables.to(bench.device)
     contiguous = [
-        [cache[rows].flatten(1, 2).transpose(1, 2).contiguous() for cache in side]
+        [cache[rows].flatten(1, 2)[:, :context].transpose(1, 2).contiguous() for cache in side]
         for side in caches
     ]
     calls = [partial(_sdpa, q.unsqueeze(2), *kv, causal=False) for kv in zip(*contiguous)]
@@ -102,13 +109,13 @@ def attention_decode(bench: Machine, batch: int, context: int, heads: str) -> di
         stock=_stock(lambda: calls),
         clock="graph",
         moved_bytes=cached_bytes + 2 * _bytes(q),
-        operations=4.0 * batch * query_heads * context * HEAD_DIM,
+        operations=4.0 * batch * query_heads * context * head_dim,
     )
     return bench.measure(race)
 
 
 def _paged(q: Tensor, paged: PagedAttention, layer: int) -> Tensor:
-    return attention_paged(q, paged, layer, scale=SCALE)[0]
+    return attention_paged(q, paged, layer, scale=_scale(q))[0]
 
 
 def _stock(calls: Callable[[], Sequence[Call]]) -> dict[str, Contestant]:
@@ -117,7 +124,13 @@ def _stock(calls: Callable[[], Sequence[Call]]) -> dict[str, Contestant]:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=SCALE, enable_gqa=True)
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=_scale(q), enable_gqa=True
+    )
+
+
+def _scale(q: Tensor) -> float:
+    return q.shape[-1] ** -0.5
 
 
 def _batched(x: Tensor, count: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from benchmarks.peers import peer
 from benchmarks.suite import normal
 from benchmarks.timing import Contestant, Machine, Race
 from rl_consistency.kernels.gradient_fold.op import fold_outer
+from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.schedules import pick, prefers_library
 
@@ -19,12 +21,14 @@ GRAPH_ROWS = 256
 """Up to so many rows a product is timed in a CUDA graph, as rollout runs it."""
 
 
-def product(layout: str, bench: Machine, m: int, n: int, k: int) -> dict[str, Any]:
-    """[m, k] times a weight that gives n columns.
+def product(
+    layout: str, bench: Machine, m: int, n: int, k: int, graph_rows: int = GRAPH_ROWS
+) -> dict[str, Any]:
+    """[m, k] times a weight that gives n columns; in a graph for up to `graph_rows` rows.
 
     Layout "nt" is y = x weight^T with a weight [n, k]; "nn" is dx = dy weight with a weight [k, n].
     """
-    graph = m <= GRAPH_ROWS
+    graph = m <= graph_rows
     copies = bench.copies(2 * (m * k + n * k)) if graph else 1
     weight_shape = (n, k) if layout == "nt" else (k, n)
     operands = [(normal(bench, m, k), normal(bench, *weight_shape)) for _ in range(copies)]
@@ -35,7 +39,10 @@ def product(layout: str, bench: Machine, m: int, n: int, k: int) -> dict[str, An
         ways["batch_invariant_ops"] = module.matmul_persistent
     others = {n: Contestant([partial(way, *pair) for pair in as_stock]) for n, way in ways.items()}
     race = Race(
-        ours=Contestant([partial(ours, x, w) for x, w in operands]),
+        ours=Contestant(
+            [partial(ours, x, w) for x, w in operands],
+            context=certified_to_the_row if graph else nullcontext,
+        ),
         stock={"cublas": others.pop("cublas")},
         peers=others,
         clock="graph" if graph else "events",
@@ -44,7 +51,7 @@ def product(layout: str, bench: Machine, m: int, n: int, k: int) -> dict[str, An
     )
     fields = bench.measure(race)
     schedule = pick(m, n, k, torch.bfloat16, layout, True).name
-    if not graph and prefers_library(m, n, k, torch.bfloat16, layout):
+    if prefers_library(m, n, k, torch.bfloat16, layout):
         schedule = f"library where certified, else {schedule}"
     return fields | {"schedule": schedule}
 

@@ -8,16 +8,24 @@ from typing import Any
 
 import torch
 
+from benchmarks.models import model_config
 from benchmarks.ops.attention import attention_backward, attention_decode, attention_forward
 from benchmarks.ops.elementwise import elementwise_cases
 from benchmarks.ops.logprobs import logprobs_and_gradients
 from benchmarks.ops.matmul import gradient_fold, product
-from benchmarks.shapes import ROWS, VOCABULARY, WEIGHTS
-from benchmarks.suite import Case, Suites, cases
+from benchmarks.random_shapes import (
+    draw_attention,
+    draw_decode,
+    draw_folds,
+    draw_models,
+    draw_products,
+    draw_widths,
+)
+from benchmarks.shapes import BANDS, HEADS, ROWS, VOCABULARY, WEIGHTS
+from benchmarks.suite import Case, Suites, cases, of_seed
 from benchmarks.timing import Machine
 from rl_consistency.verify.checks.accuracy import accuracy_rows
 from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpShapes, shapes_of
-from rl_consistency.verify.presets import preset_config
 
 
 def op_suites() -> Suites:
@@ -26,11 +34,9 @@ def op_suites() -> Suites:
     dx = [{"m": m, "n": n, "k": k} for k, n in WEIGHTS for m in ROWS]
     tokens = (1024, 2048, 4096, 8192, 16384)
     folds = [{"tokens": t, "n": n, "k": k} for n, k in WEIGHTS for t in tokens]
-    # Query heads / key and value heads of the Qwen3 models up to 1.7B and of the 8B models.
-    heads = ("16/8", "32/8")
     lengths = (2048, 4096, 8192, 16384)
-    prefill = [{"length": n, "batch": 16384 // n, "heads": h} for h in heads for n in lengths]
-    paged = itertools.product(heads, (1, 4, 16, 64, 256), (2048, 8192, 32768))
+    prefill = [{"length": n, "batch": 16384 // n, "heads": h} for h in HEADS for n in lengths]
+    paged = itertools.product(HEADS, (1, 4, 16, 64, 256), (2048, 8192, 32768))
     decode = [{"batch": b, "context": n, "heads": h} for h, b, n in paged]
     head = [{"tokens": 8192, "width": n, "vocabulary": VOCABULARY} for n in (1024, 2048, 4096)]
     return {
@@ -42,13 +48,46 @@ def op_suites() -> Suites:
         "attention_decode": cases("attention decode", attention_decode, decode),
         "elementwise": elementwise_cases(((8192, 1024), (8192, 4096), (16384, 4096)), VOCABULARY),
         "token_logprobs": cases("token_logprobs forward + backward", logprobs_and_gradients, head),
-        "accuracy": accuracy_cases("qwen3-0.6b"),
+        "accuracy": accuracy_cases(TINY_SHAPES, _sizes_of("qwen3-0.6b")),
     }
 
 
-def accuracy_cases(model: str) -> list[Case]:
-    """Claim C6 as figures: the error of every op against fp64 over that of the stock op, at small
-    sizes and at those of a model."""
+def random_op_suites(seed: int) -> Suites:
+    """The same ops at shapes drawn by a seed; products in graphs whatever their rows."""
+    drawn = [shape for band in BANDS for shape in draw_products(seed, 12, band)]
+    graph_rows = BANDS[-1][1]
+    products = [
+        case
+        for layout, work in (("nt", "matmul forward"), ("nn", "matmul dX"))
+        for case in cases(
+            work,
+            partial(product, layout, graph_rows=graph_rows),
+            [{size: x[size] for size in "mnk"} for x in drawn if x["layout"] == layout],
+        )
+    ]
+    attention, widths = draw_attention(seed, 2), draw_widths(seed, 3)
+    elementwise = [
+        case
+        for x in widths
+        for case in elementwise_cases([(x["tokens"], x["width"])], x["vocabulary"])
+    ]
+    suites = {
+        "matmul": products,
+        "gradient_fold": cases("dW fold", gradient_fold, draw_folds(seed, 24)),
+        "attention_forward": cases("attention forward", attention_forward, attention),
+        "attention_backward": cases("attention backward", attention_backward, attention),
+        "attention_decode": cases("attention decode", attention_decode, draw_decode(seed, 3)),
+        "elementwise": elementwise,
+        "token_logprobs": cases(
+            "token_logprobs forward + backward", logprobs_and_gradients, widths
+        ),
+        "accuracy": accuracy_cases(*map(_sizes_of, draw_models(seed, 1))),
+    }
+    return of_seed(seed, suites)
+
+
+def accuracy_cases(*sizes: OpShapes) -> list[Case]:
+    """Claim C6 as figures: the error of every op against fp64 over that of the stock op."""
     return [
         Case(
             work="accuracy",
@@ -56,9 +95,13 @@ def accuracy_cases(model: str) -> list[Case]:
             dtype=str(dtype).removeprefix("torch."),
             run=partial(_accuracy, dtype, size),
         )
-        for size in (TINY_SHAPES, shapes_of(model, preset_config(model)))
+        for size in sizes
         for dtype in (torch.float32, torch.bfloat16)
     ]
+
+
+def _sizes_of(model: str) -> OpShapes:
+    return shapes_of(model, model_config(model))
 
 
 def _accuracy(dtype: torch.dtype, size: OpShapes, bench: Machine) -> dict[str, Any]:

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.models import build_model
 from benchmarks.rollout.workload import TOKENS_BEYOND, Workload
 from benchmarks.timing import Machine
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
-from rl_consistency.verify.presets import build_preset
 
 MAX_BATCH_TOKENS, BLOCK_SIZE = 16384, 16
 """Tokens of one step, and of one cache block, of the engines measured."""
@@ -31,9 +31,9 @@ MAX_BATCH_TOKENS, BLOCK_SIZE = 16384, 16
 
 @contextmanager
 def patched_model(name: str, device: torch.device) -> Iterator[Any]:
-    """A preset with random weights under a patch, once the memory of the case before is freed."""
+    """A model of the benches under a patch, once the memory of the case before is freed."""
     release_memory()
-    model = build_preset(name, torch.bfloat16, device=device)
+    model = build_model(name, device)
     with patch(model):
         yield model
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from benchmarks.models import build_model
 from benchmarks.rollout.generation import (
     engine_for,
     patched_model,
@@ -23,7 +24,6 @@ from benchmarks.rollout.generation import (
 from benchmarks.rollout.workload import Workload, requests
 from benchmarks.timing import UNAVAILABLE, Machine, library_defaults, reason
 from rl_consistency.numerics.clock import finished_seconds
-from rl_consistency.verify.presets import build_preset
 
 FLASH_ATTENTION = ("flash_attn", "flash_attn_interface")
 """Modules that generate_batch prefers to SDPA."""
@@ -38,7 +38,7 @@ def hugging_face(
     """New tokens per second of ours over the best of Hugging Face's; times are of one token."""
     ours = our_rate(name, workload, bench)
     release_memory()
-    model = build_preset(name, torch.bfloat16, device=bench.device)
+    model = build_model(name, bench.device)
     rates, unavailable = {}, {}
     for way, rate in ways.items():
         try:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from benchmarks.random_shapes import draw_models, draw_workloads
 from benchmarks.rollout.copying import SPECULATION, copying
 from benchmarks.rollout.decoding import decode, long_context, steady_step
 from benchmarks.rollout.grpo import MICRO_BATCH, grpo_step
 from benchmarks.rollout.hugging_face import GENERATE, GENERATE_BATCH, hugging_face
 from benchmarks.rollout.workload import Workload
-from benchmarks.suite import Case, Suites, cases
+from benchmarks.suite import Case, Suites, cases, of_seed
 
 SMALL, MIDDLE, LARGE = "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"
 
@@ -55,3 +56,10 @@ def rollout_suites() -> Suites:
             for name in (SMALL, MIDDLE, LARGE)
         },
     }
+
+
+def random_rollout_suites(seed: int) -> Suites:
+    """Decoding of small dense models and workloads drawn by a seed."""
+    pairs = zip(draw_models(seed, 2), draw_workloads(seed, 2), strict=True)
+    found = [_case("decode", decode, model, Workload(**drawn)) for model, drawn in pairs]
+    return of_seed(seed, {"rollout_decode": found})

@@ -6,39 +6,58 @@ same random weights, see the same tokens, and begin with no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.models import build_model, model_config
 from benchmarks.peers import batch_invariant_mode, patch_by_liger, peer
-from benchmarks.suite import Suites, cases
+from benchmarks.random_shapes import draw_models
+from benchmarks.suite import Case, Suites, cases, of_seed
 from benchmarks.timing import Contestant, Machine, Race
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
-from rl_consistency.verify.presets import build_preset, preset_config
+
+STEP_TOKENS = 16384
 
 
 def training_suites() -> Suites:
     """The suite of `python -m benchmarks train`: 16k tokens a step."""
+    return {"training_step": _steps(("qwen3-0.6b", "qwen3-1.7b"), (16, 8))}
+
+
+def named_training_suites(models: Sequence[str]) -> Suites:
+    """The suite of `--model`; ValueError on a name that `model_config` refuses."""
+    for model in models:
+        model_config(model)
+    return {"training_step_named": _steps(models, (16,))}
+
+
+def random_training_suites(seed: int) -> Suites:
+    """Small dense models drawn by a seed."""
+    return of_seed(seed, {"training_step": _steps(draw_models(seed, 3), (16,))})
+
+
+def _steps(models: Sequence[str], batches: Sequence[int]) -> list[Case]:
     sizes = [
-        {"model": model, "sequences": sequences, "length": 16384 // sequences}
-        for model in ("qwen3-0.6b", "qwen3-1.7b")
-        for sequences in (16, 8)
+        {"model": model, "sequences": sequences, "length": STEP_TOKENS // sequences}
+        for model in models
+        for sequences in batches
     ]
-    return {"training_step": cases("training step", training_step, sizes)}
+    return cases("training step", training_step, sizes)
 
 
 def training_step(bench: Machine, model: str, sequences: int, length: int) -> dict[str, Any]:
-    """Forward and backward of a preset's mean loss."""
+    """Forward and backward of the mean loss of a model of the benches."""
     stock_model, liger_model, own_model = (
-        build_preset(model, torch.bfloat16, device=bench.device).train() for _ in range(3)
+        build_model(model, bench.device).train() for _ in range(3)
     )
     generator = torch.Generator().manual_seed(0)
-    vocabulary = preset_config(model).vocab_size
+    vocabulary = model_config(model).vocab_size
     ids = torch.randint(0, vocabulary, (sequences, length), generator=generator).to(bench.device)
     batch = PackedBatch.from_tokens(ids.flatten(), [length] * sequences)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.results import Shape
-from benchmarks.timing import Contestant, Machine
+from benchmarks.timing import ROUNDS, Contestant, Machine, Rounds
 from rl_consistency.cli.output_file import write_whole
 from rl_consistency.numerics.settings import numeric_settings
 
@@ -49,7 +49,9 @@ class Work:
         return " ".join([self.op, *(f"{name}={size}" for name, size in self.shape.items())])
 
 
-def tune(works: Iterable[Work], machine: Machine, file: Path | None = None) -> dict[str, Any]:
+def tune(
+    works: Iterable[Work], machine: Machine, file: Path | None = None, rounds: Rounds = ROUNDS
+) -> dict[str, Any]:
     """Measure what the file does not have yet and print a table per work; the file is written after
     each. Returns key -> row; see `measured`."""
     rows: dict[str, Any] = {}
@@ -59,7 +61,7 @@ def tune(works: Iterable[Work], machine: Machine, file: Path | None = None) -> d
         if work.key in rows:
             continue
         with numeric_settings():
-            rows[work.key] = row = measured(work, machine)
+            rows[work.key] = row = measured(work, machine, rounds)
         if file is not None:
             write_whole(file, json.dumps(rows, indent=1) + "\n")
         print(work.key)
@@ -70,7 +72,7 @@ def tune(works: Iterable[Work], machine: Machine, file: Path | None = None) -> d
     return rows
 
 
-def measured(work: Work, machine: Machine) -> dict[str, Any]:
+def measured(work: Work, machine: Machine, rounds: Rounds = ROUNDS) -> dict[str, Any]:
     """Microseconds of every candidate that gives the reference's bytes and of the other ways: op,
     shape, picked, `us` by name, `differing` elements of each other way, `refused` candidates."""
     operands = work.operands()
@@ -95,7 +97,7 @@ def measured(work: Work, machine: Machine) -> dict[str, Any]:
     copies = machine.copies(sum(x.nbytes for x in operands))
     sets = [operands, *(work.operands() for _ in range(copies - 1))]
     us = {
-        name: 1e6 * machine.alone(Contestant([partial(call, *each) for each in sets]))
+        name: 1e6 * machine.alone(Contestant([partial(call, *each) for each in sets]), rounds)
         for name, call in timed.items()
     }
     found = {"us": us, "differing": differing, "refused": refused}

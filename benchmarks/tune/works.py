@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.elementwise import token_ids
-from benchmarks.shapes import ROWS, VOCABULARY, WEIGHTS
+from benchmarks.shapes import FOLDS, ROWS, VOCABULARY, WEIGHTS
 from benchmarks.tune.harness import Op, Work, label
 from rl_consistency.kernels.core.device import has_tma, sm_count
 from rl_consistency.kernels.glu import activation_triton as glu
@@ -34,10 +34,6 @@ from rl_consistency.kernels.token_logprobs.forward_triton import token_statistic
 from rl_consistency.kernels.token_logprobs.op import IGNORED
 
 BF16 = torch.bfloat16
-FOLD_SHAPES = (
-    (4096, 4096, 4096), (8192, 6144, 4096), (16384, 3072, 1024), (16384, 1024, 3072),
-    (16384, 2048, 2048), (16384, 12288, 4096),
-)  # fmt: skip
 NORM_SHAPES = ((8192, 4096), (16384, 4096), (8192, 1024), (16384, 1024), (16384, 2048))
 HEAD_SHAPES = ((16384, 16, 128), (16384, 8, 128))
 ROTARY_SHAPES = ((16384, 16, 8, 128), (8192, 32, 8, 128))
@@ -75,20 +71,28 @@ def _work(
 
 def matmul_works(device: torch.device) -> Iterator[Work]:
     """y = x W^T ("nt") and dx = dy W ("nn") at every shape of the bench."""
-
-    def product(a: Tensor, b: Tensor, layout: str, schedule: Any) -> Tensor:
-        return matmul_fwd(a, b, None, layout, BF16, schedule)
-
-    def library(a: Tensor, b: Tensor, layout: str) -> Tensor:
-        return library_product(a, b, None, layout, BF16)
-
     for m, layout, weight in itertools.product(ROWS, ("nt", "nn"), WEIGHTS):
         n, k = weight if layout == "nt" else weight[::-1]
-        yield _work(
-            "matmul", "layout m n k", (layout, m, n, k), _normals(device, (m, k), weight),
-            matmul_candidates(m), partial(product, layout=layout),
-            matmul.pick(m, n, k, BF16, layout, True), cublaslt=partial(library, layout=layout),
-        )  # fmt: skip
+        yield product_work(device, layout, m, n, k, matmul_candidates(m))
+
+
+def product_work(
+    device: torch.device, layout: str, m: int, n: int, k: int, schedules: Sequence[Any]
+) -> Work:
+    """[m, k] times a weight [n, k] ("nt") or [k, n] ("nn") by these schedules and by cuBLASLt."""
+
+    def product(a: Tensor, b: Tensor, schedule: Any) -> Tensor:
+        return matmul_fwd(a, b, None, layout, BF16, schedule)
+
+    def library(a: Tensor, b: Tensor) -> Tensor:
+        return library_product(a, b, None, layout, BF16)
+
+    made = _normals(device, (m, k), (n, k) if layout == "nt" else (k, n))
+    picked = matmul.pick(m, n, k, BF16, layout, True)
+    return _work(
+        "matmul", "layout m n k", (layout, m, n, k), made, schedules, product, picked,
+        cublaslt=library,
+    )  # fmt: skip
 
 
 def matmul_candidates(m: int) -> list[Any]:
@@ -101,20 +105,26 @@ def matmul_candidates(m: int) -> list[Any]:
 
 def fold_works(device: torch.device) -> Iterator[Work]:
     """dW continued in an fp32 gradient."""
+    schedules = fold_outer.candidates(BF16, tma=has_tma(device))
+    return (fold_work(device, *shape, schedules, {}) for shape in FOLDS)
+
+
+def fold_work(
+    device: torch.device, tokens: int, n: int, k: int, schedules: Sequence[Any],
+    others: Mapping[str, Op],
+) -> Work:  # fmt: skip
+    """dy [tokens, n] and x [tokens, k], folded into a gradient [n, k] by these schedules."""
 
     def fold(dy: Tensor, x: Tensor, gradient: Tensor, schedule: Any) -> Tensor:
         launch_outer(gradient, dy, x, False, schedule)
         return gradient
 
-    def operands(tokens: int, n: int, k: int) -> tuple[Tensor, ...]:
+    def operands() -> tuple[Tensor, ...]:
         return normal(device, tokens, n), normal(device, tokens, k), normal(device, n, k).float()
 
-    tma = has_tma(device)
-    schedules = fold_outer.candidates(BF16, tma=tma)
-    for shape in FOLD_SHAPES:
-        picked = fold_outer.pick(*shape, BF16, tma=tma, processors=sm_count(device))
-        made = partial(operands, *shape)
-        yield _work("fold", "tokens n k", shape, made, schedules, fold, picked)
+    shape, tma = (tokens, n, k), has_tma(device)
+    picked = fold_outer.pick(*shape, BF16, tma=tma, processors=sm_count(device))
+    return _work("fold", "tokens n k", shape, operands, schedules, fold, picked, **others)
 
 
 def norm_works(device: torch.device) -> Iterator[Work]:

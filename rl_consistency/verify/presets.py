@@ -60,6 +60,24 @@ def _qwen3(*sizes: int, tied: bool) -> dict[str, Any]:
     return _sized("qwen3", 151_936, *sizes, *other, tie_word_embeddings=tied, **_QWEN3)
 
 
+def _qwen2(*sizes: int) -> dict[str, Any]:
+    return _sized("qwen2", 151_936, *sizes, 151_643, 151_643, tie_word_embeddings=True, **_QWEN3)
+
+
+def _llama32(*sizes: int) -> dict[str, Any]:
+    other = (131_072, 128_000, 128_001)
+    options = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_parameters": _LLAMA32_ROPE}
+    return _sized("llama", 128_256, *sizes, *other, **options)
+
+
+_LLAMA32_ROPE = _rope(
+    500_000.0,
+    "llama3",
+    factor=32.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
 _LLAMA3_8B = (128_256, 4096, 14_336, 32, 32, 8, 128, 8192, 128_000, 128_001)
 
 REAL_PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -67,6 +85,10 @@ REAL_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
     "llama3-8b": _sized("llama", *_LLAMA3_8B, tie_word_embeddings=False, **_LLAMA3),
+    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, 64, 32_768),
+    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, 128, 131_072),
+    "llama3.2-1b": _llama32(2048, 8192, 16, 32, 8, 64),
+    "llama3.2-3b": _llama32(3072, 8192, 28, 24, 8, 128),
 }
 """Model of real shape -> its whole published configuration; meant for a GPU."""
 
@@ -98,13 +120,24 @@ def build_preset(
     device: torch.device | str = "cpu",
     num_layers: int | None = None,
 ) -> nn.Module:
-    """A causal LM in evaluation mode, cut to its first layers if a number is given.
+    """A preset as `build_lifelike` makes it, cut to its first layers if a number is given."""
+    config = preset_config(name, num_layers=num_layers)
+    return build_lifelike(config, dtype, seed=seed, device=device)
+
+
+def build_lifelike(
+    config: PreTrainedConfig,
+    dtype: torch.dtype = torch.float32,
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """A causal LM of a configuration, in evaluation mode, with random weights.
 
     The weights are fp32 values rounded once, drawn on the device the model will live on; they
     differ between kinds of devices. The process-wide random state is left as it was. A dtype
     without a canonical order is a TypeError.
     """
-    config = preset_config(name, num_layers=num_layers)
     if dtype not in DTYPES:
         raise TypeError(f"no canonical order for {dtype}; allowed: {', '.join(map(str, DTYPES))}.")
     device = torch.device(device)

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks.results import load
+from benchmarks.random_shapes import draw_folds
+from benchmarks.results import Results, load
 from benchmarks.suite import Case
-from benchmarks.timing import Ceilings
+from benchmarks.timing import QUICK, Ceilings
+from benchmarks.tune.works import OPS
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
@@ -26,9 +28,19 @@ def test_a_missing_gpu_is_one_line_and_status_2(capsys, what):
     [
         ("ops --only matmul_forward,nothing", "--only nothing: `ops` has matmul_forward, "),
         ("train --only matmul_forward", "`train` has training_step"),
+        ("ops --random-shapes 3 --only matmul_forward", "`ops` has matmul_random, "),
+        ("train --random-shapes 3 --model llama3.2-1b", "give it or --model"),
+        ("train --model llama3.2-1b,gpt2", "no model 'gpt2'"),
         ("ops --json /absent/x.json", "not a file in an existing directory"),
         ("tune nothing", "the ops are matmul, fold"),
         ("tune fold --write", "--write goes with `tune matmul`"),
+        ("tune --random-shapes 3", "--random-shapes goes with `tune matmul | fold`"),
+        ("tune rotary --random-shapes 3", "--random-shapes goes with `tune matmul | fold`"),
+        ("tune matmul --random-shapes 3 --write", "and without --write"),
+        ("tune matmul --random-shapes 3 --count 0", "are at least 1"),
+        ("tune matmul --random-shapes 3 --compile-workers 0", "are at least 1"),
+        ("tune matmul --compile-workers 4", "--compile-workers go with --random-shapes"),
+        ("tune matmul --count 4", "--count and --compile-workers go with --random-shapes"),
     ],
 )
 def test_bad_input_is_one_message_and_status_2(capsys, arguments, message):
@@ -61,3 +73,55 @@ def test_a_run_saves_and_ends_with_a_line_of_json(monkeypatch, tmp_path, capsys)
     file.write_text("{")
     assert command.main(options) == 2
     assert f"{file} is no results file" in capsys.readouterr().err
+
+
+def test_random_shapes_and_named_models_are_measured_instead(monkeypatch):
+    asked = []
+
+    def measure(suites, machine, results, meta, file):
+        asked.append({name: [case.shape for case in cases] for name, cases in suites.items()})
+        return Results()
+
+    monkeypatch.setattr(command, "_machine", lambda: SimpleNamespace(device=torch.device("cpu")))
+    monkeypatch.setattr(command, "measure", measure)
+    assert command.main(["ops", "--random-shapes", "5", "--only", "gradient_fold_random"]) == 0
+    assert asked.pop() == {"gradient_fold_random": [{"seed": 5} | x for x in draw_folds(5, 24)]}
+    assert command.main(["rollout", "--random-shapes", "0"]) == 0
+    assert list(asked.pop()) == ["rollout_decode_random"]
+    assert command.main(["train", "--model", "llama3.2-1b,qwen2.5-1.5b"]) == 0
+    (shapes,) = asked.pop().values()
+    assert [shape["model"] for shape in shapes] == ["llama3.2-1b", "qwen2.5-1.5b"]
+
+
+def test_random_shapes_are_compiled_first_and_timed_for_a_short_time(monkeypatch, tmp_path):
+    machine, calls = SimpleNamespace(device=torch.device("cpu")), []
+    monkeypatch.setattr(command, "_machine", lambda: machine)
+    monkeypatch.setattr(command, "compile_schedules", lambda *given: calls.append(given))
+
+    def tune(works, machine, file, rounds):
+        calls.append(([work.shape for work in works], file, rounds))
+        return {"a": {"refused": []}, "b": {"refused": refused}}
+
+    monkeypatch.setattr(command, "tune", tune)
+    file, refused = tmp_path / "tune.json", []
+    options = ["tune", "fold", "--random-shapes", "5", "--count", "3", "--json", str(file)]
+    assert command.main([*options, "--compile-workers", "2"]) == 0
+    assert calls == [("fold", 2), (draw_folds(5, 3), file, QUICK)]
+    refused = ["a schedule of other bytes"]
+    assert command.main(options) == 1
+
+
+def test_random_shapes_of_the_same_file_are_not_written_into_the_table(monkeypatch, tmp_path):
+    written = []
+
+    def tune(works, machine, file, rounds):
+        drawn = [SimpleNamespace(key="matmul drawn")]
+        return {work.key: {"refused": []} for work in [*works, *drawn]}
+
+    monkeypatch.setattr(command, "_machine", lambda: SimpleNamespace(device=torch.device("cpu")))
+    monkeypatch.setattr(command, "tune", tune)
+    monkeypatch.setattr(command, "write_table", lambda rows, where: written.extend(rows))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Test GPU")
+    assert command.main(["tune", "matmul", "--write"]) == 0
+    assert len(written) == len(list(OPS["matmul"](torch.device("cpu"))))
+    assert "matmul drawn" not in written

@@ -11,15 +11,24 @@ from benchmarks.ops.attention import attention_backward, attention_decode, atten
 from benchmarks.ops.elementwise import elementwise_cases
 from benchmarks.ops.logprobs import logprobs_and_gradients
 from benchmarks.ops.matmul import gradient_fold, product
-from benchmarks.ops.suites import accuracy_cases, op_suites
+from benchmarks.ops.suites import accuracy_cases, op_suites, random_op_suites
 from benchmarks.results import BARS
-from benchmarks.rollout.suites import rollout_suites
-from benchmarks.suite import cases
+from benchmarks.rollout.suites import random_rollout_suites, rollout_suites
+from benchmarks.shapes import BANDS
+from benchmarks.suite import cases, of_seed
 from benchmarks.timing import Ceilings, _fields
-from benchmarks.train.step import training_step, training_suites
+from benchmarks.train.step import (
+    named_training_suites,
+    random_training_suites,
+    training_step,
+    training_suites,
+)
 from benchmarks.trl.grpo import trl_suites
+from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
+from rl_consistency.verify.checks.op_setup import TINY_SHAPES
 
 SIZES = [{"m": m, "n": n, "k": k} for m in (1, 17, 300) for n, k in ((48, 32), (32, 96))]
+FOLD = {"tokens": 32, "n": 48, "k": 32}
 TOLERANCE = {"attention": 0.02, "training": 0.01, "token_logprobs": 0.01}
 
 
@@ -63,13 +72,28 @@ def prefill(length):
 CASES = [
     *cases("matmul forward", partial(product, "nt"), SIZES),
     *cases("matmul dX", partial(product, "nn"), SIZES),
-    *cases("dW fold", gradient_fold, [{"tokens": 32, "n": 48, "k": 32}]),
+    *cases("dW fold", gradient_fold, [FOLD]),
     *cases("attention forward", attention_forward, [prefill(32), prefill(64)]),
     *cases("attention backward", attention_backward, [prefill(32)]),
     *cases(
         "attention decode",
         attention_decode,
         [{"batch": batch, "context": 32, "heads": "4/2"} for batch in (1, 2)],
+    ),
+    *cases(
+        "attention forward",
+        attention_forward,
+        [{"length": 24, "batch": 2, "heads": "6/2", "head_dim": 80}],
+    ),
+    *cases(
+        "attention backward",
+        attention_backward,
+        [{"length": 24, "batch": 2, "heads": "3/1", "head_dim": 48}],
+    ),
+    *cases(
+        "attention decode",
+        attention_decode,
+        [{"batch": 2, "context": 21, "heads": "3/1", "head_dim": 80}],
     ),
     *elementwise_cases(((32, 256),), vocabulary=40),
     *cases(
@@ -80,7 +104,10 @@ CASES = [
     *cases(
         "training step",
         training_step,
-        [{"model": "tiny-qwen3", "sequences": 2, "length": 32}],
+        [
+            {"model": model, "sequences": 2, "length": 32}
+            for model in ("tiny-qwen3", "llama-2x64-4/2x16-96-331", "qwen2-2x80-5/1x16-96-331-tied")
+        ],
     ),
 ]
 
@@ -131,15 +158,56 @@ def test_a_wrong_contestant_would_be_noticed():
 
 
 def test_accuracy_rows_hold_the_error_ratio():
-    fields = accuracy_cases("tiny-qwen3")[0].run(Machine())
+    fields = accuracy_cases(TINY_SHAPES)[0].run(Machine())
     assert 0 < fields["error_ratio"] < 1.1 and "gradient_norm" in fields["figures"]
 
 
 def test_every_bar_names_suites_that_exist_and_no_case_is_there_twice():
     suites = {**op_suites(), **training_suites(), **rollout_suites(), **distributed_suites()}
-    suites |= trl_suites()
+    suites |= trl_suites() | random_op_suites(3) | random_training_suites(3)
+    suites |= random_rollout_suites(3) | named_training_suites(["llama3.2-1b"])
     assert {name for bar in BARS.values() for name in bar.suites} == suites.keys()
     for cases_of in suites.values():
         assert cases_of
         shapes = [(case.work, case.dtype, *case.shape.items()) for case in cases_of]
         assert len(set(shapes)) == len(shapes)
+
+
+def test_suites_of_random_shapes_name_their_seed_and_depend_on_it():
+    for suites_of in (random_op_suites, random_training_suites, random_rollout_suites):
+        suites, others = suites_of(5), suites_of(6)
+        assert suites.keys() == others.keys()
+        for name, found in suites.items():
+            assert name.endswith("_random")
+            assert all(case.shape["seed"] == 5 for case in found)
+            assert [c.shape | {"seed": 0} for c in found] != [
+                c.shape | {"seed": 0} for c in others[name]
+            ], name
+    products = random_op_suites(5)["matmul_random"]
+    for low, high in BANDS:
+        assert sum(low <= case.shape["m"] <= high for case in products) == 12
+    assert {case.work for case in products} == {"matmul forward", "matmul dX"}
+
+
+def test_a_case_of_random_shapes_runs_without_its_seed():
+    suites = of_seed(5, {"gradient_fold": cases("dW fold", gradient_fold, [FOLD])})
+    (case,) = suites["gradient_fold_random"]
+    assert case.shape == {"seed": 5} | FOLD
+    assert case.run(Machine())["ours_us"] > 0
+
+
+def test_random_products_run_in_graphs_certified_to_the_row_and_large_ones_of_a_table_do_not():
+    for rows, graph_rows, clock in ((300, 256, "events"), (300, 16384, "graph")):
+        machine = Machine()
+        product("nt", machine, rows, 48, 32, graph_rows=graph_rows)
+        assert machine.race.clock == clock
+        certified = machine.race.ours.context is certified_to_the_row
+        assert certified == (clock == "graph")
+        assert len(machine.race.ours.calls) == (2 if clock == "graph" else 1)
+
+
+def test_named_models_are_refused_before_anything_is_measured():
+    (case,) = named_training_suites(["qwen2.5-0.5b"])["training_step_named"]
+    assert case.shape == {"model": "qwen2.5-0.5b", "sequences": 16, "length": 1024}
+    with pytest.raises(ValueError, match="no model 'qwen'"):
+        named_training_suites(["qwen2.5-0.5b", "qwen"])

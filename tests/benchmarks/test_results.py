@@ -41,6 +41,28 @@ def test_geometric_mean_and_lowest_run_over_forward_and_dx_together():
     assert bar("matmul_lowest", [row(ratio=0.93), row("matmul_dx", ratio=3.0)])["met"]
 
 
+def test_random_products_are_judged_by_bands_of_their_rows():
+    def product(m, ratio):
+        return row("matmul_random", ratio, shape={"seed": 1, "m": m, "n": 8, "k": 8})
+
+    rows = [product(1, 2.0), product(16, 0.9), product(17, 0.84), product(128, 1.1)]
+    assert bar("matmul_random_1_geomean", rows)["figure"] == pytest.approx(1.8**0.5)
+    assert bar("matmul_random_1_lowest", rows)["met"]
+    slow = bar("matmul_random_17_lowest", rows)
+    assert (slow["figure"], slow["met"]) == (0.84, False)
+    assert not bar("matmul_random_17_geomean", rows)["met"]
+    assert bar("matmul_random_129_geomean", rows)["figure"] is None
+    assert not bar("matmul_random_1025_lowest", rows)["met"]
+
+
+def test_random_shapes_and_the_models_have_bars_of_their_own():
+    rows = [row("training_step", 1.2), row("training_step_random", 1.1, peers={"liger": 10.5})]
+    assert bar("training_step_stock", rows)["met"]
+    assert bar("training_step_random_stock", rows)["figure"] == 1.1
+    assert bar("training_step_random_liger", rows)["figure"] == pytest.approx(1.05)
+    assert bar("training_step_named_stock", rows)["figure"] is None
+
+
 def test_one_slow_row_misses_an_attention_bar():
     rows = [row("attention_backward", r) for r in (1.4, 0.79)]
     assert bar("attention_backward", rows)["met"] is False

@@ -77,6 +77,25 @@ def test_tables_are_made_of_rows():
     )
 
 
+def test_suites_of_random_shapes_have_a_line_each_with_their_slowest_case():
+    title = "Shapes drawn by a seed"
+    assert title not in document(results())
+    rows = [
+        Row(
+            suite="matmul_random",
+            work="matmul dX",
+            shape={"seed": 3, "m": m, "n": 8, "k": 4},
+            dtype="bfloat16",
+            ratio=ratio,
+        )
+        for m, ratio in ((1, 2.0), (96, 0.5), (700, None))
+    ]
+    record = {"complete": True, "kernels_sha256": "0" * 64}
+    text = document(results().merged("matmul_random", rows, META, record))
+    assert title in text
+    assert "| matmul | 2 | 1.00 | 0.50 | matmul dX: seed 3, m 96, n 8, k 4 |" in text
+
+
 def test_a_missed_and_an_incomplete_bar_are_shown_as_such():
     line = "| training step against Hugging Face with SDPA, lowest |"
     assert f"{line} 1.28 | &gt;= 1.15 | yes |" in readme_table(results())

@@ -59,11 +59,13 @@ def test_presets_have_what_their_family_adds():
 def test_a_model_of_real_shape_has_the_published_configuration(name):
     config = preset_config(name)
     check_config(config)
-    assert config.head_dim == 128
+    assert config.head_dim == (64 if name in ("qwen2.5-0.5b", "llama3.2-1b") else 128)
     assert config.num_attention_heads % config.num_key_value_heads == 0
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     billions = {"qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-8b": 8.2, "llama3-8b": 8.0}
+    billions |= {"qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54}
+    billions |= {"llama3.2-1b": 1.24, "llama3.2-3b": 3.21}
     count = sum(p.numel() for p in model.parameters()) / 1e9
     assert count == pytest.approx(billions[name], abs=0.05)
 

@@ -1,0 +1,107 @@
+"""Works of `tune` at shapes drawn by a seed, and a compilation of their schedules beforehand.
+
+These are the data from which a model of the schedules' cost is made, so each shape times every
+schedule of the op that is not out of the question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from benchmarks.random_shapes import draw_folds, draw_products
+from benchmarks.tune.harness import Work
+from benchmarks.tune.works import BF16, fold_work, product_work
+from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.gradient_fold import schedules as fold_outer
+from rl_consistency.kernels.matmul import schedules as matmul
+
+COMPILED_ROWS, COMPILED_WIDTH = 64, 512
+"""The operands for which schedules are compiled. Triton compiles one version for all widths that
+are multiples of 16, and for all numbers of rows."""
+
+
+def random_products(device: torch.device, seed: int, count: int) -> Iterator[Work]:
+    """`count` products."""
+    for shape in draw_products(seed, count):
+        picked = matmul.pick(**shape, dtype=BF16, tma=True)
+        schedules = dict.fromkeys([*fitting_schedules(shape["m"]), picked])
+        yield product_work(device, **shape, schedules=list(schedules))
+
+
+def fitting_schedules(m: int) -> list[Any]:
+    """Schedules by descriptor whose tile is neither mostly empty nor tiny for m rows.
+
+    A tile is at most four times as high as the rows, 32 always being allowed, and has 4 elements
+    for each of up to 1,024 rows.
+    """
+    return [
+        s
+        for s in matmul.CANDIDATES
+        if s.kind == "tma"
+        and s.block_m <= max(32, 4 * m)
+        and s.block_m * s.block_n >= 4 * min(m, 1024)
+    ]
+
+
+def random_folds(device: torch.device, seed: int, count: int) -> Iterator[Work]:
+    """`count` gradient folds; beside them the vendor's product, added to the gradient."""
+    schedules = fold_schedules(device)
+    for shape in draw_folds(seed, count):
+        others = {"cublas fp32 + add": multiply_and_add}
+        yield fold_work(device, **shape, schedules=schedules, others=others)
+
+
+def fold_schedules(device: torch.device) -> list[Any]:
+    """Schedules by descriptor where the device has them; by pointers elsewhere."""
+    tma = has_tma(device)
+    found = fold_outer.candidates(BF16, tma=tma)
+    return [s for s in found if s.kind == ("tma" if tma else "pointer")]
+
+
+def multiply_and_add(dy: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
+    """The vendor's dW in fp32, added to the gradient in place."""
+    return gradient.add_(torch.mm(dy.t(), x, out_dtype=torch.float32))
+
+
+RANDOM_OPS: dict[str, Callable[[torch.device, int, int], Iterator[Work]]] = {
+    "matmul": random_products,
+    "fold": random_folds,
+}
+"""Device, seed and count -> works."""
+
+
+def compile_schedules(op: str, workers: int) -> None:
+    """Compile the schedules of an op of `RANDOM_OPS` into Triton's cache on disk, in as many
+    processes. Raises what a process raised, BrokenProcessPool where one died."""
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        shares = [pool.submit(compile_share, op, i, workers) for i in range(workers)]
+        for share in shares:
+            share.result()
+
+
+def compile_share(op: str, worker: int, workers: int) -> None:
+    """Run every `workers`-th schedule of an op once, from number `worker` on."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    works = _compiled_works(op, device)
+    calls = [(work, call) for work in works for call in work.candidates.values()]
+    for work, call in calls[worker::workers]:
+        with suppress(OutOfResources):  # `measured` names it
+            call(*work.operands())
+    torch.cuda.synchronize()
+
+
+def _compiled_works(op: str, device: torch.device) -> list[Work]:
+    """Small works that hold every schedule of an op."""
+    rows, width = COMPILED_ROWS, COMPILED_WIDTH
+    if op == "fold":
+        return [fold_work(device, rows, width, width, fold_schedules(device), {})]
+    tiled = [s for s in matmul.CANDIDATES if s.kind == "tma"]
+    return [product_work(device, layout, rows, width, width, tiled) for layout in ("nt", "nn")]
