@@ -18,11 +18,13 @@ def nothing():
 class Grids:
     """What a kernel was compiled to: notes the grids it is launched with."""
 
+    function = packed_metadata = None
+
     def __init__(self, launched):
         self.launched = launched
 
-    def __getitem__(self, grid):
-        return lambda: self.launched.append(grid)
+    def run(self, x, y, z, *_):
+        self.launched.append((x, y, z))
 
 
 @pytest.fixture
@@ -37,7 +39,8 @@ def kernel(monkeypatch):
     monkeypatch.setattr(module, "_threads", 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
+        monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
     monkeypatch.setattr(JITFunction, "run", run)
     return JITFunction(nothing)[(1,)], runs
 
@@ -56,8 +59,8 @@ def test_what_is_remembered_is_not_launched_while_it_compiles(kernel):
     launch = remembered(JITFunction(nothing))
     launched = []
     launch.kernel.arg_names = ()
-    launch._compiled[_key((), [], {})] = (Grids(launched), ())
-    compile_ahead([launch[(1,)]])
+    launch._compiled[_key(0, (), [], {})] = (Grids(launched), ())
+    compile_ahead([lambda: launch[(1,)]()])
     assert [warmup for warmup, _ in runs] == [True] and not launched
     launch[(1,)]()
     assert launched == [(1, 1, 1)]

@@ -109,8 +109,10 @@ class Strategy(ABC):
         return whole
 
     def backward(self, loss: Tensor) -> None:
-        """The backward pass of a loss."""
-        loss.backward()
+        """The backward pass of a loss, in this thread: with one of autograd's own, Python functions
+        would run on two cores in turn."""
+        with torch.autograd.set_multithreading_enabled(False):
+            loss.backward()
 
     def close(self) -> None:
         """Take off the policy what this has put on it."""

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from triton import knobs
 
 from rl_consistency.kernels.core import remembered_launch
 from rl_consistency.kernels.core.remembered_launch import remembered
@@ -13,11 +14,18 @@ from rl_consistency.kernels.core.tile_descriptor import gluon_descriptor, tile_d
 class Compiled:
     """What Triton returns of a launch, and takes all arguments in the order of the signature."""
 
-    def __init__(self, launches, grid):
-        self.launches = launches
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, launches, hooked):
+        self.launches, self.hooked = launches, hooked
+
+    def run(self, x, y, z, stream, function, metadata, launch, enter, leave, *arguments):
+        assert (stream, function, metadata) == ("stream", "function", "metadata")
+        assert launch is enter is leave is None
+        self.launches.append(((x, y, z), arguments))
 
     def __getitem__(self, grid):
-        return lambda *arguments: self.launches.append((grid, arguments))
+        return lambda *arguments: self.hooked.append((grid, arguments))
 
 
 class Kernel:
@@ -27,12 +35,12 @@ class Kernel:
 
     def __init__(self, by_type=False):
         self.params = [SimpleNamespace(do_not_specialize=by_type) for _ in self.arg_names]
-        self.specialised, self.launches = [], []
+        self.specialised, self.launches, self.hooked = [], [], []
 
     def __getitem__(self, grid):
         def launch(*arguments, **constants):
             self.specialised.append((grid, arguments, constants))
-            return Compiled(self.launches, grid)
+            return Compiled(self.launches, self.hooked)
 
         return launch
 
@@ -41,6 +49,9 @@ class Kernel:
 def kernel(monkeypatch):
     monkeypatch.setattr(remembered_launch, "JITFunction", Kernel)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False
+    )
     return Kernel()
 
 
@@ -110,6 +121,15 @@ def test_a_descriptor_counts_by_dtype_box_and_layout(kernel):
     assert launched(matrix(96, 64), (16, 16), "two") == 5
 
 
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profilers_hooks_are_called(kernel, monkeypatch, hook):
+    launch = remembered(kernel)
+    launch[(7,)](tensor(), None, 5, BLOCK=32)
+    monkeypatch.setattr(knobs.runtime, hook, lambda metadata: None)
+    launch[(7,)](tensor(), None, 5, BLOCK=32)
+    assert len(kernel.hooked) == 1 and not kernel.launches
+
+
 def test_another_device_is_specialised_anew(kernel, monkeypatch):
     launch = remembered(kernel)
     for device in (0, 1):
@@ -119,7 +139,7 @@ def test_another_device_is_specialised_anew(kernel, monkeypatch):
 
 
 def test_a_key_that_looks_at_sizes_alone_fails_the_same_check(kernel, monkeypatch):
-    monkeypatch.setattr(remembered_launch, "_key", lambda arguments, *_: arguments[2:])
+    monkeypatch.setattr(remembered_launch, "_key", lambda device, arguments, *_: arguments[2:])
     launch = remembered(kernel)
     launch[(7,)](tensor(), None, 5, BLOCK=32)
     launch[(7,)](tensor(16), None, 5, BLOCK=32)
