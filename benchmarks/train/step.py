@@ -86,8 +86,9 @@ def training_step(bench: Machine, model: str, sequences: int, length: int) -> di
 
 
 def _backward(loss_of: Callable[[nn.Module], Tensor], model: nn.Module) -> Tensor:
-    """Forward and backward of a mean loss, gradients dropped."""
+    """Forward and backward of a mean loss, gradients dropped; autograd stays in this thread."""
     loss = loss_of(model)
-    loss.backward()
+    with torch.autograd.set_multithreading_enabled(False):
+        loss.backward()
     model.zero_grad(set_to_none=True)
     return loss.detach()

@@ -14,7 +14,7 @@ from rl_consistency.integrations.engine_generation import EngineGeneration
 from rl_consistency.integrations.gradient_checks import GradientChecks
 from rl_consistency.integrations.label_answer import LabelAnswer, Observer
 from rl_consistency.integrations.master_weights import with_masters
-from rl_consistency.integrations.one_thread import OneThread
+from rl_consistency.integrations.one_thread import in_one_thread
 from rl_consistency.integrations.refusals import (
     Kind,
     SameModel,
@@ -174,9 +174,8 @@ def attach(
     try:
         attachment._call_back(trainer, SameModel(trainer, trainer.model))
         if not measure_only:
-            one_thread = OneThread()
-            attachment._call_back(trainer, one_thread)
-            attachment._undo.callback(one_thread.put_back)
+            backward = in_one_thread(trainer.accelerator.backward)
+            attachment._set(trainer.accelerator, "backward", backward)
         if measure_only:
             _watch_stock(attachment, trainer)
         elif generates:

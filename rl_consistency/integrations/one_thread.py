@@ -7,27 +7,19 @@ order of the nodes, and so every bit, is the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 
-class OneThread(TrainerCallback):
-    """Keeps autograd in one thread while the trainer trains."""
+def in_one_thread(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`Accelerator.backward`, during which autograd has no other threads."""
 
-    def __init__(self) -> None:
-        self._set: torch.autograd.set_multithreading_enabled | None = None
+    @wraps(backward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return backward(*args, **kwargs)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.put_back()
-        self._set = torch.autograd.set_multithreading_enabled(False)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.put_back()
-
-    def put_back(self) -> None:
-        """Give autograd the threads that it had; idempotent."""
-        held, self._set = self._set, None
-        if held is not None:
-            held.__exit__(None, None, None)
+    return call

@@ -1,9 +1,12 @@
-"""An attached trainer's backward passes run in its own thread, and autograd's threads come back."""
+"""Backward passes of an attached trainer run in its own thread; autograd's threads come back."""
 
 import pytest
+
+pytest.importorskip("trl", reason="trl is an optional extra")
+
 import torch
 
-from rl_consistency.integrations.one_thread import OneThread
+from rl_consistency.integrations.one_thread import in_one_thread
 from tests.integrations.trainers import grpo, plain
 
 
@@ -11,40 +14,29 @@ def enabled():
     return torch._C._is_multithreading_enabled()
 
 
-def test_a_trainer_trains_in_one_thread_and_gives_autograd_its_own_back():
-    callback = OneThread()
-    assert enabled()
-    for _ in range(2):
-        callback.on_train_begin(None, None, None)
-        assert not enabled()
-        callback.on_train_end(None, None, None)
-        assert enabled()
-
-
-def test_what_was_off_before_stays_off():
-    callback = OneThread()
-    with torch.autograd.set_multithreading_enabled(False):
-        callback.on_train_begin(None, None, None)
-        callback.on_train_end(None, None, None)
-        assert not enabled()
+def test_a_backward_pass_has_one_thread_and_gives_autograd_its_own_back():
+    backward = in_one_thread(lambda loss, *, retain: (enabled(), loss, retain))
+    assert backward(1.0, retain=True) == (False, 1.0, True)
     assert enabled()
 
 
-def test_a_run_that_breaks_off_gives_them_back_when_it_is_detached(directory, tmp_path, attach):
-    seen, trainer = [], plain(directory, tmp_path)
-    attachment = attach(trainer)
-
-    def breaks_off(gradient):
-        seen.append(enabled())
-        return 1 / 0
-
-    hook = trainer.model.lm_head.weight.register_hook(breaks_off)
+def test_a_backward_pass_that_breaks_off_gives_them_back():
     with pytest.raises(ZeroDivisionError):
-        trainer.train()
-    hook.remove()
-    assert seen == [False] and not enabled()
-    attachment.detach()
+        in_one_thread(lambda: 1 / 0)()
     assert enabled()
+
+
+@pytest.mark.parametrize("trainer_of", [plain, grpo])
+def test_an_attached_trainer_goes_backward_in_one_thread(trainer_of, directory, tmp_path, attach):
+    seen, trainer = [], trainer_of(directory, tmp_path, max_steps=1)
+    found = vars(trainer.accelerator).get("backward")
+    attachment = attach(trainer)
+    weight = trainer.model.lm_head.weight
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append(enabled()))
+    trainer.train()
+    attachment.detach()
+    assert seen and not any(seen) and enabled()
+    assert vars(trainer.accelerator).get("backward") is found
 
 
 def test_measuring_alone_leaves_autograds_threads(directory, tmp_path, attach):
