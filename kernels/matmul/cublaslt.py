@@ -68,7 +68,9 @@ def product(
     """The library's product, or None if it is not faster or not certified."""
     m, k = a.shape
     n = b.shape[0 if layout == "nt" else 1]
-    if not prefers_library(m, n, k, a.dtype, layout) or not settings_in_force():
+    if not prefers_library(m, n, k, a.dtype, layout, out_dtype, a.device):
+        return None
+    if not settings_in_force():
         return None
     if out_dtype not in (a.dtype, torch.float32) or not (_as_certified(a) and _as_certified(b)):
         return None
@@ -93,7 +95,9 @@ def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
     Returns whether it did; False leaves `out` as it is.
     """
     (tokens, n), k = dy.shape, x.shape[1]
-    if not prefers_library(tokens, n, k, dy.dtype, "tn") or not settings_in_force():
+    if not prefers_library(tokens, n, k, dy.dtype, "tn", torch.float32, dy.device):
+        return False
+    if not settings_in_force():
         return False
     if tokens % 16 or not all(_as_certified(matrix) for matrix in (dy, x, out)):
         return False
