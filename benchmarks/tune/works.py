@@ -12,17 +12,11 @@ from torch import Tensor
 
 from benchmarks.ops.elementwise import token_ids
 from benchmarks.shapes import ROWS, VOCABULARY, WEIGHTS
-from benchmarks.tune.harness import Op, Work, label
-from rl_consistency.kernels.core.device import has_tma, sm_count
+from rl_consistency.kernels.core.tuned_schedules import schedule_name
 from rl_consistency.kernels.glu import activation_triton as glu
 from rl_consistency.kernels.gradient_fold import rows_triton as fold_rows
-from rl_consistency.kernels.gradient_fold import schedules as fold_outer
 from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums
-from rl_consistency.kernels.gradient_fold.outer_triton import launch_outer
-from rl_consistency.kernels.matmul import schedules as matmul
-from rl_consistency.kernels.matmul.cublaslt import library_product
 from rl_consistency.kernels.matmul.op import matmul_nt
-from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.rms_norm import schedules as rms_norm
 from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
@@ -32,6 +26,8 @@ from rl_consistency.kernels.token_logprobs import backward_triton as logprobs_ba
 from rl_consistency.kernels.token_logprobs import schedules as logprobs
 from rl_consistency.kernels.token_logprobs.forward_triton import token_statistics
 from rl_consistency.kernels.token_logprobs.op import IGNORED
+from rl_consistency.tuning.products import fold, product
+from rl_consistency.tuning.work import Op, Work
 
 BF16 = torch.bfloat16
 FOLD_SHAPES = (
@@ -67,54 +63,23 @@ def _work(
         op=op,
         shape=dict(zip(sizes.split(), shape, strict=True)),
         operands=operands,
-        candidates={label(s): partial(call, schedule=s) for s in schedules},
-        picked=label(picked),
+        candidates={schedule_name(s): partial(call, schedule=s) for s in schedules},
+        picked=schedule_name(picked),
         others=others,
     )
 
 
 def matmul_works(device: torch.device) -> Iterator[Work]:
     """y = x W^T ("nt") and dx = dy W ("nn") at every shape of the bench."""
-
-    def product(a: Tensor, b: Tensor, layout: str, schedule: Any) -> Tensor:
-        return matmul_fwd(a, b, None, layout, BF16, schedule)
-
-    def library(a: Tensor, b: Tensor, layout: str) -> Tensor:
-        return library_product(a, b, None, layout, BF16)
-
     for m, layout, weight in itertools.product(ROWS, ("nt", "nn"), WEIGHTS):
         n, k = weight if layout == "nt" else weight[::-1]
-        yield _work(
-            "matmul", "layout m n k", (layout, m, n, k), _normals(device, (m, k), weight),
-            matmul_candidates(m), partial(product, layout=layout),
-            matmul.pick(m, n, k, BF16, layout, True), cublaslt=partial(library, layout=layout),
-        )  # fmt: skip
-
-
-def matmul_candidates(m: int) -> list[Any]:
-    """Schedules worth timing for a number of rows."""
-    tiled = [s for s in matmul.CANDIDATES if s.kind == "tma"]
-    if m <= 64:
-        return [s for s in tiled if s.block_m <= max(16, m)]
-    return [s for s in tiled if s.block_m >= 128 or (s.block_m == 64 and m <= 1024)]
+        yield product(device, layout, m, n, k, BF16, BF16)
 
 
 def fold_works(device: torch.device) -> Iterator[Work]:
-    """dW continued in an fp32 gradient."""
-
-    def fold(dy: Tensor, x: Tensor, gradient: Tensor, schedule: Any) -> Tensor:
-        launch_outer(gradient, dy, x, False, schedule)
-        return gradient
-
-    def operands(tokens: int, n: int, k: int) -> tuple[Tensor, ...]:
-        return normal(device, tokens, n), normal(device, tokens, k), normal(device, n, k).float()
-
-    tma = has_tma(device)
-    schedules = fold_outer.candidates(BF16, tma=tma)
+    """dW from zero."""
     for shape in FOLD_SHAPES:
-        picked = fold_outer.pick(*shape, BF16, tma=tma, processors=sm_count(device))
-        made = partial(operands, *shape)
-        yield _work("fold", "tokens n k", shape, made, schedules, fold, picked)
+        yield fold(device, *shape, BF16)
 
 
 def norm_works(device: torch.device) -> Iterator[Work]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rl_consistency.kernels.core.tuned_schedules import struck_schedules
 from rl_consistency.kernels.matmul.certificates import Certificates, Key
 
 AUDIT_EVERY = 257
@@ -39,7 +40,10 @@ class AuditReport:
     found: int
     """Of `differing`, those found since the last report."""
     struck: list[str]
-    """Names of the products that lost their certificate, in order of withdrawal."""
+    """Names of the products that lost their certificate, and of winners of `tune` whose bytes
+    differed, in order of withdrawal."""
+    struck_schedules: list[str] = field(default_factory=list)
+    """`work: schedule` of each candidate whose bytes differed when `tune` compared it."""
 
 
 @dataclass
@@ -74,8 +78,18 @@ def schedule_audit() -> AuditReport:
     _counts.pending.clear()
     _counts.differing += found
     return AuditReport(
-        _counts.calls, _counts.audited, _counts.differing, found, list(_counts.struck)
+        _counts.calls,
+        _counts.audited,
+        _counts.differing,
+        found,
+        list(_counts.struck),
+        struck_schedules(),
     )
+
+
+def withdraw(name: str) -> None:
+    """Count a winner that was in use and whose bytes differ as withdrawn."""
+    _counts.struck.append(name)
 
 
 def generation() -> int:
