@@ -112,18 +112,7 @@ def measured(work: Work, bench: Bench, store: TunedSchedules, *, again: bool = F
         if name == work.default or name not in struck
     }
     if known is not None and known[0] in usable:
-        kept, choice = store.winner(work.entry), store.winner(work.library_entry)
-        assert kept is not None
-        by_library = choice is not None and choice.schedule == LIBRARY
-        return Outcome(
-            work=work,
-            default=LIBRARY if work.library_picked else work.default,
-            default_us=choice.default_us if choice is not None else kept.default_us,
-            winner=LIBRARY if by_library else kept.schedule,
-            winner_us=choice.us if choice is not None else kept.us,
-            struck=struck,
-            known=True,
-        )
+        return _of_the_store(work, store, struck)
     if known is not None:  # it has been struck just now
         return measured(work, bench, store, again=True)
     return _timed(work, bench, store, operands, usable, struck, found.unable, found.differing)
@@ -167,6 +156,24 @@ def _timed(
         struck=struck,
         unable=unable,
         scatter=scatter,
+    )
+
+
+def _of_the_store(work: Work, store: TunedSchedules, struck: dict[str, str]) -> Outcome:
+    """A known work's outcome, with the times of an earlier measurement."""
+    kept, choice = store.winner(work.entry), store.winner(work.library_entry)
+    assert kept is not None
+    by_library = choice is not None and choice.schedule == LIBRARY
+    of_winner = choice if choice is not None and (by_library or work.library_picked) else kept
+    of_default = choice if choice is not None and work.library_picked else kept
+    return Outcome(
+        work=work,
+        default=LIBRARY if work.library_picked else work.default,
+        default_us=of_default.default_us,
+        winner=LIBRARY if by_library else kept.schedule,
+        winner_us=of_winner.us,
+        struck=struck,
+        known=True,
     )
 
 

@@ -103,7 +103,7 @@ def _works(config: Any, dtype: torch.dtype, device: torch.device, rows: int) -> 
                 yield product(device, "nn", m, k, n, dtype, dtype, layers * count)
                 yield fold(device, m, n, k, dtype, layers * count)
     # The LM head's gradients come in chunks of tokens.
-    chunk = min(max(128, hidden // 128 * 128), rows)
+    chunk = min(max(128, hidden // 128 * 128), rows_bucket(rows))
     calls = rows / chunk
     yield product(device, "nn", chunk, hidden, config.vocab_size, dtype, dtype, calls)
     yield fold(device, chunk, config.vocab_size, hidden, dtype, calls)
