@@ -206,3 +206,20 @@ class Certificates:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
         Path(name).replace(self._path)
+
+
+@dataclass(frozen=True)
+class Certified:
+    """A product that runs by a certificate, as the audit knows it."""
+
+    certificates: Certificates
+    key: Key
+
+    @property
+    def name(self) -> str:
+        """The key's."""
+        return self.key.name
+
+    def strike(self, reason: str) -> None:
+        """Withdraw the certificate."""
+        self.certificates.strike(self.key, reason)

@@ -27,7 +27,7 @@ from rl_consistency.kernels.core.autograd import PLAIN, unrecorded
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import differing_elements
-from rl_consistency.kernels.matmul.certificates import Certificates, Key
+from rl_consistency.kernels.matmul.certificates import Certificates, Certified, Key
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import prefers_library
 
@@ -85,7 +85,7 @@ def product(
         if not capturing and audit.due():
             rows = audit.sampled_rows(m, a.device)
             expected = matmul_fwd(a[rows], b, bias, layout, out_dtype)
-            audit.record(certificates(a.device), key, y[rows], expected)
+            audit.record(Certified(certificates(a.device), key), y[rows], expected)
     return y
 
 
@@ -110,7 +110,7 @@ def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
         if not capturing and audit.due():
             rows = audit.sampled_rows(n, dy.device)
             expected = canonical_outer(dy[:, rows], x)
-            audit.record(certificates(dy.device), key, out[rows], expected)
+            audit.record(Certified(certificates(dy.device), key), out[rows], expected)
     return True
 
 
