@@ -156,7 +156,7 @@ class Machine(ColdDevice):
         calls, context, host = contestant.calls, contestant.context, 0.0
         if clock == "graph":
             with settings(), context():
-                return self.timer(calls)
+                return self.timers({"": calls})[""]
         with settings(), context():
             for call in (*calls, calls[0]):
                 started = finished_seconds(self.device)

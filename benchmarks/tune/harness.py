@@ -54,11 +54,10 @@ def measured(work: Work, bench: Bench) -> dict[str, Any]:
     # Timed calls may write into their operands, so all of them come after the comparisons.
     copies = bench.copies(sum(x.nbytes for x in operands))
     sets = [operands, *(work.operands() for _ in range(copies - 1))]
-    us, rounds = {}, {"least": MIN_ROUNDS, "most": MAX_ROUNDS}
-    for name, call in found.equal.items():
-        timer = bench.timer([partial(call, *each) for each in sets])
-        samples = interleaved({name: timer}, seconds=CASE_SECONDS, **rounds)
-        us[name] = 1e6 * median(samples[name])
+    calls = {name: [partial(call, *each) for each in sets] for name, call in found.equal.items()}
+    rounds = {"least": MIN_ROUNDS, "most": MAX_ROUNDS}
+    samples = interleaved(bench.timers(calls), seconds=CASE_SECONDS, **rounds)
+    us = {name: 1e6 * median(seconds) for name, seconds in samples.items()}
     measured = {"us": us, "differing": found.differing, "refused": list(found.struck)}
     return {"op": work.op, "shape": dict(work.shape), "picked": work.picked} | measured
 

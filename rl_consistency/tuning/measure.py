@@ -126,7 +126,7 @@ def _timed(
     # Timed calls may write into their operands, so all of them come after the comparisons.
     copies = bench.copies(sum(x.nbytes for x in operands))
     sets = [operands, *(work.operands() for _ in range(copies - 1))]
-    timers = {name: bench.timer(_on(call, sets)) for name, call in usable.items()}
+    timers = bench.timers({name: _on(call, sets) for name, call in usable.items()})
     schedules = {name: timer for name, timer in timers.items() if name not in work.others}
     first = race(schedules, work.default)
     store.keep(work.entry, Winner(first.winner, first.winner_us, first.default_us))

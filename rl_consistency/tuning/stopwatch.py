@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -25,7 +25,7 @@ class Bench(Protocol):
     def copies(self, operand_bytes: float) -> int: ...
     def free_bytes(self) -> float: ...
     def prepare(self, calls: Sequence[Call]) -> None: ...
-    def timer(self, calls: Sequence[Call]) -> Timer: ...
+    def timers(self, calls: Mapping[str, Sequence[Call]]) -> dict[str, Timer]: ...
 
 
 class ColdDevice:
@@ -35,8 +35,8 @@ class ColdDevice:
         self.device = device
         self.cache_bytes: int = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
-        # Results of all graphs share their memory: nobody reads them.
-        self._pool = torch.cuda.graph_pool_handle()
+        # One stream for all captures: a pool gives memory back to the stream that freed it only.
+        self._stream = torch.cuda.Stream(device)
 
     def copies(self, operand_bytes: float) -> int:
         """How many copies of operands exceed the cache twice over."""
@@ -52,16 +52,34 @@ class ColdDevice:
         """Compile what the calls launch, side by side."""
         compile_ahead(calls)
 
-    def timer(self, calls: Sequence[Call]) -> Timer:
-        """Warm up, and give what times one call in a graph of all of them."""
-        for call in (*calls, calls[0]):
-            call()
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            for call in calls:
+    def timers(self, calls: Mapping[str, Sequence[Call]]) -> dict[str, Timer]:
+        """Warm up, and give for each name what times one call in a graph of all of its calls."""
+        # Results of all graphs share their memory, since nobody reads them; a pool lives as long as
+        # one of its graphs.
+        pool, found = torch.cuda.graph_pool_handle(), {}
+        for name, own in calls.items():
+            for call in (*own, own[0]):
                 call()
-        return lambda _: self.device_seconds(graph.replay) / len(calls)
+            found[name] = self._timer(self._captured(own, pool), len(own))
+        return found
+
+    def _captured(self, calls: Sequence[Call], pool: Any) -> torch.cuda.CUDAGraph:
+        here = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(here)
+        graph = torch.cuda.CUDAGraph()
+        # Not by `torch.cuda.graph`, which gives the allocator's memory back at each capture.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool, "thread_local")
+            try:
+                for call in calls:
+                    call()
+            finally:
+                graph.capture_end()
+        here.wait_stream(self._stream)
+        return graph
+
+    def _timer(self, graph: torch.cuda.CUDAGraph, count: int) -> Timer:
+        return lambda _: self.device_seconds(graph.replay) / count
 
     def device_seconds(self, call: Call, hold: int = 0) -> float:
         """A call on the device, which is held back for `hold` cycles while the host queues it."""

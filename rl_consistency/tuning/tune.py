@@ -22,7 +22,7 @@ from rl_consistency.tuning.work import Work
 BUDGET = 60.0
 """Seconds."""
 
-ROOM = 2
+ROOM = 3
 """A work needs so many times its bytes: operands, clones that are compared, results."""
 
 Tell = Callable[[Outcome | None, str], None]
@@ -118,7 +118,7 @@ def tune_device(
     """Tune works on a GPU and keep the winners among those of the device."""
     started = time.perf_counter()
     with numeric_settings(), torch.no_grad():
-        return tune_works(
+        report = tune_works(
             works,
             ColdDevice(device),
             tuned_schedules(device),
@@ -127,6 +127,8 @@ def tune_device(
             tell=tell,
             clock=lambda: time.perf_counter() - started,
         )
+    torch.cuda.empty_cache()  # the process goes on with other work
+    return report
 
 
 def tune_works(

@@ -43,9 +43,11 @@ class FakeBench:
     def prepare(self, calls):
         self.prepared.append(len(calls))
 
-    def timer(self, calls):
-        assert len(calls) == 2
-        candidate = calls[0].func
+    def timers(self, calls):
+        assert all(len(own) == 2 for own in calls.values())
+        return {name: self.timer(own[0].func) for name, own in calls.items()}
+
+    def timer(self, candidate):
         return lambda i: candidate.sample()
 
 
