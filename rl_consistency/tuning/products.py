@@ -69,7 +69,7 @@ def product(
         library_entry=schedules.library_work(layout, dtype, out_dtype, m, n, k) if covered else "",
         library_picked=schedules.prefers_library(m, n, k, dtype, layout, out_dtype),
         moved_bytes=moved,
-        seconds=calls * _least_seconds(moved, m * n * k),
+        seconds=calls * least_seconds(moved, m * n * k),
     )
 
 
@@ -109,7 +109,7 @@ def fold(
         library_entry=schedules.library_work(*names, tokens, n, k) if covered else "",
         library_picked=schedules.prefers_library(tokens, n, k, dtype, "tn"),
         moved_bytes=moved,
-        seconds=calls * _least_seconds(moved, tokens * n * k),
+        seconds=calls * least_seconds(moved, tokens * n * k),
     )
 
 
@@ -134,7 +134,7 @@ def fused_qkv(
         picked=schedules.pick_qkv(m, dtype).name,
         entry=schedules.qkv_work(dtype, m, columns, k),
         moved_bytes=moved,
-        seconds=calls * _least_seconds(moved, m * total * k),
+        seconds=calls * least_seconds(moved, m * total * k),
     )
 
 
@@ -159,7 +159,7 @@ def fused_gate_up(
         picked=schedules.pick_gate_up(m, n, dtype, tma).name,
         entry=schedules.gate_up_work(dtype, tma, m, n, k),
         moved_bytes=moved,
-        seconds=calls * _least_seconds(moved, 2 * m * n * k),
+        seconds=calls * least_seconds(moved, 2 * m * n * k),
     )
 
 
@@ -171,5 +171,6 @@ def _described(tma: bool, dtype: torch.dtype) -> bool:
     return tma and dtype != torch.float32
 
 
-def _least_seconds(moved: float, products: float) -> float:
+def least_seconds(moved: float, products: float) -> float:
+    """A bound from below for moving so many bytes and multiplying so often."""
     return max(moved / COPY_BANDWIDTH, 2 * products / MATMUL_RATE)

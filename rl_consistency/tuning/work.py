@@ -100,5 +100,7 @@ def compare(work: Work, operands: tuple[Tensor, ...], only: tuple[str, ...] = ()
 
 def _differing(a: Tensor, b: Tensor) -> int:
     """Elements whose bytes differ."""
+    if a.numel() == 0:
+        return 0
     a, b = (x.contiguous().view(torch.uint8).view(*x.shape, -1) for x in (a, b))
     return int((a != b).any(-1).sum())
