@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_consistency.kernels.core import tuned_schedules
-from rl_consistency.kernels.core.tuned_schedules import TunedSchedules
+from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner
 from rl_consistency.kernels.glu.activation_triton import glu_bwd, glu_fwd
 from rl_consistency.kernels.gradient_fold.outer_triton import gradient_fold_outer
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd
@@ -13,8 +13,18 @@ from rl_consistency.kernels.matmul.schedules import prefers_library
 from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.rotary.rotation_triton import rotary_fwd
+from rl_consistency.kernels.sampling.sampling_rows import SamplingRows
+from rl_consistency.kernels.token_logprobs import schedules as head_schedules
+from rl_consistency.kernels.token_logprobs.plan import choose_plan
 from rl_consistency.tuning.products import fold, fused_gate_up, fused_qkv, product
-from rl_consistency.tuning.row_ops import glu_work, norm_backward, norm_forward, rotary_work
+from rl_consistency.tuning.row_ops import (
+    glu_work,
+    head_gradient,
+    head_statistics,
+    norm_backward,
+    norm_forward,
+    rotary_work,
+)
 from rl_consistency.tuning.work import compare
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
@@ -103,7 +113,7 @@ def test_the_op_asks_for_the_work_that_was_tuned(case, dtype, monkeypatch):
 def test_the_dispatch_asks_for_the_library_entry_that_was_tuned(layout, monkeypatch):
     monkeypatch.setitem(tuned_schedules._by_device, CPU, store := Noting())
     if layout == "tn":
-        work, out_dtype = fold(CPU, 48, 32, 40, BF16), FP32
+        work = fold(CPU, 48, 32, 40, BF16)
         prefers_library(48, 32, 40, BF16, "tn", FP32, CPU)
     else:
         work = product(CPU, layout, 48, 32, 40, BF16, BF16)
@@ -118,6 +128,24 @@ def test_every_candidate_has_the_bytes_of_the_default(case):
     some = tuple(list(work.candidates)[:4])  # the interpreter takes its time
     found = compare(work, work.operands(), some)
     assert found.struck == {} and set(some) <= set(found.equal)
+
+
+@pytest.mark.parametrize("kind", ["statistics", "gradient"])
+def test_the_head_asks_for_the_work_that_was_tuned(kind, monkeypatch):
+    monkeypatch.setattr(head_schedules, "has_tma", lambda device: True)
+    monkeypatch.setitem(tuned_schedules._by_device, CPU, store := Noting())
+    make = {"statistics": head_statistics, "gradient": head_gradient}[kind]
+    work = make(CPU, 20, 64, 48, BF16)
+    hidden, weight = torch.zeros(20, 48, dtype=BF16), torch.zeros(64, 48, dtype=BF16)
+    assert head_schedules.pick(hidden, weight, kind, 20) == work.picked == "tma"
+    assert store.asked == [work.entry]
+    store.keep(work.entry, Winner("tma pair", 1.0, 2.0))
+    rows = SamplingRows.uniform(20)
+    plan = choose_plan(hidden, weight, rows)
+    assert getattr(plan, kind) == "tma pair" and {plan.statistics, plan.gradient} == {
+        "tma", "tma pair",
+    }  # fmt: skip
+    assert head_schedules.pick(hidden.float(), weight.float(), kind, 20) == head_schedules.UNFUSED
 
 
 def test_operands_are_the_same_each_time_and_leave_the_random_state():
