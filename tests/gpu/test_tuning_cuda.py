@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rl_consistency.kernels.core import tuned_schedules as winners_module
+from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.identity import CACHE_VARIABLE
 from rl_consistency.kernels.core.tuned_schedules import Winner, forget_picks, tuned_schedules
 from rl_consistency.kernels.matmul import audit, cublaslt
@@ -24,6 +25,14 @@ from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.tuning import measure
 from rl_consistency.tuning.products import drawn, fold, fused_gate_up, fused_qkv, product
+from rl_consistency.tuning.row_ops import (
+    glu_work,
+    head_gradient,
+    head_statistics,
+    norm_backward,
+    norm_forward,
+    rotary_work,
+)
 from rl_consistency.tuning.stopwatch import ColdDevice
 from rl_consistency.tuning.tune import tune, tune_device
 
@@ -56,7 +65,20 @@ def works_of(dtype):
         fold(DEVICE, 512, 256, 512, dtype),
         fused_qkv(DEVICE, 16, (256, 128, 128), 256, dtype),
         fused_gate_up(DEVICE, 16, 512, 256, dtype, "silu"),
+        *(glu_work(DEVICE, way, 300, 512, dtype, "silu") for way in ("forward", "backward")),
+        rotary_work(DEVICE, 300, 4, 2, 64, dtype),
+        *(norm_forward(DEVICE, 300, 1024, dtype, adds=adds) for adds in (False, True)),
+        *(norm_backward(DEVICE, 300, 1024, dtype, adds=adds) for adds in (False, True)),
+        *head_works(dtype),
     ]
+
+
+def head_works(dtype):
+    """Those of the head's fused products, which are tuned where descriptors are."""
+    if dtype == FP32 or not has_tma(DEVICE):
+        return []
+    sizes = 300, 1024, 256, dtype
+    return [head_statistics(DEVICE, *sizes), head_gradient(DEVICE, *sizes)]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
