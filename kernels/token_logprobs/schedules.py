@@ -79,7 +79,8 @@ def pick(hidden: Tensor, weight: Tensor, product: str = "", rows: int = 0) -> st
         return UNFUSED
     if not (has_tma(hidden.device) and takes_descriptors(hidden, weight)):
         return "pointer"
-    if not product:
+    # A compiler would have to read the winners' file in its trace.
+    if not product or torch.compiler.is_compiling():
         return "tma"
     own = {name: name for name in candidates(product)}
     vocabulary, width = weight.shape

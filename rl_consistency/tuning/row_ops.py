@@ -146,7 +146,7 @@ def head_statistics(
 
     def operands() -> tuple[Tensor, ...]:
         hidden, weight = drawn(device, dtype, (rows, width), (vocabulary, width))
-        return hidden, weight.mul_(width**-0.5), torch.ones(rows, device=device)
+        return hidden, weight, torch.ones(rows, device=device)
 
     def call(schedule: str, hidden: Tensor, weight: Tensor, divisor: Tensor) -> Tensor:
         return token_statistics(hidden, weight, divisor, True, schedule)
@@ -162,7 +162,7 @@ def head_gradient(
 
     def operands() -> tuple[Tensor, ...]:
         hidden, weight = drawn(device, dtype, (rows, width), (vocabulary, width))
-        divisor, weight = torch.ones(rows, device=device), weight.mul_(width**-0.5)
+        divisor = torch.ones(rows, device=device)
         partials = token_statistics(hidden, weight, divisor, True, "tma")
         dlogprobs, dentropy = drawn(device, FP32, (2, rows))[0].unbind(0)
         targets = torch.arange(rows, device=device) % vocabulary
