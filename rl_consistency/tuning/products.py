@@ -30,8 +30,8 @@ TUNED_COLUMNS = 8
 
 
 def drawn(device: torch.device, dtype: torch.dtype, *shapes: Sequence[int]) -> tuple[Tensor, ...]:
-    """Normal matrices whose every 37th column is an outlier: sums round at many scales, far from the
-    largest fp16. They leave the process's random state as it is."""
+    """Normal matrices whose every 37th column is an outlier: sums round at many scales, far from
+    the largest fp16. They leave the process's random state as it is."""
     generator = torch.Generator(device).manual_seed(0)
     found = []
     for shape in shapes:
