@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from threading import local
 from typing import Any
 
 import torch
@@ -23,24 +24,30 @@ def use_threads(count: int) -> None:
 
 
 def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
-    """Compile what the calls would launch on the current device. Nothing is launched by Triton, so
-    what they compute meanwhile is meaningless.
+    """Compile what the calls would launch on the current device. Triton launches nothing of them,
+    so what they compute is meaningless; other threads launch as ever.
 
     Kernels that are first launched from several threads may get each other's launchers (Triton 3.6:
     "function takes exactly 44 arguments (46 given)").
     """
     if INTERPRETED:
         return
-    run = JITFunction.run
+    run, ours = JITFunction.run, local()
+    # A thread starts on the first device, whatever this one has chosen.
+    device = torch.cuda.current_device()
+
+    def begin() -> None:
+        torch.cuda.set_device(device)
+        ours.compiles = True
 
     def compiled(*args: Any, **options: Any) -> Any:
-        return run(*args, **options | {"warmup": True})
+        # Another thread of the process may run a model meanwhile, and its launches are real.
+        compiles = getattr(ours, "compiles", False)
+        return run(*args, **(options | {"warmup": True} if compiles else options))
 
-    # A thread starts on the first device, whatever this one has chosen.
-    device = (torch.cuda.current_device(),)
     with (
         attribute(JITFunction, "run", compiled),
-        ThreadPoolExecutor(_threads, initializer=torch.cuda.set_device, initargs=device) as pool,
+        ThreadPoolExecutor(_threads, initializer=begin) as pool,
     ):
         for future in [pool.submit(call) for call in calls]:
             future.result()

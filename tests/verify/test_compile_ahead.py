@@ -1,6 +1,6 @@
 """Compiling ahead: what threads do, and what they are kept from. On a GPU see tests/gpu."""
 
-from threading import get_ident
+from threading import Thread, get_ident
 
 import pytest
 import torch
@@ -37,6 +37,18 @@ def test_nothing_is_launched_while_it_compiles_and_everything_afterwards(kernel)
     assert get_ident() not in {thread for _, thread in runs}
     launch()
     assert runs[-1] == (False, get_ident())
+
+
+def test_another_thread_launches_as_ever_meanwhile(kernel):
+    launch, runs = kernel
+
+    def beside():
+        other = Thread(target=launch)
+        other.start()
+        other.join()
+
+    compile_ahead([beside, launch])
+    assert sorted(warmup for warmup, _ in runs) == [False, True]
 
 
 def test_an_error_passes_through_and_launching_is_put_back(kernel):
