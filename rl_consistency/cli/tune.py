@@ -46,13 +46,12 @@ def run(args: argparse.Namespace) -> int:
     from rl_consistency.trainers.launch import refuse_many_processes
     from rl_consistency.trainers.policy import read_config
     from rl_consistency.tuning.policy_works import policy_works
-    from rl_consistency.tuning.tune import require_tunable, tune_device
+    from rl_consistency.tuning.tune import tune_device
 
     refuse_many_processes()
     budget = seconds_of(args.budget)
     config = read_config(args.model)
-    device = chosen_device(args.device)
-    require_tunable(device)
+    device = tunable_device(args.device)
     dtype = getattr(torch, args.dtype) if args.dtype else getattr(config, "dtype", None)
     works = policy_works(config, dtype or torch.float32, device, args.rows)
     console = Console()
@@ -67,6 +66,22 @@ def run(args: argparse.Namespace) -> int:
         report = tune_device(works, device, budget=budget, again=args.again, tell=tell)
     show(console, report, works)
     return 0 if report.passed else 1
+
+
+def tunable_device(name: str) -> torch.device:
+    """The GPU of `--device`; ValueError for a CPU, or where no GPU is."""
+    import torch
+
+    from rl_consistency.tuning.tune import require_tunable
+
+    if name != "cpu" and not torch.cuda.is_available():
+        raise ValueError(
+            "nothing to tune: no CUDA device is available here, and the CPU has one schedule for "
+            "each op."
+        )
+    device = chosen_device(name)
+    require_tunable(device)
+    return device
 
 
 def seconds_of(text: str) -> float:

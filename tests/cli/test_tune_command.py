@@ -44,8 +44,7 @@ def gpu(monkeypatch):
 
     stand_in = Gpu()
     monkeypatch.setattr(tuning, "tune_device", stand_in)
-    monkeypatch.setattr(tuning, "require_tunable", lambda device: None)
-    monkeypatch.setattr(command, "chosen_device", lambda name: torch.device("cpu"))
+    monkeypatch.setattr(command, "tunable_device", lambda name: torch.device("cpu"))
     return stand_in
 
 
@@ -83,7 +82,7 @@ def test_the_models_dtype_is_taken_unless_another_is_asked_for(directory, gpu):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "no CUDA device is available here"),
+        ([], "nothing to tune: no CUDA device is available here"),
         (["--device", "cpu"], "nothing to tune on cpu: the CPU has one schedule for each op"),
         (["--budget", "soon"], "--budget 'soon': give a time such as 60s or 2m"),
         (["--budget", "0s"], "--budget '0s'"),
