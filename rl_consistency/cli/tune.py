@@ -15,6 +15,8 @@ from rl_consistency.cli.live_progress import live_progress
 from rl_consistency.cli.verify import DTYPES, chosen_device
 
 if TYPE_CHECKING:
+    import torch
+
     from rl_consistency.tuning.measure import Outcome
     from rl_consistency.tuning.tune import TuningReport
     from rl_consistency.tuning.work import Work
