@@ -66,7 +66,8 @@ Figures are stock time / our time in the same run unless they say otherwise: bfl
 medians of interleaved rounds, cold caches. Products of up to 256 rows and paged decode run \
 many at a time in a CUDA graph, as in decoding, where launches of ours overlap. \
 "Lowest" is over every shape. Why bars are missed, and what flatters either side: \
-[speed_notes.md](speed_notes.md). What each rollout row measures: [rollout.md](rollout.md).
+[speed_notes.md](reference/speed_notes.md). What each rollout row measures: \
+[rollout.md](rollout.md).
 
 ![Stock time / our time of every case](img/speed.png)
 """

@@ -13,7 +13,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
@@ -22,15 +22,13 @@ from triton.errors import TritonError
 
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.numerics.settings import SETTINGS, numeric_settings
+from rl_consistency.tuning.stopwatch import Call, ColdDevice, interleaved
 
-Call = Callable[[], object]
 Context = Callable[[], AbstractContextManager[Any]]
 Clock = Literal["events", "graph", "wall"]
 """`events`: one call on the device; `graph`: all copies in one CUDA graph; `wall`: the host's clock
 around one whole call."""
 
-COPIES_LIMIT = 80
-FLUSH_BYTES = 256 << 20
 SLEEP_CYCLES_PER_SECOND = 2.0e9
 LONGEST_HOLD = 4e-3
 """Seconds for which the device is held back at most while the host queues a call."""
@@ -52,10 +50,6 @@ class Rounds:
     """All rounds take about so long, where `least` and `most` allow it."""
     least: int
     most: int
-
-    def of(self, spent: float) -> int:
-        """How many rounds, where one takes `spent` seconds."""
-        return max(self.least, min(int(self.seconds / spent), self.most))
 
 
 ROUNDS = Rounds(seconds=0.12, least=7, most=60)
@@ -133,20 +127,13 @@ class Ceilings:
         return max(race.moved_bytes / self.copy_bandwidth, race.operations / self.matmul_rate)
 
 
-class Machine:
+class Machine(ColdDevice):
     """The CUDA device under test."""
 
     def __init__(self, device: torch.device):
-        self.device = device
-        properties = torch.cuda.get_device_properties(device)
-        self.cache_bytes: int = properties.L2_cache_size
-        self._total_bytes: int = properties.total_memory
-        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+        super().__init__(device)
+        self._total_bytes: int = torch.cuda.get_device_properties(device).total_memory
         self.ceilings = self._measure_ceilings()
-
-    def copies(self, operand_bytes: int) -> int:
-        """How many copies of operands exceed the cache twice over."""
-        return max(1, min(-(-2 * self.cache_bytes // operand_bytes), COPIES_LIMIT))
 
     def measure(self, race: Race) -> dict[str, Any]:
         """Time all contestants and give the fields of a `Row`.
@@ -175,15 +162,14 @@ class Machine:
         ceiling = self.ceilings.seconds(race)
         return _fields(race, medians, peaks, ceiling) | {"unavailable": unavailable}
 
-    def alone(self, call: Contestant, rounds: Rounds = ROUNDS) -> float:
-        """Median seconds of one contestant in a CUDA graph."""
-        return self._interleaved({"alone": self._prepared(call, "graph")}, rounds)["alone"]
-
     def _prepared(
         self, contestant: Contestant, clock: Clock, settings: Context = nullcontext
     ) -> Callable[[int], float]:
         """Warm up, and give the function that times round i in seconds."""
         calls, context, host = contestant.calls, contestant.context, 0.0
+        if clock == "graph":
+            with settings(), context():
+                return self.timers({"": calls})[""]
         with settings(), context():
             for call in (*calls, calls[0]):
                 started = finished_seconds(self.device)
@@ -200,40 +186,15 @@ class Machine:
         def events(i: int) -> float:
             with settings(), context():
                 hold = int(min(1.5 * host, LONGEST_HOLD) * SLEEP_CYCLES_PER_SECOND)
-                return self._device_seconds(calls[i % len(calls)], hold)
+                return self.device_seconds(calls[i % len(calls)], hold)
 
-        if clock != "graph":
-            return wall if clock == "wall" else events
-        graph = torch.cuda.CUDAGraph()
-        with settings(), context(), torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        return lambda _: self._device_seconds(graph.replay) / len(calls)
-
-    def _device_seconds(self, call: Call, hold: int = 0) -> float:
-        """A call on the device, which is held back for `hold` cycles while the host queues it."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._flush.zero_()
-        if hold:
-            torch.cuda._sleep(hold)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e-3
+        return wall if clock == "wall" else events
 
     def _interleaved(
         self, timers: Mapping[str, Callable[[int], float]], rounds: Rounds = ROUNDS
     ) -> dict[str, float]:
         """Median seconds of each; every round times all of them, each round another one first."""
-        started = time.perf_counter()
-        samples = {name: [timer(0)] for name, timer in timers.items()}
-        spent = max(time.perf_counter() - started, 1e-6)
-        names = list(timers)
-        for i in range(1, rounds.of(spent)):
-            first = i % len(names)
-            for name in names[first:] + names[:first]:
-                samples[name].append(timers[name](i))
+        samples = interleaved(timers, **asdict(rounds))
         self._trim()
         return {name: median(values) for name, values in samples.items()}
 

@@ -26,6 +26,7 @@ _EXPORTS = {
     "check_gradients": "rl_consistency.parity.gradients",
     "attach": "rl_consistency.integrations.attach",
     "localize": "rl_consistency.parity.localize",
+    "tune": "rl_consistency.tuning.tune",
 }
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "schedule_audit",
     "strict",
     "token_logprobs",
+    "tune",
     "whole_weights",
 ]
 
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from rl_consistency.rollout.sampling_params import SamplingParams
     from rl_consistency.rollout.statistics import RolloutStatistics
     from rl_consistency.rollout.weights import model_digest
+    from rl_consistency.tuning.tune import tune
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ FLOORS = (
     ("integrations",),
     ("trainers",),
     ("verify",),
+    ("tuning",),
     ("cli",),
     ("benchmarks",),
 )

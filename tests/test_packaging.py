@@ -14,7 +14,7 @@ import rl_consistency
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
     *("kernels", "numerics", "files", "models", "rollout", "parity", "distributed"),
-    *("integrations", "trainers", "verify", "cli"),
+    *("integrations", "trainers", "verify", "tuning", "cli"),
 )
 
 

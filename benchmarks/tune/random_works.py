@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -17,11 +18,13 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.random_shapes import draw_folds, draw_products
-from benchmarks.tune.harness import Work
-from benchmarks.tune.works import BF16, fold_work, product_work
+from benchmarks.tune.works import BF16
 from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.tuned_schedules import schedule_name
 from rl_consistency.kernels.gradient_fold import schedules as fold_outer
 from rl_consistency.kernels.matmul import schedules as matmul
+from rl_consistency.tuning.products import fold, product
+from rl_consistency.tuning.work import Work
 
 COMPILED_ROWS, COMPILED_WIDTH = 64, 512
 """The operands for which schedules are compiled. Triton compiles one version for all widths that
@@ -33,7 +36,7 @@ def random_products(device: torch.device, seed: int, count: int) -> Iterator[Wor
     for shape in draw_products(seed, count):
         picked = matmul.pick(**shape, dtype=BF16, tma=True)
         schedules = dict.fromkeys([*fitting_schedules(shape["m"]), picked])
-        yield product_work(device, **shape, schedules=list(schedules))
+        yield product(device, **shape, dtype=BF16, out_dtype=BF16, own=list(schedules))
 
 
 def fitting_schedules(m: int) -> list[Any]:
@@ -53,17 +56,18 @@ def fitting_schedules(m: int) -> list[Any]:
 
 def random_folds(device: torch.device, seed: int, count: int) -> Iterator[Work]:
     """`count` gradient folds; beside them the vendor's product, added to the gradient."""
-    schedules = fold_schedules(device)
     for shape in draw_folds(seed, count):
-        others = {"cublas fp32 + add": multiply_and_add}
-        yield fold_work(device, **shape, schedules=schedules, others=others)
+        yield _described_fold(device, **shape)
 
 
-def fold_schedules(device: torch.device) -> list[Any]:
-    """Schedules by descriptor where the device has them; by pointers elsewhere."""
-    tma = has_tma(device)
-    found = fold_outer.candidates(BF16, tma=tma)
-    return [s for s in found if s.kind == ("tma" if tma else "pointer")]
+def _described_fold(device: torch.device, tokens: int, n: int, k: int) -> Work:
+    """A fold by schedules with descriptors, where the device has them; by pointers elsewhere."""
+    work = fold(device, tokens, n, k, BF16, fresh=False)
+    if has_tma(device):
+        tiled = {schedule_name(s) for s in fold_outer.candidates(BF16, tma=True) if s.kind == "tma"}
+        timed = {name: call for name, call in work.candidates.items() if name in tiled}
+        work = replace(work, candidates=timed)
+    return replace(work, others={"cublas fp32 + add": multiply_and_add})
 
 
 def multiply_and_add(dy: Tensor, x: Tensor, gradient: Tensor) -> Tensor:
@@ -102,6 +106,9 @@ def _compiled_works(op: str, device: torch.device) -> list[Work]:
     """Small works that hold every schedule of an op."""
     rows, width = COMPILED_ROWS, COMPILED_WIDTH
     if op == "fold":
-        return [fold_work(device, rows, width, width, fold_schedules(device), {})]
+        return [_described_fold(device, rows, width, width)]
     tiled = [s for s in matmul.CANDIDATES if s.kind == "tma"]
-    return [product_work(device, layout, rows, width, width, tiled) for layout in ("nt", "nn")]
+    return [
+        product(device, layout, rows, width, width, BF16, BF16, own=tiled)
+        for layout in ("nt", "nn")
+    ]

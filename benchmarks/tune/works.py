@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,26 +13,25 @@ from torch import Tensor
 
 from benchmarks.ops.elementwise import token_ids
 from benchmarks.shapes import FOLDS, ROWS, VOCABULARY, WEIGHTS
-from benchmarks.tune.harness import Op, Work, label
-from rl_consistency.kernels.core.device import has_tma, sm_count
-from rl_consistency.kernels.glu import activation_triton as glu
+from rl_consistency.kernels.core.tuned_schedules import schedule_name
 from rl_consistency.kernels.gradient_fold import rows_triton as fold_rows
-from rl_consistency.kernels.gradient_fold import schedules as fold_outer
 from rl_consistency.kernels.gradient_fold.columns_triton import folded_step_sums
-from rl_consistency.kernels.gradient_fold.outer_triton import launch_outer
-from rl_consistency.kernels.matmul import schedules as matmul
-from rl_consistency.kernels.matmul.cublaslt import library_product
 from rl_consistency.kernels.matmul.op import matmul_nt
-from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.rms_norm import schedules as rms_norm
 from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
-from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
-from rl_consistency.kernels.rotary import rotation_triton as rotary
 from rl_consistency.kernels.sampling import statistics_triton as vocabulary
 from rl_consistency.kernels.token_logprobs import backward_triton as logprobs_backward
 from rl_consistency.kernels.token_logprobs import schedules as logprobs
-from rl_consistency.kernels.token_logprobs.forward_triton import token_statistics
-from rl_consistency.kernels.token_logprobs.op import IGNORED
+from rl_consistency.tuning.products import fold, product
+from rl_consistency.tuning.row_ops import (
+    glu_work,
+    head_gradient,
+    head_statistics,
+    norm_backward,
+    norm_forward,
+    rotary_work,
+)
+from rl_consistency.tuning.work import Op, Work
 
 BF16 = torch.bfloat16
 NORM_SHAPES = ((8192, 4096), (16384, 4096), (8192, 1024), (16384, 1024), (16384, 2048))
@@ -63,8 +63,8 @@ def _work(
         op=op,
         shape=dict(zip(sizes.split(), shape, strict=True)),
         operands=operands,
-        candidates={label(s): partial(call, schedule=s) for s in schedules},
-        picked=label(picked),
+        candidates={schedule_name(s): partial(call, schedule=s) for s in schedules},
+        picked=schedule_name(picked),
         others=others,
     )
 
@@ -73,122 +73,53 @@ def matmul_works(device: torch.device) -> Iterator[Work]:
     """y = x W^T ("nt") and dx = dy W ("nn") at every shape of the bench."""
     for m, layout, weight in itertools.product(ROWS, ("nt", "nn"), WEIGHTS):
         n, k = weight if layout == "nt" else weight[::-1]
-        yield product_work(device, layout, m, n, k, matmul_candidates(m))
-
-
-def product_work(
-    device: torch.device, layout: str, m: int, n: int, k: int, schedules: Sequence[Any]
-) -> Work:
-    """[m, k] times a weight [n, k] ("nt") or [k, n] ("nn") by these schedules and by cuBLASLt."""
-
-    def product(a: Tensor, b: Tensor, schedule: Any) -> Tensor:
-        return matmul_fwd(a, b, None, layout, BF16, schedule)
-
-    def library(a: Tensor, b: Tensor) -> Tensor:
-        return library_product(a, b, None, layout, BF16)
-
-    made = _normals(device, (m, k), (n, k) if layout == "nt" else (k, n))
-    picked = matmul.pick(m, n, k, BF16, layout, True)
-    return _work(
-        "matmul", "layout m n k", (layout, m, n, k), made, schedules, product, picked,
-        cublaslt=library,
-    )  # fmt: skip
-
-
-def matmul_candidates(m: int) -> list[Any]:
-    """Schedules worth timing for a number of rows."""
-    tiled = [s for s in matmul.CANDIDATES if s.kind == "tma"]
-    if m <= 64:
-        return [s for s in tiled if s.block_m <= max(16, m)]
-    return [s for s in tiled if s.block_m >= 128 or (s.block_m == 64 and m <= 1024)]
+        yield product(device, layout, m, n, k, BF16, BF16)
 
 
 def fold_works(device: torch.device) -> Iterator[Work]:
     """dW continued in an fp32 gradient."""
-    schedules = fold_outer.candidates(BF16, tma=has_tma(device))
-    return (fold_work(device, *shape, schedules, {}) for shape in FOLDS)
-
-
-def fold_work(
-    device: torch.device, tokens: int, n: int, k: int, schedules: Sequence[Any],
-    others: Mapping[str, Op],
-) -> Work:  # fmt: skip
-    """dy [tokens, n] and x [tokens, k], folded into a gradient [n, k] by these schedules."""
-
-    def fold(dy: Tensor, x: Tensor, gradient: Tensor, schedule: Any) -> Tensor:
-        launch_outer(gradient, dy, x, False, schedule)
-        return gradient
-
-    def operands() -> tuple[Tensor, ...]:
-        return normal(device, tokens, n), normal(device, tokens, k), normal(device, n, k).float()
-
-    shape, tma = (tokens, n, k), has_tma(device)
-    picked = fold_outer.pick(*shape, BF16, tma=tma, processors=sm_count(device))
-    return _work("fold", "tokens n k", shape, operands, schedules, fold, picked, **others)
+    for shape in FOLDS:
+        yield fold(device, *shape, BF16, fresh=False)
 
 
 def norm_works(device: torch.device) -> Iterator[Work]:
     """RMSNorm of hidden states, with and without the residual addition, and of heads."""
+    for (rows, width), adds in itertools.product(NORM_SHAPES, (False, True)):
+        yield norm_forward(device, rows, width, BF16, adds=adds)
+        yield norm_backward(device, rows, width, BF16, adds=adds)
+    for tokens, heads, width in HEAD_SHAPES:
+        yield norm_forward(device, tokens * heads, width, BF16)
+        yield _head_norm_backward(device, tokens, heads, width)
 
-    def operands(shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-        x, other, dy = (normal(device, *shape) for _ in range(3))
-        weight = torch.rand(shape[-1], dtype=BF16, device=device) + 0.5
-        return x, other, dy, weight, torch.rand(x.numel() // shape[-1], device=device)
 
-    def forward(x: Tensor, other: Tensor, *rest: Tensor, residual: bool, schedule: Any) -> Any:
-        return rms_norm_fwd(x, other if residual else None, rest[1], 1e-6, schedule)
+def _head_norm_backward(device: torch.device, tokens: int, heads: int, width: int) -> Work:
+    """The narrow kernel against the wide one."""
 
-    def backward(
-        x: Tensor, other: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor, residual: bool,
-        heads: int, schedule: Any,
-    ) -> Any:  # fmt: skip
+    def operands() -> tuple[Tensor, ...]:
+        x, dy = (normal(device, tokens, heads, width) for _ in range(2))
+        weight = torch.rand(width, dtype=BF16, device=device) + 0.5
+        return x, dy, weight, torch.rand(tokens * heads, device=device)
+
+    def backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor, schedule: Any) -> Any:
         chosen = None if schedule is rms_norm.NARROW else schedule
-        dtotal = other if residual else None
-        dx, sums = rms_norm_bwd(dy, dtotal, x, weight, rstd, heads, True, chosen)
+        dx, sums = rms_norm_bwd(dy, None, x, weight, rstd, heads, True, chosen)
         return dx, folded_step_sums(sums, BF16)
 
-    shapes = [(shape, residual) for shape in NORM_SHAPES for residual in (False, True)]
-    for shape, residual in [*shapes, *((shape, False) for shape in HEAD_SHAPES)]:
-        width, heads = shape[-1], shape[1] if len(shape) == 3 else 1
-        name = "add_rms_norm" if residual else "rms_norm"
-        sizes = ("rows heads width", (shape[0], heads, width), partial(operands, shape))
-        schedules, picked = rms_norm.candidates(width), rms_norm.pick_forward(width)
-        call = partial(forward, residual=residual)
-        yield _work(f"{name} forward", *sizes, schedules, call, picked)
-        narrow = rms_norm.is_narrow(width, heads)
-        picked = rms_norm.NARROW if narrow else rms_norm.pick_backward(width, heads)
-        schedules = list(dict.fromkeys([picked, *rms_norm.candidates(width, heads)]))
-        call = partial(backward, residual=residual, heads=heads)
-        yield _work(f"{name} backward", *sizes, schedules, call, picked)
+    schedules = [rms_norm.NARROW, *rms_norm.candidates(width, heads)]
+    sizes = ("rows heads width", (tokens, heads, width), operands)
+    return _work("rms_norm backward", *sizes, schedules, backward, rms_norm.NARROW)
 
 
 def rotary_works(device: torch.device) -> Iterator[Work]:
-    """Rotation of queries and keys; the backward pass is the same kernel, the sine negated."""
-
-    def operands(tokens: int, heads: int, kv_heads: int, dim: int) -> tuple[Tensor, ...]:
-        q, k = normal(device, tokens, heads, dim), normal(device, tokens, kv_heads, dim)
-        return q, k, *torch.rand(2, tokens, dim // 2, device=device).unbind(0)
-
-    call = partial(rotary.rotary_fwd, inverse=False)
+    """Rotation of queries and keys."""
     for shape in ROTARY_SHAPES:
-        sizes = ("tokens heads kv_heads head_dim", shape, partial(operands, *shape))
-        yield _work("rotary", *sizes, rotary.CANDIDATES, call, rotary.SCHEDULE)
+        yield rotary_work(device, *shape, BF16)
 
 
 def glu_works(device: torch.device) -> Iterator[Work]:
     """SwiGLU, forward and backward."""
-
-    def forward(gate: Tensor, up: Tensor, schedule: Any) -> Tensor:
-        return glu.glu_fwd(gate, up, "silu", schedule)
-
-    def backward(dy: Tensor, gate: Tensor, up: Tensor, schedule: Any) -> Any:
-        return glu.glu_bwd(dy, gate, up, "silu", schedule)
-
-    for shape in GLU_SHAPES:
-        for name, call, count in (("forward", forward, 2), ("backward", backward, 3)):
-            made = _normals(device, *[shape] * count)
-            schedules = glu.CANDIDATES
-            yield _work(f"glu {name}", "tokens width", shape, made, schedules, call, glu.SCHEDULE)
+    for shape, direction in itertools.product(GLU_SHAPES, ("forward", "backward")):
+        yield glu_work(device, direction, *shape, BF16, "silu")
 
 
 def embedding_works(device: torch.device) -> Iterator[Work]:
@@ -210,52 +141,27 @@ def embedding_works(device: torch.device) -> Iterator[Work]:
 
 
 def logprobs_works(device: torch.device) -> Iterator[Work]:
-    """The LM head's block statistics, and its logit gradients for one chunk of tokens."""
+    """The LM head's block statistics, and its logit gradients for one chunk of tokens; beside the
+    fused schedules, logits that are written to memory and read back."""
 
-    def operands(tokens: int, width: int) -> tuple[Tensor, ...]:
-        weight = torch.randn(VOCABULARY, width, dtype=BF16, device=device) * width**-0.5
-        return normal(device, tokens, width), weight, torch.ones(tokens, device=device)
-
-    def statistics(hidden: Tensor, weight: Tensor, divisor: Tensor, schedule: str) -> Tensor:
-        if schedule != logprobs.UNFUSED:
-            return token_statistics(hidden, weight, divisor, True, schedule)
+    def statistics(hidden: Tensor, weight: Tensor, divisor: Tensor) -> Tensor:
         pieces = [
             vocabulary.vocabulary_row_statistics(matmul_nt(h, weight), divisor[: len(h)], True)
             for h in hidden.split(weight.shape[1])
         ]
         return torch.cat(pieces, dim=2)
 
-    def gradient_operands(width: int) -> tuple[Tensor, ...]:
-        hidden, weight, divisor = operands(width, width)
-        partials = token_statistics(hidden, weight, divisor, True, "tma")
-        top, normalizer, entropy = vocabulary.vocabulary_combine(partials)
-        dlogprobs, dentropy = torch.randn(2, width, device=device).unbind(0)
-        targets = torch.randint(VOCABULARY, (width,), device=device)
-        table = logprobs_backward.token_gradient_table(
-            divisor, top, normalizer, entropy, dlogprobs, dentropy, targets, IGNORED
-        )
-        return hidden, weight, table, weight.new_empty(width, VOCABULARY)
+    def gradient(hidden: Tensor, weight: Tensor, table: Tensor, room: Tensor) -> Tensor:
+        written = room[:, :VOCABULARY]
+        logprobs_backward.token_row_gradient(matmul_nt(hidden, weight), table, written, True)
+        return written
 
-    def gradient(
-        hidden: Tensor, weight: Tensor, table: Tensor, room: Tensor, schedule: str
-    ) -> Tensor:
-        if schedule == logprobs.UNFUSED:
-            logprobs_backward.token_row_gradient(matmul_nt(hidden, weight), table, room, True)
-        else:
-            logprobs_backward.token_gradient(hidden, weight, table, room, True, schedule)
-        return room
-
-    def tiled(schedules: Mapping[str, Any]) -> list[str]:
-        found = [name for name, schedule in schedules.items() if schedule.kind == "tma"]
-        return [*found, logprobs.UNFUSED]
-
-    head, sizes = "token_logprobs", "rows width"
-    for shape in LOGPROB_SHAPES:
-        made, schedules = partial(operands, *shape), tiled(logprobs.STATISTICS_SCHEDULES)
-        yield _work(f"{head} statistics", sizes, shape, made, schedules, statistics, "tma")
-        width = shape[1]
-        made, schedules = partial(gradient_operands, width), tiled(logprobs.GRADIENT_SCHEDULES)
-        yield _work(f"{head} gradient", sizes, (width, width), made, schedules, gradient, "tma")
+    for rows, width in LOGPROB_SHAPES:
+        for work, unfused in (
+            (head_statistics(device, rows, VOCABULARY, width, BF16), statistics),
+            (head_gradient(device, width, VOCABULARY, width, BF16), gradient),
+        ):
+            yield replace(work, candidates={**work.candidates, logprobs.UNFUSED: unfused})
 
 
 OPS: dict[str, Callable[[torch.device], Iterator[Work]]] = {

@@ -12,12 +12,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor, contiguous_format, empty_like
 
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
+from rl_consistency.kernels.core.tuned_schedules import (
+    chosen,
+    picked_once,
+    schedule_name,
+    work_name,
+)
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """Kernels take an activation as its index here."""
@@ -42,7 +49,7 @@ class Schedule:
 
 
 SCHEDULE = Schedule(1024, 4)
-"""The schedule of every shape."""
+"""The schedule of every shape, but of those that `tune` found another one for."""
 
 CANDIDATES = tuple(
     Schedule(block, warps)
@@ -51,6 +58,26 @@ CANDIDATES = tuple(
     if 8 <= block // (32 * warps) <= 64
 )
 """Schedules to time and to compare."""
+
+
+def glu_work(direction: str, dtype: torch.dtype, activation: str, rows: int, width: int) -> str:
+    """The work of `pick`, as `tune` names it; `direction` is "forward" or "backward"."""
+    return work_name("glu", direction, dtype, activation, f"w{width}", rows=rows)
+
+
+@picked_once
+def pick(
+    direction: str, dtype: torch.dtype, activation: str, rows: int, width: int,
+    device: torch.device,
+) -> Schedule:  # fmt: skip
+    """The schedule for gate and up [rows, width]."""
+    own = {schedule_name(s): s for s in CANDIDATES}
+    return chosen(device, glu_work(direction, dtype, activation, rows, width), own) or SCHEDULE
+
+
+def _picked(direction: str, gate: Tensor, activation: str) -> Schedule:
+    width = gate.shape[-1] if gate.dim() else 1
+    return pick(direction, gate.dtype, activation, gate.numel() // width, width, gate.device)
 
 
 @triton.jit
@@ -150,11 +177,12 @@ def _backward_kernel(
     tl.store(dup_ptr + index, (dy * value).to(dtype), mask=inside)
 
 
-def glu_fwd(gate: Tensor, up: Tensor, activation: str, schedule: Schedule = SCHEDULE) -> Tensor:
+def glu_fwd(gate: Tensor, up: Tensor, activation: str, schedule: Schedule | None = None) -> Tensor:
     """activation(gate) * up, contiguous."""
     y = _forward_fake(gate, up, activation)
     if y.numel() == 0:
         return y
+    schedule = schedule or _picked("forward", gate, activation)
     _forward_kernel[(-(-y.numel() // schedule.block),)](
         gate.contiguous(), up.contiguous(), y, y.numel(),
         ACTIVATION=ACTIVATIONS.index(activation), BLOCK=schedule.block, num_warps=schedule.warps,
@@ -164,12 +192,13 @@ def glu_fwd(gate: Tensor, up: Tensor, activation: str, schedule: Schedule = SCHE
 
 
 def glu_bwd(
-    dy: Tensor, gate: Tensor, up: Tensor, activation: str, schedule: Schedule = SCHEDULE
+    dy: Tensor, gate: Tensor, up: Tensor, activation: str, schedule: Schedule | None = None
 ) -> tuple[Tensor, Tensor]:
     """dgate and dup, contiguous."""
     dgate, dup = _backward_fake(dy, gate, up, activation)
     if dgate.numel() == 0:
         return dgate, dup
+    schedule = schedule or _picked("backward", gate, activation)
     _backward_kernel[(-(-dgate.numel() // schedule.block),)](
         dy.contiguous(), gate.contiguous(), up.contiguous(), dgate, dup, dgate.numel(),
         ACTIVATION=ACTIVATIONS.index(activation), BLOCK=schedule.block, num_warps=schedule.warps,

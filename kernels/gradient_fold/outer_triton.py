@@ -221,6 +221,6 @@ def gradient_fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool) -> N
     schedule = pick(
         dy.shape[0], *buffer.shape, dy.dtype,
         tma=has_tma(buffer.device) and takes_descriptors(dy, x),
-        processors=sm_count(buffer.device),
+        processors=sm_count(buffer.device), device=buffer.device,
     )  # fmt: skip
     launch_outer(buffer, dy, x, fresh, schedule)

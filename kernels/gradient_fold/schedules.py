@@ -8,12 +8,17 @@ tiles leave multiprocessors idle, and `pick` chooses mainly by how the tiles fil
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
 
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
+from rl_consistency.kernels.core.tuned_schedules import (
+    chosen,
+    picked_once,
+    schedule_name,
+    work_name,
+)
 
 REGISTERS = 65536
 """Registers of one multiprocessor, from sm_80 on."""
@@ -115,11 +120,22 @@ def candidates(dtype: torch.dtype, *, tma: bool) -> tuple[Schedule, ...]:
     return TMA + POINTER if tma else POINTER
 
 
-@lru_cache(maxsize=4096)
+def fold_work(tokens: int, n: int, k: int, dtype: torch.dtype, *, tma: bool) -> str:
+    """The work of `pick`, as `tune` names it."""
+    kind = "tma" if tma and dtype != torch.float32 else "pointer"
+    return work_name("fold", dtype, kind, f"n{n}", f"k{k}", rows=tokens)
+
+
+@picked_once
 def pick(
-    tokens: int, n: int, k: int, dtype: torch.dtype, *, tma: bool, processors: int
-) -> Schedule:
-    """The schedule expected to be the fastest for an [n, k] gradient over `tokens`."""
+    tokens: int, n: int, k: int, dtype: torch.dtype, *, tma: bool, processors: int,
+    device: torch.device | None = None,
+) -> Schedule:  # fmt: skip
+    """The schedule expected to be the fastest for an [n, k] gradient over `tokens`: what `tune`
+    found on the device, else what costs least by the rule below."""
+    own = {schedule_name(s): s for s in candidates(dtype, tma=tma)}
+    if (tuned := chosen(device, fold_work(tokens, n, k, dtype, tma=tma), own)) is not None:
+        return tuned
 
     def cost(schedule: Schedule) -> float:
         tile_n, tile_k = schedule.tile

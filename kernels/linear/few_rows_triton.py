@@ -148,7 +148,7 @@ def qkv_fwd(
     m, inner = x.shape
     sizes = [weight.shape[0] for weight in (wq, wk, wv)]
     if schedule is None:
-        schedule = pick_qkv(m, x.dtype)
+        schedule = pick_qkv(m, x.dtype, tuple(sizes), inner, x.device)
     tiles = triton.cdiv(m, schedule.block_m) * sum(triton.cdiv(n, schedule.block_n) for n in sizes)
     qkv_kernel[(tiles,)](
         x, wq, wk, wv, *outputs, bq, bk, bv, m, *sizes, inner, x.stride(0), inner,
@@ -182,7 +182,7 @@ def gate_up_glu_fwd(
     (m, n), inner = y.shape, x.shape[1]
     if schedule is None:
         fits = takes_descriptors(x, w_gate, w_up, y)
-        schedule = pick_gate_up(m, n, x.dtype, fits and has_tma(x.device))
+        schedule = pick_gate_up(m, n, x.dtype, fits and has_tma(x.device), inner, x.device)
         # A stage holds two weight tiles.
         schedule = schedule.within(SHARED_BYTES // 2, x.element_size(), x.element_size())
     bm, bn, bk = schedule.block_m, schedule.block_n, schedule.block_k

@@ -1,9 +1,10 @@
-"""The sampled audit of library products: every `AUDIT_EVERY`-th call is computed again in part.
+"""The sampled audit of products by the library and by winners of `tune`: of every `AUDIT_EVERY`-th
+call some rows are computed again.
 
-`cublaslt` asks `due` at each library call and records the rows it computed again. The device counts
-the differences, so the host waits only in `schedule_audit`, which reads the counters. If any row
-differed, it withdraws the certificate of every product sampled since the last reading. The counters
-are process-wide.
+`cublaslt` and `winner_audit` ask `due` at each such call and record the rows they computed again.
+The device counts the differences, so the host waits only in `schedule_audit`, which reads the
+counters. If any row differed, it strikes every product sampled since the last reading: its
+certificate, or its winner. The counters are process-wide.
 
 The rollout keeps CUDA graphs and cached keys that library products computed. It notes the
 `generation` it made them in and drops them once that number has grown.
@@ -12,18 +13,27 @@ The rollout keeps CUDA graphs and cached keys that library products computed. It
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.matmul.certificates import Certificates, Key
+from rl_consistency.kernels.core.tuned_schedules import struck_schedules
 
 AUDIT_EVERY = 257
-"""Library calls from one audit to the next. A prime, so that the audits reach every site of a
+"""Calls from one audit to the next. A prime, so that the audits reach every site of a
 step."""
 
 AUDIT_ROWS = 64
 """Rows of a result that an audit computes again."""
+
+
+class Audited(Protocol):
+    """A kind of product that samples are taken of; equal ones are one kind."""
+
+    @property
+    def name(self) -> str: ...
+    def strike(self, reason: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ class AuditReport:
     """What the audits of this process have found."""
 
     calls: int
-    """Library calls."""
+    """Products by the library or by a winner of `tune`."""
     audited: int
     """Calls of which a sample of rows was computed again."""
     differing: int
@@ -39,7 +49,9 @@ class AuditReport:
     found: int
     """Of `differing`, those found since the last report."""
     struck: list[str]
-    """Names of the products that lost their certificate, in order of withdrawal."""
+    """Names of the products that lost their certificate or their winner, in order of withdrawal."""
+    struck_schedules: list[str] = field(default_factory=list)
+    """`work: schedule` of each candidate whose bytes differed when `tune` compared it."""
 
 
 @dataclass
@@ -50,8 +62,8 @@ class _Counts:
     struck: list[str] = field(default_factory=list)
     on_device: dict[torch.device, Tensor] = field(default_factory=dict)
     """Elements that differed since the last reading, [] int64."""
-    pending: dict[tuple[Certificates, Key], None] = field(default_factory=dict)
-    """Products sampled since the last reading, with their certificates."""
+    pending: dict[Audited, None] = field(default_factory=dict)
+    """Products sampled since the last reading."""
 
 
 _counts = _Counts()
@@ -60,22 +72,32 @@ _counts = _Counts()
 def schedule_audit() -> AuditReport:
     """Read the counters (the host waits) and report.
 
-    If an element differed, every product sampled since the last report loses its certificate. The
-    caller decides what a difference means; nothing is raised.
+    If an element differed, every product sampled since the last report is struck. The caller
+    decides what a difference means; nothing is raised.
     """
     found = 0
     for counter in _counts.on_device.values():
         found += int(counter)
         counter.zero_()
     if found:
-        for certificates, key in sorted(_counts.pending, key=lambda pair: pair[1].name):
-            certificates.strike(key, "an audited sample of rows differed")
-            _counts.struck.append(key.name)
+        for audited in sorted(_counts.pending, key=lambda audited: audited.name):
+            audited.strike("an audited sample of rows differed")
+            _counts.struck.append(audited.name)
     _counts.pending.clear()
     _counts.differing += found
     return AuditReport(
-        _counts.calls, _counts.audited, _counts.differing, found, list(_counts.struck)
+        _counts.calls,
+        _counts.audited,
+        _counts.differing,
+        found,
+        list(_counts.struck),
+        struck_schedules(),
     )
+
+
+def withdraw(name: str) -> None:
+    """Count a winner that was in use and whose bytes differ as withdrawn."""
+    _counts.struck.append(name)
 
 
 def generation() -> int:
@@ -92,7 +114,7 @@ def withdrawn_since(generation: int) -> list[str]:
 
 
 def due() -> bool:
-    """Count one library call and say whether to audit it."""
+    """Count one call and say whether to audit it."""
     _counts.calls += 1
     if _counts.calls % AUDIT_EVERY:
         return False
@@ -106,9 +128,9 @@ def sampled_rows(count: int, device: torch.device) -> Tensor:
     return torch.arange(_counts.audited % apart, count, apart, device=device)
 
 
-def record(certificates: Certificates, key: Key, found: Tensor, expected: Tensor) -> None:
+def record(audited: Audited, found: Tensor, expected: Tensor) -> None:
     """Count the elements of `found` that differ from `expected`; the host does not wait."""
-    _counts.pending[certificates, key] = None
+    _counts.pending[audited] = None
     # The first call may run in inference mode, and an inference tensor cannot be added to later.
     with torch.inference_mode(False):
         if found.device not in _counts.on_device:

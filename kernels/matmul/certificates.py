@@ -8,9 +8,7 @@ their findings. A certificate that is bad or struck in one process stays so in a
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
-import hashlib
 import json
 import os
 import tempfile
@@ -22,15 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
-from rl_consistency.kernels.core.kernels_hash import kernels_hash
-
-CACHE_VARIABLE = "RL_CONSISTENCY_CACHE"
-"""Names the directory of the certificate files; the default is `~/.cache/rl_consistency`."""
-
-LIBRARY_VARIABLES = ("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
-"""Environment variables that the library reads; part of the identity."""
+from rl_consistency.kernels.core.identity import CACHE_VARIABLE, cache_file, identity_of
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -130,12 +121,8 @@ class Certificates:
     @classmethod
     def of_device(cls, device: torch.device, compare: Callable[[Key, int], int]) -> Certificates:
         """The certificates of a device with the installed versions."""
-        identity = _identity(device)
-        name = "".join(c if c.isalnum() else "_" for c in identity["device"])
-        # With one file per identity, no environment replaces what another has struck.
-        digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-        path = cache_directory() / f"matmul_certificates_{name}_{digest}.json"
-        return cls(path, identity, compare)
+        identity = identity_of(device)
+        return cls(cache_file("matmul_certificates", identity), identity, compare)
 
     def knows(self, key: Key) -> bool:
         """Whether there is a finding, good or bad."""
@@ -221,63 +208,18 @@ class Certificates:
         Path(name).replace(self._path)
 
 
-def cache_directory() -> Path:
-    """The directory of the certificate files; only this function reads `CACHE_VARIABLE`."""
-    named = os.environ.get(CACHE_VARIABLE)
-    return Path(named) if named else Path.home() / ".cache" / "rl_consistency"
+@dataclass(frozen=True)
+class Certified:
+    """A product that runs by a certificate, as the audit knows it."""
 
+    certificates: Certificates
+    key: Key
 
-def _identity(device: torch.device) -> dict[str, str]:
-    properties: Any = torch.cuda.get_device_properties(device)
-    return {
-        "device": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": str(properties.multi_processor_count),
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "cublaslt": _library_version(),
-        "driver": _driver_version(),
-        "triton": triton.__version__,
-        "kernels": kernels_hash(),
-    } | {name: os.environ.get(name, "") for name in LIBRARY_VARIABLES}
+    @property
+    def name(self) -> str:
+        """The key's."""
+        return self.key.name
 
-
-@cache
-def _library_version() -> str:
-    major = str(torch.version.cuda).partition(".")[0]
-    try:
-        # Its bare name is enough, since torch has loaded it.
-        version = ctypes.CDLL(f"libcublasLt.so.{major}").cublasLtGetVersion
-    except OSError:
-        return "unknown"
-    version.restype = ctypes.c_size_t
-    return str(version())
-
-
-@cache
-def _driver_version() -> str:
-    """The CUDA version that the driver supports and its release, such as "13000/580.159.04"; either
-    may change alone."""
-    return f"{_supported_version()}/{_driver_release()}"
-
-
-def _supported_version() -> str:
-    version = ctypes.c_int()
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except OSError:
-        return "unknown"
-    return "unknown" if failed else str(version.value)
-
-
-def _driver_release() -> str:
-    release = ctypes.create_string_buffer(80)
-    try:
-        management = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return "unknown"
-    if management.nvmlInit_v2():
-        return "unknown"
-    failed = management.nvmlSystemGetDriverVersion(release, len(release))
-    management.nvmlShutdown()
-    return "unknown" if failed else release.value.decode()
+    def strike(self, reason: str) -> None:
+        """Withdraw the certificate."""
+        self.certificates.strike(self.key, reason)

@@ -27,7 +27,7 @@ from rl_consistency.kernels.core.autograd import PLAIN, unrecorded
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import differing_elements
-from rl_consistency.kernels.matmul.certificates import Certificates, Key
+from rl_consistency.kernels.matmul.certificates import Certificates, Certified, Key
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
 from rl_consistency.kernels.matmul.schedules import prefers_library
 
@@ -68,7 +68,9 @@ def product(
     """The library's product, or None if it is not faster or not certified."""
     m, k = a.shape
     n = b.shape[0 if layout == "nt" else 1]
-    if not prefers_library(m, n, k, a.dtype, layout) or not settings_in_force():
+    if not prefers_library(m, n, k, a.dtype, layout, out_dtype, a.device):
+        return None
+    if not settings_in_force():
         return None
     if out_dtype not in (a.dtype, torch.float32) or not (_as_certified(a) and _as_certified(b)):
         return None
@@ -83,7 +85,7 @@ def product(
         if not capturing and audit.due():
             rows = audit.sampled_rows(m, a.device)
             expected = matmul_fwd(a[rows], b, bias, layout, out_dtype)
-            audit.record(certificates(a.device), key, y[rows], expected)
+            audit.record(Certified(certificates(a.device), key), y[rows], expected)
     return y
 
 
@@ -93,7 +95,9 @@ def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
     Returns whether it did; False leaves `out` as it is.
     """
     (tokens, n), k = dy.shape, x.shape[1]
-    if not prefers_library(tokens, n, k, dy.dtype, "tn") or not settings_in_force():
+    if not prefers_library(tokens, n, k, dy.dtype, "tn", torch.float32, dy.device):
+        return False
+    if not settings_in_force():
         return False
     if tokens % 16 or not all(_as_certified(matrix) for matrix in (dy, x, out)):
         return False
@@ -106,7 +110,7 @@ def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
         if not capturing and audit.due():
             rows = audit.sampled_rows(n, dy.device)
             expected = canonical_outer(dy[:, rows], x)
-            audit.record(certificates(dy.device), key, out[rows], expected)
+            audit.record(Certified(certificates(dy.device), key), out[rows], expected)
     return True
 
 

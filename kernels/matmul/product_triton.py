@@ -203,7 +203,8 @@ def matmul_fwd(
         b, layout = b.t(), "nn" if layout == "nt" else "nt"
     fits = takes_descriptors(a, b, c)
     if schedule is None:
-        schedule = pick(m, n, k, a.dtype, layout, fits and has_tma(a.device))
+        tma = fits and has_tma(a.device)
+        schedule = pick(m, n, k, a.dtype, layout, tma, out_dtype, a.device)
         schedule = schedule.within(SHARED_BYTES, a.element_size(), c.element_size())
     elif schedule.kind == "tma" and not fits:
         raise ValueError(

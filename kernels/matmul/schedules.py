@@ -1,18 +1,19 @@
 """Schedules of the matmul order on CUDA, and which one a shape gets.
 
 All schedules give the same bytes, so `pick` may choose by any size, even by the number of rows. A
-test and `verify` run and compare all of them. Each is the choice for some shape.
+test and `verify` run and compare all of them. Each is the choice for some shape. What `tune` found
+on a device goes before the tables here; without a device a pick is that of the tables.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from math import log2
 
 import torch
 
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
+from rl_consistency.kernels.core.tuned_schedules import chosen, picked_once, work_name
 from rl_consistency.kernels.matmul.table import MEASURED
 
 ACCUMULATOR_BYTES = 4
@@ -204,11 +205,73 @@ def bucket(m: int) -> int:
     return min(1 << max(m - 1, 0).bit_length(), MAX_BUCKET)
 
 
-@cache
-def pick(m: int, n: int, k: int, dtype: torch.dtype, layout: str, tma: bool) -> Schedule:
-    """The schedule for [m, k] times a weight [n, k] (layout "nt") or [k, n] ("nn"); `tma` says
-    whether device and operands allow copies by descriptor."""
+LIBRARY, TRITON = "library", "triton"
+"""Candidates of a `library_work`: who computes the product."""
+
+
+def product_work(
+    layout: str, dtype: torch.dtype, out_dtype: torch.dtype, tma: bool, m: int, n: int, k: int
+) -> str:
+    """The work of `pick`, as `tune` names it."""
+    kind = "tma" if tma else "pointer"
+    return work_name("matmul", layout, dtype, out_dtype, kind, f"n{n}", f"k{k}", rows=m)
+
+
+def library_work(
+    layout: str, dtype: torch.dtype, out_dtype: torch.dtype, m: int, n: int, k: int
+) -> str:
+    """The work of `prefers_library`, whose candidates are `LIBRARY` and `TRITON`."""
+    return work_name("library", layout, dtype, out_dtype, f"n{n}", f"k{k}", rows=m)
+
+
+def qkv_work(dtype: torch.dtype, m: int, columns: tuple[int, ...], k: int) -> str:
+    """The work of `pick_qkv`; `columns` are those of q, k and v."""
+    return work_name("qkv", dtype, "n" + "+".join(map(str, columns)), f"k{k}", rows=m)
+
+
+def gate_up_work(dtype: torch.dtype, tma: bool, m: int, n: int, k: int) -> str:
+    """The work of `pick_gate_up`."""
+    return work_name("gate_up", dtype, "tma" if tma else "pointer", f"n{n}", f"k{k}", rows=m)
+
+
+def candidates(m: int, dtype: torch.dtype, *, tma: bool) -> tuple[Schedule, ...]:
+    """Schedules of `pick` worth timing for m rows."""
     if dtype == torch.float32:
+        return POINTER_FP32
+    if not tma:
+        return POINTER
+    if m <= FUSED_ROWS:
+        return tuple(s for s in MEDIUM + DECODE if s.block_m <= max(16, m))
+    lowest = 64 if m <= 1024 else 128
+    return tuple(s for s in LARGE + MEDIUM + DECODE if s.block_m >= lowest)
+
+
+def few_rows_candidates(
+    table: tuple[Schedule, ...], dtype: torch.dtype, *, tma: bool
+) -> tuple[Schedule, ...]:
+    """Schedules of `QKV` or `GATE_UP` that a dtype and operands admit."""
+    if dtype == torch.float32:
+        return FEW_ROWS_FP32
+    return tuple(s for s in table if tma or s.kind == "pointer")
+
+
+def _named(schedules: tuple[Schedule, ...]) -> dict[str, Schedule]:
+    return {s.name: s for s in schedules}
+
+
+@picked_once
+def pick(
+    m: int, n: int, k: int, dtype: torch.dtype, layout: str, tma: bool,
+    out_dtype: torch.dtype | None = None, device: torch.device | None = None,
+) -> Schedule:  # fmt: skip
+    """The schedule for [m, k] times a weight [n, k] (layout "nt") or [k, n] ("nn"); `tma` says
+    whether device and operands allow copies by descriptor. `out_dtype` None is `dtype`."""
+    fp32 = dtype == torch.float32
+    own = POINTER_FP32 if fp32 else CANDIDATES if tma else POINTER
+    work = product_work(layout, dtype, out_dtype or dtype, tma and not fp32, m, n, k)
+    if (tuned := chosen(device, work, _named(own))) is not None:
+        return tuned
+    if fp32:
         return _pick_fp32(m)
     if not tma:
         return _pick_pointer(m, n)
@@ -216,11 +279,21 @@ def pick(m: int, n: int, k: int, dtype: torch.dtype, layout: str, tma: bool) -> 
     return entry.schedule if entry is not None else _pick_tma(m, n)
 
 
-@cache
-def prefers_library(m: int, n: int, k: int, dtype: torch.dtype, layout: str) -> bool:
-    """Whether the vendor library is expected to be faster. For layout "tn" (dW) m counts tokens."""
+@picked_once
+def prefers_library(
+    m: int, n: int, k: int, dtype: torch.dtype, layout: str,
+    out_dtype: torch.dtype | None = None, device: torch.device | None = None,
+) -> bool:  # fmt: skip
+    """Whether the vendor library is expected to be faster. For layout "tn" (dW) m counts tokens.
+
+    Only a certificate admits the library, whatever is expected.
+    """
     if m < 2 or dtype == torch.float32:
         return False
+    work = library_work(layout, dtype, out_dtype or dtype, m, n, k)
+    tuned = chosen(device, work, {LIBRARY: True, TRITON: False})
+    if tuned is not None:
+        return tuned
     if layout == "tn":
         return m >= 2048
     entry = _nearest(m, n, k, layout)
@@ -267,9 +340,15 @@ def _pick_few_rows_fp32(m: int) -> Schedule:
     return _BY_NAME[f"pointer-{16 if m <= 16 else 32}x32x{FP32_STEP}-w4-s3"]
 
 
-@cache
-def pick_qkv(m: int, dtype: torch.dtype) -> Schedule:
-    """The schedule of `few_rows_triton.qkv_fwd` for m rows."""
+@picked_once
+def pick_qkv(
+    m: int, dtype: torch.dtype, columns: tuple[int, ...] = (), k: int = 0,
+    device: torch.device | None = None,
+) -> Schedule:  # fmt: skip
+    """The schedule of `few_rows_triton.qkv_fwd` for m rows; `columns` are those of q, k and v."""
+    own = _named(few_rows_candidates(QKV, dtype, tma=False))
+    if (tuned := chosen(device, qkv_work(dtype, m, columns, k), own)) is not None:
+        return tuned
     if dtype == torch.float32:
         return _pick_few_rows_fp32(m)
     if m <= 16:
@@ -277,9 +356,14 @@ def pick_qkv(m: int, dtype: torch.dtype) -> Schedule:
     return _BY_NAME["pointer-32x32x128-w4-s4" if m <= 32 else "pointer-64x32x64-w4-s4"]
 
 
-@cache
-def pick_gate_up(m: int, n: int, dtype: torch.dtype, tma: bool) -> Schedule:
+@picked_once
+def pick_gate_up(
+    m: int, n: int, dtype: torch.dtype, tma: bool, k: int = 0, device: torch.device | None = None
+) -> Schedule:
     """The schedule of `few_rows_triton.gate_up_glu_fwd` for m rows and n columns of each weight."""
+    own = _named(few_rows_candidates(GATE_UP, dtype, tma=tma))
+    if (tuned := chosen(device, gate_up_work(dtype, tma, m, n, k), own)) is not None:
+        return tuned
     if dtype == torch.float32:
         return _pick_few_rows_fp32(m)
     if not tma:

@@ -283,7 +283,8 @@ def rms_norm_bwd(
     runs; a `NarrowSchedule` is for operands that `fits` admits.
     """
     width, num_rows = x.shape[-1], rstd.shape[0]
-    chosen = schedule or pick_backward(width, rows_per_token)
+    adds = dtotal is not None
+    chosen = schedule or pick_backward(width, rows_per_token, num_rows, x.dtype, adds, x.device)
     dx, sums = _backward_fake(dy, dtotal, x, weight, rstd, rows_per_token, with_sums)
     if dx.numel() == 0:
         return dx, sums

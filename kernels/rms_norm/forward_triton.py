@@ -133,8 +133,10 @@ def rms_norm_fwd(
     x, y and total are [..., H]; rstd is [rows] fp32.
     """
     width = x.shape[-1]
-    schedule = schedule or pick_forward(width)
     y, total, rstd = _forward_fake(x, residual, weight, eps)
+    if schedule is None:
+        adds = residual is not None
+        schedule = pick_forward(width, rstd.shape[0], x.dtype, adds, x.device)
     if y.numel() == 0:
         return y, total, rstd
     rows = rows_of(x)

@@ -9,6 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
+import torch
+
+from rl_consistency.kernels.core.tuned_schedules import (
+    chosen,
+    picked_once,
+    schedule_name,
+    work_name,
+)
+
 MAX_WIDTH = 16384
 """Widest row of one program. The backward pass spills registers above 8192 (fp32: from 8192 on)."""
 
@@ -127,21 +136,49 @@ def candidates(width: int, rows_per_token: int | None = None) -> list[Schedule]:
     ]
 
 
-def pick_forward(width: int) -> Schedule:
-    """The forward schedule of a row width."""
-    return FORWARD[max(block_width(width), min(FORWARD))]
+def norm_work(
+    direction: str, dtype: torch.dtype, adds: bool, width: int, rows_per_token: int, rows: int
+) -> str:
+    """The work of a pick, as `tune` names it; `direction` is "forward" or "backward", `adds` says
+    whether a residual, or its gradient, is added."""
+    kind = "add" if adds else "plain"
+    sizes = f"w{width}", f"h{rows_per_token}"
+    return work_name("rms_norm", direction, dtype, kind, *sizes, rows=rows)
 
 
-@cache
-def pick_backward(width: int, rows_per_token: int) -> Schedule:
-    """The wide kernel's schedule of a row width; more heads take more warps."""
+@picked_once
+def pick_forward(
+    width: int, rows: int = 0, dtype: torch.dtype | None = None, adds: bool = False,
+    device: torch.device | None = None,
+) -> Schedule:  # fmt: skip
+    """The forward schedule of a row width; with a device, the one that `tune` found for so many
+    rows of a dtype."""
+    rule = FORWARD[max(block_width(width), min(FORWARD))]
+    if dtype is None:
+        return rule
+    own = {schedule_name(s): s for s in (rule, *candidates(width))}
+    return chosen(device, norm_work("forward", dtype, adds, width, 1, rows), own) or rule
+
+
+@picked_once
+def pick_backward(
+    width: int, rows_per_token: int, rows: int = 0, dtype: torch.dtype | None = None,
+    adds: bool = False, device: torch.device | None = None,
+) -> Schedule:  # fmt: skip
+    """The wide kernel's schedule of a row width, more heads taking more warps; with a device, the
+    one that `tune` found for so many rows of a dtype."""
     block = block_width(width)
     schedule = BACKWARD[max(block, min(BACKWARD))]
     held = chunk_rows(rows_per_token) * block // schedule.split
     warps = schedule.warps
     while held > 32 * 32 * warps and warps < 16:
         warps *= 2
-    return replace(schedule, warps=warps)
+    rule = replace(schedule, warps=warps)
+    if dtype is None:
+        return rule
+    own = {schedule_name(s): s for s in (rule, *candidates(width, rows_per_token))}
+    work = norm_work("backward", dtype, adds, width, rows_per_token, rows)
+    return chosen(device, work, own) or rule
 
 
 @cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor, contiguous_format, empty_like
@@ -18,6 +19,12 @@ from torch import Tensor, contiguous_format, empty_like
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
+from rl_consistency.kernels.core.tuned_schedules import (
+    chosen,
+    picked_once,
+    schedule_name,
+    work_name,
+)
 
 
 @dataclass(frozen=True)
@@ -32,12 +39,26 @@ class Schedule:
 
 
 SCHEDULE = Schedule(1, 4)
-"""The schedule of every shape."""
+"""The schedule of every shape, but of those that `tune` found another one for."""
 
 CANDIDATES = tuple(
     Schedule(tokens, warps, heads) for tokens in (1, 2, 4) for warps in (4, 8) for heads in (8, 16)
 )
 """Schedules to time and to compare."""
+
+
+def rotary_work(dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, dim: int) -> str:
+    """The work of `pick`, as `tune` names it."""
+    return work_name("rotary", dtype, f"h{heads}+{kv_heads}", f"d{dim}", rows=tokens)
+
+
+@picked_once
+def pick(
+    dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, dim: int, device: torch.device
+) -> Schedule:
+    """The schedule for q [tokens, heads, dim] and k [tokens, kv_heads, dim]."""
+    own = {schedule_name(s): s for s in CANDIDATES}
+    return chosen(device, rotary_work(dtype, tokens, heads, kv_heads, dim), own) or SCHEDULE
 
 
 @triton.jit
@@ -83,7 +104,12 @@ def _rotary_kernel(
 
 
 def rotary_fwd(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool, schedule: Schedule = SCHEDULE
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    inverse: bool,
+    schedule: Schedule | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate q [T, H, D] and k [T, Hkv, D] by cos, sin [T, D/2]; backwards for `inverse`."""
     q_out, k_out = _rotary_fake(q, k, cos, sin, inverse)
@@ -91,6 +117,8 @@ def rotary_fwd(
         return q_out, k_out
     q, k, cos, sin = (dense_rows(x) for x in (q, k, cos, sin))
     num_tokens, half = cos.shape
+    if schedule is None:
+        schedule = pick(q.dtype, num_tokens, q.shape[1], k.shape[1], 2 * half, q.device)
     heads_of_q, heads_of_k = (min(schedule.heads, _power_of_two(x.shape[1])) for x in (q, k))
     _rotary_kernel[(-(-num_tokens // schedule.tokens),)](
         q, k, cos, sin, q_out, k_out, num_tokens, q.stride(0), q.stride(1), k.stride(0),

@@ -50,8 +50,14 @@ def choose_plan(
     truncates, _ = rows.truncates, rows.unit_temperature
     wanted = weight.shape[1] // TRUNCATED_SHARE if truncates else weight.shape[1]
     chunk_tokens = chunk_tokens or max(128, wanted // 128 * 128)
-    schedule = UNFUSED if truncates else pick(hidden, weight)
-    return Plan(chunk_tokens=chunk_tokens, statistics=schedule, gradient=schedule)
+    if truncates:
+        return Plan(chunk_tokens=chunk_tokens, statistics=UNFUSED, gradient=UNFUSED)
+    count = hidden.shape[0]
+    return Plan(
+        chunk_tokens=chunk_tokens,
+        statistics=pick(hidden, weight, "statistics", min(count, STATISTICS_CHUNK)),
+        gradient=pick(hidden, weight, "gradient", min(count, chunk_tokens)),
+    )
 
 
 class KeptLogits:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
+from rl_consistency.kernels.core.tuned_schedules import chosen, work_name
 
 UNFUSED = "unfused"
 """In place of a schedule: write a chunk's logits to memory and read them back."""
@@ -57,10 +58,31 @@ GRADIENT_SCHEDULES = {
 """Of the product that backward turns into logit gradients."""
 
 
-def pick(hidden: Tensor, weight: Tensor) -> str:
+def head_work(product: str, dtype: torch.dtype, vocabulary: int, width: int, rows: int) -> str:
+    """The work of `pick`, as `tune` names it; only descriptor schedules are tuned."""
+    return work_name("token_logprobs", product, dtype, f"n{vocabulary}", f"k{width}", rows=rows)
+
+
+def candidates(product: str) -> tuple[str, ...]:
+    """Schedules of a product worth timing, on a device and for operands that admit descriptors."""
+    table = STATISTICS_SCHEDULES if product == "statistics" else GRADIENT_SCHEDULES
+    return tuple(name for name, schedule in table.items() if schedule.kind == "tma")
+
+
+def pick(hidden: Tensor, weight: Tensor, product: str = "", rows: int = 0) -> str:
     """Name of the schedule for these operands, in both tables; `UNFUSED` for fp32, whose product
-    takes so long that reading its logits back costs nothing in comparison."""
+    takes so long that reading its logits back costs nothing in comparison.
+
+    With a product, "statistics" or "gradient", the one that `tune` found for so many rows.
+    """
     if hidden.dtype == torch.float32:
         return UNFUSED
-    described = has_tma(hidden.device) and takes_descriptors(hidden, weight)
-    return "tma" if described else "pointer"
+    if not (has_tma(hidden.device) and takes_descriptors(hidden, weight)):
+        return "pointer"
+    # A compiler would have to read the winners' file in its trace.
+    if not product or torch.compiler.is_compiling():
+        return "tma"
+    own = {name: name for name in candidates(product)}
+    vocabulary, width = weight.shape
+    work = head_work(product, hidden.dtype, vocabulary, width, rows)
+    return chosen(hidden.device, work, own) or "tma"

@@ -21,6 +21,7 @@ import rl_consistency
 COMMANDS = {
     "train": "run a recipe: rollouts, training steps, and the drift of every one of them",
     "verify": "check every claim by bytes, op by op and on whole models",
+    "tune": "find the fastest schedules for a model on this GPU; no bit changes",
     "localize": "name the first op, layer and token at which two ways to run a model part",
     "diff": "name the first step, and what in it, where two runs part",
     "report": "render the HTML page of a run directory",

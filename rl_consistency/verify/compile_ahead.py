@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from threading import local
 from typing import Any
 
 import torch
@@ -24,28 +25,39 @@ def use_threads(count: int) -> None:
 
 
 def compile_ahead(calls: Iterable[Callable[[], object]]) -> None:
-    """Compile what the calls would launch on the current device. Nothing is launched by Triton, so
-    what they compute meanwhile is meaningless.
+    """Compile what the calls would launch on the current device. Triton launches nothing of them,
+    so what they compute is meaningless; other threads launch as ever.
 
     Kernels that are first launched from several threads may get each other's launchers (Triton 3.6:
     "function takes exactly 44 arguments (46 given)").
     """
     if INTERPRETED:
         return
-    run = JITFunction.run
+    run, ours = JITFunction.run, local()
+    # A thread starts on the first device, whatever this one has chosen.
+    device = torch.cuda.current_device()
+
+    def begin() -> None:
+        torch.cuda.set_device(device)
+        ours.compiles = True
 
     def compiled(*args: Any, **options: Any) -> Any:
-        return run(*args, **options | {"warmup": True})
+        # Another thread of the process may run a model meanwhile, and its launches are real.
+        compiles = getattr(ours, "compiles", False)
+        return run(*args, **(options | {"warmup": True} if compiles else options))
 
-    def unremembered(self: Remembered, grid: Any, *args: Any, **constants: Any) -> None:
-        self.kernel[grid](*args, **constants)
+    launch = Remembered.launch
 
-    # A thread starts on the first device, whatever this one has chosen.
-    device = (torch.cuda.current_device(),)
+    def compiled_too(self: Remembered, grid: Any, *args: Any, **constants: Any) -> None:
+        if getattr(ours, "compiles", False):
+            self.kernel[grid](*args, **constants)
+        else:
+            launch(self, grid, *args, **constants)
+
     with (
         attribute(JITFunction, "run", compiled),
-        attribute(Remembered, "launch", unremembered),
-        ThreadPoolExecutor(_threads, initializer=torch.cuda.set_device, initargs=device) as pool,
+        attribute(Remembered, "launch", compiled_too),
+        ThreadPoolExecutor(_threads, initializer=begin) as pool,
     ):
         for future in [pool.submit(call) for call in calls]:
             future.result()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import timing as bench_timing
-from benchmarks.timing import ROUNDS, Ceilings, Contestant, Race, Rounds, _fields, library_defaults
+from benchmarks.timing import ROUNDS, Ceilings, Contestant, Race, _fields, library_defaults
 from rl_consistency.numerics.settings import SETTINGS, numeric_settings
 
 
@@ -36,11 +36,6 @@ def test_the_fastest_stock_way_counts_and_every_way_is_reported():
 def test_the_ceiling_is_the_slower_of_moving_and_computing():
     ceilings = Ceilings(4e12, 1e12)
     assert ceilings.seconds(race(("a",))) == pytest.approx(2e-6)
-
-
-def test_rounds_fill_their_time_within_limits():
-    rounds = Rounds(seconds=1.0, least=3, most=20)
-    assert [rounds.of(spent) for spent in (10.0, 0.1, 1e-6)] == [3, 10, 20]
 
 
 def test_stock_runs_under_the_settings_of_a_fresh_process():

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
+from rl_consistency.kernels.core.identity import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
-from rl_consistency.kernels.matmul.certificates import CACHE_VARIABLE
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpSetup
 from rl_consistency.verify.checks.schedules import check_matmul_schedules

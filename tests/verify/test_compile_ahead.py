@@ -1,6 +1,6 @@
 """Compiling ahead: what threads do, and what they are kept from. On a GPU see tests/gpu."""
 
-from threading import get_ident
+from threading import Thread, get_ident
 
 import pytest
 import torch
@@ -64,6 +64,18 @@ def test_what_is_remembered_is_not_launched_while_it_compiles(kernel):
     assert [warmup for warmup, _ in runs] == [True] and not launched
     launch[(1,)]()
     assert launched == [(1, 1, 1)]
+
+
+def test_another_thread_launches_as_ever_meanwhile(kernel):
+    launch, runs = kernel
+
+    def beside():
+        other = Thread(target=launch)
+        other.start()
+        other.join()
+
+    compile_ahead([beside, launch])
+    assert sorted(warmup for warmup, _ in runs) == [False, True]
 
 
 def test_an_error_passes_through_and_launching_is_put_back(kernel):

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.identity import CACHE_VARIABLE
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.linear.few_rows_triton import (
@@ -14,7 +15,6 @@ from rl_consistency.kernels.linear.few_rows_triton import (
 )
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv, linear_reference
 from rl_consistency.kernels.matmul import audit, cublaslt
-from rl_consistency.kernels.matmul.certificates import CACHE_VARIABLE
 from rl_consistency.kernels.matmul.schedules import GATE_UP, QKV
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes

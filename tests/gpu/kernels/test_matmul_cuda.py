@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.identity import CACHE_VARIABLE
 from rl_consistency.kernels.matmul import audit, cublaslt
-from rl_consistency.kernels.matmul.certificates import CACHE_VARIABLE, Key
+from rl_consistency.kernels.matmul.certificates import Key
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.matmul.product_triton import SHARED_BYTES, matmul_fwd
 from rl_consistency.kernels.matmul.schedules import CANDIDATES, DECODE, POINTER, POINTER_FP32

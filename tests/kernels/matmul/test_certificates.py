@@ -1,6 +1,5 @@
 """Findings on the library, kept in a file and merged between processes; a bad one stays bad."""
 
-import ctypes
 import json
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +10,12 @@ import pytest
 import torch
 import triton
 
-from rl_consistency.kernels.matmul import certificates as certificates_module
-from rl_consistency.kernels.matmul.certificates import (
+from rl_consistency.kernels.core import identity as identity_module
+from rl_consistency.kernels.core.identity import (
     CACHE_VARIABLE,
     LIBRARY_VARIABLES,
-    Certificates,
-    Key,
-    cache_directory,
 )
+from rl_consistency.kernels.matmul.certificates import Certificates, Key
 
 IDENTITY = {"device": "one", "torch": "1"}
 KEY = Key.of("nt", torch.bfloat16, torch.bfloat16, False, 100, 64, 96)
@@ -167,12 +164,10 @@ CHANGES = {
     "multiprocessors": lambda patch, gpu: patch.setattr(gpu, "multi_processor_count", 114),
     "torch": lambda patch, gpu: patch.setattr(torch, "__version__", "0.0"),
     "cuda": lambda patch, gpu: patch.setattr(torch.version, "cuda", "0.0"),
-    "cublaslt": lambda patch, gpu: patch.setattr(
-        certificates_module, "_library_version", lambda: "0"
-    ),
-    "driver": lambda patch, gpu: patch.setattr(certificates_module, "_driver_version", lambda: "0"),
+    "cublaslt": lambda patch, gpu: patch.setattr(identity_module, "_library_version", lambda: "0"),
+    "driver": lambda patch, gpu: patch.setattr(identity_module, "_driver_version", lambda: "0"),
     "triton": lambda patch, gpu: patch.setattr(triton, "__version__", "0.0"),
-    "kernels": lambda patch, gpu: patch.setattr(certificates_module, "kernels_hash", lambda: "0"),
+    "kernels": lambda patch, gpu: patch.setattr(identity_module, "kernels_hash", lambda: "0"),
 } | {name: lambda patch, gpu, name=name: patch.setenv(name, ":16:8") for name in LIBRARY_VARIABLES}
 """Part of the identity -> what makes it another."""
 
@@ -191,57 +186,7 @@ def test_a_finding_does_not_outlive_any_part_of_its_identity(part, environment, 
 
 def test_every_part_of_the_identity_has_a_change(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    assert set(certificates_module._identity(torch.device("cpu"))) == set(CHANGES)
-
-
-class Driver:
-    """The driver's libraries by name, as ctypes loads them; a release of None has no management
-    library that answers."""
-
-    def __init__(self, supports, release):
-        self.supports, self.release = supports, release
-
-    def __call__(self, name):
-        if name == "libcuda.so.1":
-            return SimpleNamespace(cuDriverGetVersion=self.tell)
-        assert name == "libnvidia-ml.so.1"
-        return SimpleNamespace(
-            nvmlInit_v2=lambda: 0 if self.release else 999,
-            nvmlSystemGetDriverVersion=self.name,
-            nvmlShutdown=lambda: 0,
-        )
-
-    def tell(self, number):
-        number._obj.value = self.supports
-        return 0
-
-    def name(self, buffer, size):
-        assert len(buffer) == size
-        buffer.value = self.release
-        return 0
-
-
-@pytest.mark.parametrize(
-    ("supports", "release", "version"),
-    [
-        (13000, b"580.159.03", "13000/580.159.03"),
-        (13000, b"580.159.04", "13000/580.159.04"),
-        (12080, None, "12080/unknown"),
-    ],
-)
-def test_a_driver_is_told_by_what_it_supports_and_by_its_release(
-    supports, release, version, monkeypatch
-):
-    monkeypatch.setattr(ctypes, "CDLL", Driver(supports, release))
-    assert certificates_module._driver_version.__wrapped__() == version
-
-
-def test_a_driver_that_is_not_there_is_unknown(monkeypatch):
-    def missing(name):
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert certificates_module._driver_version.__wrapped__() == "unknown/unknown"
+    assert set(identity_module.identity_of(torch.device("cpu"))) == set(CHANGES)
 
 
 @pytest.mark.parametrize("change", [{"device": "two"}, {"torch": "2"}, {"more": "x"}])
@@ -288,13 +233,6 @@ def test_an_unwritable_directory_warns_and_lasts_for_the_process(tmp_path):
     with pytest.warns(UserWarning, match="RL_CONSISTENCY_CACHE"):
         held = Certificates(tmp_path / "deep" / "file.json", IDENTITY, Comparison())
         assert held.admitted(KEY, 100)
-
-
-def test_the_cache_directory_is_named_by_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("RL_CONSISTENCY_CACHE", str(tmp_path))
-    assert cache_directory() == tmp_path
-    monkeypatch.delenv("RL_CONSISTENCY_CACHE")
-    assert cache_directory().parts[-2:] == (".cache", "rl_consistency")
 
 
 def test_strikes_of_many_writers_at_once_are_all_kept(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rl_consistency.kernels.matmul import audit, cublaslt
-from rl_consistency.kernels.matmul.certificates import Certificates, Key
+from rl_consistency.kernels.matmul.certificates import Certificates, Certified, Key
 from rl_consistency.rollout.device.decode_graphs import DecodeGraphs
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
@@ -33,7 +33,7 @@ def differs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Differs:
     monkeypatch.setattr(cublaslt, "_by_device", {CPU: held})
 
     def difference(key: Key) -> None:
-        audit.record(held, key, torch.zeros(2), torch.tensor([0.0, 1.0]))
+        audit.record(Certified(held, key), torch.zeros(2), torch.tensor([0.0, 1.0]))
 
     return difference
 

@@ -7,7 +7,14 @@ from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.resume_triton import Resumed, resume_accumulators
 from rl_consistency.kernels.linear.op import linear
-from tests.gpu.kernels.gradient_fold_cases import TOKENS, K, N, data, operands, same_bytes
+from tests.gpu.kernels.gradient_fold.gradient_fold_cases import (
+    TOKENS,
+    K,
+    N,
+    data,
+    operands,
+    same_bytes,
+)
 
 pytestmark = pytest.mark.gpu
 

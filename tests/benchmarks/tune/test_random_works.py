@@ -11,14 +11,17 @@ from benchmarks.random_shapes import draw_folds, draw_products
 from benchmarks.tune import random_works
 from benchmarks.tune.harness import measured
 from benchmarks.tune.random_works import (
+    BF16,
     RANDOM_OPS,
     compile_schedules,
     compile_share,
     fitting_schedules,
-    fold_schedules,
     multiply_and_add,
 )
+from rl_consistency.kernels.core.tuned_schedules import schedule_name
+from rl_consistency.kernels.gradient_fold.schedules import candidates as fold_candidates
 from rl_consistency.kernels.matmul.schedules import CANDIDATES
+from rl_consistency.tuning import products as products_of_weights
 
 CPU = torch.device("cpu")
 
@@ -36,16 +39,23 @@ def test_every_schedule_by_descriptor_fits_some_rows():
     assert found == {s.name for s in CANDIDATES if s.kind == "tma"}
 
 
-def test_works_have_the_shapes_of_the_seed_and_time_the_schedule_of_today():
-    products = list(RANDOM_OPS["matmul"](CPU, 3, 30))
+def test_works_have_the_shapes_of_the_seed_and_time_the_schedule_of_today(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(products_of_weights, "has_tma", lambda device: True)
+        products = list(RANDOM_OPS["matmul"](CPU, 3, 30))
     assert [work.shape for work in products] == draw_products(3, 30)
     folds = list(RANDOM_OPS["fold"](CPU, 3, 30))
     assert [work.shape for work in folds] == draw_folds(3, 30)
     for work in products:
-        assert work.picked in work.candidates and list(work.others) == ["cublaslt"]
+        assert work.picked in work.candidates
+        assert list(work.others) == ["cublaslt"] * (work.shape["m"] > 1)
     for work in folds:
-        assert len(work.candidates) == len(fold_schedules(CPU))
+        assert set(work.candidates) == {schedule_name(s) for s in fold_candidates(BF16, tma=False)}
         assert list(work.others) == ["cublas fp32 + add"]
+
+
+def at_once(i):
+    return 1e-6
 
 
 def test_a_row_has_the_time_of_every_schedule_and_of_the_library(monkeypatch):
@@ -58,8 +68,8 @@ def test_a_row_has_the_time_of_every_schedule_and_of_the_library(monkeypatch):
         lambda dy, x, gradient: gradient.add_(dy.float().t() @ x.float()),
     )
     (work,) = RANDOM_OPS["fold"](CPU, 0, 1)
-    machine = SimpleNamespace(copies=lambda size: 1, alone=lambda contestant, rounds: 1e-6)
-    row = measured(work, machine)
+    bench = SimpleNamespace(copies=lambda size: 1, timers=lambda calls: {n: at_once for n in calls})
+    row = measured(work, bench)
     assert row["shape"] == shape and row["refused"] == [] and row["picked"] == work.picked
     assert set(row["us"]) == {*work.candidates, "cublas fp32 + add"}
 

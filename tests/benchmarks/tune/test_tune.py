@@ -4,8 +4,9 @@ import json
 
 import torch
 
-from benchmarks.tune.harness import Work, label, measured, tune, winner, write_table
-from benchmarks.tune.works import OPS, matmul_candidates
+from benchmarks.tune.harness import measured, tune, winner, write_table
+from benchmarks.tune.works import OPS
+from rl_consistency.tuning.work import Work
 
 
 class Machine:
@@ -14,11 +15,12 @@ class Machine:
     def copies(self, operand_bytes):
         return 2
 
-    def alone(self, contestant, rounds):
-        self.rounds = rounds
-        assert len(contestant.calls) == 2
-        with contestant.context():
-            return float(contestant.calls[0]().shape[0]) * 1e-6
+    def timers(self, calls):
+        assert all(len(own) == 2 for own in calls.values())
+        return {name: self.timer(float(own[0]().shape[0])) for name, own in calls.items()}
+
+    def timer(self, us):
+        return lambda i: us * 1e-6
 
 
 def work(**changes):
@@ -86,6 +88,3 @@ def test_every_op_names_its_schedules_once_and_one_of_them_is_picked():
         for entry in found:
             assert entry.picked in entry.candidates or op == "matmul", entry.key
         assert len({entry.key for entry in found}) == len(found)
-    for m in (1, 64, 256, 4096):
-        names = [label(s) for s in matmul_candidates(m)]
-        assert names and len(set(names)) == len(names)

@@ -11,7 +11,15 @@ from rl_consistency.kernels.gradient_fold.op import (
 from rl_consistency.kernels.gradient_fold.outer_triton import launch_outer, takes_descriptors
 from rl_consistency.kernels.gradient_fold.schedules import POINTER, TMA, candidates
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT
-from tests.gpu.kernels.gradient_fold_cases import DTYPES, K, N, data, operands, outer, same_bytes
+from tests.gpu.kernels.gradient_fold.gradient_fold_cases import (
+    DTYPES,
+    K,
+    N,
+    data,
+    operands,
+    outer,
+    same_bytes,
+)
 
 pytestmark = pytest.mark.gpu
 

@@ -22,7 +22,7 @@ from rl_consistency.kernels.gradient_fold.outer_triton import launch_outer
 from rl_consistency.kernels.gradient_fold.schedules import TMA
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.probe import probe
-from tests.gpu.kernels.gradient_fold_cases import (
+from tests.gpu.kernels.gradient_fold.gradient_fold_cases import (
     DTYPES,
     TOKENS,
     VOCABULARY,

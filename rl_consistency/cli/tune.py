@@ -1,0 +1,134 @@
+"""`rl-consistency tune`: the fastest schedules of a policy on this GPU; no bit changes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from rl_consistency.cli.live_progress import live_progress
+from rl_consistency.cli.verify import DTYPES, chosen_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl_consistency.tuning.measure import Outcome
+    from rl_consistency.tuning.tune import TuningReport
+    from rl_consistency.tuning.work import Work
+
+UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0}
+SHOWN = 20
+"""Works in the table: those with the largest gains in a step."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    text = "a Hugging Face model directory; only its config.json is read"
+    parser.add_argument("--model", type=Path, metavar="DIR", required=True, help=text)
+    text = "how long to measure, such as 90s or 2m, the most important works first (default: 60s)"
+    parser.add_argument("--budget", default="60s", metavar="TIME", help=text)
+    text = "tokens of a training batch: the most rows of a product (default: 16384)"
+    parser.add_argument("--rows", type=int, default=16384, metavar="N", help=text)
+    text = f"{', '.join(DTYPES)} (default: the model's own)"
+    parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help=text)
+    parser.add_argument("--device", default="cuda", help="the GPU (default: cuda)")
+    text = "measure also what is known already"
+    parser.add_argument("--again", action="store_true", help=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune; 1 where a candidate gave other bytes than the reference, else 0."""
+    import torch
+
+    from rl_consistency.trainers.launch import refuse_many_processes
+    from rl_consistency.trainers.policy import read_config
+    from rl_consistency.tuning.policy_works import policy_works
+    from rl_consistency.tuning.tune import tune_device
+
+    refuse_many_processes()
+    budget = seconds_of(args.budget)
+    config = read_config(args.model)
+    device = tunable_device(args.device)
+    dtype = getattr(torch, args.dtype) if args.dtype else getattr(config, "dtype", None)
+    works = policy_works(config, dtype or torch.float32, device, args.rows)
+    console = Console()
+    with live_progress(console) as progress:
+        task = progress.add_task("", total=len(works))
+
+        def tell(outcome: Outcome | None, name: str) -> None:
+            progress.update(task, advance=int(outcome is not None), description=name)
+            if outcome is not None and not console.is_terminal:
+                print(line_of(outcome), flush=True)
+
+        report = tune_device(works, device, budget=budget, again=args.again, tell=tell)
+    show(console, report, works)
+    return 0 if report.passed else 1
+
+
+def tunable_device(name: str) -> torch.device:
+    """The GPU of `--device`; ValueError for a CPU, or where no GPU is."""
+    import torch
+
+    from rl_consistency.tuning.tune import require_tunable
+
+    if name != "cpu" and not torch.cuda.is_available():
+        raise ValueError(
+            "nothing to tune: no CUDA device is available here, and the CPU has one schedule for "
+            "each op."
+        )
+    device = chosen_device(name)
+    require_tunable(device)
+    return device
+
+
+def seconds_of(text: str) -> float:
+    """`60s`, `60` or `1.5m` in seconds; ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text)
+    if found is None or found[2] not in UNITS or not float(found[1]):
+        raise ValueError(f"--budget {text!r}: give a time such as 60s or 2m.")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def line_of(outcome: Outcome) -> str:
+    """One work in one line."""
+    times = f"{outcome.default_us:.1f} -> {outcome.winner_us:.1f} us"
+    known = " (known)" if outcome.known else ""
+    struck = f"  STRUCK: {', '.join(outcome.struck)}" if outcome.struck else ""
+    return f"{outcome.work.key}: {times}  {outcome.winner}{known}{struck}"
+
+
+def show(console: Console, report: TuningReport, works: list[Work]) -> None:
+    """The table of the largest gains, what was struck or left out, and the sum."""
+    changed = [outcome for outcome in report.outcomes if outcome.winner != outcome.default]
+    saved = {outcome.work.entry: _saved(outcome) for outcome in changed}
+    changed.sort(key=lambda outcome: -saved[outcome.work.entry])
+    if changed:
+        table = Table(box=None, title=f"{len(changed)} works with a faster schedule")
+        for name in ("work", "default us", "winner us", "gain", "winner"):
+            table.add_column(name, justify="right" if "us" in name or name == "gain" else "left")
+        for outcome in changed[:SHOWN]:
+            times = f"{outcome.default_us:.1f}", f"{outcome.winner_us:.1f}"
+            gain = f"{outcome.gain:.2f} x"
+            table.add_row(escape(outcome.work.key), *times, gain, escape(outcome.winner))
+        console.print(table)
+    for name, reason in report.struck.items():
+        console.print(f"[red]struck[/] {escape(name)}: {escape(reason)}", highlight=False)
+    reasons = dict.fromkeys(report.left_out.values())
+    for reason in reasons:
+        names = [name for name, why in report.left_out.items() if why == reason]
+        text = f"left out {len(names)}, the op's rule stays: {reason}; the first is {names[0]}"
+        console.print(escape(text), highlight=False)
+    known = sum(outcome.known for outcome in report.outcomes)
+    text = f"{len(report.outcomes)} of {len(works)} works, {known} of them known, "
+    text += f"{len(changed)} with a faster schedule, {report.seconds:.0f} s; {report.path}"
+    console.print(escape(text), highlight=False)
+
+
+def _saved(outcome: Outcome) -> float:
+    """The share of a step that a winner saves, as `Work.seconds` weighs it."""
+    return outcome.work.seconds * (1 - 1 / outcome.gain)

@@ -1,0 +1,106 @@
+"""One op at one shape: its candidates, and which of them give the reference's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+Shape = Mapping[str, Any]
+"""Names of sizes and their values."""
+
+Op = Callable[..., Any]
+"""Operands -> a tensor or a tuple of tensors; may write into its operands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One op at one shape."""
+
+    op: str
+    shape: Shape
+    operands: Callable[[], tuple[Tensor, ...]]
+    """Makes them, with the same values at each call."""
+    candidates: Mapping[str, Op]
+    """By name of the schedule."""
+    picked: str
+    """The candidate that the op's rule takes, whose bytes are the reference. Where it is none of
+    them, the first is."""
+    others: Mapping[str, Op] = field(default_factory=dict)
+    """Ways to the result that are timed beside the schedules, whatever their bytes."""
+    entry: str = ""
+    """The name that the winner is kept under; empty for a work that no pick looks up."""
+    library_entry: str = ""
+    """The name of the choice between the winner and the vendor library, which is one of `others`;
+    empty where the library cannot take the work."""
+    library_picked: bool = False
+    """Whether the op's rule prefers the library."""
+    moved_bytes: float = 0.0
+    """Bytes of operands and results."""
+    seconds: float = 0.0
+    """What all its calls may take in a step of training, roughly; works are tuned in this order."""
+
+    @property
+    def key(self) -> str:
+        """As it is named in results."""
+        return " ".join([self.op, *(f"{name}={size}" for name, size in self.shape.items())])
+
+    @property
+    def default(self) -> str:
+        """The candidate whose bytes are the reference."""
+        return self.picked if self.picked in self.candidates else next(iter(self.candidates))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What the candidates of a work gave."""
+
+    equal: dict[str, Op]
+    """Candidates with the reference's bytes, and the other ways."""
+    struck: dict[str, str]
+    """Candidates with other bytes: why."""
+    unable: dict[str, str]
+    """Candidates that do not fit this device: why."""
+    differing: dict[str, int]
+    """Elements of each other way that differ from the reference."""
+
+
+def compare(work: Work, operands: tuple[Tensor, ...], only: tuple[str, ...] = ()) -> Comparison:
+    """Run the candidates and the other ways, or `only` some and the default, and compare bytes with
+    the default's. Each call has operands of its own, since it may write into them."""
+    names = dict.fromkeys([work.default, *work.candidates, *work.others])
+    wanted = [name for name in names if not only or name in (work.default, *only)]
+    found = Comparison({}, {}, {}, {})
+    reference: list[Tensor] = []
+    for name in wanted:
+        call = work.candidates.get(name) or work.others[name]
+        try:
+            result = call(*(x.clone() for x in operands))
+        except OutOfResources as error:
+            if name == work.default:
+                raise
+            found.unable[name] = str(error)
+            continue
+        result = list(result) if isinstance(result, tuple) else [result]
+        reference = reference or result
+        counts = [_differing(a, b) for a, b in zip(result, reference, strict=True)]
+        if name in work.others:
+            found.differing[name] = sum(counts)
+        elif any(counts):
+            of = sum(x.numel() for x in reference)
+            found.struck[name] = f"{sum(counts)} of {of} elements differ from {work.default}"
+            continue
+        found.equal[name] = call
+    return found
+
+
+def _differing(a: Tensor, b: Tensor) -> int:
+    """Elements whose bytes differ."""
+    if a.numel() == 0:
+        return 0
+    a, b = (x.contiguous().view(torch.uint8).view(*x.shape, -1) for x in (a, b))
+    return int((a != b).any(-1).sum())

@@ -1,0 +1,191 @@
+"""Tuning on a GPU: winners have the default's bytes, and a rollout tuned in its middle its own."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from rl_consistency.kernels.core import tuned_schedules as winners_module
+from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.identity import CACHE_VARIABLE
+from rl_consistency.kernels.core.tuned_schedules import Winner, forget_picks, tuned_schedules
+from rl_consistency.kernels.matmul import audit, cublaslt
+from rl_consistency.kernels.matmul import op as matmul_op
+from rl_consistency.kernels.matmul.audit import schedule_audit
+from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
+from rl_consistency.kernels.matmul.product_triton import matmul_fwd
+from rl_consistency.kernels.matmul.schedules import LIBRARY, candidates, pick
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.numerics.fingerprint import fingerprint
+from rl_consistency.numerics.settings import numeric_settings
+from rl_consistency.parity.bytes import same_bytes
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.tuning import measure
+from rl_consistency.tuning.products import drawn, fold, fused_gate_up, fused_qkv, product
+from rl_consistency.tuning.row_ops import (
+    glu_work,
+    head_gradient,
+    head_statistics,
+    norm_backward,
+    norm_forward,
+    rotary_work,
+)
+from rl_consistency.tuning.stopwatch import ColdDevice
+from rl_consistency.tuning.tune import tune, tune_device
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PROMPTS = [[(7 * i + 3 * n) % 331 for i in range(n)] for n in (1, 5, 33, 64, 130)]
+SAMPLING = SamplingParams(n=2, max_tokens=24, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    """No winner or certificate of this machine is read, none of a test is left on it."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(winners_module, "_by_device", {})
+    monkeypatch.setattr(cublaslt, "_by_device", {})
+    monkeypatch.setattr(audit, "_counts", audit._Counts())
+    forget_picks()
+    yield tmp_path
+    forget_picks()
+
+
+def works_of(dtype):
+    """A few works of each kind."""
+    out = {"dtype": dtype, "out_dtype": dtype}
+    return [
+        *(product(DEVICE, layout, m, 512, 1024, **out) for layout in ("nt", "nn") for m in (1, 64)),
+        product(DEVICE, "nt", 512, 1024, 512, dtype, FP32),
+        fold(DEVICE, 512, 256, 512, dtype),
+        fused_qkv(DEVICE, 16, (256, 128, 128), 256, dtype),
+        fused_gate_up(DEVICE, 16, 512, 256, dtype, "silu"),
+        *(glu_work(DEVICE, way, 300, 512, dtype, "silu") for way in ("forward", "backward")),
+        rotary_work(DEVICE, 300, 4, 2, 64, dtype),
+        *(norm_forward(DEVICE, 300, 1024, dtype, adds=adds) for adds in (False, True)),
+        *(norm_backward(DEVICE, 300, 1024, dtype, adds=adds) for adds in (False, True)),
+        *head_works(dtype),
+    ]
+
+
+def head_works(dtype):
+    """Those of the head's fused products, which are tuned where descriptors are."""
+    if dtype == FP32 or not has_tma(DEVICE):
+        return []
+    sizes = 300, 1024, 256, dtype
+    return [head_statistics(DEVICE, *sizes), head_gradient(DEVICE, *sizes)]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_every_candidate_has_the_bytes_of_the_default_and_no_winner_is_slower(dtype):
+    works = works_of(dtype)
+    report = tune_device(works, DEVICE, budget=600.0)
+    assert report.passed and report.left_out == {}
+    assert len(report.outcomes) == len(works)
+    for outcome in report.outcomes:
+        assert outcome.gain >= 1.0 and outcome.winner_us > 0, outcome
+        assert outcome.winner in (*outcome.work.candidates, LIBRARY)
+    again = tune_device(works, DEVICE, budget=600.0)
+    assert again.passed and all(outcome.known for outcome in again.outcomes)
+
+
+def test_winners_are_kept_for_the_next_process(own_cache):
+    tune_device(works_of(BF16)[:2], DEVICE, budget=600.0)
+    kept = tuned_schedules(DEVICE).winners
+    (file,) = own_cache.rglob("schedules_*.json")
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    assert set(json.loads(file.read_text())["winners"]) == set(kept)
+    winners_module._by_device.clear()
+    assert tuned_schedules(DEVICE).winners == kept
+
+
+@pytest.mark.parametrize("m", [1, 40, 600])
+def test_every_candidate_that_wins_runs_with_the_same_bytes(m):
+    (a, b), n, k = drawn(DEVICE, BF16, (m, 1024), (512, 1024)), 512, 1024
+    right = b.t().contiguous()
+    tma = "/tma/" in product(DEVICE, "nt", m, n, k, BF16, BF16).entry
+    for layout, weight, run in (("nt", b, matmul_nt), ("nn", right, matmul_nn)):
+        expected = matmul_fwd(a, weight, None, layout, BF16)
+        entry = product(DEVICE, layout, m, n, k, BF16, BF16).entry
+        for schedule in candidates(m, BF16, tma=tma):
+            tuned_schedules(DEVICE).keep(entry, Winner(schedule.name, 1.0, 2.0))
+            assert pick(m, n, k, BF16, layout, tma, BF16, DEVICE) == schedule
+            assert same_bytes(run(a, weight, out_dtype=BF16), expected), schedule
+
+
+def test_a_wrong_winner_in_the_cache_is_found_by_the_audit(monkeypatch):
+    monkeypatch.setattr(audit, "AUDIT_EVERY", 1)
+    a, b = drawn(DEVICE, BF16, (40, 1024), (512, 1024))
+    work = product(DEVICE, "nt", 40, 512, 1024, BF16, BF16)
+    other = next(name for name in work.candidates if name != work.picked)
+    tuned_schedules(DEVICE).keep(work.entry, Winner(other, 1.0, 2.0))
+    expected = matmul_nt(a, b, out_dtype=BF16)
+    assert schedule_audit().differing == 0 and schedule_audit().audited == 1
+    right = matmul_op.matmul_op
+    monkeypatch.setattr(matmul_op, "matmul_op", lambda *given: 1.01 * right(*given))
+    matmul_nt(a, b, out_dtype=BF16)
+    report = schedule_audit()
+    assert report.struck == report.struck_schedules == [f"{work.entry}: {other}"]
+    monkeypatch.setattr(matmul_op, "matmul_op", right)
+    assert same_bytes(matmul_nt(a, b, out_dtype=BF16), expected)
+
+
+def as_bytes(completions):
+    return [(list(c.token_ids), c.token_logprobs.numpy().tobytes()) for c in completions]
+
+
+def trained(model):
+    """Logprobs and gradients of a training step."""
+    model.zero_grad()
+    found = token_logprobs(model, [prompt * 4 for prompt in PROMPTS]).logprobs
+    found.sum().backward()
+    return [found.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_a_rollout_tuned_in_its_middle_has_the_same_tokens_and_logprobs(
+    small_model, dtype, monkeypatch
+):
+    monkeypatch.setattr(measure, "FINAL_ROUNDS", (3, 3))
+    with patch(model := small_model(dtype, vocab_size=336)):
+
+        def engine():
+            return RolloutEngine(model, eos_token_id=None, num_kv_blocks=400)
+
+        expected, digest = as_bytes(engine().generate(PROMPTS, SAMPLING)), fingerprint(DEVICE)
+        gradients = trained(model)
+        state = torch.cuda.get_rng_state(DEVICE)
+        running = engine()
+        running.submit(PROMPTS, SAMPLING)
+        steps, found, report = 0, [], None
+        while running.has_unfinished:
+            if steps == 5:
+                report = tune(model, rows=512, budget=600.0)
+            found += running.step()
+            steps += 1
+        assert report is not None and report.passed and len(report.outcomes) > 10
+        found.sort(key=lambda c: (c.prompt_index, c.sample_index))
+        assert as_bytes(found) == expected
+        assert as_bytes(engine().generate(PROMPTS, SAMPLING)) == expected
+        assert all(same_bytes(a, b) for a, b in zip(trained(model), gradients, strict=True))
+        assert fingerprint(DEVICE) == digest
+        assert torch.equal(torch.cuda.get_rng_state(DEVICE), state)
+
+
+def test_a_bench_is_cold_and_times_more_work_as_longer():
+    bench = ColdDevice(DEVICE)
+    works = [product(DEVICE, "nt", m, 4096, 4096, BF16, BF16) for m in (16, 8192)]
+    seconds = []
+    with numeric_settings(), torch.no_grad():
+        for work in works:
+            call = work.candidates[work.default]
+            operands = work.operands()
+            copies = bench.copies(sum(x.nbytes for x in operands))
+            timer = bench.timers({"": [partial(call, *operands)] * copies})[""]
+            seconds.append(sorted(timer(i) for i in range(5))[2])
+    assert 1e-6 < 3 * seconds[0] < seconds[1] < 0.1

@@ -1,0 +1,303 @@
+"""Winners in a file that processes share: merged, whole, and never trusted blindly."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+
+from rl_consistency.kernels.core import tuned_schedules as module
+from rl_consistency.kernels.core.tuned_schedules import (
+    FOLDER,
+    TunedSchedules,
+    Winner,
+    chosen,
+    forget_on_change,
+    picked_once,
+    rows_bucket,
+    schedule_name,
+    struck_schedules,
+    tuned_schedules,
+    work_name,
+)
+from rl_consistency.kernels.gradient_fold.schedules import POINTER, TMA
+
+CPU = torch.device("cpu")
+IDENTITY = {"device": "one", "driver": "1"}
+FAST, FASTER = Winner("fast", 8.0, 10.0), Winner("faster", 7.0, 10.0)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / FOLDER / "file.json"
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """This test's own winners, and picks that know of no others."""
+    monkeypatch.setattr(module, "_by_device", {})
+    module.forget_picks()
+    yield
+    module.forget_picks()
+
+
+def opened(path, identity=IDENTITY):
+    return TunedSchedules(path, identity)
+
+
+def quiet(path):
+    """The store as the next process reads it; a warning is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return opened(path)
+
+
+def test_rows_share_a_bucket_to_the_next_power_of_two():
+    assert [rows_bucket(m) for m in (1, 2, 16, 17, 100, 16384, 10**6)] == [
+        1, 16, 16, 32, 128, 16384, 16384,
+    ]  # fmt: skip
+
+
+def test_a_work_is_named_by_op_sizes_and_bucket():
+    name = work_name("matmul", "nt", torch.bfloat16, torch.float32, "n8", rows=100)
+    assert name == "matmul/nt/bf16/fp32/n8/m128"
+
+
+def test_every_schedule_has_a_name_of_its_own():
+    names = [schedule_name(schedule) for schedule in TMA + POINTER]
+    assert len(set(names)) == len(names) and schedule_name("tma") == "tma"
+
+
+def test_a_winner_is_kept_for_the_next_process(path):
+    opened(path).keep("work", FAST)
+    assert quiet(path).winner("work") == FAST and quiet(path).winner("other") is None
+    assert quiet(path).winners == {"work": FAST}
+
+
+def test_the_folder_is_the_users_own_and_its_files_too(path):
+    path.parent.mkdir(mode=0o755)
+    opened(path).keep("work", FAST)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o077 == 0
+    assert sorted(p.name for p in path.parent.iterdir()) == ["file.json", "file.lock"]
+
+
+def test_a_struck_candidate_is_never_a_winner_again(path):
+    store = opened(path)
+    store.keep("work", FAST)
+    store.strike("work", "fast", "3 elements differ")
+    assert store.winner("work") is None and store.winners == {}
+    assert quiet(path).winner("work") is None
+    assert quiet(path).struck == {"work": {"fast": "3 elements differ"}}
+    again = opened(path)
+    again.keep("work", FAST)
+    assert again.winner("work") is None and quiet(path).winner("work") is None
+
+
+def test_processes_merge_what_they_find_and_a_strike_of_either_stays(path):
+    one, two = opened(path), opened(path)
+    one.keep("a", FAST)
+    two.keep("b", FAST)
+    two.strike("a", "fast", "differs")
+    assert one.winner("a") == FAST  # it has not looked since
+    one.keep("c", FAST)
+    assert one.winner("a") is None and one.winner("b") == FAST
+    assert set(quiet(path).winners) == {"b", "c"}
+
+
+def test_a_later_finding_replaces_an_earlier_one_and_is_not_replaced_by_it(path):
+    one, two = opened(path), opened(path)
+    one.keep("work", FAST)
+    two.keep("work", FASTER)
+    one.keep("other", FAST)
+    assert quiet(path).winner("work") == one.winner("work") == FASTER
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner
+path, name = Path(sys.argv[1]), sys.argv[2]
+store = TunedSchedules(path, {"device": "one", "driver": "1"})
+for i in range(8):
+    store.keep(f"{name}{i}", Winner("fast", 1.0, 2.0))
+store.strike(name, "wrong", "differs")
+"""
+
+
+def test_processes_that_write_at_once_lose_nothing(path):
+    command = [sys.executable, "-W", "error::UserWarning", "-c", WRITER, str(path)]
+    running = [subprocess.Popen([*command, name]) for name in "abc"]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    store = quiet(path)
+    assert set(store.winners) == {f"{name}{i}" for name in "abc" for i in range(8)}
+    assert set(store.struck) == set("abc")
+
+
+GOOD = {"schedule": "fast", "us": 1.0, "default_us": 2.0}
+
+
+def content(**changes):
+    return {"identity": IDENTITY, "winners": {"work": GOOD}, "struck": {}} | changes
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "JSONDecodeError"),
+        ('{"identity"', "JSONDecodeError"),
+        ("[" * 100_000, "RecursionError"),
+        (b"\xff\xfe{}", "UnicodeDecodeError"),
+        ("[]", "TypeError"),
+        ("{}", "KeyError"),
+        (content(identity={"device": "two"}), "of another device, driver or version"),
+        (content(winners=[]), "AttributeError"),
+        (content(winners={"work": "fast"}), "TypeError"),
+        (content(winners={"work": GOOD | {"schedule": 3}}), "TypeError: not a winner"),
+        (content(winners={"work": GOOD | {"us": "1"}}), "TypeError: not a winner"),
+        (content(winners={"work": GOOD | {"us": True}}), "TypeError: not a winner"),
+        (content(winners={"work": GOOD | {"us": -1.0}}), "TypeError: not a winner"),
+        (content(winners={"work": GOOD | {"us": float("nan")}}), "TypeError: not a winner"),
+        (content(winners={"work": GOOD | {"more": 1}}), "TypeError"),
+        (content(struck={"work": {"fast": 1}}), "TypeError: not reasons"),
+        (content(struck={"work": 1}), "TypeError"),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_ignored_with_the_reason_and_made_again(path, text, reason):
+    path.parent.mkdir(mode=0o700)
+    text = json.dumps(text) if isinstance(text, dict) else text
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.chmod(0o600)
+    with pytest.warns(UserWarning, match=reason) as told:
+        store = opened(path)
+        assert store.winners == {} and store.struck == {}
+        store.keep("work", FASTER)
+    assert len(told) == 1
+    assert quiet(path).winners == {"work": FASTER}
+
+
+@pytest.mark.parametrize("place", ["file", "folder"])
+def test_what_others_may_write_to_is_ignored(path, place):
+    opened(path).keep("work", FAST)
+    (path if place == "file" else path.parent).chmod(0o777)
+    with pytest.warns(UserWarning, match="others may write to"):
+        assert opened(path).winners == {}
+
+
+def test_a_cache_of_another_user_is_ignored_and_not_written_to(path, monkeypatch):
+    opened(path).keep("work", FAST)
+    before = path.read_bytes()
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    with pytest.warns(UserWarning, match=f"belongs to user {own}") as told:
+        store = opened(path)
+        assert store.winners == {}
+        store.keep("other", FAST)
+        store.keep("more", FAST)
+    assert len(told) == 2 and "cannot be written" in str(told[1].message)
+    assert store.winner("other") == FAST and path.read_bytes() == before
+
+
+def test_a_link_or_a_pipe_is_not_read(path, tmp_path):
+    opened(tmp_path / "elsewhere" / "file.json").keep("work", FAST)
+    path.parent.mkdir(mode=0o700)
+    path.symlink_to(tmp_path / "elsewhere" / "file.json")
+    with pytest.warns(UserWarning, match="is ignored"):
+        assert opened(path).winners == {}
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    with pytest.warns(UserWarning, match="is no file"):
+        assert opened(path).winners == {}
+
+
+def full_disk(*args, **options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_without_write_access_there_is_one_warning_and_winners_in_memory(path, monkeypatch):
+    path.parent.parent.joinpath(FOLDER).write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match="RL_CONSISTENCY_CACHE") as told:
+        store = opened(path)
+        store.keep("work", FAST)
+        store.keep("other", FAST)
+        store.strike("work", "wrong", "differs")
+    assert sum("cannot be written" in str(w.message) for w in told) == 1
+    assert store.winner("work") == store.winner("other") == FAST
+    assert store.struck == {"work": {"wrong": "differs"}}
+
+
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(path, monkeypatch):
+    store = opened(path)
+    store.keep("work", FAST)
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "dump", full_disk)
+        with pytest.warns(UserWarning, match="No space left on device") as told:
+            store.keep("other", FAST)
+            store.keep("more", FAST)
+    assert len(told) == 1 and path.read_bytes() == before
+    assert sorted(p.name for p in path.parent.iterdir()) == ["file.json", "file.lock"]
+    store.keep("later", FAST)
+    assert set(quiet(path).winners) == {"work", "other", "more", "later"}
+
+
+def test_a_device_without_schedules_keeps_nothing_on_disk(alone, tmp_path, monkeypatch):
+    monkeypatch.setenv("RL_CONSISTENCY_CACHE", str(tmp_path))
+    tuned_schedules(CPU).keep("work", FAST)
+    assert tuned_schedules(CPU).winner("work") == FAST and tuned_schedules(CPU).path is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gpus_file_lies_in_a_folder_of_the_cache(alone, tmp_path, monkeypatch):
+    monkeypatch.setenv("RL_CONSISTENCY_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "identity_of", lambda device: IDENTITY)
+    device = torch.device("cuda", 0)
+    tuned_schedules(device).keep("work", FAST)
+    assert [p.parent for p in tmp_path.rglob("schedules_one_*.json")] == [tmp_path / FOLDER]
+    assert tuned_schedules(device).path.parent == tmp_path / FOLDER
+
+
+def test_only_an_ops_own_schedule_can_be_chosen(alone):
+    own = {"fast": 1}
+    assert chosen(CPU, "work", own) is None
+    tuned_schedules(CPU).keep("work", FAST)
+    tuned_schedules(CPU).keep("poisoned", Winner("os.system", 1.0, 2.0))
+    assert chosen(CPU, "work", own) == 1 and chosen(None, "work", own) is None
+    with pytest.warns(UserWarning, match=r"'os\.system' is no schedule of this op") as told:
+        assert chosen(CPU, "poisoned", own) is chosen(CPU, "poisoned", own) is None
+    assert len(told) == 1
+
+
+def test_a_pick_is_asked_once_until_a_winner_changes(alone):
+    calls = Counter()
+
+    @picked_once
+    def pick(m):
+        calls[m] += 1
+        return chosen(CPU, f"m{m}", {"fast": "fast", "faster": "faster"})
+
+    try:
+        assert pick(1) is pick(1) is None and calls[1] == 1
+        tuned_schedules(CPU).keep("m1", FAST)
+        assert pick(1) == pick(1) == "fast" and calls[1] == 2
+        tuned_schedules(CPU).keep("m1", FASTER)
+        assert pick(1) == "faster"
+        tuned_schedules(CPU).strike("m1", "faster", "differs")
+        assert pick(1) is None and struck_schedules() == ["m1: faster"]
+    finally:
+        module._picks.pop()
+
+
+def test_what_was_made_from_picks_is_told_of_a_change(alone):
+    made = []
+    forget_on_change(lambda: made.append("forgotten"))
+    try:
+        tuned_schedules(CPU).keep("work", FAST)
+        assert made == ["forgotten"]
+    finally:
+        module._picks.pop()

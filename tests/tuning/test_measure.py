@@ -1,0 +1,160 @@
+"""Who wins: the fastest, if it beats the default twice by the margin; bytes come first."""
+
+from dataclasses import replace
+from itertools import cycle
+
+import pytest
+
+from rl_consistency.kernels.core.tuned_schedules import Winner
+from rl_consistency.kernels.matmul.audit import schedule_audit, withdrawn_since
+from rl_consistency.tuning import measure
+from rl_consistency.tuning.measure import MARGIN, measured, race
+
+ENTRY, LIBRARY_ENTRY = "add/n8/m1", "library/n8/m1"
+
+
+def constant(**seconds):
+    return {name: lambda i, s=s: s for name, s in seconds.items()}
+
+
+def test_the_fastest_wins_by_medians_in_microseconds():
+    found = race(constant(own=10e-6, slow=20e-6, fast=8e-6), "own")
+    assert (found.winner, found.scatter) == ("fast", 0.0)
+    assert (found.winner_us, found.default_us) == pytest.approx((8.0, 10.0))
+
+
+@pytest.mark.parametrize(("share", "winner"), [(MARGIN - 1e-3, "fast"), (MARGIN + 1e-3, "own")])
+def test_a_challenger_has_to_win_by_the_margin(share, winner):
+    found = race(constant(own=10e-6, fast=share * 10e-6), "own")
+    assert found.winner == winner
+    assert found.winner_us <= found.default_us
+
+
+def test_a_default_that_was_far_off_in_the_first_rounds_still_takes_part():
+    found = race(constant(own=10e-6, **{f"a{i}": (5 + i) * 1e-6 for i in range(6)}), "own")
+    assert found.winner == "a0" and found.default_us == pytest.approx(10.0)
+
+
+def test_a_challenger_that_was_lucky_once_has_to_win_again():
+    """It is fast in the first two measurements, 3 and 7 rounds, and slow when it is confirmed."""
+    times = iter([5e-6] * 10 + [15e-6] * 7)
+    found = race({"own": lambda i: 10e-6, "lucky": lambda i: next(times)}, "own")
+    assert found.winner == "own" and found.winner_us == found.default_us == pytest.approx(10.0)
+
+
+def test_one_slow_sample_moves_no_median_and_scatter_is_told():
+    disturbed = cycle([8e-6, 8e-6, 8e-6, 8e-6, 8e-6, 8e-6, 100e-6])
+    found = race({"own": lambda i: 10e-6, "fast": lambda i: next(disturbed)}, "own")
+    assert found.winner == "fast"
+    shared = cycle([5e-6, 10e-6, 20e-6])
+    assert race({"own": lambda i: next(shared)}, "own").scatter > measure.SCATTER
+
+
+def test_the_fastest_candidate_is_kept(make_work, candidate, bench, store):
+    work = make_work({"own": candidate(10e-6), "slow": candidate(30e-6), "fast": candidate(5e-6)})
+    found = measured(work, bench, store)
+    assert (found.default, found.winner, found.gain) == ("own", "fast", pytest.approx(2.0))
+    assert store.winner(ENTRY) == Winner("fast", *map(pytest.approx, (5.0, 10.0)))
+    assert bench.prepared == [3] and not found.known and found.struck == {}
+
+
+def test_where_nothing_is_faster_the_default_is_kept(make_work, candidate, bench, store):
+    work = make_work({"own": candidate(5e-6), "slow": candidate(30e-6)})
+    found = measured(work, bench, store)
+    assert found.winner == found.default == "own" and found.gain == 1.0
+    assert store.winner(ENTRY).schedule == "own"
+
+
+def test_a_candidate_of_other_bytes_is_struck_and_never_timed(make_work, candidate, bench, store):
+    wrong = candidate(1e-6, added=1.25)
+    work = make_work({"own": candidate(10e-6), "wrong": wrong, "fast": candidate(5e-6)})
+    found = measured(work, bench, store)
+    assert found.winner == "fast" and wrong.samples == 0
+    assert found.struck == store.struck[ENTRY] == {"wrong": "8 of 8 elements differ from own"}
+    # It never ran in an op, so nothing that was computed has to go.
+    assert withdrawn_since(0) == []
+
+
+def test_a_struck_candidate_stays_struck_when_its_bytes_are_equal_again(
+    make_work, candidate, bench, store
+):
+    store.strike(ENTRY, "once", "it differed")
+    once = candidate(1e-6)
+    found = measured(make_work({"own": candidate(10e-6), "once": once}), bench, store)
+    assert found.winner == "own" and once.samples == 0 and found.struck == {"once": "it differed"}
+
+
+def test_a_file_that_strikes_the_default_changes_nothing(make_work, candidate, bench, store):
+    store.strike(ENTRY, "own", "poison")
+    assert measured(make_work({"own": candidate(1e-6)}), bench, store).winner == "own"
+    assert store.winner(ENTRY) is None  # so the op's rule decides, which takes it
+
+
+def test_what_is_known_is_compared_and_not_timed(make_work, candidate, bench, store):
+    own, fast = candidate(10e-6), candidate(5e-6)
+    work = make_work({"own": own, "fast": fast, "slow": candidate(30e-6)})
+    measured(work, bench, store)
+    before = own.samples, fast.samples, work.candidates["slow"].calls
+    found = measured(work, bench, store)
+    assert found.known and found.winner == "fast" and found.gain == pytest.approx(2.0)
+    assert (own.samples, fast.samples, work.candidates["slow"].calls) == before
+    assert bench.prepared == [3, 2]
+    assert not measured(work, bench, store, again=True).known
+
+
+def test_a_known_winner_of_other_bytes_is_withdrawn_and_the_work_measured_again(
+    make_work, candidate, bench, store
+):
+    store.keep(ENTRY, Winner("wrong", 1.0, 10.0))
+    work = make_work({"own": candidate(10e-6), "wrong": candidate(1e-6, 2.0), "b": candidate(5e-6)})
+    found = measured(work, bench, store)
+    assert found.winner == "b" == store.winner(ENTRY).schedule and set(found.struck) == {"wrong"}
+    assert withdrawn_since(0) == [f"{ENTRY}: wrong"] == schedule_audit().struck
+
+
+@pytest.mark.parametrize("name", ["os.system", ""])
+def test_a_known_winner_that_is_no_candidate_is_measured_again(
+    make_work, candidate, bench, store, name
+):
+    store.keep(ENTRY, Winner(name, 1.0, 10.0))
+    found = measured(make_work({"own": candidate(10e-6), "b": candidate(5e-6)}), bench, store)
+    assert not found.known and store.winner(ENTRY).schedule == "b"
+
+
+def with_library(make_work, candidate, library, *, picked, **changes):
+    candidates = {"own": candidate(10e-6), "fast": candidate(8e-6)}
+    fields = {"library_entry": LIBRARY_ENTRY, "library_picked": picked}
+    return make_work(candidates, others={"cublaslt": library}, **fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "picked", "choice", "ends"),
+    [
+        (5e-6, False, "library", ("own", 10.0, "library", 5.0)),
+        (7.9e-6, False, "triton", ("own", 10.0, "fast", 8.0)),
+        (9e-6, True, "triton", ("library", 9.0, "fast", 8.0)),
+        (8.1e-6, True, "library", ("library", 8.1, "library", 8.1)),
+        (5e-6, True, "library", ("library", 5.0, "library", 5.0)),
+    ],
+)
+def test_the_library_and_the_fastest_schedule_meet(
+    make_work, candidate, bench, store, seconds, picked, choice, ends
+):
+    """Whoever runs without winners stays, unless the other is faster by the margin."""
+    work = with_library(make_work, candidate, candidate(seconds), picked=picked)
+    found = measured(work, bench, store)
+    assert store.winner(ENTRY).schedule == "fast"
+    assert store.winner(LIBRARY_ENTRY).schedule == choice
+    times = found.default, found.default_us, found.winner, found.winner_us
+    assert times == tuple(e if isinstance(e, str) else pytest.approx(e) for e in ends)
+    again = measured(work, bench, store)
+    assert again.known and replace(again, known=False) == replace(found, scatter=0.0)
+
+
+def test_a_library_of_other_bytes_is_not_preferred_and_nothing_is_struck(
+    make_work, candidate, bench, store
+):
+    work = with_library(make_work, candidate, candidate(1e-6, 2.0), picked=False)
+    found = measured(work, bench, store)
+    assert store.winner(LIBRARY_ENTRY).schedule == "triton"
+    assert found.struck == {} and found.winner == "fast"

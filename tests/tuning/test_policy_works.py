@@ -1,0 +1,105 @@
+"""The works of a policy: all its products, each once, those first that take most of a step."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from rl_consistency.kernels.matmul.schedules import FUSED_ROWS
+from rl_consistency.models.families import UnsupportedModelError
+from rl_consistency.tuning.policy_works import policy_config, policy_works
+from rl_consistency.verify.presets import build_preset, preset_config
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def works():
+    return policy_works(preset_config("qwen3-8b"), BF16, CPU, 4096)
+
+
+def shapes(works, op, **wanted):
+    found = [w.shape for w in works if w.op == op]
+    return [s for s in found if all(s[name] == value for name, value in wanted.items())]
+
+
+def test_every_work_has_a_name_and_candidates_and_its_default_is_one_of_them(works):
+    assert len({work.entry for work in works}) == len(works)
+    for work in works:
+        assert work.entry and work.picked in work.candidates, work.key
+        assert work.seconds > 0 and work.moved_bytes > 0
+    assert [work.seconds for work in works] == sorted((w.seconds for w in works), reverse=True)
+
+
+def test_rows_come_in_buckets_from_one_to_the_training_batch(works):
+    rows = {s["m"] for s in shapes(works, "matmul", layout="nt")}
+    assert rows == {1, *(2**i for i in range(4, 13))}
+    assert {s["m"] for s in shapes(works, "qkv")} == {m for m in rows if m <= FUSED_ROWS}
+    trained = {s["m"] for s in shapes(works, "matmul", layout="nn")}
+    assert trained == {256, 512, 1024, 2048, 4096} == {s["tokens"] for s in shapes(works, "fold")}
+
+
+def test_every_weight_of_a_layer_and_the_head_is_there(works):
+    forward = {(s["n"], s["k"]) for s in shapes(works, "matmul", layout="nt", m=1024)}
+    layer = {(4096, 4096), (1024, 4096), (12288, 4096), (4096, 12288)}
+    assert forward == layer
+    backward = {(s["k"], s["n"]) for s in shapes(works, "matmul", layout="nn", m=1024)}
+    assert backward == layer
+    assert {(s["n"], s["k"]) for s in shapes(works, "fold", tokens=1024)} == layer
+    head = [w for w in works if w.shape.get("n") == 151936 and w.op == "matmul"]
+    assert {w.shape["m"] for w in head} == {1, 16, 32, 64, 128, 256, 512}
+    assert all("/bf16/fp32/" in w.entry for w in head)
+    assert shapes(works, "fold", n=151936) == [{"tokens": 4096, "n": 151936, "k": 4096}]
+
+
+def test_few_rows_take_the_fused_launches(works):
+    few = {(s["n"], s["k"]) for s in shapes(works, "matmul", layout="nt", m=16)}
+    assert few == {(4096, 4096), (4096, 12288), (151936, 4096)}
+    assert {s["n"] for s in shapes(works, "qkv")} == {"4096+1024+1024"}
+    assert {s["n"] for s in shapes(works, "gate_up")} == {12288}
+
+
+def test_the_library_meets_the_schedules_where_it_may_be_certified(works):
+    for work in works:
+        rows = work.shape.get("m", work.shape.get("tokens"))
+        meets = work.op in ("matmul", "fold") and rows >= 2
+        assert bool(work.library_entry) == bool(work.others) == meets, work.key
+    fp32 = policy_works(preset_config("tiny-qwen3"), torch.float32, CPU, 64)
+    assert fp32 and not any(work.others or work.library_entry for work in fp32)
+
+
+def test_a_training_batch_rounds_up_to_its_bucket():
+    works = policy_works(preset_config("tiny-qwen3"), BF16, CPU, 100)
+    assert max(s["m"] for s in shapes(works, "matmul", layout="nt")) == 128
+    assert {s["tokens"] for s in shapes(works, "fold")} == {128}
+
+
+def test_weights_that_no_descriptor_addresses_keep_the_ops_rule():
+    config = preset_config("tiny-qwen3")
+    config.vocab_size = 331
+    assert not any(331 in w.shape.values() for w in policy_works(config, BF16, CPU, 64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [({"dtype": torch.float8_e4m3fn}, TypeError), ({"rows": 0}, ValueError)],
+)
+def test_bad_input_is_refused(changes, error):
+    given = {"dtype": BF16, "rows": 64} | changes
+    with pytest.raises(error, match=r"canonical order|at least 1 row"):
+        policy_works(preset_config("tiny-qwen3"), given["dtype"], CPU, given["rows"])
+
+
+def test_an_architecture_without_orders_is_refused():
+    with pytest.raises(UnsupportedModelError, match="gpt2"):
+        policy_works(AutoConfig.for_model("gpt2"), BF16, CPU, 64)
+
+
+def test_the_config_is_found_under_wrappers_and_missed_without_one():
+    model = build_preset("tiny-llama")
+    wrapper = nn.Module()
+    wrapper.module = model
+    assert policy_config(wrapper) == (model.config, torch.float32)
+    with pytest.raises(TypeError, match="got Linear"):
+        policy_config(nn.Linear(2, 2))

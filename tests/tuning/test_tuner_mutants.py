@@ -1,0 +1,102 @@
+"""Negative controls: a tuner that is wrong in a known way turns its check red.
+
+A wrong candidate in a cache is here for `tune`; for the audit of a run it is in
+tests/kernels/matmul/test_winner_audit.py.
+"""
+
+import pytest
+
+from rl_consistency.kernels.core import tuned_schedules
+from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner, chosen
+from rl_consistency.tuning import measure, work
+from rl_consistency.tuning.measure import measured
+from rl_consistency.tuning.tune import tune_works
+
+SECONDS = {"own": 10e-6, "slow": 30e-6, "fast": 5e-6, "wrong": 1e-6}
+ENTRY = "add/n8/m1"
+
+
+@pytest.fixture
+def tuned(make_work, candidate, bench, store):
+    """Tunes a work with a slow, a fast and a wrong candidate -> the report."""
+
+    def run():
+        candidates = {n: candidate(s, 2.0 if n == "wrong" else 1.0) for n, s in SECONDS.items()}
+        return tune_works([make_work(candidates)], bench, store, clock=lambda: 0.0)
+
+    return run
+
+
+def keeps_the_fastest(report):
+    """No winner is slower than the default or than any candidate of its bytes."""
+    (outcome,) = report.outcomes
+    return outcome.gain >= 1 and SECONDS[outcome.winner] == SECONDS["fast"]
+
+
+def finds_the_wrong_one(report):
+    return [name for name in report.struck if name.endswith(": wrong")] and not report.passed
+
+
+def test_the_tuner_passes_its_checks(tuned):
+    report = tuned()
+    assert keeps_the_fastest(report) and finds_the_wrong_one(report)
+
+
+def test_a_tuner_that_keeps_the_slowest_is_caught(tuned, monkeypatch):
+    monkeypatch.setattr(measure, "fastest", lambda seconds: max(seconds, key=seconds.__getitem__))
+    assert not keeps_the_fastest(tuned())
+
+
+def test_a_tuner_that_takes_the_slowest_and_confirms_nothing_is_caught(tuned, monkeypatch):
+    monkeypatch.setattr(measure, "fastest", lambda seconds: max(seconds, key=seconds.__getitem__))
+    monkeypatch.setattr(measure, "MARGIN", float("inf"))
+    monkeypatch.setattr(measure, "NEAR", float("inf"))
+    report = tuned()
+    assert not keeps_the_fastest(report) and report.outcomes[0].gain < 1
+
+
+def test_a_tuner_that_compares_no_bytes_is_caught(tuned, monkeypatch):
+    monkeypatch.setattr(work, "_differing", lambda a, b: 0)
+    report = tuned()
+    assert not finds_the_wrong_one(report) and not keeps_the_fastest(report)
+
+
+def test_a_wrong_candidate_in_a_tuned_cache_is_struck_and_replaced(tuned, store):
+    store.keep(ENTRY, Winner("wrong", 1.0, 10.0))
+    report = tuned()
+    assert finds_the_wrong_one(report) and keeps_the_fastest(report)
+    again = TunedSchedules(store.path, {"device": "one"})
+    assert again.winner(ENTRY).schedule == "fast" and again.is_struck(ENTRY, "wrong")
+
+
+def test_a_cache_that_trusts_what_it_knows_is_caught(tuned, store, monkeypatch):
+    """The mutant takes a known winner without comparing its bytes."""
+    store.keep(ENTRY, Winner("wrong", 1.0, 10.0))
+
+    def trusting(work, operands, only=()):
+        return measure.compare_all(work, operands) if not only else blind(work, only)
+
+    def blind(given, only):
+        calls = {name: given.candidates[name] for name in (given.default, *only)}
+        return work.Comparison(calls, {}, {}, {})
+
+    monkeypatch.setattr(measure, "compare_all", work.compare, raising=False)
+    monkeypatch.setattr(measure, "compare", trusting)
+    assert not finds_the_wrong_one(tuned())
+
+
+def test_a_poisoned_entry_can_run_nothing_but_an_ops_own(store, monkeypatch):
+    device = object()
+    monkeypatch.setattr(tuned_schedules, "_by_device", {device: store})
+    store.keep("op", Winner("__import__('os').system('true')", 1.0, 2.0))
+    with pytest.warns(UserWarning, match="is no schedule of this op"):
+        assert chosen(device, "op", {"own": 1}) is None
+
+
+def test_a_winner_is_measured_and_not_believed(make_work, candidate, bench, store):
+    """A poisoned entry that praises a slow schedule is put right by measuring again."""
+    store.keep(ENTRY, Winner("slow", 0.001, 10.0))
+    candidates = {name: candidate(SECONDS[name]) for name in ("own", "slow", "fast")}
+    assert measured(make_work(candidates), bench, store).winner == "slow"
+    assert measured(make_work(candidates), bench, store, again=True).winner == "fast"
+    assert store.winner(ENTRY).schedule == "fast"

@@ -1,0 +1,58 @@
+"""Candidates are compared by bytes, each on operands of its own."""
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from rl_consistency.tuning.work import compare
+
+
+def too_large(x):
+    raise OutOfResources(300_000, 232_448, "shared memory")
+
+
+def test_other_bytes_are_counted_and_named(make_work, candidate):
+    work = make_work({"own": candidate(1.0), "same": candidate(1.0), "wrong": candidate(1.0, 1.25)})
+    found = compare(work, work.operands())
+    assert set(found.equal) == {"own", "same"}
+    assert found.struck == {"wrong": "8 of 8 elements differ from own"}
+
+
+def test_zeros_of_two_signs_and_nan_of_two_payloads_are_other_bytes(make_work):
+    def signed(x):
+        return torch.where(x == 0, -0.0, x)
+
+    work = make_work({"own": lambda x: x + 0.0, "signed": signed})
+    assert compare(work, work.operands()).struck == {"signed": "1 of 8 elements differ from own"}
+    work = make_work({"own": lambda x: x / 0, "other": lambda x: -(x / 0)})
+    assert "8 of 8" in compare(work, work.operands()).struck["other"]
+
+
+def test_every_result_of_a_tuple_is_compared(make_work):
+    work = make_work({"own": lambda x: (x, x + 1), "second": lambda x: (x, x + 2)})
+    assert compare(work, work.operands()).struck == {"second": "8 of 16 elements differ from own"}
+
+
+def test_other_ways_are_counted_and_not_struck(make_work, candidate):
+    others = {"library": candidate(1.0, 2.0), "equal": candidate(1.0)}
+    work = make_work({"own": candidate(1.0)}, others=others)
+    found = compare(work, work.operands())
+    assert found.differing == {"library": 8, "equal": 0} and found.struck == {}
+
+
+def test_a_candidate_that_does_not_fit_is_named_and_a_default_that_does_not_is_an_error(make_work):
+    work = make_work({"own": lambda x: x, "large": too_large})
+    assert "shared memory" in compare(work, work.operands()).unable["large"]
+    with pytest.raises(OutOfResources):
+        compare(make_work({"large": too_large}), work.operands())
+
+
+def test_only_some_are_run_beside_the_default(make_work, candidate):
+    work = make_work({name: candidate(1.0) for name in ("own", "a", "b")})
+    assert set(compare(work, work.operands(), ("b",)).equal) == {"own", "b"}
+    assert work.candidates["a"].calls == 0
+
+
+def test_a_default_that_is_no_candidate_gives_way_to_the_first(make_work, candidate):
+    work = make_work({"a": candidate(1.0), "b": candidate(1.0)}, picked="of another table")
+    assert work.default == "a" and work.key == "add n=8"

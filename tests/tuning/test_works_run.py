@@ -1,0 +1,156 @@
+"""Works run as their ops do: the same bytes by every candidate, under the name that the op asks."""
+
+import pytest
+import torch
+
+from rl_consistency.kernels.core import tuned_schedules
+from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner
+from rl_consistency.kernels.glu.activation_triton import glu_bwd, glu_fwd
+from rl_consistency.kernels.gradient_fold.outer_triton import gradient_fold_outer
+from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd
+from rl_consistency.kernels.matmul.product_triton import matmul_fwd
+from rl_consistency.kernels.matmul.schedules import prefers_library
+from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
+from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
+from rl_consistency.kernels.rotary.rotation_triton import rotary_fwd
+from rl_consistency.kernels.sampling.sampling_rows import SamplingRows
+from rl_consistency.kernels.token_logprobs import schedules as head_schedules
+from rl_consistency.kernels.token_logprobs.plan import choose_plan
+from rl_consistency.tuning.products import fold, fused_gate_up, fused_qkv, product
+from rl_consistency.tuning.row_ops import (
+    glu_work,
+    head_gradient,
+    head_statistics,
+    norm_backward,
+    norm_forward,
+    rotary_work,
+)
+from rl_consistency.tuning.work import compare
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
+
+CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
+
+CASES = {
+    "nt": (
+        lambda dtype: product(CPU, "nt", 20, 48, 96, dtype, dtype),
+        lambda a, b: matmul_fwd(a, b, None, "nt", a.dtype),
+    ),
+    "nn": (
+        lambda dtype: product(CPU, "nn", 3, 48, 96, dtype, FP32),
+        lambda a, b: matmul_fwd(a, b, None, "nn", FP32),
+    ),
+    "fold": (
+        lambda dtype: fold(CPU, 48, 32, 40, dtype),
+        lambda dy, x, g: gradient_fold_outer(g, dy, x, True),
+    ),
+    "qkv": (
+        lambda dtype: fused_qkv(CPU, 5, (32, 16, 16), 48, dtype),
+        lambda *given: qkv_fwd(*given, None, None, None),
+    ),
+    "gate_up": (
+        lambda dtype: fused_gate_up(CPU, 5, 32, 48, dtype, "silu"),
+        lambda *given: gate_up_glu_fwd(*given, "silu"),
+    ),
+    "glu forward": (
+        lambda dtype: glu_work(CPU, "forward", 20, 48, dtype, "gelu"),
+        lambda gate, up: glu_fwd(gate, up, "gelu"),
+    ),
+    "glu backward": (
+        lambda dtype: glu_work(CPU, "backward", 20, 48, dtype, "silu"),
+        lambda dy, gate, up: glu_bwd(dy, gate, up, "silu"),
+    ),
+    "rotary": (
+        lambda dtype: rotary_work(CPU, 9, 4, 2, 16, dtype),
+        lambda *given: rotary_fwd(*given, inverse=True),
+    ),
+    "norm": (
+        lambda dtype: norm_forward(CPU, 20, 64, dtype),
+        lambda x, _, weight: rms_norm_fwd(x.view(5, 4, 64), None, weight[0], 1e-6),
+    ),
+    "norm and addition": (
+        lambda dtype: norm_forward(CPU, 20, 64, dtype, adds=True),
+        lambda x, residual, weight: rms_norm_fwd(x, residual, weight[0], 1e-6),
+    ),
+    "norm backward": (
+        lambda dtype: norm_backward(CPU, 20, 512, dtype),
+        lambda dy, x, _, weight, rstd: rms_norm_bwd(dy, None, x, weight[0], rstd[:, 0], 1, True),
+    ),
+    "norm and addition backward": (
+        lambda dtype: norm_backward(CPU, 20, 512, dtype, adds=True),
+        lambda dy, x, dtotal, weight, rstd: rms_norm_bwd(
+            dy, dtotal, x, weight[0], rstd[:, 0], 1, True
+        ),
+    ),
+}
+
+
+class Noting(TunedSchedules):
+    """Notes the works it is asked for."""
+
+    def __init__(self):
+        super().__init__(None, {})
+        self.asked = []
+
+    def winner(self, work):
+        self.asked.append(work)
+        return super().winner(work)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_the_op_asks_for_the_work_that_was_tuned(case, dtype, monkeypatch):
+    make, op = CASES[case]
+    monkeypatch.setitem(tuned_schedules._by_device, CPU, store := Noting())
+    work = make(dtype)
+    assert store.asked == []  # its default is the op's rule alone
+    op(*work.operands())
+    assert store.asked == [work.entry]
+    assert work.picked in work.candidates
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
+def test_the_dispatch_asks_for_the_library_entry_that_was_tuned(layout, monkeypatch):
+    monkeypatch.setitem(tuned_schedules._by_device, CPU, store := Noting())
+    if layout == "tn":
+        work = fold(CPU, 48, 32, 40, BF16)
+        prefers_library(48, 32, 40, BF16, "tn", FP32, CPU)
+    else:
+        work = product(CPU, layout, 48, 32, 40, BF16, BF16)
+        prefers_library(48, 32, 40, BF16, layout, BF16, CPU)
+    assert store.asked == [work.library_entry]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_candidate_has_the_bytes_of_the_default(case):
+    make, _ = CASES[case]
+    work = make(FP32 if case in ("nt", "nn", "fold") else BF16)
+    some = tuple(list(work.candidates)[:4])  # the interpreter takes its time
+    found = compare(work, work.operands(), some)
+    assert found.struck == {} and set(some) <= set(found.equal)
+
+
+@pytest.mark.parametrize("kind", ["statistics", "gradient"])
+def test_the_head_asks_for_the_work_that_was_tuned(kind, monkeypatch):
+    monkeypatch.setattr(head_schedules, "has_tma", lambda device: True)
+    monkeypatch.setitem(tuned_schedules._by_device, CPU, store := Noting())
+    make = {"statistics": head_statistics, "gradient": head_gradient}[kind]
+    work = make(CPU, 20, 64, 48, BF16)
+    hidden, weight = torch.zeros(20, 48, dtype=BF16), torch.zeros(64, 48, dtype=BF16)
+    assert head_schedules.pick(hidden, weight, kind, 20) == work.picked == "tma"
+    assert store.asked == [work.entry]
+    store.keep(work.entry, Winner("tma pair", 1.0, 2.0))
+    rows = SamplingRows.uniform(20)
+    plan = choose_plan(hidden, weight, rows)
+    assert getattr(plan, kind) == "tma pair" and {plan.statistics, plan.gradient} == {
+        "tma", "tma pair",
+    }  # fmt: skip
+    assert head_schedules.pick(hidden.float(), weight.float(), kind, 20) == head_schedules.UNFUSED
+
+
+def test_operands_are_the_same_each_time_and_leave_the_random_state():
+    state = torch.get_rng_state()
+    work = product(CPU, "nt", 4, 8, 16, BF16, BF16)
+    for a, b in zip(work.operands(), work.operands(), strict=True):
+        assert torch.equal(a, b) and a.data_ptr() != b.data_ptr() and a.abs().max() > 5
+    assert torch.equal(torch.get_rng_state(), state)
