@@ -32,23 +32,8 @@ def random_products(device: torch.device, seed: int, count: int) -> Iterator[Wor
     """`count` products."""
     for shape in draw_products(seed, count):
         picked = matmul.pick(**shape, dtype=BF16, tma=True)
-        schedules = dict.fromkeys([*fitting_schedules(shape["m"]), picked])
+        schedules = dict.fromkeys([*matmul.fitting(shape["m"]), picked])
         yield product_work(device, **shape, schedules=list(schedules))
-
-
-def fitting_schedules(m: int) -> list[Any]:
-    """Schedules by descriptor whose tile is neither mostly empty nor tiny for m rows.
-
-    A tile is at most four times as high as the rows, 32 always being allowed, and has 4 elements
-    for each of up to 1,024 rows.
-    """
-    return [
-        s
-        for s in matmul.CANDIDATES
-        if s.kind == "tma"
-        and s.block_m <= max(32, 4 * m)
-        and s.block_m * s.block_n >= 4 * min(m, 1024)
-    ]
 
 
 def random_folds(device: torch.device, seed: int, count: int) -> Iterator[Work]:
