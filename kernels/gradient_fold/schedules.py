@@ -141,8 +141,9 @@ def pick(
 def expected_us(schedule: Schedule, tokens: int, n: int, k: int, processors: int) -> float:
     """Microseconds for an [n, k] gradient over `tokens`.
 
-    The figures are those of an H200, fitted by `benchmarks/tune/fit.py` to half of the shapes in
-    `benchmarks/tune/random_h200.json`. On another GPU only speed can suffer from them.
+    The figures are those of an H200: least squares of the log of expected by measured time, over
+    half of the shapes of `benchmarks/tune/random_h200.json`. The other half judges them, in
+    tests/kernels/gradient_fold/test_fold_pick_quality.py. On another GPU only speed can suffer.
     """
     of_the_busiest = -(-schedule.tiles(n, k) // processors)
     steps = -(-tokens // schedule.block_t)

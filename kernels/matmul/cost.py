@@ -1,8 +1,9 @@
 """Expected microseconds of a product, from which `schedules` picks where nothing was measured.
 
-Tiles are dealt out to the multiprocessors. The busiest one sets the pace, and the weight's way from
-memory partly hides it. The figures are those of an H200, fitted by `benchmarks/tune/fit.py` to half
-of the shapes in `benchmarks/tune/random_h200.json`. On another GPU only speed can suffer from them.
+Tiles are dealt out to the multiprocessors. The busiest one sets the pace, and its loops partly hide
+the way of the operands from memory. The figures are those of an H200: least squares of the log of
+expected by measured time, over half of the shapes of `benchmarks/tune/random_h200.json`. The other
+half judges them, in tests/kernels/matmul/test_pick_quality.py. On another GPU only speed can suffer.
 """
 
 from __future__ import annotations
@@ -81,24 +82,21 @@ GAIN, DOUBT = 0.9, 1.05
 more. For more rows a schedule must promise 5 %, since its figure is the more doubtful one."""
 
 
-def tiled_us(
-    m: int, n: int, k: int, blocks: tuple[int, int, int], step_us: float, launch_us: float
+def schedule_us(
+    name: str, blocks: tuple[int, int, int], overlap: bool, m: int, n: int, k: int
 ) -> float:
-    """Microseconds of [m, k] times [k, n] in tiles of blocks (M, N, K), each a loop over K."""
-    block_m, block_n, block_k = blocks
-    tiles = -(-m // block_m) * -(-n // block_n)
-    busiest = -(-tiles // PROCESSORS) * (-(-k // block_k) * step_us + TILE_US)
-    moved = OPERAND_BYTES * (m * k + n * k + m * n) / MEMORY
-    return launch_us + hypot(busiest, moved)
+    """Microseconds of a schedule of `STEP_US`, with its blocks (M, N, K), for [m, k] times [k, n];
+    KeyError for another schedule."""
+    launch_us = OVERLAPPED_LAUNCH_US if overlap else LAUNCH_US
+    return launch_us + _tiled_us(m, n, k, blocks, STEP_US[name])
 
 
 def library_us(m: int, n: int, k: int) -> float:
     """Microseconds of the vendor library's product without split K."""
-    return min(
-        tiled_us(m, n, k, (*tile, LIBRARY_BLOCK_K), tile[0] * tile[1] * LIBRARY_STEP_US,
-                 LIBRARY_LAUNCH_US)
+    return LIBRARY_LAUNCH_US + min(
+        _tiled_us(m, n, k, (*tile, LIBRARY_BLOCK_K), tile[0] * tile[1] * LIBRARY_STEP_US)
         for tile in LIBRARY_TILES
-    )  # fmt: skip
+    )
 
 
 def library_is_faster(m: int, n: int, k: int, schedule_us: float) -> bool:
@@ -106,3 +104,10 @@ def library_is_faster(m: int, n: int, k: int, schedule_us: float) -> bool:
     if m <= MORE_ROWS and n < NARROW:
         return False
     return library_us(m, n, k) < schedule_us * (GAIN if m <= FEW_ROWS else DOUBT)
+
+
+def _tiled_us(m: int, n: int, k: int, blocks: tuple[int, int, int], step_us: float) -> float:
+    block_m, block_n, block_k = blocks
+    tiles = -(-m // block_m) * -(-n // block_n)
+    busiest = -(-tiles // PROCESSORS) * (-(-k // block_k) * step_us + TILE_US)
+    return hypot(busiest, OPERAND_BYTES * (m * k + n * k + m * n) / MEMORY)

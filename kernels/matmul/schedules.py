@@ -14,13 +14,7 @@ from operator import itemgetter
 import torch
 
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
-from rl_consistency.kernels.matmul.cost import (
-    LAUNCH_US,
-    OVERLAPPED_LAUNCH_US,
-    STEP_US,
-    library_is_faster,
-    tiled_us,
-)
+from rl_consistency.kernels.matmul.cost import library_is_faster, schedule_us
 from rl_consistency.kernels.matmul.table import MEASURED
 
 ACCUMULATOR_BYTES = 4
@@ -240,8 +234,7 @@ def expected_us(schedule: Schedule, m: int, n: int, k: int) -> float:
     """Microseconds that a schedule by descriptor of `CANDIDATES` is expected to take on an H200 for
     [m, k] times [k, n]; KeyError for another schedule."""
     blocks = (schedule.block_m, schedule.block_n, schedule.block_k)
-    launch = OVERLAPPED_LAUNCH_US if schedule.overlap else LAUNCH_US
-    return tiled_us(m, n, k, blocks, STEP_US[schedule.name], launch)
+    return schedule_us(schedule.name, blocks, schedule.overlap, m, n, k)
 
 
 def _near(m: int, n: int, k: int, layout: str) -> Entry | None:
