@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import exp, log
 from pathlib import Path
 from statistics import geometric_mean
+from typing import Any
 from zlib import crc32
 
 FILE = Path(__file__).with_name("random_h200.json")
@@ -25,7 +26,7 @@ than LEAST_WEIGHT: only the time of the good ones must be known well."""
 class Timed:
     """Microseconds of every schedule at one shape."""
 
-    shape: tuple[str | int, ...]
+    shape: tuple[Any, ...]
     """Layout, m, n and k of a product; tokens, n and k of a fold."""
     library_us: float
     """The vendor's product; of a fold, and the addition to the gradient."""

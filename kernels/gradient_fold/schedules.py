@@ -143,7 +143,7 @@ def expected_us(schedule: Schedule, tokens: int, n: int, k: int, processors: int
 
     The figures are those of an H200: least squares of the log of expected by measured time, over
     half of the shapes of `benchmarks/tune/random_h200.json`. The other half judges them, in
-    tests/kernels/gradient_fold/test_fold_pick_quality.py. On another GPU only speed can suffer.
+    tests/kernels/gradient_fold/test_fold_pick_quality.py. On another GPU they may cost speed.
     """
     of_the_busiest = -(-schedule.tiles(n, k) // processors)
     steps = -(-tokens // schedule.block_t)
