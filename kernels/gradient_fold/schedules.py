@@ -131,9 +131,9 @@ def pick(
     tokens: int, n: int, k: int, dtype: torch.dtype, *, tma: bool, processors: int
 ) -> Schedule:
     """The schedule expected to be the fastest for an [n, k] gradient over `tokens`."""
-
     own = candidates(dtype, tma=tma)
-    # Where descriptors are possible, schedules by pointers were never found faster.
+    # Schedules by pointers were timed against each other only, so their figures cannot tell which
+    # of them is faster than one by descriptor.
     copying = [s for s in own if s.kind == "tma"] or own
     return min(copying, key=lambda s: expected_us(s, tokens, n, k, processors))
 

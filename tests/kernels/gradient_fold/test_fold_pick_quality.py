@@ -69,7 +69,12 @@ def test_every_schedule_timed_is_still_a_candidate():
 
 def timed_misfit(table=None):
     table = table or TIMED
-    return misfit(FITTED, lambda name, timed: expected_us(table[name], *timed.shape, H200))
+
+    def expected(name, timed):
+        tokens, n, k = timed.shape
+        return expected_us(table[name], tokens, n, k, H200)
+
+    return misfit(FITTED, expected)
 
 
 @pytest.mark.parametrize("factor", [0.7, 1.4])
