@@ -94,9 +94,9 @@ TMA = (
     # These cut a 3072 by 1024 matrix or its transpose into 128 tiles, one per multiprocessor.
     _tma(128, 128, 64, 8, 4, extra_n=64, persistent=True, step_us=0.551),
     _tma(128, 128, 64, 8, 4, extra_k=64, persistent=True, step_us=0.548),
-    # More tokens in flight, for gradients of so few tiles that each has a multiprocessor of its own,
-    # which then waits for operands. Their steps are 1.15 of the same tiles' in `matmul`, as those of
-    # 64 by 128 by 64 are, until they are timed.
+    # More tokens in flight, for gradients of so few tiles that each has a multiprocessor of its
+    # own, which then waits for operands. Until they are timed, their steps are 1.15 of the same
+    # tiles' in `matmul`, as those of 64 by 128 by 64 are.
     _tma(64, 128, 128, 4, 4, step_us=0.48),
     _tma(64, 64, 128, 4, 5, step_us=0.34),
 )
