@@ -11,7 +11,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.random_shapes import draw_folds, draw_products
 from benchmarks.tune.works import BF16
 from rl_consistency.kernels.core.device import has_tma
-from rl_consistency.kernels.core.tuned_schedules import schedule_name
 from rl_consistency.kernels.gradient_fold import schedules as fold_outer
 from rl_consistency.kernels.matmul import schedules as matmul
 from rl_consistency.tuning.products import fold, product
@@ -35,23 +33,8 @@ def random_products(device: torch.device, seed: int, count: int) -> Iterator[Wor
     """`count` products."""
     for shape in draw_products(seed, count):
         picked = matmul.pick(**shape, dtype=BF16, tma=True)
-        schedules = dict.fromkeys([*fitting_schedules(shape["m"]), picked])
+        schedules = dict.fromkeys([*matmul.fitting(shape["m"]), picked])
         yield product(device, **shape, dtype=BF16, out_dtype=BF16, own=list(schedules))
-
-
-def fitting_schedules(m: int) -> list[Any]:
-    """Schedules by descriptor whose tile is neither mostly empty nor tiny for m rows.
-
-    A tile is at most four times as high as the rows, 32 always being allowed, and has 4 elements
-    for each of up to 1,024 rows.
-    """
-    return [
-        s
-        for s in matmul.CANDIDATES
-        if s.kind == "tma"
-        and s.block_m <= max(32, 4 * m)
-        and s.block_m * s.block_n >= 4 * min(m, 1024)
-    ]
 
 
 def random_folds(device: torch.device, seed: int, count: int) -> Iterator[Work]:
@@ -64,7 +47,7 @@ def _described_fold(device: torch.device, tokens: int, n: int, k: int) -> Work:
     """A fold by schedules with descriptors, where the device has them; by pointers elsewhere."""
     work = fold(device, tokens, n, k, BF16, fresh=False)
     if has_tma(device):
-        tiled = {schedule_name(s) for s in fold_outer.candidates(BF16, tma=True) if s.kind == "tma"}
+        tiled = {s.name for s in fold_outer.candidates(BF16, tma=True) if s.kind == "tma"}
         timed = {name: call for name, call in work.candidates.items() if name in tiled}
         work = replace(work, candidates=timed)
     return replace(work, others={"cublas fp32 + add": multiply_and_add})

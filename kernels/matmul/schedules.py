@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import log2
+from operator import itemgetter
 
 import torch
 
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
 from rl_consistency.kernels.core.tuned_schedules import chosen, picked_once, work_name
+from rl_consistency.kernels.matmul.cost import library_is_faster, schedule_us
 from rl_consistency.kernels.matmul.table import MEASURED
 
 ACCUMULATOR_BYTES = 4
@@ -99,7 +101,6 @@ LARGE = _table(
 
 MEDIUM = _table(
     "tma-128x128x128-w8-s3",
-    "tma-128x128x64-w8-s4",
     "tma-128x128x64-w4-s3",
     "tma-64x128x64-w4-s4",
     "tma-64x128x128-w4-s4",
@@ -172,8 +173,13 @@ FEW_ROWS_FP32 = _table(f"pointer-16x32x{FP32_STEP}-w4-s3", f"pointer-32x32x{FP32
 FUSED_ROWS = 64
 """The most rows for which one launch computes q, k and v, or gate, up and GLU."""
 
-MAX_BUCKET = 16384
-"""The largest bucket; all larger numbers of rows share it."""
+TRITON_ROWS = 16
+"""The most rows for which the vendor library is never preferred: one tile holds them all, so a
+schedule reads the weight as fast as memory gives it, and the library needs a certificate first."""
+
+NEAR = 1.06
+"""The ratio of sizes up to which a measured shape decides for another. Of shapes within a quarter
+of a measured one, the cost picked better than its entry."""
 
 _BY_NAME = {s.name: s for s in (*CANDIDATES, *POINTER_FP32, *QKV, *GATE_UP, *FEW_ROWS_FP32)}
 
@@ -197,12 +203,7 @@ def _measured() -> dict[tuple[str, int], list[Entry]]:
 
 
 TABLE = _measured()
-"""(layout, bucket of rows) -> measured shapes."""
-
-
-def bucket(m: int) -> int:
-    """`m` rounded up to a power of two, at most `MAX_BUCKET`."""
-    return min(1 << max(m - 1, 0).bit_length(), MAX_BUCKET)
+"""(layout, rows) -> measured shapes."""
 
 
 LIBRARY, TRITON = "library", "triton"
@@ -240,10 +241,7 @@ def candidates(m: int, dtype: torch.dtype, *, tma: bool) -> tuple[Schedule, ...]
         return POINTER_FP32
     if not tma:
         return POINTER
-    if m <= FUSED_ROWS:
-        return tuple(s for s in MEDIUM + DECODE if s.block_m <= max(16, m))
-    lowest = 64 if m <= 1024 else 128
-    return tuple(s for s in LARGE + MEDIUM + DECODE if s.block_m >= lowest)
+    return tuple(fitting(m))
 
 
 def few_rows_candidates(
@@ -275,8 +273,8 @@ def pick(
         return _pick_fp32(m)
     if not tma:
         return _pick_pointer(m, n)
-    entry = _nearest(m, n, k, layout)
-    return entry.schedule if entry is not None else _pick_tma(m, n)
+    entry = _near(m, n, k, layout)
+    return entry.schedule if entry is not None else _cheapest(m, n, k)
 
 
 @picked_once
@@ -288,7 +286,7 @@ def prefers_library(
 
     Only a certificate admits the library, whatever is expected.
     """
-    if m < 2 or dtype == torch.float32:
+    if m <= TRITON_ROWS or dtype == torch.float32:
         return False
     work = library_work(layout, dtype, out_dtype or dtype, m, n, k)
     tuned = chosen(device, work, {LIBRARY: True, TRITON: False})
@@ -296,30 +294,49 @@ def prefers_library(
         return tuned
     if layout == "tn":
         return m >= 2048
-    entry = _nearest(m, n, k, layout)
-    return entry.library if entry is not None else m >= 512
+    entry = _near(m, n, k, layout)
+    if entry is not None:
+        return entry.library
+    return library_is_faster(m, n, k, expected_us(_cheapest(m, n, k), m, n, k))
 
 
-def _nearest(m: int, n: int, k: int, layout: str) -> Entry | None:
-    """The nearest measured shape in the next bucket that was measured; None above all buckets."""
-    measured = layout if any(kind == layout for kind, _ in TABLE) else "nt"
-    rows = min((r for kind, r in TABLE if kind == measured and r >= bucket(m)), default=0)
-    entries = TABLE.get((measured, rows), ())
-    return min(
-        entries, key=lambda e: (log2(e.n) - log2(n)) ** 2 + (log2(e.k) - log2(k)) ** 2, default=None
+def expected_us(schedule: Schedule, m: int, n: int, k: int) -> float:
+    """Microseconds that a schedule by descriptor of `CANDIDATES` is expected to take on an H200 for
+    [m, k] times [k, n]; KeyError for another schedule."""
+    blocks = (schedule.block_m, schedule.block_n, schedule.block_k)
+    return schedule_us(schedule.name, blocks, schedule.overlap, m, n, k)
+
+
+def _near(m: int, n: int, k: int, layout: str) -> Entry | None:
+    """The measured shape of which no size differs by more than `NEAR`, None if there is none."""
+    rows = min((r for kind, r in TABLE if kind == layout and r >= m), default=0)
+    if max(m, TRITON_ROWS) * NEAR < max(rows, TRITON_ROWS) or not rows:
+        return None
+    distance, entry = min(
+        ((max(abs(log2(e.n / n)), abs(log2(e.k / k))), e) for e in TABLE[layout, rows]),
+        key=itemgetter(0),
     )
+    return entry if distance <= log2(NEAR) else None
 
 
-def _pick_tma(m: int, n: int) -> Schedule:
-    """For more rows than were measured."""
-    if m <= 512:
-        tiles = -(-m // 64) * -(-n // 64)
-        if tiles <= 264:
-            return _BY_NAME["tma-64x64x128-w4-s5"]
-        return _BY_NAME["tma-64x128x64-w4-s4" if tiles <= 528 else "tma-128x128x64-w8-s4"]
-    if -(-m // 128) * -(-n // 256) < 100:
-        return _BY_NAME["tma-128x128x64-w8-s4-persistent"]
-    return _BY_NAME["tma-128x256x64-w8-s4-persistent-split"]
+def fitting(m: int) -> list[Schedule]:
+    """Schedules by descriptor of `CANDIDATES` whose tile is neither mostly empty nor tiny for m
+    rows; others are neither timed nor picked by cost.
+
+    A tile is at most four times as high as the rows, 32 always being allowed, and has 4 elements
+    for each of up to 1,024 rows.
+    """
+    return [
+        s
+        for s in CANDIDATES
+        if s.kind == "tma"
+        and s.block_m <= max(32, 4 * m)
+        and s.block_m * s.block_n >= 4 * min(m, 1024)
+    ]
+
+
+def _cheapest(m: int, n: int, k: int) -> Schedule:
+    return min(fitting(m), key=lambda s: expected_us(s, m, n, k))
 
 
 def _pick_pointer(m: int, n: int) -> Schedule:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.device import has_tma, sm_count
-from rl_consistency.kernels.core.tuned_schedules import schedule_name
 from rl_consistency.kernels.gradient_fold import schedules as fold_schedules
 from rl_consistency.kernels.gradient_fold.outer_triton import launch_outer
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd
@@ -106,9 +105,7 @@ def fold(
         shape={"tokens": tokens, "n": n, "k": k},
         operands=operands,
         candidates=_by_name(fold_schedules.candidates(dtype, tma=tma), call),
-        picked=schedule_name(
-            fold_schedules.pick(tokens, n, k, dtype, tma=tma, processors=processors)
-        ),
+        picked=fold_schedules.pick(tokens, n, k, dtype, tma=tma, processors=processors).name,
         others={"cublaslt": library} if covered else {},
         entry=fold_schedules.fold_work(tokens, n, k, dtype, tma=tma),
         library_entry=schedules.library_work(*names, tokens, n, k) if covered else "",
@@ -169,7 +166,7 @@ def fused_gate_up(
 
 
 def _by_name(found: Sequence[Any], call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    return {schedule_name(schedule): partial(call, schedule) for schedule in found}
+    return {schedule.name: partial(call, schedule) for schedule in found}
 
 
 def _described(tma: bool, dtype: torch.dtype) -> bool:

@@ -15,12 +15,10 @@ from benchmarks.tune.random_works import (
     RANDOM_OPS,
     compile_schedules,
     compile_share,
-    fitting_schedules,
     multiply_and_add,
 )
-from rl_consistency.kernels.core.tuned_schedules import schedule_name
 from rl_consistency.kernels.gradient_fold.schedules import candidates as fold_candidates
-from rl_consistency.kernels.matmul.schedules import CANDIDATES
+from rl_consistency.kernels.matmul.schedules import CANDIDATES, fitting
 from rl_consistency.tuning import products as products_of_weights
 
 CPU = torch.device("cpu")
@@ -28,14 +26,14 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("m", [1, 2, 7, 16, 33, 96, 700, 1000, 5000, 16384])
 def test_several_heights_of_tiles_are_timed_for_any_number_of_rows(m):
-    found = fitting_schedules(m)
+    found = fitting(m)
     assert {s.kind for s in found} == {"tma"} and len(found) >= 10
     assert len({s.block_m for s in found}) > 1
     assert max(s.block_m for s in found) <= max(32, 4 * m)
 
 
 def test_every_schedule_by_descriptor_fits_some_rows():
-    found = {s.name for m in (1, 64, 16384) for s in fitting_schedules(m)}
+    found = {s.name for m in (1, 64, 16384) for s in fitting(m)}
     assert found == {s.name for s in CANDIDATES if s.kind == "tma"}
 
 
@@ -50,7 +48,7 @@ def test_works_have_the_shapes_of_the_seed_and_time_the_schedule_of_today(monkey
         assert work.picked in work.candidates
         assert list(work.others) == ["cublaslt"] * (work.shape["m"] > 1)
     for work in folds:
-        assert set(work.candidates) == {schedule_name(s) for s in fold_candidates(BF16, tma=False)}
+        assert set(work.candidates) == {s.name for s in fold_candidates(BF16, tma=False)}
         assert list(work.others) == ["cublas fp32 + add"]
 
 

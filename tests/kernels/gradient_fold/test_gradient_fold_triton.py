@@ -46,6 +46,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 TOKENS, N, K = 48, 24, 40
+SM90_SHARED = 227 * 1024
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL = Schedule(kind="pointer", block_n=16, block_k=32, block_t=16, warps=4, stages=2)
 
@@ -317,6 +318,9 @@ def test_tables_hold_what_a_multiprocessor_can():
         tile_n, tile_k = schedule.tile
         accumulators = tile_n * tile_k // (schedule.warps * 32)
         assert accumulators + 24 <= (schedule.registers or 255), schedule
+        size = 4 if schedule in WIDE else 2
+        operands = (tile_n + tile_k) * schedule.block_t * size * schedule.stages
+        assert operands * schedule.resident <= SM90_SHARED, schedule
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,171 @@
+"""What `pick` and `prefers_library` choose, judged by times of an H200 at shapes nobody fitted.
+
+No GPU is needed: every schedule was timed at every shape.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+
+from benchmarks.shapes import BANDS
+from benchmarks.tune.random_times import mean_and_lowest, misfit, timed_products
+from rl_consistency.kernels.matmul import cost
+from rl_consistency.kernels.matmul.schedules import (
+    CANDIDATES,
+    TRITON_ROWS,
+    Schedule,
+    expected_us,
+    pick,
+    prefers_library,
+)
+
+PRODUCTS = timed_products()
+JUDGES = [timed for timed in PRODUCTS if not timed.fitted]
+FITTED = [timed for timed in PRODUCTS if timed.fitted]
+BY_NAME = {s.name: s for s in CANDIDATES}
+
+BARS = {
+    BANDS[0]: (1.85, 1.0),
+    BANDS[1]: (1.22, 0.90),
+    BANDS[2]: (1.02, 0.95),
+    BANDS[3]: (1.0, 1.0),
+}
+"""Time of the library by that of the choice: geometric mean and lowest. The library chosen is 1."""
+
+SHARES = {
+    BANDS[0]: (0.99, 0.95),
+    BANDS[1]: (0.98, 0.92),
+    BANDS[2]: (0.97, 0.80),
+    BANDS[3]: (0.99, 0.95),
+}
+"""Time of the best of all by that of the choice."""
+
+TRITON_SHARES = {
+    BANDS[0]: (0.99, 0.95),
+    BANDS[1]: (0.98, 0.92),
+    BANDS[2]: (0.97, 0.85),
+    BANDS[3]: (0.98, 0.92),
+}
+"""Time of the best schedule by that of the one picked, which runs where no certificate is had."""
+
+
+def within(band):
+    return [timed for timed in JUDGES if band[0] <= timed.shape[1] <= band[1]]
+
+
+def picked_us(timed):
+    layout, m, n, k = timed.shape
+    return timed.us[pick(m, n, k, torch.bfloat16, layout, True).name]
+
+
+def library_chosen(timed):
+    layout, m, n, k = timed.shape
+    return prefers_library(m, n, k, torch.bfloat16, layout)
+
+
+def chosen_us(timed):
+    return timed.library_us if library_chosen(timed) else picked_us(timed)
+
+
+def assert_reached(found, bars):
+    assert all(share >= bar for share, bar in zip(found, bars, strict=True)), (found, bars)
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_the_choice_keeps_up_with_the_library_at_shapes_nobody_fitted(band):
+    ratios = mean_and_lowest(timed.library_us / chosen_us(timed) for timed in within(band))
+    assert_reached(ratios, BARS[band])
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_the_choice_is_nearly_the_best_of_all_at_shapes_nobody_fitted(band):
+    shares = mean_and_lowest(
+        min(timed.best_us, timed.library_us) / chosen_us(timed) for timed in within(band)
+    )
+    assert_reached(shares, SHARES[band])
+
+
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_the_schedule_picked_is_nearly_the_best_one_at_shapes_nobody_fitted(band):
+    shares = mean_and_lowest(timed.best_us / picked_us(timed) for timed in within(band))
+    assert_reached(shares, TRITON_SHARES[band])
+
+
+def test_one_schedule_for_all_shapes_fails_the_bars(monkeypatch):
+    """The negative control of the tests above."""
+    monkeypatch.setitem(globals(), "pick", lambda *_: BY_NAME["tma-64x128x64-w4-s4"])
+    with pytest.raises(AssertionError):
+        test_the_schedule_picked_is_nearly_the_best_one_at_shapes_nobody_fitted(BANDS[3])
+
+
+def test_few_rows_go_to_the_library_only_for_a_large_gain():
+    shape = (8192, 4096)
+    for m, gain in ((64, 1 / cost.GAIN), (65, 1 / cost.DOUBT), (4096, 1 / cost.DOUBT)):
+        us = cost.library_us(m, *shape)
+        assert cost.library_is_faster(m, *shape, 1.01 * gain * us)
+        assert not cost.library_is_faster(m, *shape, 0.99 * gain * us)
+
+
+def test_a_narrow_weight_goes_to_the_library_for_many_rows_only():
+    assert not cost.library_is_faster(cost.MORE_ROWS, cost.NARROW - 1, 4096, 1e9)
+    assert cost.library_is_faster(cost.MORE_ROWS, cost.NARROW, 4096, 1e9)
+    assert cost.library_is_faster(cost.MORE_ROWS + 1, cost.NARROW - 1, 4096, 1e9)
+
+
+def test_a_weight_at_which_the_library_is_many_times_slower_stays_with_a_schedule():
+    slow = [timed for timed in PRODUCTS if timed.library_us > 3 * timed.best_us]
+    assert len(slow) > 10 and {timed.shape[1] for timed in slow} >= {1, 2, 4, 8, 64, 128}
+    assert not any(library_chosen(timed) for timed in slow)
+
+
+def test_every_candidate_by_descriptor_has_a_cost():
+    assert set(cost.STEP_US) == {s.name for s in CANDIDATES if s.kind == "tma"}
+    assert all(Schedule.named(name).name == name for name in cost.STEP_US)
+
+
+def schedules_misfit():
+    def expected(name, timed):
+        return expected_us(BY_NAME[name], *timed.shape[1:]) if name in BY_NAME else None
+
+    return misfit(FITTED, expected)
+
+
+def library_misfit():
+    times = [timed for timed in FITTED if timed.shape[1] > TRITON_ROWS]
+    return sum(
+        min(abs(timed.library_us / cost.library_us(*timed.shape[1:]) - 1), 0.5) for timed in times
+    )
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.25])
+@pytest.mark.parametrize("figure", ["MEMORY", "TILE_US", "LAUNCH_US", "OVERLAPPED_LAUNCH_US"])
+def test_no_other_figure_fits_the_fitted_half_better(monkeypatch, figure, factor):
+    fitted = schedules_misfit()
+    assert fitted < 0.12**2
+    monkeypatch.setattr(cost, figure, getattr(cost, figure) * factor)
+    assert schedules_misfit() > fitted
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.25])
+def test_no_other_step_fits_the_fitted_half_better(monkeypatch, factor):
+    fitted = schedules_misfit()
+    for name, us in list(cost.STEP_US.items()):
+        with monkeypatch.context() as patch:
+            patch.setitem(cost.STEP_US, name, us * factor)
+            assert schedules_misfit() > fitted, name
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.25])
+@pytest.mark.parametrize("figure", ["LIBRARY_STEP_US", "LIBRARY_LAUNCH_US"])
+def test_no_other_figure_of_the_library_fits_the_fitted_half_better(monkeypatch, figure, factor):
+    fitted = library_misfit()
+    monkeypatch.setattr(cost, figure, getattr(cost, figure) * factor)
+    assert library_misfit() > fitted
+
+
+def test_more_work_is_never_expected_to_take_less_time():
+    sizes = (64, 500, 1024, 4096, 20000)
+    for m, n, k in product((1, 16, 100, 1000, 16384), sizes, sizes):
+        for us in (cost.library_us, lambda *s: expected_us(CANDIDATES[0], *s)):
+            assert us(m, n, k) < min(us(2 * m, n, 2 * k), us(m, 2 * n, 2 * k))
