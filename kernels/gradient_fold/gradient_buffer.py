@@ -48,6 +48,7 @@ _GATHERED = "_gradient_buffers"
 """The attribute of a gathered parameter that keeps its buffers."""
 
 FAILED = "is left by a backward pass that ended in an error"
+WRITTEN = "was written or replaced while a backward pass was between two of its uses,"
 HOOKED = "was changed by a hook, or by a term beside the patched forward,"
 
 
@@ -175,7 +176,7 @@ class _Gradient:
         self._in_place = self._in_place and gradient.is_contiguous()
         if self._in_place:
             self._accumulators[0] = gradient
-        elif left.accumulators and not left.fault:
+        elif len(left.accumulators) == self.uses and not left.fault:
             self._accumulators = self._resumed(left, gradient)
         else:
             self._accumulators[0] = filled(self.parameter, zeroed=False).copy_(gradient)
@@ -197,7 +198,8 @@ class _Gradient:
         if left is None or gradient is None:
             return None
         left.resumed = -1
-        if not gradient.is_cuda:
+        # A graph would copy the kernel's table again, from memory that is gone when it is replayed.
+        if not gradient.is_cuda or torch.cuda.is_current_stream_capturing():
             return None
         parts = [part for part in left.accumulators if part is not None]
         if not 1 <= len(parts) <= 2 or gradient.device.index != torch.cuda.current_device():
@@ -212,6 +214,8 @@ class _Gradient:
             assert only is not None
             self._accumulators[0] = None
             return only if before is None else self._lent(before)
+        if self._written_beside:
+            raise ValueError(_not_continued(self.parameter, WRITTEN))
         dtype = gradient_dtype(self.parameter)
         if before is not None and not self._hooked and made_alike(before, self.parameter, dtype):
             return self._lent(add_up(self._accumulators, before))
@@ -223,6 +227,14 @@ class _Gradient:
             # Autograd adds to it; hooks and other terms of the loss may fail until then.
             self._ready = before.zero_()._version
         return gradient
+
+    @property
+    def _written_beside(self) -> bool:
+        """Whether `.grad` was written or replaced since the pass has read it."""
+        before = self._before
+        if before is None:
+            return False
+        return self.parameter.grad is not before or before._version != self._version
 
     def _lent(self, gradient: Tensor) -> Tensor:
         """`.grad` for autograd to put back as it is; adding to it would take two passes more."""
@@ -258,8 +270,8 @@ class _Gradient:
 
     def _complete(self) -> str:
         """Hand over the gradient of some uses, where the loss did not depend on the others."""
-        beside = self._before is not None and self._before._version != self._version
-        if self._accumulates and not beside and not _has_hooks(self.parameter):
+        beside = self._written_beside or _has_hooks(self.parameter)
+        if self._accumulates and not beside:
             torch.autograd.backward(self.parameter, self._handed())
             return ""
         return (
@@ -273,10 +285,13 @@ class _Gradient:
         """Mark what a failed pass has left."""
         version, before = self._ready, self._before
         self._forget()
-        if lost and self.parameter.grad is None and version >= 0:
-            self.parameter.grad = before
-        if lost and self.parameter.grad is not None:
-            setattr(self.parameter.grad, _LEFT, _Left([], FAILED, version))
+        gradient = self.parameter.grad
+        # Autograd has not taken it yet, or has put back an alias.
+        lent = gradient is None or (before is not None and gradient.data_ptr() == before.data_ptr())
+        if lost and lent and version >= 0:
+            gradient = self.parameter.grad = before
+        if lost and gradient is not None:
+            setattr(gradient, _LEFT, _Left([], FAILED, version))
 
     def _forget(self) -> None:
         self._accumulates = False

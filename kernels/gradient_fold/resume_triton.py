@@ -32,6 +32,8 @@ CHUNK = 16 * BLOCK
 MOST_TABLES = 16
 """Tables that are kept. Gradients and accumulators stay where they are for a step."""
 
+NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
 _TRITON = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -56,9 +58,15 @@ class Resumed:
     @property
     def fits(self) -> bool:
         """Whether the kernel can do it."""
-        return self.gradient.dtype != torch.float64 and all(
-            x.is_contiguous() and x.data_ptr() % LINE_BYTES == 0 for x in self.tensors
-        )
+        gradient, first = self.gradient, self.first
+        # The data of a gradient may have been exchanged since its accumulators were left.
+        alike = all(
+            x.shape == gradient.shape and x.device == gradient.device
+            and x.is_contiguous() and x.data_ptr() % LINE_BYTES == 0
+            for x in self.tensors
+        )  # fmt: skip
+        one_dtype = self.second is None or self.second.dtype == first.dtype
+        return alike and one_dtype and gradient.dtype in NARROW
 
 
 @triton.jit
@@ -119,8 +127,12 @@ def _table(group: list[Resumed]) -> tuple[Tensor, Tensor]:
         count = each.gradient.numel()
         rows.append((each.gradient.data_ptr(), addresses[0], addresses[-1], count, len(owners)))
         owners += [index] * -(-count // CHUNK)
-    key = (device, *rows)
-    if key not in _tables:
+    # Another stream could read a table before it is copied, or after it was dropped.
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (device, stream, *rows)
+    # Another thread may drop all tables at any time.
+    found = _tables.get(key)
+    if found is None:
         if len(_tables) >= MOST_TABLES:
             _tables.clear()
         numbers = torch.tensor([*(n for row in rows for n in row), *owners], dtype=torch.int64)
@@ -128,5 +140,5 @@ def _table(group: list[Resumed]) -> tuple[Tensor, Tensor]:
             # A copy from pageable memory would wait for all earlier launches.
             numbers = numbers.pin_memory().to(device, non_blocking=True)
         table, programs = numbers.tensor_split([5 * len(rows)])
-        _tables[key] = table, programs
-    return _tables[key]
+        found = _tables[key] = table, programs
+    return found

@@ -157,6 +157,22 @@ def test_an_error_before_autograd_takes_the_gradient_loses_none_of_it(dtype, gra
         backward(param, [buffer], slice(64, TOKENS))
 
 
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_after_an_error_behind_autograd_the_gradient_is_the_same_tensor(uses, dtype, grad_dtype):
+    param = parameter(dtype, grad_dtype)
+    buffers = GradientBuffer.for_uses(param, uses)
+    backward(param, buffers, slice(0, 64))
+    before = param.grad
+    hook = param.register_post_accumulate_grad_hook(lambda p: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(param, buffers, slice(64, TOKENS))
+    hook.remove()
+    assert param.grad is before
+    with pytest.raises(ValueError, match=r"ended in an error.*zero_grad"):
+        backward(param, buffers, slice(64, TOKENS))
+
+
 def test_a_failed_pass_that_nobody_ends_loses_the_gradient_and_is_gone_on_from(monkeypatch):
     """Negative control."""
     monkeypatch.setattr(

@@ -204,3 +204,16 @@ def test_a_view_that_a_hook_puts_in_place_of_the_gradient_stays():
     backward(param, [buffer], slice(64, TOKENS))
     backward(whole := parameter(), [GradientBuffer(whole)], ALL)
     assert param.grad is view and same_bytes(view, whole.grad)
+
+
+@pytest.mark.parametrize(("uses", "later"), [(1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("dtype", "grad_dtype"), DTYPES)
+def test_another_model_that_uses_the_weight_more_or_less_often_goes_on(
+    uses, later, dtype, grad_dtype
+):
+    param, alone = parameter(dtype, grad_dtype), parameter(dtype, grad_dtype)
+    backward(param, GradientBuffer.for_uses(param, uses), slice(0, 64))
+    before = param.grad.clone()
+    backward(param, GradientBuffer.for_uses(param, later), slice(64, TOKENS))
+    backward(alone, GradientBuffer.for_uses(alone, later), slice(64, TOKENS))
+    assert_near(param.grad, before + alone.grad)

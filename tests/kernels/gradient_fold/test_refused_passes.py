@@ -50,6 +50,45 @@ def test_without_the_refusal_gradients_depend_on_the_cut(unrefused):
     assert not same_bytes(*gradients)
 
 
+WRITES = {
+    "scaled": lambda param: param.grad.mul_(2.0),
+    "zeroed": lambda param: param.grad.zero_(),
+    "another tensor": lambda param: setattr(param, "grad", param.grad * 2.0),
+    "dropped": lambda param: setattr(param, "grad", None),
+    "a term of a reentrant checkpoint": lambda param: (param.float() ** 2).sum().backward(),
+}
+
+
+def written_between_two_uses(write):
+    """The gradient of a tied weight, continued by a pass between whose folds something writes."""
+    param, x = parameter(torch.bfloat16), torch.zeros(1, requires_grad=True)
+    buffers = GradientBuffer.for_uses(param, 2)
+    backward(param, buffers, ALL)
+    last = use(param, buffers[1], lambda g, fresh: g.add_(1.0), x)
+
+    def between(gradient):
+        with torch.enable_grad():
+            write(param)
+
+    last.register_hook(between)
+    use(param, buffers[0], lambda g, fresh: g.add_(1.0), last).backward()
+    return param.grad
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_what_is_written_between_two_uses_of_a_tied_weight_is_refused(write):
+    with pytest.raises(ValueError, match=r"written or replaced.*two of its uses.*zero_grad"):
+        written_between_two_uses(WRITES[write])
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_without_the_refusal_what_is_written_between_two_uses_is_lost(write, monkeypatch):
+    """Negative control."""
+    untouched = written_between_two_uses(lambda param: None)
+    monkeypatch.setattr(gradient_buffer._Gradient, "_written_beside", False)
+    assert same_bytes(written_between_two_uses(WRITES[write]), untouched)
+
+
 def of_two_sessions():
     """The gradient of two forward passes, the first of which belongs to a restored session."""
     param, sessions = parameter(), (BackwardPasses(), BackwardPasses())

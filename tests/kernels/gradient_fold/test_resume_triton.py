@@ -1,12 +1,16 @@
 """The kernel that resumes a fold, in the interpreter: what torch's own operations give."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from rl_consistency.kernels.gradient_fold import resume_triton
+from rl_consistency.kernels.gradient_fold import gradient_buffer, resume_triton
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.gradient_fold.resume_triton import Resumed, resume_accumulators
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.probe import probe
+from tests.kernels.gradient_fold.uses import parameter
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter runs where there is no NVIDIA GPU"
@@ -78,6 +82,40 @@ def test_a_ragged_start_another_layout_and_fp64_are_left_to_torch():
     assert not Resumed(x[1:], x[:-1]).fits
     assert not Resumed(x.view(8, 8).t(), x.view(8, 8)).fits
     assert not Resumed(x.double(), x.double()).fits
+
+
+def test_tensors_that_are_not_alike_are_left_to_torch():
+    """The data of a gradient were exchanged since its accumulators were left."""
+    x = torch.zeros(64)
+    assert not Resumed(x, torch.zeros(32)).fits
+    assert not Resumed(x, x, torch.zeros(32)).fits
+    assert not Resumed(x, x.double(), x).fits
+    assert not Resumed(x.to(torch.complex64), x).fits
+    assert not Resumed(x, torch.zeros(64, device="meta")).fits
+
+
+def test_a_table_that_another_thread_drops_at_once_is_still_read(monkeypatch):
+    class Dropped(dict):
+        def __setitem__(self, key, value):
+            pass
+
+    monkeypatch.setattr(resume_triton, "_tables", Dropped())
+    parts, _, changed = case(17, torch.float64, torch.bfloat16, False)
+    wanted = expected(parts, changed)
+    resume_accumulators([Resumed(changed, *parts)])
+    assert same_bytes(parts[0], wanted[0])
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_pass_that_is_captured_is_left_to_torch(captured, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(gradient_buffer, "Resumed", lambda *_: SimpleNamespace(fits=True))
+    gradient = SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
+    setattr(gradient, gradient_buffer._LEFT, gradient_buffer._Left([torch.zeros(4)]))
+    kept = GradientBuffer(parameter())._gradient
+    kept.parameter = SimpleNamespace(grad=gradient)
+    assert (kept.resumable() is None) == captured
 
 
 def test_a_nan_counts_as_changed():
