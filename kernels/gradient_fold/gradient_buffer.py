@@ -232,9 +232,11 @@ class _Gradient:
     def _written_beside(self) -> bool:
         """Whether `.grad` was written or replaced since the pass has read it."""
         before = self._before
-        if before is None:
-            return False
-        return self.parameter.grad is not before or before._version != self._version
+        if before is None or self.parameter.grad is not before:
+            return before is not None
+        # Gradients that are parts of one buffer share its version.
+        alone = before.untyped_storage().nbytes() == before.nbytes
+        return alone and before._version != self._version
 
     def _lent(self, gradient: Tensor) -> Tensor:
         """`.grad` for autograd to put back as it is; adding to it would take two passes more."""

@@ -89,6 +89,22 @@ def test_without_the_refusal_what_is_written_between_two_uses_is_lost(write, mon
     assert same_bytes(written_between_two_uses(WRITES[write]), untouched)
 
 
+def test_gradients_in_one_buffer_may_be_written_between_two_uses_of_a_tied_weight():
+    """They share a version with the gradient of the tied weight."""
+    passes, flat = BackwardPasses(), torch.zeros(2, 24, 40)
+    params = parameter(), parameter()
+    tied, (other,) = (
+        GradientBuffer.for_uses(p, n, passes) for p, n in zip(params, (2, 1), strict=True)
+    )
+    for p, part in zip(params, flat.unbind(), strict=True):
+        p.grad = part.detach()
+    for _ in range(2):
+        last = use(params[0], tied[1], ones := lambda g, fresh: g.add_(1.0))
+        between = use(params[1], other, ones, torch.zeros(1) + last)
+        use(params[0], tied[0], ones, torch.zeros(1) + between).backward()
+    assert (flat[0] == 4.0).all() and (flat[1] == 2.0).all()
+
+
 def of_two_sessions():
     """The gradient of two forward passes, the first of which belongs to a restored session."""
     param, sessions = parameter(), (BackwardPasses(), BackwardPasses())
