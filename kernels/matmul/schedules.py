@@ -143,7 +143,9 @@ POINTER = _table(
 )
 """For any GPU from sm_80 on, and for operands that no descriptor can address."""
 
-CANDIDATES = LARGE + MEDIUM + DECODE + POINTER
+DESCRIBED = LARGE + MEDIUM + DECODE
+
+CANDIDATES = DESCRIBED + POINTER
 """All schedules of `pick` for bf16 and fp16."""
 
 POINTER_FP32 = _table(
@@ -328,10 +330,8 @@ def fitting(m: int) -> list[Schedule]:
     """
     return [
         s
-        for s in CANDIDATES
-        if s.kind == "tma"
-        and s.block_m <= max(32, 4 * m)
-        and s.block_m * s.block_n >= 4 * min(m, 1024)
+        for s in DESCRIBED
+        if s.block_m <= max(32, 4 * m) and s.block_m * s.block_n >= 4 * min(m, 1024)
     ]
 
 

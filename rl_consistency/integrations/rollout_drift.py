@@ -111,11 +111,12 @@ class RolloutDrift(TrainerCallback):
             if not found:
                 continue
             samples, rows = [s for s, _ in found], [row for _, row in found]
-            report = compare_logprobs([s.sampled for s in samples], [s.trained for s in samples])
+            sides = torch.cat([s.sampled for s in samples]), torch.cat([s.trained for s in samples])
+            report = compare_logprobs(*sides)
             self._since_log[FIRST if first else LATER].add(report)
             if first:
                 self._total.add(report)
-                self._tokens.add(samples)
+                self._tokens.add(samples, *sides, differ=not report.passed)
                 if self._first is not None:
                     self._first.note(report, rows)
 

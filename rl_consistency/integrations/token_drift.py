@@ -33,12 +33,17 @@ class TokenDrift:
         self._counts: Counter[str] = Counter()
         self._samples: list[ScoredSample] = []
 
-    def add(self, samples: Sequence[ScoredSample]) -> None:
-        """Take in the samples of a micro-batch, on the CPU."""
-        sides = [s.sampled for s in samples], [s.trained for s in samples]
-        self._counts.update(drift_histograms(*sides))
-        differing = range(len(samples)) if self._metrics_of else mismatched_sequences(*sides)
-        self._samples += [samples[i] for i in differing]
+    def add(
+        self, samples: Sequence[ScoredSample], sampled: Tensor, trained: Tensor, *, differ: bool
+    ) -> None:
+        """Take in samples on the CPU; `sampled` and `trained` are theirs, joined, and `differ` says
+        whether any token does."""
+        self._counts.update(drift_histograms([sampled], [trained]))
+        if self._metrics_of:
+            self._samples += samples
+        elif differ:
+            sides = [s.sampled for s in samples], [s.trained for s in samples]
+            self._samples += [samples[i] for i in mismatched_sequences(*sides)]
 
     def take(self) -> tuple[Counter[str], list[ScoredSample]]:
         """What was added since the last call; processes exchange it."""

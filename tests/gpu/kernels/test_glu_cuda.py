@@ -146,6 +146,6 @@ def test_a_remembered_launch_gives_the_bytes_of_one_specialised_anew(dtype, monk
     got = [[glu_fwd(*case, "silu") for _ in range(3)] for case in cases]
     kernel = activation_triton._forward_kernel
     assert kernel._compiled
-    monkeypatch.setattr(activation_triton, "_forward_kernel", kernel._kernel)
+    monkeypatch.setattr(activation_triton, "_forward_kernel", kernel.kernel)
     for found, case in zip(got, cases, strict=True):
         assert all(same_bytes(y, glu_fwd(*case, "silu")) for y in found)
