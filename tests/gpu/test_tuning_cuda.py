@@ -142,7 +142,8 @@ def as_bytes(completions):
 def trained(model):
     """Logprobs and gradients of a training step."""
     model.zero_grad()
-    found = token_logprobs(model, [(prompt * 4)[:512] for prompt in PROMPTS]).logprobs
+    sequences = [(prompt * 4)[:512] for prompt in PROMPTS]
+    found = token_logprobs(model, sequences, prompt_lengths=[1] * len(sequences)).logprobs
     found.sum().backward()
     return [found.detach().clone(), *(p.grad.clone() for p in model.parameters())]
 
