@@ -54,8 +54,7 @@ class ColdDevice:
 
     def timers(self, calls: Mapping[str, Sequence[Call]]) -> dict[str, Timer]:
         """Warm up, and give for each name what times one call in a graph of all of its calls."""
-        # Results of all graphs share their memory, since nobody reads them; a pool lives as long as
-        # one of its graphs.
+        # No result is read, so all graphs share one pool. It lives as long as one of them.
         pool, found = torch.cuda.graph_pool_handle(), {}
         for name, own in calls.items():
             for call in (*own, own[0]):

@@ -140,7 +140,7 @@ def with_library(make_work, candidate, library, *, picked, **changes):
 def test_the_library_and_the_fastest_schedule_meet(
     make_work, candidate, bench, store, seconds, picked, choice, ends
 ):
-    """Whoever runs without winners stays, unless the other is faster by the margin."""
+    """The default stays, unless the challenger is faster by the margin."""
     work = with_library(make_work, candidate, candidate(seconds), picked=picked)
     found = measured(work, bench, store)
     assert store.winner(ENTRY).schedule == "fast"

@@ -1,4 +1,4 @@
-"""What `pick` chooses for gradient folds, judged by times of an H200 at shapes nobody fitted.
+"""What `pick` chooses for gradient folds, judged by times of an H200 at shapes that were not fitted.
 
 No GPU is needed: every schedule was timed at every shape, but those that are newer than the times.
 """

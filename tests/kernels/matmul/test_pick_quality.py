@@ -1,4 +1,4 @@
-"""What `pick` and `prefers_library` choose, judged by times of an H200 at shapes nobody fitted.
+"""What `pick` and `prefers_library` choose, judged by times of an H200 at shapes that were not fitted.
 
 No GPU is needed: every schedule was timed at every shape.
 """
