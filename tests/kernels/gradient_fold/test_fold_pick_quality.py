@@ -1,4 +1,4 @@
-"""What `pick` chooses for gradient folds, judged by times of an H200 at shapes that were not fitted.
+"""What `pick` chooses for gradient folds, judged by an H200's times at shapes not fitted.
 
 No GPU is needed: every schedule was timed at every shape, but those that are newer than the times.
 """

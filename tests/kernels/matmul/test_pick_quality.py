@@ -1,4 +1,4 @@
-"""What `pick` and `prefers_library` choose, judged by times of an H200 at shapes that were not fitted.
+"""What `pick` and `prefers_library` choose, judged by an H200's times at shapes not fitted.
 
 No GPU is needed: every schedule was timed at every shape.
 """
