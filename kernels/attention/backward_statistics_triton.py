@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.attention.schedules import PER_CALL
+from rl_consistency.kernels.attention.schedules import PER_CALL, padded
 from rl_consistency.kernels.attention.tiles_triton import addresses
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.reduction.tree_fold_triton import LOG2E, tree_fold
@@ -42,7 +42,8 @@ def attention_delta_kernel(
 @triton.jit(do_not_specialize=PER_CALL)
 def attention_statistics_kernel(
     dO, OUT, LSE, STATISTICS, counters, tiles, query_start, query_len, num_tiles, stride_dot,
-    stride_doh, stride_ot, stride_oh, stride_lse, ROWS: tl.constexpr, DIM: tl.constexpr,
+    stride_doh, stride_ot, stride_oh, stride_lse, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
 ):  # fmt: skip
     """Write one tile's row of STATISTICS [heads * tiles, 2, ROWS], lse in log2 units and delta, and
     set its counter to 0. Grid: (tiles, heads)."""
@@ -51,7 +52,7 @@ def attention_statistics_kernel(
     position = tl.load(tiles + 2 * tile + 1) + tl.arange(0, ROWS)
     inside = position < tl.load(query_len + sequence)
     row = (tl.load(query_start + sequence) + position).to(tl.int64)
-    mask = inside[:, None]
+    mask = inside[:, None] & (tl.arange(0, DIM) < HEAD_DIM)[None, :]
     do = tl.load(addresses(dO, row, head, stride_dot, stride_doh, DIM), mask=mask, other=0.0)
     o = tl.load(addresses(OUT, row, head, stride_ot, stride_oh, DIM), mask=mask, other=0.0)
     # A query past the end gets an infinite lse, so its probabilities are 0.
@@ -86,6 +87,7 @@ def statistics_of(
     attention_statistics_kernel[(len(tiles), heads)](
         do, out, lse, statistics, counters, tiles, tables.query_start, tables.query_len,
         len(tiles), *do.stride()[:2], *out.stride()[:2], lse.stride(0),
-        ROWS=rows, DIM=head_dim, num_warps=4, enable_fp_fusion=False,
+        ROWS=rows, HEAD_DIM=head_dim, DIM=padded(head_dim), num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return statistics, counters

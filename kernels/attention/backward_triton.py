@@ -219,7 +219,7 @@ def attention_bwd(
             do, q, k, v, out, lse, (dq, dk, dv), layout, scale, window
         )
         return dq, dk, dv
-    dim = max(triton.next_power_of_2(head_dim), 16)
+    dim = schedules.padded(head_dim)
     delta = delta_of(do, out, dim)
     by_query = query_schedule or schedules.pick_backward(schedules.QUERIES_DESCRIPTORS, q)
     by_key = key_schedule or schedules.pick_backward(schedules.KEYS_DESCRIPTORS, q)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_consistency.kernels.attention.schedules import Schedule
+from rl_consistency.kernels.attention.schedules import Schedule, padded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class ForwardCall:
     @property
     def dim(self) -> int:
         """D rounded up to a power of two of at least 16."""
-        return max(1 << (self.head_dim - 1).bit_length(), 16)
+        return padded(self.head_dim)
 
     @property
     def kv_heads(self) -> int:

@@ -20,8 +20,8 @@ LOG2E = 1.4426950408889634
 NO_WINDOW = 1 << 30
 """The window of a call without one: longer than any sequence; a position plus it fits an int32."""
 UNSPECIALIZED = (
-    "attention: specialised warps need sm_90, packed bf16 or fp16 operands, head_dim 64 or 128 and "
-    "whole rows of heads; leave the schedule out to have one chosen."
+    "attention: specialised warps need sm_90, packed bf16 or fp16 operands on 16 bytes and a "
+    "head_dim of 48 to 128; leave the schedule out to have one chosen."
 )
 NO_RING = (
     "attention: a ring of buffers needs sm_90, a paged cache, bf16 or fp16, head_dim 64 or 128 and "
@@ -39,6 +39,8 @@ NARROWEST = 8
 """Columns of the narrowest slice that a program folds: 32 bytes, as many as lanes."""
 CHAIN_BYTES = 2 << 30
 """The most memory for the sums of dq; where they need more, two kernels do the backward pass."""
+WIDE_BYTES = 198 << 10
+"""Shared memory of the largest tiles of heads above 128."""
 FP32_SUMMED = 32
 """Keys of one fp32 step of dq, and queries of one of dk and dv; part of the order."""
 PER_CALL = (
@@ -51,6 +53,11 @@ PER_CALL = (
 def key_block(head_dim: int) -> int:
     """Keys in one step of the softmax fold on CUDA; part of the order."""
     return 128 if head_dim <= 128 else 64
+
+
+def padded(head_dim: int) -> int:
+    """D as the kernels hold it: a power of two of at least 16, with zeros past D."""
+    return max(1 << (head_dim - 1).bit_length(), 16)
 
 
 def reach(window: int | None) -> int:
@@ -93,12 +100,13 @@ class Schedule:
 PREFILL_HOPPER = Schedule(rows=128, warps=12, stages=2, descriptors=True, specialized=True)
 PREFILL_DESCRIPTORS = Schedule(rows=128, warps=8, stages=3, descriptors=True)
 PREFILL_POINTERS = Schedule(rows=64, warps=4, stages=2)
+PREFILL_WIDE_DESCRIPTORS = Schedule(rows=64, warps=8, stages=2, descriptors=True)
 PREFILL_WIDE = Schedule(rows=64, warps=4, stages=1)
 FP32_FORWARD = Schedule(rows=16, warps=8, stages=1)
 FP32_CANDIDATE = Schedule(rows=16, warps=4, stages=1)
 PREFILL = (
-    *(PREFILL_HOPPER, PREFILL_DESCRIPTORS, PREFILL_POINTERS, PREFILL_WIDE),
-    *(FP32_CANDIDATE, FP32_FORWARD),
+    *(PREFILL_HOPPER, PREFILL_DESCRIPTORS, PREFILL_POINTERS),
+    *(PREFILL_WIDE_DESCRIPTORS, PREFILL_WIDE, FP32_CANDIDATE, FP32_FORWARD),
 )
 
 DECODE_SPREAD = Schedule(rows=16, warps=4, stages=1, ring=3, spread=True, resident=1)
@@ -111,9 +119,11 @@ multiprocessor; then the schedules of calls that no ring admits."""
 
 BACKWARD_POINTERS = Schedule(rows=64, keys=64, warps=4, stages=2)
 BACKWARD_WIDE = Schedule(rows=32, keys=32, warps=8, stages=1)
+BACKWARD_WIDE_DESCRIPTORS = Schedule(rows=64, keys=64, warps=8, stages=2, descriptors=True)
 QUERIES_DESCRIPTORS = Schedule(rows=128, keys=64, warps=8, stages=3, descriptors=True)
 BACKWARD_QUERIES = (
     QUERIES_DESCRIPTORS,
+    BACKWARD_WIDE_DESCRIPTORS,
     BACKWARD_POINTERS,
     Schedule(rows=64, keys=32, warps=8, stages=1),
     BACKWARD_WIDE,
@@ -124,6 +134,7 @@ KEYS_DESCRIPTORS = Schedule(rows=64, keys=64, warps=4, stages=2, descriptors=Tru
 BACKWARD_KEYS = (
     FIVE_PRODUCTS,
     KEYS_DESCRIPTORS,
+    BACKWARD_WIDE_DESCRIPTORS,
     BACKWARD_POINTERS,
     Schedule(rows=32, keys=64, warps=8, stages=1),
     BACKWARD_WIDE,
@@ -139,7 +150,7 @@ def pick_forward(
     if q.dtype == torch.float32 or (few and q.shape[2] > 128):
         return _fitting(q, FP32_FORWARD)
     if q.shape[2] > 128:
-        return _fitting(q, PREFILL_WIDE)
+        return PREFILL_WIDE_DESCRIPTORS if _holds_wide(q.device) else _fitting(q, PREFILL_WIDE)
     if few:
         if not admits(DECODE_LAST, layout, q, k, v):
             return DECODE_POINTERS
@@ -164,7 +175,7 @@ def _pick_ring(q: Tensor, kv_heads: int, layout: AttentionLayout, most_rows: int
 def _fitting(q: Tensor, schedule: Schedule) -> Schedule:
     """The schedule of fp32 or of heads above 128; ValueError if the device's shared memory is too
     small for its key blocks."""
-    columns = triton.next_power_of_2(q.shape[2])
+    columns = padded(q.shape[2])
     needed = q.dtype.itemsize * columns * (schedule.rows + 2 * key_block(q.shape[2]))
     limit = shared_memory(q.device)
     if limit < needed:
@@ -174,6 +185,11 @@ def _fitting(q: Tensor, schedule: Schedule) -> Schedule:
             "a smaller head_dim, or a GPU of compute capability 8.0 or 9.0."
         )
     return schedule
+
+
+def _holds_wide(device: torch.device) -> bool:
+    """Whether tiles of heads above 128 fit a program twice over: server GPUs from sm_90 on."""
+    return has_tma(device) and shared_memory(device) >= WIDE_BYTES
 
 
 def programs_for(grid: int, most_blocks: int, most_rows: int, dim: int, places: int) -> int:
@@ -203,6 +219,8 @@ def slices_for(grid: int, programs: int, dim: int, places: int) -> int:
 
 def pick_backward(described: Schedule, q: Tensor) -> Schedule:
     """The schedule of a backward kernel; `described` is its entry for sm_90."""
+    if q.shape[2] > 128 and q.dtype != torch.float32 and _holds_wide(q.device):
+        return BACKWARD_WIDE_DESCRIPTORS
     if q.dtype == torch.float32 or q.shape[2] > 128:
         return BACKWARD_WIDE
     return described if has_tma(q.device) else BACKWARD_POINTERS
@@ -212,18 +230,19 @@ def in_five_products(layout: AttentionLayout, *operands: Tensor) -> bool:
     """Whether one kernel computes all gradients; `operands` are do, q, k and v."""
     if not isinstance(layout, PackedSequences) or not admits(FIVE_PRODUCTS, layout, *operands):
         return False
-    return chain_bytes(layout, *operands[1].shape[1:]) <= CHAIN_BYTES
+    heads, head_dim = operands[1].shape[1:]
+    return chain_bytes(layout, heads, padded(head_dim)) <= CHAIN_BYTES
 
 
-def chain_bytes(layout: PackedSequences, heads: int, head_dim: int) -> int:
-    """Bytes of the fp32 sums of dq that `FIVE_PRODUCTS` keeps in memory, whole tiles.
+def chain_bytes(layout: PackedSequences, heads: int, dim: int) -> int:
+    """Bytes of the fp32 sums of dq [heads, dim] that `FIVE_PRODUCTS` keeps in memory, whole tiles.
 
     0 where every sequence fits one tile of keys.
     """
     if max(layout.query_lens, default=0) <= FIVE_PRODUCTS.keys:
         return 0
     tiles = sum(-(-n // FIVE_PRODUCTS.rows) for n in layout.query_lens)
-    return 4 * tiles * FIVE_PRODUCTS.rows * heads * head_dim
+    return 4 * tiles * FIVE_PRODUCTS.rows * heads * dim
 
 
 def forward_entries(table: tuple[Schedule, ...], dtype: torch.dtype) -> list[Schedule]:
@@ -249,17 +268,12 @@ def admits(schedule: Schedule, layout: AttentionLayout, *operands: Tensor) -> bo
         and has_wgmma(operands[0].device)
         and all(
             x.itemsize == 2
-            and x.shape[2] in (64, 128)
+            and padded(x.shape[2]) in (64, 128)
+            and (schedule.specialized or x.shape[2] in (64, 128))
             and _on_lines(x, line)
-            and (schedule.ring > 0 or _heads_in_one_row(x))
             for x in operands
         )
     )
-
-
-def _heads_in_one_row(x: Tensor) -> bool:
-    """Whether the heads of each token of [T, heads, D] lie side by side."""
-    return x.stride(1) == x.shape[2] and x.stride(0) >= x.shape[1] * x.shape[2]
 
 
 def describable(*tensors: Tensor) -> bool:

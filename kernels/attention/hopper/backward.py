@@ -41,9 +41,9 @@ from rl_consistency.kernels.attention.hopper.backward_copies import (
     tiles_before,
     walk,
 )
-from rl_consistency.kernels.attention.hopper.tiles import barriers, row_descriptor
+from rl_consistency.kernels.attention.hopper.tiles import barriers, head_descriptor
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, reach
+from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, padded, reach
 from rl_consistency.kernels.core.device import sm_count
 from rl_consistency.kernels.core.remembered_launch import remembered
 
@@ -53,27 +53,32 @@ of one that run at a time. Measured (ADR 7); no bit depends on it."""
 
 
 @gluon.jit
-def _rows(X, first, start_row, head, limit, stride_t, stride_h, DIM: gl.constexpr):
-    """[KEYS, DIM] rows of one head, zeros past the sequence."""
+def _rows(
+    X, first, start_row, head, limit, stride_t, stride_h, HEAD_DIM: gl.constexpr, DIM: gl.constexpr
+):
+    """[KEYS, DIM] rows of one head, zeros past the sequence and from column HEAD_DIM on."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [8, 1], [1, 0])
     key = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     offset = (start_row + key).to(gl.int64) * stride_t + head * stride_h
     pointer = X + gl.expand_dims(offset, 1) + gl.expand_dims(dim, 0)
-    mask = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < DIM, 0)
+    mask = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
     return gl.load(pointer, mask=mask, other=0.0)
 
 
 @gluon.jit
-def _write(X, value, first, start_row, head, limit, stride_t, stride_h, DIM: gl.constexpr):
-    """Store `value` [rows, DIM] in rows of one head, up to the sequence's end."""
+def _write(
+    X, value, first, start_row, head, limit, stride_t, stride_h, HEAD_DIM: gl.constexpr,
+    DIM: gl.constexpr,
+):  # fmt: skip
+    """Store HEAD_DIM columns of `value` [rows, DIM] in rows of one head, up to a sequence's end."""
     layout: gl.constexpr = value.type.layout
     rows: gl.constexpr = value.shape[0]
     row = first + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
     offset = (start_row + row).to(gl.int64) * stride_t + head * stride_h
     pointer = X + gl.expand_dims(offset, 1) + gl.expand_dims(dim, 0)
-    mask = gl.expand_dims(row < limit, 1) & gl.expand_dims(dim < DIM, 0)
+    mask = gl.expand_dims(row < limit, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
     gl.store(pointer, value.to(X.dtype.element_ty), mask=mask)
 
 
@@ -125,14 +130,14 @@ def _next_scores(k_buf, q_bufs, full, step, steps, S: gl.constexpr):
 @gluon.jit
 def _send(
     dQ, out_buf, free, dq, step, ahead, first_key, start_row, head, limit, scale, stride_dqt,
-    stride_dqh, DIM: gl.constexpr,
+    stride_dqh, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Round and store dq if these are its last keys, else leave it to `leave_chains`."""
     mbarrier.wait(free, step & 1 ^ 1)
     if ahead < KEYS:
         _write(
             dQ, dq * scale + 0.0, first_key + ahead, start_row, head, limit, stride_dqt,
-            stride_dqh, DIM,
+            stride_dqh, HEAD_DIM, DIM,
         )  # fmt: skip
     else:
         view = out_buf._reinterpret(gl.float32, [QUERIES, DIM], chain_layout(DIM))
@@ -145,7 +150,7 @@ def _consume(
     K, V, dQ, dK, dV, q_bufs, do_bufs, lse_buf, delta_buf, k_bufs, v_bufs, ds_bufs, in_buf,
     out_buf, full, done, ready, gone, free, place, factor, scale, stride_kt, stride_kh, stride_vt,
     stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh, stride_dvt, stride_dvh,
-    GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """The eight computing warps: five products per step; registers carry dk and dv [KEYS, DIM]."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16])
@@ -156,8 +161,12 @@ def _consume(
     dtype: gl.constexpr = ds_bufs.dtype
     kv_head, first_key, start_row, limit, first_tile, per_head = walk(place, GROUP, WINDOWED)
     window, num_tiles = place[4], place[5]
-    k_bufs.index(0).store(_rows(K, first_key, start_row, kv_head, limit, stride_kt, stride_kh, DIM))
-    v_bufs.index(0).store(_rows(V, first_key, start_row, kv_head, limit, stride_vt, stride_vh, DIM))
+    k_bufs.index(0).store(
+        _rows(K, first_key, start_row, kv_head, limit, stride_kt, stride_kh, HEAD_DIM, DIM)
+    )
+    v_bufs.index(0).store(
+        _rows(V, first_key, start_row, kv_head, limit, stride_vt, stride_vh, HEAD_DIM, DIM)
+    )
     fence_async_shared()
     gl.thread_barrier()
     dk = gl.zeros([KEYS, DIM], gl.float32, D)
@@ -190,7 +199,7 @@ def _consume(
         dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
         _send(
             dQ, out_buf, free, dq, step, ahead, first_key, start_row, kv_head * GROUP + head,
-            limit, scale, stride_dqt, stride_dqh, DIM,
+            limit, scale, stride_dqt, stride_dqh, HEAD_DIM, DIM,
         )  # fmt: skip
         # The compiler puts barriers of all warps around every arrival: here the matrix units still
         # have work.
@@ -202,8 +211,13 @@ def _consume(
         mbarrier.arrive(done.index(slot), count=1)
         gl.thread_barrier()
         scores = warpgroup_mma_wait(0, deps=[coming])
-    _write(dK, dk * scale + 0.0, first_key, start_row, kv_head, limit, stride_dkt, stride_dkh, DIM)
-    _write(dV, dv + 0.0, first_key, start_row, kv_head, limit, stride_dvt, stride_dvh, DIM)
+    _write(
+        dK, dk * scale + 0.0, first_key, start_row, kv_head, limit, stride_dkt, stride_dkh,
+        HEAD_DIM, DIM,
+    )  # fmt: skip
+    _write(
+        dV, dv + 0.0, first_key, start_row, kv_head, limit, stride_dvt, stride_dvh, HEAD_DIM, DIM
+    )
 
 
 @remembered
@@ -212,9 +226,11 @@ def attention_backward_hopper_kernel(
     K, V, dQ, dK, dV, CHAINS, STATISTICS, counters, q_desc, do_desc, chain_desc, programs,
     first_tiles, query_start, query_len, window, num_tiles, factor, scale,
     stride_kt, stride_kh, stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh,
-    stride_dvt, stride_dvh, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    stride_dvt, stride_dvh, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv [Tkv, Hkv, DIM] of one tile of keys of one KV head, and its part of dq [T, H, DIM].
+    """dk and dv [Tkv, Hkv, HEAD_DIM] of one tile of keys of one KV head, and its part of dq
+    [T, H, HEAD_DIM]. Columns from HEAD_DIM to DIM are zeros, which change no sum.
 
     Grid: one program per entry of `programs`. STATISTICS and `counters` come from `statistics_of`,
     CHAINS (the sums of dq) from `empty_chains`.
@@ -223,8 +239,9 @@ def attention_backward_hopper_kernel(
     owned: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     chain: gl.constexpr = [QUERIES * DIM // ROW, ROW]
-    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, DIM], q_desc.layout)
-    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, DIM], do_desc.layout)
+    copied: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, DIM], dtype)
+    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, DIM], copied)
+    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, QUERIES, DIM], copied)
     k_bufs = gl.allocate_shared_memory(dtype, [1, KEYS, DIM], owned)
     v_bufs = gl.allocate_shared_memory(dtype, [1, KEYS, DIM], owned)
     ds_bufs = gl.allocate_shared_memory(
@@ -251,7 +268,7 @@ def attention_backward_hopper_kernel(
                 K, V, dQ, dK, dV, q_bufs, do_bufs, lse_buf, delta_buf, k_bufs, v_bufs, ds_bufs,
                 in_buf, out_buf, full, done, ready, gone, free, place, factor, scale, stride_kt,
                 stride_kh, stride_vt, stride_vh, stride_dqt, stride_dqh, stride_dkt, stride_dkh,
-                stride_dvt, stride_dvh, GROUP, DIM, WINDOWED,
+                stride_dvt, stride_dvh, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
             (copy_queries, (
                 q_desc, do_desc, STATISTICS, q_bufs, do_bufs, lse_buf, delta_buf, full, done,
@@ -290,19 +307,20 @@ def attention_hopper_bwd(
 ) -> None:
     """Fill `gradients`, that is dq, dk and dv."""
     heads, head_dim = q.shape[1:]
+    dim = padded(head_dim)
     kv_heads, device = k.shape[1], q.device
     dq, dk, dv = gradients
     tables = layout.tables(device)
     query_tiles, first_tiles = layout.query_tiles(device, QUERIES.value)
     statistics, counters = statistics_of(do, out, lse, layout, QUERIES.value)
-    chains, chain_desc = empty_chains(layout, heads, head_dim, device)
-    q_desc, do_desc = (row_descriptor(x, QUERIES.value) for x in (q, do))
+    chains, chain_desc = empty_chains(layout, heads, dim, device)
+    q_desc, do_desc = (head_descriptor(x, QUERIES.value, 1, dim) for x in (q, do))
     apart = tiles_apart(layout, kv_heads, sm_count(device))
     programs = layout.key_programs(device, KEYS.value, kv_heads, apart)
     attention_backward_hopper_kernel[(len(programs),)](
         k, v, dq, dk, dv, chains, statistics, counters, q_desc, do_desc, chain_desc, programs,
         first_tiles, tables.query_start, tables.query_len, reach(window), len(query_tiles),
         scale * LOG2E, scale, *k.stride()[:2], *v.stride()[:2], *dq.stride()[:2], *dk.stride()[:2],
-        *dv.stride()[:2], GROUP=heads // kv_heads, DIM=head_dim, WINDOWED=window is not None,
-        num_warps=8, maxnreg=168, enable_fp_fusion=False,
+        *dv.stride()[:2], GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM=dim,
+        WINDOWED=window is not None, num_warps=8, maxnreg=168, enable_fp_fusion=False,
     )  # fmt: skip

@@ -84,11 +84,13 @@ def copy_queries(
         statistics = STATISTICS + tile.to(gl.int64) * (2 * QUERIES) + lane
         lse = gl.load(statistics)
         delta = gl.load(statistics + QUERIES)
-        at = [start_row + first_key + ahead, (kv_head * GROUP + head) * DIM]
+        at = [start_row + first_key + ahead, kv_head * GROUP + head, 0]
+        q_buf = q_bufs.index(slot).reshape([QUERIES, 1, DIM])
+        do_buf = do_bufs.index(slot).reshape([QUERIES, 1, DIM])
         mbarrier.wait(done.index(slot), turn ^ 1)
         mbarrier.expect(full.index(slot), 2 * QUERIES * DIM * 2)
-        tma.async_copy_global_to_shared(q_desc, at, full.index(slot), q_bufs.index(slot))
-        tma.async_copy_global_to_shared(do_desc, at, full.index(slot), do_bufs.index(slot))
+        tma.async_copy_global_to_shared(q_desc, at, full.index(slot), q_buf)
+        tma.async_copy_global_to_shared(do_desc, at, full.index(slot), do_buf)
         lse_buf.index(slot).store(lse)
         delta_buf.index(slot).store(delta)
         gl.thread_barrier()
@@ -96,13 +98,13 @@ def copy_queries(
 
 
 def empty_chains(
-    layout: PackedSequences, heads: int, head_dim: int, device: torch.device
+    layout: PackedSequences, heads: int, dim: int, device: torch.device
 ) -> tuple[Tensor, Any]:
-    """Memory for the chains, [heads * tiles * QUERIES * head_dim / ROW, ROW] fp32, and a descriptor
-    of it with one tile per box."""
-    box = [QUERIES.value * head_dim // ROW.value, ROW.value]
+    """Memory for the chains, [heads * tiles * QUERIES * dim / ROW, ROW] fp32, and a descriptor of
+    it with one tile per box."""
+    box = [QUERIES.value * dim // ROW.value, ROW.value]
     # A descriptor needs memory even where no chain is read.
-    rows = max(chain_bytes(layout, heads, head_dim) // (4 * ROW.value), box[0])
+    rows = max(chain_bytes(layout, heads, dim) // (4 * ROW.value), box[0])
     chains = torch.empty(rows, ROW.value, dtype=torch.float32, device=device)
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return chains, gluon_descriptor(chains, box, (rows, ROW.value), (ROW.value, 1), plain)

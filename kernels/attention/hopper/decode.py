@@ -207,12 +207,12 @@ def attention_decode_kernel(
             )  # fmt: skip
             write_rows(
                 OUT + column, LSE, all_m, all_lanes, all_acc, first_row, kv_head, start_row,
-                q_len, stride_ot, stride_oh, stride_lse, STORED, GROUP, WIDTH,
+                q_len, stride_ot, stride_oh, stride_lse, STORED, GROUP, WIDTH, WIDTH,
             )  # fmt: skip
     else:
         write_rows(
             OUT, LSE, m, lanes, acc, first_row, kv_head, start_row, q_len,
-            stride_ot, stride_oh, stride_lse, ROWS, GROUP, DIM,
+            stride_ot, stride_oh, stride_lse, ROWS, GROUP, DIM, DIM,
         )  # fmt: skip
 
 

@@ -34,9 +34,8 @@ from rl_consistency.kernels.attention.hopper.forward_producer import (
 from rl_consistency.kernels.attention.hopper.tiles import (
     NEG_INF,
     barriers,
-    descriptor,
     halve,
-    row_descriptor,
+    head_descriptor,
     write_rows,
 )
 from rl_consistency.kernels.attention.schedules import PER_CALL
@@ -157,7 +156,7 @@ def _consume_block(
 def _consume(
     OUT, LSE, q_bufs, q_full, q_empty, ring, turns, place, factor, stride_ot, stride_oh,
     stride_lse, WHICH: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """One consumer, of rows 64 * WHICH .. of each tile: a turn for the first scores, then one for
     each block of keys."""
@@ -220,7 +219,7 @@ def _consume(
         done += tile_count
         write_rows(
             OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh,
-            stride_lse, CONSUMER_ROWS, GROUP, DIM,
+            stride_lse, CONSUMER_ROWS, GROUP, HEAD_DIM, DIM,
         )  # fmt: skip
 
 
@@ -229,19 +228,22 @@ def _consume(
 def attention_hopper_kernel(
     Q, V, OUT, LSE, q_desc, k_desc, v_desc, tiles, num_tiles, query_start, query_len, context_len,
     window, factor, stride_qt, stride_qh, stride_vt, stride_vh, stride_ot, stride_oh, stride_lse,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """o [T, H, DIM] and lse [T, H] of the program's tiles, 128 rows of one KV head each.
+    """o [T, H, HEAD_DIM] and lse [T, H] of the program's tiles, 128 rows of one KV head each.
+
+    Columns from HEAD_DIM to DIM are zeros, which change no sum.
 
     Grid: one program per tile and KV head, or fewer that walk over them (`tile_index`). Each
     consumer carries m [64], lanes [64, 8] and acc [64, DIM] over blocks in registers.
     """
-    q_bufs = gl.allocate_shared_memory(
-        k_desc.dtype, [2 * QUERY_BUFFERS, CONSUMER_ROWS, DIM],
-        gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, DIM], k_desc.dtype),
-    )  # fmt: skip
-    k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES, KEYS, DIM], k_desc.layout)
-    v_bufs = gl.allocate_shared_memory(v_desc.dtype, [STAGES, KEYS, DIM], v_desc.layout)
+    dtype: gl.constexpr = k_desc.dtype
+    of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, DIM], dtype)
+    of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], dtype)
+    q_bufs = gl.allocate_shared_memory(dtype, [2 * QUERY_BUFFERS, CONSUMER_ROWS, DIM], of_rows)
+    k_bufs = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIM], of_keys)
+    v_bufs = gl.allocate_shared_memory(dtype, [STAGES, KEYS, DIM], of_keys)
     q_full, q_empty = barriers(2 * QUERY_BUFFERS), barriers(2 * QUERY_BUFFERS)
     k_full, v_full, k_empty, v_empty = (
         barriers(STAGES), barriers(STAGES), barriers(STAGES), barriers(STAGES)
@@ -265,15 +267,15 @@ def attention_hopper_kernel(
         [
             (_consume, (
                 OUT, LSE, q_bufs, q_full, q_empty, ring, turns, place, factor, stride_ot,
-                stride_oh, stride_lse, UPPER, KV_HEADS, GROUP, DIM, WINDOWED,
+                stride_oh, stride_lse, UPPER, KV_HEADS, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
             (_consume, (
                 OUT, LSE, q_bufs, q_full, q_empty, ring, turns, place, factor, stride_ot,
-                stride_oh, stride_lse, LOWER, KV_HEADS, GROUP, DIM, WINDOWED,
+                stride_oh, stride_lse, LOWER, KV_HEADS, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
             (produce, (
                 Q, V, q_desc, k_desc, v_desc, q_bufs, q_full, q_empty, ring, place, stride_qt,
-                stride_qh, stride_vt, stride_vh, KV_HEADS, GROUP, DIM, WINDOWED,
+                stride_qh, stride_vt, stride_vh, KV_HEADS, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
         ],
         [4, 4],
@@ -284,11 +286,10 @@ def attention_hopper_kernel(
 def attention_hopper_fwd(call: ForwardCall, longest: int) -> None:
     """Fill o and lse for tiles of 128 rows; `longest` is the longest context."""
     q, k, v, out, lse = call.q, call.k, call.v, call.out, call.lse
-    keys, values = (row_descriptor(x, KEYS.value) for x in (k, v))
+    keys, values = (head_descriptor(x, KEYS.value, 1, call.dim) for x in (k, v))
     queries = keys
     if CONSUMER_ROWS.value % call.group == 0:
-        box = (CONSUMER_ROWS.value // call.group, call.group, call.head_dim)
-        queries = descriptor(q, box, q.shape, q.stride())
+        queries = head_descriptor(q, CONSUMER_ROWS.value // call.group, call.group, call.dim)
     programs = call.grid
     if longest <= SHORT_KEYS:
         # A program loads the next of several short tiles while it stores the last one.
@@ -296,6 +297,6 @@ def attention_hopper_fwd(call: ForwardCall, longest: int) -> None:
     attention_hopper_kernel[(programs,)](
         q, v, out, lse, queries, keys, values, call.tiles, call.grid, *call.numbers, call.reach,
         call.factor, q.stride(0), q.stride(1), v.stride(0), v.stride(1), *call.result_strides,
-        KV_HEADS=call.kv_heads, GROUP=call.group, DIM=call.head_dim, WINDOWED=call.windowed,
-        num_warps=4, maxnreg=168, enable_fp_fusion=False,
+        KV_HEADS=call.kv_heads, GROUP=call.group, HEAD_DIM=call.head_dim, DIM=call.dim,
+        WINDOWED=call.windowed, num_warps=4, maxnreg=168, enable_fp_fusion=False,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 CONSUMER_ROWS = gl.constexpr(64)
@@ -64,7 +65,8 @@ def tile(index, place, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WINDOWED: gl
 @gluon.jit
 def _load_queries(
     Q, q_desc, q_bufs, q_full, q_empty, turn, kv_head, first_row, start_row, q_len, stride_qt,
-    stride_qh, GROUP: gl.constexpr, DIM: gl.constexpr, CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
+    stride_qh, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
+    CHUNK: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Fill both consumers' query buffers for the program's turn-th tile."""
     first_buffer = turn % QUERY_BUFFERS * 2
@@ -85,30 +87,29 @@ def _load_queries(
     else:
         dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
         within = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))
-        for c in gl.static_range(2 * CONSUMER_ROWS // CHUNK):
-            buffer = first_buffer + c * CHUNK // CONSUMER_ROWS
-            row = first_row + c * CHUNK + within
-            token_row = (start_row + row // GROUP).to(gl.int64)
-            head = kv_head * GROUP + row % GROUP
-            pointer = (
-                Q + gl.expand_dims(token_row * stride_qt + head * stride_qh, 1)
-                + gl.expand_dims(dim, 0)
-            )  # fmt: skip
-            mask = gl.expand_dims(row < q_len * GROUP, 1) & gl.expand_dims(dim < DIM, 0)
-            q_bufs.index(buffer).slice(c * CHUNK % CONSUMER_ROWS, CHUNK, 0).store(
-                gl.load(pointer, mask=mask, other=0.0)
-            )
-            if (c + 1) * CHUNK % CONSUMER_ROWS == 0:
-                fence_async_shared()
-                gl.thread_barrier()
-                mbarrier.arrive(q_full.index(buffer), count=1)
+        base = Q + start_row.to(gl.int64) * stride_qt + kv_head * GROUP * stride_qh
+        # Not unrolled: the addresses of all rows at once would not fit the registers.
+        for which in range(2):
+            for c in gl.static_range(CONSUMER_ROWS // CHUNK):
+                row = first_row + which * CONSUMER_ROWS + c * CHUNK + within
+                at = (row // GROUP).to(gl.int64) * stride_qt + row % GROUP * stride_qh
+                pointer = base + gl.expand_dims(at, 1) + gl.expand_dims(dim, 0)
+                mask = gl.expand_dims(row < q_len * GROUP, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
+                part = q_bufs.index(first_buffer + which).slice(c * CHUNK, CHUNK, 0)
+                async_copy.async_copy_global_to_shared(part, pointer, mask=mask)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_async_shared()
+        gl.thread_barrier()
+        for which in gl.static_range(2):
+            mbarrier.arrive(q_full.index(first_buffer + which), count=1)
 
 
 @gluon.jit
 def produce(
     Q, V, q_desc, k_desc, v_desc, q_bufs, q_full, q_empty, ring, place, stride_qt, stride_qh,
-    stride_vt, stride_vh, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
-    WINDOWED: gl.constexpr,
+    stride_vt, stride_vh, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """Copy the program's tiles one after another."""
     chunk: gl.constexpr = 32
@@ -123,13 +124,12 @@ def produce(
     )
     _load_queries(
         Q, q_desc, q_bufs, q_full, q_empty, done, kv_head, first_row, start_row, q_len, stride_qt,
-        stride_qh, GROUP, DIM, chunk, layout,
+        stride_qh, GROUP, HEAD_DIM, DIM, chunk, layout,
     )  # fmt: skip
     for turn in range(tiles_here):
         next_head, next_first, next_start, next_len, next_limit, next_low, next_count = tile(
             tile_index(gl.minimum(turn + 1, tiles_here - 1)), place, KV_HEADS, GROUP, WINDOWED
         )
-        column = kv_head * DIM
         for i in range(count):
             start = low + i * KEYS
             slot = done % STAGES
@@ -137,23 +137,27 @@ def produce(
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             mbarrier.expect(k_full.index(slot), KEYS * DIM * 2)
             tma.async_copy_global_to_shared(
-                k_desc, [start_row + start, column], k_full.index(slot), k_bufs.index(slot)
-            )
+                k_desc, [start_row + start, kv_head, 0], k_full.index(slot),
+                k_bufs.index(slot).reshape([KEYS, 1, DIM]),
+            )  # fmt: skip
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
             if start + KEYS <= limit:
                 mbarrier.expect(v_full.index(slot), KEYS * DIM * 2)
                 tma.async_copy_global_to_shared(
-                    v_desc, [start_row + start, column], v_full.index(slot), v_bufs.index(slot)
-                )
+                    v_desc, [start_row + start, kv_head, 0], v_full.index(slot),
+                    v_bufs.index(slot).reshape([KEYS, 1, DIM]),
+                )  # fmt: skip
             else:
                 # Rows past the sequence's end belong to another: a NaN there times 0 is NaN.
                 for c in gl.static_range(KEYS // chunk):
                     key = start + c * chunk + within
                     key_offset = (start_row + key).to(gl.int64) * stride_vt + kv_head * stride_vh
                     v_pointer = V + gl.expand_dims(key_offset, 1) + gl.expand_dims(dim, 0)
-                    inside = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < DIM, 0)
-                    values = gl.load(v_pointer, mask=inside, other=0.0)
-                    v_bufs.index(slot).slice(c * chunk, chunk, 0).store(values)
+                    inside = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
+                    part = v_bufs.index(slot).slice(c * chunk, chunk, 0)
+                    async_copy.async_copy_global_to_shared(part, v_pointer, mask=inside)
+                async_copy.commit_group()
+                async_copy.wait_group(0)
                 fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(v_full.index(slot), count=1)
@@ -162,7 +166,7 @@ def produce(
             if (i == gl.minimum(count - 1, 1)) & (turn + 1 < tiles_here):
                 _load_queries(
                     Q, q_desc, q_bufs, q_full, q_empty, turn + 1, next_head, next_first, next_start,
-                    next_len, stride_qt, stride_qh, GROUP, DIM, chunk, layout,
+                    next_len, stride_qt, stride_qh, GROUP, HEAD_DIM, DIM, chunk, layout,
                 )  # fmt: skip
             # Phases repeat, so no warp may fall behind by a whole round of the buffers.
             gl.thread_barrier()

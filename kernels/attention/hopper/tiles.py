@@ -38,10 +38,11 @@ def barriers(N: gl.constexpr):
 @gluon.jit
 def write_rows(
     OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh, stride_lse,
-    R: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+    R: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Divide the sums of rows first .. first + R of a sequence and write o and lse: m [R] in log2
-    units, lanes [R, 8] (the last three levels of the tree are left), acc [R, DIM]."""
+    units, lanes [R, 8] (the last three levels of the tree are left), acc [R, DIM], of whose columns
+    HEAD_DIM are written."""
     summed: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
     # One thread per row: the last three levels of the tree stay in its registers.
@@ -62,7 +63,7 @@ def write_rows(
         OUT + gl.expand_dims(token_row * stride_ot + head * stride_oh, 1)
         + gl.expand_dims(dim, 0)
     )  # fmt: skip
-    mask = gl.expand_dims(valid, 1) & gl.expand_dims(dim < DIM, 0)
+    mask = gl.expand_dims(valid, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
     gl.store(pointer, gl.convert_layout(out.to(OUT.dtype.element_ty), rows), mask=mask)
     lse = gl.convert_layout(lse, gl.SliceLayout(1, rows))
     gl.store(LSE + token_row * stride_lse + head, lse, mask=valid)
@@ -80,7 +81,7 @@ def descriptor(x: Tensor, box: Sequence[int], shape: Sequence[int], strides: Seq
     return gluon_descriptor(x, box, shape, strides, _BOXED[key])
 
 
-def row_descriptor(x: Tensor, rows: int) -> Any:
-    """A descriptor of [T, heads, D], heads side by side, that copies `rows` rows of one head."""
-    tokens, heads, head_dim = x.shape
-    return descriptor(x, (rows, head_dim), (tokens, heads * head_dim), (x.stride(0), 1))
+def head_descriptor(x: Tensor, tokens: int, heads: int, dim: int) -> Any:
+    """A descriptor of [T, heads, D] that copies `tokens` by `heads` rows of `dim` columns, zeros
+    past D: its box is (tokens, heads, dim)."""
+    return descriptor(x, (tokens, heads, dim), x.shape, x.stride())

@@ -72,7 +72,10 @@ def within_resources(call):
         return None
 
 
-SCHEDULE_CASES = (MAIN, Case(BF16, 64, 100), Case(FP32, 32), Case(FP16, 80), Case(BF16, 256))
+SCHEDULE_CASES = (
+    *(MAIN, Case(BF16, 64, 100), Case(FP32, 32), Case(FP16, 80), Case(BF16, 256)),
+    *(Case(BF16, 96, 300, heads=14), Case(BF16, 48, heads=6), Case(FP16, 176, 200)),
+)
 
 
 def assert_same_bytes_where_they_fit(calls):
@@ -108,7 +111,7 @@ def test_every_decode_schedule_gives_the_same_bytes(case):
     assert_same_bytes_where_they_fit([prefill, *calls])
 
 
-@pytest.mark.parametrize("case", SCHEDULE_CASES[:3], ids=name)
+@pytest.mark.parametrize("case", SCHEDULE_CASES, ids=name)
 def test_every_backward_schedule_gives_the_same_bytes(case):
     q, k, v, do, layout = packed(case, range(len(LENGTHS)))
     o, lse = attention_fwd(q, k, v, layout, *case.options.values())
@@ -133,7 +136,7 @@ def assert_five_products_give_the_bytes_of_two_kernels(case, lengths):
         assert all_same(call(key_schedule=FIVE_PRODUCTS), two_kernels)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [48, 64, 80, 96, 128])
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
 @pytest.mark.parametrize("dtype, heads, kv_heads", [(BF16, 8, 2), (FP16, 4, 4), (BF16, 3, 1)])
 def test_chains_of_dq_handed_on_give_the_same_bytes(dim, window, dtype, heads, kv_heads):
@@ -157,6 +160,8 @@ def test_chains_of_dq_handed_on_give_the_same_bytes(dim, window, dtype, heads, k
         (Case(BF16, 64, window=1000, heads=2), [5000, 1, 777, 130]),
         (Case(FP16, 128, heads=8), [5000, 1, 777, 4097, 130]),
         (Case(FP16, 64, window=64, heads=2), [5000, 200]),
+        (Case(BF16, 80, heads=6), [4100, 1, 777, 130]),
+        (Case(BF16, 112, window=500, heads=14), [2500, 300]),
     ],
     ids=str,
 )
@@ -182,7 +187,7 @@ def test_a_captured_backward_pass_gives_the_eager_bytes():
 
 
 def test_five_products_are_refused_where_they_cannot_run():
-    for case in (Case(FP32, 64), Case(BF16, 96)):
+    for case in (Case(FP32, 64), Case(BF16, 32), Case(BF16, 144)):
         q, k, v, do, layout = packed(case, [2])
         o, lse = attention_fwd(q, k, v, layout, *case.options.values())
         with pytest.raises(ValueError, match="specialised warps need sm_90"):
