@@ -72,6 +72,10 @@ class CapturedPagedAttention(PagedAttention):
     def block_table(self) -> Tensor:
         return self.numbers.block_table
 
+    def by_past(self) -> tuple[None, PagedAttention]:
+        """All sequences as they are: only the device knows which of them have a past."""
+        return None, self
+
     def plan(self, group: int, window: int | None) -> TilePlan:
         """The plan of the current `numbers`, not kept; only a CPU asks for it."""
         return self.in_force().plan(group, window)

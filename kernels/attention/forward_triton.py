@@ -127,21 +127,26 @@ def attention_fwd(
     scale: float,
     window: int | None,
     *,
+    into: tuple[Tensor, Tensor] | None = None,
     schedule: Schedule | None = None,
     programs_per_tile: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o [T, H, D] and lse [T, H] in `lse_dtype`; rows that no sequence owns are 0 and -inf.
 
-    Tests and tuning give a `schedule` and the programs that share the key blocks of a tile of few
-    rows; neither changes a bit.
+    `into` holds results of an earlier call for other sequences of the same rows: this call fills in
+    those of its own. Tests and tuning give a `schedule` and the programs that share the key blocks
+    of a tile of few rows; neither changes a bit.
     """
     q, k, v = (dense(x) for x in (q, k, v))
     rows, heads, head_dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(rows, heads, dtype=lse_dtype(q.dtype), device=q.device)
-    if not layout.owns(rows):
-        out.zero_()
-        lse.fill_(float("-inf"))
+    if into is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(rows, heads, dtype=lse_dtype(q.dtype), device=q.device)
+        if not layout.owns(rows):
+            out.zero_()
+            lse.fill_(float("-inf"))
+    else:
+        out, lse = into
     group = heads // k.shape[1]
     most_rows = max(layout.query_lens, default=0) * group
     if most_rows == 0:

@@ -7,7 +7,7 @@ built once per forward pass; all layers share it, its tables on the device and i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -272,6 +272,24 @@ class PagedAttention(AttentionLayout):
                     f"paged attention: sequence {i} has {context} tokens but its {len(table)} "
                     f"blocks hold {len(table) * self.block_size}."
                 )
+
+    @_once
+    def by_past(self) -> tuple[PackedSequences | None, PagedAttention | None]:
+        """(The sequences all of whose keys are new, those that continue a past); None for none."""
+        spans = list(zip(self.query_starts, self.query_lens, self.context_lens, strict=True))
+        whole = [i for i, (_, queries, keys) in enumerate(spans) if queries == keys]
+        if not whole:
+            return None, self
+        packed = PackedSequences.of([spans[i][0] for i in whole], [spans[i][1] for i in whole])
+        past = [i for i, (_, queries, keys) in enumerate(spans) if queries != keys]
+        if not past:
+            return packed, None
+        starts, lens, contexts = zip(*(spans[i] for i in past), strict=True)
+        tables = [self.block_tables[i] for i in past]
+        rest = replace(
+            self, query_starts=starts, query_lens=lens, context_lens=contexts, block_tables=tables
+        )
+        return packed, rest
 
     def block_table(self) -> Tensor:
         longest = max((len(table) for table in self.block_tables), default=0)

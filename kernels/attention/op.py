@@ -104,18 +104,32 @@ def attention_varlen(
 
 @torch.no_grad()
 def attention_paged(
-    q: Tensor, paged: PagedAttention, layer: int, *, scale: float, window: int | None = None
+    q: Tensor,
+    paged: PagedAttention,
+    layer: int,
+    *,
+    scale: float,
+    window: int | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same attention, without gradient, of keys and values in a layer's paged cache.
 
     `q` [T, H, D] belongs to the new tokens; `paged.write` must have stored their keys and values.
+    If these are given as `new`, [T, Hkv, D] each, sequences without a past read them there.
     """
     k, v = (
         cache.view(-1, *cache.shape[2:])
         for cache in (paged.key_cache[layer], paged.value_cache[layer])
     )
     _check(q, k, v, paged, scale, window)
-    out, lse = _forward(q, k, v, paged, scale, window)
+    packed, rest = paged.by_past() if new is not None and q.is_cuda else (None, paged)
+    results = None
+    if packed is not None and new is not None:
+        _check(q, *new, packed, scale, window)
+        results = attention_fwd(q, *new, packed, scale, window)
+    if rest is not None and results is not None:
+        results = attention_fwd(q, k, v, rest, scale, window, into=results)
+    out, lse = results or _forward(q, k, v, paged, scale, window)
     return out, lse.float()
 
 

@@ -290,7 +290,7 @@ class CanonicalAttention(CanonicalModule):
         if isinstance(layout, PagedAttention):
             layout.write(index, k, v)
             if canonical:
-                return attention_paged(q, layout, index, **scores)[0]
+                return attention_paged(q, layout, index, **scores, new=(k, v))[0]
             if isinstance(layout, CapturedPagedAttention):
                 return stock_captured_attention(q, layout, index, **scores)
             cache = (layout.key_cache[index], layout.value_cache[index])

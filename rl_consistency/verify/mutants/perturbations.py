@@ -77,7 +77,7 @@ def _other_attention(attend: Callable[..., Any]) -> AbstractContextManager[None]
         found = attend(q, k, v, layout, scale, window)
         return found or attention_varlen(q, k, v, layout, scale=scale, window=window)
 
-    def cached(q: Tensor, layout: Any, layer: int, *, scale: float, window: Any = None):
+    def cached(q: Tensor, layout: Any, layer: int, *, scale: float, window: Any = None, **_: Any):
         found = attend(q, *cached_rows(layout, layer), layout, scale, window)
         return found or attention_paged(q, layout, layer, scale=scale, window=window)
 
@@ -105,7 +105,7 @@ def keys_anchored_at_padding(*operands: Any) -> Any:
     at=(substituted, attention_paged),
 )
 def stock_decode(
-    q: Tensor, paged: Any, layer: int, *, scale: float, window: int | None = None
+    q: Tensor, paged: Any, layer: int, *, scale: float, window: int | None = None, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """The paged cache is read by torch's scaled_dot_product_attention."""
     if isinstance(paged, CapturedPagedAttention):

@@ -70,3 +70,8 @@ def test_no_sequence_has_more_queries_than_the_cache_holds():
 def test_a_captured_layout_whose_tables_are_too_narrow_is_refused():
     with pytest.raises(ValueError, match="contexts of up to 13 tokens but .* hold 12"):
         captured([1, 1], [5, 9], [[2, 0, 3]] * 2, capacity=13)
+
+
+def test_a_captured_layout_is_not_split_by_what_the_host_knows():
+    layout = captured([1, 2], [1, 2], [[2, 0, 3], [3, 1, 2]], capacity=2)
+    assert layout.by_past() == (None, layout)

@@ -150,3 +150,22 @@ def test_key_programs_are_kept_by_all_that_they_depend_on():
         found = layout.key_programs(cpu, *asked)
         assert torch.equal(found, PackedSequences.of(starts, lens).key_programs(cpu, *asked))
         assert layout.key_programs(cpu, *asked) is found
+
+
+def test_sequences_whose_keys_are_all_new_are_told_from_those_with_a_past():
+    layout = paged(context_lens=[3, 4])
+    packed, rest = layout.by_past()
+    assert isinstance(packed, PackedSequences)
+    assert (list(packed.query_starts), list(packed.query_lens)) == ([0], [3])
+    assert isinstance(rest, PagedAttention)
+    assert (list(rest.query_starts), list(rest.query_lens)) == ([3], [1])
+    assert (list(rest.context_lens), list(rest.block_tables)) == ([4], [[3]])
+    assert rest.slot_mapping is layout.slot_mapping
+    assert layout.by_past() is layout.by_past()
+
+
+def test_calls_of_one_kind_of_sequences_are_not_split():
+    layout = paged()
+    assert layout.by_past() == (None, layout)
+    packed, rest = paged(context_lens=[3, 1]).by_past()
+    assert rest is None and packed is not None and list(packed.query_starts) == [0, 3]

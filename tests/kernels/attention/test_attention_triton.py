@@ -326,3 +326,17 @@ def test_a_device_of_little_shared_memory_is_named(monkeypatch):
     layout = PackedSequences.of([0], [80])
     with pytest.raises(ValueError, match="float32 with head_dim 128 needs 136 KB .* has 99 KB"):
         attention_fwd(q, k, k, layout, 1.0, None)
+
+
+def test_a_call_fills_in_the_rows_of_its_own_sequences():
+    q, k, v, _, layout = packed()
+    expected = attention_fwd(q, k, v, layout, 0.3, None, schedule=SMALL)
+    some, others = (
+        PackedSequences.of([STARTS[i] for i in part], [LENGTHS[i] for i in part])
+        for part in ([0, 2], [1])
+    )
+    found = attention_fwd(q, k, v, some, 0.3, None, schedule=SMALL)
+    assert not same_bytes(found, expected)
+    again = attention_fwd(q, k, v, others, 0.3, None, into=found, schedule=SMALL)
+    assert all(x is y for x, y in zip(again, found, strict=True))
+    assert same_bytes(found, expected)
