@@ -14,6 +14,8 @@ Cost: one rank-16 update of g per 16 tokens; on a GPU g is read and written once
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -62,8 +64,9 @@ def fold_outer(buffer: Tensor, dy: Tensor, x: Tensor, *, fresh: bool = False) ->
     """
     if buffer.is_cuda:
         require_operands("gradient_fold", dy=dy, x=x)
-        if not (fresh and outer_from_zero(dy, x, buffer)):
-            outer_triton.gradient_fold_outer(buffer, dy, x, fresh)
+        own = partial(outer_triton.gradient_fold_outer, buffer, dy, x, fresh)
+        if not (fresh and outer_from_zero(dy, x, buffer, own)):
+            own()
         return
     if fresh:
         buffer.zero_()
@@ -101,8 +104,8 @@ def fold_step_sums(buffer: Tensor, sums: Tensor, *, fresh: bool = False) -> None
         return
     if fresh:
         buffer.zero_()
-    for partial in sums.unbind(0):
-        buffer.add_(partial)
+    for step in sums.unbind(0):
+        buffer.add_(step)
 
 
 def fold_rows(buffer: Tensor, index: Tensor, rows: Tensor) -> None:

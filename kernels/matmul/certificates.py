@@ -85,6 +85,8 @@ class Certificate:
     """Numbers of rows that were compared."""
     struck: str = ""
     """Why the certificate was withdrawn; empty while it holds."""
+    gain: float = 0.0
+    """Time of our own schedule over the library's, where they were raced; else 0."""
 
     @property
     def holds(self) -> bool:
@@ -95,8 +97,10 @@ class Certificate:
     def parse(cls, entry: dict[str, Any]) -> Certificate:
         """A finding from its entry in a file; TypeError for other fields or types."""
         finding = cls(**entry)
-        types = type(finding.differing), type(finding.rows), type(finding.struck)
-        if types != (int, list, str) or any(type(count) is not int for count in finding.rows):
+        types = [type(value) for value in vars(finding).values()]
+        if types != [int, list, str, float] or any(
+            type(count) is not int for count in finding.rows
+        ):
             raise TypeError(f"not a certificate: {entry}")
         return finding
 
@@ -152,6 +156,18 @@ class Certificates:
             return False
         return make or m in finding.rows
 
+    def pays(self, key: Key, race: Callable[[], float] | None) -> bool:
+        """Whether the library, which has a certificate, is as fast as our own schedule.
+
+        `race` gives the time of our own over the library's and is asked once for each certificate;
+        None where nothing may be run. What was never raced pays.
+        """
+        finding = self._findings[key.name]
+        if finding.gain == 0.0 and race is not None:
+            finding.gain = race()
+            self._write()
+        return finding.gain == 0.0 or finding.gain >= 1.0
+
     def strike(self, key: Key, reason: str) -> None:
         """Withdraw a certificate, also in the file."""
         finding = self._findings.setdefault(key.name, Certificate(0, []))
@@ -196,6 +212,7 @@ class Certificates:
             mine.struck = mine.struck or other.struck
             mine.differing = max(mine.differing, other.differing)
             mine.rows = sorted({*mine.rows, *other.rows})
+            mine.gain = mine.gain or other.gain
 
     def _replace(self) -> None:
         content = {

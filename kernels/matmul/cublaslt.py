@@ -11,7 +11,8 @@ Order: `matmul.ORDER`; for `outer_from_zero` that of `gradient_fold` from zero.
 Invariant to, varies with: as `matmul`; a difference found strikes the certificate.
 Backward: none.
 Errors: none; `audit.schedule_audit` reports differences, a damaged certificate file warns.
-Cost: eight products once per certificate, 64 rows of one product per audit.
+Cost: eight products once per certificate, twelve more for one of dW, 64 rows of one product per
+    audit.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import PLAIN, unrecorded
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES
+from rl_consistency.kernels.core.race import time_ratio
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import differing_elements
 from rl_consistency.kernels.matmul.certificates import Certificates, Certified, Key
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
-from rl_consistency.kernels.matmul.schedules import prefers_library
+from rl_consistency.kernels.matmul.schedules import prefers_library, tuned_preference
 
 ALIGNMENT = 256
 """Bytes. The library chooses its kernel by alignment, and certificates are made with fresh tensors,
@@ -89,10 +92,12 @@ def product(
     return y
 
 
-def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
+def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor, own: Callable[[], None]) -> bool:
     """out [N, K] fp32 <- dy [T, N]^T x [T, K] by the library, if it is faster and certified.
 
-    Returns whether it did; False leaves `out` as it is.
+    `own` computes the same by our own schedule. Where `tune` has not measured the two they are
+    raced once for each certificate, since no rule tells which kernel the library will choose.
+    Returns whether the library did it; False leaves `out` with anything in it.
     """
     if torch.compiler.is_compiling():
         return False
@@ -107,6 +112,11 @@ def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
     capturing = torch.cuda.is_current_stream_capturing()
     if not _admitted(dy.device, key, tokens, capturing):
         return False
+    if tuned_preference(tokens, n, k, dy.dtype, "tn", torch.float32, dy.device) is None:
+        race = None if capturing else partial(time_ratio, own, lambda: library_outer(dy, x, out))
+        with unrecorded():
+            if not certificates(dy.device).pays(key, race):
+                return False
     with unrecorded():
         library_outer(dy, x, out)
         if not capturing and audit.due():

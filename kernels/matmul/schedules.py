@@ -290,9 +290,7 @@ def prefers_library(
     """
     if m <= TRITON_ROWS or dtype == torch.float32:
         return False
-    work = library_work(layout, dtype, out_dtype or dtype, m, n, k)
-    tuned = chosen(device, work, {LIBRARY: True, TRITON: False})
-    if tuned is not None:
+    if (tuned := tuned_preference(m, n, k, dtype, layout, out_dtype, device)) is not None:
         return tuned
     if layout == "tn":
         return m >= 2048
@@ -300,6 +298,15 @@ def prefers_library(
     if entry is not None:
         return entry.library
     return library_is_faster(m, n, k, expected_us(_cheapest(m, n, k), m, n, k))
+
+
+def tuned_preference(
+    m: int, n: int, k: int, dtype: torch.dtype, layout: str,
+    out_dtype: torch.dtype | None = None, device: torch.device | None = None,
+) -> bool | None:  # fmt: skip
+    """Whether `tune` found the library to be faster; None where it did not measure the work."""
+    work = library_work(layout, dtype, out_dtype or dtype, m, n, k)
+    return chosen(device, work, {LIBRARY: True, TRITON: False})
 
 
 def expected_us(schedule: Schedule, m: int, n: int, k: int) -> float:

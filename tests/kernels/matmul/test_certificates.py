@@ -103,6 +103,22 @@ def test_a_struck_certificate_stays_struck_in_the_file(tmp_path):
     assert len(content["findings"]) == 2
 
 
+def test_a_certificate_is_raced_once_and_the_slower_one_stays_away(tmp_path):
+    def no_race():
+        pytest.fail("raced again")
+
+    first = certificates(tmp_path, Comparison())
+    other = replace(KEY, n=128)
+    assert first.admitted(KEY, 100) and first.admitted(other, 100)
+    assert first.pays(KEY, None)  # not raced yet
+    assert not first.pays(KEY, lambda: 0.8)
+    assert first.pays(other, lambda: 1.3)
+    for held in (first, certificates(tmp_path, Comparison())):
+        assert not held.pays(KEY, no_race) and not held.pays(KEY, None)
+        assert held.pays(other, no_race)
+        assert held.admitted(KEY, 100)  # the bytes are as good as before
+
+
 def test_findings_of_two_processes_are_merged_and_a_bad_one_stays(tmp_path):
     good, bad = certificates(tmp_path, Comparison()), certificates(tmp_path, Comparison(4))
     assert good.admitted(KEY, 100)
@@ -112,7 +128,8 @@ def test_findings_of_two_processes_are_merged_and_a_bad_one_stays(tmp_path):
         content = json.loads((tmp_path / "deep" / "file.json").read_text())
         return content["findings"][KEY.name]
 
-    merged = {"differing": 4 * 4, "rows": [65, 77, 96, 100, 128], "struck": ""}
+    merged = {"differing": 4 * 4, "rows": [65, 77, 96, 100, 128]}
+    merged |= {"struck": "", "gain": 0.0}
     assert found() == merged
     # The good finding is written last, and gives way as well.
     good.admitted(Key.of("nn", torch.float16, torch.float16, False, 4, 8, 8), 4)
@@ -212,6 +229,7 @@ def test_a_file_from_another_device_or_version_is_made_again(tmp_path, change):
         '{"identity": %s, "findings": {"a": {"differing": 0, "rows": {}}}}',
         '{"identity": %s, "findings": {"a": {"differing": 0, "rows": ["4", null]}}}',
         '{"identity": %s, "findings": {"a": {"differing": 0, "rows": [4], "struck": null}}}',
+        '{"identity": %s, "findings": {"a": {"differing": 0, "rows": [4], "gain": "2"}}}',
     ],
 )
 def test_a_damaged_file_is_made_again_with_a_warning(tmp_path, text):

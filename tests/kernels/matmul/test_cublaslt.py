@@ -1,5 +1,7 @@
 """The vendor library as a schedule: taken where certified, audited, and struck where it differs."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
@@ -72,6 +74,11 @@ def test_a_gradient_in_another_order_differs_on_probe_data():
     assert compare(CPU, key, 1024, outer=backwards) > 0
 
 
+def unused():
+    """In place of our own schedule, which the race of a test does not run."""
+    pytest.fail("computed by our own schedule")
+
+
 def drawn(*shape):
     return torch.randn(shape).bfloat16()
 
@@ -87,6 +94,8 @@ def on_this_machine(monkeypatch, tmp_path, fresh_audit):
     monkeypatch.setattr(cublaslt, "_has_room", lambda *a: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(cublaslt, "library_product", cublaslt.matmul_fwd)
+    monkeypatch.setattr(cublaslt, "tuned_preference", lambda *a: None)
+    monkeypatch.setattr(cublaslt, "time_ratio", lambda own, library: 1.2)
     held = Certificates(tmp_path / "file.json", {}, lambda key, m: 0)
     cublaslt._by_device[CPU] = held
     return held
@@ -126,14 +135,47 @@ def test_gradients_from_zero_are_audited_too(on_this_machine, monkeypatch):
         cublaslt, "library_outer", lambda dy, x, out: out.copy_(cublaslt.canonical_outer(dy, x))
     )
     for _ in range(3):
-        assert cublaslt.outer_from_zero(dy, x, out)
+        assert cublaslt.outer_from_zero(dy, x, out, unused)
     assert schedule_audit().differing == 0
-    assert not cublaslt.outer_from_zero(dy[:90], x[:90], out)
+    assert not cublaslt.outer_from_zero(dy[:90], x[:90], out, unused)
     monkeypatch.setattr(cublaslt, "library_outer", lambda dy, x, out: out.fill_(1.0))
     for _ in range(3):
-        cublaslt.outer_from_zero(dy, x, out)
+        cublaslt.outer_from_zero(dy, x, out, unused)
     assert schedule_audit().differing > 0
-    assert not cublaslt.outer_from_zero(dy, x, out)
+    assert not cublaslt.outer_from_zero(dy, x, out, unused)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
+def test_a_gradient_is_given_to_the_faster_of_the_two(on_this_machine, monkeypatch):
+    dy, x, out = drawn(96, 64), drawn(96, 32), torch.empty(64, 32)
+    raced = []
+
+    def race(own, library):
+        raced.append((own, library))
+        return 0.7  # of the library's time
+
+    monkeypatch.setattr(cublaslt, "library_outer", lambda dy, x, out: out.fill_(1.0))
+    monkeypatch.setattr(cublaslt, "time_ratio", race)
+    own = partial(out.fill_, 2.0)
+    assert not cublaslt.outer_from_zero(dy, x, out, own)
+    assert not cublaslt.outer_from_zero(dy, x, out, own)
+    assert len(raced) == 1
+    for call, value in zip(raced[0], (2.0, 1.0), strict=True):
+        call()
+        assert (out == value).all()
+    # What `tune` has measured is not measured again.
+    monkeypatch.setattr(cublaslt, "tuned_preference", lambda *a: True)
+    assert cublaslt.outer_from_zero(dy, x, out, own)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
+def test_nothing_is_raced_while_a_graph_is_captured(on_this_machine, monkeypatch):
+    dy, x, out = drawn(96, 64), drawn(96, 32), torch.empty(64, 32)
+    monkeypatch.setattr(cublaslt, "library_outer", lambda dy, x, out: out.fill_(1.0))
+    on_this_machine.admitted(Key.of("tn", torch.bfloat16, torch.float32, False, 96, 64, 32), 96)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(cublaslt, "time_ratio", lambda own, library: pytest.fail("raced"))
+    assert cublaslt.outer_from_zero(dy, x, out, unused)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
@@ -143,10 +185,10 @@ def test_a_gradient_of_misaligned_or_sliced_operands_stays_with_triton(
     dy, x = torch.randn(96, 64).bfloat16(), torch.randn(96, 32).bfloat16()
     out = torch.empty(64, 32)
     monkeypatch.setattr(cublaslt, "library_outer", lambda dy, x, out: out.zero_())
-    assert cublaslt.outer_from_zero(dy, x, out)
-    assert not cublaslt.outer_from_zero(torch.cat([dy, dy], dim=1)[:, :64], x, out)
-    assert not cublaslt.outer_from_zero(dy, x.new_empty(x.numel() + 8)[8:].view_as(x), out)
-    assert not cublaslt.outer_from_zero(dy, x, torch.empty(64, 64)[:, :32])
+    assert cublaslt.outer_from_zero(dy, x, out, unused)
+    assert not cublaslt.outer_from_zero(torch.cat([dy, dy], dim=1)[:, :64], x, out, unused)
+    assert not cublaslt.outer_from_zero(dy, x.new_empty(x.numel() + 8)[8:].view_as(x), out, unused)
+    assert not cublaslt.outer_from_zero(dy, x, torch.empty(64, 64)[:, :32], unused)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
