@@ -16,7 +16,6 @@ from rl_consistency.kernels.attention.layout import (
     PackedSequences,
 )
 from rl_consistency.kernels.attention.op import (
-    attention_paged,
     attention_reference,
     attention_varlen,
 )
@@ -53,7 +52,6 @@ from tests.gpu.kernels.attention_cases import (
     name,
     packed,
     paged,
-    paged_layout,
     same_bytes,
     sequence,
     together,
@@ -218,22 +216,6 @@ def test_the_cache_block_size_does_not_matter(block_size):
     for found in together(calls):
         assert all_same(found, expected)
     assert all_same(paged(MAIN, [(129, 1000)], keys), [t[129:1000] for t in among(MAIN)[0]])
-
-
-@pytest.mark.parametrize(
-    "case", [MAIN, WINDOWED, Case(BF16, 80, heads=6), Case(FP32, 32)], ids=name
-)
-def test_sequences_without_a_past_may_read_keys_where_the_call_has_them(case):
-    """Prompts, continued prompts and decoded tokens in one call, and prompts alone."""
-    parts = sequence(case, 0)[:3]
-    for spans in ([(0, 700), (129, 1000), (0, 1), (4095, 4096), (0, 129)], [(0, 250), (0, 2048)]):
-        layout = paged_layout(spans, *cached_keys(case))
-        q, k, v = (torch.cat([t[start:end] for start, end in spans]) for t in parts)
-        call = partial(attention_paged, q, layout, 0, **case.options)
-        expected = [torch.cat([t[start:end] for start, end in spans]) for t in among(case)[0]]
-        assert all_same(call(new=(k, v)), expected)
-        assert all_same(call(), expected)
-        assert not all_same(call(new=(k, v + 1)), expected)
 
 
 def test_a_nan_in_another_sequence_does_not_reach_this_one():
