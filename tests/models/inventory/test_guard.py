@@ -243,10 +243,11 @@ def test_torch_compile_leaves_a_patched_model_as_it_is(model):
 def test_a_part_that_is_compiled_by_itself_has_other_bits(model):
     """Negative control: the decoder lets no compiler in, the call of a part does."""
     with patch(model), torch.no_grad():
-        norm, x = model.model.norm, torch.linspace(-3, 3, 21 * 96).view(1, 21, 96)
+        # A norm compiled by itself has the same bits on some processors.
+        mlp, x = model.model.layers[0].mlp, 3 * torch.randn(1, 21, 96)
         # Headers compiled ahead take g++ as long as all the rest, and serve this one part.
-        compiled = torch.compile(norm, options={"cpp_cache_precompile_headers": False})
-        assert first_difference({"": compiled(x)}, {"": norm(x)}) is not None
+        compiled = torch.compile(mlp, options={"cpp_cache_precompile_headers": False})
+        assert first_difference({"": compiled(x)}, {"": mlp(x)}) is not None
 
 
 def as_module(function):
