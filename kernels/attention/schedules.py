@@ -39,7 +39,7 @@ NARROWEST = 8
 """Columns of the narrowest slice that a program folds: 32 bytes, as many as lanes."""
 CHAIN_BYTES = 2 << 30
 """The most memory for the sums of dq; where they need more, two kernels do the backward pass."""
-WIDE_BYTES = 198 << 10
+WIDE_BYTES = 225 << 10
 """Shared memory of the largest tiles of heads above 128."""
 FP32_SUMMED = 32
 """Keys of one fp32 step of dq, and queries of one of dk and dv; part of the order."""
@@ -100,7 +100,7 @@ class Schedule:
 PREFILL_HOPPER = Schedule(rows=128, warps=12, stages=2, descriptors=True, specialized=True)
 PREFILL_DESCRIPTORS = Schedule(rows=128, warps=8, stages=3, descriptors=True)
 PREFILL_POINTERS = Schedule(rows=64, warps=4, stages=2)
-PREFILL_WIDE_DESCRIPTORS = Schedule(rows=64, warps=8, stages=2, descriptors=True)
+PREFILL_WIDE_DESCRIPTORS = Schedule(rows=64, warps=8, stages=3, descriptors=True)
 PREFILL_WIDE = Schedule(rows=64, warps=4, stages=1)
 FP32_FORWARD = Schedule(rows=16, warps=8, stages=1)
 FP32_CANDIDATE = Schedule(rows=16, warps=4, stages=1)
