@@ -42,7 +42,7 @@ CHAIN_BYTES = 2 << 30
 FP32_SUMMED = 32
 """Keys of one fp32 step of dq, and queries of one of dk and dv; part of the order."""
 PER_CALL = (
-    "tickets", "tiles", "num_tiles", "first_tiles", "programs", "query_start", "query_len",
+    "tickets", "runs", "tiles", "num_tiles", "first_tiles", "programs", "query_start", "query_len",
     "context_len", "tables", "num_blocks", "slots", "window",
 )  # fmt: skip
 """Kernel arguments that differ from call to call: Triton compiles one kernel for all values."""
@@ -108,6 +108,11 @@ DECODE_POINTERS = Schedule(rows=16, warps=4, stages=4)
 DECODE = (DECODE_SPREAD, DECODE_LAST, DECODE_DEEP, DECODE_POINTERS, FP32_CANDIDATE, FP32_FORWARD)
 """Rings for long tiles that programs share, for other tiles, and for at most one tile per
 multiprocessor; then the schedules of calls that no ring admits."""
+
+SHARED_LOW = Schedule(rows=16, warps=4, stages=1, ring=3)
+SHARED = (SHARED_LOW, Schedule(rows=32, warps=4, stages=1, ring=3))
+"""Tiles of the rows of sequences that share keys, through a ring of an odd number of buffers;
+programs share the blocks of the low ones only."""
 
 BACKWARD_POINTERS = Schedule(rows=64, keys=64, warps=4, stages=2)
 BACKWARD_WIDE = Schedule(rows=32, keys=32, warps=8, stages=1)
@@ -189,6 +194,28 @@ def programs_for(grid: int, most_blocks: int, most_rows: int, dim: int, places: 
     return max(1, min(most_blocks, places // grid))
 
 
+def pick_shared(rows: int, full_runs: int, kv_heads: int, places: int) -> Schedule:
+    """The schedule of shared keys, for runs of up to `rows` rows of a KV head.
+
+    The lowest tile that holds a run, or else the highest: tiles of a run are neighbours, and its
+    keys come from memory once. Low tiles, whose blocks
+    programs can share, where `full_runs` runs would leave half of the places empty.
+    """
+    if 2 * full_runs * kv_heads * -(-rows // SHARED_LOW.rows) <= places:
+        return SHARED_LOW
+    return next((s for s in SHARED if s.rows >= rows), SHARED[-1])
+
+
+def shared_programs(grid: int, likely: int, most_blocks: int, dim: int, places: int) -> int:
+    """Programs that share each tile of shared keys, of the `grid` tiles a launch has room for.
+
+    The `likely` number of tiles then fills the device's `places`.
+    """
+    if grid * most_blocks * SPLIT_ROWS * (dim + 11) * 4 > SPLIT_BYTES:
+        return 1
+    return max(1, min(most_blocks, places // likely))
+
+
 def slices_for(grid: int, programs: int, dim: int, places: int) -> int:
     """Programs of a tile that fold a slice of its `dim` columns each: a power of two.
 
@@ -260,6 +287,11 @@ def admits(schedule: Schedule, layout: AttentionLayout, *operands: Tensor) -> bo
 def _heads_in_one_row(x: Tensor) -> bool:
     """Whether the heads of each token of [T, heads, D] lie side by side."""
     return x.stride(1) == x.shape[2] and x.stride(0) >= x.shape[1] * x.shape[2]
+
+
+def reads_shared_keys_once(k: Tensor) -> bool:
+    """Whether decode reads the keys that sequences share once, for a cache [..., Hkv, D]."""
+    return has_wgmma(k.device) and k.itemsize == 2 and k.shape[-1] in (64, 128)
 
 
 def describable(*tensors: Tensor) -> bool:
