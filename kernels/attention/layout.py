@@ -295,7 +295,7 @@ class PagedAttention(AttentionLayout):
         return shared_tables(self.shared_runs, len(self.query_lens), device)
 
     def most_shared_queries(self) -> int:
-        """At most so many query rows lie between the first and the last of a run, these included."""
+        """The most query rows from the first one of a run to its last."""
         return max(
             self.query_starts[run.first + run.count - 1]
             + self.query_lens[run.first + run.count - 1]

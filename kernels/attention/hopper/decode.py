@@ -61,9 +61,7 @@ def copy_keys(
 
 
 @gluon.jit
-def exponentials(
-    scores, factor, R: gl.constexpr, ACROSS: gl.constexpr, LANES: gl.constexpr
-):
+def exponentials(scores, factor, R: gl.constexpr, ACROSS: gl.constexpr, LANES: gl.constexpr):
     """(m in log2 units [R], p [R, KEYS], its eight lanes) of one block's scores.
 
     ACROSS warps lie side by side in the layout of the scores and in LANES.
@@ -269,10 +267,11 @@ def attention_decode_fwd(
         shared = (call.shared.keys, *sums)
     attention_decode_kernel[(call.grid, programs)](
         call.q, call.k, call.v, call.out, lse, *written, tiles if tickets is None else tickets,
-        tiles, *call.numbers, call.block_table, *shared, call.reach, call.factor, call.block_table.shape[1],
-        call.most_blocks, *call.operand_strides, *call.result_strides, KV_HEADS=call.kv_heads,
-        GROUP=call.group, STORED=call.stored, DIM=call.head_dim, BLOCK=call.block_size,
-        WINDOWED=call.windowed, SHARED=sums is not None, SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices,
-        num_warps=WARPS.value, maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
+        tiles, *call.numbers, call.block_table, *shared, call.reach, call.factor,
+        call.block_table.shape[1], call.most_blocks, *call.operand_strides, *call.result_strides,
+        KV_HEADS=call.kv_heads, GROUP=call.group, STORED=call.stored, DIM=call.head_dim,
+        BLOCK=call.block_size, WINDOWED=call.windowed, SHARED=sums is not None,
+        SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices, num_warps=WARPS.value,
+        maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
         launch_cooperative_grid=slices > 1, enable_fp_fusion=False,
     )  # fmt: skip

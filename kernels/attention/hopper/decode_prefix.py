@@ -176,7 +176,7 @@ def attention_prefix_fwd(
     them need tiles of 16 rows.
     """
     rows, heads, dim = call.q.shape
-    sums = tuple(
+    m, lanes, acc = (
         torch.empty(rows, heads, *shape, dtype=torch.float32, device=call.q.device)
         for shape in ((), (8,), (dim,))
     )
@@ -185,11 +185,12 @@ def attention_prefix_fwd(
     if tickets is not None:
         written = call.memory_of_blocks(grid, schedule.rows)
     attention_prefix_kernel[(grid, programs)](
-        call.q, call.k, call.v, *sums, *written, shared.runs if tickets is None else tickets,
+        call.q, call.k, call.v, m, lanes, acc, *written,
+        shared.runs if tickets is None else tickets,
         shared.runs, *call.numbers[:2], call.block_table, call.factor, call.block_table.shape[1],
         call.most_blocks, *call.operand_strides, KV_HEADS=call.kv_heads, GROUP=call.group,
         ROWS=schedule.rows, TILES=tiles, DIM=dim, BLOCK=call.block_size,
         SPLIT=tickets is not None, RING=schedule.ring, num_warps=WARPS.value,
         maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True, enable_fp_fusion=False,
     )  # fmt: skip
-    return sums
+    return m, lanes, acc

@@ -11,7 +11,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -257,7 +257,10 @@ class DecodeGraphs:
     def captured(
         self, rows: int, width: int, *, truncates: bool, longest: int, shared: bool = False
     ) -> CapturedCall:
-        """The smallest call for `rows` sequences of at most `longest` keys, captured at first."""
+        """The smallest call for `rows` sequences of at most `longest` keys, captured at first.
+
+        A call for sequences that share keys serves others too, where it alone is captured.
+        """
         shape = Shape(
             rows=self._buckets[bisect_left(self._buckets, rows)],
             width=width,
@@ -267,6 +270,9 @@ class DecodeGraphs:
             stock=current().stock,
         )
         if shape not in self._captured:
+            wider = replace(shape, shared=True)
+            if wider in self._captured:
+                return self._captured[wider]
             self._captured[shape] = self._capture(shape)
         return self._captured[shape]
 

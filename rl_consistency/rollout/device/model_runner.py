@@ -145,7 +145,7 @@ class ModelRunner:
         shares: bool = False,
         longest: int | None = None,
     ) -> None:
-        """Capture graphs for drafts of these lengths ahead of time, with `shares` also those of
+        """Capture graphs for drafts of these lengths ahead of time, with `shares` those of
         sequences that share keys; see `RolloutEngine.warm_up`."""
         most = self._state.dummy_slot
         wrong = [rows for rows in batch_sizes or () if not 1 <= rows <= most]
@@ -157,14 +157,11 @@ class ModelRunner:
         widths = {width_for(draft) for draft in drafts}
         most_keys = longest or self._capacity
         # The largest first: the others fit in the memory it leaves.
-        shared = (False, True) if shares and self._graphs.share_keys else (False,)
-        for rows, width, reads_once in sorted(
-            itertools.product(sizes, widths, shared), reverse=True
-        ):
-            if rows > 1 or not reads_once:
-                self._graphs.captured(
-                    rows, width, truncates=truncates, longest=most_keys, shared=reads_once
-                )
+        for rows, width in sorted(itertools.product(sizes, widths), reverse=True):
+            shared = shares and rows > 1 and self._graphs.share_keys
+            self._graphs.captured(
+                rows, width, truncates=truncates, longest=most_keys, shared=shared
+            )
 
     def admit(self, sequence: RolloutSequence) -> None:
         """Enter a sequence in the device state of its slot, in place of the slot's last holder."""

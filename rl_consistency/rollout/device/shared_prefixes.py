@@ -7,6 +7,7 @@ Attention reads the keys of such a run once. All of that is a schedule: it moves
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +62,7 @@ def _best(equal: Sequence[int]) -> list[SharedRun]:
     more than its parts do.
     """
     # For each stretch: its other end, what it saves, its runs.
+    ends: dict[int, tuple[int, int, tuple[SharedRun, ...]]]
     ends = {i: (i, 0, ()) for i in range(len(equal) + 1)}
     firsts = {i: i for i in ends}
     for i in sorted(range(len(equal)), key=equal.__getitem__, reverse=True):
@@ -85,7 +87,7 @@ def _cut(runs: Sequence[SharedRun]) -> list[SharedRun]:
     for run in runs:
         parts = -(-run.count // MOST_SHARERS)
         borders = [run.first + run.count * part // parts for part in range(parts + 1)]
-        found += [SharedRun(a, b - a, run.keys) for a, b in zip(borders, borders[1:])]
+        found += [SharedRun(a, b - a, run.keys) for a, b in pairwise(borders)]
     return found
 
 

@@ -37,6 +37,7 @@ def paged(*runs, **changes):
 def test_a_layout_tells_the_device_which_sequences_share_keys():
     layout = paged(SharedRun(0, 3, 8))
     shared = layout.tables(CPU).shared
+    assert shared is not None
     assert shared.runs.tolist() == [[0, 3, 8]] and shared.keys.tolist() == [8, 8, 8, 0]
     assert shared.runs.dtype == shared.keys.dtype == torch.int32
     assert layout.most_shared_queries() == 4

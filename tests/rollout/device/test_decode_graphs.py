@@ -163,7 +163,8 @@ def test_sequences_that_share_keys_are_run_side_by_side(
     most = most_runs(sum(sizes))
     counts = sorted((n for n in sizes if n > 1), reverse=True)[:most]
     assert [[run.count for run in found] for found in runs if found] and all(
-        [(run.count, run.keys) for run in found] in ([(n, 32) for n in counts], []) for found in runs
+        [(run.count, run.keys) for run in found] in ([(n, 32) for n in counts], [])
+        for found in runs
     )
 
 
