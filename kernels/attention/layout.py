@@ -19,7 +19,7 @@ from rl_consistency.kernels.attention.shared_keys import (
     SharedRun,
     SharedTables,
     check_runs,
-    shared_tables,
+    shared_arrays,
 )
 
 ROW_TILE = 16
@@ -292,7 +292,10 @@ class PagedAttention(AttentionLayout):
     def shared(self, device: torch.device) -> SharedTables | None:
         if not self.shared_runs:
             return None
-        return shared_tables(self.shared_runs, len(self.query_lens), device)
+        arrays = shared_arrays(self.shared_runs, len(self.shared_runs), len(self.query_lens))
+        return SharedTables(
+            *(from_host(torch.tensor(x, dtype=torch.int32), device) for x in arrays)
+        )
 
     def most_shared_queries(self) -> int:
         """The most query rows from the first one of a run to its last."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 MOST_SHARERS = 8
@@ -47,14 +46,6 @@ def shared_arrays(
     for run in runs:
         keys[run.first : run.first + run.count] = [run.keys] * run.count
     return rows + [[0, 0, 0]] * (most - len(runs)), keys
-
-
-def shared_tables(runs: Sequence[SharedRun], sequences: int, device: torch.device) -> SharedTables:
-    """The runs on a device."""
-    rows, keys = shared_arrays(runs, len(runs), sequences)
-    return SharedTables(
-        *(torch.tensor(x, dtype=torch.int32).to(device, non_blocking=True) for x in (rows, keys))
-    )
 
 
 def check_runs(

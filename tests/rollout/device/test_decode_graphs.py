@@ -322,6 +322,23 @@ def test_graphs_are_made_once_and_ahead_of_time_where_asked(model: Qwen3ForCausa
     assert len(graphs.shapes) == 5
 
 
+def test_a_call_for_shared_keys_serves_others_where_it_alone_is_captured(
+    model: Qwen3ForCausalLM,
+) -> None:
+    eager, runner = runner_of(model, graphs=False), runner_of(model)
+    graphs = runner._graphs
+    assert isinstance(graphs, Uncaptured)
+    options: dict[str, Any] = {"truncates": False, "longest": 99}
+    wide = graphs.captured(4, 1, **options, shared=True)
+    assert graphs.captured(3, 1, **options, shared=False) is wide
+    assert graphs.captured(2, 1, **options) is not graphs.captured(2, 1, **options, shared=True)
+    assert [(shape.rows, shape.shared) for shape in graphs.shapes] == [
+        (4, True), (2, False), (2, True)
+    ]  # fmt: skip
+    expected = decoded(eager, prompts(eager, 4), 3)
+    assert decoded(runner, prompts(runner, 4), 3) == expected and len(graphs.shapes) == 3
+
+
 def test_graphs_live_as_long_as_the_parameters_stay_where_they_are(
     model: Qwen3ForCausalLM,
 ) -> None:
