@@ -204,17 +204,24 @@ def _shared_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sums of all rows after the keys that their sequences share."""
     assert isinstance(layout, PagedAttention)
-    device, heads, places = call.q.device, call.kv_heads, sm_count(call.q.device)
+    device, runs = call.q.device, shared.runs.shape[0]
     rows = layout.most_shared_queries() * call.group
-    full_runs = -(-len(layout.query_lens) // MOST_SHARERS)
-    schedule = schedule or schedules.pick_shared(rows, full_runs, heads, places)
-    tiles = -(-rows // schedule.rows)
-    grid = shared.runs.shape[0] * tiles * heads
+    picked, likely_programs = schedules.pick_shared(
+        rows,
+        runs=runs,
+        likely=-(-len(layout.query_lens) // MOST_SHARERS),
+        kv_heads=call.kv_heads,
+        most_blocks=call.most_blocks,
+        dim=call.dim,
+        places=sm_count(device),
+    )
+    schedule = schedule or picked
     if schedule.rows > schedules.SPLIT_ROWS:
         programs = 1
     elif programs is None:
-        likely = full_runs * tiles * heads
-        programs = schedules.shared_programs(grid, likely, call.most_blocks, call.dim, places)
+        programs = likely_programs
+    tiles = -(-rows // schedule.rows)
+    grid = runs * tiles * call.kv_heads
     tickets = layout.tickets(device, grid) if programs > 1 else None
     return attention_prefix_fwd(call, shared, schedule, tiles, programs, tickets)
 

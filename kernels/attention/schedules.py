@@ -194,26 +194,22 @@ def programs_for(grid: int, most_blocks: int, most_rows: int, dim: int, places: 
     return max(1, min(most_blocks, places // grid))
 
 
-def pick_shared(rows: int, full_runs: int, kv_heads: int, places: int) -> Schedule:
-    """The schedule of shared keys, for runs of up to `rows` rows of a KV head.
+def pick_shared(
+    rows: int, *, runs: int, likely: int, kv_heads: int, most_blocks: int, dim: int, places: int
+) -> tuple[Schedule, int]:
+    """(schedule, programs that share a tile's blocks) for runs of up to `rows` rows of a KV head.
 
-    The lowest tile that holds a run, or else the highest: tiles of a run are neighbours, and its
-    keys come from memory once. Low tiles, whose blocks
-    programs can share, where `full_runs` runs would leave half of the places empty.
+    A launch has room for `runs`, of which `likely` are there. Where low tiles of these leave half
+    of the places empty, programs share their blocks, if those fit `SPLIT_BYTES`. Else the lowest
+    tile that holds a run, or the highest: the tiles of a run are neighbours, and its keys come from
+    memory once.
     """
-    if 2 * full_runs * kv_heads * -(-rows // SHARED_LOW.rows) <= places:
-        return SHARED_LOW
-    return next((s for s in SHARED if s.rows >= rows), SHARED[-1])
-
-
-def shared_programs(grid: int, likely: int, most_blocks: int, dim: int, places: int) -> int:
-    """Programs that share each tile of shared keys, of the `grid` tiles a launch has room for.
-
-    The `likely` number of tiles then fills the device's `places`.
-    """
-    if grid * most_blocks * SPLIT_ROWS * (dim + 11) * 4 > SPLIT_BYTES:
-        return 1
-    return max(1, min(most_blocks, places // likely))
+    tiles = -(-rows // SHARED_LOW.rows) * kv_heads
+    written = runs * tiles * most_blocks * SHARED_LOW.rows * (dim + 11) * 4
+    programs = min(most_blocks, places // (likely * tiles))
+    if programs > 1 and written <= SPLIT_BYTES:
+        return SHARED_LOW, programs
+    return next((s for s in SHARED if s.rows >= rows), SHARED[-1]), 1
 
 
 def slices_for(grid: int, programs: int, dim: int, places: int) -> int:

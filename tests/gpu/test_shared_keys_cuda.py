@@ -1,5 +1,7 @@
 """The engine on a GPU with groups whose prompts are read once: the bytes of every other way."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from rl_consistency.models.patch import patch
 from rl_consistency.rollout.device import shared_prefixes
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from tests.rollout.engine.engines import Recalling
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +21,6 @@ PROMPTS = [
     for i, n in enumerate((300, 129, 260, 20, 5, 150))
 ]
 SAMPLING = SamplingParams(n=8, temperature=0.8, max_tokens=40, seed=3)
-DRAFTED = SamplingParams(n=8, temperature=0.3, max_tokens=40, seed=3, speculation=3)
 SETTINGS = {
     "not shared": {"enable_prefix_sharing": False},
     "op by op": {"cuda_graphs": False},
@@ -66,11 +68,14 @@ def test_groups_read_once_give_the_bytes_of_every_other_way(model, expected, set
     assert (engine.stats.preemptions > 0) == (setting == "preempted")
 
 
-def test_drafts_of_groups_give_the_same_bytes(model):
-    one, other = engine_of(model), engine_of(model, enable_prefix_sharing=False)
-    assert as_bytes(one.generate(PROMPTS, DRAFTED)) == as_bytes(other.generate(PROMPTS, DRAFTED))
-    assert any(shape.shared and shape.width > 1 for shape in shapes(one))
-    assert not any(shape.shared for shape in shapes(other))
+def test_drafts_of_groups_give_the_same_bytes(model, expected):
+    texts = [[*PROMPTS[i // SAMPLING.n], *tokens] for i, (tokens, _) in enumerate(expected)]
+    drafted = replace(SAMPLING, speculation=3)
+    for shares in (True, False):
+        engine = engine_of(model, enable_prefix_sharing=shares, drafter=Recalling(texts))
+        assert as_bytes(engine.generate(PROMPTS, drafted)) == expected
+        assert engine.stats.accepted_tokens > 0
+        assert any(shape.shared and shape.width > 1 for shape in shapes(engine)) == shares
 
 
 def test_graphs_of_groups_are_captured_ahead_of_time(model, expected):

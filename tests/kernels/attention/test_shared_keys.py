@@ -10,7 +10,6 @@ from rl_consistency.kernels.attention.schedules import (
     SHARED_LOW,
     SPLIT_ROWS,
     pick_shared,
-    shared_programs,
 )
 from rl_consistency.kernels.attention.shared_keys import SharedRun, SharedTables, shared_arrays
 
@@ -99,15 +98,24 @@ def test_a_captured_layout_holds_the_device_to_the_same_promises():
         layout.in_force()
 
 
-def test_a_tile_holds_a_run_and_programs_share_low_tiles_only():
-    assert pick_shared(16, 32, 8, 132).rows == 16 and pick_shared(32, 32, 8, 132).rows == 32
-    assert pick_shared(64, 32, 8, 132).rows == 32  # two tiles
-    assert pick_shared(32, 2, 8, 132) == SHARED_LOW  # places for several programs of a tile
+def picked(rows, runs, likely, most_blocks=320):
+    schedule, programs = pick_shared(
+        rows, runs=runs, likely=likely, kv_heads=8, most_blocks=most_blocks, dim=128, places=132
+    )
+    return schedule.rows, programs
+
+
+def test_a_tile_holds_a_run():
+    assert picked(16, 64, 32) == (16, 1) and picked(17, 64, 32) == picked(32, 64, 32) == (32, 1)
+    assert picked(64, 64, 32) == (32, 1)  # two tiles
+
+
+def test_programs_share_the_keys_of_few_runs_in_low_tiles():
+    assert picked(16, 8, 4) == (16, 4) and picked(16, 2, 1) == (16, 16)
+    assert picked(32, 2, 1) == (16, 8) and picked(16, 2, 1, most_blocks=3) == (16, 3)
     assert SHARED_LOW.rows <= SPLIT_ROWS and all(s.ring % 2 == 1 for s in SHARED)
 
 
-def test_programs_of_shared_keys_fill_the_device_if_their_blocks_fit(monkeypatch):
-    assert shared_programs(64, 32, 320, 128, 132) == 4
-    assert shared_programs(8, 8, 3, 128, 132) == 3
-    assert shared_programs(64, 200, 320, 128, 132) == 1
-    assert shared_programs(640, 32, 320, 128, 132) == 1  # 1.8 GB of written blocks
+def test_they_do_not_where_their_blocks_would_take_too_much_memory():
+    assert picked(32, 8, 4, most_blocks=230) == (16, 2)
+    assert picked(32, 8, 4) == (32, 1)  # 364 MB
