@@ -241,6 +241,8 @@ BARS: Mapping[str, Bar] = {
     "rollout_idle": Bar(
         "GPU idle in decoding, share of the time", "<", 0.05, ("rollout_idle",),
         _highest("idle_share")),
+    "rollout_shared_keys": Bar(
+        "groups of 8, 2k prompts read once against by each", ">=", 1.5, ("rollout_shared_keys",)),
     "rollout_speculation": Bar(
         "n-gram speculation on a copied text against plain", ">=", 1.5, ("rollout_speculation",)),
     "rollout_long_context": Bar(

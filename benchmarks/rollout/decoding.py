@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from benchmarks.rollout.generation import (
@@ -9,14 +10,24 @@ from benchmarks.rollout.generation import (
     Window,
     engine_for,
     patched_model,
+    release_memory,
     timed_generation,
 )
 from benchmarks.rollout.workload import DecodeBytes, Workload, requests, tokens_attended
 from benchmarks.timing import Machine
 from rl_consistency.numerics.strict import strict
+from rl_consistency.rollout.device.decode_graphs import DecodeGraphs
+from rl_consistency.verify.substitution import attribute
 
 MODES = ("strict", "stock")
 """Ours, and the same engine with stock ops."""
+
+READINGS = (
+    ("once for the group", True, True),
+    ("by each sequence, blocks of the group", False, True),
+    ("by each sequence, blocks of its own", True, False),
+)
+"""How a group's prompt is read, whether attention may read it once, whether blocks are shared."""
 
 SETTLING_STEPS = 12
 """Steps of a constant batch before it counts: the first of them captures the graph."""
@@ -104,9 +115,36 @@ def steady_step(name: str, workload: Workload, bench: Machine) -> dict[str, Any]
     return fields | {"ceiling_fraction": read_per_second / bench.ceilings.copy_bandwidth}
 
 
-def steady_window(model: Any, workload: Workload, bench: Machine) -> Window:
-    """The steady state of a workload whose sequences are all as long."""
-    engine = engine_for(model, workload)
+def shared_keys(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
+    """One decode step of groups whose prompts are read once, against each sequence reading its own
+    prompt, from the blocks of the group or from blocks of its own; the faster one counts."""
+    windows: dict[str, Window] = {}
+    with patched_model(name, bench.device) as model:
+        for way, reads_once, shares in READINGS:
+            release_memory()
+            # The property asks whether keys are read once; False has every sequence read its own.
+            blocked = nullcontext() if reads_once else attribute(DecodeGraphs, "share_keys", False)
+            with blocked:
+                windows[way] = steady_window(model, workload, bench, enable_prefix_sharing=shares)
+    ours = windows.pop(READINGS[0][0])
+    peers = {way: window.step_seconds * 1e6 for way, window in windows.items()}
+    stock = min(peers, key=peers.__getitem__)
+    return {
+        "ours_us": ours.step_seconds * 1e6,
+        "stock_us": peers[stock],
+        "stock": stock,
+        "peers": peers,
+        "ratio": peers[stock] / (ours.step_seconds * 1e6),
+        "tokens_per_second": {
+            "ours": ours.tokens_per_second,
+            "stock": windows[stock].tokens_per_second,
+        },
+    }
+
+
+def steady_window(model: Any, workload: Workload, bench: Machine, **settings: Any) -> Window:
+    """The steady state of a workload whose sequences are all as long; `settings` of the engine."""
+    engine = engine_for(model, workload, **settings)
     prompts = workload.prompts("steady", model.config.vocab_size)
     sampling = requests(workload.lengths())
     # The last step has fewer rows, so a graph of its own.

@@ -44,8 +44,8 @@ def release_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def engine_for(model: Any, workload: Workload) -> RolloutEngine:
-    """An engine with room for the whole workload at a time."""
+def engine_for(model: Any, workload: Workload, **settings: Any) -> RolloutEngine:
+    """An engine with room for the whole workload at a time; `settings` are more of its own."""
     return RolloutEngine(
         model,
         eos_token_id=None,
@@ -54,6 +54,7 @@ def engine_for(model: Any, workload: Workload) -> RolloutEngine:
         max_batch_tokens=MAX_BATCH_TOKENS,
         max_num_seqs=workload.sequences,
         tokens_per_sequence=workload.prompt_len + workload.longest + TOKENS_BEYOND,
+        **settings,
     )
 
 

@@ -8,13 +8,15 @@ from typing import Any
 
 from benchmarks.random_shapes import draw_models, draw_workloads
 from benchmarks.rollout.copying import SPECULATION, copying
-from benchmarks.rollout.decoding import decode, long_context, steady_step
+from benchmarks.rollout.decoding import decode, long_context, shared_keys, steady_step
 from benchmarks.rollout.grpo import MICRO_BATCH, grpo_step
 from benchmarks.rollout.hugging_face import GENERATE, GENERATE_BATCH, hugging_face
 from benchmarks.rollout.workload import Workload
 from benchmarks.suite import Case, Suites, cases, of_seed
 
 SMALL, MIDDLE, LARGE = "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"
+GROUPED = (SMALL, "qwen2.5-1.5b", LARGE)
+"""Models of 2, 6 and 4 query heads to a KV head."""
 
 
 def _case(
@@ -33,6 +35,7 @@ def rollout_suites() -> Suites:
     roofline = [equal(batch, 1, 960, 96) for batch in (64, 128, 256)]
     # The smallest model: its steps leave the host the least time.
     idle = [equal(groups, 8, 512, 128) for groups in (4, 8, 32)]
+    long = equal(32, 8, 2048, 64)
     copies = [equal(batch, 1, 513, 512) for batch in (1, 8)]
     context = {"long": 32768, "short": 1024, "new_tokens": 64}
     edit = partial(_case, "edit a text", copying, SMALL, speculation=SPECULATION)
@@ -40,6 +43,7 @@ def rollout_suites() -> Suites:
     return {
         "rollout_roofline": [_case("decode step", steady_step, LARGE, w) for w in roofline],
         "rollout_idle": [_case("decode step", steady_step, SMALL, w) for w in idle],
+        "rollout_shared_keys": [_case("decode step", shared_keys, name, long) for name in GROUPED],
         "rollout_hugging_face": [
             _case("generate", hugging_face, SMALL, generate, GENERATE),
             _case("generate_batch", hugging_face, SMALL, batched, GENERATE_BATCH),

@@ -14,6 +14,7 @@ from rl_consistency.kernels.attention.layout import (
     SequenceTables,
     TilePlan,
 )
+from rl_consistency.kernels.attention.shared_keys import MOST_SHARERS, SharedRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,7 @@ class CapturedPagedAttention(PagedAttention):
     """
 
     numbers: SequenceTables
-    """Lengths and block tables of the next run, within the host's bounds."""
+    """Lengths, block tables and shared keys of the next run, within the host's bounds."""
 
     @classmethod
     def of(
@@ -76,12 +77,18 @@ class CapturedPagedAttention(PagedAttention):
         """All sequences as they are: only the device knows which of them have a past."""
         return None, self
 
+    def most_shared_queries(self) -> int:
+        # The starts are a range, so all distances are the same.
+        last = min(MOST_SHARERS, len(self.query_lens)) - 1
+        return self.query_starts[last] - self.query_starts[0] + self.query_lens[last]
+
     def plan(self, group: int, window: int | None) -> TilePlan:
         """The plan of the current `numbers`, not kept; only a CPU asks for it."""
         return self.in_force().plan(group, window)
 
     def in_force(self) -> PagedAttention:
         """The layout of the current `numbers`, on the host."""
+        shared = self.numbers.shared and self.numbers.shared.runs.tolist()
         return PagedAttention(
             query_starts=self.numbers.query_start.tolist(),
             query_lens=self.numbers.query_len.tolist(),
@@ -91,4 +98,5 @@ class CapturedPagedAttention(PagedAttention):
             key_cache=self.key_cache,
             value_cache=self.value_cache,
             block_size=self.block_size,
+            shared_runs=() if shared is None else [SharedRun(*r) for r in shared if r[2]],
         )

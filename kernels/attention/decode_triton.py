@@ -178,7 +178,7 @@ def attention_combine_kernel(
 
 def attention_split_fwd(call: ForwardCall, schedule: Schedule, programs: int) -> None:
     """Fill o and lse; `programs` programs share the key blocks of each tile."""
-    written = call.memory_of_blocks()
+    written = call.memory_of_blocks(call.grid, call.stored)
     attention_block_kernel[(call.grid, programs)](
         call.q, call.k, call.v, *written, call.tiles, *call.numbers, call.block_table, call.reach,
         call.factor, call.block_table.shape[1], call.most_blocks, *call.operand_strides,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.attention.schedules import Schedule, padded
+from rl_consistency.kernels.attention.shared_keys import SharedTables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class ForwardCall:
     lse: Tensor
     tiles: Tensor  # [tiles, 2] int32: a sequence and the tile's first row in it
     numbers: tuple[Tensor, Tensor, Tensor]  # first row, queries and keys of each sequence, int32
+    shared: SharedTables | None  # runs of sequences whose first keys are read once; None: none
     block_table: Tensor  # [sequences, blocks] int32, physical blocks of a paged cache
     block_size: int | None  # tokens in one physical block; None where keys are packed
     keys: int  # keys in one step of the fold
@@ -78,9 +80,12 @@ class ForwardCall:
             "enable_fp_fusion": False,
         }
 
-    def memory_of_blocks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """fp32 memory for every key block's m [places], lanes [places, 8] and acc [places, dim]."""
-        places = self.grid * self.most_blocks * self.stored
+    def memory_of_blocks(self, grid: int, stored: int) -> tuple[Tensor, Tensor, Tensor]:
+        """fp32 memory for every key block's m [places], lanes [places, 8] and acc [places, dim].
+
+        `grid` is tiles times KV heads, and a block writes `stored` rows.
+        """
+        places = grid * self.most_blocks * stored
         m, lanes, acc = (
             torch.empty(shape, dtype=torch.float32, device=self.q.device)
             for shape in ((places,), (places, 8), (places, self.dim))

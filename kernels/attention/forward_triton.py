@@ -19,9 +19,11 @@ from rl_consistency.kernels.attention import schedules
 from rl_consistency.kernels.attention.decode_triton import attention_split_fwd
 from rl_consistency.kernels.attention.forward_call import ForwardCall
 from rl_consistency.kernels.attention.hopper.decode import attention_decode_fwd
+from rl_consistency.kernels.attention.hopper.decode_prefix import attention_prefix_fwd
 from rl_consistency.kernels.attention.hopper.forward import attention_hopper_fwd
 from rl_consistency.kernels.attention.layout import AttentionLayout, PagedAttention
 from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule, key_block, lse_dtype
+from rl_consistency.kernels.attention.shared_keys import MOST_SHARERS, SharedTables
 from rl_consistency.kernels.attention.tiles_triton import (
     NEG_INF,
     addresses,
@@ -130,12 +132,13 @@ def attention_fwd(
     into: tuple[Tensor, Tensor] | None = None,
     schedule: Schedule | None = None,
     programs_per_tile: int | None = None,
+    shared_schedule: Schedule | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o [T, H, D] and lse [T, H] in `lse_dtype`; rows that no sequence owns are 0 and -inf.
 
     `into` holds results of an earlier call for other sequences of the same rows: this call fills in
-    those of its own. Tests and tuning give a `schedule` and the programs that share the key blocks
-    of a tile of few rows; neither changes a bit.
+    those of its own. Tests and tuning give a `schedule`, the programs that share the key blocks of
+    a tile of few rows, and the schedule of keys that sequences share; none changes a bit.
     """
     q, k, v = (dense(x) for x in (q, k, v))
     rows, heads, head_dim = q.shape
@@ -164,6 +167,7 @@ def attention_fwd(
         lse=lse,
         tiles=layout.tiles(q.device, group, schedule.rows),
         numbers=(tables.query_start, tables.query_len, tables.context_len),
+        shared=tables.shared if schedule.ring and window is None else None,
         block_table=tables.block_table,
         block_size=layout.block_size if isinstance(layout, PagedAttention) else None,
         keys=keys,
@@ -184,12 +188,47 @@ def attention_fwd(
     if schedule.ring:
         tickets = layout.tickets(q.device, grid) if programs > 1 else None
         slices = schedules.slices_for(grid, programs, dim, places) if tickets is not None else 1
-        attention_decode_fwd(call, schedule, programs, slices if schedule.spread else 1, tickets)
+        sums = None
+        if call.shared is not None:
+            sums = _shared_sums(call, call.shared, layout, shared_schedule, programs_per_tile)
+        slices = slices if schedule.spread else 1
+        attention_decode_fwd(call, schedule, programs, slices, tickets, sums)
     elif programs > 1:
         attention_split_fwd(call, schedule, programs)
     else:
         _walk_fwd(call, schedule)
     return out, lse
+
+
+def _shared_sums(
+    call: ForwardCall,
+    shared: SharedTables,
+    layout: AttentionLayout,
+    schedule: Schedule | None,
+    programs: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sums of all rows after the keys that their sequences share."""
+    assert isinstance(layout, PagedAttention)
+    device, runs = call.q.device, shared.runs.shape[0]
+    rows = layout.most_shared_queries() * call.group
+    picked, likely_programs = schedules.pick_shared(
+        rows,
+        runs=runs,
+        likely=-(-len(layout.query_lens) // MOST_SHARERS),
+        kv_heads=call.kv_heads,
+        most_blocks=call.most_blocks,
+        dim=call.dim,
+        places=sm_count(device),
+    )
+    schedule = schedule or picked
+    if schedule.rows > schedules.SPLIT_ROWS:
+        programs = 1
+    elif programs is None:
+        programs = likely_programs
+    tiles = -(-rows // schedule.rows)
+    grid = runs * tiles * call.kv_heads
+    tickets = layout.tickets(device, grid) if programs > 1 else None
+    return attention_prefix_fwd(call, shared, schedule, tiles, programs, tickets)
 
 
 def _walk_fwd(call: ForwardCall, schedule: Schedule) -> None:

@@ -15,6 +15,12 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.attention.cache_write_triton import cache_write
+from rl_consistency.kernels.attention.shared_keys import (
+    SharedRun,
+    SharedTables,
+    check_runs,
+    shared_arrays,
+)
 
 ROW_TILE = 16
 """Query rows in one CPU tile; the heads of a KV group at one position are neighbours."""
@@ -55,6 +61,7 @@ class SequenceTables:
     query_len: Tensor
     context_len: Tensor
     block_table: Tensor  # [sequences, most blocks] physical blocks; [1, 1] when keys are packed
+    shared: SharedTables | None = None  # None where no sequences share keys
 
 
 def _once(method: _Method) -> _Method:
@@ -157,7 +164,12 @@ class AttentionLayout:
             dtype=torch.int32,
         )
         starts, lens, contexts = from_host(numbers, device).unbind(0)
-        return SequenceTables(starts, lens, contexts, from_host(self.block_table(), device))
+        table = from_host(self.block_table(), device)
+        return SequenceTables(starts, lens, contexts, table, self.shared(device))
+
+    def shared(self, device: torch.device) -> SharedTables | None:
+        """Which sequences share keys, on a device; None where none do."""
+        return None
 
     def block_table(self) -> Tensor:
         """[sequences, most blocks] int32 on the CPU; [1, 1] where keys are packed."""
@@ -261,6 +273,8 @@ class PagedAttention(AttentionLayout):
     """Per layer [num_blocks, block_size, num_kv_heads, head_dim]."""
     value_cache: Sequence[Tensor]
     block_size: int
+    shared_runs: Sequence[SharedRun] = ()
+    """Sequences whose first keys lie in the same blocks, as far as a schedule should know."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,6 +286,25 @@ class PagedAttention(AttentionLayout):
                     f"paged attention: sequence {i} has {context} tokens but its {len(table)} "
                     f"blocks hold {len(table) * self.block_size}."
                 )
+        numbers = self.query_starts, self.query_lens, self.context_lens
+        check_runs(self.shared_runs, *numbers, self.block_tables, self.block_size)
+
+    def shared(self, device: torch.device) -> SharedTables | None:
+        if not self.shared_runs:
+            return None
+        arrays = shared_arrays(self.shared_runs, len(self.shared_runs), len(self.query_lens))
+        return SharedTables(
+            *(from_host(torch.tensor(x, dtype=torch.int32), device) for x in arrays)
+        )
+
+    def most_shared_queries(self) -> int:
+        """The most query rows from the first one of a run to its last."""
+        return max(
+            self.query_starts[run.first + run.count - 1]
+            + self.query_lens[run.first + run.count - 1]
+            - self.query_starts[run.first]
+            for run in self.shared_runs
+        )
 
     @_once
     def by_past(self) -> tuple[PackedSequences | None, PagedAttention | None]:
@@ -287,7 +320,12 @@ class PagedAttention(AttentionLayout):
         starts, lens, contexts = zip(*(spans[i] for i in past), strict=True)
         tables = [self.block_tables[i] for i in past]
         rest = replace(
-            self, query_starts=starts, query_lens=lens, context_lens=contexts, block_tables=tables
+            self,
+            query_starts=starts,
+            query_lens=lens,
+            context_lens=contexts,
+            block_tables=tables,
+            shared_runs=(),
         )
         return packed, rest
 

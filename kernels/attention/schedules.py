@@ -44,7 +44,7 @@ WIDE_BYTES = 225 << 10
 FP32_SUMMED = 32
 """Keys of one fp32 step of dq, and queries of one of dk and dv; part of the order."""
 PER_CALL = (
-    "tickets", "tiles", "num_tiles", "first_tiles", "programs", "query_start", "query_len",
+    "tickets", "runs", "tiles", "num_tiles", "first_tiles", "programs", "query_start", "query_len",
     "context_len", "tables", "num_blocks", "slots", "window",
 )  # fmt: skip
 """Kernel arguments that differ from call to call: Triton compiles one kernel for all values."""
@@ -116,6 +116,11 @@ DECODE_POINTERS = Schedule(rows=16, warps=4, stages=4)
 DECODE = (DECODE_SPREAD, DECODE_LAST, DECODE_DEEP, DECODE_POINTERS, FP32_CANDIDATE, FP32_FORWARD)
 """Rings for long tiles that programs share, for other tiles, and for at most one tile per
 multiprocessor; then the schedules of calls that no ring admits."""
+
+SHARED_LOW = Schedule(rows=16, warps=4, stages=1, ring=3)
+SHARED = (SHARED_LOW, Schedule(rows=32, warps=4, stages=1, ring=3))
+"""Tiles of the rows of sequences that share keys, through a ring of an odd number of buffers;
+programs share the blocks of the low ones only."""
 
 BACKWARD_POINTERS = Schedule(rows=64, keys=64, warps=4, stages=2)
 BACKWARD_WIDE = Schedule(rows=32, keys=32, warps=8, stages=1)
@@ -205,6 +210,24 @@ def programs_for(grid: int, most_blocks: int, most_rows: int, dim: int, places: 
     return max(1, min(most_blocks, places // grid))
 
 
+def pick_shared(
+    rows: int, *, runs: int, likely: int, kv_heads: int, most_blocks: int, dim: int, places: int
+) -> tuple[Schedule, int]:
+    """(schedule, programs that share a tile's blocks) for runs of up to `rows` rows of a KV head.
+
+    A launch has room for `runs`, of which `likely` are there. Where low tiles of these leave half
+    of the places empty, programs share their blocks, if those fit `SPLIT_BYTES`. Else the lowest
+    tile that holds a run, or the highest: the tiles of a run are neighbours, and its keys come from
+    memory once.
+    """
+    tiles = -(-rows // SHARED_LOW.rows) * kv_heads
+    written = runs * tiles * most_blocks * SHARED_LOW.rows * (dim + 11) * 4
+    programs = min(most_blocks, places // (likely * tiles))
+    if programs > 1 and written <= SPLIT_BYTES:
+        return SHARED_LOW, programs
+    return next((s for s in SHARED if s.rows >= rows), SHARED[-1]), 1
+
+
 def slices_for(grid: int, programs: int, dim: int, places: int) -> int:
     """Programs of a tile that fold a slice of its `dim` columns each: a power of two.
 
@@ -274,6 +297,11 @@ def admits(schedule: Schedule, layout: AttentionLayout, *operands: Tensor) -> bo
             for x in operands
         )
     )
+
+
+def reads_shared_keys_once(k: Tensor) -> bool:
+    """Whether decode reads the keys that sequences share once, for a cache [..., Hkv, D]."""
+    return has_wgmma(k.device) and k.itemsize == 2 and k.shape[-1] in (64, 128)
 
 
 def describable(*tensors: Tensor) -> bool:

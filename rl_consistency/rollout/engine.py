@@ -297,7 +297,8 @@ class RolloutEngine:
         patch, or a parameter that changes place, drops them.
 
         Args:
-            sampling: whether it restricts the support, and its speculation, decide which graphs.
+            sampling: whether it restricts the support, its speculation, and whether it draws
+                several samples of a prompt, which share keys, decide which graphs.
             batch_sizes: numbers of samples decoding together; None is all up to `max_num_seqs`.
             longest: tokens of the longest sample, for stock attention; None is the most possible.
         """
@@ -308,6 +309,7 @@ class RolloutEngine:
                 batch_sizes,
                 drafts=range(sampling.speculation + 1),
                 truncates=sampling.restricts_support,
+                shares=sampling.n > 1 and self._blocks.share_prefixes,
                 longest=longest,
             )
 

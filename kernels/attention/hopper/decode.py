@@ -20,8 +20,10 @@ from rl_consistency.kernels.attention.forward_call import ForwardCall
 from rl_consistency.kernels.attention.hopper.decode_fold import (
     all_written,
     finite,
+    first_sums,
     fold_block,
     fold_written,
+    folded_layout,
     write_block,
 )
 from rl_consistency.kernels.attention.hopper.tiles import NEG_INF, WARPS, halve, write_rows
@@ -34,14 +36,14 @@ REGISTERS = 504
 
 
 @gluon.jit
-def _entries(table, start, limit, BLOCK: gl.constexpr):
+def entries_of(table, start, limit, BLOCK: gl.constexpr):
     """Physical blocks [KEYS] of the keys from `start`, one a thread."""
     key = start + gl.arange(0, KEYS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     return gl.load(table + key // BLOCK, mask=key < limit, other=0)
 
 
 @gluon.jit
-def _copy(
+def copy_keys(
     buffer, base, entries, start, end, limit, stride_row, BLOCK: gl.constexpr, DIM: gl.constexpr
 ):
     """Start copying the keys or values from `start`, zeros past `limit`, as one group."""
@@ -59,6 +61,26 @@ def _copy(
 
 
 @gluon.jit
+def exponentials(scores, factor, R: gl.constexpr, ACROSS: gl.constexpr, LANES: gl.constexpr):
+    """(m in log2 units [R], p [R, KEYS], its eight lanes) of one block's scores.
+
+    ACROSS warps lie side by side in the layout of the scores and in LANES.
+    """
+    m = gl.max(scores, axis=1) * factor
+    shift = gl.expand_dims(-finite(m), 1) + gl.zeros_like(scores)
+    p = gl.exp2(gl.fma(scores, factor + gl.zeros_like(scores), shift))
+    # Some levels of the tree lie within a thread's registers; in LANES the others do.
+    part = halve(halve(p, R, 128), R, 64)
+    if ACROSS == 4:
+        part = halve(halve(gl.convert_layout(part, LANES), R, 32), R, 16)
+    elif ACROSS == 2:
+        part = halve(gl.convert_layout(halve(part, R, 32), LANES), R, 16)
+    else:
+        part = halve(halve(part, R, 32), R, 16)
+    return m, p, gl.convert_layout(part, LANES)
+
+
+@gluon.jit
 def _probabilities(
     q, k_buffer, position, start, window, factor, S: gl.constexpr, LANES: gl.constexpr
 ):
@@ -68,29 +90,24 @@ def _probabilities(
     key = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
     distance = gl.expand_dims(position, 1) - gl.expand_dims(key, 0)
     scores = gl.where((distance >= 0) & (distance < window), scores, NEG_INF)
-    m = gl.max(scores, axis=1) * factor
-    shift = gl.expand_dims(-finite(m), 1) + gl.zeros_like(scores)
-    p = gl.exp2(gl.fma(scores, factor + gl.zeros_like(scores), shift))
-    # Two levels of the tree lie within a thread's registers; in the next layout the others do.
-    spread: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [1, WARPS], [1, 0])
-    part = gl.convert_layout(halve(halve(p, ROWS, 128), ROWS, 64), spread)
-    part = halve(halve(part, ROWS, 32), ROWS, 16)
-    return m, p, gl.convert_layout(part, LANES)
+    return exponentials(scores, factor, ROWS, WARPS, LANES)
 
 
 @gluon.jit(do_not_specialize=PER_CALL)
 def attention_decode_kernel(
     Q, K, V, OUT, LSE, block_m, block_lanes, block_acc, tickets, tiles, query_start, query_len,
-    context_len, tables, window, factor, num_blocks, slots, stride_qt, stride_qh, stride_kt,
-    stride_kh, stride_vt, stride_vh, stride_ot, stride_oh, stride_lse, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, STORED: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr,
-    WINDOWED: gl.constexpr, SPLIT: gl.constexpr, RING: gl.constexpr, SLICES: gl.constexpr,
+    context_len, tables, shared_keys, sum_m, sum_lanes, sum_acc, window, factor, num_blocks, slots,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
+    stride_lse, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STORED: gl.constexpr,
+    DIM: gl.constexpr, BLOCK: gl.constexpr, WINDOWED: gl.constexpr, SHARED: gl.constexpr,
+    SPLIT: gl.constexpr, RING: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
     """o [T, H, DIM] and lse [T, H] of one tile of ROWS rows of one KV head.
 
     Grid: (tiles * KV heads, programs of a tile), with equal shares of the tile's key blocks.
     Carried over blocks: m [ROWS], lanes [ROWS, 8] and acc [ROWS, DIM]; with SPLIT nothing, each
-    block is written to block_m, block_lanes and block_acc instead.
+    block is written to block_m, block_lanes and block_acc instead. With SHARED the fold goes on
+    from the sums of the blocks that lie within the sequence's first shared_keys keys.
     """
     # The launch overlaps the end of the kernel ahead. Nothing is read before that kernel is done,
     # and the next kernel starts no sooner.
@@ -116,6 +133,10 @@ def attention_decode_kernel(
     low = limit * 0
     if WINDOWED:
         low = gl.maximum(past + first_row // GROUP - window + 1, 0) // KEYS * KEYS
+    folded = q_len * 0
+    if SHARED:
+        low = gl.load(shared_keys + sequence) // KEYS * KEYS
+        folded = gl.where(low > 0, q_len * GROUP, 0)
     last_position = gl.minimum(past + (first_row + ROWS - 1) // GROUP, limit - 1)
     tile_count = gl.maximum(gl.cdiv(last_position + 1 - low, KEYS), 0)
     # A captured launch has one grid for all lengths: each program takes its share of blocks here.
@@ -129,15 +150,15 @@ def attention_decode_kernel(
     k_base = K + kv_head * stride_kh
     v_base = V + kv_head * stride_vh
     fill = begin
-    entries = _entries(table, fill, limit, BLOCK)
-    coming = _entries(table, fill + KEYS, limit, BLOCK)
+    entries = entries_of(table, fill, limit, BLOCK)
+    coming = entries_of(table, fill + KEYS, limit, BLOCK)
     for j in gl.static_range(RING - 1):
         base, stride = (k_base, stride_kt) if j % 2 == 0 else (v_base, stride_vt)
-        _copy(ring.index(j), base, entries, fill, end, limit, stride, BLOCK, DIM)
+        copy_keys(ring.index(j), base, entries, fill, end, limit, stride, BLOCK, DIM)
         if j % 2 == 1:
             fill += KEYS
             entries = coming
-            coming = _entries(table, fill + KEYS, limit, BLOCK)
+            coming = entries_of(table, fill + KEYS, limit, BLOCK)
 
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
@@ -147,10 +168,12 @@ def attention_decode_kernel(
     q = gl.load(Q + gl.expand_dims(at, 1) + gl.expand_dims(dim, 0), mask=mask, other=0.0)
     q = gl.convert_layout(q, gl.DotOperandLayout(0, S, 2))
     position = past + (first_row + gl.arange(0, ROWS, layout=rows)) // GROUP
-    m = gl.full([ROWS], float("-inf"), gl.float32, rows)
-    lane_m = gl.full([ROWS], float("-inf"), gl.float32, lane_rows)
-    lanes = gl.zeros([ROWS, 8], gl.float32, lane_layout)
-    acc = gl.zeros([ROWS, DIM], gl.float32, S)
+    head_row = start_row * (KV_HEADS * GROUP) + kv_head * GROUP
+    m, lanes, acc = first_sums(
+        sum_m, sum_lanes, sum_acc, head_row, first_row, 0, folded, ROWS, DIM, DIM, KV_HEADS, GROUP,
+        SHARED and not SPLIT, lane_layout, S,
+    )  # fmt: skip
+    lane_m = gl.convert_layout(m, lane_rows)
     first_slot = gl.program_id(0).to(gl.int64) * slots
     for i in range(count):
         start = begin + i * KEYS
@@ -158,14 +181,14 @@ def attention_decode_kernel(
         async_copy.wait_group(RING - 2)
         gl.thread_barrier()
         if RING % 2 == 1:
-            _copy(ring.index((2 * i + RING - 1) % RING), k_base, entries, fill, end, limit,
+            copy_keys(ring.index((2 * i + RING - 1) % RING), k_base, entries, fill, end, limit,
                   stride_kt, BLOCK, DIM)  # fmt: skip
         else:
-            _copy(ring.index((2 * i + RING - 1) % RING), v_base, entries, fill, end, limit,
+            copy_keys(ring.index((2 * i + RING - 1) % RING), v_base, entries, fill, end, limit,
                   stride_vt, BLOCK, DIM)  # fmt: skip
             fill += KEYS
             entries = coming
-            coming = _entries(table, fill + KEYS, limit, BLOCK)
+            coming = entries_of(table, fill + KEYS, limit, BLOCK)
         k_buffer = ring.index(2 * i % RING)
         block_max, p, part = _probabilities(
             q, k_buffer, position, start, window, factor, S, lane_layout
@@ -174,13 +197,13 @@ def attention_decode_kernel(
         async_copy.wait_group(RING - 2)
         gl.thread_barrier()
         if RING % 2 == 1:
-            _copy(ring.index((2 * i + RING) % RING), v_base, entries, fill, end, limit,
+            copy_keys(ring.index((2 * i + RING) % RING), v_base, entries, fill, end, limit,
                   stride_vt, BLOCK, DIM)  # fmt: skip
             fill += KEYS
             entries = coming
-            coming = _entries(table, fill + KEYS, limit, BLOCK)
+            coming = entries_of(table, fill + KEYS, limit, BLOCK)
         else:
-            _copy(ring.index((2 * i + RING) % RING), k_base, entries, fill, end, limit,
+            copy_keys(ring.index((2 * i + RING) % RING), k_base, entries, fill, end, limit,
                   stride_kt, BLOCK, DIM)  # fmt: skip
         values = ring.index((2 * i + 1) % RING).load(gl.DotOperandLayout(1, S, 2))
         product = mma_v2(rounded, values, gl.zeros([ROWS, DIM], gl.float32, S))
@@ -201,8 +224,13 @@ def attention_decode_kernel(
             # Every slice folds the lanes too, and writes the same lse.
             column = gl.program_id(1) * WIDTH if SLICES > 1 else 0
             place = first_slot * STORED
+            all_m, all_lanes, all_acc = first_sums(
+                sum_m, sum_lanes, sum_acc, head_row, first_row, column, folded, STORED, WIDTH, DIM,
+                KV_HEADS, GROUP, SHARED, folded_layout(STORED, WIDTH, True),
+                folded_layout(STORED, WIDTH, False),
+            )  # fmt: skip
             all_m, all_lanes, all_acc = fold_written(
-                ticket, block_m + place, block_lanes + place * 8,
+                ticket, all_m, all_lanes, all_acc, block_m + place, block_lanes + place * 8,
                 block_acc + place * DIM + column, tile_count, STORED, WIDTH, DIM,
             )  # fmt: skip
             write_rows(
@@ -217,23 +245,33 @@ def attention_decode_kernel(
 
 
 def attention_decode_fwd(
-    call: ForwardCall, schedule: Schedule, programs: int, slices: int, tickets: torch.Tensor | None
+    call: ForwardCall,
+    schedule: Schedule,
+    programs: int,
+    slices: int,
+    tickets: torch.Tensor | None,
+    sums: tuple[torch.Tensor, ...] | None = None,
 ) -> None:
     """Fill o and lse for tiles of 16 rows, `programs` programs per tile.
 
     `slices` programs of a tile, a power of two up to `programs` and D / 8, fold D / slices columns
     each; the driver refuses more than one if the launch does not fit the device at once. `tickets`
     [tiles * KV heads] are zeros before and after; None means one program per tile.
+    `sums` are those that `decode_prefix` has left for `call.shared`.
     """
     lse, tiles = call.lse, call.tiles
-    # Without tickets no block is written, so any pointers do.
-    written = (lse, lse, lse) if tickets is None else call.memory_of_blocks()
+    # Without tickets no block is written, and without sums none is read, so any pointers do.
+    written = (lse, lse, lse) if tickets is None else call.memory_of_blocks(call.grid, call.stored)
+    shared = (tiles, lse, lse, lse)
+    if sums is not None and call.shared is not None:
+        shared = (call.shared.keys, *sums)
     attention_decode_kernel[(call.grid, programs)](
         call.q, call.k, call.v, call.out, lse, *written, tiles if tickets is None else tickets,
-        tiles, *call.numbers, call.block_table, call.reach, call.factor, call.block_table.shape[1],
-        call.most_blocks, *call.operand_strides, *call.result_strides, KV_HEADS=call.kv_heads,
-        GROUP=call.group, STORED=call.stored, DIM=call.head_dim, BLOCK=call.block_size,
-        WINDOWED=call.windowed, SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices,
-        num_warps=WARPS.value, maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
+        tiles, *call.numbers, call.block_table, *shared, call.reach, call.factor,
+        call.block_table.shape[1], call.most_blocks, *call.operand_strides, *call.result_strides,
+        KV_HEADS=call.kv_heads, GROUP=call.group, STORED=call.stored, DIM=call.head_dim,
+        BLOCK=call.block_size, WINDOWED=call.windowed, SHARED=sums is not None,
+        SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices, num_warps=WARPS.value,
+        maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
         launch_cooperative_grid=slices > 1, enable_fp_fusion=False,
     )  # fmt: skip

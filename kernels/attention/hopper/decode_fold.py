@@ -107,6 +107,70 @@ def write_block(
 
 
 @gluon.jit
+def _places(head_row, row, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
+    """Where the sums of rows lie: those of query t and head h at t * heads + h.
+
+    `head_row` is the place of row 0: the first query's, at the first head of the group.
+    """
+    return head_row.to(gl.int64) + row // GROUP * (KV_HEADS * GROUP) + row % GROUP
+
+
+@gluon.jit
+def first_sums(
+    sum_m, sum_lanes, sum_acc, head_row, first_row, column, end, R: gl.constexpr,
+    WIDTH: gl.constexpr, DIM: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    SHARED: gl.constexpr, lane_layout: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """(m [R], lanes [R, 8], acc [R, WIDTH from `column`]) that a fold begins with.
+
+    m = -inf and zeros; with SHARED, in rows before `end`, what `write_sums` has left.
+    """
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    if SHARED:
+        row = first_row + gl.arange(0, R, layout=rows)
+        dim = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+        lane_row = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, lane_layout))
+        lane = gl.arange(0, 8, layout=gl.SliceLayout(0, lane_layout))
+        place = _places(head_row, row, KV_HEADS, GROUP)
+        lane_place = _places(head_row, lane_row, KV_HEADS, GROUP)
+        m = gl.load(sum_m + place, row < end, NEG_INF, cache_modifier=".cg")
+        at = gl.expand_dims(lane_place * 8, 1) + gl.expand_dims(lane, 0)
+        inside = gl.expand_dims(lane_row < end, 1) & gl.expand_dims(lane < 8, 0)
+        lanes = gl.load(sum_lanes + at, inside, 0.0, cache_modifier=".cg")
+        at = gl.expand_dims(place * DIM, 1) + gl.expand_dims(column + dim, 0)
+        inside = gl.expand_dims(row < end, 1) & gl.expand_dims(dim < WIDTH, 0)
+        acc = gl.load(sum_acc + at, inside, 0.0, cache_modifier=".cg")
+    else:
+        m = gl.full([R], float("-inf"), gl.float32, rows)
+        lanes = gl.zeros([R, 8], gl.float32, lane_layout)
+        acc = gl.zeros([R, WIDTH], gl.float32, layout)
+    return m, lanes, acc
+
+
+@gluon.jit
+def write_sums(
+    sum_m, sum_lanes, sum_acc, m, lanes, acc, head_row, first_row, end, R: gl.constexpr,
+    DIM: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Write m [R], lanes [R, 8] and acc [R, DIM] of the rows before `end`, for `first_sums`."""
+    layout: gl.constexpr = acc.type.layout
+    lane_layout: gl.constexpr = lanes.type.layout
+    row = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
+    lane_row = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, lane_layout))
+    lane = gl.arange(0, 8, layout=gl.SliceLayout(0, lane_layout))
+    place = _places(head_row, row, KV_HEADS, GROUP)
+    lane_place = _places(head_row, lane_row, KV_HEADS, GROUP)
+    at = gl.expand_dims(lane_place * 8, 1) + gl.expand_dims(lane, 0)
+    inside = gl.expand_dims(lane_row < end, 1) & gl.expand_dims(lane < 8, 0)
+    gl.store(sum_lanes + at, lanes, mask=inside)
+    at = gl.expand_dims(place * DIM, 1) + gl.expand_dims(dim, 0)
+    inside = gl.expand_dims(row < end, 1) & gl.expand_dims(dim < DIM, 0)
+    gl.store(sum_acc + at, acc, mask=inside)
+    gl.store(sum_m + place, gl.convert_layout(m, gl.SliceLayout(1, layout)), mask=row < end)
+
+
+@gluon.jit
 def all_written(ticket, SLICES: gl.constexpr):
     """Count this program, which has written its blocks, in its tile's ticket; whether it folds.
 
@@ -190,10 +254,10 @@ def _maxima(block_m, first, count, STORED: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def fold_written(
-    ticket, block_m, block_lanes, block_acc, count,
+    ticket, m, lanes, acc, block_m, block_lanes, block_acc, count,
     STORED: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
-    """(m, lanes, acc) of WIDTH columns of a tile's `count` written blocks, folded in order.
+    """(m, lanes, acc), as `first_sums` gives them, after a tile's `count` written blocks, in order.
 
     Each of the DIM / WIDTH folding programs calls it after `all_written`.
     """
@@ -218,9 +282,7 @@ def fold_written(
               STORED, WIDTH, DIM, N)  # fmt: skip
     maxima, before = _maxima(block_m, 0, count, STORED, N)
     _leave(ticket, DIM // WIDTH)
-    m = gl.full([STORED], float("-inf"), gl.float32, gl.SliceLayout(0, scanned))
-    lanes = gl.zeros([STORED, 8], gl.float32, lane_layout)
-    acc = gl.zeros([STORED, WIDTH], gl.float32, layout)
+    m = gl.convert_layout(m, gl.SliceLayout(0, scanned))
     slot = count * 0
     for first in range(0, count, N):
         # After this barrier the factors and the buffer behind the awaited one are free.

@@ -11,7 +11,7 @@ import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,13 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.layout import SequenceTables
+from rl_consistency.kernels.attention.schedules import reads_shared_keys_once
+from rl_consistency.kernels.attention.shared_keys import SharedRun, SharedTables, shared_arrays
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.numerics.strict import current, is_canonical
 from rl_consistency.rollout.device.device_state import DeviceState
 from rl_consistency.rollout.device.kv_cache import KVCache
+from rl_consistency.rollout.device.shared_prefixes import most_runs
 from rl_consistency.rollout.device.staging import StagedFields
 from rl_consistency.rollout.drafter import MAX_DRAFT
 from rl_consistency.rollout.scheduler import ScheduledChunk
@@ -64,6 +67,8 @@ class Shape:
     width: int
     truncates: bool
     """Whether the sampler restricts any row's support; it moves no bit of the others."""
+    shared: bool
+    """Whether sequences that share keys may have them read once; it moves no bit."""
     context: int  # most keys of a sequence: `context_bound`
     stock: frozenset[str]  # ops on their stock path
 
@@ -78,6 +83,7 @@ class DecodeCall:
         rows, tokens = shape.rows, shape.rows * shape.width
         self.most_new_blocks = -(-shape.width // cache.block_size)
         updates = rows * self.most_new_blocks
+        runs = most_runs(rows) if shape.shared else 0
         self._dummy_place = state.dummy_block * cache.block_size
         of_tokens = ("token_slots", "token_ids", "positions", "places")
         self._fields = StagedFields(
@@ -89,6 +95,8 @@ class DecodeCall:
                 "last_rows": (np.int64, (rows,)),
                 "query_len": (np.int32, (rows,)),
                 "context_len": (np.int32, (rows,)),
+                "shared_runs": (np.int32, (runs, 3)),
+                "shared_keys": (np.int32, (rows if shape.shared else 0,)),
             }
         )
         device = state.device
@@ -102,6 +110,7 @@ class DecodeCall:
                 self._inputs["query_len"],
                 self._inputs["context_len"],
                 torch.zeros(rows, width, dtype=torch.int32, device=device),
+                self._shared_tables(),
             ),
             queries=shape.width,
             capacity=shape.context,
@@ -111,8 +120,21 @@ class DecodeCall:
             block_size=cache.block_size,
         )
 
-    def stage(self, chunks: Sequence[ScheduledChunk], slots: NDArray[np.int64]) -> Tensor:
-        """A host buffer with one step of n chunks in slots [n]; rows behind are padding."""
+    def _shared_tables(self) -> SharedTables | None:
+        if not self.shape.shared:
+            return None
+        return SharedTables(self._inputs["shared_runs"], self._inputs["shared_keys"])
+
+    def stage(
+        self,
+        chunks: Sequence[ScheduledChunk],
+        slots: NDArray[np.int64],
+        runs: Sequence[SharedRun] = (),
+    ) -> Tensor:
+        """A host buffer with one step of n chunks in slots [n]; rows behind are padding.
+
+        `runs` say which of the chunks' sequences share keys; only a `shared` shape has room.
+        """
         state, count, width = self._state, len(chunks), self.shape.width
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
         lens = np.array([chunk.length for chunk in chunks], dtype=np.int64)
@@ -125,6 +147,11 @@ class DecodeCall:
         positions = np.minimum(starts[:, None] + offsets, ends[:, None] - 1)
         places = state.places(slots[:, None], positions)
         places[offsets >= lens[:, None]] = self._dummy_place
+        if self.shape.shared:
+            most = len(arrays["shared_runs"])
+            arrays["shared_runs"][...], arrays["shared_keys"][...] = shared_arrays(
+                runs, most, self.shape.rows
+            )
         for name, real, padding in (
             ("slots", slots, state.dummy_slot),
             ("token_slots", slots.repeat(width), state.dummy_slot),
@@ -206,6 +233,7 @@ class DecodeGraphs:
     ) -> None:
         self._state, self._cache, self._compute = state, cache, compute
         self._capacity, self._prepare = capacity, prepare
+        self._reads_once = reads_shared_keys_once(cache.keys[0])
         self._buckets = buckets_up_to(state.dummy_slot)
         self._captured: dict[Shape, CapturedCall] = {}
         # One stream for all captures: the pool gives memory back to the stream that freed it only.
@@ -214,6 +242,11 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._captured)
 
+    @property
+    def share_keys(self) -> bool:
+        """Whether attention reads keys once that sequences share."""
+        return self._reads_once and is_canonical("attention")
+
     def drop(self) -> None:
         """Forget all graphs: what they read by address has moved."""
         if self._place is not None:
@@ -221,16 +254,25 @@ class DecodeGraphs:
         self._captured.clear()
         self._place = None
 
-    def captured(self, rows: int, width: int, *, truncates: bool, longest: int) -> CapturedCall:
-        """The smallest call for `rows` sequences of at most `longest` keys, captured at first."""
+    def captured(
+        self, rows: int, width: int, *, truncates: bool, longest: int, shared: bool = False
+    ) -> CapturedCall:
+        """The smallest call for `rows` sequences of at most `longest` keys, captured at first.
+
+        A call for sequences that share keys serves others too, where it alone is captured.
+        """
         shape = Shape(
             rows=self._buckets[bisect_left(self._buckets, rows)],
             width=width,
             truncates=truncates,
+            shared=shared,
             context=context_bound(longest, self._capacity),
             stock=current().stock,
         )
         if shape not in self._captured:
+            wider = replace(shape, shared=True)
+            if wider in self._captured:
+                return self._captured[wider]
             self._captured[shape] = self._capture(shape)
         return self._captured[shape]
 

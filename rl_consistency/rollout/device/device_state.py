@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.rollout.device.random_stream import KEY_WORDS, stream_keys
+from rl_consistency.rollout.device.shared_prefixes import Arrangement, SharedPrefixes
 from rl_consistency.rollout.device.staging import to_device
 from rl_consistency.rollout.sequence import RolloutSequence
 
@@ -45,6 +46,8 @@ class DeviceState:
         self._num_blocks = np.zeros(rows, dtype=np.int64)
         self._truncates = np.zeros(rows, dtype=np.bool_)
         self._stale: dict[int, None] = {}  # slots to copy, in order
+        self._num_admitted = 0
+        self._shared = SharedPrefixes(block_size)
         self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.block_tables = torch.from_numpy(self._tables).to(device, copy=True)
         self._device_words = torch.from_numpy(self._words).to(device, copy=True)
@@ -63,6 +66,14 @@ class DeviceState:
         self._tables[slot] = self.dummy_block
         self._num_blocks[slot] = 0
         self._stale[slot] = None
+        self._num_admitted += 1
+
+    def arrangement(
+        self, slots: NDArray[np.int64], pasts: NDArray[np.int64], *, width: int
+    ) -> Arrangement | None:
+        """How the sequences in slots [n], with pasts [n] entered by `cover`, share keys in a call
+        of `width` tokens each; None where they share too few."""
+        return self._shared.of(width, slots, pasts, self._tables, self._num_admitted)
 
     def truncates(self, slots: NDArray[np.int64]) -> bool:
         return bool(self._truncates[slots].any())

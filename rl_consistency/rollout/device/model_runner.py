@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.kernels.attention.shared_keys import SharedRun
 from rl_consistency.models.forward import next_token_logits, paged_hidden_states, rotary_rows
 from rl_consistency.models.inventory import ForwardState
 from rl_consistency.models.patch import PatchSession
@@ -141,9 +142,11 @@ class ModelRunner:
         *,
         drafts: Sequence[int] = (0,),
         truncates: bool = False,
+        shares: bool = False,
         longest: int | None = None,
     ) -> None:
-        """Capture graphs for drafts of these lengths ahead of time; see `RolloutEngine.warm_up`."""
+        """Capture graphs for drafts of these lengths ahead of time, with `shares` those of
+        sequences that share keys; see `RolloutEngine.warm_up`."""
         most = self._state.dummy_slot
         wrong = [rows for rows in batch_sizes or () if not 1 <= rows <= most]
         if wrong:
@@ -155,7 +158,10 @@ class ModelRunner:
         most_keys = longest or self._capacity
         # The largest first: the others fit in the memory it leaves.
         for rows, width in sorted(itertools.product(sizes, widths), reverse=True):
-            self._graphs.captured(rows, width, truncates=truncates, longest=most_keys)
+            shared = shares and rows > 1 and self._graphs.share_keys
+            self._graphs.captured(
+                rows, width, truncates=truncates, longest=most_keys, shared=shared
+            )
 
     def admit(self, sequence: RolloutSequence) -> None:
         """Enter a sequence in the device state of its slot, in place of the slot's last holder."""
@@ -206,13 +212,27 @@ class ModelRunner:
         return groups
 
     def _stage(self, width: int, group: _Group) -> tuple[CapturedCall, Tensor, _Group]:
-        """A decode group's captured call and the host buffer with its numbers."""
+        """A decode group's captured call, the host buffer with its numbers, and the group in the
+        order of its rows: sequences that share keys are neighbours."""
         assert self._graphs is not None
+        slots = np.array([chunk.sequence.slot for chunk in group.values()], dtype=np.int64)
+        runs: Sequence[SharedRun] = ()
+        if self._graphs.share_keys:
+            pasts = np.array([chunk.start for chunk in group.values()], dtype=np.int64)
+            arrangement = self._state.arrangement(slots, pasts, width=width)
+            if arrangement is not None:
+                order, runs = arrangement
+                items = list(group.items())
+                group, slots = dict([items[i] for i in order]), slots[order]
         chunks = list(group.values())
-        slots = np.array([chunk.sequence.slot for chunk in chunks], dtype=np.int64)
-        truncates, longest = self._state.truncates(slots), max([chunk.end for chunk in chunks])
-        captured = self._graphs.captured(len(slots), width, truncates=truncates, longest=longest)
-        return captured, captured.call.stage(chunks, slots), group
+        captured = self._graphs.captured(
+            len(slots),
+            width,
+            truncates=self._state.truncates(slots),
+            longest=max([chunk.end for chunk in chunks]),
+            shared=len(runs) > 0,
+        )
+        return captured, captured.call.stage(chunks, slots, runs), group
 
     def _replay(self, captured: CapturedCall, staged: Tensor, group: _Group) -> _Rows:
         captured.call.load(staged)

@@ -3,6 +3,7 @@ the bytes of every other; `row_schedule_checks` has the other ops."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,12 @@ from torch import Tensor
 from rl_consistency.kernels.attention import backward_triton as attention_backward_triton
 from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
-from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
+from rl_consistency.kernels.attention.layout import (
+    AttentionLayout,
+    PackedSequences,
+    PagedAttention,
+)
+from rl_consistency.kernels.attention.shared_keys import MOST_SHARERS, SharedRun
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
@@ -135,6 +141,7 @@ def check_attention_schedules(tally: Tally, setup: OpSetup) -> None:
             call.paged.write(0, k, v)
             k, v = cached_rows(call.paged, 0)
             _compare_attention(tally, shape, call.paged, (q, k, v), decode + prefill)
+            _compare_shared(tally, shape, call.paged, (q, k, v))
 
 
 def check_token_logprobs_schedules(tally: Tally, setup: OpSetup) -> None:
@@ -230,6 +237,39 @@ def _compare_attention(
     choices = [(s, programs) for programs in ((1, 2, 7) if few else (1,)) for s in admitted]
     queries = "decode" if few else "prefill"
     schedules_alike(tally, f"{shape}, {queries}", choices, attended)
+
+
+def _compare_shared(
+    tally: Tally, shape: Heads, paged: PagedAttention, operands: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """The call's first rows as queries of its longest sequence: keys read once, or by each."""
+    q, k, v = operands
+    longest = max(range(len(paged.context_lens)), key=paged.context_lens.__getitem__)
+    count, keys = min(len(q), MOST_SHARERS), paged.context_lens[longest]
+    alike = replace(
+        paged,
+        query_starts=range(count),
+        query_lens=[1] * count,
+        context_lens=[keys] * count,
+        block_tables=[paged.block_tables[longest]] * count,
+    )
+    entries = [
+        s for s in attention_schedules.SHARED if attention_schedules.admits(s, alike, *operands)
+    ]
+    if shape.window is not None or count < 2 or keys < 2 or not entries:
+        return
+    layouts = [alike, replace(alike, shared_runs=[SharedRun(0, count, keys - 1)])]
+
+    def attended(choice: tuple[int, attention_schedules.Schedule | None]) -> Tensor:
+        which, schedule = choice
+        found = attention_triton.attention_fwd(
+            q[:count], k, v, layouts[which], shape.scale, None, shared_schedule=schedule
+        )
+        return rows_of(*found)
+
+    schedules_alike(
+        tally, f"{shape}, shared keys", [(0, None), *((1, s) for s in entries)], attended
+    )
 
 
 def _compare_backward(

@@ -14,11 +14,13 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
+from rl_consistency.kernels.attention.shared_keys import SharedRun
 from rl_consistency.models.forward import rotary_rows
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
 from rl_consistency.parity.tolerances import assert_within
-from rl_consistency.rollout.device import model_runner
+from rl_consistency.rollout.device import model_runner, shared_prefixes
 from rl_consistency.rollout.device.decode_graphs import (
     BUCKETS,
     CapturedCall,
@@ -30,6 +32,7 @@ from rl_consistency.rollout.device.decode_graphs import (
     width_for,
 )
 from rl_consistency.rollout.device.model_runner import ModelRunner
+from rl_consistency.rollout.device.shared_prefixes import most_runs
 from rl_consistency.rollout.device.staging import StagedFields, to_device, to_host
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
@@ -108,6 +111,80 @@ def prompts(
         runner.admit(sequence)
         sequences.append(sequence)
     return sequences
+
+
+def sharing(runner: ModelRunner, sizes: list[int], prompt: int) -> list[RolloutSequence]:
+    """Admitted samples of prompts of `prompt` tokens: the first of each fills the whole blocks that
+    the others hold too."""
+    size, blocks = 4, iter(range(runner.num_blocks))
+    sequences: list[RolloutSequence] = []
+    for i, samples in enumerate(sizes):
+        tokens = [(7 * i + 3 * n + 1) % 40 for n in range(prompt)]
+        common = [next(blocks) for _ in range(prompt // size)]
+        for j in range(samples):
+            sequence = RolloutSequence(
+                prompt_index=i,
+                sample_index=j,
+                prompt_id=i,
+                params=PLAIN,
+                stop_token_ids=frozenset(),
+                token_ids=tokens,
+            )
+            sequence.block_table = common + [next(blocks) for _ in range(4)]
+            sequence.slot = (len(sequences) * 5) % 6
+            runner.admit(sequence)
+            sequences.append(sequence)
+    # The samples of a prompt do not stand side by side.
+    return sequences[::2] + sequences[1::2]
+
+
+@pytest.mark.parametrize("sizes", [[6], [2, 4], [3, 3], [1, 4, 1], [2, 2, 2]])
+def test_sequences_that_share_keys_are_run_side_by_side(
+    model: Qwen3ForCausalLM, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layout on the CPU checks that every run holds what it says."""
+    monkeypatch.setattr(shared_prefixes, "SHARED_BLOCK", 8)
+    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    expected = decoded(eager, sharing(eager, sizes, 33), 6)
+    graphs = captured._graphs
+    assert isinstance(graphs, Uncaptured)
+    graphs._reads_once = True
+    runs: list[Any] = []
+    in_force = CapturedPagedAttention.in_force
+
+    def watched(layout: CapturedPagedAttention) -> Any:
+        found = in_force(layout)
+        runs.append(found.shared_runs)
+        return found
+
+    monkeypatch.setattr(CapturedPagedAttention, "in_force", watched)
+    assert decoded(captured, sharing(captured, sizes, 33), 6) == expected
+    assert [shape.shared for shape in graphs.shapes] == [True]
+    most = most_runs(sum(sizes))
+    counts = sorted((n for n in sizes if n > 1), reverse=True)[:most]
+    assert [[run.count for run in found] for found in runs if found] and all(
+        [(run.count, run.keys) for run in found] in ([(n, 32) for n in counts], [])
+        for found in runs
+    )
+
+
+def test_a_run_that_does_not_hold_is_noticed(
+    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: one block too many."""
+    monkeypatch.setattr(shared_prefixes, "SHARED_BLOCK", 8)
+    arranged = shared_prefixes.arranged
+
+    def too_long(*args: Any) -> Any:
+        found = arranged(*args)
+        return found and (found[0], [SharedRun(r.first, r.count, r.keys + 1) for r in found[1]])
+
+    monkeypatch.setattr(shared_prefixes, "arranged", too_long)
+    captured = runner_of(model)
+    assert captured._graphs is not None
+    captured._graphs._reads_once = True
+    with pytest.raises(ValueError, match="not the same ones"):
+        decoded(captured, sharing(captured, [3, 3], 33), 2)
 
 
 @pytest.mark.parametrize("params", [PLAIN, TRUNCATED])
@@ -243,6 +320,23 @@ def test_graphs_are_made_once_and_ahead_of_time_where_asked(model: Qwen3ForCausa
     with strict(except_={"linear"}):
         decoded(runner, prompts(runner, 5), 3)
     assert len(graphs.shapes) == 5
+
+
+def test_a_call_for_shared_keys_serves_others_where_it_alone_is_captured(
+    model: Qwen3ForCausalLM,
+) -> None:
+    eager, runner = runner_of(model, graphs=False), runner_of(model)
+    graphs = runner._graphs
+    assert isinstance(graphs, Uncaptured)
+    options: dict[str, Any] = {"truncates": False, "longest": 99}
+    wide = graphs.captured(4, 1, **options, shared=True)
+    assert graphs.captured(3, 1, **options, shared=False) is wide
+    assert graphs.captured(2, 1, **options) is not graphs.captured(2, 1, **options, shared=True)
+    assert [(shape.rows, shape.shared) for shape in graphs.shapes] == [
+        (4, True), (2, False), (2, True)
+    ]  # fmt: skip
+    expected = decoded(eager, prompts(eager, 4), 3)
+    assert decoded(runner, prompts(runner, 4), 3) == expected and len(graphs.shapes) == 3
 
 
 def test_graphs_live_as_long_as_the_parameters_stay_where_they_are(

@@ -105,12 +105,14 @@ def test_a_step_on_another_stream_than_the_first_is_refused(
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
-    """Every graph asked for, as (rows, width, truncates)."""
-    asked: list[tuple[int, int, bool]] = []
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool, bool]]:
+    """Every graph asked for, as (rows, width, truncates, shared)."""
+    asked: list[tuple[int, int, bool, bool]] = []
 
-    def captured(self: Any, rows: int, width: int, *, truncates: bool, longest: int) -> None:
-        asked.append((rows, width, truncates))
+    def captured(
+        self: Any, rows: int, width: int, *, truncates: bool, longest: int, shared: bool
+    ) -> None:
+        asked.append((rows, width, truncates, shared))
 
     monkeypatch.setattr(DecodeGraphs, "captured", captured)
     return asked
@@ -127,10 +129,22 @@ def with_graphs(engine: RolloutEngine) -> RolloutEngine:
 
 def test_a_warm_up_captures_what_decoding_replays(engine: RolloutEngine, captures: Any) -> None:
     with_graphs(engine).warm_up(PARAMS)
-    assert captures == [(rows, 1, False) for rows in (6, 4, 2, 1)]
+    assert captures == [(rows, 1, False, False) for rows in (6, 4, 2, 1)]
     captures.clear()
     engine.warm_up(SamplingParams(top_p=0.9, speculation=3), batch_sizes=[5])
-    assert captures == [(5, 4, True), (5, 1, True)]
+    assert captures == [(5, 4, True, False), (5, 1, True, False)]
+
+
+@pytest.mark.parametrize(
+    "n, shares, expected", [(2, True, True), (1, True, False), (2, False, False)]
+)
+def test_a_warm_up_for_groups_captures_calls_that_share_keys(
+    model: Any, captures: Any, monkeypatch: pytest.MonkeyPatch, n: int, shares: bool, expected: bool
+) -> None:
+    monkeypatch.setattr(DecodeGraphs, "share_keys", True)
+    engine = with_graphs(engine_of(model, enable_prefix_sharing=shares))
+    engine.warm_up(SamplingParams(n=n), batch_sizes=[4, 1])
+    assert captures == [(4, 1, False, expected), (1, 1, False, False)]
 
 
 def test_a_warm_up_is_refused_in_the_middle_or_beyond_the_seats(engine: RolloutEngine) -> None:

@@ -1,0 +1,196 @@
+"""Decode on sm_90 where sequences share their first keys: these are read once for all of them.
+
+Rows of a matrix step are independent, and so are the folds of rows. So the queries of sequences
+whose first keys lie in the same cache blocks stand in one tile, and each row's sums are the ones
+that its own sequence would have after these blocks. `decode` goes on from there.
+"""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rl_consistency.kernels.attention.forward_call import ForwardCall
+from rl_consistency.kernels.attention.hopper.decode import (
+    KEYS,
+    REGISTERS,
+    copy_keys,
+    entries_of,
+    exponentials,
+)
+from rl_consistency.kernels.attention.hopper.decode_fold import (
+    all_written,
+    first_sums,
+    fold_block,
+    fold_written,
+    folded_layout,
+    write_block,
+    write_sums,
+)
+from rl_consistency.kernels.attention.hopper.tiles import WARPS
+from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule
+from rl_consistency.kernels.attention.shared_keys import SharedTables
+
+
+@gluon.jit(do_not_specialize=PER_CALL)
+def attention_prefix_kernel(
+    Q, K, V, sum_m, sum_lanes, sum_acc, block_m, block_lanes, block_acc, tickets, runs,
+    query_start, query_len, tables, factor, num_blocks, slots, stride_qt, stride_qh, stride_kt,
+    stride_kh, stride_vt, stride_vh, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    ROWS: gl.constexpr, TILES: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr,
+    SPLIT: gl.constexpr, RING: gl.constexpr,
+):  # fmt: skip
+    """m [T * H], lanes [T * H, 8] and acc [T * H, DIM] of one tile of ROWS rows of one run's
+    queries and one KV head, after the whole blocks of the run's shared keys.
+
+    Grid: (runs * TILES * KV heads, programs of a tile), with equal shares of the run's key blocks.
+    With SPLIT each block is written to block_m, block_lanes and block_acc, and the last program
+    folds them. Every row sees all these keys, so nothing is masked.
+    """
+    gdc_wait()
+    gdc_launch_dependents()
+    DOWN: gl.constexpr = ROWS // 16
+    ACROSS: gl.constexpr = WARPS // DOWN
+    S: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [DOWN, ACROSS], [16, 8])
+    lane_layout: gl.constexpr = gl.BlockedLayout([1, 1], [16, 2], [DOWN, ACROSS], [1, 0])
+    lane_rows: gl.constexpr = gl.SliceLayout(1, lane_layout)
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
+    kv_head = gl.program_id(0) % KV_HEADS
+    run = runs + 3 * (gl.program_id(0) // KV_HEADS // TILES)
+    first_row = gl.program_id(0) // KV_HEADS % TILES * ROWS
+    first = gl.load(run)
+    last = first + gl.load(run + 1) - 1
+    count = gl.load(run + 2) // KEYS
+    start_row = gl.load(query_start + first)
+    # Rows between the queries of two sequences are computed too; nobody reads their sums.
+    end_row = (gl.load(query_start + last) + gl.load(query_len + last) - start_row) * GROUP
+    if (count == 0) | (first_row >= end_row):
+        return
+    ring = gl.allocate_shared_memory(
+        K.dtype.element_ty, [RING, KEYS, DIM], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    )
+    table = tables + first.to(gl.int64) * num_blocks
+    share = gl.cdiv(count, gl.num_programs(1)) * KEYS
+    begin = gl.program_id(1) * share
+    end = gl.minimum(begin + share, count * KEYS)
+
+    # The ring holds K, V, K, V ...; its number of buffers is odd. See `decode`.
+    k_base = K + kv_head * stride_kh
+    v_base = V + kv_head * stride_vh
+    fill = begin
+    entries = entries_of(table, fill, end, BLOCK)
+    coming = entries_of(table, fill + KEYS, end, BLOCK)
+    for j in gl.static_range(RING - 1):
+        base, stride = (k_base, stride_kt) if j % 2 == 0 else (v_base, stride_vt)
+        copy_keys(ring.index(j), base, entries, fill, end, end, stride, BLOCK, DIM)
+        if j % 2 == 1:
+            fill += KEYS
+            entries = coming
+            coming = entries_of(table, fill + KEYS, end, BLOCK)
+
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
+    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
+    at = (start_row + row // GROUP).to(gl.int64) * stride_qt
+    at += (kv_head * GROUP + row % GROUP) * stride_qh
+    mask = gl.expand_dims(row < end_row, 1) & gl.expand_dims(dim < DIM, 0)
+    q = gl.load(Q + gl.expand_dims(at, 1) + gl.expand_dims(dim, 0), mask=mask, other=0.0)
+    q = gl.convert_layout(q, gl.DotOperandLayout(0, S, 2))
+    head_row = start_row * (KV_HEADS * GROUP) + kv_head * GROUP
+    m, lanes, acc = first_sums(
+        sum_m, sum_lanes, sum_acc, head_row, first_row, 0, end_row, ROWS, DIM, DIM, KV_HEADS,
+        GROUP, False, lane_layout, S,
+    )  # fmt: skip
+    lane_m = gl.convert_layout(m, lane_rows)
+    first_slot = gl.program_id(0).to(gl.int64) * slots
+    for i in range(gl.maximum(gl.cdiv(end - begin, KEYS), 0)):
+        # Once all threads have waited, the buffer behind the awaited one is free.
+        async_copy.wait_group(RING - 2)
+        gl.thread_barrier()
+        copy_keys(ring.index((2 * i + RING - 1) % RING), k_base, entries, fill, end, end,
+                  stride_kt, BLOCK, DIM)  # fmt: skip
+        keys = ring.index(2 * i % RING).permute([1, 0]).load(gl.DotOperandLayout(1, S, 2))
+        scores = mma_v2(q, keys, gl.zeros([ROWS, KEYS], gl.float32, S))
+        block_max, p, part = exponentials(scores, factor, ROWS, ACROSS, lane_layout)
+        rounded = gl.convert_layout(p.to(V.dtype.element_ty), gl.DotOperandLayout(0, S, 2))
+        async_copy.wait_group(RING - 2)
+        gl.thread_barrier()
+        copy_keys(ring.index((2 * i + RING) % RING), v_base, entries, fill, end, end,
+                  stride_vt, BLOCK, DIM)  # fmt: skip
+        fill += KEYS
+        entries = coming
+        coming = entries_of(table, fill + KEYS, end, BLOCK)
+        values = ring.index((2 * i + 1) % RING).load(gl.DotOperandLayout(1, S, 2))
+        product = mma_v2(rounded, values, gl.zeros([ROWS, DIM], gl.float32, S))
+        if SPLIT:
+            write_block(
+                block_m, block_lanes, block_acc, first_slot + begin // KEYS + i, block_max, part,
+                product, ROWS, ROWS, DIM,
+            )  # fmt: skip
+        else:
+            m, lane_m, lanes, acc = fold_block(m, lane_m, lanes, acc, block_max, part, product)
+    async_copy.wait_group(0)
+    if SPLIT:
+        # A program stores its blocks before it counts itself.
+        gl.thread_barrier()
+        ticket = tickets + gl.program_id(0)
+        if all_written(ticket, 1):
+            place = first_slot * ROWS
+            all_m, all_lanes, all_acc = first_sums(
+                sum_m, sum_lanes, sum_acc, head_row, first_row, 0, end_row, ROWS, DIM, DIM,
+                KV_HEADS, GROUP, False, folded_layout(ROWS, DIM, True),
+                folded_layout(ROWS, DIM, False),
+            )  # fmt: skip
+            all_m, all_lanes, all_acc = fold_written(
+                ticket, all_m, all_lanes, all_acc, block_m + place, block_lanes + place * 8,
+                block_acc + place * DIM, count, ROWS, DIM, DIM,
+            )  # fmt: skip
+            write_sums(
+                sum_m, sum_lanes, sum_acc, all_m, all_lanes, all_acc, head_row, first_row,
+                end_row, ROWS, DIM, KV_HEADS, GROUP,
+            )  # fmt: skip
+    else:
+        write_sums(
+            sum_m, sum_lanes, sum_acc, m, lanes, acc, head_row, first_row, end_row, ROWS, DIM,
+            KV_HEADS, GROUP,
+        )  # fmt: skip
+
+
+def attention_prefix_fwd(
+    call: ForwardCall,
+    shared: SharedTables,
+    schedule: Schedule,
+    tiles: int,
+    programs: int,
+    tickets: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """fp32 m [T, H], lanes [T, H, 8] and acc [T, H, D] after the shared keys; other rows' places
+    are not written.
+
+    A run's rows take up to `tiles` tiles of `schedule.rows`. `tickets` [runs * tiles * KV heads]
+    are zeros before and after; None means that one program folds a tile's blocks, and more of
+    them need tiles of 16 rows.
+    """
+    rows, heads, dim = call.q.shape
+    m, lanes, acc = (
+        torch.empty(rows, heads, *shape, dtype=torch.float32, device=call.q.device)
+        for shape in ((), (8,), (dim,))
+    )
+    grid = shared.runs.shape[0] * tiles * call.kv_heads
+    written = (call.lse, call.lse, call.lse)
+    if tickets is not None:
+        written = call.memory_of_blocks(grid, schedule.rows)
+    attention_prefix_kernel[(grid, programs)](
+        call.q, call.k, call.v, m, lanes, acc, *written,
+        shared.runs if tickets is None else tickets,
+        shared.runs, *call.numbers[:2], call.block_table, call.factor, call.block_table.shape[1],
+        call.most_blocks, *call.operand_strides, KV_HEADS=call.kv_heads, GROUP=call.group,
+        ROWS=schedule.rows, TILES=tiles, DIM=dim, BLOCK=call.block_size,
+        SPLIT=tickets is not None, RING=schedule.ring, num_warps=WARPS.value,
+        maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True, enable_fp_fusion=False,
+    )  # fmt: skip
+    return m, lanes, acc
