@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_consistency.kernels.attention.op import attention_paged
-from tests.gpu.kernels.attention_cases import (
+from tests.gpu.kernels.attention.attention_cases import (
     BF16,
     FP32,
     MAIN,

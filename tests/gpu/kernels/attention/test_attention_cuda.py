@@ -28,7 +28,7 @@ from rl_consistency.verify.checks.attention import packed_gradients, sequences_a
 from rl_consistency.verify.checks.op_setup import Heads
 from rl_consistency.verify.compile_ahead import compile_ahead
 from rl_consistency.verify.laws import judged
-from tests.gpu.kernels.attention_cases import (
+from tests.gpu.kernels.attention.attention_cases import (
     BF16,
     BLOCK,
     DEVICE,

@@ -18,7 +18,15 @@ from rl_consistency.kernels.core.device import has_wgmma
 from rl_consistency.verify.checks.attention import SCORE_SCALE
 from rl_consistency.verify.compile_ahead import compile_ahead
 from rl_consistency.verify.probe import probe
-from tests.gpu.kernels.attention_cases import BF16, BLOCK, DEVICE, FP16, Case, all_same, name
+from tests.gpu.kernels.attention.attention_cases import (
+    BF16,
+    BLOCK,
+    DEVICE,
+    FP16,
+    Case,
+    all_same,
+    name,
+)
 
 pytestmark = pytest.mark.gpu
 
