@@ -159,6 +159,7 @@ def attention_fwd(
         raise ValueError(schedules.NO_RING if schedule.ring else schedules.UNSPECIALIZED)
     tables = layout.tables(q.device)
     keys, longest = key_block(head_dim), max(layout.context_lens)
+    once = schedule.ring > 0 and window is None and schedules.reads_shared_keys_once(k)
     call = ForwardCall(
         q=q,
         k=k,
@@ -167,7 +168,7 @@ def attention_fwd(
         lse=lse,
         tiles=layout.tiles(q.device, group, schedule.rows),
         numbers=(tables.query_start, tables.query_len, tables.context_len),
-        shared=tables.shared if schedule.ring and window is None else None,
+        shared=tables.shared if once else None,
         block_table=tables.block_table,
         block_size=layout.block_size if isinstance(layout, PagedAttention) else None,
         keys=keys,

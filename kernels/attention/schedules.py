@@ -24,8 +24,8 @@ UNSPECIALIZED = (
     "head_dim of 48 to 128; leave the schedule out to have one chosen."
 )
 NO_RING = (
-    "attention: a ring of buffers needs sm_90, a paged cache, bf16 or fp16, head_dim 64 or 128 and "
-    "rows 32 bytes apart; leave the schedule out to have one chosen."
+    "attention: a ring of buffers needs sm_90, a paged cache, bf16 or fp16, a head_dim of at least "
+    "48 and rows 32 bytes apart; leave the schedule out to have one chosen."
 )
 FEW_ROWS = 64
 """Up to this many rows of a sequence and KV head, a call takes a decode schedule."""
@@ -152,14 +152,14 @@ def pick_forward(
 ) -> Schedule:
     """The forward schedule; `most_rows` is the largest number of rows of a sequence and KV head."""
     few = most_rows <= FEW_ROWS
-    if q.dtype == torch.float32 or (few and q.shape[2] > 128):
+    if q.dtype == torch.float32:
         return _fitting(q, FP32_FORWARD)
+    if few and admits(DECODE_LAST, layout, q, k, v):
+        return _pick_ring(q, k.shape[1], layout, most_rows)
+    if few:
+        return DECODE_POINTERS if q.shape[2] <= 128 else _fitting(q, FP32_FORWARD)
     if q.shape[2] > 128:
         return PREFILL_WIDE_DESCRIPTORS if _holds_wide(q.device) else _fitting(q, PREFILL_WIDE)
-    if few:
-        if not admits(DECODE_LAST, layout, q, k, v):
-            return DECODE_POINTERS
-        return _pick_ring(q, k.shape[1], layout, most_rows)
     if not has_tma(q.device):
         return PREFILL_POINTERS
     return PREFILL_HOPPER if admits(PREFILL_HOPPER, layout, q, k, v) else PREFILL_DESCRIPTORS
@@ -291,8 +291,7 @@ def admits(schedule: Schedule, layout: AttentionLayout, *operands: Tensor) -> bo
         and has_wgmma(operands[0].device)
         and all(
             x.itemsize == 2
-            and padded(x.shape[2]) in (64, 128)
-            and (schedule.specialized or x.shape[2] in (64, 128))
+            and padded(x.shape[2]) in ((64, 128) if schedule.specialized else (64, 128, 256))
             and _on_lines(x, line)
             for x in operands
         )

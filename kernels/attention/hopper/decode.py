@@ -30,13 +30,12 @@ from rl_consistency.kernels.attention.hopper.tiles import NEG_INF, WARPS, halve,
 from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule
 
 ROWS = gl.constexpr(16)
-KEYS = gl.constexpr(128)
 REGISTERS = 504
 """Registers of a multiprocessor per thread of one program, for all resident programs together."""
 
 
 @gluon.jit
-def entries_of(table, start, limit, BLOCK: gl.constexpr):
+def entries_of(table, start, limit, BLOCK: gl.constexpr, KEYS: gl.constexpr):
     """Physical blocks [KEYS] of the keys from `start`, one a thread."""
     key = start + gl.arange(0, KEYS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     return gl.load(table + key // BLOCK, mask=key < limit, other=0)
@@ -44,9 +43,12 @@ def entries_of(table, start, limit, BLOCK: gl.constexpr):
 
 @gluon.jit
 def copy_keys(
-    buffer, base, entries, start, end, limit, stride_row, BLOCK: gl.constexpr, DIM: gl.constexpr
-):
-    """Start copying the keys or values from `start`, zeros past `limit`, as one group."""
+    buffer, base, entries, start, end, limit, stride_row, BLOCK: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Start copying keys or values from `start`, zeros past `limit` and HEAD_DIM, as one group."""
+    KEYS: gl.constexpr = buffer.shape[0]
+    DIM: gl.constexpr = buffer.shape[1]
     # A thread's eight rows mostly lie in one cache block, their copies in distinct banks.
     layout: gl.constexpr = gl.BlockedLayout([8, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
     rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -55,7 +57,7 @@ def copy_keys(
         dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, layout))
         row = gl.convert_layout(entries, rows).to(gl.int64) * BLOCK + key % BLOCK
         pointer = base + gl.expand_dims(row * stride_row, 1) + gl.expand_dims(dim, 0)
-        inside = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < DIM, 0)
+        inside = gl.expand_dims(key < limit, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
         async_copy.async_copy_global_to_shared(buffer, pointer, mask=inside)
     async_copy.commit_group()
 
@@ -70,7 +72,10 @@ def exponentials(scores, factor, R: gl.constexpr, ACROSS: gl.constexpr, LANES: g
     shift = gl.expand_dims(-finite(m), 1) + gl.zeros_like(scores)
     p = gl.exp2(gl.fma(scores, factor + gl.zeros_like(scores), shift))
     # Some levels of the tree lie within a thread's registers; in LANES the others do.
-    part = halve(halve(p, R, 128), R, 64)
+    part = p
+    if p.shape[1] == 128:
+        part = halve(part, R, 128)
+    part = halve(part, R, 64)
     if ACROSS == 4:
         part = halve(halve(gl.convert_layout(part, LANES), R, 32), R, 16)
     elif ACROSS == 2:
@@ -85,6 +90,7 @@ def _probabilities(
     q, k_buffer, position, start, window, factor, S: gl.constexpr, LANES: gl.constexpr
 ):
     """(m in log2 units [ROWS], p [ROWS, KEYS], its eight lanes) of one block."""
+    KEYS: gl.constexpr = k_buffer.shape[0]
     keys = k_buffer.permute([1, 0]).load(gl.DotOperandLayout(1, S, 2))
     scores = mma_v2(q, keys, gl.zeros([ROWS, KEYS], gl.float32, S))
     key = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
@@ -99,10 +105,12 @@ def attention_decode_kernel(
     context_len, tables, shared_keys, sum_m, sum_lanes, sum_acc, window, factor, num_blocks, slots,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
     stride_lse, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, STORED: gl.constexpr,
-    DIM: gl.constexpr, BLOCK: gl.constexpr, WINDOWED: gl.constexpr, SHARED: gl.constexpr,
-    SPLIT: gl.constexpr, RING: gl.constexpr, SLICES: gl.constexpr,
+    KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, BLOCK: gl.constexpr,
+    WINDOWED: gl.constexpr, SHARED: gl.constexpr, SPLIT: gl.constexpr, RING: gl.constexpr,
+    SLICES: gl.constexpr,
 ):  # fmt: skip
-    """o [T, H, DIM] and lse [T, H] of one tile of ROWS rows of one KV head.
+    """o [T, H, HEAD_DIM] and lse [T, H] of one tile of ROWS rows of one KV head, over blocks of
+    KEYS keys. Columns from HEAD_DIM to DIM are zeros, which change no sum.
 
     Grid: (tiles * KV heads, programs of a tile), with equal shares of the tile's key blocks.
     Carried over blocks: m [ROWS], lanes [ROWS, 8] and acc [ROWS, DIM]; with SPLIT nothing, each
@@ -150,21 +158,21 @@ def attention_decode_kernel(
     k_base = K + kv_head * stride_kh
     v_base = V + kv_head * stride_vh
     fill = begin
-    entries = entries_of(table, fill, limit, BLOCK)
-    coming = entries_of(table, fill + KEYS, limit, BLOCK)
+    entries = entries_of(table, fill, limit, BLOCK, KEYS)
+    coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
     for j in gl.static_range(RING - 1):
         base, stride = (k_base, stride_kt) if j % 2 == 0 else (v_base, stride_vt)
-        copy_keys(ring.index(j), base, entries, fill, end, limit, stride, BLOCK, DIM)
+        copy_keys(ring.index(j), base, entries, fill, end, limit, stride, BLOCK, HEAD_DIM)
         if j % 2 == 1:
             fill += KEYS
             entries = coming
-            coming = entries_of(table, fill + KEYS, limit, BLOCK)
+            coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
 
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
     at = (start_row + row // GROUP).to(gl.int64) * stride_qt
     at += (kv_head * GROUP + row % GROUP) * stride_qh
-    mask = gl.expand_dims(row < q_len * GROUP, 1) & gl.expand_dims(dim < DIM, 0)
+    mask = gl.expand_dims(row < q_len * GROUP, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
     q = gl.load(Q + gl.expand_dims(at, 1) + gl.expand_dims(dim, 0), mask=mask, other=0.0)
     q = gl.convert_layout(q, gl.DotOperandLayout(0, S, 2))
     position = past + (first_row + gl.arange(0, ROWS, layout=rows)) // GROUP
@@ -182,13 +190,13 @@ def attention_decode_kernel(
         gl.thread_barrier()
         if RING % 2 == 1:
             copy_keys(ring.index((2 * i + RING - 1) % RING), k_base, entries, fill, end, limit,
-                  stride_kt, BLOCK, DIM)  # fmt: skip
+                  stride_kt, BLOCK, HEAD_DIM)  # fmt: skip
         else:
             copy_keys(ring.index((2 * i + RING - 1) % RING), v_base, entries, fill, end, limit,
-                  stride_vt, BLOCK, DIM)  # fmt: skip
+                  stride_vt, BLOCK, HEAD_DIM)  # fmt: skip
             fill += KEYS
             entries = coming
-            coming = entries_of(table, fill + KEYS, limit, BLOCK)
+            coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
         k_buffer = ring.index(2 * i % RING)
         block_max, p, part = _probabilities(
             q, k_buffer, position, start, window, factor, S, lane_layout
@@ -198,13 +206,13 @@ def attention_decode_kernel(
         gl.thread_barrier()
         if RING % 2 == 1:
             copy_keys(ring.index((2 * i + RING) % RING), v_base, entries, fill, end, limit,
-                  stride_vt, BLOCK, DIM)  # fmt: skip
+                  stride_vt, BLOCK, HEAD_DIM)  # fmt: skip
             fill += KEYS
             entries = coming
-            coming = entries_of(table, fill + KEYS, limit, BLOCK)
+            coming = entries_of(table, fill + KEYS, limit, BLOCK, KEYS)
         else:
             copy_keys(ring.index((2 * i + RING) % RING), k_base, entries, fill, end, limit,
-                  stride_kt, BLOCK, DIM)  # fmt: skip
+                  stride_kt, BLOCK, HEAD_DIM)  # fmt: skip
         values = ring.index((2 * i + 1) % RING).load(gl.DotOperandLayout(1, S, 2))
         product = mma_v2(rounded, values, gl.zeros([ROWS, DIM], gl.float32, S))
         if SPLIT:
@@ -235,12 +243,12 @@ def attention_decode_kernel(
             )  # fmt: skip
             write_rows(
                 OUT + column, LSE, all_m, all_lanes, all_acc, first_row, kv_head, start_row,
-                q_len, stride_ot, stride_oh, stride_lse, STORED, GROUP, WIDTH, WIDTH,
+                q_len, stride_ot, stride_oh, stride_lse, HEAD_DIM - column, STORED, GROUP, WIDTH,
             )  # fmt: skip
     else:
         write_rows(
             OUT, LSE, m, lanes, acc, first_row, kv_head, start_row, q_len,
-            stride_ot, stride_oh, stride_lse, ROWS, GROUP, DIM, DIM,
+            stride_ot, stride_oh, stride_lse, HEAD_DIM, ROWS, GROUP, DIM,
         )  # fmt: skip
 
 
@@ -269,9 +277,9 @@ def attention_decode_fwd(
         call.q, call.k, call.v, call.out, lse, *written, tiles if tickets is None else tickets,
         tiles, *call.numbers, call.block_table, *shared, call.reach, call.factor,
         call.block_table.shape[1], call.most_blocks, *call.operand_strides, *call.result_strides,
-        KV_HEADS=call.kv_heads, GROUP=call.group, STORED=call.stored, DIM=call.head_dim,
-        BLOCK=call.block_size, WINDOWED=call.windowed, SHARED=sums is not None,
-        SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices, num_warps=WARPS.value,
-        maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
+        KV_HEADS=call.kv_heads, GROUP=call.group, STORED=call.stored, KEYS=call.keys,
+        HEAD_DIM=call.head_dim, DIM=call.dim, BLOCK=call.block_size, WINDOWED=call.windowed,
+        SHARED=sums is not None, SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices,
+        num_warps=WARPS.value, maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
         launch_cooperative_grid=slices > 1, enable_fp_fusion=False,
     )  # fmt: skip

@@ -37,6 +37,13 @@ def folded_layout(rows, columns, lanes):
 
 
 @gluon.constexpr_function
+def copied_layout(columns):
+    """The layout in which [rows, columns] sums are copied, 16 bytes a thread."""
+    threads = min(32, columns // 4)
+    return gl.BlockedLayout([1, 4], [32 // threads, threads], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
 def blocks_at_once(rows, columns):
     """Written blocks, with their lanes, that one buffer holds."""
     n = MOST_BLOCKS.value
@@ -220,7 +227,7 @@ def _copy(
 ):  # fmt: skip
     """Start copying N written blocks from `first`, zeros from `count` on, as one group."""
     # Copies of 16 bytes bypass the first-level cache, which may be stale.
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WIDTH, WIDTH // 4], [WARPS, 1], [1, 0])
+    layout: gl.constexpr = copied_layout(WIDTH)
     row = first * STORED + gl.arange(0, N * STORED, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
     inside = gl.expand_dims(row < count * STORED, 1) & gl.expand_dims(column < WIDTH, 0)

@@ -17,7 +17,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.attention.forward_call import ForwardCall
 from rl_consistency.kernels.attention.hopper.decode import (
-    KEYS,
     REGISTERS,
     copy_keys,
     entries_of,
@@ -33,8 +32,10 @@ from rl_consistency.kernels.attention.hopper.decode_fold import (
     write_sums,
 )
 from rl_consistency.kernels.attention.hopper.tiles import WARPS
-from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule
+from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule, key_block
 from rl_consistency.kernels.attention.shared_keys import SharedTables
+
+KEYS = gl.constexpr(key_block(128))
 
 
 @gluon.jit(do_not_specialize=PER_CALL)
@@ -83,15 +84,15 @@ def attention_prefix_kernel(
     k_base = K + kv_head * stride_kh
     v_base = V + kv_head * stride_vh
     fill = begin
-    entries = entries_of(table, fill, end, BLOCK)
-    coming = entries_of(table, fill + KEYS, end, BLOCK)
+    entries = entries_of(table, fill, end, BLOCK, KEYS)
+    coming = entries_of(table, fill + KEYS, end, BLOCK, KEYS)
     for j in gl.static_range(RING - 1):
         base, stride = (k_base, stride_kt) if j % 2 == 0 else (v_base, stride_vt)
         copy_keys(ring.index(j), base, entries, fill, end, end, stride, BLOCK, DIM)
         if j % 2 == 1:
             fill += KEYS
             entries = coming
-            coming = entries_of(table, fill + KEYS, end, BLOCK)
+            coming = entries_of(table, fill + KEYS, end, BLOCK, KEYS)
 
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, wide))
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, wide))
@@ -123,7 +124,7 @@ def attention_prefix_kernel(
                   stride_vt, BLOCK, DIM)  # fmt: skip
         fill += KEYS
         entries = coming
-        coming = entries_of(table, fill + KEYS, end, BLOCK)
+        coming = entries_of(table, fill + KEYS, end, BLOCK, KEYS)
         values = ring.index((2 * i + 1) % RING).load(gl.DotOperandLayout(1, S, 2))
         product = mma_v2(rounded, values, gl.zeros([ROWS, DIM], gl.float32, S))
         if SPLIT:

@@ -236,7 +236,7 @@ def _consume(
             _give_turn(turns, WHICH)
         write_rows(
             OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh,
-            stride_lse, CONSUMER_ROWS, GROUP, HEAD_DIM, DIM,
+            stride_lse, HEAD_DIM, CONSUMER_ROWS, GROUP, DIM,
         )  # fmt: skip
         if WALKS:
             scores = warpgroup_mma_wait(0, deps=[following])

@@ -38,11 +38,11 @@ def barriers(N: gl.constexpr):
 @gluon.jit
 def write_rows(
     OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh, stride_lse,
-    R: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
+    columns, R: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Divide the sums of rows first .. first + R of a sequence and write o and lse: m [R] in log2
-    units, lanes [R, 8] (the last three levels of the tree are left), acc [R, DIM], of whose columns
-    HEAD_DIM are written."""
+    units, lanes [R, 8] (the last three levels of the tree are left), acc [R, DIM], of which
+    `columns` are written."""
     summed: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [WARPS, 1], [1, 0])
     # One thread per row: the last three levels of the tree stay in its registers.
@@ -63,7 +63,7 @@ def write_rows(
         OUT + gl.expand_dims(token_row * stride_ot + head * stride_oh, 1)
         + gl.expand_dims(dim, 0)
     )  # fmt: skip
-    mask = gl.expand_dims(valid, 1) & gl.expand_dims(dim < HEAD_DIM, 0)
+    mask = gl.expand_dims(valid, 1) & gl.expand_dims(dim < columns, 0)
     gl.store(pointer, gl.convert_layout(out.to(OUT.dtype.element_ty), rows), mask=mask)
     lse = gl.convert_layout(lse, gl.SliceLayout(1, rows))
     gl.store(LSE + token_row * stride_lse + head, lse, mask=valid)

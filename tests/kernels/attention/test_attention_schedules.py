@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_consistency.kernels.attention import schedules as attention_schedules
-from rl_consistency.kernels.attention.hopper.decode import KEYS, REGISTERS
+from rl_consistency.kernels.attention.hopper.decode import REGISTERS
 from rl_consistency.kernels.attention.hopper.decode_fold import shared_bytes
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.kernels.attention.schedules import (
@@ -13,6 +13,7 @@ from rl_consistency.kernels.attention.schedules import (
     DECODE_LAST,
     DECODE_SPREAD,
     NARROWEST,
+    key_block,
     pick_forward,
     programs_for,
     slices_for,
@@ -83,7 +84,7 @@ def test_slices_are_folded_only_where_the_whole_launch_fits_the_device(dim):
 
 
 @pytest.mark.parametrize("schedule", [s for s in DECODE if s.spread])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_programs_that_wait_for_one_another_fit_a_multiprocessor_together(schedule, dim):
     """The launch counts on `resident` of them; ring and fold do not live at the same time."""
     assert schedule.ring
@@ -94,6 +95,7 @@ def test_programs_that_wait_for_one_another_fit_a_multiprocessor_together(schedu
             if dim // slices < NARROWEST:
                 continue
             # A block's probabilities change hands beside the ring, at most two bytes each.
-            ring = schedule.ring * KEYS.value * dim * 2 + 16 * KEYS.value * 2
+            keys = key_block(dim)
+            ring = schedule.ring * keys * dim * 2 + 16 * keys * 2
             held = max(ring, shared_bytes(stored, dim // slices)) + 16
             assert schedule.resident * (held + RESERVED) <= SHARED

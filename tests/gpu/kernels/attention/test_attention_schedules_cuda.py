@@ -98,7 +98,7 @@ def test_every_prefill_schedule_gives_the_same_bytes(case):
         assert found is not None or not schedule.specialized
 
 
-@pytest.mark.parametrize("case", SCHEDULE_CASES[:3], ids=name)
+@pytest.mark.parametrize("case", SCHEDULE_CASES, ids=name)
 def test_every_decode_schedule_gives_the_same_bytes(case):
     takes = has_wgmma(DEVICE)
     calls = [
@@ -242,6 +242,9 @@ def test_a_layout_is_not_captured_before_its_first_call():
         (Case(BF16, 128, 1000), 4),
         (Case(BF16, 128, heads=16), 2),
         (Case(BF16, 64, heads=16), 3),
+        (Case(BF16, 80, heads=6), 1),
+        (Case(BF16, 256, 700), 1),
+        (Case(FP16, 192, heads=12), 2),
     ],
     ids=lambda x: x if isinstance(x, int) else f"{name(x)}-{x.heads}",
 )
