@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import PLAIN, unrecorded
+from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import differing_elements
@@ -77,6 +78,8 @@ def product(
     if bias is not None and (out_dtype != a.dtype or not bias.is_contiguous()):
         return None
     key = Key.of(layout, a.dtype, out_dtype, bias is not None, m, n, k)
+    if compiles_only():
+        return _compiled(a, b, bias, layout, out_dtype, key)
     capturing = torch.cuda.is_current_stream_capturing()
     if not _admitted(a.device, key, m, capturing):
         return None
@@ -89,12 +92,27 @@ def product(
     return y
 
 
+def _compiled(
+    a: Tensor, b: Tensor, bias: Tensor | None, layout: str, out_dtype: torch.dtype, key: Key
+) -> Tensor | None:
+    """`product` while kernels compile ahead: what comparisons and an audit would launch, and memory
+    in place of the product. Nothing is compared, since nothing is computed."""
+    held, m = certificates(a.device), a.shape[0]
+    if not held.holds(key) and (held.knows(key) or not _has_room(a.device, key)):
+        return None
+    counts = {*held.to_compare(key, m, to_the_row=_to_the_row.get())}
+    with unrecorded():
+        for count in sorted(counts | {len(audit.sampled_rows(m, a.device))}):
+            matmul_fwd(a.new_empty(count, a.shape[1]), b, bias, layout, out_dtype)
+    return a.new_empty(m, b.shape[0 if layout == "nt" else 1], dtype=out_dtype)
+
+
 def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:
     """out [N, K] fp32 <- dy [T, N]^T x [T, K] by the library, if it is faster and certified.
 
     Returns whether it did; False leaves `out` as it is.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or compiles_only():
         return False
     (tokens, n), k = dy.shape, x.shape[1]
     if not prefers_library(tokens, n, k, dy.dtype, "tn", torch.float32, dy.device):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
+from rl_consistency.kernels.core import compile_ahead as module
+from rl_consistency.kernels.core.compile_ahead import compile_ahead, use_threads
 from rl_consistency.kernels.core.remembered_launch import _key, remembered
-from rl_consistency.verify import compile_ahead as module
-from rl_consistency.verify.compile_ahead import compile_ahead, use_threads
 
 
 def nothing():

@@ -223,16 +223,25 @@ class DecodeGraphs:
 
     def captured(self, rows: int, width: int, *, truncates: bool, longest: int) -> CapturedCall:
         """The smallest call for `rows` sequences of at most `longest` keys, captured at first."""
-        shape = Shape(
+        shape = self._shape(rows, width, truncates, longest)
+        if shape not in self._captured:
+            self._captured[shape] = self._capture(shape)
+        return self._captured[shape]
+
+    def run_padding(self, rows: int, width: int, *, truncates: bool, longest: int) -> None:
+        """Run the call that `captured` would capture once, as it is, on padding alone."""
+        call = self._call(self._shape(rows, width, truncates, longest))
+        with certified_to_the_row():
+            call.run()
+
+    def _shape(self, rows: int, width: int, truncates: bool, longest: int) -> Shape:
+        return Shape(
             rows=self._buckets[bisect_left(self._buckets, rows)],
             width=width,
             truncates=truncates,
             context=context_bound(longest, self._capacity),
             stock=current().stock,
         )
-        if shape not in self._captured:
-            self._captured[shape] = self._capture(shape)
-        return self._captured[shape]
 
     def _call(self, shape: Shape) -> DecodeCall:
         """The call, loaded with padding alone: running it touches no sequence."""
