@@ -25,7 +25,7 @@ from triton.runtime import _async_compile, build, driver
 from triton.runtime.jit import JITFunction
 
 from rl_consistency.kernels.core.device import INTERPRETED
-from rl_consistency.kernels.core.remembered_launch import Remembered
+from rl_consistency.kernels.core.remembered_launch import Remembered, by_type, launch_key
 
 Report = Callable[[int, int], None]
 """Called after each kernel with (kernels compiled, kernels in all)."""
@@ -110,19 +110,25 @@ class _Collector:
     def collecting(self) -> Iterator[None]:
         """In the block, this thread's launches are noted instead."""
         run, launch = JITFunction.run, Remembered.launch
+        seen: set[tuple[Any, ...]] = set()
+        device = torch.cuda.current_device()
 
         def noted(kernel: Any, *args: Any, **options: Any) -> Any:
             # Another thread of the process may run a model meanwhile, and its launches are real.
-            if compiles_only():
+            if not compiles_only():
+                return run(kernel, *args, **options)
+            constants = {name: x for name, x in options.items() if name not in ("grid", "warmup")}
+            key = kernel, *launch_key(device, args, by_type(kernel), constants)
+            if key not in seen:  # Triton takes ten times as long to say so
+                seen.add(key)
                 self._name = kernel.__name__
-                options["warmup"] = True
-            return run(kernel, *args, **options)
+                run(kernel, *args, **(options | {"warmup": True}))
 
-        def unremembered(self: Remembered, grid: Any, *args: Any, **constants: Any) -> None:
+        def unremembered(kernel: Remembered, grid: Any, *args: Any, **constants: Any) -> None:
             if compiles_only():
-                self.kernel[grid](*args, **constants)
+                kernel.kernel[grid](*args, **constants)
             else:
-                launch(self, grid, *args, **constants)
+                launch(kernel, grid, *args, **constants)
 
         mode = _async_compile.active_mode.set(self)  # pyright: ignore[reportArgumentType]
         _ours.collects = True

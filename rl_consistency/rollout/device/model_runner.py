@@ -189,15 +189,15 @@ class ModelRunner:
         rotary_rows(self._model, self._capacity)  # it lasts, so it must hold values
         most_keys = min(longest or self._capacity, self._capacity)
         shapes = ragged_shapes(replace(bounds, longest=min(bounds.longest, most_keys)))
-        calls: list[Callable[[], object]] = [*also]
-        calls += [partial(self._run_padding, shape, truncates) for shape in shapes]
+        calls: list[Callable[[], object]] = []
         if (graphs := self._graphs) is not None:
             sizes = {(rows, width_for(d)) for rows in bounds.batch_sizes for d in drafts}
             calls += [
                 partial(graphs.run_padding, rows, width, truncates=truncates, longest=most_keys)
                 for rows, width in sorted(sizes)
             ]
-        return compile_ahead(calls, report)
+        calls += [partial(self._run_padding, shape, truncates) for shape in shapes]
+        return compile_ahead([*calls, *also], report)
 
     def _run_padding(self, shape: RaggedShape, truncates: bool) -> None:
         call = RaggedCall.padding(shape, self._state, self._cache.block_size)

@@ -48,16 +48,16 @@ def row_counts(most: int) -> list[int]:
 
 
 def ragged_shapes(bounds: RolloutBounds) -> Iterator[RaggedShape]:
-    """Calls of new prompts, for all numbers of tokens and sampled rows; then of chunks that
-    continue a past, as the prefix cache leaves them."""
+    """Calls of chunks that continue a past, as the prefix cache leaves them; then of new prompts,
+    for all numbers of tokens and sampled rows. The first take the compiler the longest."""
+    for queries in CHUNKS:
+        for past in PASTS:
+            for sequences in {1, min(bounds.sequences, bounds.tokens // queries, 8)} - {0}:
+                if queries + past <= bounds.longest and queries * sequences <= bounds.tokens:
+                    yield RaggedShape(sequences=sequences, queries=queries, past=past)
     for rows in row_counts(bounds.tokens):
         sequences = -(-rows // bounds.longest)
         if sequences <= bounds.sequences:
             queries = rows // sequences
             sampled = min(rows, bounds.sequences)
             yield RaggedShape(sequences=sequences, queries=queries, sampled=sampled)
-    for queries in CHUNKS:
-        for past in PASTS:
-            for sequences in {1, min(bounds.sequences, bounds.tokens // queries, 8)} - {0}:
-                if queries + past <= bounds.longest and queries * sequences <= bounds.tokens:
-                    yield RaggedShape(sequences=sequences, queries=queries, past=past)
