@@ -83,7 +83,8 @@ class _Kernel:
         self._made = self._compiled()
         # Loading it is left to the first launch: launchers share a name, and threads that load them
         # at the same time may get each other's (Triton 3.6).
-        driver.active.launcher_cls(self._made.src, self._made.metadata)
+        active: Any = driver.active
+        active.launcher_cls(self._made.src, self._made.metadata)
 
     def result(self, ignore_errors: bool = False) -> Any:
         """The compiled kernel, known to Triton from now on; compiles it if no thread has."""

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import PLAIN, unrecorded
 from rl_consistency.kernels.core.compile_ahead import compiles_only
-from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES
+from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_tma
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import differing_elements
 from rl_consistency.kernels.matmul.certificates import Certificates, Certified, Key
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
-from rl_consistency.kernels.matmul.schedules import prefers_library
+from rl_consistency.kernels.matmul.schedules import pick, prefers_library
 
 ALIGNMENT = 256
 """Bytes. The library chooses its kernel by alignment, and certificates are made with fresh tensors,
@@ -97,14 +97,18 @@ def _compiled(
 ) -> Tensor | None:
     """`product` while kernels compile ahead: what comparisons and an audit would launch, and memory
     in place of the product. Nothing is compared, since nothing is computed."""
-    held, m = certificates(a.device), a.shape[0]
+    held, (m, k), n = certificates(a.device), a.shape, b.shape[0 if layout == "nt" else 1]
     if not held.holds(key) and (held.knows(key) or not _has_room(a.device, key)):
         return None
-    counts = {*held.to_compare(key, m, to_the_row=_to_the_row.get())}
+    # An audit samples half of its rows to all of them, by m.
+    audited = range(min(m, audit.AUDIT_ROWS // 2), min(m, audit.AUDIT_ROWS) + 1)
+    tma = has_tma(a.device)
+    one_each = {pick(c, n, k, a.dtype, layout, tma, out_dtype, a.device): c for c in audited}
+    counts = {*held.to_compare(key, m, to_the_row=_to_the_row.get()), *one_each.values()}
     with unrecorded():
-        for count in sorted(counts | {len(audit.sampled_rows(m, a.device))}):
-            matmul_fwd(a.new_empty(count, a.shape[1]), b, bias, layout, out_dtype)
-    return a.new_empty(m, b.shape[0 if layout == "nt" else 1], dtype=out_dtype)
+        for count in sorted(counts):
+            matmul_fwd(a.new_empty(count, k), b, bias, layout, out_dtype)
+    return a.new_empty(m, n, dtype=out_dtype)
 
 
 def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor) -> bool:

@@ -81,7 +81,8 @@ def compile_line(
     try:
         yield report
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()
     if shown:
         seconds = monotonic() - started
         console.print(f"rollout: {shown} kernels compiled in {seconds:.0f} s", style="dim")
