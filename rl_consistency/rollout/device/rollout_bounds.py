@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from rl_consistency.rollout.device.ragged_call import RaggedShape
 
-DENSE_ROWS, GROWTH = 128, 1.19
-"""Numbers of rows up to the first are multiples of 16; above it each is larger by the second."""
+GROWTH = 1.19
+"""Each multiple of 16 among the numbers of rows is at most so many times the one before, or the
+next."""
 
 CHUNKS = (1, 2, 3, 5, 10, 20, 40, 80)
 """New tokens of a sequence behind a past: few of them are spread over programs."""
@@ -41,9 +42,9 @@ def row_counts(most: int) -> list[int]:
     wanted, rows = {1, 2, 4, 8}, 16
     while rows <= most:
         wanted |= {rows, rows + 1}
-        grown = rows + 16 if rows < DENSE_ROWS else int(rows * GROWTH)
+        grown = max(rows + 16, int(rows * GROWTH) // 16 * 16)
         # A table may hold an entry for a power of two alone.
-        rows = min(grown // 16 * 16, 1 << rows.bit_length())
+        rows = min(grown, 1 << rows.bit_length())
     return sorted({rows for rows in wanted if rows < most} | {most})
 
 
