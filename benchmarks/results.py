@@ -153,7 +153,7 @@ class Bar:
 _MATMUL = ("matmul_forward", "matmul_dx")
 _LOGPROBS, _ROWS, _STEP = ("token_logprobs",), ("elementwise",), ("training_step",)
 _DECODE = tuple(f"rollout_decode_{model}" for model in ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"))
-_GRPO = ("rollout_grpo_step",)
+_GRPO, _START = ("rollout_grpo_step",), ("rollout_cold_start",)
 _SUM, _RANKS, _SCALING = ("distributed_sum",), ("distributed_step",), ("distributed_grpo",)
 _TRL = ("trl_grpo",)
 
@@ -251,6 +251,11 @@ BARS: Mapping[str, Bar] = {
     "rollout_grpo_step": Bar("GRPO step against stock ops", ">=", 0.97, _GRPO),
     "rollout_grpo_drift": Bar(
         "mismatched tokens of those steps", "<=", 0.0, _GRPO, _stock_drifts),
+    "rollout_cold_start": Bar(
+        "seconds to a new process's first token, empty caches", "<=", 15.0, _START,
+        _highest("cold/first_token_seconds")),
+    "rollout_warm_start": Bar(
+        "the same, kernels on disk", "<=", 3.0, _START, _highest("warm/first_token_seconds")),
     "distributed_sum": Bar(
         "NCCL's fp32 reduce-scatter against all-to-all and sum, lowest", ">=", 0.8, _SUM),
     "distributed_step": Bar(

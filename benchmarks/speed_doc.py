@@ -46,6 +46,8 @@ MORE = {
     "strict/mean_first_token_seconds": "mean {:.3f} s",
     "strict/prefill_tokens_per_second": "prefill {:,.0f} tokens/s",
     "strict/new_tokens_per_second": "with prefill {:,.0f} tokens/s",
+    "cold/first_token_seconds": "empty caches {:.1f} s",
+    "warm/first_token_seconds": "kernels on disk {:.1f} s",
     "acceptance_rate": "{:.0%} of the drafts accepted",
     "strict/mismatched_tokens": "mismatched tokens {:,.0f}",
     "stock/mismatched_tokens": "stock {:,.0f}",

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.random_shapes import draw_models, draw_workloads
+from benchmarks.rollout.cold_start import MODEL, WORK, cold_start
 from benchmarks.rollout.copying import SPECULATION, copying
 from benchmarks.rollout.decoding import decode, long_context, shared_keys, steady_step
 from benchmarks.rollout.grpo import MICRO_BATCH, grpo_step
@@ -54,6 +55,7 @@ def rollout_suites() -> Suites:
         "rollout_grpo_step": [
             _case("GRPO step", grpo_step, SMALL, equal(8, 8, 256, 256), micro_batch=MICRO_BATCH)
         ],
+        "rollout_cold_start": [_case("first token", cold_start, MODEL, WORK)],
         # Stock ops take the longest here, and time may be short.
         **{
             f"rollout_decode_{name}": [_case("decode", decode, name, spread)]

@@ -41,7 +41,7 @@ class Remembered:
 
     def __init__(self, kernel: JITFunction[Any]):
         self.kernel = kernel
-        self._by_type = [parameter.do_not_specialize for parameter in kernel.params]
+        self._by_type = by_type(kernel)
         self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -50,7 +50,7 @@ class Remembered:
     def launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Launch, or compile and launch what is new."""
         device = torch._C._cuda_getDevice()
-        key = _key(device, arguments, self._by_type, constants)
+        key = launch_key(device, arguments, self._by_type, constants)
         found = self._compiled.get(key)
         if found is None:
             compiled = self.kernel[grid](*arguments, **constants)
@@ -71,19 +71,24 @@ class Remembered:
         )  # fmt: skip
 
 
+def by_type(kernel: JITFunction[Any]) -> list[bool]:
+    """Of each parameter, whether numbers of one type share a compiled kernel."""
+    return [parameter.do_not_specialize for parameter in kernel.params]
+
+
 def _observed() -> bool:
     """Whether a profiler has asked Triton to call it at launches."""
     hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
     return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
-def _key(
-    device: int, arguments: tuple[Any, ...], by_type: list[bool], constants: dict[str, Any]
+def launch_key(
+    device: int, arguments: tuple[Any, ...], types_only: list[bool], constants: dict[str, Any]
 ) -> tuple[Any, ...]:
     """The device, what is compiled in, and of each argument all that Triton might look at."""
     key: list[Any] = [device, *constants, *constants.values()]
     add = key.append
-    for argument, type_is_enough in zip(arguments, by_type, strict=False):
+    for argument, type_is_enough in zip(arguments, types_only, strict=False):
         kind = type(argument)
         if isinstance(argument, Tensor):
             add(argument.dtype)

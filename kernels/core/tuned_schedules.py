@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rl_consistency.kernels.core.compile_ahead import require_launches
 from rl_consistency.kernels.core.identity import CACHE_VARIABLE, cache_file, identity_of
 
 Schedule = TypeVar("Schedule")
@@ -160,11 +161,13 @@ class TunedSchedules:
 
     def keep(self, work: str, winner: Winner) -> None:
         """Take a winner, also in the file."""
+        require_launches("a winner")
         self._winners[work] = winner
         self._write({work: winner})
 
     def strike(self, work: str, schedule: str, reason: str) -> None:
         """Withdraw a candidate for good, also in the file."""
+        require_launches("the withdrawal of a schedule")
         self._struck.setdefault(work, {})[schedule] = reason
         self._write({})
 

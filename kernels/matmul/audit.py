@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rl_consistency.kernels.core.compile_ahead import require_launches
 from rl_consistency.kernels.core.tuned_schedules import struck_schedules
 
 AUDIT_EVERY = 257
@@ -115,6 +116,7 @@ def withdrawn_since(generation: int) -> list[str]:
 
 def due() -> bool:
     """Count one call and say whether to audit it."""
+    require_launches("an audit")
     _counts.calls += 1
     if _counts.calls % AUDIT_EVERY:
         return False

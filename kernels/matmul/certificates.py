@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from rl_consistency.kernels.core.compile_ahead import require_launches
 from rl_consistency.kernels.core.identity import CACHE_VARIABLE, cache_file, identity_of
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -132,6 +133,18 @@ class Certificates:
         """Whether there is a finding, good or bad."""
         return key.name in self._findings
 
+    def holds(self, key: Key) -> bool:
+        """Whether there is a good finding."""
+        finding = self._findings.get(key.name)
+        return finding is not None and finding.holds
+
+    def to_compare(self, key: Key, m: int, *, to_the_row: bool = False) -> list[int]:
+        """The numbers of rows that `admitted` compares before it answers."""
+        finding = self._findings.get(key.name)
+        if finding is None:
+            return key.sample(m)
+        return [m] if to_the_row and finding.holds and m not in finding.rows else []
+
     def admitted(self, key: Key, m: int, *, make: bool = True, to_the_row: bool = False) -> bool:
         """Whether the library may compute a product of `m` rows.
 
@@ -141,17 +154,18 @@ class Certificates:
             make: make a missing certificate now. False while a CUDA graph is captured: nothing
                 audits its replays, so only numbers of rows that were compared are admitted.
             to_the_row: compare `m` rows too if the certificate was made with others.
+
+        RuntimeError while kernels compile ahead: nothing would be compared.
         """
+        require_launches("a certificate")
+        rows = self.to_compare(key, m, to_the_row=to_the_row) if make else []
+        if rows:
+            differing = sum(self._compare(key, count) for count in rows)
+            finding = self._findings.setdefault(key.name, Certificate(0, []))
+            finding.differing += differing
+            finding.rows = sorted({*finding.rows, *rows})
+            self._write()
         finding = self._findings.get(key.name)
-        if finding is None and make:
-            rows = key.sample(m)
-            finding = Certificate(sum(self._compare(key, count) for count in rows), rows)
-            self._findings[key.name] = finding
-            self._write()
-        if make and to_the_row and finding is not None and finding.holds and m not in finding.rows:
-            finding.differing += self._compare(key, m)
-            finding.rows = sorted({*finding.rows, m})
-            self._write()
         if finding is None or not finding.holds:
             return False
         return make or m in finding.rows
@@ -170,6 +184,7 @@ class Certificates:
 
     def strike(self, key: Key, reason: str) -> None:
         """Withdraw a certificate, also in the file."""
+        require_launches("the withdrawal of a certificate")
         finding = self._findings.setdefault(key.name, Certificate(0, []))
         finding.struck = reason
         self._write()

@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import PLAIN, unrecorded
-from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES
+from rl_consistency.kernels.core.compile_ahead import compiles_only
+from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_tma
 from rl_consistency.kernels.core.race import time_ratio
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import differing_elements
 from rl_consistency.kernels.matmul.certificates import Certificates, Certified, Key
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
-from rl_consistency.kernels.matmul.schedules import prefers_library, tuned_preference
+from rl_consistency.kernels.matmul.schedules import pick, prefers_library, tuned_preference
 
 ALIGNMENT = 256
 """Bytes. The library chooses its kernel by alignment, and certificates are made with fresh tensors,
@@ -80,6 +81,8 @@ def product(
     if bias is not None and (out_dtype != a.dtype or not bias.is_contiguous()):
         return None
     key = Key.of(layout, a.dtype, out_dtype, bias is not None, m, n, k)
+    if compiles_only():
+        return _compiled(a, b, bias, layout, out_dtype, key)
     capturing = torch.cuda.is_current_stream_capturing()
     if not _admitted(a.device, key, m, capturing):
         return None
@@ -92,6 +95,25 @@ def product(
     return y
 
 
+def _compiled(
+    a: Tensor, b: Tensor, bias: Tensor | None, layout: str, out_dtype: torch.dtype, key: Key
+) -> Tensor | None:
+    """`product` while kernels compile ahead: what comparisons and an audit would launch, and memory
+    in place of the product. Nothing is compared, since nothing is computed."""
+    held, (m, k), n = certificates(a.device), a.shape, b.shape[0 if layout == "nt" else 1]
+    if not held.holds(key) and (held.knows(key) or not _has_room(a.device, key)):
+        return None
+    # An audit samples half of its rows to all of them, by m.
+    audited = range(min(m, audit.AUDIT_ROWS // 2), min(m, audit.AUDIT_ROWS) + 1)
+    tma = has_tma(a.device)
+    one_each = {pick(c, n, k, a.dtype, layout, tma, out_dtype, a.device): c for c in audited}
+    counts = {*held.to_compare(key, m, to_the_row=_to_the_row.get()), *one_each.values()}
+    with unrecorded():
+        for count in sorted(counts):
+            matmul_fwd(a.new_empty(count, k), b, bias, layout, out_dtype)
+    return a.new_empty(m, n, dtype=out_dtype)
+
+
 def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor, own: Callable[[], None]) -> bool:
     """out [N, K] fp32 <- dy [T, N]^T x [T, K] by the library, if it is faster and certified.
 
@@ -99,7 +121,7 @@ def outer_from_zero(dy: Tensor, x: Tensor, out: Tensor, own: Callable[[], None])
     raced once for each certificate, since no rule tells which kernel the library will choose.
     Returns whether the library did it; False leaves `out` with anything in it.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or compiles_only():
         return False
     (tokens, n), k = dy.shape, x.shape[1]
     if not prefers_library(tokens, n, k, dy.dtype, "tn", torch.float32, dy.device):

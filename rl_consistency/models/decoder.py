@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
+from rl_consistency.kernels.core.compile_ahead import compiles_only
+from rl_consistency.kernels.core.remembered_launch import ALIGNMENT
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
 from rl_consistency.models.modules import CanonicalModule, CanonicalRMSNorm
 from rl_consistency.models.packing import PackedBatch, packed_inputs
@@ -126,9 +128,24 @@ class CanonicalBaseModel(CanonicalModule):
         longest = max(layout.context_lens, default=0)
         cos_sin = self.rotary_emb(hidden, position_ids.unsqueeze(0), longest)
         call = LayerCall(cos_sin, layout)
-        for index, layer in enumerate(self.layers):
+        for index, layer in (
+            _one_of_each_kind(self.layers) if compiles_only() else enumerate(self.layers)
+        ):
             hidden = layer(hidden, call=call, cache_index=index)
         return guarded_backward(self.norm(hidden)[0], self.passes)
+
+
+def _one_of_each_kind(layers: nn.ModuleList) -> list[tuple[int, nn.Module]]:
+    """The first of the layers that launch the same kernels, with its index."""
+    kinds: dict[tuple[Any, ...], tuple[int, nn.Module]] = {}
+    for index, layer in enumerate(layers):
+        weights = tuple(
+            (name, p.dtype, p.shape, p.stride(), p.data_ptr() % ALIGNMENT)
+            for name, p in layer.named_parameters()
+        )
+        window = getattr(layer.self_attn, "window", None)
+        kinds.setdefault((type(layer), window, weights), (index, layer))
+    return list(kinds.values())
 
 
 class CanonicalCausalLM(CanonicalModule):

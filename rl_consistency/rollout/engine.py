@@ -17,11 +17,13 @@ from rl_consistency.numerics.fingerprint import fingerprint
 from rl_consistency.rollout.block_manager import BlockManager
 from rl_consistency.rollout.completion import Completion, FailedRequestsError
 from rl_consistency.rollout.device.model_runner import ModelRunner
+from rl_consistency.rollout.device.rollout_kernels import RolloutKernels
 from rl_consistency.rollout.drafter import Drafter, PromptLookupDrafter
 from rl_consistency.rollout.progress import RolloutProgress
 from rl_consistency.rollout.requests import OpenRequests, RequestLimits, eos_token_ids
 from rl_consistency.rollout.sampling_params import SamplingParams, check_integer
 from rl_consistency.rollout.scheduler import Scheduler
+from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.statistics import RolloutStatistics
 from rl_consistency.rollout.step_loop import StepLoop
 from rl_consistency.rollout.stop_strings import Detokenizer
@@ -56,6 +58,7 @@ class RolloutEngine:
         cuda_graphs: decode through CUDA graphs on a GPU.
         drafter: proposes tokens to samples with `speculation`; None looks them up in the sample.
         tokenizer: the model's; needed for stop strings only.
+        quiet: show nothing on standard error while kernels compile for more than a moment.
 
     A setting out of range, and a model that is not patched, are ValueErrors.
     """
@@ -75,6 +78,7 @@ class RolloutEngine:
         cuda_graphs: bool = True,
         drafter: Drafter | None = None,
         tokenizer: Detokenizer | None = None,
+        quiet: bool = False,
     ) -> None:
         limits = {
             "kv_block_size": kv_block_size,
@@ -113,6 +117,14 @@ class RolloutEngine:
             tokenizer=tokenizer,
         )
         self._weights = WeightsWatch(model)
+        self._kernels = RolloutKernels(
+            self._runner,
+            model,
+            max_batch_tokens,
+            max_num_seqs,
+            shares=enable_prefix_sharing,
+            quiet=quiet,
+        )
         self._new_scheduler = partial(
             Scheduler,
             self._blocks,
@@ -236,7 +248,7 @@ class RolloutEngine:
             if self.has_unfinished:
                 self._weights.compare(weights_digest)
             else:
-                self._begin(weights_digest)
+                self._begin(weights_digest, sequences)
             for sequence in sequences:
                 self._requests.add(sequence)
                 self._loop.add(sequence)
@@ -291,10 +303,13 @@ class RolloutEngine:
         batch_sizes: Sequence[int] | None = None,
         longest: int | None = None,
     ) -> None:
-        """Capture the CUDA graphs that decoding with `sampling` replays, if graphs are used.
+        """Compile all kernels that rollouts with `sampling` launch, many at a time, and capture the
+        CUDA graphs that its decoding replays, if graphs are used.
 
-        Else the first step that needs a graph captures it, while all samples wait. A new hook or
-        patch, or a parameter that changes place, drops them.
+        Else the first rollout compiles what its own sizes need, and the first step that needs a
+        graph captures it, while all samples wait. Compiled kernels stay in Triton's cache on disk,
+        where another process finds them. A new hook or patch, or a parameter that changes place,
+        drops the graphs. An error of the compiler passes through.
 
         Args:
             sampling: whether it restricts the support, its speculation, and whether it draws
@@ -305,10 +320,12 @@ class RolloutEngine:
         with self._lock:
             self._require_idle("warm_up")
             self._runner.begin(self._weights.library_generation())
+            drafts, truncates = range(sampling.speculation + 1), sampling.restricts_support
+            self._kernels.compile(drafts, truncates, batch_sizes, longest)
             self._runner.warm_up(
                 batch_sizes,
-                drafts=range(sampling.speculation + 1),
-                truncates=sampling.restricts_support,
+                drafts=drafts,
+                truncates=truncates,
                 shares=sampling.n > 1 and self._blocks.share_prefixes,
                 longest=longest,
             )
@@ -331,7 +348,7 @@ class RolloutEngine:
                 if self._loop is loop and self.has_unfinished:
                     self._abandon()
 
-    def _begin(self, weights_digest: str | None) -> None:
+    def _begin(self, weights_digest: str | None, sequences: Sequence[RolloutSequence]) -> None:
         """From idle to work: new counters, and no cached key of other weights."""
         if any(is_shard(parameter) for parameter in self._model.parameters()):
             raise ValueError(
@@ -339,6 +356,7 @@ class RolloutEngine:
                 "around all of the rollout, or use generate."
             )
         self._runner.begin(generation := self._weights.library_generation())
+        self._kernels.compile_for(sequences)
         if self._weights.take_over(weights_digest, generation):
             self._blocks.reset()
         self._loop = StepLoop(self._runner, self._new_scheduler(), self._blocks)

@@ -1,9 +1,10 @@
-"""A progress bar for `RolloutEngine.generate` and `stream`."""
+"""A progress bar for `RolloutEngine.generate` and `stream`, and a line while kernels compile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from time import monotonic
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -43,3 +44,45 @@ def progress_bar(
             bar.update(task, completed=num_finished, total=num_samples, **rates)
 
         yield progress
+
+
+MOMENT = 2.0
+"""Seconds for which compiling is silent. Kernels that are on disk are there sooner."""
+
+CompileReport = Callable[[int, int], None]
+"""Called after each kernel with (kernels compiled, kernels in all)."""
+
+
+@contextmanager
+def compile_line(
+    *, quiet: bool = False, console: Console | None = None, after: float = MOMENT
+) -> Iterator[CompileReport]:
+    """A line on `console`, standard error by default, once kernels compile for `after` seconds.
+
+    A terminal shows how far it is, any other console a line at the beginning and one at the end.
+    """
+    console = console or Console(stderr=True, quiet=quiet)
+    started, shown = monotonic(), 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+    task = bar.add_task("rollout: compiling kernels", total=None)
+
+    def report(done: int, total: int) -> None:
+        nonlocal shown
+        if monotonic() - started < after:
+            return
+        if not shown:
+            console.print(f"rollout: compiling {total} kernels, once for this device", style="dim")
+            if console.is_terminal:
+                bar.start()
+        shown = total
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield report
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+    if shown:
+        seconds = monotonic() - started
+        console.print(f"rollout: {shown} kernels compiled in {seconds:.0f} s", style="dim")

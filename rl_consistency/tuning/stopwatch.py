@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rl_consistency.verify.compile_ahead import compile_ahead
+from rl_consistency.kernels.core.compile_ahead import compile_ahead
 
 Call = Callable[[], object]
 Timer = Callable[[int], float]

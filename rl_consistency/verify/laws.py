@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from triton.runtime.errors import OutOfResources
 
+from rl_consistency.kernels.core.compile_ahead import compile_ahead
 from rl_consistency.kernels.gradient_fold.op import STEP
 from rl_consistency.verify.claims import Tally
-from rl_consistency.verify.compile_ahead import compile_ahead
 
 RowOp = Callable[..., Tensor]
 """Maps tensors of n rows to a tensor of n rows."""

@@ -18,8 +18,8 @@ from threading import Thread
 
 import torch
 
+from rl_consistency.kernels.core.compile_ahead import use_threads
 from rl_consistency.verify.claims import Check, Result
-from rl_consistency.verify.compile_ahead import use_threads
 
 LONGEST = ("schedules: attention", "C1 token_logprobs", "8b fp32", "paged attention")
 """Scopes that are begun first, so that none of them is the last to end; then the largest."""

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_consistency.kernels.core import compile_ahead
 from rl_consistency.numerics.errors import ConsistencyError
-from rl_consistency.verify import compile_ahead
 from rl_consistency.verify import processes as verify_processes
 from rl_consistency.verify.claims import Check
 from rl_consistency.verify.processes import (

@@ -261,7 +261,24 @@ class DecodeGraphs:
 
         A call for sequences that share keys serves others too, where it alone is captured.
         """
-        shape = Shape(
+        shape = self._shape(rows, width, truncates, longest, shared)
+        if shape not in self._captured:
+            wider = replace(shape, shared=True)
+            if wider in self._captured:
+                return self._captured[wider]
+            self._captured[shape] = self._capture(shape)
+        return self._captured[shape]
+
+    def run_padding(
+        self, rows: int, width: int, *, truncates: bool, longest: int, shared: bool = False
+    ) -> None:
+        """Run the call that `captured` would capture once, as it is, on padding alone."""
+        call = self._call(self._shape(rows, width, truncates, longest, shared))
+        with certified_to_the_row():
+            call.run()
+
+    def _shape(self, rows: int, width: int, truncates: bool, longest: int, shared: bool) -> Shape:
+        return Shape(
             rows=self._buckets[bisect_left(self._buckets, rows)],
             width=width,
             truncates=truncates,
@@ -269,12 +286,6 @@ class DecodeGraphs:
             context=context_bound(longest, self._capacity),
             stock=current().stock,
         )
-        if shape not in self._captured:
-            wider = replace(shape, shared=True)
-            if wider in self._captured:
-                return self._captured[wider]
-            self._captured[shape] = self._capture(shape)
-        return self._captured[shape]
 
     def _call(self, shape: Shape) -> DecodeCall:
         """The call, loaded with padding alone: running it touches no sequence."""

@@ -7,7 +7,9 @@ step before samples is read on the device.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.kernels.attention.shared_keys import SharedRun
+from rl_consistency.kernels.core.compile_ahead import Report, compile_ahead
 from rl_consistency.models.forward import next_token_logits, paged_hidden_states, rotary_rows
 from rl_consistency.models.inventory import ForwardState
 from rl_consistency.models.patch import PatchSession
@@ -24,8 +27,9 @@ from rl_consistency.rollout.device import decode_graphs
 from rl_consistency.rollout.device.decode_graphs import CapturedCall, DecodeGraphs, width_for
 from rl_consistency.rollout.device.device_state import DeviceState
 from rl_consistency.rollout.device.kv_cache import KVCache
-from rl_consistency.rollout.device.ragged_call import RaggedCall
+from rl_consistency.rollout.device.ragged_call import RaggedCall, RaggedShape
 from rl_consistency.rollout.device.random_stream import device_uniforms
+from rl_consistency.rollout.device.rollout_bounds import RolloutBounds, ragged_shapes
 from rl_consistency.rollout.device.sampler import sample
 from rl_consistency.rollout.device.staging import to_device, to_host
 from rl_consistency.rollout.drafter import MAX_DRAFT
@@ -148,9 +152,7 @@ class ModelRunner:
         """Capture graphs for drafts of these lengths ahead of time, with `shares` those of
         sequences that share keys; see `RolloutEngine.warm_up`."""
         most = self._state.dummy_slot
-        wrong = [rows for rows in batch_sizes or () if not 1 <= rows <= most]
-        if wrong:
-            raise ValueError(f"batch sizes must be 1 to max_num_seqs={most}, got {wrong}")
+        self.check_batch_sizes(batch_sizes or ())
         if self._graphs is None:
             return
         sizes = set(decode_graphs.buckets_up_to(most) if batch_sizes is None else batch_sizes)
@@ -162,6 +164,59 @@ class ModelRunner:
             self._graphs.captured(
                 rows, width, truncates=truncates, longest=most_keys, shared=shared
             )
+
+    def check_batch_sizes(self, batch_sizes: Sequence[int]) -> None:
+        """ValueError for numbers of sequences that never decode together."""
+        most = self._state.dummy_slot
+        wrong = [rows for rows in batch_sizes if not 1 <= rows <= most]
+        if wrong:
+            raise ValueError(f"batch sizes must be 1 to max_num_seqs={most}, got {wrong}")
+
+    @torch.no_grad()
+    def compile_ahead(
+        self,
+        bounds: RolloutBounds,
+        *,
+        drafts: Sequence[int] = (0,),
+        truncates: bool = False,
+        shares: bool = False,
+        longest: int | None = None,
+        also: Sequence[Callable[[], object]] = (),
+        report: Report | None = None,
+    ) -> int:
+        """Compile what a rollout within `bounds` launches that no process has compiled, and what
+        the calls in `also` do; returns the number of kernels.
+
+        Nothing is launched, so no key, token or certificate is written. Nothing is compiled on a
+        CPU, and while modules have hooks, which would see values that mean nothing.
+        """
+        hooked = self._captured_from[1][1].hooked
+        if self.device.type != "cuda" or hooked:
+            return 0
+        rotary_rows(self._model, self._capacity)  # it lasts, so it must hold values
+        most_keys = min(longest or self._capacity, self._capacity)
+        shapes = ragged_shapes(replace(bounds, longest=min(bounds.longest, most_keys)))
+        calls: list[Callable[[], object]] = []
+        if (graphs := self._graphs) is not None:
+            sizes = {(rows, width_for(d)) for rows in bounds.batch_sizes for d in drafts}
+            calls += [
+                partial(
+                    graphs.run_padding,
+                    rows,
+                    width,
+                    truncates=truncates,
+                    longest=most_keys,
+                    shared=shared,
+                )
+                for rows, width in sorted(sizes)
+                for shared in ((False, True) if shares and graphs.share_keys else (False,))
+            ]
+        calls += [partial(self._run_padding, shape, truncates) for shape in shapes]
+        return compile_ahead([*calls, *also], report)
+
+    def _run_padding(self, shape: RaggedShape, truncates: bool) -> None:
+        call = RaggedCall.padding(shape, self._state, self._cache.block_size)
+        self._run(call, list(range(shape.sampled)), truncates=truncates)
 
     def admit(self, sequence: RolloutSequence) -> None:
         """Enter a sequence in the device state of its slot, in place of the slot's last holder."""
@@ -189,7 +244,9 @@ class ModelRunner:
         self._state.flush()
         calls = [self._replay(*call) for call in staged]
         if ragged is not None:
-            calls.append(self._run(ragged, others))
+            truncates = self._state.truncates(ragged.arrays["row_slots"])
+            sampling = [index for index, chunk in others.items() if chunk.samples]
+            calls.append(self._run(ragged, sampling, truncates=truncates))
         return PendingStep(chunks, calls, self._mark())
 
     def _grouped(self, chunks: Sequence[ScheduledChunk]) -> dict[int, _Group]:
@@ -242,8 +299,8 @@ class ModelRunner:
         counts = [1 + len(chunk.draft) for chunk in group.values()]
         return to_host(captured.call.values), list(zip(group, firsts, counts, strict=True))
 
-    def _run(self, call: RaggedCall, group: _Group) -> _Rows:
-        """A call of chunks of any lengths, op by op."""
+    def _run(self, call: RaggedCall, indices: list[int], *, truncates: bool) -> _Rows:
+        """A call of chunks of any lengths, op by op; `indices` of those that sample."""
         inputs = to_device(call.arrays, self.device)
         paged = PagedAttention(
             query_starts=call.starts,
@@ -257,14 +314,13 @@ class ModelRunner:
         )
         token_ids = self._state.resolve(inputs["token_ids"], inputs["token_slots"])
         hidden = paged_hidden_states(self._model, token_ids, inputs["positions"], paged)
-        indices = [index for index, chunk in group.items() if chunk.samples]
-        if not indices:
+        if not len(call.counts):
             return torch.empty(2, 0, dtype=torch.int32), []
         tokens, logprobs = self._sampled(
             hidden.index_select(0, inputs["rows"]),
             inputs["positions"].index_select(0, inputs["rows"]),
             inputs["row_slots"],
-            truncates=self._state.truncates(call.arrays["row_slots"]),
+            truncates=truncates,
         )
         self._state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
         values = torch.stack([tokens.to(torch.int32), logprobs.view(torch.int32)])

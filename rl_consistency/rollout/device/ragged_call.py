@@ -13,6 +13,19 @@ from rl_consistency.rollout.device.device_state import DeviceState
 from rl_consistency.rollout.scheduler import ScheduledChunk
 
 
+@dataclass(frozen=True, kw_only=True)
+class RaggedShape:
+    """A call of sequences that are all alike."""
+
+    sequences: int = 1
+    queries: int
+    """New tokens of each."""
+    past: int = 0
+    """Tokens of each whose keys lie in the cache."""
+    sampled: int = 1
+    """Rows that are sampled from."""
+
+
 @dataclass(frozen=True, eq=False)
 class RaggedCall:
     """The numbers of a call, on the host.
@@ -69,6 +82,31 @@ class RaggedCall:
                 chunk.sequence.block_table[: -(-chunk.end // block_size)] for chunk in chunks
             ],
             counts=counts,
+        )
+
+    @classmethod
+    def padding(cls, shape: RaggedShape, state: DeviceState, block_size: int) -> RaggedCall:
+        """A call in the dummy slot and block, which touches no sequence."""
+        count, queries = shape.sequences, shape.queries
+        tokens, end = count * queries, shape.past + queries
+        # The last rows are sampled from, over and over where there are fewer than that.
+        rows = np.arange(tokens - shape.sampled, tokens) % tokens
+        dummy = [state.dummy_slot]
+        return cls(
+            arrays={
+                "token_ids": np.zeros(tokens, dtype=np.int64),
+                "token_slots": np.repeat(dummy, tokens),
+                "positions": np.tile(np.arange(shape.past, end), count),
+                "places": np.repeat([state.dummy_block * block_size], tokens),
+                "rows": rows,
+                "row_slots": np.repeat(dummy, shape.sampled),
+                "kept_in": np.repeat(dummy, shape.sampled),
+            },
+            starts=list(range(0, tokens, queries)),
+            lens=[queries] * count,
+            context_lens=[end] * count,
+            block_tables=[[state.dummy_block] * -(-end // block_size)] * count,
+            counts=np.ones(shape.sampled, dtype=np.int64),
         )
 
 

@@ -139,7 +139,9 @@ def test_another_device_is_specialised_anew(kernel, monkeypatch):
 
 
 def test_a_key_that_looks_at_sizes_alone_fails_the_same_check(kernel, monkeypatch):
-    monkeypatch.setattr(remembered_launch, "_key", lambda device, arguments, *_: arguments[2:])
+    monkeypatch.setattr(
+        remembered_launch, "launch_key", lambda device, arguments, *_: arguments[2:]
+    )
     launch = remembered(kernel)
     launch[(7,)](tensor(), None, 5, BLOCK=32)
     launch[(7,)](tensor(16), None, 5, BLOCK=32)

@@ -14,9 +14,9 @@ from rl_consistency.kernels.attention.op import (
     attention_paged,
     attention_varlen,
 )
+from rl_consistency.kernels.core.compile_ahead import compile_ahead
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.verify.checks.attention import SCORE_SCALE
-from rl_consistency.verify.compile_ahead import compile_ahead
 from rl_consistency.verify.probe import probe
 
 DEVICE = torch.device("cuda", 0)

@@ -23,10 +23,10 @@ from rl_consistency.kernels.attention.schedules import (
     DECODE,
     PREFILL,
 )
+from rl_consistency.kernels.core.compile_ahead import compile_ahead
 from rl_consistency.parity.tolerances import ERROR_GROWTH_LIMIT, assert_within
 from rl_consistency.verify.checks.attention import packed_gradients, sequences_alike
 from rl_consistency.verify.checks.op_setup import Heads
-from rl_consistency.verify.compile_ahead import compile_ahead
 from rl_consistency.verify.laws import judged
 from tests.gpu.kernels.attention.attention_cases import (
     BF16,

@@ -34,8 +34,8 @@ from rl_consistency.kernels.attention.schedules import (
 from rl_consistency.kernels.attention.schedules import DECODE_DEEP as DEEP
 from rl_consistency.kernels.attention.schedules import DECODE_LAST as LAST
 from rl_consistency.kernels.attention.schedules import DECODE_SPREAD as SPREAD
+from rl_consistency.kernels.core.compile_ahead import compile_ahead
 from rl_consistency.kernels.core.device import has_wgmma
-from rl_consistency.verify.compile_ahead import compile_ahead
 from tests.gpu.kernels.attention.attention_cases import (
     BF16,
     BLOCK,

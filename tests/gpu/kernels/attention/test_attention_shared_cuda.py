@@ -14,9 +14,9 @@ from rl_consistency.kernels.attention.schedules import DECODE_LAST as LAST
 from rl_consistency.kernels.attention.schedules import DECODE_SPREAD as SPREAD
 from rl_consistency.kernels.attention.schedules import SHARED, SHARED_LOW
 from rl_consistency.kernels.attention.shared_keys import SharedRun, SharedTables, shared_arrays
+from rl_consistency.kernels.core.compile_ahead import compile_ahead
 from rl_consistency.kernels.core.device import has_wgmma
 from rl_consistency.verify.checks.attention import SCORE_SCALE
-from rl_consistency.verify.compile_ahead import compile_ahead
 from rl_consistency.verify.probe import probe
 from tests.gpu.kernels.attention.attention_cases import (
     BF16,

@@ -1,0 +1,190 @@
+"""Compiling the kernels of several calls side by side: it takes longer than running them.
+
+The calls run once in the calling thread, in a pass that launches nothing: it notes the kernels that
+Triton lacks. Threads then compile these, each kernel once, and build the C launchers. Both go to
+Triton's cache on disk, where later processes find them. Most of the work holds no interpreter lock.
+
+In such a pass tensors hold whatever was in memory. So nothing may be concluded from them, counted
+or kept: code that does asks `compiles_only`, or is guarded by `require_launches`.
+
+State: the number of threads, and a lock: one thread at a time collects.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from threading import Lock, local
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.runtime import _async_compile, build, driver
+from triton.runtime.jit import JITFunction
+
+from rl_consistency.kernels.core.device import INTERPRETED
+from rl_consistency.kernels.core.remembered_launch import Remembered, by_type, launch_key
+
+Report = Callable[[int, int], None]
+"""Called after each kernel with (kernels compiled, kernels in all)."""
+
+_threads = min(os.cpu_count() or 1, 16)
+_turn = Lock()
+_ours = local()
+
+
+def use_threads(count: int) -> None:
+    """How many threads compile in this process from now on; for one that shares its cores."""
+    global _threads
+    _threads = count
+
+
+def compiles_only() -> bool:
+    """Whether this thread is in a pass that launches nothing, so that results are meaningless."""
+    return getattr(_ours, "collects", False)
+
+
+def require_launches(what: str) -> None:
+    """RuntimeError in a pass that launches nothing: `what` would rest on meaningless results."""
+    if compiles_only():
+        raise RuntimeError(f"{what} was asked for while kernels compile ahead; nothing is computed")
+
+
+def compile_ahead(calls: Iterable[Callable[[], object]], report: Report | None = None) -> int:
+    """Compile what the calls would launch on the current device; returns the number of kernels.
+
+    No kernel is launched, so what the calls compute is meaningless; other threads launch as ever.
+    An error of a call passes through. An error of the compiler is raised when all other kernels
+    are compiled, with a note that names its kernel. An interrupt waits for the compilers that run.
+    """
+    if INTERPRETED:
+        return 0
+    with _turn:
+        collector = _Collector()
+        with collector.collecting():
+            for call in calls:
+                call()
+        _compile(list(collector.kernels.values()), report)
+    return len(collector.kernels)
+
+
+class _Kernel:
+    """A kernel that Triton lacks. Triton may keep this in its place, and then asks for `result`."""
+
+    def __init__(self, name: str, compiled: Callable[[], Any], finish: Callable[[Any], None]):
+        self.name = name
+        self._compiled, self._finish = compiled, finish
+        self._made: Any = None
+
+    def make(self) -> None:
+        """Compile, and build the launcher; any thread."""
+        self._made = self._compiled()
+        # Loading it is left to the first launch: launchers share a name, and threads that load them
+        # at the same time may get each other's (Triton 3.6).
+        active: Any = driver.active
+        active.launcher_cls(self._made.src, self._made.metadata)
+
+    def result(self, ignore_errors: bool = False) -> Any:
+        """The compiled kernel, known to Triton from now on; compiles it if no thread has."""
+        if self._made is None:
+            self._made = self._compiled()
+        self._finish(self._made)
+        return self._made
+
+
+class _Collector:
+    """The kernels of a pass. Triton calls `submit` while this is its mode of compiling."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[str, _Kernel] = {}
+        self._name = ""
+
+    def submit(
+        self, key: str, compiled: Callable[[], Any], finish: Callable[[Any], None]
+    ) -> _Kernel:
+        """Note a kernel; `key` is the name of its cache entry on disk."""
+        return self.kernels.setdefault(key, _Kernel(self._name, compiled, finish))
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """In the block, this thread's launches are noted instead."""
+        run, launch = JITFunction.run, Remembered.launch
+        seen: set[tuple[Any, ...]] = set()
+        device = torch.cuda.current_device()
+
+        def noted(kernel: Any, *args: Any, **options: Any) -> Any:
+            # Another thread of the process may run a model meanwhile, and its launches are real.
+            if not compiles_only():
+                return run(kernel, *args, **options)
+            constants = {name: x for name, x in options.items() if name not in ("grid", "warmup")}
+            key = kernel, *launch_key(device, args, by_type(kernel), constants)
+            if key not in seen:  # Triton takes ten times as long to say so
+                seen.add(key)
+                self._name = kernel.__name__
+                run(kernel, *args, **(options | {"warmup": True}))
+
+        def unremembered(kernel: Remembered, grid: Any, *args: Any, **constants: Any) -> None:
+            if compiles_only():
+                kernel.kernel[grid](*args, **constants)
+            else:
+                launch(kernel, grid, *args, **constants)
+
+        mode = _async_compile.active_mode.set(self)  # pyright: ignore[reportArgumentType]
+        _ours.collects = True
+        try:
+            with _bound(JITFunction, "run", noted), _bound(Remembered, "launch", unremembered):
+                yield
+        finally:
+            _ours.collects = False
+            _async_compile.active_mode.reset(mode)
+
+
+def _compile(kernels: list[_Kernel], report: Report | None) -> None:
+    """Compile all in threads, then hand them to Triton in this one."""
+    load = build._load_module_from_path
+
+    def unloaded(name: str, path: str) -> Any:
+        # A module that is only built; what it launches with is never called.
+        return SimpleNamespace(launch=None) if getattr(_ours, "builds", False) else load(name, path)
+
+    if not kernels:
+        return
+    device = torch.cuda.current_device()
+
+    def begin() -> None:
+        torch.cuda.set_device(device)  # a thread starts on the first one
+        _ours.builds = True
+
+    errors: list[tuple[str, BaseException]] = []
+    with (
+        _bound(build, "_load_module_from_path", unloaded),
+        ThreadPoolExecutor(min(_threads, len(kernels)), initializer=begin) as pool,
+    ):
+        made: dict[Future[None], _Kernel] = {pool.submit(k.make): k for k in kernels}
+        try:
+            for done, future in enumerate(as_completed(made), 1):
+                if (error := future.exception()) is not None:
+                    errors.append((made[future].name, error))
+                else:
+                    made[future].result()
+                if report is not None:
+                    report(done, len(kernels))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    if errors:
+        (name, first), names = errors[0], ", ".join(name for name, _ in errors)
+        first.add_note(f"compiling {name} ahead; {len(errors)} of {len(kernels)} failed: {names}")
+        raise first
+
+
+@contextmanager
+def _bound(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute bound to another value in the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,249 @@
+"""Compiling ahead: what is noted, what threads do, what is kept from a pass that computes nothing.
+On a GPU see tests/gpu."""
+
+import _thread
+from pathlib import Path
+from threading import Thread, get_ident
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.runtime import _async_compile, build, driver
+from triton.runtime.jit import JITFunction
+
+from rl_consistency.kernels.core import compile_ahead as module
+from rl_consistency.kernels.core.compile_ahead import (
+    compile_ahead,
+    compiles_only,
+    require_launches,
+    use_threads,
+)
+from rl_consistency.kernels.core.remembered_launch import launch_key, remembered
+from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner
+from rl_consistency.kernels.matmul import audit, cublaslt
+from rl_consistency.kernels.matmul.certificates import Certificates, Key
+
+BF16 = torch.bfloat16
+
+
+class Device:
+    """What stands for Triton and a GPU: kernels by their arguments, compiled or launched."""
+
+    def __init__(self):
+        self.launched, self.compiled, self.built, self.known = [], [], [], {}
+        self.broken = set()
+
+    def run(self, kernel, *args, grid, warmup, **options):
+        key = (kernel, *args)
+        found = self.known.get(key)
+        if found is None:
+            mode = _async_compile.active_mode.get()
+            finish = lambda compiled: self.known.update({key: compiled})  # noqa: E731
+            if mode is not None:
+                mode.submit(str(args), lambda: self.compile(args), finish)
+            else:
+                finish(self.compile(args))
+        if not warmup:
+            self.launched.append((args, get_ident()))
+
+    def compile(self, args):
+        if args in self.broken:
+            raise ValueError(f"no registers for {args}")
+        self.compiled.append((args, get_ident()))
+        return SimpleNamespace(src=args, metadata=None)
+
+    def build(self, src, metadata):
+        self.built.append((src, get_ident()))
+
+
+@pytest.fixture
+def device(monkeypatch):
+    found = Device()
+    monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(module, "_threads", 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=found.build))
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
+        monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
+    run = lambda kernel, *args, **options: found.run(kernel, *args, **options)  # noqa: E731
+    monkeypatch.setattr(JITFunction, "run", run)
+    return found
+
+
+def nothing(n):
+    pass
+
+
+@pytest.fixture
+def launch(device):
+    return JITFunction(nothing)[(1,)]
+
+
+def test_each_kernel_is_compiled_once_in_threads_and_nothing_is_launched(device, launch):
+    numbers = [1, 2, 3, 2, 1]
+    assert compile_ahead([lambda n=n: launch(n) for n in numbers]) == 3
+    assert sorted(args for args, _ in device.compiled) == [(1,), (2,), (3,)]
+    assert {src for src, _ in device.built} == {(1,), (2,), (3,)}
+    assert get_ident() not in {thread for _, thread in device.compiled + device.built}
+    assert not device.launched
+    for n in numbers:
+        launch(n)
+    assert len(device.compiled) == 3 and len(device.launched) == 5
+
+
+def test_what_is_known_is_compiled_no_second_time(device, launch):
+    compile_ahead([lambda: launch(1)])
+    assert compile_ahead([lambda: launch(1), lambda: launch(2)]) == 1
+
+
+def test_launchers_are_built_and_not_loaded_by_threads(device, launch, monkeypatch):
+    loads = []
+    monkeypatch.setattr(build, "_load_module_from_path", lambda *path: loads.append(path))
+    device.build = lambda src, metadata: build._load_module_from_path("launcher", "path").launch
+    compile_ahead([lambda: launch(1)])
+    assert not loads
+    build._load_module_from_path("launcher", "path")
+    assert loads == [("launcher", "path")]
+
+
+def test_what_is_remembered_is_not_launched_while_it_compiles(device):
+    launch = remembered(JITFunction(nothing))
+    launched = []
+    compiled = SimpleNamespace(
+        run=lambda x, y, z, *_: launched.append((x, y, z)), function=None, packed_metadata=None
+    )
+    launch._compiled[launch_key(0, (1,), launch._by_type, {})] = (compiled, ())
+    assert compile_ahead([lambda: launch[(1,)](1)]) == 1
+    assert not launched and not device.launched
+    launch[(1,)](1)
+    assert launched == [(1, 1, 1)]
+
+
+def test_another_thread_launches_as_ever_meanwhile(device, launch):
+    def beside():
+        other = Thread(target=launch, args=(7,))
+        other.start()
+        other.join()
+        assert compiles_only()
+
+    compile_ahead([beside, lambda: launch(1)])
+    assert [args for args, _ in device.launched] == [(7,)]
+    assert not compiles_only()
+
+
+def test_an_error_of_a_call_passes_through_and_launching_is_put_back(device, launch):
+    def refuse():
+        raise ValueError("no such shape")
+
+    with pytest.raises(ValueError, match="no such shape"):
+        compile_ahead([refuse])
+    launch(1)
+    assert len(device.launched) == 1 and not compiles_only()
+    assert _async_compile.active_mode.get() is None
+
+
+def test_an_error_of_the_compiler_names_its_kernel_and_the_others_are_kept(device, launch):
+    device.broken.add((2,))
+    with pytest.raises(ValueError, match="no registers") as error:
+        compile_ahead([lambda n=n: launch(n) for n in (1, 2, 3)])
+    assert error.value.__notes__ == ["compiling nothing ahead; 1 of 3 failed: nothing"]
+    assert sorted(n for _, n in device.known) == [1, 3]
+    device.broken.clear()
+    launch(2)
+    assert len(device.compiled) == 3
+
+
+def test_an_interrupt_ends_the_pool_and_leaves_launching_as_it_was(device, launch):
+    before = _thread._count()
+
+    def interrupted(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_ahead([lambda n=n: launch(n) for n in range(50)], interrupted)
+    assert _thread._count() == before and len(device.compiled) < 50
+    launch(1)
+    assert device.launched and compile_ahead([lambda: launch(51)]) == 1
+
+
+def test_progress_is_reported_kernel_by_kernel(device, launch):
+    seen = []
+    compile_ahead([lambda n=n: launch(n) for n in range(3)], lambda *at: seen.append(at))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_process_that_shares_its_cores_compiles_in_fewer_threads(device, launch):
+    use_threads(1)
+    compile_ahead([lambda n=n: launch(n) for n in range(8)])
+    assert len({thread for _, thread in device.compiled}) == 1
+
+
+def test_the_interpreter_has_nothing_to_compile(monkeypatch):
+    monkeypatch.setattr(module, "INTERPRETED", True)
+    assert compile_ahead([lambda: pytest.fail("called")]) == 0
+
+
+KEY = Key.of("nt", BF16, BF16, False, 100, 64, 64)
+
+
+def certificates_in(path: Path, compared):
+    return Certificates(path, {"device": "none"}, lambda key, m: compared.append(m) or 0)
+
+
+def product_only_compiled(monkeypatch, held):
+    """What a product of 100 rows launches in a pass that computes nothing, by rows."""
+    launched = []
+    monkeypatch.setattr(cublaslt, "certificates", lambda device: held)
+    monkeypatch.setattr(cublaslt, "_has_room", lambda device, key: True)
+    monkeypatch.setattr(cublaslt, "settings_in_force", lambda: True)
+    monkeypatch.setattr(cublaslt, "prefers_library", lambda *sizes: True)
+    monkeypatch.setattr(cublaslt, "has_tma", lambda device: True)
+    monkeypatch.setattr(cublaslt, "_as_certified", lambda matrix: True)
+    monkeypatch.setattr(cublaslt, "matmul_fwd", lambda a, *_: launched.append(len(a)))
+    monkeypatch.setattr(cublaslt, "library_product", lambda *_: pytest.fail("the library ran"))
+    a, b = torch.zeros(100, 64, dtype=BF16), torch.zeros(64, 64, dtype=BF16)
+    found = []
+    compile_ahead([lambda: found.append(cublaslt.product(a, b, None, "nt", BF16))])
+    return found[0], launched
+
+
+def test_a_pass_that_computes_nothing_makes_no_certificate(device, monkeypatch, tmp_path):
+    path, compared = tmp_path / "file.json", []
+    held = certificates_in(path, compared)
+    before = audit._counts.calls
+    found, launched = product_only_compiled(monkeypatch, held)
+    assert found.shape == (100, 64) and not compared and not path.exists()
+    assert audit._counts.calls == before and not audit._counts.pending
+    # What a comparison launches later is compiled: its numbers of rows, and an audit's.
+    assert launched[-4:] == [65, 96, 100, 128] and all(32 <= m <= 64 for m in launched[:-4])
+    held.admitted(KEY, 100)
+    assert compared == [65, 96, 100, 128]
+    text = path.read_bytes()
+    found, launched = product_only_compiled(monkeypatch, held)
+    assert found.shape == (100, 64) and path.read_bytes() == text
+    assert launched and all(32 <= m <= 64 for m in launched)
+
+
+def test_a_struck_product_is_compiled_as_triton_runs_it(device, monkeypatch, tmp_path):
+    held = certificates_in(tmp_path / "file.json", [])
+    held.strike(KEY, "it differed")
+    assert product_only_compiled(monkeypatch, held) == (None, [])
+
+
+def test_what_rests_on_results_is_refused_in_such_a_pass(device, tmp_path):
+    """The mutant: a product that did not ask would make a certificate of nothing."""
+    compared = []
+    held = certificates_in(tmp_path / "file.json", compared)
+    schedules = TunedSchedules(None, {})
+    for what in (
+        lambda: held.admitted(KEY, 100),
+        lambda: held.strike(KEY, "bytes differed"),
+        audit.due,
+        lambda: schedules.strike("work", "schedule", "bytes differed"),
+        lambda: schedules.keep("work", Winner("schedule", 1.0, 1.0)),
+    ):
+        with pytest.raises(RuntimeError, match="nothing is computed"):
+            compile_ahead([what])
+    assert not compared and not list(tmp_path.iterdir()) and not schedules.winners
+    require_launches("outside")
