@@ -7,7 +7,7 @@ the other consumer computes its exponentials. The bits are those of `forward_tri
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
