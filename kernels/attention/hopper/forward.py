@@ -7,7 +7,7 @@ the other consumer computes its exponentials. The bits are those of `forward_tri
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -68,24 +68,18 @@ def _free(empty, done):
 
 
 @gluon.jit
-def _start_scores(done, q_buf, ring, S: gl.constexpr):
-    """Start the scores [64, KEYS] of block `done`."""
-    k_bufs, _v_bufs, k_full, _v_full, _k_empty, _v_empty = ring
+def _first_scores(done, q_buf, ring, turns, WHICH: gl.constexpr, S: gl.constexpr):
+    """Scores [64, KEYS] of a block that `_consume_block` did not start."""
+    k_bufs, _v_bufs, k_full, _v_full, k_empty, _v_empty = ring
     slot = done % STAGES
     mbarrier.wait(k_full.index(slot), (done // STAGES) & 1)
-    return warpgroup_mma(
+    scores = warpgroup_mma(
         q_buf, k_bufs.index(slot).permute([1, 0]), gl.zeros([CONSUMER_ROWS, KEYS], gl.float32, S),
         use_acc=False, is_async=True,
     )  # fmt: skip
-
-
-@gluon.jit
-def _first_scores(done, q_buf, ring, turns, WHICH: gl.constexpr, S: gl.constexpr):
-    """Scores [64, KEYS] of a block that no block before it started, in a turn that was taken."""
-    scores = _start_scores(done, q_buf, ring, S)
     _give_turn(turns, WHICH)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    _free(ring[4], done)
+    _free(k_empty, done)
     return scores
 
 
@@ -100,7 +94,7 @@ def _consume_block(
     An unmasked block is never the last: it computes the next block's scores. A masked one returns
     its own, which nothing reads.
     """
-    _k_bufs, v_bufs, _k_full, v_full, k_empty, v_empty = ring
+    k_bufs, v_bufs, k_full, v_full, k_empty, v_empty = ring
     dtype: gl.constexpr = v_bufs.dtype
     lane_layout: gl.constexpr = lanes.type.layout
     slot = done % STAGES
@@ -145,7 +139,12 @@ def _consume_block(
     if MASKED:
         acc = gl.fma(block_acc, right_acc + gl.zeros_like(acc), acc)
     else:
-        following = _start_scores(done + 1, q_buf, ring, S)
+        coming = (done + 1) % STAGES
+        mbarrier.wait(k_full.index(coming), ((done + 1) // STAGES) & 1)
+        following = warpgroup_mma(
+            q_buf, k_bufs.index(coming).permute([1, 0]),
+            gl.zeros([CONSUMER_ROWS, KEYS], gl.float32, S), use_acc=False, is_async=True,
+        )  # fmt: skip
         acc = gl.fma(block_acc, right_acc + gl.zeros_like(acc), acc)
         _give_turn(turns, WHICH)
         scores = warpgroup_mma_wait(0, deps=[following])
@@ -157,7 +156,7 @@ def _consume_block(
 def _consume(
     OUT, LSE, q_bufs, q_full, q_empty, ring, turns, place, factor, stride_ot, stride_oh,
     stride_lse, WHICH: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr, WALKS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, DIM: gl.constexpr, WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """One consumer, of rows 64 * WHICH .. of each tile: a turn for the first scores, then one for
     each block of keys."""
@@ -167,20 +166,10 @@ def _consume(
     _k_bufs, _v_bufs, k_full, v_full, k_empty, v_empty = ring
     window = place[5]
     done = gl.to_tensor(0)
-    tiles_here = count_tiles(place[1]) if WALKS else 1
-    kv_head, first_row, start_row, q_len, limit, low, tile_count = tile(
-        tile_index(done), place, KV_HEADS, GROUP, WINDOWED
-    )
-    mbarrier.wait(q_full.index(WHICH), 0)
-    _take_turn(turns, done, WHICH)
-    scores = _first_scores(done, q_bufs.index(WHICH), ring, turns, WHICH, S)
-    for turn in range(tiles_here):
-        if WALKS:
-            more = (turn + 1 < tiles_here).to(gl.int32)
-            # The numbers of the next tile are on their way while this one is computed.
-            next_head, next_first, next_start, next_len, next_limit, next_low, next_count = tile(
-                tile_index(turn + more), place, KV_HEADS, GROUP, WINDOWED
-            )
+    for turn in range(count_tiles(place[1])):
+        kv_head, first_row, start_row, q_len, limit, low, tile_count = tile(
+            tile_index(turn), place, KV_HEADS, GROUP, WINDOWED
+        )
         past = limit - q_len
         first = first_row + WHICH * CONSUMER_ROWS
         own = first + gl.arange(0, CONSUMER_ROWS, layout=gl.SliceLayout(1, S))
@@ -198,6 +187,9 @@ def _consume(
         taken = done + turn
         buffer = turn % QUERY_BUFFERS * 2 + WHICH
         q_buf = q_bufs.index(buffer)
+        mbarrier.wait(q_full.index(buffer), (turn // QUERY_BUFFERS) & 1)
+        _take_turn(turns, taken, WHICH)
+        scores = _first_scores(done, q_buf, ring, turns, WHICH, S)
         for i in range(whole):
             scores, m, lanes, acc = _consume_block(
                 done + i, low + i * KEYS, scores, q_buf, ring, turns, taken + 1 + i, position,
@@ -225,24 +217,10 @@ def _consume(
         gl.thread_barrier()
         mbarrier.arrive(q_empty.index(buffer), count=1)
         done += tile_count
-        if WALKS:
-            # The next tile's scores start before this one is written, so that the other consumer
-            # need not wait for the writing. The last tile repeats its own, unread: a branch around
-            # a product under way would make the compiler wait for it.
-            buffer = (turn + more) % QUERY_BUFFERS * 2 + WHICH
-            mbarrier.wait(q_full.index(buffer), ((turn + more) // QUERY_BUFFERS) & 1)
-            _take_turn(turns, done + turn + 1, WHICH)
-            following = _start_scores(done - 1 + more, q_bufs.index(buffer), ring, S)
-            _give_turn(turns, WHICH)
         write_rows(
             OUT, LSE, m, lanes, acc, first, kv_head, start_row, q_len, stride_ot, stride_oh,
             stride_lse, HEAD_DIM, CONSUMER_ROWS, GROUP, DIM,
         )  # fmt: skip
-        if WALKS:
-            scores = warpgroup_mma_wait(0, deps=[following])
-            _free(k_empty, done)
-            kv_head, first_row, start_row, q_len = next_head, next_first, next_start, next_len
-            limit, low, tile_count = next_limit, next_low, next_count
 
 
 @remembered
@@ -251,15 +229,14 @@ def attention_hopper_kernel(
     Q, V, OUT, LSE, q_desc, k_desc, v_desc, tiles, num_tiles, query_start, query_len, context_len,
     window, factor, stride_qt, stride_qh, stride_vt, stride_vh, stride_ot, stride_oh, stride_lse,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, DIM: gl.constexpr,
-    WINDOWED: gl.constexpr, WALKS: gl.constexpr,
+    WINDOWED: gl.constexpr,
 ):  # fmt: skip
     """o [T, H, HEAD_DIM] and lse [T, H] of the program's tiles, 128 rows of one KV head each.
 
     Columns from HEAD_DIM to DIM are zeros, which change no sum.
 
-    Grid: one program per tile and KV head, or with WALKS fewer, each of which has several
-    (`tile_index`). Each consumer carries m [64], lanes [64, 8] and acc [64, DIM] over blocks in
-    registers.
+    Grid: one program per tile and KV head, or fewer that walk over them (`tile_index`). Each
+    consumer carries m [64], lanes [64, 8] and acc [64, DIM] over blocks in registers.
     """
     dtype: gl.constexpr = k_desc.dtype
     of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONSUMER_ROWS, DIM], dtype)
@@ -290,11 +267,11 @@ def attention_hopper_kernel(
         [
             (_consume, (
                 OUT, LSE, q_bufs, q_full, q_empty, ring, turns, place, factor, stride_ot,
-                stride_oh, stride_lse, UPPER, KV_HEADS, GROUP, HEAD_DIM, DIM, WINDOWED, WALKS,
+                stride_oh, stride_lse, UPPER, KV_HEADS, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
             (_consume, (
                 OUT, LSE, q_bufs, q_full, q_empty, ring, turns, place, factor, stride_ot,
-                stride_oh, stride_lse, LOWER, KV_HEADS, GROUP, HEAD_DIM, DIM, WINDOWED, WALKS,
+                stride_oh, stride_lse, LOWER, KV_HEADS, GROUP, HEAD_DIM, DIM, WINDOWED,
             )),
             (produce, (
                 Q, V, q_desc, k_desc, v_desc, q_bufs, q_full, q_empty, ring, place, stride_qt,
@@ -321,6 +298,5 @@ def attention_hopper_fwd(call: ForwardCall, longest: int) -> None:
         q, v, out, lse, queries, keys, values, call.tiles, call.grid, *call.numbers, call.reach,
         call.factor, q.stride(0), q.stride(1), v.stride(0), v.stride(1), *call.result_strides,
         KV_HEADS=call.kv_heads, GROUP=call.group, HEAD_DIM=call.head_dim, DIM=call.dim,
-        WINDOWED=call.windowed, WALKS=programs < call.grid, num_warps=4, maxnreg=168,
-        enable_fp_fusion=False,
+        WINDOWED=call.windowed, num_warps=4, maxnreg=168, enable_fp_fusion=False,
     )  # fmt: skip

@@ -7,6 +7,8 @@ from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttent
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention, SequenceTables
 from rl_consistency.kernels.attention.schedules import (
     SHARED,
+    SHARED_DEEP,
+    SHARED_HIGH,
     SHARED_LOW,
     SPLIT_ROWS,
     pick_shared,
@@ -108,6 +110,12 @@ def picked(rows, runs, likely, most_blocks=320):
 def test_a_tile_holds_a_run():
     assert picked(16, 64, 32) == (16, 1) and picked(17, 64, 32) == picked(32, 64, 32) == (32, 1)
     assert picked(64, 64, 32) == (32, 1)  # two tiles
+
+
+def test_high_tiles_with_a_multiprocessor_each_keep_more_in_flight():
+    shape = {"runs": 64, "most_blocks": 17, "dim": 128, "places": 132}
+    assert pick_shared(48, likely=32, kv_heads=2, **shape) == (SHARED_DEEP, 1)
+    assert pick_shared(32, likely=32, kv_heads=8, **shape) == (SHARED_HIGH, 1)
 
 
 def test_programs_share_the_keys_of_few_runs_in_low_tiles():
