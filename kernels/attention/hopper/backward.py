@@ -41,7 +41,7 @@ from rl_consistency.kernels.attention.hopper.backward_copies import (
     tiles_before,
     walk,
 )
-from rl_consistency.kernels.attention.hopper.tiles import barriers, head_descriptor
+from rl_consistency.kernels.attention.hopper.tiles import barriers, head_descriptor, thread_barrier
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, padded, reach
 from rl_consistency.kernels.core.device import sm_count
@@ -168,7 +168,7 @@ def _consume(
         _rows(V, first_key, start_row, kv_head, limit, stride_vt, stride_vh, HEAD_DIM, DIM)
     )
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     dk = gl.zeros([KEYS, DIM], gl.float32, D)
     dv = gl.zeros([KEYS, DIM], gl.float32, D)
     steps = GROUP * per_head
@@ -193,7 +193,7 @@ def _consume(
         dq = gl.where(begun, view.load(C), 0.0)
         ds_buf.store(ds)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         dq = warpgroup_mma(ds_buf.permute([1, 0]), k_buf, dq, is_async=True)
         dk = warpgroup_mma(gl.convert_layout(ds, operand), q_buf, dk, is_async=True)
         dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
@@ -204,12 +204,12 @@ def _consume(
         # The compiler puts barriers of all warps around every arrival: here the matrix units still
         # have work.
         coming = _next_scores(k_buf, q_bufs, full, step, steps, S)
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(gone.index(slot), count=1)
         dk = warpgroup_mma_wait(1, deps=[dk])
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(done.index(slot), count=1)
-        gl.thread_barrier()
+        thread_barrier()
         scores = warpgroup_mma_wait(0, deps=[coming])
     _write(
         dK, dk * scale + 0.0, first_key, start_row, kv_head, limit, stride_dkt, stride_dkh,

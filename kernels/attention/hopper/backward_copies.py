@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from rl_consistency.kernels.attention.hopper.tiles import thread_barrier
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import FIVE_PRODUCTS, chain_bytes
 from rl_consistency.kernels.core.tile_descriptor import gluon_descriptor
@@ -93,7 +94,7 @@ def copy_queries(
         tma.async_copy_global_to_shared(do_desc, at, full.index(slot), do_buf)
         lse_buf.index(slot).store(lse)
         delta_buf.index(slot).store(delta)
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(full.index(slot), count=1)
 
 
@@ -191,14 +192,14 @@ def leave_chains(
             at = [tile * (QUERIES * DIM // ROW), 0]
             tma.async_copy_shared_to_global(chain_desc, at, out_buf)
             tma.store_wait(0)
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(free, count=1)
             # out_buf has been read. Before counting, memory must have been written as well.
             gl.inline_asm_elementwise(
                 "cp.async.bulk.wait_group 0; fence.proxy.async.global; mov.b32 $0, 0;", "=r,r",
                 [step], dtype=gl.int32, is_pure=False, pack=1,
             )  # fmt: skip
-            gl.thread_barrier()
+            thread_barrier()
             gl.atomic_add(counters + tile, 1, sem="release", scope="gpu")
         else:
             mbarrier.arrive(free, count=1)

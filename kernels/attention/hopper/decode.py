@@ -26,7 +26,13 @@ from rl_consistency.kernels.attention.hopper.decode_fold import (
     folded_layout,
     write_block,
 )
-from rl_consistency.kernels.attention.hopper.tiles import NEG_INF, WARPS, halve, write_rows
+from rl_consistency.kernels.attention.hopper.tiles import (
+    NEG_INF,
+    WARPS,
+    halve,
+    thread_barrier,
+    write_rows,
+)
 from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule
 
 ROWS = gl.constexpr(16)
@@ -187,7 +193,7 @@ def attention_decode_kernel(
         start = begin + i * KEYS
         # Once all threads have waited, the buffer behind the awaited one is free.
         async_copy.wait_group(RING - 2)
-        gl.thread_barrier()
+        thread_barrier()
         if RING % 2 == 1:
             copy_keys(ring.index((2 * i + RING - 1) % RING), k_base, entries, fill, end, limit,
                   stride_kt, BLOCK, HEAD_DIM)  # fmt: skip
@@ -203,7 +209,7 @@ def attention_decode_kernel(
         )
         rounded = gl.convert_layout(p.to(V.dtype.element_ty), gl.DotOperandLayout(0, S, 2))
         async_copy.wait_group(RING - 2)
-        gl.thread_barrier()
+        thread_barrier()
         if RING % 2 == 1:
             copy_keys(ring.index((2 * i + RING) % RING), v_base, entries, fill, end, limit,
                   stride_vt, BLOCK, HEAD_DIM)  # fmt: skip
@@ -225,7 +231,7 @@ def attention_decode_kernel(
     async_copy.wait_group(0)
     if SPLIT:
         # A program stores its blocks before it counts itself.
-        gl.thread_barrier()
+        thread_barrier()
         ticket = tickets + gl.program_id(0)
         if all_written(ticket, SLICES):
             WIDTH: gl.constexpr = DIM // SLICES

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from rl_consistency.kernels.attention.hopper.tiles import NEG_INF, WARPS
+from rl_consistency.kernels.attention.hopper.tiles import NEG_INF, WARPS, thread_barrier
 
 BUFFERS = gl.constexpr(3)
 """Buffers of the fold's ring; the code below is written for three."""
@@ -201,7 +201,7 @@ def all_written(ticket, SLICES: gl.constexpr):
                 "=&r,l,r", [ticket, gl.num_programs(1)], dtype=gl.int32, is_pure=False, pack=1,
             )  # fmt: skip
     # No thread goes on before all have seen the count.
-    gl.thread_barrier()
+    thread_barrier()
     return folds
 
 
@@ -294,7 +294,7 @@ def fold_written(
     for first in range(0, count, N):
         # After this barrier the factors and the buffer behind the awaited one are free.
         async_copy.wait_group(1)
-        gl.thread_barrier()
+        thread_barrier()
         ahead = gl.where(slot == 0, 2, slot - 1)
         _copy(acc_ring.index(ahead), lanes_ring.index(ahead), block_acc, block_lanes,
               first + 2 * N, count, STORED, WIDTH, DIM, N)  # fmt: skip
@@ -306,7 +306,7 @@ def fold_written(
         factors.index(1).store(gl.exp2(maxima - shift))
         m = gl.maximum(m, gl.max(maxima, 0))
         maxima, before = _maxima(block_m, first + N, count, STORED, N)
-        gl.thread_barrier()
+        thread_barrier()
         # Past the last block the left factor is 1 and the summand is 0.
         for i in range(0, gl.minimum(count - first, N), STEP):
             for j in gl.static_range(STEP):

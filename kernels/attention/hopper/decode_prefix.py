@@ -31,7 +31,7 @@ from rl_consistency.kernels.attention.hopper.decode_fold import (
     write_block,
     write_sums,
 )
-from rl_consistency.kernels.attention.hopper.tiles import WARPS
+from rl_consistency.kernels.attention.hopper.tiles import WARPS, thread_barrier
 from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule, key_block
 from rl_consistency.kernels.attention.shared_keys import SharedTables
 
@@ -111,7 +111,7 @@ def attention_prefix_kernel(
     for i in range(gl.maximum(gl.cdiv(end - begin, KEYS), 0)):
         # Once all threads have waited, the buffer behind the awaited one is free.
         async_copy.wait_group(RING - 2)
-        gl.thread_barrier()
+        thread_barrier()
         copy_keys(ring.index((2 * i + RING - 1) % RING), k_base, entries, fill, end, end,
                   stride_kt, BLOCK, DIM)  # fmt: skip
         keys = ring.index(2 * i % RING).permute([1, 0]).load(gl.DotOperandLayout(1, S, 2))
@@ -119,7 +119,7 @@ def attention_prefix_kernel(
         block_max, p, part = exponentials(scores, factor, ROWS, ACROSS, lane_layout)
         rounded = gl.convert_layout(p.to(V.dtype.element_ty), gl.DotOperandLayout(0, S, 2))
         async_copy.wait_group(RING - 2)
-        gl.thread_barrier()
+        thread_barrier()
         copy_keys(ring.index((2 * i + RING) % RING), v_base, entries, fill, end, end,
                   stride_vt, BLOCK, DIM)  # fmt: skip
         fill += KEYS
@@ -137,7 +137,7 @@ def attention_prefix_kernel(
     async_copy.wait_group(0)
     if SPLIT:
         # A program stores its blocks before it counts itself.
-        gl.thread_barrier()
+        thread_barrier()
         ticket = tickets + gl.program_id(0)
         if all_written(ticket, 1):
             place = first_slot * ROWS

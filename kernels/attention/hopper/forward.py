@@ -36,6 +36,7 @@ from rl_consistency.kernels.attention.hopper.tiles import (
     barriers,
     halve,
     head_descriptor,
+    thread_barrier,
     write_rows,
 )
 from rl_consistency.kernels.attention.schedules import PER_CALL
@@ -56,14 +57,14 @@ def _take_turn(turns, taken, WHICH: gl.constexpr):
 @gluon.jit
 def _give_turn(turns, WHICH: gl.constexpr):
     """Let the other consumer use the matrix unit."""
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(turns.index(1 - WHICH), count=1)
 
 
 @gluon.jit
 def _free(empty, done):
     """Tell the producer that this consumer has read the buffer of block `done`."""
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(empty.index(done % STAGES), count=1)
 
 
@@ -214,7 +215,7 @@ def _consume(
             _free(v_empty, done + i)
             _take_turn(turns, taken + 1 + i, WHICH)
             _give_turn(turns, WHICH)
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(q_empty.index(buffer), count=1)
         done += tile_count
         write_rows(

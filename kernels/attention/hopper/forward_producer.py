@@ -14,6 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from rl_consistency.kernels.attention.hopper.tiles import thread_barrier
+
 CONSUMER_ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(128)
 STAGES = gl.constexpr(2)
@@ -100,7 +102,7 @@ def _load_queries(
         async_copy.commit_group()
         async_copy.wait_group(0)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         for which in gl.static_range(2):
             mbarrier.arrive(q_full.index(first_buffer + which), count=1)
 
@@ -159,7 +161,7 @@ def produce(
                 async_copy.commit_group()
                 async_copy.wait_group(0)
                 fence_async_shared()
-                gl.thread_barrier()
+                thread_barrier()
                 mbarrier.arrive(v_full.index(slot), count=1)
             # Once this tile's second block has a slot, the tile before has freed the next tile's
             # query buffer. Any earlier the producer would have to wait.
@@ -169,7 +171,7 @@ def produce(
                     next_len, stride_qt, stride_qh, GROUP, HEAD_DIM, DIM, chunk, layout,
                 )  # fmt: skip
             # Phases repeat, so no warp may fall behind by a whole round of the buffers.
-            gl.thread_barrier()
+            thread_barrier()
             done += 1
         kv_head, first_row, start_row, q_len = next_head, next_first, next_start, next_len
         limit, low, count = next_limit, next_low, next_count

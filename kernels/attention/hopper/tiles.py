@@ -20,6 +20,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
 WARPS = gl.constexpr(4)
 """Warps of each group that holds rows of a tile."""
+# Triton 3.7 has another name for it.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 @gluon.jit
