@@ -24,6 +24,15 @@ def packed_hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
     return _decoder(model).batch_forward(batch)
 
 
+def check_forward(model: nn.Module, batch: PackedBatch) -> None:
+    """What `packed_hidden_states` checks, for a caller that computes the batch in another way:
+    ValueError on ids outside the vocabulary and on a model that was changed since it was patched.
+    """
+    decoder = _decoder(model)
+    batch.require_vocabulary(decoder.embed_tokens.num_embeddings)
+    decoder.guard()
+
+
 @torch.no_grad()
 def paged_hidden_states(
     model: nn.Module, input_ids: Tensor, position_ids: Tensor, paged: PagedAttention

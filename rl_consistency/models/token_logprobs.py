@@ -20,7 +20,8 @@ from rl_consistency.models.decoder import NO_FP16_TRAINING, guarded_backward
 from rl_consistency.models.forward import lm_head_gradient, lm_head_weight, packed_hidden_states
 from rl_consistency.models.packing import PackedBatch, PaddedBatch, from_host, pack_padded
 from rl_consistency.models.sharding import through, unwrapped
-from rl_consistency.numerics.strict import is_canonical
+from rl_consistency.models.shared_prompts import SharedPrompts, shared_hidden_states
+from rl_consistency.numerics.strict import current, is_canonical
 
 
 class Sampling(Protocol):
@@ -62,6 +63,7 @@ def token_logprobs(
     prompt_lengths: Sequence[int] | None = None,
     loss_mask: Sequence[Sequence[bool]] | Tensor | None = None,
     sampling: Sampling | Sequence[Sampling] | None = None,
+    share_prompts: bool = False,
 ) -> TokenLogprobs:
     """Log-probability of each scored token given the tokens before it.
 
@@ -77,10 +79,14 @@ def token_logprobs(
             scored.
         sampling: what the tokens were sampled with, for all or each; None is temperature 1 without
             truncation.
+        share_prompts: compute prompts that several sequences begin with once. Lists of token ids
+            with `prompt_lengths`, without gradients; other forms, and models with an op on its
+            stock path, are computed whole. The bits stay.
 
     ValueError if the model is not patched or was changed since, shapes disagree, nothing is scored,
-    or an fp16 model would be trained; ConsistencyError for a changed numeric setting, or for the
-    inside of a wrapper under gradients, which would leave out what the wrapper does.
+    prompts would be shared under gradients, or an fp16 model would be trained; ConsistencyError for
+    a changed numeric setting, or for the inside of a wrapper under gradients, which would leave out
+    what the wrapper does.
     """
     policy = unwrapped(model)
     batch, lens = _pack(policy, sequences, attention_mask)
@@ -91,7 +97,13 @@ def token_logprobs(
             f"{context} (max_position_embeddings); shorten it."
         )
     scored = _scored_tokens(lens, prompt_lengths, loss_mask, attention_mask)
-    run = partial(_score, policy, batch, lens, scored, sampling)
+    shared = None
+    if share_prompts:
+        shared = _shared(sequences, prompt_lengths)
+    if shared is None:
+        run = partial(_score, policy, batch, lens, scored, sampling)
+    else:
+        run = partial(_score_shared, policy, shared, batch, lens, scored, sampling)
     logprobs, entropy = through(model, policy, run)
     return TokenLogprobs(logprobs, entropy, [int(mask.sum()) for mask in scored])
 
@@ -166,6 +178,36 @@ def _score(
 ) -> tuple[Tensor, Tensor]:
     hidden, rows = _scored_hidden_states(policy, batch, lens, scored)
     return _row_scores(policy, hidden, rows, _sampling_rows(sampling, lens, rows))
+
+
+def _shared(sequences: Any, prompt_lengths: Sequence[int] | None) -> SharedPrompts | None:
+    """How sequences share their prompts; None where they are computed whole."""
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "share_prompts under gradients: a prompt's gradient is a sum over all its sequences, "
+            "which has another order. Score under torch.no_grad(), or leave it out."
+        )
+    if isinstance(sequences, Tensor | PackedBatch) or prompt_lengths is None or current().stock:
+        return None
+    return SharedPrompts.of(sequences, prompt_lengths)
+
+
+def _score_shared(
+    policy: nn.Module,
+    shared: SharedPrompts,
+    batch: PackedBatch,
+    lens: list[int],
+    scored: list[Tensor],
+    sampling: Sampling | Sequence[Sampling] | None,
+) -> tuple[Tensor, Tensor]:
+    hidden, starts = shared_hidden_states(policy, shared)
+    rows = _scored_rows(batch, lens, scored)
+    # Where the rows of the whole sequences lie among those of the parts; filler has any row.
+    places = np.zeros(len(batch.input_ids), dtype=np.int64)
+    for i, (start, n) in enumerate(zip(batch.layout.query_starts, lens, strict=True)):
+        places[start : start + n] = shared.rows_of(starts, i)
+    index = from_host(places, hidden.device)[rows.index]
+    return _row_scores(policy, hidden[index], rows, _sampling_rows(sampling, lens, rows))
 
 
 def _scored_hidden_states(

@@ -360,6 +360,7 @@ class PolicyTrainer(ABC):
             attention_mask=mask,
             prompt_lengths=[experience.prompt_lengths[i] for i in group],
             sampling=self._sampling,
+            share_prompts=not torch.is_grad_enabled(),
         )
 
     @torch.no_grad()

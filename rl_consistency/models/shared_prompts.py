@@ -1,0 +1,115 @@
+"""Scoring sequences that begin alike: what they share is computed once, without gradients.
+
+Order: that of every op. The row of a token depends on the tokens before it and on nothing else, so
+the bits are those of sequences that are computed whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.models.forward import check_forward, paged_hidden_states
+from rl_consistency.models.packing import ALIGNMENT, PackedBatch, from_host
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrompts:
+    """Sequences cut into parts: beginnings that several of them share, then the rest of each.
+
+    Example, with blocks of 16: two samples of one prompt of 40 tokens are three parts, 32 tokens
+    of the prompt and what follows them in each sample.
+    """
+
+    parts: list[Sequence[int]]
+    before: list[int | None]
+    """Of each part: the part that stands before it, None for the first of a sequence."""
+    own: list[int]
+    """Of each sequence: the part that is its rest."""
+
+    @classmethod
+    def of(
+        cls, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
+    ) -> SharedPrompts | None:
+        """The cut, at whole blocks of the shortest of each prompt; None where nothing is shared."""
+        cuts = [
+            min(prompt, len(tokens) - 1) // ALIGNMENT * ALIGNMENT
+            for tokens, prompt in zip(sequences, prompt_lengths, strict=True)
+        ]
+        beginnings = [tuple(tokens[:cut]) for tokens, cut in zip(sequences, cuts, strict=True)]
+        shared = [beginning for beginning, n in Counter(beginnings).items() if beginning and n > 1]
+        if not shared:
+            return None
+        index = {beginning: i for i, beginning in enumerate(shared)}
+        of_each = [index.get(beginning) for beginning in beginnings]
+        rests = [
+            tokens if before is None else tokens[cut:]
+            for tokens, before, cut in zip(sequences, of_each, cuts, strict=True)
+        ]
+        own = list(range(len(shared), len(shared) + len(rests)))
+        return cls([*shared, *rests], [*([None] * len(shared)), *of_each], own)
+
+    @property
+    def pasts(self) -> list[int]:
+        """Tokens before each part."""
+        return [0 if i is None else len(self.parts[i]) for i in self.before]
+
+    def rows_of(self, starts: Sequence[int], sequence: int) -> np.ndarray:
+        """Row of each token of a sequence, where the parts' rows begin at `starts`."""
+        part = self.own[sequence]
+        rows = np.arange(len(self.parts[part])) + starts[part]
+        before = self.before[part]
+        if before is None:
+            return rows
+        return np.concatenate([np.arange(len(self.parts[before])) + starts[before], rows])
+
+
+@torch.no_grad()
+def shared_hidden_states(model: Any, shared: SharedPrompts) -> tuple[Tensor, Sequence[int]]:
+    """(hidden states [R, H] of the parts' rows, where each part's rows begin).
+
+    The keys and values of one layer at a time lie in a cache of R rows: each part starts on a block
+    of it, so the blocks of a sequence are those of its parts.
+    """
+    batch = PackedBatch.from_sequences(shared.parts, model.device)
+    check_forward(model, batch)
+    starts, lens, pasts = batch.layout.query_starts, batch.layout.query_lens, shared.pasts
+    rows = len(batch.input_ids)
+    blocks = [
+        list(range(start // ALIGNMENT, -(-(start + n) // ALIGNMENT)))
+        for start, n in zip(starts, lens, strict=True)
+    ]
+    spans = np.zeros(rows, dtype=np.int64)
+    for start, n, past in zip(starts, lens, pasts, strict=True):
+        spans[start : start + n] = past
+    config = model.config
+    heads, dim = config.num_key_value_heads, getattr(config, "head_dim", None)
+    dim = dim or config.hidden_size // config.num_attention_heads
+    # Zeros: a NaN in memory that nobody wrote would pass a mask of weight 0.
+    cache = torch.zeros(
+        2, rows // ALIGNMENT, ALIGNMENT, heads, dim, dtype=model.dtype, device=model.device
+    )
+    layers = config.num_hidden_layers
+    paged = PagedAttention(
+        query_starts=starts,
+        query_lens=lens,
+        context_lens=[past + n for past, n in zip(pasts, lens, strict=True)],
+        block_tables=[
+            own if i is None else [*blocks[i], *own]
+            for i, own in zip(shared.before, blocks, strict=True)
+        ],
+        slot_mapping=torch.arange(rows, device=model.device),
+        key_cache=[cache[0]] * layers,
+        value_cache=[cache[1]] * layers,
+        block_size=ALIGNMENT,
+    )
+    positions = batch.position_ids + from_host(spans, model.device)
+    assert isinstance(model, nn.Module)
+    return paged_hidden_states(model, batch.input_ids, positions, paged), starts
