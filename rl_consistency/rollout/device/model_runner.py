@@ -123,10 +123,15 @@ class ModelRunner:
                 f"{model.dtype} on {model.device}; build the RolloutEngine after moving or casting"
             )
         captured_from, self._captured_from = self._captured_from, self._read_by_graphs(generation)
-        hooked = self._captured_from[1][1].hooked  # a graph does not run what a hook does
-        if self._graphs is not None and (hooked or captured_from != self._captured_from):
+        # A graph does not run what a hook does.
+        if self._graphs is not None and (self.hooked or captured_from != self._captured_from):
             self._graphs.drop()
         self._stream = self._current_stream()
+
+    @property
+    def hooked(self) -> bool:
+        """Whether modules had hooks at the last `begin`."""
+        return self._captured_from[1][1].hooked
 
     def _read_by_graphs(self, generation: int) -> tuple[list[int], _Path, int]:
         """What graphs depend on: where the tensors lie that they read, and what was captured."""
@@ -190,8 +195,7 @@ class ModelRunner:
         Nothing is launched, so no key, token or certificate is written. Nothing is compiled on a
         CPU, and while modules have hooks, which would see values that mean nothing.
         """
-        hooked = self._captured_from[1][1].hooked
-        if self.device.type != "cuda" or hooked:
+        if self.device.type != "cuda" or self.hooked:
             return 0
         rotary_rows(self._model, self._capacity)  # it lasts, so it must hold values
         most_keys = min(longest or self._capacity, self._capacity)

@@ -68,7 +68,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def sharing_engine(model: Any, **settings: int) -> RolloutEngine:
+def sharing_engine(model: Any, **settings: Any) -> RolloutEngine:
     engine = RolloutEngine(model, eos_token_id=3, **settings)
     runner = engine._runner
     runner._graphs = Uncaptured(
