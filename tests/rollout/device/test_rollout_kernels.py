@@ -1,5 +1,7 @@
 """Which kernels are compiled ahead: the sizes that stand for all others. On a GPU see tests/gpu."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -170,12 +172,12 @@ def test_a_later_rollout_compiles_what_the_first_did_not_need(
     asked = []
     monkeypatch.setattr(ModelRunner, "compile_ahead", lambda self, b, **_: asked.append(b))
     engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=60, max_num_seqs=5)
-    first = {"max_tokens": 3}
+    first = SamplingParams(max_tokens=3)
     for found in ([[1, 2, 3], [4, 5]], [[4, 5]]):
-        engine.generate(found, SamplingParams(**first))
+        engine.generate(found, first)
     assert len(asked) == 1
     for _ in range(2):
-        engine.generate(prompts, SamplingParams(**first | changes))
+        engine.generate(prompts, replace(first, **changes))
     later = [(b.tokens, b.sequences, b.longest) for b in asked[1:]]
     assert later == ([] if sizes is None else [sizes])
 
