@@ -192,8 +192,9 @@ class ModelRunner:
         """Compile what a rollout within `bounds` launches that no process has compiled, and what
         the calls in `also` do; returns the number of kernels.
 
-        Nothing is launched, so no key, token or certificate is written. Nothing is compiled on a
-        CPU, and while modules have hooks, which would see values that mean nothing.
+        No kernel of Triton is launched, torch's own are: of the device state only the dummy slot is
+        written, no sequence's key or token and no certificate. Nothing is compiled on a CPU, and
+        while modules have hooks, which would see values that mean nothing.
         """
         if self.device.type != "cuda" or self.hooked:
             return 0
