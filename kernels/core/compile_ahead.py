@@ -55,7 +55,8 @@ def require_launches(what: str) -> None:
 def compile_ahead(calls: Iterable[Callable[[], object]], report: Report | None = None) -> int:
     """Compile what the calls would launch on the current device; returns the number of kernels.
 
-    No kernel is launched, so what the calls compute is meaningless; other threads launch as ever.
+    No kernel of Triton is launched, so what the calls compute is meaningless; torch's own kernels
+    and other threads' launch as ever. No value that a kernel would have made may be an index.
     An error of a call passes through. An error of the compiler is raised when all other kernels
     are compiled, with a note that names its kernel. An interrupt waits for the compilers that run.
     """

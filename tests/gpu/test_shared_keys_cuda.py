@@ -78,6 +78,17 @@ def test_drafts_of_groups_give_the_same_bytes(model, expected):
         assert any(shape.shared and shape.width > 1 for shape in shapes(engine)) == shares
 
 
+def test_samples_that_the_prefix_cache_leaves_one_token_of_read_their_own_prompt(model):
+    """Their first step is a decode step. 257 tokens are whole blocks of 16 and one more."""
+    prompts = [[(7 * i + 3 * n + 1) % 331 for n in range(257)] for i in range(3)]
+    sampling = replace(SAMPLING, n=4)
+    wanted = as_bytes(engine_of(model, cuda_graphs=False).generate(prompts, sampling))
+    engine = engine_of(model)
+    for _ in range(2):
+        assert as_bytes(engine.generate(prompts, sampling)) == wanted
+    assert any(shape.shared for shape in shapes(engine))
+
+
 def test_graphs_of_groups_are_captured_ahead_of_time(model, expected):
     engine = engine_of(model, max_num_seqs=8)
     engine.warm_up(SAMPLING, batch_sizes=[8, 1])

@@ -54,7 +54,10 @@ class DeviceState:
         self._device_shares = torch.from_numpy(self._shares).to(device, copy=True)
 
     def admit(self, sequence: RolloutSequence) -> None:
-        """Write a sequence's sampling params and stream key to its slot, with an empty table."""
+        """Write a sequence's sampling params, stream key and blocks to its slot.
+
+        Blocks found in the prefix cache are among these, so its first step may be a decode step.
+        """
         slot, params = sequence.slot, sequence.params
         if slot is None or not 0 <= slot < self.dummy_slot:
             raise ValueError(f"a running sequence needs a slot in [0, {self.dummy_slot}): {slot}")
@@ -63,16 +66,19 @@ class DeviceState:
         self._words[KEY_WORDS, slot] = params.top_k
         self._shares[:, slot] = (params.temperature, params.top_p, params.min_p)
         self._truncates[slot] = params.restricts_support
-        self._tables[slot] = self.dummy_block
-        self._num_blocks[slot] = 0
+        count = len(sequence.block_table)
+        self._tables[slot, :count] = sequence.block_table
+        self._tables[slot, count:] = self.dummy_block
+        self._num_blocks[slot] = count
         self._stale[slot] = None
         self._num_admitted += 1
 
     def arrangement(
         self, slots: NDArray[np.int64], pasts: NDArray[np.int64], *, width: int
     ) -> Arrangement | None:
-        """How the sequences in slots [n], with pasts [n] entered by `cover`, share keys in a call
-        of `width` tokens each; None where they share too few."""
+        """How the sequences in slots [n], with pasts [n], share keys in a call of `width` tokens
+        each; None where they share too few. Tables hold all pasts: `admit` and `cover` enter them.
+        """
         return self._shared.of(width, slots, pasts, self._tables, self._num_admitted)
 
     def truncates(self, slots: NDArray[np.int64]) -> bool:

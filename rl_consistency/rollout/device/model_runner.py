@@ -123,10 +123,15 @@ class ModelRunner:
                 f"{model.dtype} on {model.device}; build the RolloutEngine after moving or casting"
             )
         captured_from, self._captured_from = self._captured_from, self._read_by_graphs(generation)
-        hooked = self._captured_from[1][1].hooked  # a graph does not run what a hook does
-        if self._graphs is not None and (hooked or captured_from != self._captured_from):
+        # A graph does not run what a hook does.
+        if self._graphs is not None and (self.hooked or captured_from != self._captured_from):
             self._graphs.drop()
         self._stream = self._current_stream()
+
+    @property
+    def hooked(self) -> bool:
+        """Whether modules had hooks at the last `begin`."""
+        return self._captured_from[1][1].hooked
 
     def _read_by_graphs(self, generation: int) -> tuple[list[int], _Path, int]:
         """What graphs depend on: where the tensors lie that they read, and what was captured."""
@@ -187,11 +192,11 @@ class ModelRunner:
         """Compile what a rollout within `bounds` launches that no process has compiled, and what
         the calls in `also` do; returns the number of kernels.
 
-        Nothing is launched, so no key, token or certificate is written. Nothing is compiled on a
-        CPU, and while modules have hooks, which would see values that mean nothing.
+        No kernel of Triton is launched, torch's own are: of the device state only the dummy slot is
+        written, no sequence's key or token and no certificate. Nothing is compiled on a CPU, and
+        while modules have hooks, which would see values that mean nothing.
         """
-        hooked = self._captured_from[1][1].hooked
-        if self.device.type != "cuda" or hooked:
+        if self.device.type != "cuda" or self.hooked:
             return 0
         rotary_rows(self._model, self._capacity)  # it lasts, so it must hold values
         most_keys = min(longest or self._capacity, self._capacity)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from rl_consistency.kernels.attention.shared_keys import SHARED_BLOCK
 from rl_consistency.numerics.strict import current
-from rl_consistency.rollout.device.decode_graphs import buckets_up_to
+from rl_consistency.rollout.device.decode_graphs import buckets_up_to, width_for
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.device.rollout_bounds import RolloutBounds
 from rl_consistency.rollout.progress import compile_line
@@ -16,11 +17,36 @@ from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.weights import model_digest
 
 
-class RolloutKernels:
-    """The kernels of one runner, by what its sampling restricts, whether its samples
-    share keys, and which ops are stock.
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """What decides which kernels rollouts launch."""
 
-    Those of the weights digest are among them. Nothing is compiled ahead on a CPU.
+    truncates: bool
+    shares: bool
+    width: int  # of the longest draft
+    bounds: RolloutBounds
+    stock: frozenset[str]
+
+    def covers(self, other: _Kind) -> bool:
+        """Whether the kernels of the other are among these."""
+        mine, theirs = self.bounds, other.bounds
+        return (
+            (self.truncates, self.stock) == (other.truncates, other.stock)
+            # Keys that are shared are compiled beside those that are not.
+            and self.shares >= other.shares
+            and self.width >= other.width
+            and mine.tokens >= theirs.tokens
+            and mine.sequences >= theirs.sequences
+            and mine.longest >= theirs.longest
+        )
+
+
+class RolloutKernels:
+    """The kernels of one runner, by what its sampling restricts, its drafts and sizes, whether its
+    samples share keys, and which ops are stock.
+
+    Those of the weights digest are among them. Nothing is compiled ahead on a CPU, nor while
+    modules have hooks.
     """
 
     def __init__(
@@ -41,7 +67,7 @@ class RolloutKernels:
             longest=model.config.max_position_embeddings,
             batch_sizes=buckets_up_to(max_seqs),
         )
-        self._compiled: set[tuple[bool, bool, frozenset[str]]] = set()
+        self._compiled: list[_Kind] = []
 
     def compile(
         self,
@@ -53,42 +79,68 @@ class RolloutKernels:
         """All kernels; arguments are those of `ModelRunner.warm_up`."""
         self._runner.check_batch_sizes(batch_sizes or ())
         sizes = self._bounds.batch_sizes if batch_sizes is None else tuple(batch_sizes)
-        bounds = replace(self._bounds, batch_sizes=sizes)
-        self._compile(bounds, drafts, truncates, self._shares, longest)
+        kind = self._kind(drafts, truncates, self._shares, self._bounds)
+        self._compile(kind, replace(self._bounds, batch_sizes=sizes), drafts, longest)
 
     def compile_for(self, sequences: Sequence[RolloutSequence]) -> None:
-        """Before the first rollout of a kind: those that sequences of these sizes need."""
-        truncates = any(s.params.restricts_support for s in sequences)
-        shares = self._shares and any(s.params.n > 1 for s in sequences)
-        if not sequences or (truncates, shares, current().stock) in self._compiled:
+        """Before the first rollout of a kind: those that sequences of these sizes need.
+
+        A later rollout that is larger has its sizes rounded up, so that few are.
+        """
+        if not sequences:
             return
-        most, count = self._bounds, min(len(sequences), self._bounds.sequences)
-        bounds = RolloutBounds(
-            tokens=min(most.tokens, sum(s.num_tokens for s in sequences)),
+        truncates = any(s.params.restricts_support for s in sequences)
+        shares = self._shares and _may_share(sequences)
+        drafts = range(max(s.params.speculation for s in sequences) + 1)
+        tokens, count = sum(s.num_tokens for s in sequences), len(sequences)
+        longest = max(s.max_num_tokens for s in sequences)
+        kind = self._kind(drafts, truncates, shares, self._within(tokens, count, longest))
+        if any(compiled.covers(kind) for compiled in self._compiled):
+            return
+        if self._compiled:
+            sizes = (1 << (size - 1).bit_length() for size in (tokens, count, longest))
+            kind = replace(kind, bounds=self._within(*sizes))
+        self._compile(kind, kind.bounds, drafts, None)
+
+    def _within(self, tokens: int, sequences: int, longest: int) -> RolloutBounds:
+        most, count = self._bounds, min(sequences, self._bounds.sequences)
+        return RolloutBounds(
+            tokens=min(most.tokens, tokens),
             sequences=count,
-            longest=min(most.longest, max(s.max_num_tokens for s in sequences)),
+            longest=min(most.longest, longest),
             batch_sizes=buckets_up_to(count),
         )
-        drafts = range(max(s.params.speculation for s in sequences) + 1)
-        self._compile(bounds, drafts, truncates, shares, None)
+
+    def _kind(
+        self, drafts: Sequence[int], truncates: bool, shares: bool, bounds: RolloutBounds
+    ) -> _Kind:
+        return _Kind(
+            truncates=truncates,
+            shares=shares,
+            width=width_for(max(drafts)),
+            bounds=bounds,
+            stock=current().stock,
+        )
 
     def _compile(
-        self,
-        bounds: RolloutBounds,
-        drafts: Sequence[int],
-        truncates: bool,
-        shares: bool,
-        longest: int | None,
+        self, kind: _Kind, bounds: RolloutBounds, drafts: Sequence[int], longest: int | None
     ) -> None:
+        if self._runner.hooked:
+            return
         with compile_line(quiet=self._quiet) as report:
             self._runner.compile_ahead(
                 bounds,
                 drafts=drafts,
-                truncates=truncates,
-                shares=shares,
+                truncates=kind.truncates,
+                shares=kind.shares,
                 longest=longest,
                 also=[partial(model_digest, self._model)],
                 report=report,
             )
-        # Keys that are shared are compiled beside those that are not.
-        self._compiled |= {(truncates, kind, current().stock) for kind in {shares, False}}
+        self._compiled = [k for k in self._compiled if not kind.covers(k)] + [kind]
+
+
+def _may_share(sequences: Sequence[RolloutSequence]) -> bool:
+    """Whether two of the sequences begin alike, for as long as shared keys are read once."""
+    heads = [tuple(s.token_ids[:SHARED_BLOCK]) for s in sequences if s.num_tokens > SHARED_BLOCK]
+    return len(set(heads)) < len(heads)

@@ -1,11 +1,16 @@
 """Which kernels are compiled ahead: the sizes that stand for all others. On a GPU see tests/gpu."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from rl_consistency.kernels.attention.shared_keys import SHARED_BLOCK
 from rl_consistency.kernels.matmul.schedules import pick, pick_gate_up, pick_qkv, prefers_library
-from rl_consistency.models import decoder
+from rl_consistency.models import decoder, modules
 from rl_consistency.models.patch import patch
+from rl_consistency.numerics.strict import strict
+from rl_consistency.rollout.device import rollout_kernels
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.device.ragged_call import RaggedCall, RaggedShape
 from rl_consistency.rollout.device.rollout_bounds import RolloutBounds, ragged_shapes, row_counts
@@ -110,19 +115,97 @@ def test_the_first_rollout_of_a_kind_asks_for_the_sizes_it_has(model, monkeypatc
     monkeypatch.setattr(
         RolloutKernels, "_compile", lambda self, *a: (asked.append(a), compiled(self, *a))
     )
+    monkeypatch.setattr(rollout_kernels, "SHARED_BLOCK", 2)
     engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=60, max_num_seqs=5)
     plain, truncated = SamplingParams(n=2, max_tokens=3), SamplingParams(top_k=3, max_tokens=3)
     for sampling in (plain, plain, truncated, truncated):
         engine.generate([[1, 2, 3], [4, 5]], sampling)
-    kinds = [(truncates, shares) for _, _, truncates, shares, _ in asked]
-    assert kinds == [(False, True), (True, False)]
-    bounds = asked[0][0]
+    assert [(a[0].truncates, a[0].shares) for a in asked] == [(False, True), (True, False)]
+    bounds = asked[0][1]
     assert (bounds.tokens, bounds.sequences, bounds.longest) == (10, 4, 6)
     assert bounds.batch_sizes == (1, 2, 4)
     engine.warm_up(plain, batch_sizes=[2, 5])
-    assert asked[-1][0].batch_sizes == (2, 5) and asked[-1][0].tokens == 2048
+    assert asked[-1][1].batch_sizes == (2, 5) and asked[-1][1].tokens == 2048
     with pytest.raises(ValueError, match="batch sizes must be 1 to max_num_seqs=5"):
         engine.warm_up(plain, batch_sizes=[6])
+    engine.generate([[1] * 40] * 3, plain)
+    assert len(asked) == 3
+
+
+def test_sequences_share_keys_if_two_begin_alike_whoever_asked_for_them(model, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        ModelRunner, "compile_ahead", lambda self, b, *, shares, **_: asked.append(shares)
+    )
+    common = list(range(SHARED_BLOCK))
+    for prompts, n, shares in (
+        ([[*common, 1], [*common, 2]], 1, True),
+        ([[*common, 1]], 2, True),
+        ([common, common], 2, False),
+        ([[*common, 1], [7, *common]], 1, False),
+    ):
+        for prefixes in (True, False):
+            engine = RolloutEngine(
+                model,
+                eos_token_id=None,
+                num_kv_blocks=60,
+                max_num_seqs=5,
+                enable_prefix_sharing=prefixes,
+            )
+            engine.generate(prompts, SamplingParams(n=n, max_tokens=1))
+            assert asked.pop() == (shares and prefixes)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "changes", "sizes"),
+    [
+        ([[1, 2, 3]], {}, None),
+        ([[1, 2, 3]] * 5, {}, (16, 5, 8)),
+        ([[1, 2]], {"max_tokens": 9}, (2, 1, 16)),
+        ([[1, 2]], {"speculation": 3}, (2, 1, 8)),
+        ([[1, 2]], {"speculation": 3, "n": 2}, (4, 2, 8)),
+    ],
+)
+def test_a_later_rollout_compiles_what_the_first_did_not_need(
+    model, monkeypatch, prompts, changes, sizes
+):
+    asked = []
+    monkeypatch.setattr(ModelRunner, "compile_ahead", lambda self, b, **_: asked.append(b))
+    engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=60, max_num_seqs=5)
+    first = SamplingParams(max_tokens=3)
+    for found in ([[1, 2, 3], [4, 5]], [[4, 5]]):
+        engine.generate(found, first)
+    assert len(asked) == 1
+    for _ in range(2):
+        engine.generate(prompts, replace(first, **changes))
+    later = [(b.tokens, b.sequences, b.longest) for b in asked[1:]]
+    assert later == ([] if sizes is None else [sizes])
+
+
+def test_what_hooks_kept_from_being_compiled_is_compiled_without_them(model, monkeypatch):
+    asked = []
+    monkeypatch.setattr(ModelRunner, "compile_ahead", lambda self, b, **_: asked.append(b))
+    engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=60, max_num_seqs=5)
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    engine.generate([[1, 2]], SamplingParams(max_tokens=2))
+    handle.remove()
+    assert not asked
+    engine.generate([[1, 2]], SamplingParams(max_tokens=2))
+    assert len(asked) == 1
+
+
+def test_stock_attention_gathers_nothing_while_kernels_compile(model, monkeypatch):
+    """It has no kernel to compile, and its longest context may not fit the device."""
+    runner = ModelRunner(model, block_size=4, num_blocks=20, max_num_seqs=3)
+    call = RaggedCall.padding(RaggedShape(queries=5, past=9), runner._state, 4)
+    for name in ("stock_attention", "stock_captured_attention"):
+        monkeypatch.setattr(modules, name, lambda *_, **__: pytest.fail("computed"))
+    monkeypatch.setattr(modules, "compiles_only", lambda: True)
+    with strict(except_=["attention"]):
+        runner._run(call, [0], truncates=False)
+    monkeypatch.setattr(modules, "compiles_only", lambda: False)
+    with strict(except_=["attention"]), pytest.raises(pytest.fail.Exception, match="computed"):
+        runner._run(call, [0], truncates=False)
 
 
 def test_nothing_is_compiled_ahead_on_a_cpu(model):
