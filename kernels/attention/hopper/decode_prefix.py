@@ -6,6 +6,7 @@ that its own sequence would have after these blocks. `decode` goes on from there
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 

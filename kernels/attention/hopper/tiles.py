@@ -1,7 +1,8 @@
 """What the sm_90 kernels of attention share: the halving tree, barriers, descriptors, and writing
 out a tile of the forward pass."""
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 
