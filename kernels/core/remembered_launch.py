@@ -26,6 +26,8 @@ MOST_REMEMBERED = 4096
 
 _INT32 = range(-(2**31), 2**31)
 
+_NUMBERS = frozenset((int, float, bool, type(None)))
+
 
 def remembered(kernel: Any) -> Any:
     """The kernel, launched in the same way: `kernel[grid](*arguments, **constants)`.
@@ -78,8 +80,9 @@ def by_type(kernel: JITFunction[Any]) -> list[bool]:
 
 def _observed() -> bool:
     """Whether a profiler has asked Triton to call it at launches."""
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def launch_key(
@@ -90,15 +93,18 @@ def launch_key(
     add = key.append
     for argument, type_is_enough in zip(arguments, types_only, strict=False):
         kind = type(argument)
-        if isinstance(argument, Tensor):
-            add(argument.dtype)
-            add(argument.data_ptr() % ALIGNMENT)
+        if kind in _NUMBERS:
+            if type_is_enough:
+                add(argument in _INT32 if kind is int else kind)
+            else:
+                key += (kind, argument)
+        elif isinstance(argument, Tensor):
+            key += (argument.dtype, argument.data_ptr() % ALIGNMENT)
         elif kind in DESCRIPTORS:
             # Start, shape and pitches are read at the launch.
             key += (kind, argument.base.dtype, *argument.block_shape, vars(argument).get("layout"))
-        elif type_is_enough:
-            add(argument in _INT32 if kind is int else kind)
         else:
             add(kind)
-            add(argument)
+            if not type_is_enough:
+                add(argument)
     return tuple(key)
