@@ -10,7 +10,6 @@ chain of matrix steps or an explicit tree.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

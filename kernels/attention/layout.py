@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -86,6 +86,10 @@ class AttentionLayout:
     query_lens: Sequence[int]
     context_lens: Sequence[int]
     """Number of keys of each sequence, including the keys of its queries."""
+    num_rows: int = field(default=0, init=False, repr=False, compare=False)
+    """The fewest rows of a call's tensors that hold the queries of all sequences."""
+    most_queries: int = field(default=0, init=False, repr=False, compare=False)
+    longest_context: int = field(default=0, init=False, repr=False, compare=False)
     _kept: dict[tuple[object, ...], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -104,22 +108,11 @@ class AttentionLayout:
                     f"attention layout: sequence {i} has {queries} queries and {context} keys; "
                     "0 <= queries <= keys."
                 )
-
-    @cached_property
-    def num_rows(self) -> int:
-        """The fewest rows of a call's tensors that hold the queries of all sequences."""
-        ends = (s + n for s, n in zip(self.query_starts, self.query_lens, strict=True))
-        return max(ends, default=0)
-
-    @cached_property
-    def most_queries(self) -> int:
-        """The largest number of queries of a sequence."""
-        return max(self.query_lens, default=0)
-
-    @cached_property
-    def longest_context(self) -> int:
-        """The largest number of keys of a sequence."""
-        return max(self.context_lens, default=0)
+        # Every layer's call asks for these.
+        ends = [s + n for s, n in zip(self.query_starts, self.query_lens, strict=True)]
+        object.__setattr__(self, "num_rows", max(ends, default=0))
+        object.__setattr__(self, "most_queries", max(self.query_lens, default=0))
+        object.__setattr__(self, "longest_context", max(self.context_lens, default=0))
 
     def owns(self, rows: int) -> bool:
         """Whether every row of the call is a query of some sequence."""

@@ -71,7 +71,7 @@ def product(
 ) -> Tensor | None:
     """The library's product, or None if it is not faster or not certified."""
     m, k = a.shape
-    dtype, device, has_bias = a.dtype, a.device, bias is not None
+    dtype, device = a.dtype, a.device
     n = b.shape[0 if layout == "nt" else 1]
     if not prefers_library(m, n, k, dtype, layout, out_dtype, device):
         return None
@@ -79,9 +79,9 @@ def product(
         return None
     if out_dtype not in (dtype, torch.float32) or not (_as_certified(a) and _as_certified(b)):
         return None
-    if has_bias and (out_dtype != dtype or not bias.is_contiguous()):
+    if bias is not None and (out_dtype != dtype or not bias.is_contiguous()):
         return None
-    key = Key.of(layout, dtype, out_dtype, has_bias, m, n, k)
+    key = Key.of(layout, dtype, out_dtype, bias is not None, m, n, k)
     if compiles_only():
         return _compiled(a, b, bias, layout, out_dtype, key)
     capturing = torch.cuda.is_current_stream_capturing()
