@@ -26,8 +26,6 @@ MOST_REMEMBERED = 4096
 
 _INT32 = range(-(2**31), 2**31)
 
-_NUMBERS = frozenset((int, float, bool, type(None)))
-
 
 def remembered(kernel: Any) -> Any:
     """The kernel, launched in the same way: `kernel[grid](*arguments, **constants)`.
@@ -93,18 +91,15 @@ def launch_key(
     add = key.append
     for argument, type_is_enough in zip(arguments, types_only, strict=False):
         kind = type(argument)
-        if kind in _NUMBERS:
-            if type_is_enough:
-                add(argument in _INT32 if kind is int else kind)
-            else:
-                key += (kind, argument)
-        elif isinstance(argument, Tensor):
-            key += (argument.dtype, argument.data_ptr() % ALIGNMENT)
+        if isinstance(argument, Tensor):
+            add(argument.dtype)
+            add(argument.data_ptr() % ALIGNMENT)
         elif kind in DESCRIPTORS:
             # Start, shape and pitches are read at the launch.
             key += (kind, argument.base.dtype, *argument.block_shape, vars(argument).get("layout"))
+        elif type_is_enough:
+            add(argument in _INT32 if kind is int else kind)
         else:
             add(kind)
-            if not type_is_enough:
-                add(argument)
+            add(argument)
     return tuple(key)
