@@ -204,7 +204,7 @@ def attention_bwd(
     group = heads // kv_heads
     make = torch.empty if layout.owns(rows) else torch.zeros
     dq, dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    if max(layout.query_lens, default=0) == 0:
+    if layout.most_queries == 0:
         return dq, dk, dv
     if key_schedule is None and query_schedule is None:
         fused = schedules.in_five_products(layout, do, q, k, v)

@@ -49,16 +49,19 @@ def cache_write(
     The caches are contiguous; a slot is block * block_size + offset, below num_blocks * block_size.
     """
     tensors = {"k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
-    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
-    fits = k.shape == v.shape == (*slots.shape, *key_cache.shape[2:])
-    if not fits or key_cache.shape != value_cache.shape or slots.dim() != 1:
+    shape, cache = k.shape, key_cache.shape
+    fits = shape == v.shape and shape == (*slots.shape, *cache[2:])
+    if not fits or cache != value_cache.shape or slots.dim() != 1:
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
         raise ValueError(
             f"cache_write: {shapes}, slots {tuple(slots.shape)}; k and v are [T, Hkv, D], the "
             "caches [num_blocks, block_size, Hkv, D], slots [T]."
         )
     if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
         raise ValueError("cache_write: the caches must be contiguous.")
-    if len({(t.dtype, t.device) for t in tensors.values()}) > 1 or slots.device != k.device:
+    dtype, device = k.dtype, k.device
+    alike = all(t.dtype == dtype and t.device == device for t in (v, key_cache, value_cache))
+    if not alike or slots.device != device:
         found = ", ".join(f"{name} {t.dtype} on {t.device}" for name, t in tensors.items())
         raise ValueError(
             f"cache_write: {found}, slots on {slots.device}; one dtype and one device are needed."

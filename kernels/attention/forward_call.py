@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,25 +34,25 @@ class ForwardCall:
     windowed: bool
     factor: float  # scale of the scores in log2 units
 
-    @property
+    @cached_property
     def head_dim(self) -> int:
         return self.q.shape[2]
 
-    @property
+    @cached_property
     def dim(self) -> int:
         """D rounded up to a power of two of at least 16."""
         return padded(self.head_dim)
 
-    @property
+    @cached_property
     def kv_heads(self) -> int:
         return self.k.shape[1]
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.q.shape[1] // self.kv_heads
 
-    @property
+    @cached_property
     def grid(self) -> int:
         """Tiles times KV heads."""
         return len(self.tiles) * self.kv_heads

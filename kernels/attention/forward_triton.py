@@ -10,7 +10,6 @@ chain of matrix steps or an explicit tree.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -143,22 +142,24 @@ def attention_fwd(
     q, k, v = (dense(x) for x in (q, k, v))
     rows, heads, head_dim = q.shape
     if into is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(rows, heads, dtype=lse_dtype(q.dtype), device=q.device)
+        out = q.new_empty(q.shape)
+        lse = q.new_empty((rows, heads), dtype=lse_dtype(q.dtype))
         if not layout.owns(rows):
             out.zero_()
             lse.fill_(float("-inf"))
     else:
         out, lse = into
     group = heads // k.shape[1]
-    most_rows = max(layout.query_lens, default=0) * group
+    most_rows = layout.most_queries * group
     if most_rows == 0:
         return out, lse
-    schedule = schedule or schedules.pick_forward(q, k, v, layout, most_rows)
-    if not schedules.admits(schedule, layout, q, k, v):
+    if schedule is None:
+        schedule = schedules.pick_forward(q, k, v, layout, most_rows)
+    elif not schedules.admits(schedule, layout, q, k, v):
         raise ValueError(schedules.NO_RING if schedule.ring else schedules.UNSPECIALIZED)
-    tables = layout.tables(q.device)
-    keys, longest = key_block(head_dim), max(layout.context_lens)
+    device = q.device
+    tables = layout.tables(device)
+    keys, longest = key_block(head_dim), layout.longest_context
     once = schedule.ring > 0 and window is None and schedules.reads_shared_keys_once(k)
     call = ForwardCall(
         q=q,
@@ -166,7 +167,7 @@ def attention_fwd(
         v=v,
         out=out,
         lse=lse,
-        tiles=layout.tiles(q.device, group, schedule.rows),
+        tiles=layout.tiles(device, group, schedule.rows),
         numbers=(tables.query_start, tables.query_len, tables.context_len),
         shared=tables.shared if once else None,
         block_table=tables.block_table,
@@ -182,12 +183,12 @@ def attention_fwd(
         attention_hopper_fwd(call, longest)
         return out, lse
     grid, dim = call.grid, call.dim
-    places = schedule.resident * sm_count(q.device)
+    places = schedule.resident * sm_count(device)
     programs = programs_per_tile
     if programs is None:
         programs = schedules.programs_for(grid, call.most_blocks, most_rows, dim, places)
     if schedule.ring:
-        tickets = layout.tickets(q.device, grid) if programs > 1 else None
+        tickets = layout.tickets(device, grid) if programs > 1 else None
         slices = schedules.slices_for(grid, programs, dim, places) if tickets is not None else 1
         sums = None
         if call.shared is not None:

@@ -86,6 +86,10 @@ class AttentionLayout:
     query_lens: Sequence[int]
     context_lens: Sequence[int]
     """Number of keys of each sequence, including the keys of its queries."""
+    num_rows: int = field(default=0, init=False, repr=False, compare=False)
+    """The fewest rows of a call's tensors that hold the queries of all sequences."""
+    most_queries: int = field(default=0, init=False, repr=False, compare=False)
+    longest_context: int = field(default=0, init=False, repr=False, compare=False)
     _kept: dict[tuple[object, ...], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -104,6 +108,11 @@ class AttentionLayout:
                     f"attention layout: sequence {i} has {queries} queries and {context} keys; "
                     "0 <= queries <= keys."
                 )
+        # Every layer's call asks for these.
+        ends = [s + n for s, n in zip(self.query_starts, self.query_lens, strict=True)]
+        object.__setattr__(self, "num_rows", max(ends, default=0))
+        object.__setattr__(self, "most_queries", max(self.query_lens, default=0))
+        object.__setattr__(self, "longest_context", max(self.context_lens, default=0))
 
     def owns(self, rows: int) -> bool:
         """Whether every row of the call is a query of some sequence."""

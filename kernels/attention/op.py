@@ -30,7 +30,7 @@ from rl_consistency.kernels.attention.cpu import attention_cpu_bwd, attention_cp
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.schedules import lse_dtype
-from rl_consistency.kernels.core.autograd import apply, once_differentiable, plain
+from rl_consistency.kernels.core.autograd import apply, once_differentiable, plain, unrecorded
 from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.core.torch_op import kernel_op
@@ -102,7 +102,6 @@ def attention_varlen(
     return apply(_Attention, q, k, v, layout, scale, window)
 
 
-@torch.no_grad()
 def attention_paged(
     q: Tensor,
     paged: PagedAttention,
@@ -117,20 +116,19 @@ def attention_paged(
     `q` [T, H, D] belongs to the new tokens; `paged.write` must have stored their keys and values.
     If these are given as `new`, [T, Hkv, D] each, sequences without a past read them there.
     """
-    k, v = (
-        cache.view(-1, *cache.shape[2:])
-        for cache in (paged.key_cache[layer], paged.value_cache[layer])
-    )
+    keys, values = paged.key_cache[layer], paged.value_cache[layer]
+    k, v = keys.view(-1, *keys.shape[2:]), values.view(-1, *values.shape[2:])
     _check(q, k, v, paged, scale, window)
     packed, rest = paged.by_past() if new is not None and q.is_cuda else (None, paged)
     results = None
-    if packed is not None and new is not None:
-        _check(q, *new, packed, scale, window)
-        results = attention_fwd(q, *new, packed, scale, window)
-    if rest is not None and results is not None:
-        results = attention_fwd(q, k, v, rest, scale, window, into=results)
-    out, lse = results or _forward(q, k, v, paged, scale, window)
-    return out, lse.float()
+    with unrecorded():
+        if packed is not None and new is not None:
+            _check(q, *new, packed, scale, window)
+            results = attention_fwd(q, *new, packed, scale, window)
+        if rest is not None and results is not None:
+            results = attention_fwd(q, k, v, rest, scale, window, into=results)
+        out, lse = results or _forward(q, k, v, paged, scale, window)
+        return out, lse.float()
 
 
 def _check(
@@ -153,10 +151,9 @@ def _check(
         raise ValueError(
             f"attention: window {window}; it must be at least 1, or None for no window."
         )
-    ends = [s + n for s, n in zip(layout.query_starts, layout.query_lens, strict=True)]
-    if max(ends, default=0) > q.shape[0]:
+    if layout.num_rows > q.shape[0]:
         raise ValueError(
-            f"attention: the layout reaches row {max(ends)} but q has {q.shape[0]} rows."
+            f"attention: the layout reaches row {layout.num_rows} but q has {q.shape[0]} rows."
         )
 
 

@@ -171,7 +171,7 @@ def _pick_ring(q: Tensor, kv_heads: int, layout: AttentionLayout, most_rows: int
     """The ring for the host's lengths, which bound a captured launch."""
     multiprocessors = sm_count(q.device)
     grid = len(layout.query_lens) * -(-most_rows // SPLIT_ROWS) * kv_heads
-    blocks = -(-max(layout.context_lens) // key_block(q.shape[2]))
+    blocks = -(-layout.longest_context // key_block(q.shape[2]))
     if programs_for(grid, blocks, most_rows, q.shape[2], multiprocessors) > 1:
         return DECODE_SPREAD if blocks * most_rows >= SPREAD_ROWS else DECODE_LAST
     # A block takes two buffers. Depth gains nothing where the ring would hold the whole context.
@@ -268,7 +268,7 @@ def chain_bytes(layout: PackedSequences, heads: int, dim: int) -> int:
 
     0 where every sequence fits one tile of keys.
     """
-    if max(layout.query_lens, default=0) <= FIVE_PRODUCTS.keys:
+    if layout.most_queries <= FIVE_PRODUCTS.keys:
         return 0
     tiles = sum(-(-n // FIVE_PRODUCTS.rows) for n in layout.query_lens)
     return 4 * tiles * FIVE_PRODUCTS.rows * heads * dim
@@ -291,17 +291,17 @@ def admits(schedule: Schedule, layout: AttentionLayout, *operands: Tensor) -> bo
     """Whether a schedule can run a call; the launch finds out whether it fits the device."""
     if not schedule.specialized and not schedule.ring:
         return True
-    kind, line = (PackedSequences, 16) if schedule.specialized else (PagedAttention, 32)
-    return (
-        isinstance(layout, kind)
-        and has_wgmma(operands[0].device)
-        and all(
-            x.itemsize == 2
-            and padded(x.shape[2]) in ((64, 128) if schedule.specialized else (64, 128, 256))
-            and _on_lines(x, line)
-            for x in operands
-        )
+    kind, line, dims = (
+        (PackedSequences, 16, (64, 128))
+        if schedule.specialized
+        else (PagedAttention, 32, (64, 128, 256))
     )
+    if not isinstance(layout, kind) or not has_wgmma(operands[0].device):
+        return False
+    for x in operands:
+        if x.itemsize != 2 or padded(x.shape[2]) not in dims or not _on_lines(x, line):
+            return False
+    return True
 
 
 def reads_shared_keys_once(k: Tensor) -> bool:
@@ -316,8 +316,8 @@ def describable(*tensors: Tensor) -> bool:
 
 def _on_lines(x: Tensor, line: int) -> bool:
     """Whether [T, heads, D] starts on 16 bytes and its rows lie multiples of `line` bytes apart."""
-    return (
-        x.data_ptr() % 16 == 0
-        and x.stride(2) == 1
-        and all(x.stride(i) * x.itemsize % line == 0 for i in (0, 1))
-    )
+    token, head, element = x.stride()
+    if element != 1 or x.data_ptr() % 16:
+        return False
+    size = x.itemsize
+    return token * size % line == 0 and head * size % line == 0

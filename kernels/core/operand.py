@@ -34,8 +34,13 @@ def require_operands(op: str, **operands: Tensor | None) -> None:
             fits = False
     if not fits:
         _refuse(op, {name: tensor for name, tensor in operands.items() if tensor is not None})
-    kind = device.type
-    if kind != "cpu":
+    # A device makes its type's name each time it is asked, which takes longer than all else here.
+    kind = "cpu"
+    if first.is_cuda:
+        kind = "cuda"
+        _require_current(op, device)
+    elif not first.is_cpu:
+        kind = device.type
         require_device(op, first)
     if torch.is_autocast_enabled(kind):
         raise ValueError(
@@ -82,6 +87,11 @@ def require_device(op: str, tensor: Tensor) -> None:
             f"Move the model to one of these, or switch this op to its stock path with "
             f"strict(except_={{{op!r}}})."
         )
+    _require_current(op, device)
+
+
+def _require_current(op: str, device: torch.device) -> None:
+    """The part of `require_device` that concerns CUDA."""
     # A compiled graph runs on the device of its inputs.
     if not torch.compiler.is_compiling() and device.index != torch.cuda.current_device():
         raise ValueError(

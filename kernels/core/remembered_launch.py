@@ -78,8 +78,9 @@ def by_type(kernel: JITFunction[Any]) -> list[bool]:
 
 def _observed() -> bool:
     """Whether a profiler has asked Triton to call it at launches."""
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    runtime = knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def launch_key(

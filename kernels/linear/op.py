@@ -83,7 +83,7 @@ def linear_qkv(
     _require_no_gradient("linear_qkv", x, *weights, *biases)
     for weight, bias in zip(weights, biases, strict=True):
         require_fitting("linear_qkv", x, weight, bias)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = _rows(x)
     if _fusable(rows, *weights) and len({bias is None for bias in biases}) == 1:
         q, k, v = qkv_op(rows, *weights, *biases)
     else:
@@ -91,7 +91,8 @@ def linear_qkv(
             matmul_nt(rows, weight, bias=bias, out_dtype=x.dtype)
             for weight, bias in zip(weights, biases, strict=True)
         )
-    q, k, v = (y.view(*x.shape[:-1], y.shape[1]) for y in (q, k, v))
+    if rows is not x:
+        q, k, v = (y.view(*x.shape[:-1], y.shape[1]) for y in (q, k, v))
     return q, k, v
 
 
@@ -126,8 +127,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _fusable(rows: Tensor, *weights: Tensor) -> bool:
-    sizes = (*rows.shape, *(weight.shape[0] for weight in weights))
-    return rows.is_cuda and rows.shape[0] <= FUSED_ROWS and min(sizes) > 0
+    if not rows.is_cuda or rows.shape[0] > FUSED_ROWS:
+        return False
+    return min((*rows.shape, *(weight.shape[0] for weight in weights))) > 0
 
 
 def require_fitting(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -146,8 +148,7 @@ def require_fitting(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def _require_no_gradient(op: str, *operands: Tensor | None) -> None:
-    wanted = any(operand is not None and operand.requires_grad for operand in operands)
-    if wanted and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands):
         raise ValueError(
             f"{op}: computes no gradients. Call it under torch.no_grad(), or use linear()."
         )

@@ -71,20 +71,21 @@ def product(
 ) -> Tensor | None:
     """The library's product, or None if it is not faster or not certified."""
     m, k = a.shape
+    dtype, device = a.dtype, a.device
     n = b.shape[0 if layout == "nt" else 1]
-    if not prefers_library(m, n, k, a.dtype, layout, out_dtype, a.device):
+    if not prefers_library(m, n, k, dtype, layout, out_dtype, device):
         return None
     if not settings_in_force():
         return None
-    if out_dtype not in (a.dtype, torch.float32) or not (_as_certified(a) and _as_certified(b)):
+    if out_dtype not in (dtype, torch.float32) or not (_as_certified(a) and _as_certified(b)):
         return None
-    if bias is not None and (out_dtype != a.dtype or not bias.is_contiguous()):
+    if bias is not None and (out_dtype != dtype or not bias.is_contiguous()):
         return None
-    key = Key.of(layout, a.dtype, out_dtype, bias is not None, m, n, k)
+    key = Key.of(layout, dtype, out_dtype, bias is not None, m, n, k)
     if compiles_only():
         return _compiled(a, b, bias, layout, out_dtype, key)
     capturing = torch.cuda.is_current_stream_capturing()
-    if not _admitted(a.device, key, m, capturing):
+    if not _admitted(device, key, m, capturing):
         return None
     with unrecorded():
         y = library_product(a, b, bias, layout, out_dtype)
@@ -219,20 +220,20 @@ def compare(
 
 def _as_certified(matrix: Tensor) -> bool:
     """Whether a matrix lies in memory like those of certificates: contiguous, 16-byte rows."""
+    if type(matrix) not in PLAIN or matrix.data_ptr() % ALIGNMENT:
+        return False
+    pitch, element = matrix.stride()
     columns = matrix.shape[1]
-    return (
-        type(matrix) in PLAIN
-        and matrix.stride() == (columns, 1)
-        and columns * matrix.itemsize % DESCRIPTOR_BYTES == 0
-        and matrix.data_ptr() % ALIGNMENT == 0
-    )
+    return element == 1 and pitch == columns and columns * matrix.itemsize % DESCRIPTOR_BYTES == 0
 
 
 def _admitted(device: torch.device, key: Key, m: int, capturing: bool) -> bool:
-    held = certificates(device)
+    held, to_the_row = certificates(device), _to_the_row.get()
+    if not capturing and not to_the_row and held.holds(key):
+        return True
     if not held.knows(key) and (capturing or not _has_room(device, key)):
         return False
-    return held.admitted(key, m, make=not capturing, to_the_row=_to_the_row.get())
+    return held.admitted(key, m, make=not capturing, to_the_row=to_the_row)
 
 
 def _has_room(device: torch.device, key: Key) -> bool:
@@ -246,6 +247,8 @@ def _has_room(device: torch.device, key: Key) -> bool:
 
 def certificates(device: torch.device) -> Certificates:
     """The certificates of a device; the first call reads them from its file."""
-    if device not in _by_device:
-        _by_device[device] = Certificates.of_device(device, lambda key, m: compare(device, key, m))
-    return _by_device[device]
+    held = _by_device.get(device)
+    if held is None:
+        held = Certificates.of_device(device, lambda key, m: compare(device, key, m))
+        _by_device[device] = held
+    return held

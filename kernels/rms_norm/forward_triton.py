@@ -132,19 +132,19 @@ def rms_norm_fwd(
 
     x, y and total are [..., H]; rstd is [rows] fp32.
     """
-    width = x.shape[-1]
+    width, adds = x.shape[-1], residual is not None
     y, total, rstd = _forward_fake(x, residual, weight, eps)
+    num_rows = rstd.shape[0]
     if schedule is None:
-        adds = residual is not None
-        schedule = pick_forward(width, rstd.shape[0], x.dtype, adds, x.device)
+        schedule = pick_forward(width, num_rows, x.dtype, adds, x.device)
     if y.numel() == 0:
         return y, total, rstd
     rows = rows_of(x)
     added = Rows(rows.tensor, 0, 0, 1) if residual is None else rows_of(residual)
-    _forward_kernel[(-(-rstd.shape[0] // schedule.rows),)](
-        rows.tensor, added.tensor, weight.contiguous(), y, total, rstd, rstd.shape[0], eps,
+    _forward_kernel[(-(-num_rows // schedule.rows),)](
+        rows.tensor, added.tensor, weight.contiguous(), y, total, rstd, num_rows, eps,
         rows.outer, rows.inner, added.outer, added.inner,
-        H=width, X_INNER=rows.count, RESIDUAL_INNER=added.count, HAS_RESIDUAL=residual is not None,
+        H=width, X_INNER=rows.count, RESIDUAL_INNER=added.count, HAS_RESIDUAL=adds,
         ROWS=schedule.rows, BLOCK_H=block_width(width), num_warps=schedule.warps,
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -64,14 +64,15 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 def require_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Check the operands of `rotary`; raises what the module's Errors line says."""
     require_operands("rotary", q=q, k=k)
-    fits = q.dim() == k.dim() == 3 and q.shape[::2] == k.shape[::2] and q.shape[2] % 2 == 0
-    if not fits:
+    of_q, of_k = q.shape, k.shape
+    fits = len(of_q) == len(of_k) == 3 and of_q[0] == of_k[0] and of_q[2] == of_k[2]
+    if not fits or of_q[2] % 2:
         raise ValueError(
             f"rotary: q {tuple(q.shape)} and k {tuple(k.shape)}; both are [tokens, heads, "
             "head_dim] with the same tokens and the same even head_dim."
         )
-    expected = (q.shape[0], q.shape[-1] // 2)
-    if tuple(cos.shape) != expected or tuple(sin.shape) != expected:
+    expected = (of_q[0], of_q[2] // 2)
+    if cos.shape != expected or sin.shape != expected:
         raise ValueError(
             f"rotary: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must be {expected}: "
             "one row per token, head_dim / 2 columns."

@@ -115,16 +115,18 @@ def rotary_fwd(
     q_out, k_out = _rotary_fake(q, k, cos, sin, inverse)
     if cos.numel() == 0 or q.numel() + k.numel() == 0:
         return q_out, k_out
-    q, k, cos, sin = (dense_rows(x) for x in (q, k, cos, sin))
+    q, k, cos, sin = dense_rows(q), dense_rows(k), dense_rows(cos), dense_rows(sin)
     num_tokens, half = cos.shape
+    q_heads, k_heads = q.shape[1], k.shape[1]
     if schedule is None:
-        schedule = pick(q.dtype, num_tokens, q.shape[1], k.shape[1], 2 * half, q.device)
-    heads_of_q, heads_of_k = (min(schedule.heads, _power_of_two(x.shape[1])) for x in (q, k))
+        schedule = pick(q.dtype, num_tokens, q_heads, k_heads, 2 * half, q.device)
+    at_once = schedule.heads
     _rotary_kernel[(-(-num_tokens // schedule.tokens),)](
-        q, k, cos, sin, q_out, k_out, num_tokens, q.stride(0), q.stride(1), k.stride(0),
-        k.stride(1), cos.stride(0), sin.stride(0),
-        Q_HEADS=q.shape[1], K_HEADS=k.shape[1], HALF=half, INVERSE=inverse, TOKENS=schedule.tokens,
-        HEADS_OF_Q=heads_of_q, HEADS_OF_K=heads_of_k, BLOCK_HALF=_power_of_two(half),
+        q, k, cos, sin, q_out, k_out, num_tokens, *q.stride()[:2], *k.stride()[:2], cos.stride(0),
+        sin.stride(0),
+        Q_HEADS=q_heads, K_HEADS=k_heads, HALF=half, INVERSE=inverse, TOKENS=schedule.tokens,
+        HEADS_OF_Q=min(at_once, _power_of_two(q_heads)),
+        HEADS_OF_K=min(at_once, _power_of_two(k_heads)), BLOCK_HALF=_power_of_two(half),
         num_warps=schedule.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return q_out, k_out

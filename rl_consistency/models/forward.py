@@ -75,7 +75,8 @@ def lm_head_weight(model: nn.Module) -> nn.Parameter:
 
 def lm_head_gradient(model: nn.Module) -> GradientBuffer | None:
     """The buffer that the LM head's gradient is folded into."""
-    return _lm_head(model).gradient_buffer("weight")
+    head = _lm_head(model)
+    return head.gradient_buffer("weight", head.weight)
 
 
 def _lm_head(model: nn.Module) -> CanonicalLinear:

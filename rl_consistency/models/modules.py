@@ -65,15 +65,15 @@ class CanonicalModule(nn.Module):
         rebuild = copyreg._reconstructor  # pyright: ignore[reportAttributeAccessIssue]
         return rebuild, (stock, object, None), state
 
-    def gradient_buffer(self, name: str) -> GradientBuffer | None:
-        """The buffer that the gradient of one of the module's parameters is folded into.
+    def gradient_buffer(self, name: str, parameter: Any) -> GradientBuffer | None:
+        """The buffer that the gradient of one of the module's parameters is folded into;
+        `parameter` is what the module has by that name now.
 
         None while any op is stock: no bits are promised then, and autograd adds up the gradients.
         """
         buffer = self._gradient_buffers.get(name)
         if buffer is None:
             return None
-        parameter = getattr(self, name)
         if buffer.parameter is not parameter:
             if not self.sharded:
                 kind = type(self).__name__
@@ -93,12 +93,13 @@ class CanonicalLinear(CanonicalModule):
     def forward(self, input: Tensor) -> Tensor:
         if not is_canonical("linear"):
             return super().forward(input)
+        weight, bias = self.weight, self.bias
         return linear(
             input,
-            self.weight,
-            self.bias,
-            weight_grad=self.gradient_buffer("weight"),
-            bias_grad=self.gradient_buffer("bias"),
+            weight,
+            bias,
+            weight_grad=self.gradient_buffer("weight", weight),
+            bias_grad=self.gradient_buffer("bias", bias),
         )
 
 
@@ -133,19 +134,21 @@ class CanonicalRMSNorm(CanonicalModule):
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not is_canonical("rms_norm"):
             return super().forward(hidden_states)
+        weight = self.weight
         return rms_norm(
             hidden_states,
-            self.weight,
+            weight,
             self.variance_epsilon,
             rows_per_token=self.rows_per_token,
-            weight_grad=self.gradient_buffer("weight"),
+            weight_grad=self.gradient_buffer("weight", weight),
         )
 
     def after_addition(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of residual + x, residual + x); the same bytes as the addition, then the norm."""
         if is_canonical("rms_norm") and _all_plain(self):
-            buffer = self.gradient_buffer("weight")
-            return add_rms_norm(x, residual, self.weight, self.variance_epsilon, weight_grad=buffer)
+            weight = self.weight
+            buffer = self.gradient_buffer("weight", weight)
+            return add_rms_norm(x, residual, weight, self.variance_epsilon, weight_grad=buffer)
         total = residual + x
         return self(total), total
 
@@ -163,11 +166,12 @@ class CanonicalEmbedding(CanonicalModule):
     def forward(self, input: Tensor) -> Tensor:
         if not is_canonical("embedding"):
             return super().forward(input)
+        weight = self.weight
         return embedding(
             input,
-            self.weight,
+            weight,
             padding_idx=self.padding_idx,
-            weight_grad=self.gradient_buffer("weight"),
+            weight_grad=self.gradient_buffer("weight", weight),
             # Batches and the engine check their ids; reading them here would wait for the GPU.
             check_ids=not input.is_cuda,
         )
@@ -269,11 +273,11 @@ class CanonicalAttention(CanonicalModule):
     def _inputs(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normed and rotated, and values: [R, heads, D] each."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        norms = (self.q_norm, self.k_norm) if hasattr(self, "q_norm") else ()
+        norms = (self.q_norm, self.k_norm) if "q_norm" in self._modules else ()
         if _may_fuse(x, projections):
             of_q, of_k, of_v = projections
             weights = (of_q.weight, of_k.weight, of_v.weight)
-            projected = linear_qkv(x, weights, (of_q.bias, of_k.bias, of_v.bias))
+            projected = linear_qkv(x.squeeze(0), weights, (of_q.bias, of_k.bias, of_v.bias))
         else:
             projected = tuple(projection(x) for projection in projections)
         q, k, v = (y.view(x.shape[1], -1, self.head_dim) for y in projected)

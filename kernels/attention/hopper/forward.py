@@ -297,7 +297,7 @@ def attention_hopper_fwd(call: ForwardCall, longest: int) -> None:
         programs = min(programs, sm_count(q.device))
     attention_hopper_kernel[(programs,)](
         q, v, out, lse, queries, keys, values, call.tiles, call.grid, *call.numbers, call.reach,
-        call.factor, q.stride(0), q.stride(1), v.stride(0), v.stride(1), *call.result_strides,
+        call.factor, *q.stride()[:2], *v.stride()[:2], *call.result_strides,
         KV_HEADS=call.kv_heads, GROUP=call.group, HEAD_DIM=call.head_dim, DIM=call.dim,
         WINDOWED=call.windowed, num_warps=4, maxnreg=168, enable_fp_fusion=False,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from rl_consistency.kernels.attention.layout import (
     PackedSequences,
     PagedAttention,
 )
+from rl_consistency.kernels.attention.op import _check
 
 
 def paged(**changes):
@@ -169,3 +170,19 @@ def test_calls_of_one_kind_of_sequences_are_not_split():
     assert layout.by_past() == (None, layout)
     packed, rest = paged(context_lens=[3, 1]).by_past()
     assert rest is None and packed is not None and list(packed.query_starts) == [0, 3]
+
+
+def test_a_layout_knows_its_rows_and_its_longest_sequences():
+    layout = PackedSequences.of([0, 40, 10], [7, 5, 20])
+    assert (layout.num_rows, layout.most_queries, layout.longest_context) == (45, 20, 20)
+    empty = PackedSequences.of([], [])
+    assert (empty.num_rows, empty.most_queries, empty.longest_context) == (0, 0, 0)
+
+
+def test_a_compiler_traces_the_checks_of_a_call():
+    def checked(q):
+        _check(q, q, q, PackedSequences.of([0], [32]), 0.1, None)
+        return q + 1
+
+    q = torch.zeros(32, 4, 16)
+    assert torch.equal(torch.compile(checked, backend="eager", fullgraph=True)(q), q + 1)

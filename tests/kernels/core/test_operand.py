@@ -82,3 +82,36 @@ def test_a_misaligned_tensor_is_copied_and_an_aligned_one_is_not():
     assert copy.data_ptr() % ALIGNMENT_BYTES == 0
     assert torch.equal(copy, shifted)
     assert aligned(copy) is copy
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """A CPU tensor that says it lies on cuda:0, which is the current device."""
+    for name, value in {
+        "is_cuda": True,
+        "is_cpu": False,
+        "device": torch.device("cuda", 0),
+    }.items():
+        monkeypatch.setattr(torch.Tensor, name, value, raising=False)
+    monkeypatch.setattr(operand, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return torch.zeros(2)
+
+
+def test_another_current_device_is_refused_after_an_accepted_call(on_cuda, monkeypatch):
+    require_operands("linear", x=on_cuda, weight=on_cuda)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with pytest.raises(ValueError, match=r"linear: .* on cuda:0 but .* cuda:1.*set_device"):
+        require_operands("linear", x=on_cuda, weight=on_cuda)
+
+
+def test_autocast_is_refused_after_an_accepted_call(on_cuda, monkeypatch):
+    require_operands("linear", x=on_cuda)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    with pytest.raises(ValueError, match="linear: autocast is on for cuda"):
+        require_operands("linear", x=on_cuda)
+
+
+def test_a_device_of_another_kind_is_refused_by_its_name():
+    with pytest.raises(ValueError, match=r"linear: no schedule .* meta; available: cpu"):
+        require_operands("linear", x=torch.zeros(2, device="meta"))
