@@ -277,7 +277,7 @@ class CanonicalAttention(CanonicalModule):
         if _may_fuse(x, projections):
             of_q, of_k, of_v = projections
             weights = (of_q.weight, of_k.weight, of_v.weight)
-            projected = linear_qkv(x.squeeze(0), weights, (of_q.bias, of_k.bias, of_v.bias))
+            projected = linear_qkv(x, weights, (of_q.bias, of_k.bias, of_v.bias))
         else:
             projected = tuple(projection(x) for projection in projections)
         q, k, v = (y.view(x.shape[1], -1, self.head_dim) for y in projected)

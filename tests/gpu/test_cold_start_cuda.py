@@ -1,6 +1,6 @@
 """Kernels compiled ahead: after `warm_up` no step compiles, and nothing else has changed."""
 
-import gc
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -50,11 +50,14 @@ def new_process(monkeypatch, tmp_path):
 
 
 def forget_kernels():
-    for found in gc.get_objects():
-        if type(found) is Remembered:
-            found._compiled.clear()
-        elif issubclass(type(found), JITFunction):
-            found.device_caches.clear()
+    modules = [m for name, m in sys.modules.items() if name.startswith("rl_consistency")]
+    kernels = [value for module in modules for value in vars(module).values()]
+    for kernel in kernels:
+        if isinstance(kernel, Remembered):
+            kernel._compiled.clear()
+            kernel.kernel.device_caches.clear()
+        elif isinstance(kernel, JITFunction):
+            kernel.device_caches.clear()
 
 
 @contextmanager

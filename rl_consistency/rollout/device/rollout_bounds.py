@@ -18,7 +18,7 @@ next."""
 CHUNKS = (1, 2, 3, 5, 10, 20, 40, 80)
 """New tokens of a sequence behind a past: few of them are spread over programs."""
 
-PASTS = (100, 500, 1000, 2000, 4000)
+PASTS = (16, 100, 500, 1000, 2000, 4000)
 """Keys of such a past: more of them are spread over more programs."""
 
 
