@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from rl_consistency.kernels.attention.shared_keys import SHARED_BLOCK
+from rl_consistency.kernels.core.compile_ahead import use_threads
 from rl_consistency.numerics.strict import current
 from rl_consistency.rollout.device.decode_graphs import buckets_up_to, width_for
 from rl_consistency.rollout.device.model_runner import ModelRunner
@@ -46,7 +48,7 @@ class RolloutKernels:
     samples share keys, and which ops are stock.
 
     Those of the weights digest are among them. Nothing is compiled ahead on a CPU, nor while
-    modules have hooks.
+    modules have hooks. Ranks of one machine share its cores, and the first of them shows the line.
     """
 
     def __init__(
@@ -127,7 +129,10 @@ class RolloutKernels:
     ) -> None:
         if self._runner.hooked:
             return
-        with compile_line(quiet=self._quiet) as report:
+        ranks = local_ranks()
+        if ranks > 1:  # all of them compile the same at the same time
+            use_threads(max((os.cpu_count() or 1) // ranks, 1))
+        with compile_line(quiet=self._quiet or os.environ.get("LOCAL_RANK", "0") != "0") as report:
             self._runner.compile_ahead(
                 bounds,
                 drafts=drafts,
@@ -138,6 +143,12 @@ class RolloutKernels:
                 report=report,
             )
         self._compiled = [k for k in self._compiled if not kind.covers(k)] + [kind]
+
+
+def local_ranks() -> int:
+    """Processes of this run on this machine, as torchrun and accelerate say; 1 without them."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(told), 1) if told.isdecimal() else 1
 
 
 def _may_share(sequences: Sequence[RolloutSequence]) -> bool:

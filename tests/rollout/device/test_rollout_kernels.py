@@ -211,3 +211,28 @@ def test_stock_attention_gathers_nothing_while_kernels_compile(model, monkeypatc
 def test_nothing_is_compiled_ahead_on_a_cpu(model):
     runner = ModelRunner(model, block_size=4, num_blocks=20, max_num_seqs=3)
     assert runner.compile_ahead(BOUNDS, also=[lambda: pytest.fail("called")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("told", "ranks", "threads"), [("4", 4, 8), ("64", 64, 1), ("", 1, None), ("x", 1, None)]
+)
+def test_ranks_of_one_machine_share_its_cores_and_one_speaks(
+    model, monkeypatch, told, ranks, threads
+):
+    used, silent = [], []
+    line = rollout_kernels.compile_line
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    monkeypatch.setattr(rollout_kernels, "use_threads", used.append)
+    monkeypatch.setattr(rollout_kernels.os, "cpu_count", lambda: 32)
+    monkeypatch.setattr(
+        rollout_kernels,
+        "compile_line",
+        lambda *, quiet: (silent.append(quiet), line(quiet=quiet))[1],
+    )
+    assert rollout_kernels.local_ranks() == ranks
+    engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=60, max_num_seqs=5)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        engine.warm_up(SamplingParams(max_tokens=3), batch_sizes=[2])
+    assert used == ([] if threads is None else [threads, threads])
+    assert silent == [False, True]
