@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +24,14 @@ def packed_hidden_states(model: nn.Module, batch: PackedBatch) -> Tensor:
     Filler rows hold values no sequence depends on.
     """
     return _decoder(model).batch_forward(batch)
+
+
+def cache_sizes(model: Any) -> tuple[int, int, int]:
+    """Layers, key heads and head size of a cache of the model's keys or values."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None)
+    head_dim = head_dim or config.hidden_size // config.num_attention_heads
+    return config.num_hidden_layers, config.num_key_value_heads, head_dim
 
 
 def check_forward(model: nn.Module, batch: PackedBatch) -> None:

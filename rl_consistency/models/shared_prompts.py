@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_consistency.kernels.attention.layout import PagedAttention
-from rl_consistency.models.forward import check_forward, paged_hidden_states
+from rl_consistency.models.forward import cache_sizes, check_forward, paged_hidden_states
 from rl_consistency.models.packing import ALIGNMENT, PackedBatch, from_host
 
 
@@ -38,7 +38,7 @@ class SharedPrompts:
     def of(
         cls, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
     ) -> SharedPrompts | None:
-        """The cut, at whole blocks of the shortest of each prompt; None where nothing is shared."""
+        """The cut, at whole blocks of each prompt; None where no two begin alike."""
         cuts = [
             min(prompt, len(tokens) - 1) // ALIGNMENT * ALIGNMENT
             for tokens, prompt in zip(sequences, prompt_lengths, strict=True)
@@ -89,14 +89,11 @@ def shared_hidden_states(model: Any, shared: SharedPrompts) -> tuple[Tensor, Seq
     spans = np.zeros(rows, dtype=np.int64)
     for start, n, past in zip(starts, lens, pasts, strict=True):
         spans[start : start + n] = past
-    config = model.config
-    heads, dim = config.num_key_value_heads, getattr(config, "head_dim", None)
-    dim = dim or config.hidden_size // config.num_attention_heads
-    # Zeros: a NaN in memory that nobody wrote would pass a mask of weight 0.
-    cache = torch.zeros(
-        2, rows // ALIGNMENT, ALIGNMENT, heads, dim, dtype=model.dtype, device=model.device
+    layers, *of_a_token = cache_sizes(model)
+    # Every slot is written in every layer before it is read, those of filler rows too.
+    cache = torch.empty(
+        2, rows // ALIGNMENT, ALIGNMENT, *of_a_token, dtype=model.dtype, device=model.device
     )
-    layers = config.num_hidden_layers
     paged = PagedAttention(
         query_starts=starts,
         query_lens=lens,

@@ -19,6 +19,7 @@ from rl_consistency.kernels.token_logprobs.op import token_logprobs as scored_ro
 from rl_consistency.models.decoder import NO_FP16_TRAINING, guarded_backward
 from rl_consistency.models.forward import lm_head_gradient, lm_head_weight, packed_hidden_states
 from rl_consistency.models.packing import PackedBatch, PaddedBatch, from_host, pack_padded
+from rl_consistency.models.patch import patched_session
 from rl_consistency.models.sharding import through, unwrapped
 from rl_consistency.models.shared_prompts import SharedPrompts, shared_hidden_states
 from rl_consistency.numerics.strict import current, is_canonical
@@ -80,8 +81,8 @@ def token_logprobs(
         sampling: what the tokens were sampled with, for all or each; None is temperature 1 without
             truncation.
         share_prompts: compute prompts that several sequences begin with once. Lists of token ids
-            with `prompt_lengths`, without gradients; other forms, and models with an op on its
-            stock path, are computed whole. The bits stay.
+            with `prompt_lengths`, without gradients; other forms, and models with hooks or an op
+            on its stock path, are computed whole. The bits stay.
 
     ValueError if the model is not patched or was changed since, shapes disagree, nothing is scored,
     prompts would be shared under gradients, or an fp16 model would be trained; ConsistencyError for
@@ -99,7 +100,7 @@ def token_logprobs(
     scored = _scored_tokens(lens, prompt_lengths, loss_mask, attention_mask)
     shared = None
     if share_prompts:
-        shared = _shared(sequences, prompt_lengths)
+        shared = _shared(policy, sequences, prompt_lengths)
     if shared is None:
         run = partial(_score, policy, batch, lens, scored, sampling)
     else:
@@ -180,7 +181,9 @@ def _score(
     return _row_scores(policy, hidden, rows, _sampling_rows(sampling, lens, rows))
 
 
-def _shared(sequences: Any, prompt_lengths: Sequence[int] | None) -> SharedPrompts | None:
+def _shared(
+    policy: nn.Module, sequences: Any, prompt_lengths: Sequence[int] | None
+) -> SharedPrompts | None:
     """How sequences share their prompts; None where they are computed whole."""
     if torch.is_grad_enabled():
         raise ValueError(
@@ -189,6 +192,8 @@ def _shared(sequences: Any, prompt_lengths: Sequence[int] | None) -> SharedPromp
         )
     if isinstance(sequences, Tensor | PackedBatch) or prompt_lengths is None or current().stock:
         return None
+    if patched_session(policy).check().hooked:
+        return None  # a hook may tell a part from a sequence
     return SharedPrompts.of(sequences, prompt_lengths)
 
 

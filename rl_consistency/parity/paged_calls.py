@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rl_consistency.kernels.attention.layout import PagedAttention
+from rl_consistency.models.forward import cache_sizes
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,11 @@ class PagedCall:
 
 def cache_shape(model: Any) -> dict[str, Any]:
     """The arguments of `paged_calls` that a model's cache has."""
-    config = model.config
-    head_dim = getattr(config, "head_dim", None)
+    layers, kv_heads, head_dim = cache_sizes(model)
     return {
-        "num_layers": config.num_hidden_layers,
-        "kv_heads": config.num_key_value_heads,
-        "head_dim": head_dim or config.hidden_size // config.num_attention_heads,
+        "num_layers": layers,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
         "dtype": model.dtype,
         "device": model.device,
     }

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_consistency.models import shared_prompts
 from rl_consistency.models import token_logprobs as scoring
 from rl_consistency.models.patch import patch
 from rl_consistency.models.shared_prompts import SharedPrompts
@@ -52,15 +53,28 @@ def test_shared_prompts_give_the_bytes_of_whole_sequences(name, dtype):
 
 
 def test_shared_rows_are_computed_once(monkeypatch):
-    model = build_preset("tiny-qwen3")
-    rows = []
-    run = model.model.layers[0].mlp.register_forward_hook
-    with patch(model):
-        handle = run(lambda module, args, out: rows.append(out.shape[1]))
+    rows, run = [], shared_prompts.paged_hidden_states
+
+    def counted(model, input_ids, *rest):
+        rows.append(len(input_ids))
+        return run(model, input_ids, *rest)
+
+    monkeypatch.setattr(shared_prompts, "paged_hidden_states", counted)
+    with patch(model := build_preset("tiny-qwen3")):
+        both_ways(model, samples(40, 3), [40] * 3)
+    # 32 shared rows, then 8 of the prompt with 3, 10 and 17 tokens; whole they are 48, 64 and 64.
+    assert rows == [32 + 16 + 32 + 32]
+
+
+def test_what_a_hook_sees_are_whole_sequences():
+    seen = []
+    with patch(model := build_preset("tiny-qwen3")):
+        handle = model.model.layers[0].register_forward_hook(
+            lambda module, args, out: seen.append(out.shape[1])
+        )
         both_ways(model, samples(40, 3), [40] * 3)
         handle.remove()
-    # 32 shared rows, and 8 of the prompt with 3, 10 and 17 tokens; else 43, 50 and 57.
-    assert rows == [32 + 16 + 32 + 32, 48 + 64 + 64]
+    assert seen == [48 + 64 + 64] * 2
 
 
 def test_a_prompt_is_cut_at_whole_blocks_and_never_takes_all_of_a_sequence():

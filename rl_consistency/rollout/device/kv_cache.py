@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_consistency.models.forward import cache_sizes
+
 DEFAULT_TOKENS_PER_SEQUENCE = 1024  # tokens of each running sequence the default cache has room for
 
 CPU_CACHE_BYTES, GPU_CACHE_SHARE = 4 << 30, 0.4
@@ -71,14 +73,11 @@ def cache_shape(
 ) -> tuple[int, int, int, int, int]:
     """[2 * layers, num_blocks + 1, block_size, num_key_value_heads, head_dim] of the cache that
     `KVCache.allocate` would make now."""
-    config = model.config
-    head_dim = getattr(config, "head_dim", None)
-    head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    row = (block_size, config.num_key_value_heads, head_dim)
-    layers = config.num_hidden_layers
+    layers, *of_a_token = cache_sizes(model)
+    row = (block_size, *of_a_token)
     if num_blocks is None:
         tokens = tokens_per_sequence or DEFAULT_TOKENS_PER_SEQUENCE
-        per_sequence = -(-min(config.max_position_embeddings, tokens) // block_size)
+        per_sequence = -(-min(model.config.max_position_embeddings, tokens) // block_size)
         block_bytes = 2 * layers * math.prod(row) * model.dtype.itemsize
         affordable = cache_bytes(model.device) // block_bytes
         num_blocks = max(per_sequence, min(max_num_seqs * per_sequence, affordable))

@@ -1,12 +1,25 @@
-"""Steps of a model runner, launched by hand."""
+"""Steps of a model runner, launched by hand, and graphs that run on the CPU as they are."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from rl_consistency.rollout.device.decode_graphs import CapturedCall, DecodeGraphs, Shape
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
+
+
+class Uncaptured(DecodeGraphs):
+    """Calls that are run again instead of replayed."""
+
+    shapes: list[Shape]
+
+    def _capture(self, shape: Shape) -> CapturedCall:
+        kept = self._prepare()
+        call = self._call(shape)
+        self.shapes = [*getattr(self, "shapes", []), shape]
+        return CapturedCall(call, call.run, kept)
 
 
 def whole(sequences: list[RolloutSequence]) -> list[ScheduledChunk]:

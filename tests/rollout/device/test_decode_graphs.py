@@ -23,10 +23,7 @@ from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.rollout.device import model_runner, shared_prefixes
 from rl_consistency.rollout.device.decode_graphs import (
     BUCKETS,
-    CapturedCall,
     DecodeCall,
-    DecodeGraphs,
-    Shape,
     buckets_up_to,
     context_bound,
     width_for,
@@ -37,7 +34,7 @@ from rl_consistency.rollout.device.staging import StagedFields, to_device, to_ho
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
-from tests.rollout.device.launches import decoded, verified, whole
+from tests.rollout.device.launches import Uncaptured, decoded, verified, whole
 
 PLAIN = SamplingParams(seed=3)
 TRUNCATED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)
@@ -62,18 +59,6 @@ def model() -> Iterator[Qwen3ForCausalLM]:
     model = Qwen3ForCausalLM(config).eval()
     with patch(model):
         yield model
-
-
-class Uncaptured(DecodeGraphs):
-    """Calls that are run again instead of replayed."""
-
-    shapes: list[Shape]
-
-    def _capture(self, shape: Shape) -> CapturedCall:
-        kept = self._prepare()
-        call = self._call(shape)
-        self.shapes = [*getattr(self, "shapes", []), shape]
-        return CapturedCall(call, call.run, kept)
 
 
 def runner_of(model: Any, *, graphs: bool = True, block_size: int = 4) -> ModelRunner:

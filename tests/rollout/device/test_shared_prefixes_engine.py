@@ -18,9 +18,9 @@ from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttent
 from rl_consistency.models.forward import rotary_rows
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.device import decode_graphs, shared_prefixes
-from rl_consistency.rollout.device.decode_graphs import CapturedCall, DecodeGraphs, Shape
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
+from tests.rollout.device.launches import Uncaptured
 
 CONFIG = Qwen3Config(
     vocab_size=40,
@@ -33,15 +33,6 @@ CONFIG = Qwen3Config(
     max_position_embeddings=120,
     initializer_range=0.3,
 )
-
-
-class Uncaptured(DecodeGraphs):
-    """Calls that are run again instead of replayed."""
-
-    def _capture(self, shape: Shape) -> CapturedCall:
-        kept = self._prepare()
-        call = self._call(shape)
-        return CapturedCall(call, call.run, kept)
 
 
 @pytest.fixture
