@@ -73,8 +73,8 @@ def cache_shape(
 ) -> tuple[int, int, int, int, int]:
     """[2 * layers, num_blocks + 1, block_size, num_key_value_heads, head_dim] of the cache that
     `KVCache.allocate` would make now."""
-    layers, *of_a_token = cache_sizes(model)
-    row = (block_size, *of_a_token)
+    layers, kv_heads, head_dim = cache_sizes(model)
+    row = (block_size, kv_heads, head_dim)
     if num_blocks is None:
         tokens = tokens_per_sequence or DEFAULT_TOKENS_PER_SEQUENCE
         per_sequence = -(-min(model.config.max_position_embeddings, tokens) // block_size)
