@@ -1,5 +1,7 @@
 """Bytes of the experts on a GPU: against `linear` of each expert, under every cut, in graphs."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -67,7 +69,7 @@ def found(ids, layout, count=EXPERTS):
 def by_expert(pairs, first, top_k=TOP_K):
     """(expert, its places, their rows, their pairs)."""
     edges = first.tolist()
-    for expert, (begin, end) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+    for expert, (begin, end) in enumerate(itertools.pairwise(edges)):
         own = pairs[begin:end].long()
         yield expert, slice(begin, end), own // top_k, own
 
@@ -121,7 +123,7 @@ def test_every_gate_up_schedule_gives_the_bytes_of_linear_and_glu(dtype, choice)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_fold_schedule_gives_the_bytes_of_the_fold_of_each_expert(dtype, choice):
-    x, ids, _, gate_up, _, layout = case(dtype, choice)
+    x, ids, *_, layout = case(dtype, choice)
     pairs, places, first = found(ids, layout)
     runs = find_runs(ids, places, layout, EXPERTS)
     of_pairs = probe((len(pairs), WIDTH), dtype, seed=5).to(DEVICE)
