@@ -9,7 +9,7 @@ Varies with: H, E, k; the device.
 Backward: through the weights, the choice being constant; dx in the `matmul` order over E, dweight
     by `gradient_fold` over the rows in order.
 Errors: TypeError on dtypes; ValueError on shapes, devices, autocast and k outside 1 to E. A row
-    with a logit that is not finite gets weights of NaN, and its neighbours what they get without it.
+    with a logit that is not finite gets weights of NaN; other rows do not notice.
 Cost: a product with E columns and a pass over its result.
 
 Equal logits go to the lower id. Softmax keeps the order of the logits, so comparing them chooses
