@@ -94,6 +94,7 @@ class DecodeCall:
                 "blocks": (np.int32, (updates,)),
                 "last_rows": (np.int64, (rows,)),
                 "query_len": (np.int32, (rows,)),
+                "token_len": (np.int32, (rows,)),
                 "context_len": (np.int32, (rows,)),
                 "shared_runs": (np.int32, (runs, 3)),
                 "shared_keys": (np.int32, (rows if shape.shared else 0,)),
@@ -111,6 +112,7 @@ class DecodeCall:
                 self._inputs["context_len"],
                 torch.zeros(rows, width, dtype=torch.int32, device=device),
                 self._shared_tables(),
+                self._inputs["token_len"],
             ),
             queries=shape.width,
             capacity=shape.context,
@@ -162,6 +164,7 @@ class DecodeCall:
             ("blocks", blocks, state.dummy_block),
             ("last_rows", np.arange(count) * width + lens - 1, 0),
             ("query_len", lens, 1),
+            ("token_len", lens, 0),
             ("context_len", ends, 1),
         ):
             arrays[name][: len(real)] = real
