@@ -25,6 +25,7 @@ from rl_consistency.models.modules import (
 from rl_consistency.models.moe import modules as moe
 from rl_consistency.models.moe.settings import parallel_part, routing_problems
 from rl_consistency.models.sharding import is_shard, unsharded_class
+from rl_consistency.numerics.strict import OPS, ROUTED
 
 SPARSE = {"qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe", "mixtral": "Mixtral"}
 """Mixture-of-experts families: model_type -> class-name prefix in transformers."""
@@ -96,6 +97,11 @@ def mixins(config: PreTrainedConfig) -> dict[type[nn.Module], type[CanonicalModu
     source, prefix = modeling(config), FAMILIES[config.model_type]
     table = {getattr(source, prefix + part): mixin for part, mixin in _parts(config).items()}
     return {**table, nn.Linear: CanonicalLinear, nn.Embedding: CanonicalEmbedding}
+
+
+def ops_of(config: PreTrainedConfig) -> tuple[str, ...]:
+    """The ops of `numerics.strict.OPS` that a family's forward pass can run on its stock path."""
+    return OPS if config.model_type in SPARSE else tuple(op for op in OPS if op not in ROUTED)
 
 
 def module_kinds() -> dict[str, type[CanonicalModule]]:
