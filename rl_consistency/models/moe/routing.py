@@ -11,12 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rl_consistency.numerics.strict import is_canonical
+
 
 class Routed(NamedTuple):
     """The routing of one layer."""
 
-    logits: Tensor
-    """[R, E], differentiable; fp32 but on the stock path."""
+    logits: Tensor | None
+    """[R, E], differentiable; fp32 but on the stock path. None where they are not asked for."""
     expert_ids: Tensor
     """[R, k], ascending in each row but on the stock path."""
 
@@ -25,22 +27,30 @@ class Routed(NamedTuple):
 class RoutingRecord:
     """The routing of a forward pass: of all sparse layers, in their order."""
 
+    keeps_logits: bool = False
     layers: list[Routed] = field(default_factory=list)
 
-    def fingerprints(self) -> Tensor:
-        """[R] int64 on the device: one number for the experts that a row met in all layers.
-
-        Two rows with other experts have other numbers, up to a chance of about 2^-64. RuntimeError
-        without a sparse layer.
-        """
-        ids = [layer.expert_ids.sort(dim=1).values.long() for layer in self.layers]
-        return expert_fingerprints(torch.stack(ids, dim=1))
+    def fingerprints(self, rows: Tensor | None = None) -> tuple[Tensor, ...]:
+        """([n] int64 on the device: see `expert_fingerprints`,) of some rows, or of all; nothing in
+        a dense model."""
+        if not self.layers:
+            return ()
+        ids = [
+            layer.expert_ids if rows is None else layer.expert_ids[rows] for layer in self.layers
+        ]
+        if not is_canonical("router"):
+            ids = [each.sort(dim=1).values for each in ids]
+        return (expert_fingerprints(torch.stack(ids, dim=1)),)
 
 
 def expert_fingerprints(expert_ids: Tensor) -> Tensor:
-    """[R] int64 of expert ids [R, layers, k], ascending in each layer: a polynomial in them, modulo
-    2^64."""
-    flat = expert_ids.flatten(1) + 1
+    """[R] int64 of expert ids [R, layers, k], ascending in each layer: one number for all experts
+    that a row met.
+
+    A polynomial in the ids modulo 2^64: rows with other experts have other numbers, up to a chance
+    of about 2^-64.
+    """
+    flat = expert_ids.flatten(1).long() + 1
     powers = torch.full((flat.shape[1],), _BASE, dtype=torch.int64, device=flat.device).cumprod(0)
     return (flat * powers).sum(dim=1)
 
@@ -52,12 +62,12 @@ _record: ContextVar[RoutingRecord | None] = ContextVar("routing_record", default
 
 
 @contextmanager
-def recorded_routing() -> Iterator[RoutingRecord]:
-    """Keep the routing of the one forward pass inside the block, in this thread.
+def recorded_routing(*, logits: bool = False) -> Iterator[RoutingRecord]:
+    """Keep the routing of the one forward pass inside the block, in this thread; `logits` too.
 
     What gradient checkpointing computes again after the block is not kept.
     """
-    record = RoutingRecord()
+    record = RoutingRecord(logits)
     token = _record.set(record)
     try:
         yield record
@@ -68,4 +78,4 @@ def recorded_routing() -> Iterator[RoutingRecord]:
 def record_routing(logits: Tensor, expert_ids: Tensor) -> None:
     """Keep a layer's routing where a block asks for it."""
     if (record := _record.get()) is not None:
-        record.layers.append(Routed(logits, expert_ids))
+        record.layers.append(Routed(logits if record.keeps_logits else None, expert_ids))
