@@ -54,16 +54,6 @@ class RoutedRows:
         return steps
 
 
-@dataclass(frozen=True, eq=False)
-class RowGradients:
-    """What backward computes of each row and pair."""
-
-    x: Tensor  # [R, H]
-    weights: Tensor  # [R, k] fp32
-    packed: Tensor  # [P, 2I], of gate and up
-    weighted: Tensor  # [P, I], the weight times the gated activation
-
-
 def route_rows(expert_ids: Tensor, layout: AttentionLayout, num_experts: int) -> RoutedRows:
     """The pairs of expert_ids [R, k] whose rows the layout's sequences own."""
     starts, lens = layout.query_starts, layout.query_lens
@@ -89,53 +79,61 @@ def route_rows(expert_ids: Tensor, layout: AttentionLayout, num_experts: int) ->
 
 
 def experts_fwd(
-    x: Tensor, routed: RoutedRows, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
-    """y [R, H], and gate and up of each pair [P, 2I]."""
-    packed = x.new_empty((len(routed.rows), gate_up.shape[1]))
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    layout: AttentionLayout,
+    activation: str,
+    recorded: bool,
+) -> tuple[Tensor, Tensor, RoutedRows]:
+    """y [R, H]; gate and up of each pair [P, 2I], empty unless `recorded`; the pairs."""
+    routed = route_rows(expert_ids, layout, len(gate_up))
+    packed = x.new_empty((len(routed.rows) if recorded else 0, gate_up.shape[1]))
     outputs = x.new_empty((len(routed.rows), x.shape[1]))
     for expert, pairs in routed.by_expert():
         own = matmul_nt(x[routed.rows[pairs]], gate_up[expert], out_dtype=x.dtype)
-        packed[pairs] = own
+        if recorded:
+            packed[pairs] = own
         activated = glu(*own.chunk(2, dim=-1), activation)
         outputs[pairs] = matmul_nt(activated, down[expert], out_dtype=x.dtype)
-    return combine(outputs, routed, weights), packed
+    return combine(outputs, routed, len(x), weights), packed, routed
 
 
 def experts_bwd(
     dy: Tensor,
-    x: Tensor,
     routed: RoutedRows,
     weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
     packed: Tensor,
     activation: str,
-) -> RowGradients:
-    """The gradients of rows and pairs, from dy [R, H] and what the forward pass kept."""
-    dpacked, dx = torch.empty_like(packed), x.new_empty((len(routed.rows), x.shape[1]))
-    weighted = x.new_empty((len(routed.rows), down.shape[2]))
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx [R, H], dweights [R, k]; the gradients of gate and up [P, 2I] and the weighted activation
+    [P, I] of each pair; from dy [R, H] and what the forward pass kept."""
+    dpacked, dx = torch.empty_like(packed), dy.new_empty((len(routed.rows), dy.shape[1]))
+    weighted = dy.new_empty((len(routed.rows), down.shape[2]))
     dweights = torch.zeros_like(weights)
     for expert, pairs in routed.by_expert():
         rows, slots = routed.rows[pairs], routed.slots[pairs]
         weight = weights[rows, slots].unsqueeze(-1)
         gate, up = packed[pairs].chunk(2, dim=-1)
         activated = glu(gate, up, activation)
-        u = matmul_nn(dy[rows], down[expert], out_dtype=x.dtype)
+        u = matmul_nn(dy[rows], down[expert], out_dtype=dy.dtype)
         dweights[rows, slots] = tree_sum(u.float() * activated.float())
-        weighted[pairs] = (weight * activated.float()).to(x.dtype)
+        weighted[pairs] = (weight * activated.float()).to(dy.dtype)
         own = torch.cat(glu_gradients(weight * u.float(), gate, up, activation), dim=-1)
         dpacked[pairs] = own
-        dx[pairs] = matmul_nn(own, gate_up[expert], out_dtype=x.dtype)
-    return RowGradients(combine(dx, routed, None, len(x)), dweights, dpacked, weighted)
+        dx[pairs] = matmul_nn(own, gate_up[expert], out_dtype=dy.dtype)
+    return combine(dx, routed, len(dy)), dweights, dpacked, weighted
 
 
 def combine(
-    outputs: Tensor, routed: RoutedRows, weights: Tensor | None, num_rows: int | None = None
+    outputs: Tensor, routed: RoutedRows, num_rows: int, weights: Tensor | None = None
 ) -> Tensor:
     """[R, H]: each row's pairs, times their weights if there are any, added by ascending expert."""
-    shape = weights.shape[0] if weights is not None else num_rows
-    y = outputs.new_zeros((shape, outputs.shape[1]), dtype=torch.float32)
+    y = outputs.new_zeros((num_rows, outputs.shape[1]), dtype=torch.float32)
     for slot in range(int(routed.slots.max()) + 1 if len(routed.slots) else 0):
         pairs = (routed.slots == slot).nonzero().flatten()
         rows, part = routed.rows[pairs], outputs[pairs].float()
@@ -145,10 +143,24 @@ def combine(
     return y.to(outputs.dtype)
 
 
+def fold_gate_up(
+    buffer: Tensor, dpacked: Tensor, x: Tensor, routed: RoutedRows, fresh: bool
+) -> None:
+    """Continue `buffer` [E, 2I, H] over the runs; a `fresh` buffer counts as all zero."""
+    fold_runs(buffer, dpacked, x[routed.rows], routed, fresh)
+
+
+def fold_down(
+    buffer: Tensor, dy: Tensor, weighted: Tensor, routed: RoutedRows, fresh: bool
+) -> None:
+    """The same for [E, H, I]."""
+    fold_runs(buffer, dy[routed.rows], weighted, routed, fresh)
+
+
 def fold_runs(buffer: Tensor, dy: Tensor, x: Tensor, routed: RoutedRows, fresh: bool) -> None:
     """Continue `buffer` [E, N, K] over the runs of pairs dy [P, N] and x [P, K].
 
-    An expert without pairs is left as it is; a `fresh` buffer counts as all zero.
+    An expert without pairs is left as it is.
     """
     if fresh:
         buffer.zero_()

@@ -21,6 +21,8 @@ A row that no sequence of the layout owns reaches no expert and gives zeros, as 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ from rl_consistency.kernels.attention.layout import AttentionLayout
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
 from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
-from rl_consistency.kernels.experts import cpu
+from rl_consistency.kernels.experts import cpu, cuda
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu_reference
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
 
@@ -84,9 +86,13 @@ def experts(
         [R, H] in the dtype of x.
     """
     _require_fitting(x, expert_ids, weights, gate_up, down, layout, activation)
+    recorded = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (x, weights, gate_up, down)
+    )
     return apply(
         ExpertsFunction,
         *(x, expert_ids, weights, gate_up, down, layout, activation, gate_up_grad, down_grad),
+        recorded,
     )
 
 
@@ -140,42 +146,53 @@ def _require_fitting(
 class ExpertsFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x, expert_ids, weights, gate_up, down, layout, activation, gate_up_grad, down_grad
+        ctx,
+        x,
+        expert_ids,
+        weights,
+        gate_up,
+        down,
+        layout,
+        activation,
+        gate_up_grad,
+        down_grad,
+        recorded,
     ):
-        routed = cpu.route_rows(expert_ids, layout, gate_up.shape[0])
-        y, packed = cpu.experts_fwd(x, routed, weights, gate_up, down, activation)
+        own: Any = cuda if x.is_cuda else cpu
+        y, packed, ctx.routed = own.experts_fwd(
+            x, expert_ids, weights, gate_up, down, layout, activation, recorded
+        )
         ctx.save_for_backward(x, weights, gate_up, down, packed)
-        ctx.routed, ctx.activation = routed, activation
-        ctx.buffers = (gate_up_grad, down_grad)
+        ctx.activation, ctx.buffers = activation, (gate_up_grad, down_grad)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grad_outputs):
         x, weights, gate_up, down, packed = ctx.saved_tensors
-        (dy,) = grad_outputs
-        routed, (gate_up_grad, down_grad) = ctx.routed, ctx.buffers
-        grads = cpu.experts_bwd(dy, x, routed, weights, gate_up, down, packed, ctx.activation)
+        (dy,), routed = grad_outputs, ctx.routed
+        own: Any = cuda if x.is_cuda else cpu
+        dx, dweights, dpacked, weighted = own.experts_bwd(
+            dy, routed, weights, gate_up, down, packed, ctx.activation
+        )
         dgate_up = ddown = None
         if ctx.needs_input_grad[3]:
             dgate_up = fold_parameter(
                 ctx,
                 gate_up,
-                gate_up_grad,
-                lambda g, fresh: cpu.fold_runs(g, grads.packed, x[routed.rows], routed, fresh),
+                ctx.buffers[0],
+                lambda g, fresh: own.fold_gate_up(g, dpacked, x, routed, fresh),
                 overwrites=True,
             )
         if ctx.needs_input_grad[4]:
             ddown = fold_parameter(
                 ctx,
                 down,
-                down_grad,
-                lambda g, fresh: cpu.fold_runs(g, dy[routed.rows], grads.weighted, routed, fresh),
+                ctx.buffers[1],
+                lambda g, fresh: own.fold_down(g, dy, weighted, routed, fresh),
                 overwrites=True,
             )
-        dx = grads.x if ctx.needs_input_grad[0] else None
-        dweights = grads.weights if ctx.needs_input_grad[2] else None
-        return dx, None, dweights, dgate_up, ddown, None, None, None, None
+        return dx, None, dweights, dgate_up, ddown, *(None,) * 5
 
 
 def experts_reference(

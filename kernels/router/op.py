@@ -30,12 +30,25 @@ from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer,
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.router.choice_triton import router_choice_op, router_logits_bwd_op
 
 ORDER = ReductionOrder(
     id="router",
     version=1,
     cpu="""\
-z = matmul order over H, fp32, not rounded;  p = exp(z - max z);  tree: halving tree over all E
+z = matmul order over H, fp32, not rounded
+p = exp(z - max z);  tree: halving tree over all E
+chosen: the k largest z, equal ones by lower id (-0 equals +0); in ascending id
+weights: p = p / tree(p); where normalized p[chosen] / tree(p where chosen, else 0)
+weights of a row with a z that is not finite: NaN
+q = p, where normalized the weights, 0 elsewhere;  d = dweights, 0 elsewhere
+dz = q * (d - tree(q * d)), rounded to the dtype
+dx = matmul order over E, rounded once;  dweight = gradient_fold over rows
+""",
+    cuda="""\
+z = matmul order over H, fp32, not rounded
+p = exp(z - max z);  tree: halving tree over E rounded up to a power of two, with zeros
+exp: exp2 of the argument less its integer part in units of log 2, as in sampling
 chosen: the k largest z, equal ones by lower id (-0 equals +0); in ascending id
 weights: p = p / tree(p); where normalized p[chosen] / tree(p where chosen, else 0)
 weights of a row with a z that is not finite: NaN
@@ -83,7 +96,8 @@ class RouterFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, top_k, normalize, weight_grad):
         logits = matmul_nt(x, weight)
-        expert_ids, weights, probabilities = choose(logits, top_k, normalize)
+        own = router_choice_op if logits.is_cuda else choose
+        expert_ids, weights, probabilities = own(logits, top_k, normalize)
         ctx.mark_non_differentiable(expert_ids)
         ctx.set_materialize_grads(False)
         kept = None if normalize else probabilities
@@ -98,9 +112,8 @@ class RouterFunction(torch.autograd.Function):
         dweights = grad_outputs[1]
         if dweights is None:
             dweights = torch.zeros_like(weights)
-        dlogits = logit_gradients(
-            dweights, expert_ids, weights, probabilities, weight.shape[0], x.dtype
-        )
+        own = router_logits_bwd_op if x.is_cuda else logit_gradients
+        dlogits = own(dweights, expert_ids, weights, probabilities, weight.shape[0], x.dtype)
         dx = dweight = None
         if ctx.needs_input_grad[0]:
             dx = matmul_nn(dlogits, weight, out_dtype=x.dtype)
@@ -116,12 +129,12 @@ class RouterFunction(torch.autograd.Function):
 
 
 def choose(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Of fp32 logits [R, E]: expert_ids [R, k] int32, weights [R, k], probabilities [R, E] fp32."""
+    """Of fp32 logits [R, E] on a CPU: expert_ids [R, k] int32, weights [R, k], probabilities
+    [R, E] fp32."""
     # Of equal values a stable sort keeps the order of the ids.
     order = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     order = order.sort(dim=-1, descending=True, stable=True).indices
     expert_ids = order[:, :top_k].sort(dim=-1).values
-    # A maximum of no experts does not exist, but neither do rows without experts.
     p = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
     p = p / tree_sum(p).unsqueeze(-1)
     weights = p.gather(1, expert_ids)
@@ -140,7 +153,8 @@ def logit_gradients(
     num_experts: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """dlogits [R, E] in `dtype`; `probabilities` [R, E] is None where weights are normalized."""
+    """dlogits [R, E] in `dtype` on a CPU; `probabilities` [R, E] is None where weights are
+    normalized."""
     index = expert_ids.long()
     d = dweights.new_zeros((dweights.shape[0], num_experts), dtype=torch.float32)
     q = torch.zeros_like(d).scatter_(1, index, weights) if probabilities is None else probabilities

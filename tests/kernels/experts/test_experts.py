@@ -265,7 +265,7 @@ def test_bad_operands_are_refused():
 def ordered_combine(order):
     """A mutant of `cpu.combine`: a row's outputs added in another order."""
 
-    def combine(outputs, routed, weights, num_rows=None):
+    def combine(outputs, routed, num_rows, weights=None):
         if weights is None:
             weights = torch.ones(num_rows, int(routed.slots.max()) + 1)
         parts = outputs.new_zeros(*weights.shape, outputs.shape[1]).float()
