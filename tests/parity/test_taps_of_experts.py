@@ -34,11 +34,11 @@ def output(run, *args, **named):
 
 FAULTS = {
     # (the fault) -> pass, op, what
-    "weights": (("route", other_weights), ("forward", "router", "output weights")),
-    "choice": (("route", other_experts), ("forward", "router", "output expert ids")),
+    "weights": (("route_with_logits", other_weights), ("forward", "router", "output weights")),
+    "choice": (("route_with_logits", other_experts), ("forward", "router", "output expert ids")),
     "experts": (("experts", output), ("forward", "experts", "output")),
     "router's backward": (
-        ("route", input_gradient(0)),
+        ("route_with_logits", input_gradient(0)),
         ("backward", "router", "gradient of its input"),
     ),
     "experts' backward": (

@@ -14,7 +14,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention.layout import AttentionLayout
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.experts.op import experts
-from rl_consistency.kernels.router.op import route
+from rl_consistency.kernels.router.op import route_with_logits
 from rl_consistency.models.modules import CanonicalModule
 from rl_consistency.models.moe.routing import record_routing
 from rl_consistency.numerics.strict import is_canonical
@@ -35,14 +35,13 @@ class CanonicalRouter(CanonicalModule):
         if not is_canonical("router"):
             return super().forward(hidden_states)
         weight = self.weight
-        ids, weights = route(
+        ids, weights, logits = route_with_logits(
             hidden_states,
             weight,
             self.top_k,
             normalize=self.normalizes,
             weight_grad=self.gradient_buffer("weight", weight),
         )
-        logits = weights  # PENDING: logits from route
         return logits, weights, ids
 
     @property
