@@ -85,7 +85,7 @@ class CanonicalDecoderLayer(CanonicalModule):
             cache_index=cache_index,
         )
         normed, total = self.post_attention_layernorm.after_addition(attended, hidden_states)
-        return total + self.mlp(normed)
+        return total + self.mlp(normed, attention_layout=call.attention_layout)
 
 
 class CanonicalBaseModel(CanonicalModule):

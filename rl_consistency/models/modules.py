@@ -129,7 +129,7 @@ class CanonicalRMSNorm(CanonicalModule):
 
     op = "rms_norm"
     variance_epsilon: float
-    rows_per_token: int = 1  # heads of one token when the norm is per head (qk-norm)
+    rows_per_token: int = 1  # heads of one token when the norm is per head, as most qk-norms are
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not is_canonical("rms_norm"):
@@ -229,7 +229,8 @@ class CanonicalMLP(CanonicalModule):
     up_proj: CanonicalLinear
     down_proj: CanonicalLinear
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, attention_layout: AttentionLayout | None = None) -> Tensor:
+        """`attention_layout` is for those MLPs whose rows are routed; see `CanonicalMoEBlock`."""
         if not is_canonical("glu"):
             return super().forward(x)
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
@@ -280,9 +281,13 @@ class CanonicalAttention(CanonicalModule):
             projected = linear_qkv(x, weights, (of_q.bias, of_k.bias, of_v.bias))
         else:
             projected = tuple(projection(x) for projection in projections)
-        q, k, v = (y.view(x.shape[1], -1, self.head_dim) for y in projected)
+        q, k, v = projected
         if norms:
-            q, k = norms[0](q), norms[1](k)
+            q, k = (
+                norm(y.view(x.shape[1], norm.rows_per_token, -1))
+                for norm, y in zip(norms, (q, k), strict=True)
+            )
+        q, k, v = (y.view(x.shape[1], -1, self.head_dim) for y in (q, k, v))
         if is_canonical("rotary"):
             return *rotary(q, k, cos, sin), v
         return *self.apply_stock_rotary(q, k, cos[0], sin[0], unsqueeze_dim=1), v
