@@ -88,6 +88,7 @@ def combine_fwd(
     """[R, H]: each row's pairs of outputs [R * k, H], times their weights if there are any."""
     (rows, top_k), hidden = places.shape, outputs.shape[1]
     y = outputs.new_empty((rows, hidden))
+    weights = None if weights is None else weights.contiguous()
     schedule = schedule or pick_combine(rows, hidden)
     block = min(schedule.block, triton.next_power_of_2(hidden))
     combine_kernel[(rows, triton.cdiv(hidden, block))](
@@ -107,6 +108,7 @@ def pair_bwd(
     schedule: RowSchedule | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dpacked [R * k, 2I], the weighted activation [R * k, I], and dweights [R, k] fp32."""
+    weights = weights.contiguous()
     dpacked, weighted, dweights = map(torch.empty_like, (packed, u, weights))
     dweights.zero_()
     width = u.shape[1]

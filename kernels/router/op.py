@@ -1,13 +1,14 @@
 """Each row's k experts and their weights: softmax(x @ weight^T), its k largest values.
 
-Shapes: x [R, H], weight [E, H] -> expert_ids [R, k] int32, upward in each row; weights [R, k] fp32.
+Shapes: x [R, H], weight [E, H] -> expert_ids [R, k] int32, upward in each row; weights [R, k] fp32;
+    `route_with_logits` also gives the logits [R, E] fp32.
 Dtypes and rounding points: x and weight fp32, bf16, fp16. Logits, softmax and weights stay fp32 and
     are never rounded to the dtype. Logit gradients, then dx, are rounded to it once.
 Order: ORDER below, `router`.
 Invariant to: the number of rows, their positions and neighbours.
 Varies with: H, E, k; the device.
-Backward: through the weights and the logits, the choice being constant; dx in the `matmul` order over E, dweight
-    by `gradient_fold` over the rows in order.
+Backward: through the weights and the logits, the choice being constant; dx in the `matmul` order
+    over E, dweight by `gradient_fold` over the rows in order.
 Errors: TypeError on dtypes; ValueError on shapes, devices, autocast and k outside 1 to E. A row
     with a logit that is not finite gets weights of NaN; other rows do not notice.
 Cost: a product with E columns and a pass over its result.

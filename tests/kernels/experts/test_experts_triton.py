@@ -53,7 +53,7 @@ def case(dtype=torch.bfloat16, skew=False):
 
 def found(ids, layout):
     numbers = layout.tables(ids.device)
-    return expert_pairs_op(ids, numbers.query_start, numbers.query_len, EXPERTS)
+    return expert_pairs_op(ids, numbers.query_start, numbers.tokens, EXPERTS)
 
 
 def by_pair(values, routed, pairs, first):
@@ -187,6 +187,29 @@ def test_the_whole_op_matches_a_cpu(dtype, skew):
 
     for ours, expected in zip(results(cuda), results(cpu), strict=True):
         assert_within(ours, expected, "reduction", dtype, gradient=True)
+
+
+def test_operands_of_any_strides_give_the_same_bytes():
+    *given, layout = case()
+    dy = probe((ROWS, HIDDEN), torch.bfloat16, seed=7, scale=0.1)
+
+    def results(x, ids, weights, gate_up, down, dy):
+        y, packed, routed = cuda.experts_fwd(x, ids, weights, gate_up, down, layout, "silu", True)
+        dx, dweights, dpacked, weighted = cuda.experts_bwd(
+            dy, routed, weights, gate_up, down, packed, "silu"
+        )
+        folds = [torch.empty(w.shape) for w in (gate_up, down)]
+        cuda.fold_gate_up(folds[0], dpacked, x, routed, True)
+        cuda.fold_down(folds[1], dy, weighted, routed, True)
+        return [y, dx, dweights, *folds]
+
+    strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (*given, dy)]
+    spread = [t.repeat_interleave(2, dim=0)[::2] for t in (*given, dy)]
+    expected = results(*given, dy)
+    for operands in (strided, spread):
+        assert all(map(same_bytes, results(*operands), expected))
+    sums = results(*given, torch.ones(1, 1, dtype=torch.bfloat16).expand(ROWS, HIDDEN))
+    assert all(t.isfinite().all() for t in sums)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
