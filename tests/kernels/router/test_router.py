@@ -164,7 +164,7 @@ def test_weights_without_a_gradient_give_zeros():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_logits_are_those_of_the_choice_and_have_gradients_of_their_own(dtype):
     x, weight = operands(dtype)
-    dweights, dlogits = (probe((ROWS, n), seed=n, scale=0.1) for n in (TOP_K, EXPERTS))
+    dweights, dlogits = (probe((ROWS, n), seed=n, scale=0.02) for n in (TOP_K, EXPERTS))
 
     def gradients(through_weights, through_logits, f=route_with_logits, dtype=dtype):
         leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, weight)]
