@@ -5,7 +5,12 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts import cpu, cuda
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
-from rl_consistency.kernels.experts.rows_triton import combine_fwd, pair_bwd
+from rl_consistency.kernels.experts.rows_triton import (
+    activate_pairs,
+    combine_fwd,
+    gather_pairs,
+    pair_bwd,
+)
 from rl_consistency.kernels.experts.runs_triton import (
     find_runs,
     fold_runs,
@@ -245,6 +250,19 @@ def test_every_fold_schedule_matches_a_cpu(dtype, dy_by_row):
         idle = [e for e, count in enumerate(routed.counts) if not count]
         assert idle and torch.signbit(kept[idle]).all()
         assert_within(kept.float(), expected, "reduction", torch.float32)
+
+
+def test_gathered_and_activated_pairs_are_those_of_the_fused_product():
+    x, ids, _, gate_up, _, layout = case()
+    pairs, _, first = found(ids, layout)
+    count = int(first[-1])
+    for schedule in COMBINE:
+        gathered = gather_pairs(x, first, pairs, TOP_K, schedule)
+        assert same_bytes(gathered[:count], x[pairs[:count].long() // TOP_K])
+        for activation in ACTIVATIONS:
+            y, both = gate_up_fwd(x, gate_up, first, pairs, TOP_K, activation, True)
+            activated = activate_pairs(both, first, activation, schedule)
+            assert same_bytes(activated[:count], y[:count])
 
 
 def test_every_row_schedule_gives_the_same_bytes():
