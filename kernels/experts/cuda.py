@@ -111,9 +111,7 @@ def fold_gate_up(
 ) -> None:
     """Continue `buffer` [E, 2I, H] over the runs; a `fresh` buffer counts as all zero."""
     runs = routed.runs
-    expert_fold_op(
-        buffer, dpacked, x, runs.steps, runs.first, routed.pairs, routed.top_k, False, fresh
-    )
+    expert_fold_op(buffer, dpacked, x, runs.places, runs.rows, runs.first, False, fresh)
 
 
 def fold_down(
@@ -121,6 +119,4 @@ def fold_down(
 ) -> None:
     """The same for [E, H, I]."""
     runs = routed.runs
-    expert_fold_op(
-        buffer, dy, weighted, runs.steps, runs.first, routed.pairs, routed.top_k, True, fresh
-    )
+    expert_fold_op(buffer, dy, weighted, runs.places, runs.rows, runs.first, True, fresh)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
-from rl_consistency.kernels.gradient_fold.schedules import POINTER as FOLDS
+from rl_consistency.kernels.gradient_fold.schedules import POINTER as NARROW_FOLDS
 from rl_consistency.kernels.gradient_fold.schedules import WIDE as FOLDS_FP32
 from rl_consistency.kernels.gradient_fold.schedules import Schedule as FoldSchedule
 from rl_consistency.kernels.matmul.schedules import Schedule
@@ -44,6 +44,14 @@ GATE_UP = tuple(
 
 PRODUCTS_FP32 = tuple(Schedule.named(f"pointer-{m}x32x{FP32_STEP}-w4-s3") for m in (16, 32, 64))
 """For both in fp32."""
+
+
+FOLDS = (
+    FoldSchedule(kind="pointer", block_n=128, block_k=128, block_t=64, warps=8, stages=4),
+    FoldSchedule(kind="pointer", block_n=128, block_k=64, block_t=64, warps=4, stages=4),
+    *NARROW_FOLDS,
+)
+"""For gradients of bf16 and fp16 operands."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +122,8 @@ def fold_candidates(dtype: torch.dtype) -> tuple[FoldSchedule, ...]:
     return FOLDS_FP32 if dtype == torch.float32 else FOLDS
 
 
-def pick_fold(steps: int, n: int, k: int, dtype: torch.dtype) -> FoldSchedule:
-    """The schedule for an [n, k] gradient of each expert."""
+def pick_fold(n: int, k: int, dtype: torch.dtype) -> FoldSchedule:
+    """The schedule for an [n, k] gradient of each expert: the first one whose tile fits in it."""
     own = fold_candidates(dtype)
     fitting = [s for s in own if s.block_n <= n and s.block_k <= k]
     return fitting[0] if fitting else own[-1]

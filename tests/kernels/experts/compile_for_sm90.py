@@ -53,9 +53,9 @@ def calls(dtype):
     buffer = torch.zeros(1, dtype=wide).expand(EXPERTS, 2 * WIDTH, HIDDEN)
     packed = torch.zeros(len(pairs), 2 * WIDTH, dtype=dtype)
     for schedule in fold_candidates(dtype):
-        runs = Runs(pairs, first)
+        runs = Runs(pairs, pairs, first)
         yield partial(
-            fold_runs, buffer, packed, x, runs, pairs, TOP_K, dy_by_row=False, fresh=False,
+            fold_runs, buffer, packed, x, runs, dy_by_row=False, fresh=False,
             schedule=schedule,
         )  # fmt: skip
     outputs = torch.zeros(len(pairs), HIDDEN, dtype=dtype)
@@ -82,7 +82,15 @@ def routing_calls():
         }
         yield partial(count_runs_kernel[(1,)], numbers, ids, numbers, experts, **constants)
         yield partial(
-            place_runs_kernel[(1,)], numbers, ids, ids, numbers, numbers, experts, **constants
+            place_runs_kernel[(1,)],
+            numbers,
+            ids,
+            ids,
+            numbers,
+            numbers,
+            numbers,
+            experts,
+            **constants,
         )
         logits, weights = torch.zeros(ROWS, experts), torch.zeros(ROWS, TOP_K)
         for schedule in CANDIDATES if experts == 128 else [pick(ROWS, experts)]:

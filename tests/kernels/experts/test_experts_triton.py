@@ -110,13 +110,14 @@ def test_runs_start_steps_in_the_order_of_the_sequences(skew):
     pairs, places, _ = found(ids, layout)
     runs = find_runs(ids, places, layout, EXPERTS)
     routed = cpu.route_rows(ids, layout, EXPERTS)
-    assert len(runs.steps) == most_steps(layout, TOP_K, EXPERTS)
+    assert len(runs.places) == len(runs.rows) == most_steps(layout, TOP_K, EXPERTS)
     for expert, span in routed.by_expert():
-        steps = runs.steps[runs.first[expert] : runs.first[expert + 1]]
-        got = [-1 if p < 0 else int(pairs[p]) // TOP_K for p in steps.tolist()]
+        steps = slice(runs.first[expert], runs.first[expert + 1])
+        got = runs.rows[steps].tolist()
+        by_places = [-1 if p < 0 else int(pairs[p]) // TOP_K for p in runs.places[steps].tolist()]
         wanted = [-1 if i < 0 else int(routed.rows[i]) for i in routed.steps(span).tolist()]
-        assert got == wanted and len(got) % 16 == 0
-    assert runs.steps[runs.first[-1] :].eq(-1).all()
+        assert got == by_places == wanted and len(got) % 16 == 0
+    assert runs.places[runs.first[-1] :].eq(-1).all()
     assert runs.first.diff().gt(0).tolist() == [c > 0 for c in routed.counts]
 
 
@@ -237,14 +238,14 @@ def test_every_fold_schedule_matches_a_cpu(dtype, dy_by_row):
         wide = torch.float64 if dtype == torch.float32 else torch.float32
         buffer = torch.full(shape, torch.nan, dtype=wide)
         fold_runs(
-            buffer, *operands[1], runs, pairs, TOP_K, dy_by_row=dy_by_row, fresh=True,
+            buffer, *operands[1], runs, dy_by_row=dy_by_row, fresh=True,
             schedule=schedule,
         )  # fmt: skip
         assert_within(buffer.float(), expected, "reduction", torch.float32)
         # Experts without rows keep what they have, bit by bit.
         kept = torch.full(shape, -0.0, dtype=wide)
         fold_runs(
-            kept, *operands[1], runs, pairs, TOP_K, dy_by_row=dy_by_row, fresh=False,
+            kept, *operands[1], runs, dy_by_row=dy_by_row, fresh=False,
             schedule=schedule,
         )  # fmt: skip
         idle = [e for e, count in enumerate(routed.counts) if not count]
@@ -305,7 +306,7 @@ def test_picks_are_in_their_tables():
             for gate_up in (False, True):
                 table = product_candidates(dtype, gate_up=gate_up)
                 assert pick_product(pairs, 128, 768, dtype, gate_up=gate_up) in table
-            assert pick_fold(pairs, 768, 2048, dtype) in fold_candidates(dtype)
+            assert pick_fold(768, 2048, dtype) in fold_candidates(dtype)
     assert pick_product(8, 128, 768, torch.bfloat16).block_m == 16
     assert pick_product(1 << 17, 128, 768, torch.bfloat16).block_m == 128
     assert all(pick_combine(r, h) in COMBINE for r in (1, 4096) for h in (64, 4096))

@@ -142,7 +142,7 @@ def test_every_fold_schedule_gives_the_bytes_of_the_fold_of_each_expert(dtype, c
         for schedule in fold_candidates(dtype):
             buffer = torch.full_like(before, torch.nan) if fresh else before.clone()
             fold_runs(
-                buffer, x, of_pairs, runs, pairs, TOP_K, dy_by_row=True, fresh=fresh,
+                buffer, x, of_pairs, runs, dy_by_row=True, fresh=fresh,
                 schedule=schedule,
             )  # fmt: skip
             assert same_bytes(buffer, expected), schedule
@@ -153,7 +153,7 @@ def test_every_fold_schedule_gives_the_bytes_of_the_fold_of_each_expert(dtype, c
                 else (before.transpose(1, 2).contiguous())
             )
             fold_runs(
-                turned, of_pairs, x, runs, pairs, TOP_K, dy_by_row=False, fresh=fresh,
+                turned, of_pairs, x, runs, dy_by_row=False, fresh=fresh,
                 schedule=schedule,
             )  # fmt: skip
             assert same_bytes(turned.transpose(1, 2).contiguous(), expected), schedule
