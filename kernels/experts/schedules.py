@@ -16,35 +16,45 @@ from rl_consistency.kernels.gradient_fold.schedules import WIDE as FOLDS_FP32
 from rl_consistency.kernels.gradient_fold.schedules import Schedule as FoldSchedule
 from rl_consistency.kernels.matmul.schedules import Schedule
 
-PRODUCTS = tuple(
-    map(
-        Schedule.named,
-        (
-            "pointer-16x64x128-w4-s4",
-            "pointer-32x64x128-w4-s4",
-            "pointer-64x128x64-w4-s4",
-            "pointer-128x128x64-w8-s3",
-        ),
-    )
+
+def _table(*names: str) -> tuple[Schedule, ...]:
+    return tuple(map(Schedule.named, names))
+
+
+PRODUCTS = _table(
+    "pointer-16x64x128-w4-s4",
+    "pointer-32x64x128-w4-s4",
+    "pointer-64x128x64-w4-s4",
+    "pointer-128x128x64-w8-s3",
 )
 """For bf16 and fp16, by the rows of a tile."""
 
-GATE_UP = tuple(
-    map(
-        Schedule.named,
-        (
-            "pointer-16x32x128-w4-s4",
-            "pointer-32x32x128-w4-s4",
-            "pointer-64x64x64-w4-s4",
-            "pointer-128x64x64-w8-s3",
-        ),
-    )
+PRODUCTS_TMA = _table(
+    "tma-16x64x128-w4-s5",
+    "tma-32x64x128-w4-s5",
+    "tma-64x128x64-w4-s4",
+    "tma-128x128x64-w8-s4",
 )
-"""The same for gate and up: two weight tiles per stage."""
+"""The same with copies by descriptor: of the weights, and of rows that stand by pair."""
 
-PRODUCTS_FP32 = tuple(Schedule.named(f"pointer-{m}x32x{FP32_STEP}-w4-s3") for m in (16, 32, 64))
+GATE_UP = _table(
+    "pointer-16x32x128-w4-s4",
+    "pointer-32x32x128-w4-s4",
+    "pointer-64x64x64-w4-s4",
+    "pointer-128x64x64-w8-s3",
+)
+"""As `PRODUCTS`, for gate and up: two weight tiles per stage."""
+
+GATE_UP_TMA = _table(
+    "tma-16x32x128-w4-s5",
+    "tma-32x32x128-w4-s5",
+    "tma-64x64x64-w4-s4",
+    "tma-128x128x64-w8-s3",
+)
+"""As `PRODUCTS_TMA`, for gate and up."""
+
+PRODUCTS_FP32 = _table(*(f"pointer-{m}x32x{FP32_STEP}-w4-s3" for m in (16, 32, 64)))
 """For both in fp32."""
-
 
 FOLDS = (
     FoldSchedule(kind="pointer", block_n=128, block_k=128, block_t=64, warps=8, stages=4),
@@ -94,18 +104,22 @@ def most_tiles(pairs: int, experts: int, block: int) -> int:
     return min(pairs, pairs // block + experts)
 
 
-def product_candidates(dtype: torch.dtype, *, gate_up: bool) -> tuple[Schedule, ...]:
-    """All schedules of a product, few rows first."""
+def product_candidates(
+    dtype: torch.dtype, *, gate_up: bool, tma: bool = False
+) -> tuple[Schedule, ...]:
+    """All schedules of a product; `tma`: device and weights allow copies by descriptor."""
     if dtype == torch.float32:
         return PRODUCTS_FP32
-    return GATE_UP if gate_up else PRODUCTS
+    own, described = (GATE_UP, GATE_UP_TMA) if gate_up else (PRODUCTS, PRODUCTS_TMA)
+    return own + described if tma else own
 
 
 def pick_product(
-    pairs: int, experts: int, n: int, dtype: torch.dtype, *, gate_up: bool = False
+    pairs: int, experts: int, dtype: torch.dtype, *, gate_up: bool = False, tma: bool = False
 ) -> Schedule:
-    """The schedule for so many pairs and n columns."""
-    own = product_candidates(dtype, gate_up=gate_up)
+    """The schedule for so many pairs."""
+    own = product_candidates(dtype, gate_up=gate_up, tma=tma)
+    own = [s for s in own if s.kind == "tma"] or own
     each = -(-pairs // experts)
     # Half a tile of filler per expert costs less than another pass over its weights.
     fitting = [s for s in own if s.block_m >= each]

@@ -4,7 +4,12 @@ import torch
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts import cpu, cuda
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
-from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
+from rl_consistency.kernels.experts.products_triton import (
+    MOST_STEPS,
+    described,
+    gate_up_fwd,
+    product_fwd,
+)
 from rl_consistency.kernels.experts.rows_triton import (
     activate_pairs,
     combine_fwd,
@@ -20,8 +25,10 @@ from rl_consistency.kernels.experts.runs_triton import (
 from rl_consistency.kernels.experts.schedules import (
     COMBINE,
     GATE_UP,
+    GATE_UP_TMA,
     PAIR,
     PRODUCTS,
+    PRODUCTS_TMA,
     fold_candidates,
     most_tiles,
     pick_combine,
@@ -281,6 +288,16 @@ def test_every_row_schedule_gives_the_same_bytes():
         assert same_bytes(results[2], pair_results[0][2])
 
 
+def test_a_schedule_by_descriptor_is_refused_for_weights_it_cannot_address():
+    x, ids, _, gate_up, _, layout = case()
+    pairs, _, first = found(ids, layout)
+    assert not described(gate_up, "nt")  # the interpreter has no descriptors
+    with pytest.raises(ValueError, match=r"tma-16x64x128-w4-s5 copies by descriptor, which needs"):
+        product_fwd(x, gate_up, "nt", first, pairs, TOP_K, True, PRODUCTS_TMA[0])
+    with pytest.raises(ValueError, match="Use a pointer schedule"):
+        gate_up_fwd(x, gate_up, first, pairs, TOP_K, "silu", True, GATE_UP_TMA[0])
+
+
 def test_no_rows_and_no_sequences():
     x, ids, weights, gate_up, down, _ = case()
     none = PackedSequences.of([], [])
@@ -304,11 +321,15 @@ def test_picks_are_in_their_tables():
     for dtype in (torch.float32, torch.bfloat16):
         for pairs in (1, 64, 2048, 1 << 17):
             for gate_up in (False, True):
-                table = product_candidates(dtype, gate_up=gate_up)
-                assert pick_product(pairs, 128, 768, dtype, gate_up=gate_up) in table
+                for tma in (False, True):
+                    table = product_candidates(dtype, gate_up=gate_up, tma=tma)
+                    own = pick_product(pairs, 128, dtype, gate_up=gate_up, tma=tma)
+                    assert own in table
+                    assert (own.kind == "tma") == (tma and dtype != torch.float32)
+                    assert own.kind != "tma" or own.block_k <= MOST_STEPS
             assert pick_fold(768, 2048, dtype) in fold_candidates(dtype)
-    assert pick_product(8, 128, 768, torch.bfloat16).block_m == 16
-    assert pick_product(1 << 17, 128, 768, torch.bfloat16).block_m == 128
+    assert pick_product(8, 128, torch.bfloat16).block_m == 16
+    assert pick_product(1 << 17, 128, torch.bfloat16).block_m == 128
     assert all(pick_combine(r, h) in COMBINE for r in (1, 4096) for h in (64, 4096))
     assert all(pick_pair(width) in PAIR for width in (24, 768, 14336))
 
