@@ -51,6 +51,8 @@ class Rollout:
     sampling: Sampling
     places: Sequence[tuple[int, int]] = ()
     """Prompt id and sample of each sequence."""
+    routing: Sequence[Tensor] | None = None
+    """[completion length] each, `expert_fingerprints` of the tokens; None in a dense model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +80,11 @@ class TrainerHook(Protocol):
         """Completions were sampled; the weights have not changed since."""
         ...
 
-    def on_training_logprobs(self, logprobs: Sequence[Tensor]) -> Metrics:
-        """Training recomputed the logprobs of the rollout's tokens under the same weights."""
+    def on_training_logprobs(
+        self, logprobs: Sequence[Tensor], routing: Sequence[Tensor] | None = None
+    ) -> Metrics:
+        """Training recomputed the logprobs of the rollout's tokens under the same weights; in a
+        sparse model also which experts they met."""
         ...
 
     def on_values(self, values: Sequence[Tensor], again: Callable[[], list[Tensor]]) -> Metrics:
@@ -179,9 +184,12 @@ class ConsistencyHook:
         self._digests["logprobs"] = self._timed(list_digest, rollout.logprobs)
         return {}
 
-    def on_training_logprobs(self, logprobs: Sequence[Tensor]) -> Metrics:
+    def on_training_logprobs(
+        self, logprobs: Sequence[Tensor], routing: Sequence[Tensor] | None = None
+    ) -> Metrics:
         rollout = self._current
-        report = compare_logprobs(list(rollout.logprobs), list(logprobs))
+        both = None if routing is None or rollout.routing is None else (rollout.routing, routing)
+        report = compare_logprobs(list(rollout.logprobs), list(logprobs), routing=both)
         self.totals.drift.add(report)
         self._digests["training_logprobs"] = self._timed(list_digest, logprobs)
         metrics: Metrics = dict(report.metrics("consistency"))

@@ -96,7 +96,8 @@ def experts_fwd(
         own = matmul_nt(x[routed.rows[pairs]], gate_up[expert], out_dtype=x.dtype)
         if recorded:
             packed[pairs] = own
-        activated = glu(*own.chunk(2, dim=-1), activation)
+        gate, up = own.chunk(2, dim=-1)
+        activated = glu(gate, up, activation)
         outputs[pairs] = matmul_nt(activated, down[expert], out_dtype=x.dtype)
     return combine(outputs, routed, len(x), weights), packed, routed
 

@@ -6,8 +6,8 @@ Dtypes and rounding points: x and weight fp32, bf16, fp16. Logits, softmax and w
 Order: ORDER below, `router`.
 Invariant to: the number of rows, their positions and neighbours.
 Varies with: H, E, k; the device.
-Backward: through the weights and the logits, the choice being constant; dx in the `matmul` order over E, dweight
-    by `gradient_fold` over the rows in order.
+Backward: through the weights and the logits, the choice being constant; dx in the `matmul` order
+    over E, dweight by `gradient_fold` over the rows in order.
 Errors: TypeError on dtypes; ValueError on shapes, devices, autocast and k outside 1 to E. A row
     with a logit that is not finite gets weights of NaN; other rows do not notice.
 Cost: a product with E columns and a pass over its result.

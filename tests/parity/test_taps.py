@@ -5,8 +5,8 @@ import torch
 
 from rl_consistency.kernels.linear import op as linear_op
 from rl_consistency.models import modules, token_logprobs
-from rl_consistency.models.patch import patch
 from rl_consistency.models.families import ops_of
+from rl_consistency.models.patch import patch
 from rl_consistency.parity import sides
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import localize

@@ -29,7 +29,13 @@ from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.advantages import overlong_mask, overlong_penalty
-from rl_consistency.trainers.algorithms.experience import Experience, samples_of
+from rl_consistency.trainers.algorithms.experience import (
+    Experience,
+    rollout_metrics,
+    routing_of,
+    samples_of,
+)
+from rl_consistency.trainers.algorithms.rollout_engine import ENGINE_METRICS
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder, Example
@@ -40,18 +46,6 @@ from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.rewards.compute import Rewards, compute_rewards
 from rl_consistency.trainers.rewards.function import RewardFunction
 from rl_consistency.trainers.strategies.strategy import Backward, Strategy
-
-ENGINE_METRICS = (
-    "prefill_tokens_per_second",
-    "decode_tokens_per_second",
-    "mean_seconds_to_first_token",
-    "host_seconds_per_step",
-    "peak_kv_share",
-    "prefix_hit_tokens",
-    "preemptions",
-    "acceptance_rate",
-)
-"""Fields of the engine's statistics that are logged with a step."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -101,6 +95,7 @@ class PolicyTrainer(ABC):
         self._update_size = batch // config.algorithm.updates_per_rollout
         firsts, own = range(0, batch, self._update_size), self.ranks.own(self._update_size)
         self._own = [first + i for first in firsts for i in own]
+        self._routing: dict[int, Tensor] = {}  # of the samples scored last
         # Of the weights the policy has now (initial or from a checkpoint), later of each update.
         self._weights_digest = self._common_digest("before the first step")
 
@@ -203,6 +198,7 @@ class PolicyTrainer(ABC):
             logprobs=old_logprobs,
             sampling=self._sampling,
             places=[(e.id, c.sample_index) for e, c in zip(examples, completions, strict=True)],
+            routing=routing_of(completions),
         )
         metrics = self._told("the rollout", self.hook.on_rollout, rollout)
         rewards = self._rewards(examples, completions)
@@ -215,15 +211,7 @@ class PolicyTrainer(ABC):
             shaped = shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
         elif algorithm.overlong == "mask":
             keep = overlong_mask([c.finish_reason for c in completions])
-        cut = sum(c.finish_reason == "length" for c in completions)
-        metrics |= {
-            "reward/mean": fmean(rewards.total),
-            "reward/std": float(torch.tensor(rewards.total).std()),
-            "completion/length_mean": fmean(lengths),
-            "completion/length_max": max(lengths),
-            "completion/cut_fraction": cut / len(completions),
-        }
-        metrics |= {f"reward/{name}": fmean(v) for name, v in rewards.by_function.items()}
+        metrics |= rollout_metrics(completions, rewards)
         experience = Experience(
             sequences=sequences,
             prompt_lengths=prompt_lengths,
@@ -240,14 +228,18 @@ class PolicyTrainer(ABC):
         metrics: Metrics = {}
         updates: list[LossOutput] = []
         norms: list[float] = []
+        self._routing.clear()
         for part in self._minibatches(experience):
             output, logprobs, norm = self._backward(experience, part)
             if not updates:
                 others = list(range(len(part), len(experience.sequences)))
                 with whole_weights(self.model):
                     logprobs += self._score(self.model, experience, others)
-                    given = self.hook.on_training_logprobs, logprobs
-                    metrics |= self._told("training logprobs", *given)
+                    given = [logprobs]
+                    if self._routing:
+                        given.append(self.ranks.shared_tensors("routing", self._routing))
+                    method = self.hook.on_training_logprobs
+                    metrics |= self._told("training logprobs", method, *given)
             gradient_step = self._gradient_step(experience, part, not updates)
             metrics |= self._told("gradients", self.hook.on_gradients, gradient_step)
             with self._timed("optimizer"):
@@ -354,7 +346,7 @@ class PolicyTrainer(ABC):
 
     def _forward(self, model: Any, experience: Experience, group: list[int]) -> TokenLogprobs:
         inputs, mask = lay_out([experience.sequences[i] for i in group], self._layout, model.device)
-        return token_logprobs(
+        scored = token_logprobs(
             model,
             inputs,
             attention_mask=mask,
@@ -362,6 +354,9 @@ class PolicyTrainer(ABC):
             sampling=self._sampling,
             share_prompts=not torch.is_grad_enabled(),
         )
+        if scored.routing is not None:
+            self._routing.update(zip(group, scored.routing.split(scored.lengths)))
+        return scored
 
     @torch.no_grad()
     def _score(self, model: Any, experience: Experience, part: list[int]) -> list[Tensor]:
