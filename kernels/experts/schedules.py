@@ -59,7 +59,7 @@ COMBINE = (RowSchedule(512, 2), RowSchedule(1024, 4), RowSchedule(2048, 4), RowS
 PAIR = (RowSchedule(0, 1), RowSchedule(0, 4), RowSchedule(0, 8), RowSchedule(0, 16))
 """Schedules of the row's sum and of a pair's gradient, to time and to compare."""
 
-COUNTED = 8192
+COUNTED = 4096
 """Elements of the table of rows and experts that a program of `pairs_triton` holds."""
 
 FEW_ROWS = 256

@@ -23,7 +23,7 @@ from rl_consistency.kernels.experts.schedules import (
     product_candidates,
 )
 from rl_consistency.kernels.router.choice_triton import choose_fwd, logits_bwd
-from rl_consistency.kernels.router.schedules import CANDIDATES
+from rl_consistency.kernels.router.schedules import CANDIDATES, pick
 from tests.kernels.attention.compile_for_sm90 import compile_only, spilled
 
 EXPERTS, TOP_K, ROWS, HIDDEN, WIDTH = 128, 8, 512, 2048, 768
@@ -78,7 +78,7 @@ def routing_calls():
             place_runs_kernel[(1,)], numbers, ids, ids, numbers, numbers, experts, **constants
         )
         logits, weights = torch.zeros(ROWS, experts), torch.zeros(ROWS, TOP_K)
-        for schedule in CANDIDATES:
+        for schedule in CANDIDATES if experts == 128 else [pick(ROWS, experts)]:
             for normalize in (True, False):
                 yield partial(choose_fwd, logits, TOP_K, normalize, schedule)
                 p = None if normalize else logits
@@ -89,7 +89,7 @@ def routing_calls():
 
 if __name__ == "__main__":
     compiled = compile_only()
-    for call in [*routing_calls(), *calls(torch.bfloat16), *calls(torch.float32)]:
+    for call in [*calls(torch.bfloat16), *calls(torch.float32), *routing_calls()]:
         call()
     for name, kernel in compiled:
         print(name, spilled(kernel), kernel.metadata.shared)
