@@ -43,8 +43,7 @@ class Rollout:
 
     step: int
     """Counted from 1."""
-    sequences: Sequence[Sequence[int]]
-    """Prompt and completion ids."""
+    sequences: Sequence[Sequence[int]]  # prompt and completion ids
     prompt_lengths: Sequence[int]
     logprobs: Sequence[Tensor]
     """[completion length] fp32 each, as the rollout gave them."""
@@ -66,11 +65,12 @@ class GradientStep:
     """The part of the loss that comes from some of the sequences, weighted by global counts."""
     first_of_step: bool
     """Whether it is the first optimizer step on this rollout."""
+    balance: bool = False
+    """Whether the loss reads `TokenLogprobs.balance`."""
     gradients: Mapping[str, Tensor] | None = None
     """Whole gradients by name, where `.grad` may not have them."""
     check: Callable[[], GradientReport] | None = None
-    """Compares these gradients with others of the same step, where several leaves or ranks make
-    them, or they are shards; None: `check_gradients` does."""
+    """Compares them with others of the step, for leaves, ranks and shards; None: the hook does."""
 
 
 class TrainerHook(Protocol):
@@ -192,11 +192,11 @@ class ConsistencyHook:
         report = compare_logprobs(list(rollout.logprobs), list(logprobs), routing=both)
         self.totals.drift.add(report)
         self._digests["training_logprobs"] = self._timed(list_digest, logprobs)
-        metrics: Metrics = dict(report.metrics("consistency"))
-        metrics |= drift_histograms(rollout.logprobs, logprobs)
+        histograms = drift_histograms(rollout.logprobs, logprobs)
+        metrics: Metrics = {**report.metrics(), **histograms}
         metrics |= foreign_drift(self.metrics_of, rollout.logprobs, logprobs)
         if not report.passed:
-            bundle = self._save_bundle(rollout, logprobs)
+            bundle = self._save_bundle(rollout, logprobs) if report.mismatched_tokens else None
             where = ""
             if bundle is not None and not self._has_localized:
                 where, self._has_localized = localized(self.model, bundle, rollout.sampling), True
@@ -369,7 +369,8 @@ class ConsistencyHook:
         return metrics
 
     def _regrouped(self, step: GradientStep) -> GradientReport:
-        check = partial(check_gradients, self.model, loss=step.loss, sampling=step.sampling)
+        given: dict[str, Any] = {"sampling": step.sampling, "balance": step.balance}
+        check = partial(check_gradients, self.model, loss=step.loss, **given)
         as_trained = check(
             step.sequences, prompt_lengths=step.prompt_lengths, regroupings=(), compare_present=True
         )

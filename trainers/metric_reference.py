@@ -73,6 +73,10 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
         "learning_rate": Reference("of the step's last update"),
         "policy/clip_fraction": Reference("share of tokens whose ratio the loss clipped"),
         "policy/entropy": Reference("mean entropy at completion tokens, nats"),
+        "policy/balance": Reference(
+            "mean load-balancing loss of a sequence, 1 where its experts are met equally often; "
+            "where `algorithm.balance_coefficient` is set"
+        ),
         "policy/ratio/min": Reference("smallest new / old probability; 1 in a first update"),
         "policy/ratio/mean": Reference("mean ratio"),
         "policy/ratio/max": Reference("largest ratio"),

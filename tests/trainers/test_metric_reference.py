@@ -21,7 +21,7 @@ def test_every_metric_of_a_run_is_described_and_no_other(tiny_run):
     _, rows = tiny_run(**tiny_run.LONG, **{"tracking.metrics_of": list(DEFINITIONS)})
     ppo = {"algorithm.name": "ppo", "algorithm.kl_coefficient": 0.05, "training.steps": 1}
     checks = {f"consistency.{name}_check_every": 1 for name in ("value", "gradient")}
-    sparse = {"architecture": "olmoe", "experts": {"count": 4, "per_token": 2}, "head_dim": 8}
+    sparse = {"architecture": "mixtral", "experts": {"count": 4, "per_token": 2}}
     sparse = {f"policy.build.{name}": value for name, value in sparse.items()}
     others = checks | {"data.overlong_prompts": "drop", "consistency.shadow_every": 1} | sparse
     _, more = tiny_run.of_its_own("ppo", **ppo, **others)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from rl_consistency.rollout.completion import Completion
+from rl_consistency.trainers.advantages import overlong_mask, overlong_penalty
+from rl_consistency.trainers.config.learning_sections import AlgorithmSection
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.rewards.compute import Rewards
 
@@ -51,6 +53,23 @@ def rollout_metrics(
         "completion/cut_fraction": cut / len(completions),
         **{f"reward/{name}": fmean(values) for name, values in rewards.by_function.items()},
     }
+
+
+def shaped_rewards(
+    completions: Sequence[Completion],
+    rewards: Rewards,
+    algorithm: AlgorithmSection,
+    longest: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Rewards [S] fp32 after what the algorithm does to samples cut at `longest` tokens, and which
+    samples it keeps."""
+    shaped, keep = torch.tensor(rewards.total, dtype=torch.float32), None
+    if algorithm.overlong == "penalty":
+        lengths = [len(c.token_ids) for c in completions]
+        shaped = shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
+    elif algorithm.overlong == "mask":
+        keep = overlong_mask([c.finish_reason for c in completions])
+    return shaped, keep
 
 
 def routing_of(completions: Sequence[Completion]) -> list[Tensor] | None:
