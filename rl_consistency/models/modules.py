@@ -103,25 +103,32 @@ class CanonicalLinear(CanonicalModule):
         )
 
 
-def _all_plain(*modules: nn.Module) -> bool:
+def all_plain(*modules: nn.Module) -> bool:
     """Whether a call of each module would run the canonical forward and nothing else."""
     for module in modules:
-        own, cls = vars(module), type(module)
-        changed = "forward" in own or own.get("_compiled_call_impl") is not None
-        if changed or cls.forward not in _FUSED_FORWARDS or cls.__call__ is not nn.Module.__call__:
+        if type(module).forward not in _FUSED_FORWARDS or not is_unobserved(module):
             return False
-        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
-            return False
-        if own["_backward_hooks"] or own["_backward_pre_hooks"]:
-            return False
-    return not _has_any_global_hook()
+    return True
+
+
+def is_unobserved(module: nn.Module, own_call: Any = nn.Module.__call__) -> bool:
+    """Whether a call of the module runs the forward of its class, without hooks; `own_call` is the
+    `__call__` that its library gave the class."""
+    own = vars(module)
+    if "forward" in own or own.get("_compiled_call_impl") is not None:
+        return False
+    if type(module).__call__ is not own_call or _has_any_global_hook():
+        return False
+    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return False
+    return not (own["_backward_hooks"] or own["_backward_pre_hooks"])
 
 
 def _may_fuse(x: Tensor, projections: tuple[CanonicalLinear, ...]) -> bool:
     """Whether projections of one x may run in one launch, with the same bytes: on a GPU, without
     gradients, all of them canonical and plain."""
     inference = x.is_cuda and not torch.is_grad_enabled()
-    return inference and is_canonical("linear") and _all_plain(*projections)
+    return inference and is_canonical("linear") and all_plain(*projections)
 
 
 class CanonicalRMSNorm(CanonicalModule):
@@ -145,7 +152,7 @@ class CanonicalRMSNorm(CanonicalModule):
 
     def after_addition(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of residual + x, residual + x); the same bytes as the addition, then the norm."""
-        if is_canonical("rms_norm") and _all_plain(self):
+        if is_canonical("rms_norm") and all_plain(self):
             weight = self.weight
             buffer = self.gradient_buffer("weight", weight)
             return add_rms_norm(x, residual, weight, self.variance_epsilon, weight_grad=buffer)

@@ -193,8 +193,11 @@ class Taps:
         self._inside = norm
         normed, total = run(norm, x, residual)
         self._inside = None
-        self.gave(Tap(RESIDUAL, name), total)
-        self.gave(Tap("rms_norm", name), normed)
+        # The sum is the layer before's output where one has finished.
+        self.gave(Tap(RESIDUAL, self._finished or name), total)
+        self._finished = ""
+        around, _, last = name.rpartition(".")
+        self.gave(Tap("rms_norm", name), normed, self._reader(norm, around, last))
         return normed, total
 
     def _inputs(self, run: Callable[..., Any], attention: Any, *args: Any) -> Any:
