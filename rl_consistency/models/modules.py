@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
+from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.glu.op import glu
@@ -245,6 +246,14 @@ class CanonicalMLP(CanonicalModule):
         return down(glu(gate(x), up(x), self.activation))
 
 
+def head_norms(*norms: CanonicalRMSNorm) -> HeadNorms | None:
+    """What `paged_inputs` takes of a layer's norms of queries and keys; None without them."""
+    if not norms:
+        return None
+    of_q, of_k = norms
+    return HeadNorms(of_q.weight, of_k.weight, of_q.variance_epsilon, of_k.variance_epsilon)
+
+
 class CanonicalAttention(CanonicalModule):
     """Projections, qk-norm, rotation and attention over packed rows or a paged cache."""
 
@@ -273,12 +282,15 @@ class CanonicalAttention(CanonicalModule):
     ) -> tuple[Tensor, None]:
         """`cache_index`: the layer's place in the stack, which its cache belongs to. `layer_idx` is
         what the layer was made as: layers may be copied, moved or removed."""
-        q, k, v = self._inputs(hidden_states, *position_embeddings)
+        q, k, v = self._inputs(hidden_states, *position_embeddings, attention_layout, cache_index)
         out = self._attend(q, k, v, attention_layout, cache_index)
         return self.o_proj(out.reshape(1, hidden_states.shape[1], -1)), None
 
-    def _inputs(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, normed and rotated, and values: [R, heads, D] each."""
+    def _inputs(
+        self, x: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout, index: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normed and rotated, and values: [R, heads, D] each; in a paged layout
+        keys and values are stored."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         norms = (self.q_norm, self.k_norm) if "q_norm" in self._modules else ()
         if _may_fuse(x, projections):
@@ -288,11 +300,21 @@ class CanonicalAttention(CanonicalModule):
         else:
             projected = tuple(projection(x) for projection in projections)
         q, k, v = (y.view(x.shape[1], -1, self.head_dim) for y in projected)
+        canonical = is_canonical("rotary")
+        paged = isinstance(layout, PagedAttention)
+        fuses = paged and canonical and is_canonical("rms_norm") and not torch.is_grad_enabled()
+        if fuses and all_plain(*norms):
+            of_heads = head_norms(*norms)
+            return *paged_inputs(q, k, v, cos, sin, layout, index, norms=of_heads), v
         if norms:
             q, k = norms[0](q), norms[1](k)
-        if is_canonical("rotary"):
-            return *rotary(q, k, cos, sin), v
-        return *self.apply_stock_rotary(q, k, cos[0], sin[0], unsqueeze_dim=1), v
+        if canonical:
+            q, k = rotary(q, k, cos, sin)
+        else:
+            q, k = self.apply_stock_rotary(q, k, cos[0], sin[0], unsqueeze_dim=1)
+        if paged:
+            layout.write(index, k, v)
+        return q, k, v
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, index: int
@@ -300,7 +322,6 @@ class CanonicalAttention(CanonicalModule):
         canonical = is_canonical("attention")
         scores: dict[str, Any] = {"scale": self.scaling, "window": self.window}
         if isinstance(layout, PagedAttention):
-            layout.write(index, k, v)
             if canonical:
                 return attention_paged(q, layout, index, **scores, new=(k, v))[0]
             if compiles_only():

@@ -15,6 +15,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms
+from rl_consistency.kernels.rms_norm.op import rms_norm
 from rl_consistency.models import modules
 from rl_consistency.models.decoder import CanonicalBaseModel
 from rl_consistency.models.modules import (
@@ -210,6 +212,19 @@ class Taps:
             self.gave(Tap("rotary", name, f"{OUTPUT} {part}"), value, reader)
         return q, k, v
 
+    def _heads(
+        self, run: Callable[..., Any], q: Tensor, k: Tensor, *args: Any, norms: HeadNorms | None
+    ) -> Any:
+        if self._attention and norms is not None:
+            # The fused op keeps what its norms give to itself.
+            for part, x, weight, eps in (
+                ("q", q, norms.q_weight, norms.q_eps),
+                ("k", k, norms.k_weight, norms.k_eps),
+            ):
+                tap = Tap("rms_norm", f"{self._attention}.{part}_norm")
+                self.gave(tap, rms_norm(x, weight, eps))
+        return run(q, k, *args, norms=norms)
+
     def _projections(self, run: Callable[..., Any], *args: Any) -> Any:
         found = run(*args)
         if self._attention:
@@ -241,6 +256,7 @@ def tapped(model: nn.Module, lengths: Sequence[int], *, only: Tap | None = None)
         (CanonicalRMSNorm, "after_addition", taps._addition),
         (CanonicalAttention, "_inputs", taps._inputs),
         (modules, "linear_qkv", taps._projections),
+        (modules, "paged_inputs", taps._heads),
     ]
     with ExitStack() as stack:
         for owner, name, report in wrapped:
