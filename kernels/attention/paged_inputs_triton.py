@@ -82,8 +82,8 @@ def paged_inputs(
     require_rotary(q, k, cos, sin)
     require_cache(k, v, *caches, slots)
     if norms is not None:
-        require_norm("paged_inputs", norms.q_weight, q=q)
-        require_norm("paged_inputs", norms.k_weight, k=k)
+        require_norm("paged_inputs: q", norms.q_weight, x=q)
+        require_norm("paged_inputs: k", norms.k_weight, x=k)
     return paged_inputs_fwd(q, k, v, cos, sin, norms, *caches, slots)
 
 

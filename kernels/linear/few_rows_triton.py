@@ -29,13 +29,14 @@ from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.glu.activation_triton import ACTIVATIONS, glu_value
+from rl_consistency.kernels.linear.schedules import pick_gate_up, pick_qkv
 from rl_consistency.kernels.matmul.product_triton import (
     SHARED_BYTES,
     launch_options,
     pointer_tile,
     tile_position,
 )
-from rl_consistency.kernels.matmul.schedules import Schedule, pick_gate_up, pick_qkv
+from rl_consistency.kernels.matmul.schedules import Schedule
 
 
 @remembered
