@@ -33,10 +33,10 @@ KERNEL_FLOORS = (
     ("reduction",),
     ("matmul",),
     ("gradient_fold",),
-    ("embedding", "glu", "rms_norm", "rotary"),
+    ("embedding", "glu", "rms_norm", "rotary", "router"),
     ("linear",),
     ("attention", "sampling"),
-    ("token_logprobs",),
+    ("experts", "token_logprobs"),
 )
 """Folders of `kernels/`, likewise."""
 

@@ -28,6 +28,7 @@ KEY_BLOCK = 64
 """Keys in one step of the CPU's softmax fold, counted from the sequence's first token."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Kept = TypeVar("_Kept")
 
 
 def from_host(values: Tensor, device: torch.device) -> Tensor:
@@ -69,10 +70,7 @@ def _once(method: _Method) -> _Method:
 
     @wraps(method)
     def call(self: AttentionLayout, *arguments: object) -> Any:
-        key = (method.__name__, *arguments)
-        if key not in self._kept:
-            self._kept[key] = method(self, *arguments)
-        return self._kept[key]
+        return self.kept((method.__name__, *arguments), lambda: method(self, *arguments))
 
     return cast("_Method", call)
 
@@ -113,6 +111,12 @@ class AttentionLayout:
         object.__setattr__(self, "num_rows", max(ends, default=0))
         object.__setattr__(self, "most_queries", max(self.query_lens, default=0))
         object.__setattr__(self, "longest_context", max(self.context_lens, default=0))
+
+    def kept(self, key: tuple[object, ...], make: Callable[[], _Kept]) -> _Kept:
+        """What `make` returns, made at the first call with this key."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     def owns(self, rows: int) -> bool:
         """Whether every row of the call is a query of some sequence."""

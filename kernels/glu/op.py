@@ -82,11 +82,16 @@ class GLUFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grad_outputs):
         gate, up = ctx.saved_tensors
-        if gate.is_cuda:
-            return *glu_bwd_op(grad_outputs[0], gate, up, ctx.activation), None
-        dy = grad_outputs[0].float()
-        value, derivative = _activate(gate.float(), ctx.activation)
-        return (dy * up.float() * derivative).to(gate.dtype), (dy * value).to(up.dtype), None
+        return *glu_gradients(grad_outputs[0], gate, up, ctx.activation), None
+
+
+def glu_gradients(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """dgate and dup, rounded once to the dtype of gate; dy [..., F] may be fp32 instead."""
+    if gate.is_cuda:
+        return glu_bwd_op(dy, gate, up, activation)
+    dy = dy.float()
+    value, derivative = _activate(gate.float(), activation)
+    return (dy * up.float() * derivative).to(gate.dtype), (dy * value).to(up.dtype)
 
 
 def _activate(x: Tensor, activation: str) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,103 @@
+"""The experts of rows on CUDA: which kernels run, one after another; nothing waits for the host.
+
+Shapes, dtypes, order, invariance, errors: those of `experts`. Cost: see each file of kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.attention.layout import AttentionLayout
+from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
+from rl_consistency.kernels.experts.products_triton import expert_gate_up_op, expert_product_op
+from rl_consistency.kernels.experts.rows_triton import expert_combine_op, expert_pair_bwd_op
+from rl_consistency.kernels.experts.runs_triton import Runs, expert_fold_op, find_runs
+
+
+@dataclass(eq=False)
+class RoutedRows:
+    """The pairs of a call: see `expert_pairs_op`."""
+
+    expert_ids: Tensor
+    layout: AttentionLayout
+    experts: int
+    pairs: Tensor
+    places: Tensor
+    first: Tensor
+
+    @property
+    def top_k(self) -> int:
+        return self.expert_ids.shape[1]
+
+    @cached_property
+    def runs(self) -> Runs:
+        """The steps of both folds."""
+        return find_runs(self.expert_ids, self.places, self.layout, self.experts)
+
+
+def experts_fwd(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    layout: AttentionLayout,
+    activation: str,
+    recorded: bool,
+) -> tuple[Tensor, Tensor, RoutedRows]:
+    """y [R, H]; gate and up of each pair, empty unless `recorded`; the pairs."""
+    numbers = layout.tables(x.device)
+    starts, lens = numbers.query_start, numbers.query_len
+    experts = len(gate_up)
+    pairs, places, first = expert_pairs_op(expert_ids, starts, lens, experts)
+    routed = RoutedRows(expert_ids, layout, experts, pairs, places, first)
+    if x.shape[0] == 0:
+        return torch.empty_like(x), x.new_empty((0, gate_up.shape[1])), routed
+    top_k = routed.top_k
+    activated, packed = expert_gate_up_op(x, gate_up, first, pairs, top_k, activation, recorded)
+    outputs = expert_product_op(activated, down, "nt", first, pairs, top_k, False)
+    return expert_combine_op(outputs, places, weights), packed, routed
+
+
+def experts_bwd(
+    dy: Tensor,
+    routed: RoutedRows,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    packed: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dx [R, H], dweights [R, k]; the gradients of gate and up and the weighted activation of each
+    pair; from dy [R, H] and what the forward pass kept."""
+    if dy.shape[0] == 0:
+        return dy, weights, packed, packed[:, : down.shape[2]]
+    pairs, first, top_k = routed.pairs, routed.first, routed.top_k
+    u = expert_product_op(dy, down, "nn", first, pairs, top_k, True)
+    dpacked, weighted, dweights = expert_pair_bwd_op(packed, u, weights, first, pairs, activation)
+    dx = expert_product_op(dpacked, gate_up, "nn", first, pairs, top_k, False)
+    return expert_combine_op(dx, routed.places, None), dweights, dpacked, weighted
+
+
+def fold_gate_up(
+    buffer: Tensor, dpacked: Tensor, x: Tensor, routed: RoutedRows, fresh: bool
+) -> None:
+    """Continue `buffer` [E, 2I, H] over the runs; a `fresh` buffer counts as all zero."""
+    runs = routed.runs
+    expert_fold_op(
+        buffer, dpacked, x, runs.steps, runs.first, routed.pairs, routed.top_k, False, fresh
+    )
+
+
+def fold_down(
+    buffer: Tensor, dy: Tensor, weighted: Tensor, routed: RoutedRows, fresh: bool
+) -> None:
+    """The same for [E, H, I]."""
+    runs = routed.runs
+    expert_fold_op(
+        buffer, dy, weighted, runs.steps, runs.first, routed.pairs, routed.top_k, True, fresh
+    )

@@ -1,0 +1,264 @@
+"""Gradients of expert weights: the fold over runs, each of which starts a step of 16.
+
+A run is the rows of one sequence at one expert, by position. A table of steps lists the pairs of
+every run, filled up to a multiple of 16 with -1, the runs of an expert in the order of the
+sequences. The fold is that of `gradient_fold`, with operands gathered by the table.
+
+Shapes: g [E, N, K], dy and x [pairs, ...] or [rows, ...].
+Dtypes and rounding points: those of `gradient_fold`.
+Order: `experts.ORDER`.
+Invariant to: every field of a schedule.
+Errors: ValueError on sequences that share rows.
+Cost: a grouped product, plus one read and one write of the gradients of experts with rows.
+"""
+
+# Pyright does not know Triton's launches and constexpr arguments.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_consistency.kernels.attention.layout import AttentionLayout, from_host
+from rl_consistency.kernels.core.matrix_step import matrix_step
+from rl_consistency.kernels.core.operand import dense_rows
+from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.torch_op import kernel_op
+from rl_consistency.kernels.experts.pairs_triton import members_of
+from rl_consistency.kernels.experts.schedules import block_experts, block_rows, pick_fold
+from rl_consistency.kernels.gradient_fold.op import STEP
+from rl_consistency.kernels.gradient_fold.outer_triton import (
+    GROUP,
+    gradient_part,
+    load_part,
+    store_part,
+    tile_of,
+)
+from rl_consistency.kernels.gradient_fold.schedules import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceBlocks:
+    """The rows of a layout's sequences in their order, in blocks of one sequence each."""
+
+    rows: Tensor
+    """[blocks * n] int32, -1 after a sequence's last row."""
+    first: Tensor
+    """[blocks] int64, the first block of the block's sequence."""
+    sequence: Tensor
+    """[blocks] int64."""
+    last: Tensor
+    """[S] int64, the last block of each sequence that has rows."""
+
+
+def sequence_blocks(layout: AttentionLayout, device: torch.device, size: int) -> SequenceBlocks:
+    """The blocks of `size` rows of a layout, made once; ValueError if sequences share rows."""
+    return layout.kept(
+        ("sequence_blocks", device, size), lambda: _sequence_blocks(layout, device, size)
+    )
+
+
+def _sequence_blocks(layout: AttentionLayout, device: torch.device, size: int) -> SequenceBlocks:
+    spans = [
+        (start, length)
+        for start, length in zip(layout.query_starts, layout.query_lens, strict=True)
+        if length
+    ]
+    starts, lens = torch.tensor(spans, dtype=torch.int64).view(-1, 2).unbind(1)
+    order = starts.argsort()
+    if bool(((starts + lens)[order][:-1] > starts[order][1:]).any()):
+        raise ValueError("experts: sequences of the layout share rows; a row has one sequence.")
+    counts = -(-lens // size)
+    after = counts.cumsum(0)
+    sequence = torch.repeat_interleave(counts)
+    first = (after - counts)[sequence]
+    within = (torch.arange(len(sequence)) - first)[:, None] * size + torch.arange(size)
+    rows = (starts[sequence][:, None] + within).masked_fill(within >= lens[sequence][:, None], -1)
+    # One copy for all.
+    numbers = torch.cat([rows.flatten(), first, sequence, after - 1])
+    sizes = [rows.numel(), len(first), len(sequence), len(after)]
+    moved = from_host(numbers, device).split(sizes)
+    return SequenceBlocks(moved[0].to(torch.int32), *moved[1:])
+
+
+def most_steps(layout: AttentionLayout, top_k: int, experts: int) -> int:
+    """Bound of the entries of a table of steps: a run is filled by up to 15."""
+    return sum(n * top_k + (STEP - 1) * min(experts, n * top_k) for n in layout.query_lens)
+
+
+@triton.jit
+def _block(rows_ptr, ids_ptr, E, TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr):
+    row = tl.load(rows_ptr + tl.program_id(0) * ROWS + tl.arange(0, ROWS))
+    members, _ = members_of(row, ids_ptr, E, TOP_K, ROWS, BLOCK_E)
+    return row, members
+
+
+@remembered
+@triton.jit
+def count_runs_kernel(
+    rows_ptr, ids_ptr, counts_ptr, E,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """How many rows of each expert a block has."""
+    _, members = _block(rows_ptr, ids_ptr, E, TOP_K, ROWS, BLOCK_E)
+    expert = tl.arange(0, BLOCK_E)
+    at = tl.program_id(0) * E + expert
+    tl.store(counts_ptr + at, tl.sum(members, axis=0), mask=expert < E)
+
+
+@remembered
+@triton.jit
+def place_runs_kernel(
+    rows_ptr, ids_ptr, places_ptr, base_ptr, steps_ptr, E,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """Store a block's pairs in the table of steps, from its base for each expert on."""
+    row, members = _block(rows_ptr, ids_ptr, E, TOP_K, ROWS, BLOCK_E)
+    expert = tl.arange(0, BLOCK_E)
+    base = tl.load(base_ptr + tl.program_id(0) * E + expert, mask=expert < E, other=0)
+    step = base[None, :] + tl.cumsum(members, axis=0) - members
+    slot = tl.cumsum(members, axis=1) - members
+    pair = row[:, None] * TOP_K + slot
+    place = tl.load(places_ptr + pair, mask=members > 0, other=-1)
+    tl.store(steps_ptr + step, place, mask=members > 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """The table of steps of a call."""
+
+    steps: Tensor
+    """[n] int32, places of pairs in runs that start a step; -1 for filler."""
+    first: Tensor
+    """[E + 1] int32, where each expert's runs begin."""
+
+
+def find_runs(expert_ids: Tensor, places: Tensor, layout: AttentionLayout, experts: int) -> Runs:
+    """The runs of expert_ids [R, k], whose pairs stand at `places` [R, k]."""
+    size = block_rows(experts)
+    blocks = sequence_blocks(layout, expert_ids.device, size)
+    steps = expert_ids.new_full((most_steps(layout, expert_ids.shape[1], experts),), -1)
+    count = len(blocks.sequence)
+    if count == 0:
+        return Runs(steps, expert_ids.new_zeros(experts + 1))
+    expert_ids = expert_ids.contiguous()
+    constants = {
+        "TOP_K": expert_ids.shape[1],
+        "ROWS": size,
+        "BLOCK_E": block_experts(experts),
+        "num_warps": 8,
+    }
+    counts = expert_ids.new_empty((count, experts))
+    count_runs_kernel[(count,)](blocks.rows, expert_ids, counts, experts, **constants)
+    after = counts.cumsum(0)
+    before = after - counts
+    in_run = before - before[blocks.first]  # [blocks, E] rows of the same run in earlier blocks
+    run = after[blocks.last] - before[blocks.first[blocks.last]]  # [S, E] rows of each run
+    filled = -(-run // STEP) * STEP
+    ends = filled.t().flatten().cumsum(0).view(experts, -1)
+    starts = ends - filled.t()
+    base = (starts.t()[blocks.sequence] + in_run).to(torch.int32).contiguous()
+    place_runs_kernel[(count,)](blocks.rows, expert_ids, places, base, steps, experts, **constants)
+    first = torch.cat([starts[:1, 0], ends[:, -1]]).to(torch.int32)
+    return Runs(steps, first)
+
+
+@remembered
+@triton.jit
+def fold_runs_kernel(
+    dy_ptr, x_ptr, g_ptr, steps_ptr, first_ptr, pairs_ptr, N, K, stride_dy, stride_x,
+    stride_ge, stride_gn, stride_gk, tiles,
+    DY_BY_ROW: tl.constexpr, TOP_K: tl.constexpr, FRESH: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile of one expert's gradient, over all steps of its runs."""
+    expert = tl.program_id(0) // tiles
+    tile_n, tile_k = tile_of(tl.program_id(0) % tiles, N, K, BLOCK_N, BLOCK_K, GROUP)
+    first_n, first_k = tile_n * BLOCK_N, tile_k * BLOCK_K
+    begin = tl.load(first_ptr + expert)
+    end = tl.load(first_ptr + expert + 1)
+    g_ptr += expert.to(tl.int64) * stride_ge
+    if begin < end:
+        acc = load_part(
+            g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, FRESH, BLOCK_N, BLOCK_K
+        )
+        if dy_ptr.dtype.element_ty == tl.float32:
+            acc = acc.to(tl.float64)
+        n = first_n + tl.arange(0, BLOCK_N)
+        k = first_k + tl.arange(0, BLOCK_K)
+        for start in range(begin, end, BLOCK_T):
+            step = start + tl.arange(0, BLOCK_T)
+            place = tl.load(steps_ptr + step, mask=step < end, other=-1)
+            present = place >= 0
+            row = tl.load(pairs_ptr + place, mask=present, other=0).to(tl.int64) // TOP_K
+            place = tl.where(present, place, 0).to(tl.int64)
+            dy_at = row if DY_BY_ROW else place
+            x_at = place if DY_BY_ROW else row
+            dy = tl.load(  # [BLOCK_T, BLOCK_N]
+                dy_ptr + dy_at[:, None] * stride_dy + n[None, :],
+                mask=present[:, None] & (n < N)[None, :], other=0.0,
+            )  # fmt: skip
+            x = tl.load(  # [BLOCK_T, BLOCK_K]
+                x_ptr + x_at[:, None] * stride_x + k[None, :],
+                mask=present[:, None] & (k < K)[None, :], other=0.0,
+            )  # fmt: skip
+            acc = matrix_step(dy.T, x, acc)
+        store_part(acc, g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K, 0)
+    elif FRESH:
+        pointers, inside = gradient_part(
+            g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K
+        )
+        zeros = tl.zeros((BLOCK_N, BLOCK_K), g_ptr.dtype.element_ty)
+        tl.store(pointers, zeros, mask=inside)
+
+
+def fold_runs(
+    buffer: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    runs: Runs,
+    pairs: Tensor,
+    top_k: int,
+    *,
+    dy_by_row: bool,
+    fresh: bool,
+    schedule: Schedule | None = None,
+) -> None:
+    """Continue `buffer` [E, N, K] over the runs.
+
+    One of dy [*, N] and x [*, K] has a row for each row of the call, the other one for each pair;
+    `dy_by_row` says that it is dy. `pairs` are those of `expert_pairs_op`. An expert without runs
+    is left as it is; a `fresh` buffer counts as all zero.
+    """
+    experts, n, k = buffer.shape
+    dy, x = dense_rows(dy), dense_rows(x)
+    if schedule is None:
+        schedule = pick_fold(len(runs.steps) // experts, n, k, dy.dtype)
+    tiles = schedule.tiles(n, k)
+    fold_runs_kernel[(experts * tiles,)](
+        dy, x, buffer, runs.steps, runs.first, pairs, n, k, dy.stride(0), x.stride(0),
+        *buffer.stride(), tiles, DY_BY_ROW=dy_by_row, TOP_K=top_k, FRESH=fresh,
+        BLOCK_N=schedule.block_n, BLOCK_K=schedule.block_k, BLOCK_T=schedule.block_t, GROUP=GROUP,
+        num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@kernel_op(mutates=("buffer",), fake=lambda *_: None)
+def expert_fold_op(
+    buffer: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    steps: Tensor,
+    first: Tensor,
+    pairs: Tensor,
+    top_k: int,
+    dy_by_row: bool,
+    fresh: bool,
+) -> None:
+    """`fold_runs` as a compiler sees it: one opaque call."""
+    fold_runs(buffer, dy, x, Runs(steps, first), pairs, top_k, dy_by_row=dy_by_row, fresh=fresh)

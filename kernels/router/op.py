@@ -1,0 +1,175 @@
+"""Each row's k experts and their weights: softmax(x @ weight^T), its k largest values.
+
+Shapes: x [R, H], weight [E, H] -> expert_ids [R, k] int32, upward in each row; weights [R, k] fp32.
+Dtypes and rounding points: x and weight fp32, bf16, fp16. Logits, softmax and weights stay fp32 and
+    are never rounded to the dtype. Logit gradients, then dx, are rounded to it once.
+Order: ORDER below, `router`.
+Invariant to: the number of rows, their positions and neighbours.
+Varies with: H, E, k; the device.
+Backward: through the weights, the choice being constant; dx in the `matmul` order over E, dweight
+    by `gradient_fold` over the rows in order.
+Errors: TypeError on dtypes; ValueError on shapes, devices, autocast and k outside 1 to E. A row
+    with a logit that is not finite gets weights of NaN; other rows do not notice.
+Cost: a product with E columns and a pass over its result.
+
+Equal logits go to the lower id. Softmax keeps the order of the logits, so comparing them chooses
+the largest probabilities, also where distinct logits give equal ones.
+
+Source: Shazeer et al., Outrageously Large Neural Networks (2017), without noise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.core.autograd import apply, once_differentiable
+from rl_consistency.kernels.core.operand import require_operands
+from rl_consistency.kernels.core.reduction_order import ReductionOrder
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
+from rl_consistency.kernels.gradient_fold.op import fold_outer
+from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
+from rl_consistency.kernels.reduction.tree_sum import tree_sum
+from rl_consistency.kernels.router.choice_triton import router_choice_op, router_logits_bwd_op
+
+ORDER = ReductionOrder(
+    id="router",
+    version=1,
+    cpu="""\
+z = matmul order over H, fp32, not rounded
+p = exp(z - max z);  tree: halving tree over all E
+chosen: the k largest z, equal ones by lower id (-0 equals +0); in ascending id
+weights: p = p / tree(p); where normalized p[chosen] / tree(p where chosen, else 0)
+weights of a row with a z that is not finite: NaN
+q = p, where normalized the weights, 0 elsewhere;  d = dweights, 0 elsewhere
+dz = q * (d - tree(q * d)), rounded to the dtype
+dx = matmul order over E, rounded once;  dweight = gradient_fold over rows
+""",
+    cuda="""\
+z = matmul order over H, fp32, not rounded
+p = exp(z - max z);  tree: halving tree over E rounded up to a power of two, with zeros
+exp: exp2 of the argument less its integer part in units of log 2, as in sampling
+chosen: the k largest z, equal ones by lower id (-0 equals +0); in ascending id
+weights: p = p / tree(p); where normalized p[chosen] / tree(p where chosen, else 0)
+weights of a row with a z that is not finite: NaN
+q = p, where normalized the weights, 0 elsewhere;  d = dweights, 0 elsewhere
+dz = q * (d - tree(q * d)), rounded to the dtype
+dx = matmul order over E, rounded once;  dweight = gradient_fold over rows
+""",
+)
+
+
+def route(
+    x: Tensor,
+    weight: Tensor,
+    top_k: int,
+    *,
+    normalize: bool,
+    weight_grad: GradientBuffer | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose each row's experts.
+
+    Args:
+        x: [R, H].
+        weight: [E, H] of the router.
+        top_k: experts of a row, 1 to E.
+        normalize: whether the weights of a row's experts are divided by their sum.
+        weight_grad: buffer that dweight is folded into; without it autograd receives dweight,
+            folded from zero.
+
+    Returns:
+        expert_ids [R, k] int32, ascending in each row, and weights [R, k] fp32 in the same order,
+        which are differentiable in x and weight.
+    """
+    require_operands("router", x=x, weight=weight)
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"router: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; "
+            "x is [rows, hidden] and weight [experts, hidden]."
+        )
+    if not 1 <= top_k <= weight.shape[0]:
+        raise ValueError(f"router: top_k {top_k}; 1 to {weight.shape[0]}, the number of experts.")
+    return apply(RouterFunction, x, weight, top_k, normalize, weight_grad)
+
+
+class RouterFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, top_k, normalize, weight_grad):
+        logits = matmul_nt(x, weight)
+        own = router_choice_op if logits.is_cuda else choose
+        expert_ids, weights, probabilities = own(logits, top_k, normalize)
+        ctx.mark_non_differentiable(expert_ids)
+        ctx.set_materialize_grads(False)
+        kept = None if normalize else probabilities
+        ctx.save_for_backward(x, weight, expert_ids, weights, kept)
+        ctx.weight_grad = weight_grad
+        return expert_ids, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs):
+        x, weight, expert_ids, weights, probabilities = ctx.saved_tensors
+        dweights = grad_outputs[1]
+        if dweights is None:
+            dweights = torch.zeros_like(weights)
+        own = router_logits_bwd_op if x.is_cuda else logit_gradients
+        dlogits = own(dweights, expert_ids, weights, probabilities, weight.shape[0], x.dtype)
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            dx = matmul_nn(dlogits, weight, out_dtype=x.dtype)
+        if ctx.needs_input_grad[1]:
+            dweight = fold_parameter(
+                ctx,
+                weight,
+                ctx.weight_grad,
+                lambda g, fresh: fold_outer(g, dlogits, x, fresh=fresh),
+                overwrites=True,
+            )
+        return dx, dweight, None, None, None
+
+
+def choose(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of fp32 logits [R, E] on a CPU: expert_ids [R, k] int32, weights [R, k], probabilities
+    [R, E] fp32."""
+    # Of equal values a stable sort keeps the order of the ids.
+    order = logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    order = order.sort(dim=-1, descending=True, stable=True).indices
+    expert_ids = order[:, :top_k].sort(dim=-1).values
+    p = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+    p = p / tree_sum(p).unsqueeze(-1)
+    weights = p.gather(1, expert_ids)
+    if normalize:
+        chosen = torch.zeros_like(p).scatter_(1, expert_ids, weights)
+        weights = weights / tree_sum(chosen).unsqueeze(-1)
+    finite = logits.isfinite().all(dim=-1, keepdim=True)
+    return expert_ids.to(torch.int32), weights.masked_fill(~finite, torch.nan), p
+
+
+def logit_gradients(
+    dweights: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    probabilities: Tensor | None,
+    num_experts: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """dlogits [R, E] in `dtype` on a CPU; `probabilities` [R, E] is None where weights are
+    normalized."""
+    index = expert_ids.long()
+    d = dweights.new_zeros((dweights.shape[0], num_experts), dtype=torch.float32)
+    q = torch.zeros_like(d).scatter_(1, index, weights) if probabilities is None else probabilities
+    d.scatter_(1, index, dweights)
+    return (q * (d - tree_sum(q * d).unsqueeze(-1))).to(dtype)
+
+
+def route_reference(
+    x: Tensor, weight: Tensor, top_k: int, *, normalize: bool
+) -> tuple[Tensor, Tensor]:
+    """The same in fp64, for accuracy tests only."""
+    p = (x.double() @ weight.double().t()).softmax(-1)
+    order = p.sort(dim=-1, descending=True, stable=True).indices
+    expert_ids = order[:, :top_k].sort(dim=-1).values
+    weights = p.gather(1, expert_ids)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return expert_ids.to(torch.int32), weights

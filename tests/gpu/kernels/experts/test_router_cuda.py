@@ -1,0 +1,150 @@
+import pytest
+import torch
+from torch import nn
+
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.matmul.op import matmul_nt
+from rl_consistency.kernels.router.choice_triton import choose_fwd, logits_bwd
+from rl_consistency.kernels.router.op import choose, route, route_reference
+from rl_consistency.kernels.router.schedules import CANDIDATES
+from rl_consistency.numerics.settings import numeric_settings
+from rl_consistency.parity.bytes import same_bytes
+from rl_consistency.parity.tolerances import assert_within
+from rl_consistency.verify.laws import cuts_alike, judged, rows_alike, schedules_alike
+from rl_consistency.verify.probe import probe
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROWS, HIDDEN, TOP_K = 320, 1024, 8
+
+
+def operands(dtype=torch.bfloat16, experts=128):
+    x = probe((ROWS, HIDDEN), dtype, scale=0.02).to(DEVICE)
+    return x, probe((experts, HIDDEN), dtype, seed=1, scale=HIDDEN**-0.5).to(DEVICE)
+
+
+def routed(rows, weight, normalize=True):
+    ids, weights = route(rows, weight, TOP_K, normalize=normalize)
+    return torch.cat([ids.float(), weights], dim=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("experts", [8, 60, 128, 512])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_output_and_gradients_match_fp64(dtype, experts, normalize):
+    leaves = [t.requires_grad_() for t in operands(dtype, experts)]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    dweights = probe((ROWS, TOP_K), seed=3, scale=0.1).to(DEVICE)
+    ids, weights = route(*leaves, TOP_K, normalize=normalize)
+    expected_ids, expected = route_reference(*exact, TOP_K, normalize=normalize)
+    assert torch.equal(ids, expected_ids)
+    assert_within(weights, expected, "reduction", torch.float32)
+    weights.backward(dweights)
+    expected.backward(dweights.double())
+    for ours, reference in zip(leaves, exact, strict=True):
+        assert_within(ours.grad, reference.grad, "reduction", dtype, gradient=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_rows_do_not_depend_on_the_batch(dtype, normalize):
+    x, weight = operands(dtype)
+    with numeric_settings():
+        law = judged(rows_alike, "ids", lambda r: routed(r, weight, normalize), x)
+        assert law.passed, law.detail
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_gradients_do_not_depend_on_the_cut(dtype, normalize):
+    x, weight = operands(dtype)
+    weight = nn.Parameter(weight)
+    weight.grad_dtype = torch.float32
+    buffer = GradientBuffer(weight)
+
+    def backward(x, dweights):
+        _, weights = route(x, weight, TOP_K, normalize=normalize, weight_grad=buffer)
+        weights.backward(dweights)
+
+    inputs = x, probe((ROWS, TOP_K), seed=3, scale=0.1).to(DEVICE)
+    with numeric_settings():
+        law = judged(cuts_alike, (weight,), backward, inputs, (1.0, 0.0))
+        assert law.passed, law.detail
+
+
+@pytest.mark.parametrize("experts", [8, 60, 128, 512])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_every_schedule_gives_the_same_bytes(experts, normalize):
+    logits = probe((ROWS, experts), seed=4).to(DEVICE)
+    logits[::3] = (logits[::3] * 0.1).round()  # many equal ones
+    dweights = probe((ROWS, TOP_K), seed=3).to(DEVICE)
+    expected, *_ = choose(logits.cpu(), TOP_K, normalize)
+
+    def run(schedule):
+        ids, weights, p = choose_fwd(logits, TOP_K, normalize, schedule)
+        assert torch.equal(ids.cpu(), expected)
+        given = None if normalize else p
+        dlogits = logits_bwd(dweights, ids, weights, given, experts, torch.float32, schedule)
+        return torch.cat([ids.float(), weights, dlogits, *([] if normalize else [p])], dim=1)
+
+    assert judged(schedules_alike, "choice", CANDIDATES, run).passed
+
+
+def test_logits_are_those_of_matmul_and_are_not_rounded():
+    x, weight = operands()
+    ids, weights, _ = choose_fwd(matmul_nt(x, weight), TOP_K, True)
+    ours = route(x, weight, TOP_K, normalize=True)
+    assert same_bytes(ours[0], ids) and same_bytes(ours[1], weights)
+    rounded = matmul_nt(x, weight, out_dtype=torch.bfloat16).float()
+    assert not torch.equal(choose_fwd(rounded, TOP_K, True)[0], ids)
+
+
+def test_a_logit_that_is_not_finite_fails_its_row_alone():
+    logits = probe((6, 128)).to(DEVICE)
+    _, expected, _ = choose_fwd(logits, TOP_K, True)
+    for row, value in ((1, torch.nan), (3, torch.inf), (4, -torch.inf)):
+        logits[row, 5] = value
+    logits[5] = torch.nan
+    ids, weights, _ = choose_fwd(logits, TOP_K, True)
+    assert weights[[1, 3, 4, 5]].isnan().all()
+    assert bool((ids[:, 1:] > ids[:, :-1]).all())
+    assert int(ids.min()) >= 0 and int(ids.max()) < 128
+    assert same_bytes(weights[[0, 2]], expected[[0, 2]])
+
+
+def test_a_captured_graph_equals_eager():
+    x, weight = operands()
+    given = x[:9].clone()
+    with torch.no_grad():
+        route(given, weight, TOP_K, normalize=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = route(given, weight, TOP_K, normalize=True)
+        for start in (0, 40, 100):
+            given.copy_(x[start : start + 9])
+            graph.replay()
+            expected = route(x[start : start + 9], weight, TOP_K, normalize=True)
+            assert all(map(same_bytes, results, expected))
+
+
+def test_compiled_equals_eager():
+    x, weight = operands()
+
+    def routed(x):
+        return route(x, weight, TOP_K, normalize=True)
+
+    with torch.no_grad():
+        assert all(map(same_bytes, torch.compile(routed, fullgraph=True)(x), routed(x)))
+
+
+def test_the_registered_ops_say_shapes_without_data():
+    logits, dweights = probe((9, 128)).to(DEVICE), probe((9, TOP_K)).to(DEVICE)
+    ops = torch.ops.rl_consistency
+    for normalize in (True, False):
+        torch.library.opcheck(ops.router_choice_op.default, (logits, TOP_K, normalize))
+    ids, weights, p = choose_fwd(logits, TOP_K, False)
+    torch.library.opcheck(
+        ops.router_logits_bwd_op.default, (dweights, ids, weights, p, 128, torch.bfloat16)
+    )

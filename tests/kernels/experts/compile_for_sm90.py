@@ -1,0 +1,95 @@
+"""A process that compiles every kernel of router and experts for sm_90 with no GPU at hand, and
+prints name, registers' spills in bytes and shared memory of each. Nothing runs."""
+
+from functools import partial
+
+import torch
+
+from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
+from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
+from rl_consistency.kernels.experts.rows_triton import combine_fwd, pair_bwd
+from rl_consistency.kernels.experts.runs_triton import (
+    Runs,
+    count_runs_kernel,
+    fold_runs,
+    place_runs_kernel,
+)
+from rl_consistency.kernels.experts.schedules import (
+    COMBINE,
+    PAIR,
+    block_experts,
+    block_rows,
+    fold_candidates,
+    product_candidates,
+)
+from rl_consistency.kernels.router.choice_triton import choose_fwd, logits_bwd
+from rl_consistency.kernels.router.schedules import CANDIDATES, pick
+from tests.kernels.attention.compile_for_sm90 import compile_only, spilled
+
+EXPERTS, TOP_K, ROWS, HIDDEN, WIDTH = 128, 8, 512, 2048, 768
+
+
+def calls(dtype):
+    """One call of each kernel and schedule."""
+    x = torch.zeros(ROWS, HIDDEN, dtype=dtype)
+    ids = torch.zeros(ROWS, TOP_K, dtype=torch.int32)
+    first = torch.zeros(EXPERTS + 1, dtype=torch.int32)
+    pairs = ids.flatten()
+    gate_up = torch.zeros(EXPERTS, 2 * WIDTH, HIDDEN, dtype=dtype)
+    activated = torch.zeros(len(pairs), WIDTH, dtype=dtype)
+    down = torch.zeros(EXPERTS, HIDDEN, WIDTH, dtype=dtype)
+    weights = torch.zeros(ROWS, TOP_K)
+    for schedule in product_candidates(dtype, gate_up=False):
+        for layout, by_row, a, w in (("nt", False, activated, down), ("nn", True, x, down)):
+            yield partial(product_fwd, a, w, layout, first, pairs, TOP_K, by_row, schedule)
+    for schedule in product_candidates(dtype, gate_up=True):
+        yield partial(gate_up_fwd, x, gate_up, first, pairs, TOP_K, "silu", True, schedule)
+    wide = torch.float64 if dtype == torch.float32 else torch.float32
+    buffer = torch.zeros(1, dtype=wide).expand(EXPERTS, 2 * WIDTH, HIDDEN)
+    packed = torch.zeros(len(pairs), 2 * WIDTH, dtype=dtype)
+    for schedule in fold_candidates(dtype):
+        runs = Runs(pairs, first)
+        yield partial(
+            fold_runs, buffer, packed, x, runs, pairs, TOP_K, dy_by_row=False, fresh=False,
+            schedule=schedule,
+        )  # fmt: skip
+    outputs = torch.zeros(len(pairs), HIDDEN, dtype=dtype)
+    for schedule in COMBINE:
+        yield partial(combine_fwd, outputs, ids, weights, schedule)
+    for schedule in PAIR[1:]:
+        yield partial(pair_bwd, packed, activated, weights, first, pairs, "silu", schedule)
+
+
+def routing_calls():
+    """The kernels that know no dtype of operands."""
+    numbers = torch.zeros(64, dtype=torch.int32)
+    for experts in (8, 128, 512):
+        ids = torch.zeros(ROWS, TOP_K, dtype=torch.int32)
+        for rows in (16, ROWS):
+            yield partial(expert_pairs_op, ids[:rows], numbers, numbers, experts)
+        constants = {
+            "TOP_K": TOP_K,
+            "ROWS": block_rows(experts),
+            "BLOCK_E": block_experts(experts),
+            "num_warps": 8,
+        }
+        yield partial(count_runs_kernel[(1,)], numbers, ids, numbers, experts, **constants)
+        yield partial(
+            place_runs_kernel[(1,)], numbers, ids, ids, numbers, numbers, experts, **constants
+        )
+        logits, weights = torch.zeros(ROWS, experts), torch.zeros(ROWS, TOP_K)
+        for schedule in CANDIDATES if experts == 128 else [pick(ROWS, experts)]:
+            for normalize in (True, False):
+                yield partial(choose_fwd, logits, TOP_K, normalize, schedule)
+                p = None if normalize else logits
+                yield partial(
+                    logits_bwd, weights, ids, weights, p, experts, torch.bfloat16, schedule
+                )
+
+
+if __name__ == "__main__":
+    compiled = compile_only()
+    for call in [*calls(torch.bfloat16), *calls(torch.float32), *routing_calls()]:
+        call()
+    for name, kernel in compiled:
+        print(name, spilled(kernel), kernel.metadata.shared)

@@ -1,0 +1,42 @@
+"""The kernels of router and experts compile for sm_90 with the Triton that is installed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.kernels.attention.compile_for_sm90 import SHARED
+from tests.kernels.experts import compile_for_sm90
+
+KERNELS = {
+    "choose_kernel",
+    "logit_gradients_kernel",
+    "count_kernel",
+    "place_kernel",
+    "product_kernel",
+    "gate_up_kernel",
+    "pair_kernel",
+    "combine_kernel",
+    "count_runs_kernel",
+    "place_runs_kernel",
+    "fold_runs_kernel",
+}
+MOST_SPILLED = 64
+"""Bytes."""
+
+
+def test_every_kernel_compiles_and_fits_a_multiprocessor(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", compile_for_sm90.__name__],
+        cwd=Path(__file__).parents[3],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert {name for name, *_ in found} == KERNELS
+    for name, spilled, shared in found:
+        assert int(spilled) <= MOST_SPILLED, name
+        assert int(shared) <= SHARED, name

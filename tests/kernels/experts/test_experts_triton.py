@@ -1,0 +1,278 @@
+import pytest
+import torch
+
+from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.experts import cpu, cuda
+from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
+from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
+from rl_consistency.kernels.experts.rows_triton import combine_fwd, pair_bwd
+from rl_consistency.kernels.experts.runs_triton import (
+    find_runs,
+    fold_runs,
+    most_steps,
+    sequence_blocks,
+)
+from rl_consistency.kernels.experts.schedules import (
+    COMBINE,
+    GATE_UP,
+    PAIR,
+    PRODUCTS,
+    fold_candidates,
+    most_tiles,
+    pick_combine,
+    pick_fold,
+    pick_pair,
+    pick_product,
+    product_candidates,
+)
+from rl_consistency.kernels.glu.op import ACTIVATIONS
+from rl_consistency.kernels.router.op import route
+from rl_consistency.parity.bytes import same_bytes
+from rl_consistency.parity.tolerances import assert_within
+from rl_consistency.verify.probe import probe
+from tests.kernels.experts.cases import TOP_K, parameters
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
+
+ROWS, EXPERTS, HIDDEN, WIDTH = 90, 6, 40, 24
+SPANS = ([50, 3, 75], [17, 30, 15])
+"""Sequences that begin at rows 50, 3 and 75; other rows are filler."""
+
+
+def case(dtype=torch.bfloat16, skew=False):
+    """x, ids, weights, gate_up, down and a layout."""
+    router, gate_up, down = (
+        w.detach() for w in parameters(dtype, experts=EXPERTS, hidden=HIDDEN, width=WIDTH)
+    )
+    x = probe((ROWS, HIDDEN), dtype, scale=0.25)
+    ids, weights = route(x, router, TOP_K, normalize=True)
+    if skew:
+        ids = torch.arange(1, 1 + TOP_K, dtype=torch.int32).repeat(ROWS, 1)
+    return x, ids, weights, gate_up, down, PackedSequences.of(*SPANS)
+
+
+def found(ids, layout):
+    numbers = layout.tables(ids.device)
+    return expert_pairs_op(ids, numbers.query_start, numbers.query_len, EXPERTS)
+
+
+def by_pair(values, routed, pairs, first):
+    """Values of the CPU's pairs in the order of the device's."""
+    place = {(r, s): i for i, (r, s) in enumerate(zip(routed.rows.tolist(), routed.slots.tolist()))}
+    count = int(first[-1])
+    return values[[place[p // TOP_K, p % TOP_K] for p in pairs[:count].tolist()]]
+
+
+@pytest.mark.parametrize("skew", [False, True])
+@pytest.mark.parametrize("rows", [ROWS, 40])
+def test_pairs_stand_by_expert_then_by_row(skew, rows):
+    _, ids, *_, layout = case(skew=skew)
+    ids = ids[:rows]
+    if rows < ROWS:
+        layout = PackedSequences.of([20, 3], [17, 15])
+    pairs, places, first = found(ids, layout)
+    owned = {r for s, n in zip(layout.query_starts, layout.query_lens) for r in range(s, s + n)}
+    expected = [
+        [r * TOP_K + s for r in range(rows) for s in range(TOP_K) if ids[r, s] == e and r in owned]
+        for e in range(EXPERTS)
+    ]
+    flat = [p for own in expected for p in own]
+    assert pairs[: len(flat)].tolist() == flat
+    assert first.diff().tolist() == [len(own) for own in expected] and first[0] == 0
+    for row in range(rows):
+        for slot in range(TOP_K):
+            place = flat.index(row * TOP_K + slot) if row in owned else -1
+            assert places[row, slot] == place
+
+
+def test_rows_with_impossible_ids_have_no_pairs_and_give_nan():
+    x, ids, weights, gate_up, down, layout = case()
+    ids[5, 2], ids[51, 0] = EXPERTS, -1
+    ids[52] = ids[52].flip(0)
+    ids[0] = 99  # filler
+    pairs, places, first = found(ids, layout)
+    assert places[[5, 51, 52]].eq(-2).all() and places[0].eq(-1).all()
+    assert int(first[-1]) == TOP_K * (sum(SPANS[1]) - 3)
+    y, *_ = cuda.experts_fwd(x, ids, weights, gate_up, down, layout, "silu", False)
+    assert y[[5, 51, 52]].isnan().all() and not y[0].any()
+    assert int(y.isnan().any(dim=1).sum()) == 3
+    assert len(pairs) == ROWS * TOP_K
+
+
+@pytest.mark.parametrize("skew", [False, True])
+def test_runs_start_steps_in_the_order_of_the_sequences(skew):
+    _, ids, *_, layout = case(skew=skew)
+    pairs, places, _ = found(ids, layout)
+    runs = find_runs(ids, places, layout, EXPERTS)
+    routed = cpu.route_rows(ids, layout, EXPERTS)
+    assert len(runs.steps) == most_steps(layout, TOP_K, EXPERTS)
+    for expert, span in routed.by_expert():
+        steps = runs.steps[runs.first[expert] : runs.first[expert + 1]]
+        got = [-1 if p < 0 else int(pairs[p]) // TOP_K for p in steps.tolist()]
+        wanted = [-1 if i < 0 else int(routed.rows[i]) for i in routed.steps(span).tolist()]
+        assert got == wanted and len(got) % 16 == 0
+    assert runs.steps[runs.first[-1] :].eq(-1).all()
+    assert runs.first.diff().gt(0).tolist() == [c > 0 for c in routed.counts]
+
+
+def test_blocks_of_rows_hold_one_sequence_each_and_are_made_once():
+    layout = PackedSequences.of([20, 0, 40, 50], [17, 16, 0, 3])
+    blocks = sequence_blocks(layout, torch.device("cpu"), 16)
+    assert blocks.rows.view(-1, 16)[:, 0].tolist() == [20, 36, 0, 50]
+    assert blocks.rows.ge(0).sum() == 36
+    assert blocks.sequence.tolist() == [0, 0, 1, 2] and blocks.first.tolist() == [0, 0, 2, 3]
+    assert blocks.last.tolist() == [1, 2, 3]
+    assert sequence_blocks(layout, torch.device("cpu"), 16) is blocks
+    with pytest.raises(ValueError, match="share rows"):
+        sequence_blocks(PackedSequences.of([0, 10], [12, 10]), torch.device("cpu"), 16)
+
+
+@pytest.mark.parametrize("schedule", PRODUCTS, ids=lambda s: s.name)
+@pytest.mark.parametrize("skew", [False, True])
+def test_every_product_schedule_matches_a_cpu(schedule, skew):
+    x, ids, _, gate_up, _, layout = case(skew=skew)
+    pairs, _, first = found(ids, layout)
+    count = int(first[-1])
+    rows = pairs[:count].long() // TOP_K
+    experts = torch.repeat_interleave(first.diff())
+    c = product_fwd(x, gate_up, "nt", first, pairs, TOP_K, True, schedule)
+    exact = torch.einsum("pk,pnk->pn", x[rows].double(), gate_up[experts].double())
+    assert_within(c[:count], exact, "reduction", torch.bfloat16)
+    # By pair, in the other layout, of weights with strides of their own.
+    turned = gate_up.transpose(1, 2).contiguous().transpose(1, 2)
+    c = product_fwd(c, turned, "nn", first, pairs, TOP_K, False, schedule)
+    exact = torch.einsum("pn,pnk->pk", exact.bfloat16().double(), gate_up[experts].double())
+    assert_within(c[:count], exact, "reduction", torch.bfloat16)
+
+
+@pytest.mark.parametrize("schedule", GATE_UP, ids=lambda s: s.name)
+def test_every_gate_up_schedule_matches_a_cpu(schedule):
+    x, ids, weights, gate_up, down, layout = case()
+    pairs, _, first = found(ids, layout)
+    count = int(first[-1])
+    routed = cpu.route_rows(ids, layout, EXPERTS)
+    for activation in ACTIVATIONS:
+        _, packed, _ = cpu.experts_fwd(
+            x, ids, weights, gate_up, down, layout, activation, recorded=True
+        )
+        expected = by_pair(packed, routed, pairs, first)
+        y, both = gate_up_fwd(x, gate_up, first, pairs, TOP_K, activation, True, schedule)
+        assert_within(both[:count], expected, "reduction", torch.bfloat16)
+        gate, up = both[:count].double().chunk(2, dim=-1)
+        acts = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+        if activation in acts:
+            assert_within(y[:count], acts[activation](gate) * up, "reduction", torch.bfloat16)
+        assert (
+            len(gate_up_fwd(x, gate_up, first, pairs, TOP_K, activation, False, schedule)[1]) == 0
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("skew", [False, True])
+def test_the_whole_op_matches_a_cpu(dtype, skew):
+    x, ids, weights, gate_up, down, layout = case(dtype, skew)
+    dy = probe((ROWS, HIDDEN), dtype, seed=7, scale=0.1)
+
+    def results(device):
+        y, packed, routed = device.experts_fwd(x, ids, weights, gate_up, down, layout, "silu", True)
+        dx, dweights, dpacked, weighted = device.experts_bwd(
+            dy, routed, weights, gate_up, down, packed, "silu"
+        )
+        wide = torch.float64 if device is cuda and dtype == torch.float32 else torch.float32
+        folds = [torch.full(w.shape, torch.nan, dtype=wide) for w in (gate_up, down)]
+        for fresh in (True, False):
+            device.fold_gate_up(folds[0], dpacked, x, routed, fresh)
+            device.fold_down(folds[1], dy, weighted, routed, fresh)
+        return [y, dx, dweights, *folds]
+
+    for ours, expected in zip(results(cuda), results(cpu), strict=True):
+        assert_within(ours, expected, "reduction", dtype, gradient=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dy_by_row", [False, True])
+def test_every_fold_schedule_matches_a_cpu(dtype, dy_by_row):
+    _, ids, *_, layout = case(skew=True)
+    pairs, places, first = found(ids, layout)
+    runs = find_runs(ids, places, layout, EXPERTS)
+    routed = cpu.route_rows(ids, layout, EXPERTS)
+    by_rows, of_pairs = probe((ROWS, HIDDEN), dtype), probe((len(routed.rows), WIDTH), dtype, 1)
+    own = torch.full((len(pairs), WIDTH), torch.nan, dtype=dtype)
+    own[: len(routed.rows)] = by_pair(of_pairs, routed, pairs, first)
+    operands = (by_rows[routed.rows], of_pairs), (by_rows, own)
+    if not dy_by_row:
+        operands = tuple(both[::-1] for both in operands)
+    shape = (EXPERTS, *(both.shape[1] for both in operands[0]))
+    expected = torch.zeros(shape)
+    cpu.fold_runs(expected, *operands[0], routed, True)
+    for schedule in fold_candidates(dtype):
+        wide = torch.float64 if dtype == torch.float32 else torch.float32
+        buffer = torch.full(shape, torch.nan, dtype=wide)
+        fold_runs(
+            buffer, *operands[1], runs, pairs, TOP_K, dy_by_row=dy_by_row, fresh=True,
+            schedule=schedule,
+        )  # fmt: skip
+        assert_within(buffer.float(), expected, "reduction", torch.float32)
+        # Experts without rows keep what they have, bit by bit.
+        kept = torch.full(shape, -0.0, dtype=wide)
+        fold_runs(
+            kept, *operands[1], runs, pairs, TOP_K, dy_by_row=dy_by_row, fresh=False,
+            schedule=schedule,
+        )  # fmt: skip
+        idle = [e for e, count in enumerate(routed.counts) if not count]
+        assert idle and torch.signbit(kept[idle]).all()
+        assert_within(kept.float(), expected, "reduction", torch.float32)
+
+
+def test_every_row_schedule_gives_the_same_bytes():
+    _, ids, weights, *_, layout = case()
+    pairs, places, first = found(ids, layout)
+    outputs = probe((len(pairs), HIDDEN), torch.bfloat16)
+    sums = [combine_fwd(outputs, places, weights, schedule) for schedule in COMBINE]
+    assert all(same_bytes(y, sums[0]) for y in sums)
+    packed, u = probe((len(pairs), 2 * WIDTH), torch.bfloat16), outputs[:, :WIDTH].contiguous()
+    count = int(first[-1])
+    pair_results = [pair_bwd(packed, u, weights, first, pairs, "gelu", s) for s in PAIR]
+    for results in pair_results:
+        for ours, other in zip(results[:2], pair_results[0][:2], strict=True):
+            assert same_bytes(ours[:count], other[:count])
+        assert same_bytes(results[2], pair_results[0][2])
+
+
+def test_no_rows_and_no_sequences():
+    x, ids, weights, gate_up, down, _ = case()
+    none = PackedSequences.of([], [])
+    for rows in (0, ROWS):
+        y, packed, routed = cuda.experts_fwd(
+            x[:rows], ids[:rows], weights[:rows], gate_up, down, none, "silu", True
+        )
+        assert y.shape == (rows, HIDDEN) and not y.any()
+        dx, dweights, dpacked, weighted = cuda.experts_bwd(
+            x[:rows], routed, weights[:rows], gate_up, down, packed, "silu"
+        )
+        assert dx.shape == (rows, HIDDEN) and dweights.shape == (rows, TOP_K)
+        assert not (rows and (dx.any() or dweights.any()))
+        g = torch.full(gate_up.shape, torch.nan)
+        cuda.fold_gate_up(g, dpacked, x[:rows], routed, True)
+        assert same_bytes(g, torch.zeros(gate_up.shape))
+        cuda.fold_down(torch.empty(down.shape), x[:rows], weighted, routed, True)
+
+
+def test_picks_are_in_their_tables():
+    for dtype in (torch.float32, torch.bfloat16):
+        for pairs in (1, 64, 2048, 1 << 17):
+            for gate_up in (False, True):
+                table = product_candidates(dtype, gate_up=gate_up)
+                assert pick_product(pairs, 128, 768, dtype, gate_up=gate_up) in table
+            assert pick_fold(pairs, 768, 2048, dtype) in fold_candidates(dtype)
+    assert pick_product(8, 128, 768, torch.bfloat16).block_m == 16
+    assert pick_product(1 << 17, 128, 768, torch.bfloat16).block_m == 128
+    assert all(pick_combine(r, h) in COMBINE for r in (1, 4096) for h in (64, 4096))
+    assert all(pick_pair(width) in PAIR for width in (24, 768, 14336))
+
+
+def test_most_tiles_hold_every_routing():
+    for counts in ([0, 0, 64], [1, 1, 62], [17, 16, 31], [64, 0, 0]):
+        tiles = sum(-(-c // 16) for c in counts)
+        assert tiles <= most_tiles(64, 3, 16)
+    assert most_tiles(3, 128, 16) == 3
