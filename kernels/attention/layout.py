@@ -63,6 +63,14 @@ class SequenceTables:
     context_len: Tensor
     block_table: Tensor  # [sequences, most blocks] physical blocks; [1, 1] when keys are packed
     shared: SharedTables | None = None  # None where no sequences share keys
+    token_len: Tensor | None = None
+    """Queries that are tokens, where some are not: the padding of a graph has a query each, and no
+    token. None: all are."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[sequences] int32, the rows of each sequence that are its tokens."""
+        return self.query_len if self.token_len is None else self.token_len
 
 
 def _once(method: _Method) -> _Method:

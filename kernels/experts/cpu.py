@@ -56,12 +56,12 @@ class RoutedRows:
 
 def route_rows(expert_ids: Tensor, layout: AttentionLayout, num_experts: int) -> RoutedRows:
     """The pairs of expert_ids [R, k] whose rows the layout's sequences own."""
+    starts, lens = layout.query_starts, layout.query_lens
     if isinstance(layout, CapturedPagedAttention):
-        layout = layout.in_force()
-    spans = zip(layout.query_starts, layout.query_lens, strict=True)
-    owned = [torch.arange(start, start + length) for start, length in spans]
+        starts, lens = layout.numbers.query_start.tolist(), layout.numbers.tokens.tolist()
+    owned = [torch.arange(s, s + length) for s, length in zip(starts, lens, strict=True)]
     rows = torch.cat(owned) if owned else torch.zeros(0, dtype=torch.int64)
-    sequences = torch.repeat_interleave(torch.tensor(list(layout.query_lens), dtype=torch.int64))
+    sequences = torch.repeat_interleave(torch.tensor(list(lens), dtype=torch.int64))
     if len(rows.unique()) < len(rows):
         raise ValueError("experts: sequences of the layout share rows; a row has one sequence.")
     ids = expert_ids[rows].long()

@@ -51,7 +51,7 @@ def experts_fwd(
 ) -> tuple[Tensor, Tensor, RoutedRows]:
     """y [R, H]; gate and up of each pair, empty unless `recorded`; the pairs."""
     numbers = layout.tables(x.device)
-    starts, lens = numbers.query_start, numbers.query_len
+    starts, lens = numbers.query_start, numbers.tokens
     experts = len(gate_up)
     pairs, places, first = expert_pairs_op(expert_ids, starts, lens, experts)
     routed = RoutedRows(expert_ids, layout, experts, pairs, places, first)

@@ -6,7 +6,7 @@ Dtypes and rounding points: x and weight fp32, bf16, fp16. Logits, softmax and w
 Order: ORDER below, `router`.
 Invariant to: the number of rows, their positions and neighbours.
 Varies with: H, E, k; the device.
-Backward: through the weights, the choice being constant; dx in the `matmul` order over E, dweight
+Backward: through the weights and the logits, the choice being constant; dx in the `matmul` order over E, dweight
     by `gradient_fold` over the rows in order.
 Errors: TypeError on dtypes; ValueError on shapes, devices, autocast and k outside 1 to E. A row
     with a logit that is not finite gets weights of NaN; other rows do not notice.
@@ -42,7 +42,7 @@ chosen: the k largest z, equal ones by lower id (-0 equals +0); in ascending id
 weights: p = p / tree(p); where normalized p[chosen] / tree(p where chosen, else 0)
 weights of a row with a z that is not finite: NaN
 q = p, where normalized the weights, 0 elsewhere;  d = dweights, 0 elsewhere
-dz = q * (d - tree(q * d)), rounded to the dtype
+dz = q * (d - tree(q * d)), + the given dlogits, if any, in fp32; rounded to the dtype
 dx = matmul order over E, rounded once;  dweight = gradient_fold over rows
 """,
     cuda="""\
@@ -53,7 +53,7 @@ chosen: the k largest z, equal ones by lower id (-0 equals +0); in ascending id
 weights: p = p / tree(p); where normalized p[chosen] / tree(p where chosen, else 0)
 weights of a row with a z that is not finite: NaN
 q = p, where normalized the weights, 0 elsewhere;  d = dweights, 0 elsewhere
-dz = q * (d - tree(q * d)), rounded to the dtype
+dz = q * (d - tree(q * d)), + the given dlogits, if any, in fp32; rounded to the dtype
 dx = matmul order over E, rounded once;  dweight = gradient_fold over rows
 """,
 )
@@ -81,6 +81,21 @@ def route(
         expert_ids [R, k] int32, ascending in each row, and weights [R, k] fp32 in the same order,
         which are differentiable in x and weight.
     """
+    ids, weights, _ = route_with_logits(
+        x, weight, top_k, normalize=normalize, weight_grad=weight_grad
+    )
+    return ids, weights
+
+
+def route_with_logits(
+    x: Tensor,
+    weight: Tensor,
+    top_k: int,
+    *,
+    normalize: bool,
+    weight_grad: GradientBuffer | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`route`, and the logits [R, E] fp32, differentiable too."""
     require_operands("router", x=x, weight=weight)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -103,17 +118,20 @@ class RouterFunction(torch.autograd.Function):
         kept = None if normalize else probabilities
         ctx.save_for_backward(x, weight, expert_ids, weights, kept)
         ctx.weight_grad = weight_grad
-        return expert_ids, weights
+        return expert_ids, weights, logits
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grad_outputs):
         x, weight, expert_ids, weights, probabilities = ctx.saved_tensors
-        dweights = grad_outputs[1]
+        _, dweights, given = grad_outputs
         if dweights is None:
             dweights = torch.zeros_like(weights)
         own = router_logits_bwd_op if x.is_cuda else logit_gradients
-        dlogits = own(dweights, expert_ids, weights, probabilities, weight.shape[0], x.dtype)
+        wide = x.dtype if given is None else torch.float32
+        dlogits = own(dweights, expert_ids, weights, probabilities, weight.shape[0], wide)
+        if given is not None:
+            dlogits = (dlogits + given).to(x.dtype)
         dx = dweight = None
         if ctx.needs_input_grad[0]:
             dx = matmul_nn(dlogits, weight, out_dtype=x.dtype)

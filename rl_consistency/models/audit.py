@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.models import families
-from rl_consistency.models.inventory import faults
+from rl_consistency.models.inventory import ACTIVATIONS, faults
 from rl_consistency.numerics.orders import ORDERS
 
 
@@ -55,7 +55,7 @@ class AuditTable:
             raise families.UnsupportedModelError(
                 f"module {row.name or 'root'} ({row.kind}) {row.basis} ({len(self.unsupported)} "
                 "such places). Undo it (merge adapters, load without quantization, keep what the "
-                "config makes), or use a dense Llama, Mistral, Qwen2 or Qwen3."
+                f"config makes), or use one of {', '.join(families.FAMILIES.values())}."
             )
 
     def __str__(self) -> str:
@@ -75,6 +75,8 @@ TESTS = {
         "rotary": "test_rotation_is_bitwise_per_position",
         "glu": "test_values_do_not_depend_on_where_they_stand",
         "attention": "test_decode_and_chunks_equal_prefill",
+        "router": "test_rows_do_not_depend_on_the_batch",
+        "experts": "test_rows_do_not_depend_on_the_batch",
         "token_logprobs": "test_rows_do_not_depend_on_the_batch",
     }.items()
 }
@@ -133,7 +135,7 @@ def audit(model: nn.Module, *, patched: bool = False) -> AuditTable:
     for name, module in model.named_modules():
         stock = families.stock_class(type(module))
         mixin = mixins.get(stock)
-        op = mixin.op if mixin is not None else "glu" if name.endswith(".mlp.act_fn") else ""
+        op = mixin.op if mixin is not None else "glu" if name.endswith(ACTIVATIONS) else ""
         if op and name not in refused:
             rows.append(_canonical(name, stock.__name__, op))
     return AuditTable((*rows, *FUNCTIONAL))

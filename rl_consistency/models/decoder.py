@@ -98,7 +98,7 @@ class CanonicalDecoderLayer(CanonicalModule):
             cache_index=cache_index,
         )
         normed, total = self.post_attention_layernorm.after_addition(attended, total)
-        return total, self.mlp(normed)
+        return total, self.mlp(normed, attention_layout=call.attention_layout)
 
     def is_plain(self) -> bool:
         """Whether nothing sees the layer's input and output, so that `terms` may stand for a call

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from rl_consistency.kernels.attention.op import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
 from rl_consistency.kernels.core.operand import DTYPES
@@ -21,10 +22,19 @@ from rl_consistency.models.modules import (
     CanonicalLinear,
     CanonicalModule,
 )
+from rl_consistency.models.moe import modules as moe
+from rl_consistency.models.moe.settings import parallel_part, routing_problems
 from rl_consistency.models.sharding import is_shard, unsharded_class
+from rl_consistency.numerics.strict import OPS, ROUTED
 
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+SPARSE = {"qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe", "mixtral": "Mixtral"}
+"""Mixture-of-experts families: model_type -> class-name prefix in transformers."""
+
+FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", **SPARSE}
 """model_type -> class-name prefix in transformers."""
+
+HEAD_NORMS = ("qwen3", "qwen3_moe")
+"""Families that normalise queries and keys by head; OLMoE does so over whole projections."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """RoPE variants whose frequencies do not change with the length of a sequence."""
@@ -50,6 +60,16 @@ _PARTS: dict[str, type[CanonicalModule]] = {
 }
 
 
+_SPARSE_PARTS: dict[str, type[CanonicalModule]] = {
+    "TopKRouter": moe.CanonicalRouter,
+    "Experts": moe.CanonicalExperts,
+    "SparseMoeBlock": moe.CanonicalMoEBlock,
+}
+
+_ALL_SPARSE = ("olmoe", "mixtral")
+"""Families that have no dense layer."""
+
+
 class UnsupportedModelError(ValueError):
     """A model, module or setting that no canonical order covers."""
 
@@ -58,21 +78,35 @@ def modeling(config: PreTrainedConfig) -> Any:
     """The transformers modeling module of a family; UnsupportedModelError for any other."""
     family = config.model_type
     if family not in FAMILIES:
-        covered = f"{', '.join(FAMILIES)} (dense)"
+        covered = ", ".join(FAMILIES)
         raise UnsupportedModelError(f"architecture {family!r} is not covered; covered: {covered}.")
     return import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def _parts(config: PreTrainedConfig) -> dict[str, type[CanonicalModule]]:
+    """Class name without the family prefix -> canonical mixin, for one family."""
+    family = config.model_type
+    if family not in SPARSE:
+        return _PARTS
+    dense = {p: mixin for p, mixin in _PARTS.items() if p != "MLP" or family not in _ALL_SPARSE}
+    return dense | _SPARSE_PARTS
 
 
 def mixins(config: PreTrainedConfig) -> dict[type[nn.Module], type[CanonicalModule]]:
     """Exact module class -> canonical mixin, for one family."""
     source, prefix = modeling(config), FAMILIES[config.model_type]
-    table = {getattr(source, prefix + part): mixin for part, mixin in _PARTS.items()}
+    table = {getattr(source, prefix + part): mixin for part, mixin in _parts(config).items()}
     return {**table, nn.Linear: CanonicalLinear, nn.Embedding: CanonicalEmbedding}
+
+
+def ops_of(config: PreTrainedConfig) -> tuple[str, ...]:
+    """The ops of `numerics.strict.OPS` that a family's forward pass can run on its stock path."""
+    return OPS if config.model_type in SPARSE else tuple(op for op in OPS if op not in ROUTED)
 
 
 def module_kinds() -> dict[str, type[CanonicalModule]]:
     """Module class name without the family prefix -> canonical mixin."""
-    return {"Linear": CanonicalLinear, "Embedding": CanonicalEmbedding, **_PARTS}
+    return {"Linear": CanonicalLinear, "Embedding": CanonicalEmbedding, **_PARTS, **_SPARSE_PARTS}
 
 
 @cache
@@ -91,9 +125,9 @@ def stock_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def window_of(config: PreTrainedConfig, attention: nn.Module) -> int | None:
     """Sliding window of one attention layer, or None."""
-    if config.model_type == "llama":
-        return None  # its forward reads no such attribute
-    holder = config if config.model_type == "mistral" else attention
+    if config.model_type in ("llama", "olmoe"):
+        return None  # their forward reads no such attribute; see `routing_problems`
+    holder = config if config.model_type in ("mistral", "mixtral") else attention
     return getattr(holder, "sliding_window", None)
 
 
@@ -125,6 +159,8 @@ def check_config(config: PreTrainedConfig) -> None:
             problems.append(f"active dropout {name}={getattr(config, name)} (set it to 0.0)")
     if getattr(config, "quantization_config", None):
         problems.append("quantization_config (load the model unquantized)")
+    if config.model_type in SPARSE:
+        problems += routing_problems(config)
     if problems:
         raise UnsupportedModelError(f"{config.model_type} not covered: {'; '.join(problems)}.")
 
@@ -138,14 +174,24 @@ def functions(config: PreTrainedConfig) -> tuple[Callable[..., Any], ...]:
     source, name = modeling(config), config._attn_implementation
     own = (getattr(source, function) for function in _FUNCTIONS)
     own = (getattr(function, "forward", function) for function in own)  # see `_home`
-    return *own, source.ALL_ATTENTION_FUNCTIONS.get(name, source.eager_attention_forward)
+    attention = source.ALL_ATTENTION_FUNCTIONS.get(name, source.eager_attention_forward)
+    return *own, *_of_experts(config), attention
+
+
+def _of_experts(config: PreTrainedConfig) -> tuple[Callable[..., Any], ...]:
+    """The functions that a stock forward of the experts calls now; none in a dense model."""
+    if config.model_type not in SPARSE:
+        return ()
+    cls = getattr(modeling(config), SPARSE[config.model_type] + "Experts")
+    name = config._experts_implementation
+    return cls._apply_gate, ALL_EXPERTS_FUNCTIONS.get(name, cls.forward)
 
 
 def check_code(config: PreTrainedConfig) -> None:
     """UnsupportedModelError naming a class or function of transformers that was replaced."""
     source, prefix = modeling(config), FAMILIES[config.model_type]
     found: dict[str, str] = {}
-    for part in _PARTS:
+    for part in _parts(config):
         cls, name = getattr(source, prefix + part), prefix + part
         if (cls.__module__, cls.__name__) != (source.__name__, name):
             found[name] = f"{cls.__module__}.{cls.__name__}"
@@ -160,6 +206,13 @@ def check_code(config: PreTrainedConfig) -> None:
             "place. Undo that (a kernel library patched transformers? rl_consistency brings its "
             "own kernels), and build the model after it."
         )
+    for function in _of_experts(config):
+        if not _is_of_a_library(function):
+            raise UnsupportedModelError(
+                f"experts implementation {config._experts_implementation!r} calls a function of "
+                f"{_home(function)}; the canonical order would run in its place. Call "
+                "model.set_experts_implementation('eager')."
+            )
     check_attention(config)
 
 
@@ -212,6 +265,16 @@ def check_head(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"the model is a {type(model).__name__}; patch takes the {expected.__name__} itself, "
             "with its LM head and without wrappers."
+        )
+
+
+def check_plans(model: nn.Module) -> None:
+    """UnsupportedModelError for experts or other parts that a plan of transformers has split."""
+    if (name := parallel_part(model)) is not None:
+        raise UnsupportedModelError(
+            f"module {name} is split over ranks by a plan of transformers; expert parallelism and "
+            "tensor parallelism are not covered. Load the model without tp_plan and "
+            "distributed_config, and shard it by training.strategy."
         )
 
 

@@ -29,8 +29,12 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 _NUM_HOOKS = len(HOOKS)
 
+ACTIVATIONS = (".mlp.act_fn", ".mlp.experts.act_fn")
 UNCALLED = ("", "model", "model.rotary_emb", "lm_head")
-"""Modules that the patched forward does not call as stock does; so are all `act_fn`."""
+"""Modules that the patched forward does not call as stock does; so are all activations."""
+
+ROUTING = (".mlp.gate", ".mlp.experts")
+"""Ends of the names of modules that are given, and give, other tensors than stock's."""
 
 _UNREAD = frozenset(
     (
@@ -66,6 +70,7 @@ def faults(model: nn.Module, *, patched: bool = False) -> list[Fault]:
     try:
         families.check_config(config)
         families.check_code(config)
+        families.check_plans(model)
         families.check_parameters(model, sharded=patched and is_sharded(model))
         made = _as_configured(config, families.stock_class(type(model)))
         return list(_Comparison(model, patched).walk("", model, made))
@@ -150,10 +155,13 @@ class _Comparison:
             yield from self._config_faults(name, own.get("config"))
         if own.get("_compiled_call_impl") is not None and _on_cpu(module):
             yield "is compiled, and compiled code has other bytes on a CPU"
-        uncalled = name in UNCALLED or name.endswith(".mlp.act_fn")
-        hooks = (hook for kind in HOOKS for hook in own[kind].values())
-        if uncalled and not all(map(of_a_library, hooks)):
-            yield "has a hook, which the patched forward would not run"
+        uncalled = name in UNCALLED or name.endswith(ACTIVATIONS)
+        hooks = [hook for kind in HOOKS for hook in own[kind].values()]
+        if not all(map(of_a_library, hooks)):
+            if uncalled:
+                yield "has a hook, which the patched forward would not run"
+            if name.endswith(ROUTING):
+                yield "has a hook, which would see other tensors than stock's: ids in their order"
         if name == "model.rotary_emb":
             for key, frequencies in made.named_buffers():
                 if not _is_rounding_of(own["_buffers"].get(key), frequencies):

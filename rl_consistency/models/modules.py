@@ -137,7 +137,7 @@ class CanonicalRMSNorm(CanonicalModule):
 
     op = "rms_norm"
     variance_epsilon: float
-    rows_per_token: int = 1  # heads of one token when the norm is per head (qk-norm)
+    rows_per_token: int = 1  # heads of one token when the norm is per head, as most qk-norms are
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not is_canonical("rms_norm"):
@@ -237,7 +237,8 @@ class CanonicalMLP(CanonicalModule):
     up_proj: CanonicalLinear
     down_proj: CanonicalLinear
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, attention_layout: AttentionLayout | None = None) -> Tensor:
+        """`attention_layout` is for those MLPs whose rows are routed; see `CanonicalMoEBlock`."""
         if not is_canonical("glu"):
             return super().forward(x)
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
@@ -299,7 +300,11 @@ class CanonicalAttention(CanonicalModule):
             projected = linear_qkv(x, weights, (of_q.bias, of_k.bias, of_v.bias))
         else:
             projected = tuple(projection(x) for projection in projections)
-        q, k, v = (y.view(x.shape[1], -1, self.head_dim) for y in projected)
+        q, k, v = projected
+        per_head = norms and norms[0].weight.shape[0] == self.head_dim
+        if norms and not per_head:  # of whole projections
+            q, k, norms = norms[0](q), norms[1](k), ()
+        q, k, v = (y.view(x.shape[1], -1, self.head_dim) for y in (q, k, v))
         canonical = is_canonical("rotary")
         paged = isinstance(layout, PagedAttention)
         fuses = paged and canonical and is_canonical("rms_norm") and not torch.is_grad_enabled()

@@ -31,6 +31,7 @@ from rl_consistency.models.modules import (
     CanonicalModule,
     CanonicalRotaryEmbedding,
 )
+from rl_consistency.models.moe.modules import CanonicalExperts
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.sharding import is_fsdp, unsharded_class, unwrapped, with_base
 from rl_consistency.numerics.errors import ConsistencyError
@@ -293,12 +294,12 @@ class PatchSession:
             parameter.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
 
     def _configure(self, config: Any, module: nn.Module) -> None:
-        if isinstance(module, CanonicalMLP):
+        if isinstance(module, CanonicalMLP | CanonicalExperts):
             module.activation = families.ACTIVATIONS[config.hidden_act]
         elif isinstance(module, CanonicalAttention):
             module.window = families.window_of(config, module)
             module.apply_stock_rotary = families.functions(config)[0]
-            if hasattr(module, "q_norm"):
+            if config.model_type in families.HEAD_NORMS:
                 module.q_norm.rows_per_token = config.num_attention_heads
                 module.k_norm.rows_per_token = config.num_key_value_heads
         elif isinstance(module, CanonicalRotaryEmbedding):
@@ -311,8 +312,8 @@ def patch(model: nn.Module, *, grad_dtype: torch.dtype | None = None) -> PatchSe
     """Swap a Hugging Face causal LM onto the canonical orders, in place; `restore()` undoes it.
 
     Args:
-        model: a dense Llama, Mistral, Qwen2 or Qwen3 `...ForCausalLM`, fp32, bf16 or fp16, before
-            `accelerator.prepare`.
+        model: a Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, OLMoE or Mixtral `...ForCausalLM`, fp32,
+            bf16 or fp16, before `accelerator.prepare`.
         grad_dtype: dtype of `parameter.grad`. None is torch's default, the parameter's own dtype,
             which torch's optimizers need. fp32 keeps all digits of the fold for an optimizer with
             fp32 master weights.
@@ -331,6 +332,7 @@ def patch(model: nn.Module, *, grad_dtype: torch.dtype | None = None) -> PatchSe
     families.check_config(config)
     families.check_code(config)
     families.check_head(model)
+    families.check_plans(model)
     families.check_parameters(model)
     audit(model).require_supported()
     session = PatchSession(model)

@@ -18,6 +18,7 @@ from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits
 from rl_consistency.kernels.token_logprobs.op import token_logprobs as scored_rows
 from rl_consistency.models.decoder import NO_FP16_TRAINING, guarded_backward
 from rl_consistency.models.forward import lm_head_gradient, lm_head_weight, packed_hidden_states
+from rl_consistency.models.moe.routing import recorded_routing
 from rl_consistency.models.packing import PackedBatch, PaddedBatch, from_host, pack_padded
 from rl_consistency.models.patch import patched_session
 from rl_consistency.models.sharding import through, unwrapped
@@ -49,6 +50,8 @@ class TokenLogprobs:
     """[N] fp32 entropy of the sampling distribution at each scored token, differentiable."""
     lengths: list[int]
     """Scored tokens of each sequence."""
+    routing: Tensor | None = None
+    """[N] int64, `expert_fingerprints` of the tokens' rows; None in a dense model."""
 
     def split(self) -> list[Tensor]:
         """Logprobs of each sequence."""
@@ -105,8 +108,8 @@ def token_logprobs(
         run = partial(_score, policy, batch, lens, scored, sampling)
     else:
         run = partial(_score_shared, policy, shared, batch, lens, scored, sampling)
-    logprobs, entropy = through(model, policy, run)
-    return TokenLogprobs(logprobs, entropy, [int(mask.sum()) for mask in scored])
+    logprobs, entropy, *routing = through(model, policy, run)
+    return TokenLogprobs(logprobs, entropy, [int(mask.sum()) for mask in scored], *routing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,9 +179,11 @@ def _score(
     lens: list[int],
     scored: list[Tensor],
     sampling: Sampling | Sequence[Sampling] | None,
-) -> tuple[Tensor, Tensor]:
-    hidden, rows = _scored_hidden_states(policy, batch, lens, scored)
-    return _row_scores(policy, hidden, rows, _sampling_rows(sampling, lens, rows))
+) -> tuple[Tensor, ...]:
+    with recorded_routing() as record:
+        hidden, rows = _scored_hidden_states(policy, batch, lens, scored)
+    routing = record.fingerprints(rows.index[rows.kept])
+    return *_row_scores(policy, hidden, rows, _sampling_rows(sampling, lens, rows)), *routing
 
 
 def _shared(
@@ -204,15 +209,17 @@ def _score_shared(
     lens: list[int],
     scored: list[Tensor],
     sampling: Sampling | Sequence[Sampling] | None,
-) -> tuple[Tensor, Tensor]:
-    hidden, starts = shared_hidden_states(policy, shared)
+) -> tuple[Tensor, ...]:
+    with recorded_routing() as record:
+        hidden, starts = shared_hidden_states(policy, shared)
     rows = _scored_rows(batch, lens, scored)
     # Where the rows of the whole sequences lie among those of the parts; filler has any row.
     places = np.zeros(len(batch.input_ids), dtype=np.int64)
     for i, (start, n) in enumerate(zip(batch.layout.query_starts, lens, strict=True)):
         places[start : start + n] = shared.rows_of(starts, i)
     index = from_host(places, hidden.device)[rows.index]
-    return _row_scores(policy, hidden[index], rows, _sampling_rows(sampling, lens, rows))
+    scores = _row_scores(policy, hidden[index], rows, _sampling_rows(sampling, lens, rows))
+    return *scores, *record.fingerprints(index[rows.kept])
 
 
 def _scored_hidden_states(

@@ -15,7 +15,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 
-OPS = ("linear", "rms_norm", "rotary", "glu", "embedding", "attention", "token_logprobs")
+ROUTED = ("router", "experts")
+"""Ops of mixture-of-experts models alone."""
+
+OPS = (
+    *("linear", "rms_norm", "rotary", "glu", "embedding", "attention", *ROUTED),
+    "token_logprobs",
+)
 """Ops that have a stock path to switch to."""
 
 VARIABLE = "RL_CONSISTENCY_STRICT"

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from rl_consistency.files.unfinished import write_whole
+from rl_consistency.models.families import ops_of
 from rl_consistency.models.patch import patched_session
 from rl_consistency.models.sharding import is_shard, unwrapped
 from rl_consistency.models.token_logprobs import Sampling
@@ -322,7 +323,7 @@ def _ablation(policies: Sequence[Any], between: Sequence[str], work: Work) -> li
     whole = frozenset(OPS)
     for how in ("stock", "canonical"):
         found = []
-        for op in OPS:
+        for op in ops_of(policies[0].config):
             stock = frozenset((op,)) if how == "stock" else whole - {op}
             choice = Strictness(stock)
             mixed = [side for side in between if side == STOCK or STOCK not in between]

@@ -25,6 +25,7 @@ from rl_consistency.models.modules import (
     CanonicalLinear,
     CanonicalRMSNorm,
 )
+from rl_consistency.models.moe.modules import CanonicalExperts, CanonicalRouter
 
 RESIDUAL = "residual"
 """The additions of a decoder layer; the other ops are those of `numerics.strict.OPS`."""
@@ -175,6 +176,27 @@ class Taps:
         self.gave(Tap(module.op, name), out, self._reader(module, around, last))
         return out
 
+    def _route(self, run: Callable[..., Any], router: Any, x: Tensor) -> Any:
+        if (name := self._names.get(router)) is None:
+            return run(router, x)
+        self.of_parameters("router", router)
+        logits, weights, ids = run(router, self.given(Tap("router", name), x))
+        block = name.rpartition(".")[0]
+        upward, order = ids.sort(dim=1)  # the stock path has the largest weight first
+        self.gave(Tap("router", name, f"{OUTPUT} expert ids"), upward.to(torch.int32))
+        self.gave(Tap("router", name, f"{OUTPUT} weights"), weights.detach().gather(1, order))
+        self.sends_back(Tap("experts", f"{block}.experts", f"{OF_INPUT} weights"), weights)
+        return logits, weights, ids
+
+    def _routed(self, run: Callable[..., Any], experts: Any, x: Tensor, *rest: Any, **named: Any):
+        if (name := self._names.get(experts)) is None:
+            return run(experts, x, *rest, **named)
+        self.of_parameters("experts", experts)
+        out = run(experts, self.given(Tap("experts", name), x), *rest, **named)
+        self.gave(Tap("experts", name), out)
+        self._finished = name.rpartition(".mlp")[0]
+        return out
+
     def _reader(self, module: nn.Module, around: str, last: str) -> Tap | None:
         if around == "model" and last == "norm":
             return Tap("token_logprobs", LM_HEAD, OF_INPUT)
@@ -255,6 +277,8 @@ def tapped(model: nn.Module, lengths: Sequence[int], *, only: Tap | None = None)
         (CanonicalRMSNorm, "forward", taps._leaf),
         (CanonicalRMSNorm, "after_addition", taps._addition),
         (CanonicalAttention, "_inputs", taps._inputs),
+        (CanonicalRouter, "forward", taps._route),
+        (CanonicalExperts, "forward", taps._routed),
         (modules, "linear_qkv", taps._projections),
         (modules, "paged_inputs", taps._heads),
     ]

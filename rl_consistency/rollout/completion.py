@@ -33,6 +33,9 @@ class Completion:
     request_id: str = ""
     error: str | None = None
     """Prompt, sample and position at which the model gave a logprob that is not finite."""
+    routing: Tensor | None = None
+    """[len(token_ids)] int64 on the CPU, `expert_fingerprints` of the rows the tokens were drawn
+    from; None in a dense model, and where no token was drawn."""
 
     @classmethod
     def of(cls, sequence: RolloutSequence) -> Completion:
@@ -45,6 +48,7 @@ class Completion:
             finish_reason=sequence.finish_reason,
             request_id=sequence.request_id,
             error=sequence.error,
+            routing=torch.tensor(sequence.token_routing) if sequence.token_routing else None,
         )
 
 

@@ -30,8 +30,9 @@ from rl_consistency.rollout.statistics import RolloutStatistics
 _SIT_OUT_SHARE = 8  # the loop waits for the report once one in so many would sit out a step
 _UNTIDY = 64  # ended sequences tolerated in the queue
 
-Sampled = list[tuple[int, float]]
-"""Token id and logprob at each position a chunk samples at: 1 + len(draft) of them."""
+Sampled = list[tuple[int, float, *tuple[int, ...]]]
+"""Token id, logprob and, in a sparse model, routing at each position a chunk samples at: 1 +
+len(draft) of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +179,9 @@ class Scheduler:
     def _take_in_draft(self, chunk: ScheduledChunk, sampled: Sampled) -> None:
         """Keep the first sampled token, and each further one whose guess before it was right."""
         sequence, known = chunk.sequence, chunk.sequence.num_tokens
-        accepted = num_accepted(chunk.draft, [token_id for token_id, _ in sampled])
-        for token_id, logprob in sampled[: 1 + accepted]:
-            sequence.append(token_id, logprob)
+        accepted = num_accepted(chunk.draft, [token_id for token_id, *_ in sampled])
+        for row in sampled[: 1 + accepted]:
+            sequence.append(*row)
             if sequence.is_finished:
                 break
         sequence.num_drafted = 0

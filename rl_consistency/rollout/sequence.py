@@ -40,6 +40,8 @@ class RolloutSequence:
     """Length at which the sample ends by length; `RequestLimits` keeps it within the context."""
     token_logprobs: list[float] = field(default_factory=list)
     """One fp32 value for each generated token."""
+    token_routing: list[int] = field(default_factory=list)
+    """One `expert_fingerprints` for each generated token; empty in a dense model."""
     finish_reason: FinishReason | None = None
     error: str | None = None  # what went wrong, where `finish_reason` is "error"
     submitted_at: float = 0.0  # `perf_counter` seconds
@@ -78,7 +80,7 @@ class RolloutSequence:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def append(self, token_id: int, logprob: float) -> None:
+    def append(self, token_id: int, logprob: float, *routing: int) -> None:
         """Add a sampled token and end the sample if the token ends it: the truncation rule.
 
         A stop token, or one that completes a stop string, belongs to the sample and ends it with
@@ -95,6 +97,7 @@ class RolloutSequence:
             return
         self.token_ids.append(token_id)
         self.token_logprobs.append(logprob)
+        self.token_routing.extend(routing)
         if token_id in self.stop_token_ids or (
             self.stop_strings is not None and self.stop_strings.append(token_id)
         ):

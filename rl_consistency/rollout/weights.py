@@ -6,6 +6,7 @@ They hold as long as the weights, the forward pass and the library products stay
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -27,12 +28,19 @@ _LOOK_EVERY = 16  # steps between two looks at the parameters: some 30 us for 40
 
 
 def model_digest(model: Any) -> str:
-    """Digest of a model's parameters by name, where they lie; waits for the device.
+    """Digest of a model's weights by name, where they lie; waits for the device.
 
     Every rank calls it if the parameters are shards; the digest is that of whole ones.
     """
     with whole_weights(model) as policy:
-        return weights_digest(policy.named_parameters())
+        return weights_digest(_weights(policy))
+
+
+def _weights(policy: Any) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that a forward pass reads, by name. Rotary frequencies are none:
+    the patched forward has them from the config."""
+    yield from policy.named_parameters()
+    yield from (named for named in policy.named_buffers() if not named[0].endswith("inv_freq"))
 
 
 def forward_path(model: Any) -> tuple[PatchSession, ForwardState]:
@@ -65,7 +73,7 @@ class WeightsWatch:
         self._model = model
         self._held: _Origin | None = None  # of the rollout under way, else of the last
         self._generation = audit.generation()
-        self._parameters: list[Tensor] = []
+        self._tensors: list[Tensor] = []
         self._versions: list[int] = []
         self._num_steps = 0
 
@@ -93,7 +101,7 @@ class WeightsWatch:
         """
         before, self._held = self._held, None
         path = forward_path(self._model)
-        self._parameters = list(self._model.parameters())
+        self._tensors = [tensor for _, tensor in _weights(self._model)]
         self._versions = self._look()
         self._num_steps = 0
         held = _Origin(model_digest(self._model), current(), path, generation)
@@ -129,7 +137,7 @@ class WeightsWatch:
         self._num_steps += 1
         is_due = ends_samples or self._num_steps % _LOOK_EVERY == 0
         if is_due and self._look() != self._versions:
-            _fail("a parameter was written or moved")
+            _fail("a parameter or a buffer was written or moved")
 
     def after_rollout(self) -> None:
         """The cheap look, then compare digest and forward pass with those before the rollout."""
@@ -146,8 +154,8 @@ class WeightsWatch:
             raise ConsistencyError(_CHANGED)
 
     def _look(self) -> list[int]:
-        """Address and version of every parameter."""
-        return [x for p in self._parameters for x in (p.data_ptr(), p._version)]
+        """Address and version of every weight."""
+        return [x for tensor in self._tensors for x in (tensor.data_ptr(), tensor._version)]
 
 
 def _stock_ops(strictness: Strictness) -> str:

@@ -18,7 +18,7 @@ from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.kernels.core.tuned_schedules import MOST_ROWS, rows_bucket
 from rl_consistency.kernels.linear.schedules import fuses_gate_up, fuses_qkv
 from rl_consistency.kernels.token_logprobs.plan import STATISTICS_CHUNK
-from rl_consistency.models.families import ACTIVATIONS, check_config
+from rl_consistency.models.families import ACTIVATIONS, HEAD_NORMS, check_config
 from rl_consistency.models.sharding import unwrapped
 from rl_consistency.tuning.products import (
     TUNED_COLUMNS,
@@ -42,9 +42,6 @@ DECODE_ROWS = 512
 
 DECODE_STEPS = 64
 """A rollout decodes so many times per training batch, at least; it orders the works."""
-
-HEAD_NORMS = ("qwen3",)
-"""Families that normalise queries and keys by head."""
 
 LEAST_TRAINING_ROWS = 256
 """A micro-batch has at least so many tokens."""

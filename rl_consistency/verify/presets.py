@@ -51,6 +51,21 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     ),
     "tiny-qwen2": _sized("qwen2", *_TINY, tie_word_embeddings=True),
     "tiny-mistral": _sized("mistral", *_TINY, sliding_window=100),
+    "tiny-qwen3-moe": _sized(
+        "qwen3_moe",
+        *_TINY,
+        moe_intermediate_size=48,
+        num_experts=12,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+    ),
+    "tiny-olmoe": _sized(
+        "olmoe", 331, 96, 48, 2, 6, 2, 16, 2048, 0, 1, num_experts=8, num_experts_per_tok=2
+    ),
+    "tiny-mixtral": _sized(
+        "mixtral", *_TINY, num_local_experts=4, num_experts_per_tok=2, sliding_window=100
+    ),
 }
 """Tiny model -> its whole configuration; one of every family."""
 
@@ -164,6 +179,6 @@ def make_lifelike(parameter: nn.Parameter, generator: torch.Generator) -> None:
         return
     spread = torch.randint(-4, 2, shape, dtype=torch.int32, **drawn)
     outliers = torch.randperm(channels, **drawn)[: max(channels // 16, 1)]
-    spread[:, outliers] += torch.randint(1, 4, (len(outliers),), dtype=torch.int32, **drawn)
+    spread[..., outliers] += torch.randint(1, 4, (len(outliers),), dtype=torch.int32, **drawn)
     values = torch.ldexp(values, spread)
-    parameter.copy_(values / values.square().sum(dim=1).mean().sqrt())
+    parameter.copy_(values / values.square().sum(dim=-1).mean().sqrt())

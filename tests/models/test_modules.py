@@ -284,7 +284,8 @@ def test_fused_projections_give_the_same_bytes(preset, dtype, monkeypatch):
         apart = packed_hidden_states(model, batch)
         monkeypatch.setattr(modules, "_may_fuse", fusable)
         fused = packed_hidden_states(model, batch)
-    assert sorted(set(asked)) == [2, 3]
+    has_dense_layers = model.config.model_type not in ("olmoe", "mixtral")
+    assert set(asked) == ({2, 3} if has_dense_layers else {3})
     assert first_difference({"": fused}, {"": apart}) is None
 
 

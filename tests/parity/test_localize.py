@@ -9,7 +9,7 @@ from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.models import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.fingerprint import fingerprint
-from rl_consistency.numerics.strict import OPS
+from rl_consistency.models.families import ops_of
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import localize, localize_bundle
 from rl_consistency.parity.replay import load_replay_bundle, save_replay_bundle
@@ -48,12 +48,13 @@ def paged(layout):
     return isinstance(layout, PagedAttention)
 
 
-def test_the_ablation_ranks_the_worst_stock_op_first(found):
+def test_the_ablation_ranks_the_worst_stock_op_first(found, model):
+    ops = ops_of(model.config)
     with stock_attention_of(modules.stock_attention, paged):
         rows = found("rollout", "training", ablation=True).ablation
-    assert [row.mode for row in rows] == ["stock"] * len(OPS) + ["canonical"] * len(OPS)
-    one_stock, one_canonical = rows[: len(OPS)], rows[len(OPS) :]
-    assert {row.op for row in one_stock} == {row.op for row in one_canonical} == {*OPS}
+    assert [row.mode for row in rows] == ["stock"] * len(ops) + ["canonical"] * len(ops)
+    one_stock, one_canonical = rows[: len(ops)], rows[len(ops) :]
+    assert {row.op for row in one_stock} == {row.op for row in one_canonical} == {*ops}
     worst, second = one_stock[:2]
     assert worst.op == "attention" and worst.mismatched_tokens == worst.tokens
     assert worst.rms > 100 * second.rms

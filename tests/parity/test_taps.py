@@ -6,7 +6,7 @@ import torch
 from rl_consistency.kernels.linear import op as linear_op
 from rl_consistency.models import modules, token_logprobs
 from rl_consistency.models.patch import patch
-from rl_consistency.numerics.strict import OPS
+from rl_consistency.models.families import ops_of
 from rl_consistency.parity import sides
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import localize
@@ -232,14 +232,15 @@ def test_a_fault_of_the_rollouts_lm_head_is_found_after_all_layers(found, work):
     assert result.logprobs.mismatched_tokens > 0 == result.logprobs.argmax_flips
 
 
-def test_every_op_of_every_layer_is_tapped(found):
+def test_every_op_of_every_layer_is_tapped(found, model):
+    ops = {*ops_of(model.config)}
     result = found("rollout", "training")
     assert result.equal
     per_layer = 17
     assert len(result.ops) == LAYERS * per_layer + 3
-    assert {op.op for op in result.ops} == {*OPS, "residual"}
+    assert {op.op for op in result.ops} == {*ops, "residual"}
     both = found()
-    assert {op.op for op in both.ops if op.pass_ == "backward"} == {*OPS}
+    assert {op.op for op in both.ops if op.pass_ == "backward"} == ops
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -55,8 +55,8 @@ def width_for(draft: int) -> int:
 
 
 Compute = Callable[..., tuple[Tensor, Tensor]]
-"""The model and the sampler: (token_ids, positions, layout, slots, *, truncates) -> token ids and
-logprobs of all rows of a call."""
+"""The model and the sampler: (token_ids, positions, layout, slots, *, truncates) -> token ids [n]
+and values [2 or 4, n] int32 of all rows of a call; see `SampledRows`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +94,7 @@ class DecodeCall:
                 "blocks": (np.int32, (updates,)),
                 "last_rows": (np.int64, (rows,)),
                 "query_len": (np.int32, (rows,)),
+                "token_len": (np.int32, (rows,)),
                 "context_len": (np.int32, (rows,)),
                 "shared_runs": (np.int32, (runs, 3)),
                 "shared_keys": (np.int32, (rows if shape.shared else 0,)),
@@ -102,7 +103,7 @@ class DecodeCall:
         device = state.device
         self._buffer = torch.zeros(self._fields.nbytes, dtype=torch.uint8, device=device)
         self._inputs = self._fields.tensors(self._buffer)
-        self.values = torch.zeros(2, tokens, dtype=torch.int32, device=device)
+        self._values: Tensor | None = None
         width = state.block_tables.shape[1]
         self._layout = CapturedPagedAttention.of(
             SequenceTables(
@@ -111,6 +112,7 @@ class DecodeCall:
                 self._inputs["context_len"],
                 torch.zeros(rows, width, dtype=torch.int32, device=device),
                 self._shared_tables(),
+                self._inputs["token_len"],
             ),
             queries=shape.width,
             capacity=shape.context,
@@ -162,6 +164,7 @@ class DecodeCall:
             ("blocks", blocks, state.dummy_block),
             ("last_rows", np.arange(count) * width + lens - 1, 0),
             ("query_len", lens, 1),
+            ("token_len", lens, 0),
             ("context_len", ends, 1),
         ):
             arrays[name][: len(real)] = real
@@ -186,12 +189,12 @@ class DecodeCall:
         self._buffer.copy_(staged, non_blocking=True)
 
     def run(self) -> None:
-        """Compute the step that was loaded; leaves tokens and logprobs in `values`."""
+        """Compute the step that was loaded; leaves what it sampled in `values`."""
         state, inputs, numbers = self._state, self._inputs, self._layout.numbers
         state.block_tables.view(-1).index_copy_(0, inputs["cells"], inputs["blocks"])
         torch.index_select(state.block_tables, 0, inputs["slots"], out=numbers.block_table)
         token_ids = state.resolve(inputs["token_ids"], inputs["token_slots"])
-        tokens, logprobs = self._compute(
+        tokens, values = self._compute(
             token_ids,
             inputs["positions"],
             self._layout,
@@ -201,8 +204,15 @@ class DecodeCall:
         # Behind a draft this may not be the last token; but there the host knows which one is.
         last = tokens.index_select(0, inputs["last_rows"])
         state.last_tokens.index_copy_(0, inputs["slots"], last)
-        self.values[0].copy_(tokens)
-        self.values[1].copy_(logprobs.view(torch.int32))
+        if self._values is None:  # in the first run, which comes before a capture
+            self._values = torch.empty_like(values)
+        self._values.copy_(values)
+
+    @property
+    def values(self) -> Tensor:
+        """What the last run sampled, [2 or 4, rows] int32."""
+        assert self._values is not None, "the call was not run"
+        return self._values
 
 
 @dataclass(frozen=True, eq=False)

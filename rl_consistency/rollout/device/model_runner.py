@@ -22,6 +22,7 @@ from rl_consistency.kernels.attention.shared_keys import SharedRun
 from rl_consistency.kernels.core.compile_ahead import Report, compile_ahead
 from rl_consistency.models.forward import next_token_logits, paged_hidden_states, rotary_rows
 from rl_consistency.models.inventory import ForwardState
+from rl_consistency.models.moe.routing import recorded_routing
 from rl_consistency.models.patch import PatchSession
 from rl_consistency.rollout.device import decode_graphs
 from rl_consistency.rollout.device.decode_graphs import CapturedCall, DecodeGraphs, width_for
@@ -44,16 +45,20 @@ _Group = dict[int, ScheduledChunk]  # the chunks of one call, by their index in 
 
 _Path = tuple[PatchSession, ForwardState]
 
-_Rows = tuple[Tensor, list[tuple[int, int, int]]]
+SampledRows = tuple[Tensor, list[tuple[int, int, int]]]
 """What one call sampled: [2, rows] int32 on the host, token ids and the bits of their fp32
-logprobs; and where each chunk's rows are: (index in the step, first row, number of rows)."""
+logprobs, in a sparse model [4, rows] with the two halves of their routing; and where each chunk's
+rows are: (index in the step, first row, number of rows)."""
 
 
 class PendingStep:
     """A step that has been queued; `chunks` are those that sample, in the order of the launch."""
 
     def __init__(
-        self, chunks: Sequence[ScheduledChunk], calls: list[_Rows], done: torch.cuda.Event | None
+        self,
+        chunks: Sequence[ScheduledChunk],
+        calls: list[SampledRows],
+        done: torch.cuda.Event | None,
     ) -> None:
         self.chunks = [chunk for chunk in chunks if chunk.samples]
         self._sampling = [chunk.samples for chunk in chunks]
@@ -69,8 +74,11 @@ class PendingStep:
             self._done.synchronize()
         sampled: list[Sampled] = [[] for _ in self._sampling]
         for values, spans in self._calls:
-            logprobs = values[1].view(torch.float32).tolist()
-            rows = list(zip(values[0].tolist(), logprobs, strict=True))
+            columns = [values[0], values[1].view(torch.float32)]
+            if len(values) > 2:
+                halves = torch.stack((values[2], values[3]), dim=1)
+                columns.append(halves.view(torch.int64).flatten())
+            rows = list(zip(*(column.tolist() for column in columns), strict=True))
             for index, first, count in spans:
                 sampled[index] = rows[first : first + count]
         return list(itertools.compress(sampled, self._sampling))
@@ -296,7 +304,7 @@ class ModelRunner:
         )
         return captured, captured.call.stage(chunks, slots, runs), group
 
-    def _replay(self, captured: CapturedCall, staged: Tensor, group: _Group) -> _Rows:
+    def _replay(self, captured: CapturedCall, staged: Tensor, group: _Group) -> SampledRows:
         captured.call.load(staged)
         captured.replay()
         width = captured.call.shape.width
@@ -304,7 +312,7 @@ class ModelRunner:
         counts = [1 + len(chunk.draft) for chunk in group.values()]
         return to_host(captured.call.values), list(zip(group, firsts, counts, strict=True))
 
-    def _run(self, call: RaggedCall, indices: list[int], *, truncates: bool) -> _Rows:
+    def _run(self, call: RaggedCall, indices: list[int], *, truncates: bool) -> SampledRows:
         """A call of chunks of any lengths, op by op; `indices` of those that sample."""
         inputs = to_device(call.arrays, self.device)
         paged = PagedAttention(
@@ -318,17 +326,18 @@ class ModelRunner:
             block_size=self._cache.block_size,
         )
         token_ids = self._state.resolve(inputs["token_ids"], inputs["token_slots"])
-        hidden = paged_hidden_states(self._model, token_ids, inputs["positions"], paged)
+        with recorded_routing() as record:
+            hidden = paged_hidden_states(self._model, token_ids, inputs["positions"], paged)
         if not len(call.counts):
             return torch.empty(2, 0, dtype=torch.int32), []
-        tokens, logprobs = self._sampled(
+        tokens, values = self._sampled(
             hidden.index_select(0, inputs["rows"]),
             inputs["positions"].index_select(0, inputs["rows"]),
             inputs["row_slots"],
+            *record.fingerprints(inputs["rows"]),
             truncates=truncates,
         )
         self._state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
-        values = torch.stack([tokens.to(torch.int32), logprobs.view(torch.int32)])
         firsts = (np.cumsum(call.counts) - call.counts).tolist()
         return to_host(values), list(zip(indices, firsts, call.counts.tolist(), strict=True))
 
@@ -342,16 +351,21 @@ class ModelRunner:
         truncates: bool,
     ) -> tuple[Tensor, Tensor]:
         """The model and the sampler over all rows of a captured call."""
-        hidden = paged_hidden_states(self._model, token_ids, positions, layout)
-        return self._sampled(hidden, positions, slots, truncates=truncates)
+        with recorded_routing() as record:
+            hidden = paged_hidden_states(self._model, token_ids, positions, layout)
+        rows = hidden, positions, slots, *record.fingerprints()
+        return self._sampled(*rows, truncates=truncates)
 
     def _sampled(
-        self, hidden: Tensor, positions: Tensor, slots: Tensor, *, truncates: bool
+        self, hidden: Tensor, positions: Tensor, slots: Tensor, *routing: Tensor, truncates: bool
     ) -> tuple[Tensor, Tensor]:
-        """Token ids [n] int64 and logprobs [n] fp32, drawn for the positions after the rows'."""
+        """Token ids [n] int64, drawn for the positions after the rows', and values [2 or 4, n]; see
+        `SampledRows`."""
         logits = next_token_logits(self._model, hidden)
         params, keys = self._state.sampling(slots, truncates=truncates)
-        return sample(logits, params, device_uniforms(keys, positions + 1))
+        tokens, logprobs = sample(logits, params, device_uniforms(keys, positions + 1))
+        halves = [half for each in routing for half in each.view(-1, 1).view(torch.int32).unbind(1)]
+        return tokens, torch.stack([tokens.to(torch.int32), logprobs.view(torch.int32), *halves])
 
     def _mark(self) -> torch.cuda.Event | None:
         """An event behind everything queued so far; None on a CPU, where all is done."""

@@ -14,7 +14,10 @@ from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.verify.presets import build_preset
 from tests.rollout.engine.engines import Recalling
 
-FAMILIES = ("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
+FAMILIES = (
+    *("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3"),
+    *("tiny-olmoe", "tiny-qwen3-moe", "tiny-mixtral"),
+)
 SHARED = [(7 * i + 3) % 61 for i in range(40)]
 PROMPTS = [SHARED, [*SHARED[:32], 5, 6], [9], [11, 12, 13, 14, 15, 16, 17]]
 SAMPLING = SamplingParams(n=2, temperature=0.9, top_k=20, max_tokens=9, seed=3, ignore_eos=True)

@@ -240,7 +240,7 @@ def test_weights_written_and_written_back_within_a_rollout_are_an_error(
     engine.step()
     with torch.no_grad():
         weight.copy_(kept)
-    with pytest.raises(ConsistencyError, match="a parameter was written or moved"):
+    with pytest.raises(ConsistencyError, match="a parameter or a buffer was written or moved"):
         steps_to_the_end(engine)
     assert is_idle(engine) and is_as_fresh(engine)
 

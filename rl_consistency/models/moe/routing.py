@@ -1,0 +1,81 @@
+"""What the rows of a forward pass were routed to, for whoever asked to know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rl_consistency.numerics.strict import is_canonical
+
+
+class Routed(NamedTuple):
+    """The routing of one layer."""
+
+    logits: Tensor | None
+    """[R, E], differentiable; fp32 but on the stock path. None where they are not asked for."""
+    expert_ids: Tensor
+    """[R, k], ascending in each row but on the stock path."""
+
+
+@dataclass(eq=False)
+class RoutingRecord:
+    """The routing of a forward pass: of all sparse layers, in their order."""
+
+    keeps_logits: bool = False
+    layers: list[Routed] = field(default_factory=list)
+
+    def fingerprints(self, rows: Tensor | None = None) -> tuple[Tensor, ...]:
+        """([n] int64 on the device: see `expert_fingerprints`,) of some rows, or of all; nothing in
+        a dense model."""
+        if not self.layers:
+            return ()
+        ids = [
+            layer.expert_ids if rows is None else layer.expert_ids[rows] for layer in self.layers
+        ]
+        if not is_canonical("router"):
+            ids = [each.sort(dim=1).values for each in ids]
+        return (expert_fingerprints(torch.stack(ids, dim=1)),)
+
+
+def expert_fingerprints(expert_ids: Tensor) -> Tensor:
+    """[R] int64 of expert ids [R, layers, k], ascending in each layer: one number for all experts
+    that a row met.
+
+    A polynomial in the ids modulo 2^64: rows with other experts have other numbers, up to a chance
+    of about 2^-64.
+    """
+    flat = expert_ids.flatten(1).long() + 1
+    powers = torch.full((flat.shape[1],), _BASE, dtype=torch.int64, device=flat.device).cumprod(0)
+    return (flat * powers).sum(dim=1)
+
+
+_BASE = 0x5851F42D4C957F2D
+"""An odd multiplier of good spread (Knuth's MMIX)."""
+
+_record: ContextVar[RoutingRecord | None] = ContextVar("routing_record", default=None)
+
+
+@contextmanager
+def recorded_routing(*, logits: bool = False) -> Iterator[RoutingRecord]:
+    """Keep the routing of the one forward pass inside the block, in this thread; `logits` too.
+
+    What gradient checkpointing computes again after the block is not kept.
+    """
+    record = RoutingRecord(logits)
+    token = _record.set(record)
+    try:
+        yield record
+    finally:
+        _record.reset(token)
+
+
+def record_routing(logits: Tensor, expert_ids: Tensor) -> None:
+    """Keep a layer's routing where a block asks for it."""
+    if (record := _record.get()) is not None:
+        record.layers.append(Routed(logits if record.keeps_logits else None, expert_ids))

@@ -1,0 +1,213 @@
+"""What the patched forward of a sparse model would pass over is refused by name."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from transformers import MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers.integrations import moe as moe_integration
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+from rl_consistency.models import audit, families
+from rl_consistency.models import patch as patching
+from rl_consistency.models.families import UnsupportedModelError
+from rl_consistency.models.patch import patch
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.verify.presets import build_preset
+
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+BLOCK = "model.layers.1.mlp"
+EXPERTS = f"{BLOCK}.experts"
+
+
+@pytest.mark.parametrize("config", [MixtralConfig, OlmoeConfig, Qwen3MoeConfig])
+def test_default_configurations_are_covered(config):
+    families.check_config(config())
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (MixtralConfig(**SMALL, router_jitter_noise=0.1), r"router_jitter_noise=0.1 \(set it to"),
+        (OlmoeConfig(**SMALL, clip_qkv=8.0), r"clip_qkv=8.0 \(covered: None\)"),
+        (OlmoeConfig(**SMALL, sliding_window=8), "sliding_window=8, which some attention"),
+        (OlmoeConfig(**SMALL, output_router_logits=True), "output_router_logits=True, .* no sum"),
+        (MixtralConfig(**SMALL, output_router_logits=True), "output_router_logits=True"),
+        (Qwen3MoeConfig(**SMALL, hidden_act="relu"), "hidden_act 'relu'"),
+        (Qwen3MoeConfig(**SMALL, num_experts=4), "num_experts_per_tok=8 of 4 experts"),
+        (Qwen3MoeConfig(**SMALL, attention_dropout=0.5), "active dropout"),
+        (Qwen3MoeConfig(**SMALL, quantization_config={"bits": 8}), "quantization_config"),
+    ],
+)
+def test_an_uncovered_setting_is_named(config, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        families.check_config(config)
+
+
+def on(path, **attributes):
+    def change(model, undo):
+        for name, value in attributes.items():
+            setattr(model.get_submodule(path), name, value)
+
+    return change
+
+
+def hooked(path, kind="forward", hook=lambda module, *_: None):
+    def change(model, undo):
+        getattr(model.get_submodule(path), f"register_{kind}_hook")(hook)
+
+    return change
+
+
+def replaced(owner, name, value):
+    def change(model, undo):
+        undo.setattr(owner, name, value)
+
+    return change
+
+
+def in_config(**values):
+    def change(model, undo):
+        for name, value in values.items():
+            setattr(model.config, name, value)
+
+    return change
+
+
+class OtherExperts(modeling_qwen3_moe.Qwen3MoeExperts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index, top_k_weights) * 0.5
+
+
+def other_experts(model, undo):
+    layer = model.get_submodule(BLOCK)
+    layer.experts = OtherExperts(model.config)
+
+
+def own_implementation(model, undo):
+    def nothing(self, hidden_states, top_k_index, top_k_weights):
+        return hidden_states
+
+    undo.setitem(moe_integration.ALL_EXPERTS_FUNCTIONS._local_mapping, "own", nothing)
+    model.config._experts_implementation = "own"
+
+
+@functools.wraps(modeling_qwen3_moe.Qwen3MoeExperts.forward)
+def half_experts(self, *args):
+    return half_experts.__wrapped__(self, *args) * 0.5
+
+
+def instance_forward(model, undo):
+    experts = model.get_submodule(EXPERTS)
+    experts.forward = functools.partial(modeling_qwen3_moe.Qwen3MoeExperts.forward, experts)
+
+
+def one_ranks_share(model, undo):
+    """As transformers' plans leave it."""
+    experts = model.get_submodule(EXPERTS)
+    experts._is_expert_parallel, experts.num_experts = True, 6
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(experts, name, nn.Parameter(getattr(experts, name).detach()[:6]))
+
+
+def half_precision_experts(model, undo):
+    model.get_submodule(EXPERTS).bfloat16()
+
+
+def correction_bias(model, undo):
+    model.get_submodule(f"{BLOCK}.gate").register_buffer("e_score_correction_bias", torch.ones(12))
+
+
+def fewer_experts(model, undo):
+    experts = model.get_submodule(EXPERTS)
+    experts.down_proj = nn.Parameter(experts.down_proj.detach()[:6])
+
+
+def relu(model, undo):
+    model.get_submodule(EXPERTS).act_fn = nn.ReLU()
+
+
+REFUSED = {
+    "experts of another class": (other_experts, r"experts \(OtherExperts\) has no canonical order"),
+    "an implementation of its own": (own_implementation, "experts implementation 'own' calls a"),
+    "another gate function": (
+        replaced(modeling_qwen3_moe.Qwen3MoeExperts, "_apply_gate", lambda self, x: x),
+        "experts implementation '.*' calls a function of",
+    ),
+    "another forward of the class": (
+        replaced(modeling_qwen3_moe.Qwen3MoeExperts, "forward", half_experts),
+        "Qwen3MoeExperts was replaced by a class with another forward",
+    ),
+    "another block's forward": (
+        replaced(modeling_qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", lambda self, x: x),
+        "Qwen3MoeSparseMoeBlock was replaced by a class with another forward",
+    ),
+    "a forward of the instance": (instance_forward, r"experts .* had its forward replaced"),
+    "a gate of the instance": (
+        on(EXPERTS, _apply_gate=lambda x: x),
+        "experts .* has its own _apply_gate",
+    ),
+    "hook on the experts": (hooked(EXPERTS), r"experts \(Qwen3MoeExperts\) has a hook"),
+    "hook before the experts": (hooked(EXPERTS, "forward_pre"), "experts .* has a hook"),
+    "hook on the router": (hooked(f"{BLOCK}.gate"), r"gate \(Qwen3MoeTopKRouter\) has a hook"),
+    "hook on the activation": (hooked(f"{EXPERTS}.act_fn"), "act_fn .* has a hook"),
+    "one rank's share": (one_ranks_share, "experts is split over ranks .* expert parallelism"),
+    "a plan": (on("", _tp_size=2), "root is split over ranks"),
+    "mixed dtypes": (half_precision_experts, "gate_up_proj is torch.bfloat16, the first is"),
+    "a correction bias": (correction_bias, "gate .* has buffers {'e_score_correction_bias'"),
+    "fewer experts": (fewer_experts, "experts .* has parameters"),
+    "another activation": (relu, r"experts.act_fn \(ReLU\)"),
+    "another number per token": (on(f"{BLOCK}.gate", top_k=2), "gate .* has top_k=2"),
+    "weights as they are": (on(f"{BLOCK}.gate", norm_topk_prob=False), "has norm_topk_prob=False"),
+    "logits asked for": (in_config(output_router_logits=True), "output_router_logits=True"),
+    "fewer per token in the config": (in_config(num_experts_per_tok=2), "has (num_experts|top_k)"),
+}
+
+@pytest.fixture
+def model():
+    return build_preset("tiny-qwen3-moe")
+
+
+@pytest.mark.parametrize("change, message", REFUSED.values(), ids=REFUSED)
+def test_what_the_forward_would_pass_over_is_refused_untouched(change, message, model, monkeypatch):
+    change(model, monkeypatch)
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(UnsupportedModelError, match=message):
+        patch(model)
+    assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - {"experts of another class"}))
+def test_a_live_patch_refuses_the_same_before_a_number_is_computed(name, model, monkeypatch):
+    change, message = REFUSED[name]
+    ids = torch.arange(9).unsqueeze(0)
+    with patch(model) as session:
+        engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=8)
+        model(input_ids=ids)
+        change(model, monkeypatch)
+        for compute in (
+            lambda: model(input_ids=ids),
+            lambda: engine.generate([[1, 2]], SamplingParams(max_tokens=2)),
+        ):
+            with pytest.raises(UnsupportedModelError, match=message):
+                compute()
+        assert not session.live
+
+
+def test_the_router_logits_of_a_call_are_refused(model):
+    with patch(model), pytest.raises(ValueError, match="given output_router_logits"):
+        model(input_ids=torch.arange(9).unsqueeze(0), output_router_logits=True)
+
+
+@torch.no_grad()
+def test_without_the_checks_the_number_is_wrong(model, monkeypatch):
+    """Negative control: what is refused is not honoured."""
+    ids = torch.arange(40).unsqueeze(0)
+    relu(model, monkeypatch)
+    right = model(input_ids=ids).logits
+    for place in (audit, patching):
+        monkeypatch.setattr(place, "faults", lambda model, patched=False: [])
+    with patch(model):
+        assert (model(input_ids=ids).logits - right).abs().max() > 1e-2
