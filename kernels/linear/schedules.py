@@ -24,8 +24,10 @@ GATE_UP = table_of(
     "tma-16x16x256-w4-s4",
     "tma-16x32x128-w4-s5",
     "tma-32x32x128-w4-s5",
+    "tma-32x64x64-w4-s4",
+    "tma-64x32x128-w4-s3",
+    "tma-64x64x64-w4-s3",
     "tma-64x64x64-w4-s4",
-    "tma-128x64x64-w8-s4",
     "pointer-16x64x64-w4-s5",
     "pointer-32x32x128-w4-s4",
     "pointer-64x32x64-w4-s4",
@@ -39,12 +41,11 @@ FUSED_ROWS, MOST_FUSED_ROWS = 64, 256
 """Up to so many rows one launch computes q, k and v, or gate, up and GLU: of any weights, and of
 weights so small that launches cost more than the separate schedules gain."""
 
-MOST_FUSED_TILES = 264
-"""Tiles of 64 x 64 elements of q, k and v together for which their launch is fused above
-`FUSED_ROWS`: two for each multiprocessor."""
+PAIRS, TRIPLES = 2 * 132, 3 * 132
+"""Programs that an H200 holds at a time, two or three to a multiprocessor."""
 
 MOST_FUSED_WEIGHT = 1 << 25
-"""Elements of a gate weight, likewise."""
+"""Elements of a gate weight up to which more tiles than `TRIPLES` are fused."""
 
 _BY_NAME = by_name((*QKV, *GATE_UP, *FEW_ROWS_FP32))
 
@@ -54,15 +55,16 @@ def fuses_qkv(m: int, columns: tuple[int, ...], dtype: torch.dtype) -> bool:
     if m <= FUSED_ROWS:
         return True
     tiles = _tiles(m, 64) * sum(_tiles(n, 64) for n in columns)
-    return dtype != torch.float32 and m <= MOST_FUSED_ROWS and tiles <= MOST_FUSED_TILES
+    return dtype != torch.float32 and m <= MOST_FUSED_ROWS and tiles <= PAIRS
 
 
 def fuses_gate_up(m: int, n: int, k: int, dtype: torch.dtype, tma: bool) -> bool:
     """Whether m rows compute gate, up [n, k] and GLU in one launch."""
     if m <= FUSED_ROWS:
         return True
-    described = tma and dtype != torch.float32
-    return described and m <= MOST_FUSED_ROWS and n * k <= MOST_FUSED_WEIGHT
+    if not tma or dtype == torch.float32 or m > MOST_FUSED_ROWS:
+        return False
+    return n * k <= MOST_FUSED_WEIGHT or _tiles(m, 64) * _tiles(n, 64) <= TRIPLES
 
 
 def few_rows_candidates(
@@ -120,11 +122,13 @@ def pick_gate_up(
     if m <= 16:
         return _BY_NAME["tma-16x16x256-w4-s4" if n < 4096 else "tma-16x32x128-w4-s5"]
     if m <= 32:
-        return _BY_NAME["tma-32x32x128-w4-s5"]
-    # One high tile for each multiprocessor, where that leaves few of them idle.
-    if 64 < m <= 128 and 66 < _tiles(n, 64) <= 132:
-        return _BY_NAME["tma-128x64x64-w8-s4"]
-    return _BY_NAME["tma-64x64x64-w4-s4"]
+        return _BY_NAME["tma-32x32x128-w4-s5" if n < 4096 else "tma-32x64x64-w4-s4"]
+    if m <= 64 and _tiles(n, 32) <= PAIRS:
+        return _BY_NAME["tma-64x32x128-w4-s3"]
+    # With one stage less a third program fits a multiprocessor; that pays if it saves a wave.
+    tiles = _tiles(m, 64) * _tiles(n, 64)
+    fewer = _tiles(tiles, TRIPLES) < _tiles(tiles, PAIRS)
+    return _BY_NAME["tma-64x64x64-w4-s3" if fewer else "tma-64x64x64-w4-s4"]
 
 
 def _pick_fp32(m: int) -> Schedule:

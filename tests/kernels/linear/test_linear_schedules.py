@@ -34,7 +34,8 @@ def test_a_table_holds_what_is_picked_and_nothing_else():
     rows = range(1, MOST_FUSED_ROWS + 1)
     assert {pick_qkv(m, BF16, c) for m, c in product(rows, (SMALL, LARGE))} == set(QKV)
     found = {
-        pick_gate_up(m, n, BF16, tma) for m, n, tma in product(rows, (1024, 8192), (True, False))
+        pick_gate_up(m, n, BF16, tma)
+        for m, n, tma in product(rows, (1024, 8192, 12288), (True, False))
     }
     assert found == set(GATE_UP)
     few = range(1, FUSED_ROWS + 1)
@@ -64,4 +65,5 @@ def test_few_rows_are_fused_and_more_rows_only_of_small_weights():
     assert fuses_gate_up(MOST_FUSED_ROWS, 4864, 896, BF16, tma=True)
     assert not fuses_gate_up(257, 4864, 896, BF16, tma=True)
     assert not fuses_gate_up(65, 4864, 896, BF16, tma=False)
-    assert not fuses_gate_up(65, 12288, 4096, BF16, tma=True)
+    assert fuses_gate_up(128, 12288, 4096, BF16, tma=True)
+    assert not fuses_gate_up(129, 12288, 4096, BF16, tma=True)

@@ -165,6 +165,7 @@ REFUSED = {
     "fewer per token in the config": (in_config(num_experts_per_tok=2), "has (num_experts|top_k)"),
 }
 
+
 @pytest.fixture
 def model():
     return build_preset("tiny-qwen3-moe")

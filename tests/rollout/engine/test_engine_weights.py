@@ -138,7 +138,9 @@ def test_weights_changed_during_generation_are_an_error(
         if len(calls) == 3:
             changed()
 
-    with pytest.raises(ConsistencyError, match="changed during generation: a parameter or a buffer was"):
+    with pytest.raises(
+        ConsistencyError, match="changed during generation: a parameter or a buffer was"
+    ):
         engine.generate(PROMPTS, SAMPLING, progress=update)
     assert len(calls) < 12 and is_idle(engine)
     fresh = content(engine_of(model).generate(PROMPTS, SAMPLING))
