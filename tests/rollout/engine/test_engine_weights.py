@@ -139,7 +139,7 @@ def test_weights_changed_during_generation_are_an_error(
             changed()
 
     with pytest.raises(
-        ConsistencyError, match="generation: a parameter or a buffer was"
+        ConsistencyError, match="changed during generation: a parameter or a buffer was"
     ):
         engine.generate(PROMPTS, SAMPLING, progress=update)
     assert len(calls) < 12 and is_idle(engine)
