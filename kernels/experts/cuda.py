@@ -12,9 +12,15 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import AttentionLayout
+from rl_consistency.kernels.experts import library
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import expert_gate_up_op, expert_product_op
-from rl_consistency.kernels.experts.rows_triton import expert_combine_op, expert_pair_bwd_op
+from rl_consistency.kernels.experts.rows_triton import (
+    activate_pairs,
+    expert_combine_op,
+    expert_pair_bwd_op,
+    gather_pairs,
+)
 from rl_consistency.kernels.experts.runs_triton import Runs, expert_fold_op, find_runs
 
 
@@ -57,10 +63,26 @@ def experts_fwd(
     routed = RoutedRows(expert_ids, layout, experts, pairs, places, first)
     if x.shape[0] == 0:
         return torch.empty_like(x), x.new_empty((0, gate_up.shape[1])), routed
-    top_k = routed.top_k
-    activated, packed = expert_gate_up_op(x, gate_up, first, pairs, top_k, activation, recorded)
-    outputs = expert_product_op(activated, down, "nt", first, pairs, top_k, False)
+    if library.takes(gate_up, "nt", len(pairs)):
+        packed = _product(x, gate_up, "nt", routed, by_row=True)
+        activated = activate_pairs(packed, first, activation)
+    else:
+        activated, packed = expert_gate_up_op(
+            x, gate_up, first, pairs, routed.top_k, activation, recorded
+        )
+    outputs = _product(activated, down, "nt", routed, by_row=False)
     return expert_combine_op(outputs, places, weights), packed, routed
+
+
+def _product(a: Tensor, weights: Tensor, layout: str, routed: RoutedRows, by_row: bool) -> Tensor:
+    """a times the weights of each pair's expert, by the library or by our own kernel; `by_row`: a
+    has a row for each row of the call, not one for each pair."""
+    pairs, first, top_k = routed.pairs, routed.first, routed.top_k
+    if not library.takes(weights, layout, len(pairs)):
+        return expert_product_op(a, weights, layout, first, pairs, top_k, by_row)
+    if by_row:
+        a = gather_pairs(a, first, pairs, top_k)
+    return library.grouped_product(a, weights, layout, first)
 
 
 def experts_bwd(
@@ -76,10 +98,11 @@ def experts_bwd(
     pair; from dy [R, H] and what the forward pass kept."""
     if dy.shape[0] == 0:
         return dy, weights, packed, packed[:, : down.shape[2]]
-    pairs, first, top_k = routed.pairs, routed.first, routed.top_k
-    u = expert_product_op(dy, down, "nn", first, pairs, top_k, True)
-    dpacked, weighted, dweights = expert_pair_bwd_op(packed, u, weights, first, pairs, activation)
-    dx = expert_product_op(dpacked, gate_up, "nn", first, pairs, top_k, False)
+    u = _product(dy, down, "nn", routed, by_row=True)
+    dpacked, weighted, dweights = expert_pair_bwd_op(
+        packed, u, weights, routed.first, routed.pairs, activation
+    )
+    dx = _product(dpacked, gate_up, "nn", routed, by_row=False)
     return expert_combine_op(dx, routed.places, None), dweights, dpacked, weighted
 
 

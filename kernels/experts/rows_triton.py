@@ -1,4 +1,5 @@
-"""Kernels of pairs and rows on CUDA: the sum of a row's pairs, and the gradient inside a pair.
+"""Kernels of pairs and rows on CUDA: the sum of a row's pairs, and what lies between a pair's
+products.
 
 Shapes: outputs [R * k, H], places and weights [R, k] -> [R, H]. `pair_bwd`: gate and up
     [R * k, 2I], u [R * k, I] -> their gradients, the weighted activation [R * k, I], and dweights
@@ -19,11 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.experts.pairs_triton import REFUSED
 from rl_consistency.kernels.experts.schedules import RowSchedule, pick_combine, pick_pair
-from rl_consistency.kernels.glu.activation_triton import ACTIVATIONS, activate_with_derivative
+from rl_consistency.kernels.glu.activation_triton import (
+    ACTIVATIONS,
+    activate_with_derivative,
+    glu_value,
+)
 from rl_consistency.kernels.reduction.tree_fold_triton import halve_across
 
 
@@ -49,6 +55,36 @@ def combine_kernel(
     if first == REFUSED:
         acc = tl.full((BLOCK_H,), float("nan"), tl.float32)
     tl.store(y_ptr + row * H + column, acc.to(y_ptr.dtype.element_ty), mask=column < H)
+
+
+@remembered
+@triton.jit
+def gather_kernel(
+    x_ptr, first_ptr, pairs_ptr, y_ptr, H, E, stride_x, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Some columns of the row of one pair."""
+    place = tl.program_id(0)
+    if place < tl.load(first_ptr + E):
+        row = (tl.load(pairs_ptr + place) // TOP_K).to(tl.int64)
+        column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        x = tl.load(x_ptr + row * stride_x + column, mask=column < H, other=0.0)
+        tl.store(y_ptr + place.to(tl.int64) * H + column, x, mask=column < H)
+
+
+@remembered
+@triton.jit
+def activate_kernel(
+    packed_ptr, first_ptr, y_ptr, N, E, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Some columns of the gated activation of one pair."""
+    place = tl.program_id(0)
+    if place < tl.load(first_ptr + E):
+        column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        at = place.to(tl.int64) * (2 * N) + column
+        gate = tl.load(packed_ptr + at, mask=column < N, other=0.0).to(tl.float32)
+        up = tl.load(packed_ptr + N + at, mask=column < N, other=0.0).to(tl.float32)
+        y = glu_value(gate, up, ACTIVATION).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + place.to(tl.int64) * N + column, y, mask=column < N)
 
 
 @remembered
@@ -88,11 +124,43 @@ def combine_fwd(
     """[R, H]: each row's pairs of outputs [R * k, H], times their weights if there are any."""
     (rows, top_k), hidden = places.shape, outputs.shape[1]
     y = outputs.new_empty((rows, hidden))
+    weights = None if weights is None else weights.contiguous()
     schedule = schedule or pick_combine(rows, hidden)
     block = min(schedule.block, triton.next_power_of_2(hidden))
     combine_kernel[(rows, triton.cdiv(hidden, block))](
         outputs, places, weights, y, rows, hidden, TOP_K=top_k, WEIGHTED=weights is not None,
         BLOCK_H=block, num_warps=schedule.warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y
+
+
+def gather_pairs(
+    x: Tensor, first: Tensor, pairs: Tensor, top_k: int, schedule: RowSchedule | None = None
+) -> Tensor:
+    """[R * k, H]: the row of each pair of x [R, H]; rows past the last pair hold anything."""
+    x = dense_rows(x)
+    hidden = x.shape[1]
+    y = x.new_empty((len(pairs), hidden))
+    schedule = schedule or pick_combine(len(pairs), hidden)
+    block = min(schedule.block, triton.next_power_of_2(hidden))
+    gather_kernel[(len(pairs), triton.cdiv(hidden, block))](
+        x, first, pairs, y, hidden, len(first) - 1, x.stride(0), TOP_K=top_k, BLOCK_H=block,
+        num_warps=schedule.warps,
+    )  # fmt: skip
+    return y
+
+
+def activate_pairs(
+    packed: Tensor, first: Tensor, activation: str, schedule: RowSchedule | None = None
+) -> Tensor:
+    """[R * k, I]: the gated activation of gate and up [R * k, 2I]; `first` as in `pair_bwd`."""
+    width = packed.shape[1] // 2
+    y = packed.new_empty((len(packed), width))
+    schedule = schedule or pick_combine(len(packed), width)
+    block = min(schedule.block, triton.next_power_of_2(width))
+    activate_kernel[(len(packed), triton.cdiv(width, block))](
+        packed, first, y, width, len(first) - 1, ACTIVATION=ACTIVATIONS.index(activation),
+        BLOCK_N=block, num_warps=schedule.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return y
 
@@ -107,6 +175,7 @@ def pair_bwd(
     schedule: RowSchedule | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dpacked [R * k, 2I], the weighted activation [R * k, I], and dweights [R, k] fp32."""
+    weights = weights.contiguous()
     dpacked, weighted, dweights = map(torch.empty_like, (packed, u, weights))
     dweights.zero_()
     width = u.shape[1]

@@ -66,6 +66,11 @@ FEW_ROWS = 256
 """Rows up to which a row's sum is shared by several programs."""
 
 
+LIBRARY_PAIRS = 256
+"""Pairs of each expert from which the library is preferred. With fewer, reading the weights takes
+most of the time, and our own products save the copy of x and the pass over gate and up."""
+
+
 def block_experts(experts: int) -> int:
     """The next power of two; all experts stand in one vector."""
     return max(1 << (experts - 1).bit_length(), 2)
@@ -97,6 +102,11 @@ def pick_product(
     # Half a tile of filler per expert costs less than another pass over its weights.
     fitting = [s for s in own if s.block_m >= each]
     return fitting[0] if fitting else own[-1]
+
+
+def prefers_library(pairs: int, experts: int, dtype: torch.dtype) -> bool:
+    """Whether torch's grouped product is expected to be faster. Only a certificate admits it."""
+    return dtype == torch.bfloat16 and pairs >= LIBRARY_PAIRS * experts
 
 
 def fold_candidates(dtype: torch.dtype) -> tuple[FoldSchedule, ...]:

@@ -1,6 +1,7 @@
 """Each row's k experts and their weights: softmax(x @ weight^T), its k largest values.
 
-Shapes: x [R, H], weight [E, H] -> expert_ids [R, k] int32, upward in each row; weights [R, k] fp32.
+Shapes: x [R, H], weight [E, H] -> expert_ids [R, k] int32, upward in each row; weights [R, k] fp32;
+    `route_with_logits` also gives the logits [R, E] fp32.
 Dtypes and rounding points: x and weight fp32, bf16, fp16. Logits, softmax and weights stay fp32 and
     are never rounded to the dtype. Logit gradients, then dx, are rounded to it once.
 Order: ORDER below, `router`.

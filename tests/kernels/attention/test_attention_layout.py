@@ -186,3 +186,12 @@ def test_a_compiler_traces_the_checks_of_a_call():
 
     q = torch.zeros(32, 4, 16)
     assert torch.equal(torch.compile(checked, backend="eager", fullgraph=True)(q), q + 1)
+
+
+def test_what_a_layout_keeps_is_made_once():
+    layout, made = PackedSequences.of([0], [3]), []
+    for _ in range(2):
+        assert layout.kept(("own", 1), lambda: made.append(1) or "made") == "made"
+    assert made == [1]
+    assert layout.kept(("own", 2), lambda: "other") == "other"
+    assert PackedSequences.of([0], [3]).kept(("own", 1), lambda: "anew") == "anew"

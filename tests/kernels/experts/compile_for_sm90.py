@@ -7,7 +7,12 @@ import torch
 
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
-from rl_consistency.kernels.experts.rows_triton import combine_fwd, pair_bwd
+from rl_consistency.kernels.experts.rows_triton import (
+    activate_pairs,
+    combine_fwd,
+    gather_pairs,
+    pair_bwd,
+)
 from rl_consistency.kernels.experts.runs_triton import (
     Runs,
     count_runs_kernel,
@@ -56,6 +61,8 @@ def calls(dtype):
     outputs = torch.zeros(len(pairs), HIDDEN, dtype=dtype)
     for schedule in COMBINE:
         yield partial(combine_fwd, outputs, ids, weights, schedule)
+        yield partial(gather_pairs, x, first, pairs, TOP_K, schedule)
+        yield partial(activate_pairs, packed, first, "silu", schedule)
     for schedule in PAIR[1:]:
         yield partial(pair_bwd, packed, activated, weights, first, pairs, "silu", schedule)
 

@@ -4,7 +4,8 @@ from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
+from rl_consistency.kernels.attention.layout import PackedSequences, SequenceTables
 from rl_consistency.kernels.experts import cpu
 from rl_consistency.kernels.experts.op import experts, experts_reference
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
@@ -151,6 +152,27 @@ def test_rows_at_any_experts_are_those_of_linear(choice):
     }[choice]
     ids = given.sort(dim=-1).values.to(torch.int32)
     assert same_bytes(whole(x, ids, weights, *parameters), by_hand(x, ids, weights, *parameters))
+
+
+def test_rows_of_a_captured_layout_are_those_that_hold_tokens():
+    x, ids, weights, *parameters = operands(rows=12)
+    expected = whole(x, ids, weights, *parameters)
+    queries = torch.tensor([2, 2, 1, 2, 0, 2], dtype=torch.int32)
+    starts, table = torch.arange(0, 12, 2, dtype=torch.int32), torch.zeros(6, 1, dtype=torch.int32)
+    for tokens in (None, torch.tensor([2, 1, 1, 0, 0, 2], dtype=torch.int32)):
+        numbers = SequenceTables(starts, queries, queries, table, token_len=tokens)
+        layout = CapturedPagedAttention.of(
+            numbers,
+            queries=2,
+            capacity=16,
+            slot_mapping=torch.zeros(12, dtype=torch.int64),
+            key_cache=[],
+            value_cache=[],
+            block_size=16,
+        )
+        y = experts(x, ids, weights, *parameters, layout, activation="silu")
+        owned = torch.arange(12) % 2 < (queries if tokens is None else tokens).repeat_interleave(2)
+        assert same_bytes(y[owned], expected[owned]) and not y[~owned].any()
 
 
 def test_non_contiguous_operands_give_the_same_bytes():

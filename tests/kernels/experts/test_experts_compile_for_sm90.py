@@ -17,6 +17,8 @@ KERNELS = {
     "gate_up_kernel",
     "pair_kernel",
     "combine_kernel",
+    "gather_kernel",
+    "activate_kernel",
     "count_runs_kernel",
     "place_runs_kernel",
     "fold_runs_kernel",

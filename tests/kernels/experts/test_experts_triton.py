@@ -5,7 +5,12 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts import cpu, cuda
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
-from rl_consistency.kernels.experts.rows_triton import combine_fwd, pair_bwd
+from rl_consistency.kernels.experts.rows_triton import (
+    activate_pairs,
+    combine_fwd,
+    gather_pairs,
+    pair_bwd,
+)
 from rl_consistency.kernels.experts.runs_triton import (
     find_runs,
     fold_runs,
@@ -53,7 +58,7 @@ def case(dtype=torch.bfloat16, skew=False):
 
 def found(ids, layout):
     numbers = layout.tables(ids.device)
-    return expert_pairs_op(ids, numbers.query_start, numbers.query_len, EXPERTS)
+    return expert_pairs_op(ids, numbers.query_start, numbers.tokens, EXPERTS)
 
 
 def by_pair(values, routed, pairs, first):
@@ -189,6 +194,29 @@ def test_the_whole_op_matches_a_cpu(dtype, skew):
         assert_within(ours, expected, "reduction", dtype, gradient=True)
 
 
+def test_operands_of_any_strides_give_the_same_bytes():
+    *given, layout = case()
+    dy = probe((ROWS, HIDDEN), torch.bfloat16, seed=7, scale=0.1)
+
+    def results(x, ids, weights, gate_up, down, dy):
+        y, packed, routed = cuda.experts_fwd(x, ids, weights, gate_up, down, layout, "silu", True)
+        dx, dweights, dpacked, weighted = cuda.experts_bwd(
+            dy, routed, weights, gate_up, down, packed, "silu"
+        )
+        folds = [torch.empty(w.shape) for w in (gate_up, down)]
+        cuda.fold_gate_up(folds[0], dpacked, x, routed, True)
+        cuda.fold_down(folds[1], dy, weighted, routed, True)
+        return [y, dx, dweights, *folds]
+
+    strided = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in (*given, dy)]
+    spread = [t.repeat_interleave(2, dim=0)[::2] for t in (*given, dy)]
+    expected = results(*given, dy)
+    for operands in (strided, spread):
+        assert all(map(same_bytes, results(*operands), expected))
+    sums = results(*given, torch.ones(1, 1, dtype=torch.bfloat16).expand(ROWS, HIDDEN))
+    assert all(t.isfinite().all() for t in sums)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dy_by_row", [False, True])
 def test_every_fold_schedule_matches_a_cpu(dtype, dy_by_row):
@@ -222,6 +250,19 @@ def test_every_fold_schedule_matches_a_cpu(dtype, dy_by_row):
         idle = [e for e, count in enumerate(routed.counts) if not count]
         assert idle and torch.signbit(kept[idle]).all()
         assert_within(kept.float(), expected, "reduction", torch.float32)
+
+
+def test_gathered_and_activated_pairs_are_those_of_the_fused_product():
+    x, ids, _, gate_up, _, layout = case()
+    pairs, _, first = found(ids, layout)
+    count = int(first[-1])
+    for schedule in COMBINE:
+        gathered = gather_pairs(x, first, pairs, TOP_K, schedule)
+        assert same_bytes(gathered[:count], x[pairs[:count].long() // TOP_K])
+        for activation in ACTIVATIONS:
+            y, both = gate_up_fwd(x, gate_up, first, pairs, TOP_K, activation, True)
+            activated = activate_pairs(both, first, activation, schedule)
+            assert same_bytes(activated[:count], y[:count])
 
 
 def test_every_row_schedule_gives_the_same_bytes():

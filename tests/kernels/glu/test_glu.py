@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl_consistency.kernels.glu.op import ACTIVATIONS, glu, glu_reference
+from rl_consistency.kernels.glu.op import ACTIVATIONS, glu, glu_gradients, glu_reference
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.probe import probe
@@ -103,3 +103,18 @@ def test_stock_activation_fails_the_same_check(stock):
     """Measured: torch computes the tail of a tensor by another formula than its vector body."""
     gate, up = operands()
     assert differing_calls(lambda g, u: stock(g) * u, gate, up) > 0
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_of_an_unrounded_dy_are_rounded_once(activation):
+    gate, up, dy = (probe((9, 40), torch.bfloat16, seed=i, scale=0.1) for i in range(3))
+    dy = dy.float() * 1.2345
+    exact = [t.double().requires_grad_() for t in (gate, up)]
+    glu_reference(*exact, activation).backward(dy.double())
+    for ours, leaf in zip(glu_gradients(dy, gate, up, activation), exact, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert_within(ours, leaf.grad, "elementwise", torch.bfloat16)
+    rounded = glu_gradients(dy.bfloat16(), gate, up, activation)
+    leaves = [t.clone().requires_grad_() for t in (gate, up)]
+    glu(*leaves, activation).backward(dy.bfloat16())
+    assert all(same_bytes(a, b.grad) for a, b in zip(rounded, leaves, strict=True))

@@ -4,7 +4,13 @@ from torch import nn
 
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.router import op
-from rl_consistency.kernels.router.op import choose, logit_gradients, route, route_reference
+from rl_consistency.kernels.router.op import (
+    choose,
+    logit_gradients,
+    route,
+    route_reference,
+    route_with_logits,
+)
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import cuts_alike, judged, rows_alike
@@ -153,6 +159,31 @@ def test_weights_without_a_gradient_give_zeros():
     assert not ids.requires_grad and weights.requires_grad
     (weights * 0).sum().backward()
     assert not x.grad.any() and not weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logits_are_those_of_the_choice_and_have_gradients_of_their_own(dtype):
+    x, weight = operands(dtype)
+    dweights, dlogits = (probe((ROWS, n), seed=n, scale=0.02) for n in (TOP_K, EXPERTS))
+
+    def gradients(through_weights, through_logits, f=route_with_logits, dtype=dtype):
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in (x, weight)]
+        _, weights, logits = f(*leaves, TOP_K, normalize=True)
+        given = [(weights, dweights)] * through_weights + [(logits, dlogits)] * through_logits
+        torch.autograd.backward(*map(list, zip(*given, strict=True)))
+        return [leaf.grad for leaf in leaves]
+
+    def exact(x, weight, top_k, *, normalize):
+        return *route_reference(x, weight, top_k, normalize=normalize), x @ weight.t()
+
+    ids, weights, logits = route_with_logits(x, weight, TOP_K, normalize=True)
+    assert same_bytes(logits, op.matmul_nt(x, weight))
+    alone = route(x, weight, TOP_K, normalize=True)
+    assert same_bytes(alone[0], ids) and same_bytes(alone[1], weights)
+    for which in ((1, 0), (0, 1), (1, 1)):
+        reference = gradients(*which, exact, torch.float64)
+        for ours, wanted in zip(gradients(*which), reference, strict=True):
+            assert_within(ours, wanted, "reduction", dtype, gradient=True)
 
 
 def test_the_gradient_of_logits_is_that_of_softmax():

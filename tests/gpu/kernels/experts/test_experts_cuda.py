@@ -63,7 +63,7 @@ def case(dtype=torch.bfloat16, choice="own"):
 
 def found(ids, layout, count=EXPERTS):
     numbers = layout.tables(ids.device)
-    return expert_pairs_op(ids, numbers.query_start, numbers.query_len, count)
+    return expert_pairs_op(ids, numbers.query_start, numbers.tokens, count)
 
 
 def by_expert(pairs, first, top_k=TOP_K):

@@ -1,0 +1,184 @@
+"""torch's grouped product as a schedule: taken where certified, audited, struck if it differs."""
+
+import json
+
+import pytest
+import torch
+
+from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.experts import cuda, library
+from rl_consistency.kernels.experts.library import (
+    certificates,
+    compare,
+    grouped_product,
+    key_of,
+    library_product,
+    pairs_of,
+    takes,
+)
+from rl_consistency.kernels.experts.products_triton import product_fwd
+from rl_consistency.kernels.experts.schedules import LIBRARY_PAIRS, prefers_library
+from rl_consistency.kernels.matmul import audit
+from rl_consistency.kernels.matmul.audit import schedule_audit
+from rl_consistency.kernels.matmul.certificates import Certificates
+from rl_consistency.kernels.router.op import route
+from rl_consistency.parity.bytes import same_bytes
+from rl_consistency.parity.tolerances import assert_within
+from rl_consistency.verify.probe import probe
+from tests.kernels.experts.cases import parameters
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
+
+CPU = torch.device("cpu")
+EXPERTS, HIDDEN, WIDTH, PAIRS = 4, 32, 24, 90
+
+
+def own(a, weights, layout, first):
+    """The canonical schedule in the library's place."""
+    return product_fwd(a, weights, layout, first, first.new_empty(len(a)), 1, False)
+
+
+@pytest.fixture
+def on_this_machine(monkeypatch, tmp_path):
+    """The library path on CPU tensors, in front of it the interpreter as the canonical order."""
+    monkeypatch.setattr(audit, "_counts", audit._Counts())
+    monkeypatch.setattr(audit, "AUDIT_EVERY", 3)
+    monkeypatch.setattr(library, "ALIGNMENT", 64)
+    for name in ("has_wgmma", "settings_in_force", "prefers_library", "_has_room"):
+        monkeypatch.setattr(library, name, lambda *a: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(library, "library_product", own)
+    file = tmp_path / "file.json"
+    held = Certificates(file, {}, lambda key, pairs: compare(CPU, key, pairs, library=own))
+    monkeypatch.setattr(library, "_by_device", {CPU: held})
+    return file
+
+
+def weights_and_first(layout="nt"):
+    shape = (EXPERTS, WIDTH, HIDDEN) if layout == "nt" else (EXPERTS, HIDDEN, WIDTH)
+    first = torch.tensor([0, 40, 40, 77, 80], dtype=torch.int32)
+    return probe(shape, torch.bfloat16, 1, scale=0.2), first
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+def test_the_library_gives_the_product_of_each_pair_with_its_expert(layout):
+    weights, first = weights_and_first(layout)
+    a = probe((PAIRS, HIDDEN), torch.bfloat16, scale=0.2)
+    found = pairs_of(library_product(a, weights, layout, first), first)
+    expected = pairs_of(own(a, weights, layout, first), first)
+    assert_within(found, expected, "reduction", torch.bfloat16)
+    assert not found[80:].any()
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn"])
+def test_a_product_in_another_order_differs_on_probe_data(layout):
+    weights, _ = weights_and_first(layout)
+    key = key_of(weights, layout, PAIRS)
+    assert (key.n, key.k, key.rows) == (WIDTH, HIDDEN, 128)
+
+    def split(a, weights, layout, first):
+        inner = 2 if layout == "nt" else 1
+        halves = zip(a.split(16, 1), weights.split(16, inner), strict=True)
+        return sum(own(x, w.contiguous(), layout, first) for x, w in halves)
+
+    assert compare(CPU, key, PAIRS, library=own) == 0
+    assert compare(CPU, key, PAIRS, library=split) > 0
+
+
+def test_split_k_chosen_by_the_tokens_of_an_expert_is_never_admitted(on_this_machine):
+    """Mutant: few rows of an expert are summed in two halves."""
+    weights, first = weights_and_first()
+    key = key_of(weights, "nt", PAIRS)
+
+    def by_tokens(a, weights, layout, first):
+        y = own(a, weights, layout, first)
+        halves = zip(a.split(16, 1), weights.split(16, 2), strict=True)
+        parted = sum(own(x, w.contiguous(), layout, first) for x, w in halves)
+        few = first.diff() < 8
+        expert = torch.searchsorted(first[1:].long(), torch.arange(len(a)), right=True)
+        return torch.where(few[expert.clamp(max=EXPERTS - 1)][:, None], parted, y)
+
+    library._by_device[CPU]._compare = lambda key, pairs: compare(
+        CPU, key, pairs, library=by_tokens
+    )
+    assert not takes(weights, "nt", PAIRS)
+    assert not certificates(CPU).holds(key)
+    assert json.loads(on_this_machine.read_text())["findings"][key.name]["differing"] > 0
+    assert len(first) == EXPERTS + 1
+
+
+def test_a_certificate_is_made_once_and_names_the_experts(on_this_machine, monkeypatch):
+    weights, _ = weights_and_first()
+    assert takes(weights, "nt", PAIRS)
+    assert "grouped-nt-e4/bf16/bf16/plain/n24/k32/m128" in on_this_machine.read_text()
+    monkeypatch.setattr(library._by_device[CPU], "_compare", lambda *a: pytest.fail("again"))
+    assert takes(weights, "nt", PAIRS + 3)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert takes(weights, "nt", PAIRS) and not takes(weights, "nt", PAIRS + 3)
+    assert not takes(weights, "nn", PAIRS)
+
+
+def test_what_was_not_certified_stays_with_our_own(on_this_machine, monkeypatch):
+    weights, _ = weights_and_first()
+    assert takes(weights, "nt", PAIRS)
+    assert not takes(weights.transpose(1, 2), "nn", PAIRS)
+    assert not takes(weights[..., 1:], "nt", PAIRS)
+    assert not takes(weights[:, 1:].contiguous()[..., :-1].contiguous(), "nt", PAIRS)
+    for name in ("has_wgmma", "settings_in_force", "prefers_library"):
+        with monkeypatch.context() as context:
+            context.setattr(library, name, lambda *a: False)
+            assert not takes(weights, "nt", PAIRS)
+    monkeypatch.setattr(library, "_has_room", lambda *a: False)
+    assert takes(weights, "nt", PAIRS) and not takes(weights, "nt", 16 * PAIRS)
+
+
+def test_every_third_call_is_audited_and_a_difference_strikes(on_this_machine, monkeypatch):
+    weights, first = weights_and_first()
+    a = probe((PAIRS, HIDDEN), torch.bfloat16)
+    assert takes(weights, "nt", PAIRS)
+    for _ in range(7):
+        grouped_product(a, weights, "nt", first)
+    report = schedule_audit()
+    assert (report.calls, report.audited, report.differing) == (7, 2, 0)
+
+    def wrong(*operands):
+        return own(*operands) * 1.01
+
+    monkeypatch.setattr(library, "library_product", wrong)
+    for _ in range(3):
+        grouped_product(a, weights, "nt", first)
+    report = schedule_audit()
+    assert report.found > 0 and report.struck == [key_of(weights, "nt", PAIRS).name]
+    assert not takes(weights, "nt", PAIRS)
+
+
+def test_the_op_gives_the_same_bytes_by_the_library(on_this_machine, monkeypatch):
+    router, gate_up, down = (
+        w.detach() for w in parameters(torch.bfloat16, experts=8, hidden=64, width=48)
+    )
+    x, dy = (probe((70, 64), torch.bfloat16, i, scale=0.1) for i in range(2))
+    ids, weights = route(x, router, 3, normalize=True)
+    layout = PackedSequences.of([3, 40], [33, 20])
+
+    def results():
+        y, packed, routed = cuda.experts_fwd(x, ids, weights, gate_up, down, layout, "silu", True)
+        dx, dweights, dpacked, weighted = cuda.experts_bwd(
+            dy, routed, weights, gate_up, down, packed, "silu"
+        )
+        folds = [torch.empty(w.shape) for w in (gate_up, down)]
+        cuda.fold_gate_up(folds[0], dpacked, x, routed, True)
+        cuda.fold_down(folds[1], dy, weighted, routed, True)
+        return [y, dx, dweights, *folds]
+
+    by_library = results()
+    assert audit._counts.calls == 4
+    monkeypatch.setattr(library, "takes", lambda *a: False)
+    assert all(map(same_bytes, by_library, results()))
+    assert audit._counts.calls == 4
+
+
+def test_the_library_is_preferred_for_many_bf16_rows():
+    assert prefers_library(LIBRARY_PAIRS * 8, 8, torch.bfloat16)
+    assert not prefers_library(LIBRARY_PAIRS * 8 - 1, 8, torch.bfloat16)
+    assert not prefers_library(LIBRARY_PAIRS * 8, 8, torch.float32)
+    assert not prefers_library(LIBRARY_PAIRS * 8, 8, torch.float16)
