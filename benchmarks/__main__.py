@@ -20,7 +20,11 @@ from benchmarks import accuracy_doc, speed_doc
 from benchmarks.distributed.suites import distributed_suites
 from benchmarks.ops.suites import op_suites, random_op_suites
 from benchmarks.results import Results, compare, load
-from benchmarks.rollout.suites import random_rollout_suites, rollout_suites
+from benchmarks.rollout.suites import (
+    named_rollout_suites,
+    random_rollout_suites,
+    rollout_suites,
+)
 from benchmarks.suite import Suites, measure, run_meta
 from benchmarks.timing import QUICK, ROUNDS, Machine
 from benchmarks.train.step import (
@@ -48,6 +52,9 @@ RANDOM_SUITES = {
     "train": random_training_suites,
 }
 """Suites of `--random-shapes`, by seed."""
+
+NAMED_SUITES = {"rollout": named_rollout_suites, "train": named_training_suites}
+"""Suites of `--model`, by the names of models."""
 
 RANDOM_COUNT = 100
 """Shapes that `tune --random-shapes` draws unless `--count` says how many."""
@@ -93,8 +100,9 @@ def _parser() -> argparse.ArgumentParser:
         if name in RANDOM_SUITES:
             text = "instead, shapes that no table has seen, drawn by this seed"
             command.add_argument("--random-shapes", type=int, metavar="SEED", help=text)
-    text = "instead, one step of these models: presets, or sizes as benchmarks/models.py names them"
-    commands.choices["train"].add_argument("--model", metavar="NAME,...", help=text)
+    text = "instead, a step of these models: presets, or sizes as benchmarks/models.py names them"
+    for name in NAMED_SUITES:
+        commands.choices[name].add_argument("--model", metavar="NAME,...", help=text)
     tune = commands.choices["tune"]
     tune.add_argument("op", nargs="?", help="only this op")
     tune.add_argument("--write", action="store_true", help="write the matmul table")
@@ -138,7 +146,7 @@ def _chosen(args: argparse.Namespace) -> Suites:
     if seed is not None:
         suites = RANDOM_SUITES[args.what](seed)
     elif models is not None:
-        suites = named_training_suites(models.split(","))
+        suites = NAMED_SUITES[args.what](models.split(","))
     else:
         suites = SUITES[args.what]()
     names = list(suites) if args.only is None else args.only.split(",")

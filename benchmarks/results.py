@@ -238,6 +238,9 @@ BARS: Mapping[str, Bar] = {
     "rollout_roofline": Bar(
         "8B decode step: share of a copy's bandwidth", ">=", 0.65, ("rollout_roofline",),
         _lowest_share),
+    "rollout_roofline_named": Bar(
+        "the same of other models, 64 and 256 sequences, lowest", ">=", 0.65,
+        ("rollout_roofline_named",), _lowest_share),
     "rollout_idle": Bar(
         "GPU idle in decoding, share of the time", "<", 0.05, ("rollout_idle",),
         _highest("idle_share")),

@@ -43,14 +43,15 @@ class Rollout:
 
     step: int
     """Counted from 1."""
-    sequences: Sequence[Sequence[int]]
-    """Prompt and completion ids."""
+    sequences: Sequence[Sequence[int]]  # prompt and completion ids
     prompt_lengths: Sequence[int]
     logprobs: Sequence[Tensor]
     """[completion length] fp32 each, as the rollout gave them."""
     sampling: Sampling
     places: Sequence[tuple[int, int]] = ()
     """Prompt id and sample of each sequence."""
+    routing: Sequence[Tensor] | None = None
+    """[completion length] each, `expert_fingerprints` of the tokens; None in a dense model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +65,12 @@ class GradientStep:
     """The part of the loss that comes from some of the sequences, weighted by global counts."""
     first_of_step: bool
     """Whether it is the first optimizer step on this rollout."""
+    balance: bool = False
+    """Whether the loss reads `TokenLogprobs.balance`."""
     gradients: Mapping[str, Tensor] | None = None
     """Whole gradients by name, where `.grad` may not have them."""
     check: Callable[[], GradientReport] | None = None
-    """Compares these gradients with others of the same step, where several leaves or ranks make
-    them, or they are shards; None: `check_gradients` does."""
+    """Compares them with others of the step, for leaves, ranks and shards; None: the hook does."""
 
 
 class TrainerHook(Protocol):
@@ -78,8 +80,11 @@ class TrainerHook(Protocol):
         """Completions were sampled; the weights have not changed since."""
         ...
 
-    def on_training_logprobs(self, logprobs: Sequence[Tensor]) -> Metrics:
-        """Training recomputed the logprobs of the rollout's tokens under the same weights."""
+    def on_training_logprobs(
+        self, logprobs: Sequence[Tensor], routing: Sequence[Tensor] | None = None
+    ) -> Metrics:
+        """Training recomputed the logprobs of the rollout's tokens under the same weights; in a
+        sparse model also which experts they met."""
         ...
 
     def on_values(self, values: Sequence[Tensor], again: Callable[[], list[Tensor]]) -> Metrics:
@@ -179,16 +184,19 @@ class ConsistencyHook:
         self._digests["logprobs"] = self._timed(list_digest, rollout.logprobs)
         return {}
 
-    def on_training_logprobs(self, logprobs: Sequence[Tensor]) -> Metrics:
+    def on_training_logprobs(
+        self, logprobs: Sequence[Tensor], routing: Sequence[Tensor] | None = None
+    ) -> Metrics:
         rollout = self._current
-        report = compare_logprobs(list(rollout.logprobs), list(logprobs))
+        both = None if routing is None or rollout.routing is None else (rollout.routing, routing)
+        report = compare_logprobs(list(rollout.logprobs), list(logprobs), routing=both)
         self.totals.drift.add(report)
         self._digests["training_logprobs"] = self._timed(list_digest, logprobs)
-        metrics: Metrics = dict(report.metrics("consistency"))
-        metrics |= drift_histograms(rollout.logprobs, logprobs)
+        histograms = drift_histograms(rollout.logprobs, logprobs)
+        metrics: Metrics = {**report.metrics(), **histograms}
         metrics |= foreign_drift(self.metrics_of, rollout.logprobs, logprobs)
         if not report.passed:
-            bundle = self._save_bundle(rollout, logprobs)
+            bundle = self._save_bundle(rollout, logprobs) if report.mismatched_tokens else None
             where = ""
             if bundle is not None and not self._has_localized:
                 where, self._has_localized = localized(self.model, bundle, rollout.sampling), True
@@ -361,7 +369,8 @@ class ConsistencyHook:
         return metrics
 
     def _regrouped(self, step: GradientStep) -> GradientReport:
-        check = partial(check_gradients, self.model, loss=step.loss, sampling=step.sampling)
+        given: dict[str, Any] = {"sampling": step.sampling, "balance": step.balance}
+        check = partial(check_gradients, self.model, loss=step.loss, **given)
         as_trained = check(
             step.sequences, prompt_lengths=step.prompt_lengths, regroupings=(), compare_present=True
         )

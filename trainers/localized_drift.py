@@ -49,10 +49,13 @@ class Mismatch(NamedTuple):
 
 def drift_message(report: DriftReport, bundle: Path | None, where: str) -> str:
     """What a run says of a mismatch; `where` is a sentence of `localized`, or empty."""
+    rerouted = "" if not report.rerouted_tokens else f", {report.rerouted_tokens} met other experts"
+    saved = "saved by rank 0" if report.mismatched_tokens else "none, since no logprob differs"
     return (
         f"{report.mismatched_tokens} of {report.tokens} tokens have other logprobs in training "
         f"than in rollout (largest difference {report.max_abs_diff:g}, {report.max_ulp} ULP, "
-        f"{report.nonfinite_tokens} not finite). Replay bundle: {bundle or 'saved by rank 0'}. "
+        f"{report.nonfinite_tokens} not finite{rerouted}). "
+        f"Replay bundle: {bundle or saved}. "
         f"{where}Run `rl-consistency localize` on it, or `rl-consistency verify`, to see which op "
         "differs"
     )

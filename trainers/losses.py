@@ -72,6 +72,10 @@ class LossOutput(ClippedLoss):
     """fp32, exp(r) - r - 1 with r = reference_logprob - logprob; None without a reference."""
     entropy: Tensor | None = None
     """fp32, nats; None when the batch carries none."""
+    balance: Tensor | None = None
+    """[S] fp32, the load-balancing loss of each sequence; None without that term."""
+    balance_terms: Tensor | None = None
+    """[S] fp32, the same times its weight: what `loss` sums beside `terms`."""
 
     def metrics(self, prefix: str = "policy") -> dict[str, float]:
         """Loss, clip fraction, ratio, KL and entropy as unweighted means over tokens, in fp64."""
@@ -83,6 +87,7 @@ class LossOutput(ClippedLoss):
             "kl/rollout": (self.ratio.double() - 1.0 - self.ratio.double().log()).mean().item(),
         }
         optional = {"kl/k1": self.kl_k1, "kl/k3": self.kl_k3, "entropy": self.entropy}
+        optional |= {"balance": self.balance}
         found |= {name: v.double().mean().item() for name, v in optional.items() if v is not None}
         return {"loss": self.loss.item()} | {f"{prefix}/{name}": v for name, v in found.items()}
 
@@ -172,6 +177,20 @@ def policy_loss(batch: TokenBatch, weights: Tensor, config: LossConfig) -> LossO
     )
 
 
+def with_balance(output: LossOutput, balance: Tensor, weight: float) -> LossOutput:
+    """The output with the load-balancing losses of its sequences ([S] fp32) added to the loss.
+
+    `weight` is the coefficient over the number of sequences of the global batch.
+    """
+    weighted = balance * weight
+    return replace(
+        output,
+        loss=output.loss + masked_sum(weighted),
+        balance=balance.detach(),
+        balance_terms=weighted.detach(),
+    )
+
+
 def _clipped_surrogate(
     ratio: Tensor, advantages: Tensor, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
@@ -236,4 +255,6 @@ def merge_outputs(outputs: Sequence[L]) -> L:
 
     names = [field.name for field in fields(outputs[0]) if field.name != "loss"]
     parts = {name: joined(name) for name in names}
-    return type(outputs[0])(loss=masked_sum(parts["terms"]), **parts)  # type: ignore[arg-type]
+    summed = (parts["terms"], parts.get("balance_terms"))
+    loss = torch.stack([masked_sum(part) for part in summed if part is not None]).sum()
+    return type(outputs[0])(loss=loss, **parts)  # type: ignore[arg-type]

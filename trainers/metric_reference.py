@@ -40,6 +40,13 @@ DRIFT: Mapping[str, Reference] = {
 }
 """Of a comparison of logprobs, below a prefix that says whose."""
 
+ROUTED: Mapping[str, Reference] = {
+    "rerouted_tokens": Reference(
+        "in a mixture of experts, tokens whose experts differ in some layer", "max"
+    ),
+}
+"""The same, of sparse models alone."""
+
 METRICS: Mapping[str, Mapping[str, Reference]] = {
     "Reward": {
         "reward/mean": Reference("mean reward of the step's completions"),
@@ -66,6 +73,10 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
         "learning_rate": Reference("of the step's last update"),
         "policy/clip_fraction": Reference("share of tokens whose ratio the loss clipped"),
         "policy/entropy": Reference("mean entropy at completion tokens, nats"),
+        "policy/balance": Reference(
+            "mean load-balancing loss of a sequence, 1 where its experts are met equally often; "
+            "where `algorithm.balance_coefficient` is set"
+        ),
         "policy/ratio/min": Reference("smallest new / old probability; 1 in a first update"),
         "policy/ratio/mean": Reference("mean ratio"),
         "policy/ratio/max": Reference("largest ratio"),
@@ -83,7 +94,7 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
         "value/gradient_norm": Reference("2-norm of the critic's gradient, mean over updates"),
     },
     "Consistency: training against rollout, on the first update": {
-        **{f"consistency/{name}": reference for name, reference in DRIFT.items()},
+        **{f"consistency/{name}": text for name, text in (DRIFT | ROUTED).items()},
         f"consistency/{ABS_DIFF.name}/count/*": Reference(
             "tokens whose |training - rollout| is in this bin; in wandb a histogram of its log10"
         ),
@@ -114,7 +125,7 @@ METRICS: Mapping[str, Mapping[str, Reference]] = {
         "rollout/weights_digest": Reference("`model_digest` of the weights after the step"),
     },
     "Stock path on the same tokens, where `consistency.shadow_every` is set": {
-        f"stock/{name}": reference for name, reference in DRIFT.items()
+        f"stock/{name}": text for name, text in (DRIFT | ROUTED).items()
     },
     "Drift as other trainers define it, where `tracking.metrics_of` names them": {
         "sampling/sampling_logp_difference/mean": Reference("TRL: mean |training - rollout|"),

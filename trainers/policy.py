@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from rl_consistency.models.families import FAMILIES
 from rl_consistency.trainers.config.policy_sections import (
     BuildSection,
     PolicySection,
@@ -33,7 +34,6 @@ VOCABULARY_MULTIPLE = 16
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _NOT_LOADED = "cannot be loaded as a causal language model"
-_FAMILIES = {"qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
 
 
 class PolicyError(ValueError):
@@ -88,11 +88,12 @@ def build_model(
     build: BuildSection, tokenizer: Any, *, seed: int, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
     """A model of these sizes with fresh weights, drawn in float32 and then rounded to `dtype`."""
-    family = _FAMILIES[build.architecture]
+    family = FAMILIES[build.architecture]
     config_class = getattr(transformers, f"{family}Config")
     model_class = getattr(transformers, f"{family}ForCausalLM")
     config = config_class(
-        **build.model_dump(exclude={"architecture", "rope_theta", "head_dim"}),
+        **build.model_dump(exclude={"architecture", "rope_theta", "head_dim", "experts"}),
+        **_of_experts(build),
         head_dim=build.head_dim or build.hidden_size // build.num_attention_heads,
         rope_parameters={"rope_type": "default", "rope_theta": build.rope_theta},
         vocab_size=-(-len(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
@@ -108,6 +109,17 @@ def build_model(
         model = model_class(config).to(dtype)
         _require_finite(model, "policy.build")
     return model
+
+
+def _of_experts(build: BuildSection) -> dict[str, Any]:
+    """The settings of a mixture of experts, by the names its family has for them."""
+    if build.experts is None:
+        return {}
+    count = "num_local_experts" if build.architecture == "mixtral" else "num_experts"
+    found = {count: build.experts.count, "num_experts_per_tok": build.experts.per_token}
+    if build.architecture == "qwen3_moe":
+        found |= {"moe_intermediate_size": build.intermediate_size, "norm_topk_prob": True}
+    return found
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

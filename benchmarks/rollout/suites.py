@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from benchmarks.models import model_config
 from benchmarks.random_shapes import draw_models, draw_workloads
 from benchmarks.rollout.cold_start import MODEL, WORK, cold_start
 from benchmarks.rollout.copying import SPECULATION, copying
@@ -62,6 +63,15 @@ def rollout_suites() -> Suites:
             for name in (SMALL, MIDDLE, LARGE)
         },
     }
+
+
+def named_rollout_suites(models: Sequence[str]) -> Suites:
+    """The suite of `--model`: decode steps; ValueError on a name that `model_config` refuses."""
+    for model in models:
+        model_config(model)
+    works = [Workload.equal(batch, 1, 960, 64) for batch in (64, 256)]
+    steps = [_case("decode step", steady_step, m, work) for m in models for work in works]
+    return {"rollout_roofline_named": steps}
 
 
 def random_rollout_suites(seed: int) -> Suites:

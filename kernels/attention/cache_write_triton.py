@@ -48,6 +48,18 @@ def cache_write(
 
     The caches are contiguous; a slot is block * block_size + offset, below num_blocks * block_size.
     """
+    require_cache(k, v, key_cache, value_cache, slots)
+    if k.is_cuda:
+        cache_write_fwd(k, v, key_cache, value_cache, slots)
+        return
+    for cache, new in ((key_cache, k), (value_cache, v)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, new)
+
+
+def require_cache(
+    k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+) -> None:
+    """Check the operands of `cache_write`; raises what the module's Errors line says."""
     tensors = {"k": k, "v": v, "key_cache": key_cache, "value_cache": value_cache}
     shape, cache = k.shape, key_cache.shape
     fits = shape == v.shape and shape == (*slots.shape, *cache[2:])
@@ -66,11 +78,6 @@ def cache_write(
         raise ValueError(
             f"cache_write: {found}, slots on {slots.device}; one dtype and one device are needed."
         )
-    if k.is_cuda:
-        cache_write_fwd(k, v, key_cache, value_cache, slots)
-        return
-    for cache, new in ((key_cache, k), (value_cache, v)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, new)
 
 
 def cache_write_fwd(

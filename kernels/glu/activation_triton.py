@@ -16,7 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, contiguous_format, empty_like
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.core.tuned_schedules import (
@@ -152,7 +154,14 @@ def glu_value(gate, up, ACTIVATION: tl.constexpr):
 
 @remembered
 @triton.jit
-def _forward_kernel(gate_ptr, up_ptr, y_ptr, N, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _forward_kernel(
+    gate_ptr, up_ptr, y_ptr, N, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        # Nothing is read before the kernel ahead is done.
+        gdc_wait()
+        gdc_launch_dependents()
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < N
     gate = tl.load(gate_ptr + index, mask=inside, other=0.0).to(tl.float32)
@@ -182,11 +191,11 @@ def glu_fwd(gate: Tensor, up: Tensor, activation: str, schedule: Schedule | None
     y = _forward_fake(gate, up, activation)
     if y.numel() == 0:
         return y
-    schedule = schedule or _picked("forward", gate, activation)
+    schedule, overlap = schedule or _picked("forward", gate, activation), has_tma(gate.device)
     _forward_kernel[(-(-y.numel() // schedule.block),)](
         gate.contiguous(), up.contiguous(), y, y.numel(),
-        ACTIVATION=ACTIVATIONS.index(activation), BLOCK=schedule.block, num_warps=schedule.warps,
-        enable_fp_fusion=False,
+        ACTIVATION=ACTIVATIONS.index(activation), BLOCK=schedule.block, OVERLAP=overlap,
+        launch_pdl=overlap, num_warps=schedule.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return y
 

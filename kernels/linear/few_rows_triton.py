@@ -15,9 +15,12 @@ Cost: one launch instead of three; each weight is read once.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
@@ -26,13 +29,14 @@ from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.glu.activation_triton import ACTIVATIONS, glu_value
+from rl_consistency.kernels.linear.schedules import pick_gate_up, pick_qkv
 from rl_consistency.kernels.matmul.product_triton import (
     SHARED_BYTES,
     launch_options,
     pointer_tile,
     tile_position,
 )
-from rl_consistency.kernels.matmul.schedules import Schedule, pick_gate_up, pick_qkv
+from rl_consistency.kernels.matmul.schedules import Schedule
 
 
 @remembered
@@ -41,13 +45,17 @@ def qkv_kernel(
     x_ptr, wq_ptr, wk_ptr, wv_ptr, q_ptr, k_ptr, v_ptr, bq_ptr, bk_ptr, bv_ptr, M, NQ, NK, NV, K,
     stride_x, stride_w,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The tiles of q, then those of k, then those of v, by pointers.
 
     A program chooses its weight before the loop over K, so one loop with one set of buffers is
     compiled. Descriptors cannot be chosen at run time.
     """
+    if OVERLAP:
+        # Nothing is read before the kernel ahead is done.
+        gdc_wait()
+        gdc_launch_dependents()
     tile = tl.program_id(0)
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_q = tiles_m * tl.cdiv(NQ, BLOCK_N)
@@ -82,9 +90,13 @@ def glu_tile(gate, up, DTYPE: tl.constexpr, ACTIVATION: tl.constexpr):
 def gate_up_glu_tma_kernel(
     x_desc, gate_desc, up_desc, y_desc, M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of the result, from one tile of each product; by descriptors."""
+    if OVERLAP:
+        # Nothing is read before the kernel ahead is done.
+        gdc_wait()
+        gdc_launch_dependents()
     tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -101,9 +113,13 @@ def gate_up_glu_tma_kernel(
 def gate_up_glu_pointer_kernel(
     x_ptr, gate_ptr, up_ptr, y_ptr, M, N, K, stride_x, stride_gate, stride_up,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The same by pointers; rows of x and of the weights are contiguous."""
+    if OVERLAP:
+        # Nothing is read before the kernel ahead is done.
+        gdc_wait()
+        gdc_launch_dependents()
     tile_m, tile_n = tile_position(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -152,7 +168,7 @@ def qkv_fwd(
     tiles = triton.cdiv(m, schedule.block_m) * sum(triton.cdiv(n, schedule.block_n) for n in sizes)
     qkv_kernel[(tiles,)](
         x, wq, wk, wv, *outputs, bq, bk, bv, m, *sizes, inner, x.stride(0), inner,
-        HAS_BIAS=bq is not None, **launch_options(schedule),
+        HAS_BIAS=bq is not None, **_options(schedule, x),
     )  # fmt: skip
     return outputs
 
@@ -187,7 +203,7 @@ def gate_up_glu_fwd(
         schedule = schedule.within(SHARED_BYTES // 2, x.element_size(), x.element_size())
     bm, bn, bk = schedule.block_m, schedule.block_n, schedule.block_k
     tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
-    options = launch_options(schedule) | {"ACTIVATION": ACTIVATIONS.index(activation)}
+    options = _options(schedule, x) | {"ACTIVATION": ACTIVATIONS.index(activation)}
     if schedule.kind == "tma":
         gate_up_glu_tma_kernel[(tiles,)](
             tile_descriptor(x, (bm, bk)),
@@ -204,6 +220,12 @@ def gate_up_glu_fwd(
 
 def _gate_up_glu_fake(x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str) -> Tensor:
     return x.new_empty((x.shape[0], w_gate.shape[0]))
+
+
+def _options(schedule: Schedule, x: Tensor) -> dict[str, Any]:
+    """Launch arguments; where the device can, the launch overlaps the end of the kernel ahead."""
+    overlap = has_tma(x.device)
+    return launch_options(schedule) | {"OVERLAP": overlap, "launch_pdl": overlap}
 
 
 @kernel_op(fake=_qkv_fake)

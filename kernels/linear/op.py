@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
+from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.operand import require_operands
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer, fold_parameter
 from rl_consistency.kernels.gradient_fold.op import fold_columns, fold_outer
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_op, qkv_op
+from rl_consistency.kernels.linear.schedules import fuses_gate_up, fuses_qkv
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
-from rl_consistency.kernels.matmul.schedules import FUSED_ROWS
 
 ORDER = ReductionOrder(
     id="linear",
@@ -84,7 +85,9 @@ def linear_qkv(
     for weight, bias in zip(weights, biases, strict=True):
         require_fitting("linear_qkv", x, weight, bias)
     rows = _rows(x)
-    if _fusable(rows, *weights) and len({bias is None for bias in biases}) == 1:
+    columns = tuple(weight.shape[0] for weight in weights)
+    fuses = _in_one_launch(rows, *columns) and fuses_qkv(rows.shape[0], columns, x.dtype)
+    if fuses and len({bias is None for bias in biases}) == 1:
         q, k, v = qkv_op(rows, *weights, *biases)
     else:
         q, k, v = (
@@ -114,7 +117,8 @@ def linear_glu(x: Tensor, w_gate: Tensor, w_up: Tensor, activation: str = "silu"
             f"linear_glu: activation {activation!r}; allowed: {', '.join(ACTIVATIONS)}."
         )
     rows = x.reshape(-1, x.shape[-1])
-    if _fusable(rows, w_gate):
+    (n, k), tma = w_gate.shape, rows.is_cuda and has_tma(rows.device)
+    if _in_one_launch(rows, n) and fuses_gate_up(rows.shape[0], n, k, x.dtype, tma):
         y = gate_up_glu_op(rows, w_gate, w_up, activation)
     else:
         gate = matmul_nt(rows, w_gate, out_dtype=x.dtype)
@@ -126,10 +130,9 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _fusable(rows: Tensor, *weights: Tensor) -> bool:
-    if not rows.is_cuda or rows.shape[0] > FUSED_ROWS:
-        return False
-    return min((*rows.shape, *(weight.shape[0] for weight in weights))) > 0
+def _in_one_launch(rows: Tensor, *columns: int) -> bool:
+    """Whether a kernel can run at all: on CUDA, with something to compute."""
+    return rows.is_cuda and min((*rows.shape, *columns)) > 0
 
 
 def require_fitting(op: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -87,11 +87,12 @@ class Schedule:
         return fitting
 
 
-def _table(*names: str) -> tuple[Schedule, ...]:
+def table_of(*names: str) -> tuple[Schedule, ...]:
+    """The schedules of these names."""
     return tuple(Schedule.named(name) for name in names)
 
 
-LARGE = _table(
+LARGE = table_of(
     "tma-128x256x64-w8-s4-persistent-split",
     "tma-128x256x64-w8-s3-persistent-split",
     "tma-128x128x64-w8-s4-persistent",
@@ -99,7 +100,7 @@ LARGE = _table(
 )
 """For many rows: bound by the matrix units."""
 
-MEDIUM = _table(
+MEDIUM = table_of(
     "tma-128x128x128-w8-s3",
     "tma-128x128x64-w4-s3",
     "tma-64x128x64-w4-s4",
@@ -109,7 +110,7 @@ MEDIUM = _table(
 )
 """For a few hundred rows: tiles small enough to keep all multiprocessors busy."""
 
-DECODE = _table(
+DECODE = table_of(
     "tma-16x32x256-w4-s6",
     "tma-16x32x256-w4-s6-overlap",
     "tma-16x64x128-w4-s4",
@@ -134,7 +135,7 @@ DECODE = _table(
 )
 """For few rows: bound by reading the weight once."""
 
-POINTER = _table(
+POINTER = table_of(
     "pointer-16x32x256-w4-s4",
     "pointer-16x64x128-w4-s4",
     "pointer-32x64x128-w4-s4",
@@ -148,32 +149,12 @@ DESCRIBED = LARGE + MEDIUM + DECODE
 CANDIDATES = DESCRIBED + POINTER
 """All schedules of `pick` for bf16 and fp16."""
 
-POINTER_FP32 = _table(
+POINTER_FP32 = table_of(
     f"pointer-16x32x{FP32_STEP}-w4-s3",
     f"pointer-64x64x{FP32_STEP}-w8-s3",
     f"pointer-128x64x{FP32_STEP}-w8-s3",
 )
 """For fp32, which no matrix unit multiplies exactly: fused multiply-adds, one step at a time."""
-
-QKV = _table("pointer-16x32x128-w4-s5", "pointer-32x32x128-w4-s4", "pointer-64x32x64-w4-s4")
-"""For `few_rows_triton.qkv_fwd` in bf16 and fp16."""
-
-GATE_UP = _table(
-    "tma-16x16x256-w4-s4",
-    "tma-16x32x128-w4-s5",
-    "tma-32x32x128-w4-s5",
-    "tma-64x32x128-w4-s4",
-    "pointer-16x64x64-w4-s5",
-    "pointer-32x32x128-w4-s4",
-    "pointer-64x32x64-w4-s4",
-)
-"""For `few_rows_triton.gate_up_glu_fwd` in bf16 and fp16: two weight tiles per stage."""
-
-FEW_ROWS_FP32 = _table(f"pointer-16x32x{FP32_STEP}-w4-s3", f"pointer-32x32x{FP32_STEP}-w4-s3")
-"""For both fused products in fp32."""
-
-FUSED_ROWS = 64
-"""The most rows for which one launch computes q, k and v, or gate, up and GLU."""
 
 TRITON_ROWS = 16
 """The most rows for which the vendor library is never preferred: one tile holds them all, so a
@@ -183,7 +164,7 @@ NEAR = 1.06
 """The ratio of sizes up to which a measured shape decides for another. Of shapes within a quarter
 of a measured one, the cost picked better than its entry."""
 
-_BY_NAME = {s.name: s for s in (*CANDIDATES, *POINTER_FP32, *QKV, *GATE_UP, *FEW_ROWS_FP32)}
+_BY_NAME = {s.name: s for s in (*CANDIDATES, *POINTER_FP32)}
 
 
 @dataclass(frozen=True)
@@ -227,16 +208,6 @@ def library_work(
     return work_name("library", layout, dtype, out_dtype, f"n{n}", f"k{k}", rows=m)
 
 
-def qkv_work(dtype: torch.dtype, m: int, columns: tuple[int, ...], k: int) -> str:
-    """The work of `pick_qkv`; `columns` are those of q, k and v."""
-    return work_name("qkv", dtype, "n" + "+".join(map(str, columns)), f"k{k}", rows=m)
-
-
-def gate_up_work(dtype: torch.dtype, tma: bool, m: int, n: int, k: int) -> str:
-    """The work of `pick_gate_up`."""
-    return work_name("gate_up", dtype, "tma" if tma else "pointer", f"n{n}", f"k{k}", rows=m)
-
-
 def candidates(m: int, dtype: torch.dtype, *, tma: bool) -> tuple[Schedule, ...]:
     """Schedules of `pick` worth timing for m rows."""
     if dtype == torch.float32:
@@ -246,16 +217,8 @@ def candidates(m: int, dtype: torch.dtype, *, tma: bool) -> tuple[Schedule, ...]
     return tuple(fitting(m))
 
 
-def few_rows_candidates(
-    table: tuple[Schedule, ...], dtype: torch.dtype, *, tma: bool
-) -> tuple[Schedule, ...]:
-    """Schedules of `QKV` or `GATE_UP` that a dtype and operands admit."""
-    if dtype == torch.float32:
-        return FEW_ROWS_FP32
-    return tuple(s for s in table if tma or s.kind == "pointer")
-
-
-def _named(schedules: tuple[Schedule, ...]) -> dict[str, Schedule]:
+def by_name(schedules: tuple[Schedule, ...]) -> dict[str, Schedule]:
+    """The schedules, as `tune` names its candidates."""
     return {s.name: s for s in schedules}
 
 
@@ -269,7 +232,7 @@ def pick(
     fp32 = dtype == torch.float32
     own = POINTER_FP32 if fp32 else CANDIDATES if tma else POINTER
     work = product_work(layout, dtype, out_dtype or dtype, tma and not fp32, m, n, k)
-    if (tuned := chosen(device, work, _named(own))) is not None:
+    if (tuned := chosen(device, work, by_name(own))) is not None:
         return tuned
     if fp32:
         return _pick_fp32(m)
@@ -358,42 +321,3 @@ def _pick_fp32(m: int) -> Schedule:
     if m <= 16:
         return _BY_NAME[f"pointer-16x32x{FP32_STEP}-w4-s3"]
     return _BY_NAME[f"pointer-{64 if m <= 512 else 128}x64x{FP32_STEP}-w8-s3"]
-
-
-def _pick_few_rows_fp32(m: int) -> Schedule:
-    return _BY_NAME[f"pointer-{16 if m <= 16 else 32}x32x{FP32_STEP}-w4-s3"]
-
-
-@picked_once
-def pick_qkv(
-    m: int, dtype: torch.dtype, columns: tuple[int, ...] = (), k: int = 0,
-    device: torch.device | None = None,
-) -> Schedule:  # fmt: skip
-    """The schedule of `few_rows_triton.qkv_fwd` for m rows; `columns` are those of q, k and v."""
-    own = _named(few_rows_candidates(QKV, dtype, tma=False))
-    if (tuned := chosen(device, qkv_work(dtype, m, columns, k), own)) is not None:
-        return tuned
-    if dtype == torch.float32:
-        return _pick_few_rows_fp32(m)
-    if m <= 16:
-        return _BY_NAME["pointer-16x32x128-w4-s5"]
-    return _BY_NAME["pointer-32x32x128-w4-s4" if m <= 32 else "pointer-64x32x64-w4-s4"]
-
-
-@picked_once
-def pick_gate_up(
-    m: int, n: int, dtype: torch.dtype, tma: bool, k: int = 0, device: torch.device | None = None
-) -> Schedule:
-    """The schedule of `few_rows_triton.gate_up_glu_fwd` for m rows and n columns of each weight."""
-    own = _named(few_rows_candidates(GATE_UP, dtype, tma=tma))
-    if (tuned := chosen(device, gate_up_work(dtype, tma, m, n, k), own)) is not None:
-        return tuned
-    if dtype == torch.float32:
-        return _pick_few_rows_fp32(m)
-    if not tma:
-        if m <= 16:
-            return _BY_NAME["pointer-16x64x64-w4-s5"]
-        return _BY_NAME["pointer-32x32x128-w4-s4" if m <= 32 else "pointer-64x32x64-w4-s4"]
-    if m <= 16:
-        return _BY_NAME["tma-16x16x256-w4-s4" if n < 4096 else "tma-16x32x128-w4-s5"]
-    return _BY_NAME["tma-32x32x128-w4-s5" if m <= 32 else "tma-64x32x128-w4-s4"]

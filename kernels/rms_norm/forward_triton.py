@@ -20,7 +20,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.rms_norm.schedules import Schedule, block_width, pick_forward
@@ -71,7 +73,12 @@ def _forward_kernel(
     residual_outer, residual_inner,
     H: tl.constexpr, X_INNER: tl.constexpr, RESIDUAL_INNER: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        # Nothing is read before the kernel ahead is done.
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_H)
     inside = (row < num_rows)[:, None] & (column < H)[None, :]  # [ROWS, BLOCK_H]
@@ -140,13 +147,14 @@ def rms_norm_fwd(
     if y.numel() == 0:
         return y, total, rstd
     rows = rows_of(x)
+    overlap = has_tma(x.device)
     added = Rows(rows.tensor, 0, 0, 1) if residual is None else rows_of(residual)
     _forward_kernel[(-(-num_rows // schedule.rows),)](
         rows.tensor, added.tensor, weight.contiguous(), y, total, rstd, num_rows, eps,
         rows.outer, rows.inner, added.outer, added.inner,
         H=width, X_INNER=rows.count, RESIDUAL_INNER=added.count, HAS_RESIDUAL=adds,
-        ROWS=schedule.rows, BLOCK_H=block_width(width), num_warps=schedule.warps,
-        enable_fp_fusion=False,
+        ROWS=schedule.rows, BLOCK_H=block_width(width), OVERLAP=overlap, launch_pdl=overlap,
+        num_warps=schedule.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return y, total, rstd
 

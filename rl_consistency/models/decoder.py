@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.remembered_launch import ALIGNMENT
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
-from rl_consistency.models.modules import CanonicalModule, CanonicalRMSNorm
+from rl_consistency.models.modules import CanonicalModule, CanonicalRMSNorm, is_unobserved
 from rl_consistency.models.packing import PackedBatch, packed_inputs
 from rl_consistency.numerics.settings import verify_settings
 from rl_consistency.numerics.strict import Strictness, current, held
@@ -63,9 +64,9 @@ class LayerCall:
 
 
 class CanonicalDecoderLayer(CanonicalModule):
-    """A decoder layer whose first residual addition and second norm are one op."""
+    """A decoder layer; residual additions are one op with the norms that follow them."""
 
-    input_layernorm: nn.Module
+    input_layernorm: CanonicalRMSNorm
     self_attn: nn.Module
     post_attention_layernorm: CanonicalRMSNorm
     mlp: nn.Module
@@ -78,14 +79,32 @@ class CanonicalDecoderLayer(CanonicalModule):
                 return CanonicalDecoderLayer.forward(
                     self, hidden_states, call=call, cache_index=cache_index
                 )
+        total, addend = self.terms(hidden_states, None, call=call, cache_index=cache_index)
+        return total + addend
+
+    def terms(
+        self, total: Tensor, addend: Tensor | None, *, call: LayerCall, cache_index: int
+    ) -> tuple[Tensor, Tensor]:
+        """The two terms of the layer's output, for an input `total + addend` (None: `total`)."""
+        norm = self.input_layernorm
+        if addend is None:
+            normed = norm(total)
+        else:
+            normed, total = norm.after_addition(addend, total)
         attended, _ = self.self_attn(
-            self.input_layernorm(hidden_states),
+            normed,
             position_embeddings=call.position_embeddings,
             attention_layout=call.attention_layout,
             cache_index=cache_index,
         )
-        normed, total = self.post_attention_layernorm.after_addition(attended, hidden_states)
-        return total + self.mlp(normed, attention_layout=call.attention_layout)
+        normed, total = self.post_attention_layernorm.after_addition(attended, total)
+        return total, self.mlp(normed, attention_layout=call.attention_layout)
+
+    def is_plain(self) -> bool:
+        """Whether nothing sees the layer's input and output, so that `terms` may stand for a call
+        of it: no hook, wrapper or gradient checkpointing."""
+        checkpointed = getattr(self, "gradient_checkpointing", False) and self.training
+        return not checkpointed and is_unobserved(self, GradientCheckpointingLayer.__call__)
 
 
 class CanonicalBaseModel(CanonicalModule):
@@ -93,7 +112,7 @@ class CanonicalBaseModel(CanonicalModule):
 
     embed_tokens: nn.Embedding
     layers: nn.ModuleList
-    norm: nn.Module
+    norm: CanonicalRMSNorm
     rotary_emb: nn.Module
     guard: Callable[[], object]
     """Raises unless the whole model is as it was patched."""
@@ -128,11 +147,19 @@ class CanonicalBaseModel(CanonicalModule):
         longest = max(layout.context_lens, default=0)
         cos_sin = self.rotary_emb(hidden, position_ids.unsqueeze(0), longest)
         call = LayerCall(cos_sin, layout)
-        for index, layer in (
-            _one_of_each_kind(self.layers) if compiles_only() else enumerate(self.layers)
-        ):
-            hidden = layer(hidden, call=call, cache_index=index)
-        return guarded_backward(self.norm(hidden)[0], self.passes)
+        layers: Any = list(enumerate(self.layers))
+        if compiles_only():
+            layers = _one_of_each_kind(self.layers)
+        if all(layer.is_plain() for _, layer in layers):
+            addend = None
+            for index, layer in layers:
+                hidden, addend = layer.terms(hidden, addend, call=call, cache_index=index)
+            normed, _ = self.norm.after_addition(addend, hidden)
+        else:
+            for index, layer in layers:
+                hidden = layer(hidden, call=call, cache_index=index)
+            normed = self.norm(hidden)
+        return guarded_backward(normed[0], self.passes)
 
 
 def _one_of_each_kind(layers: nn.ModuleList) -> list[tuple[int, nn.Module]]:

@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
+from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.embedding.op import embedding
 from rl_consistency.kernels.glu.op import glu
@@ -103,25 +104,32 @@ class CanonicalLinear(CanonicalModule):
         )
 
 
-def _all_plain(*modules: nn.Module) -> bool:
+def all_plain(*modules: nn.Module) -> bool:
     """Whether a call of each module would run the canonical forward and nothing else."""
     for module in modules:
-        own, cls = vars(module), type(module)
-        changed = "forward" in own or own.get("_compiled_call_impl") is not None
-        if changed or cls.forward not in _FUSED_FORWARDS or cls.__call__ is not nn.Module.__call__:
+        if type(module).forward not in _FUSED_FORWARDS or not is_unobserved(module):
             return False
-        if own["_forward_hooks"] or own["_forward_pre_hooks"]:
-            return False
-        if own["_backward_hooks"] or own["_backward_pre_hooks"]:
-            return False
-    return not _has_any_global_hook()
+    return True
+
+
+def is_unobserved(module: nn.Module, own_call: Any = nn.Module.__call__) -> bool:
+    """Whether a call of the module runs the forward of its class, without hooks; `own_call` is the
+    `__call__` that its library gave the class."""
+    own = vars(module)
+    if "forward" in own or own.get("_compiled_call_impl") is not None:
+        return False
+    if type(module).__call__ is not own_call or _has_any_global_hook():
+        return False
+    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return False
+    return not (own["_backward_hooks"] or own["_backward_pre_hooks"])
 
 
 def _may_fuse(x: Tensor, projections: tuple[CanonicalLinear, ...]) -> bool:
     """Whether projections of one x may run in one launch, with the same bytes: on a GPU, without
     gradients, all of them canonical and plain."""
     inference = x.is_cuda and not torch.is_grad_enabled()
-    return inference and is_canonical("linear") and _all_plain(*projections)
+    return inference and is_canonical("linear") and all_plain(*projections)
 
 
 class CanonicalRMSNorm(CanonicalModule):
@@ -145,7 +153,7 @@ class CanonicalRMSNorm(CanonicalModule):
 
     def after_addition(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm of residual + x, residual + x); the same bytes as the addition, then the norm."""
-        if is_canonical("rms_norm") and _all_plain(self):
+        if is_canonical("rms_norm") and all_plain(self):
             weight = self.weight
             buffer = self.gradient_buffer("weight", weight)
             return add_rms_norm(x, residual, weight, self.variance_epsilon, weight_grad=buffer)
@@ -239,6 +247,14 @@ class CanonicalMLP(CanonicalModule):
         return down(glu(gate(x), up(x), self.activation))
 
 
+def head_norms(*norms: CanonicalRMSNorm) -> HeadNorms | None:
+    """What `paged_inputs` takes of a layer's norms of queries and keys; None without them."""
+    if not norms:
+        return None
+    of_q, of_k = norms
+    return HeadNorms(of_q.weight, of_k.weight, of_q.variance_epsilon, of_k.variance_epsilon)
+
+
 class CanonicalAttention(CanonicalModule):
     """Projections, qk-norm, rotation and attention over packed rows or a paged cache."""
 
@@ -267,12 +283,15 @@ class CanonicalAttention(CanonicalModule):
     ) -> tuple[Tensor, None]:
         """`cache_index`: the layer's place in the stack, which its cache belongs to. `layer_idx` is
         what the layer was made as: layers may be copied, moved or removed."""
-        q, k, v = self._inputs(hidden_states, *position_embeddings)
+        q, k, v = self._inputs(hidden_states, *position_embeddings, attention_layout, cache_index)
         out = self._attend(q, k, v, attention_layout, cache_index)
         return self.o_proj(out.reshape(1, hidden_states.shape[1], -1)), None
 
-    def _inputs(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, normed and rotated, and values: [R, heads, D] each."""
+    def _inputs(
+        self, x: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout, index: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, normed and rotated, and values: [R, heads, D] each; in a paged layout
+        keys and values are stored."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         norms = (self.q_norm, self.k_norm) if "q_norm" in self._modules else ()
         if _may_fuse(x, projections):
@@ -282,15 +301,25 @@ class CanonicalAttention(CanonicalModule):
         else:
             projected = tuple(projection(x) for projection in projections)
         q, k, v = projected
-        if norms:
-            q, k = (
-                norm(y.view(x.shape[1], norm.rows_per_token, -1))
-                for norm, y in zip(norms, (q, k), strict=True)
-            )
+        per_head = norms and norms[0].weight.shape[0] == self.head_dim
+        if norms and not per_head:  # of whole projections
+            q, k, norms = norms[0](q), norms[1](k), ()
         q, k, v = (y.view(x.shape[1], -1, self.head_dim) for y in (q, k, v))
-        if is_canonical("rotary"):
-            return *rotary(q, k, cos, sin), v
-        return *self.apply_stock_rotary(q, k, cos[0], sin[0], unsqueeze_dim=1), v
+        canonical = is_canonical("rotary")
+        paged = isinstance(layout, PagedAttention)
+        fuses = paged and canonical and is_canonical("rms_norm") and not torch.is_grad_enabled()
+        if fuses and all_plain(*norms):
+            of_heads = head_norms(*norms)
+            return *paged_inputs(q, k, v, cos, sin, layout, index, norms=of_heads), v
+        if norms:
+            q, k = norms[0](q), norms[1](k)
+        if canonical:
+            q, k = rotary(q, k, cos, sin)
+        else:
+            q, k = self.apply_stock_rotary(q, k, cos[0], sin[0], unsqueeze_dim=1)
+        if paged:
+            layout.write(index, k, v)
+        return q, k, v
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, index: int
@@ -298,7 +327,6 @@ class CanonicalAttention(CanonicalModule):
         canonical = is_canonical("attention")
         scores: dict[str, Any] = {"scale": self.scaling, "window": self.window}
         if isinstance(layout, PagedAttention):
-            layout.write(index, k, v)
             if canonical:
                 return attention_paged(q, layout, index, **scores, new=(k, v))[0]
             if compiles_only():

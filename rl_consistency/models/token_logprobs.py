@@ -9,20 +9,21 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rl_consistency.kernels.gradient_fold.op import STEP
-from rl_consistency.kernels.sampling.op import SamplingRows, distribution
-from rl_consistency.kernels.token_logprobs.op import IGNORED, lm_head_logits
+from rl_consistency.kernels.sampling.op import SamplingRows
+from rl_consistency.kernels.token_logprobs.op import IGNORED
 from rl_consistency.kernels.token_logprobs.op import token_logprobs as scored_rows
 from rl_consistency.models.decoder import NO_FP16_TRAINING, guarded_backward
 from rl_consistency.models.forward import lm_head_gradient, lm_head_weight, packed_hidden_states
+from rl_consistency.models.moe.balance import sequence_balance
 from rl_consistency.models.moe.routing import recorded_routing
 from rl_consistency.models.packing import PackedBatch, PaddedBatch, from_host, pack_padded
 from rl_consistency.models.patch import patched_session
 from rl_consistency.models.sharding import through, unwrapped
 from rl_consistency.models.shared_prompts import SharedPrompts, shared_hidden_states
+from rl_consistency.models.stock_logprobs import stock_scores
 from rl_consistency.numerics.strict import current, is_canonical
 
 
@@ -52,6 +53,8 @@ class TokenLogprobs:
     """Scored tokens of each sequence."""
     routing: Tensor | None = None
     """[N] int64, `expert_fingerprints` of the tokens' rows; None in a dense model."""
+    balance: Tensor | None = None
+    """[S] fp32, `sequence_balance`, differentiable; None: not asked."""
 
     def split(self) -> list[Tensor]:
         """Logprobs of each sequence."""
@@ -68,6 +71,7 @@ def token_logprobs(
     loss_mask: Sequence[Sequence[bool]] | Tensor | None = None,
     sampling: Sampling | Sequence[Sampling] | None = None,
     share_prompts: bool = False,
+    balance: bool = False,
 ) -> TokenLogprobs:
     """Log-probability of each scored token given the tokens before it.
 
@@ -86,6 +90,7 @@ def token_logprobs(
         share_prompts: compute prompts that several sequences begin with once. Lists of token ids
             with `prompt_lengths`, without gradients; other forms, and models with hooks or an op
             on its stock path, are computed whole. The bits stay.
+        balance: also compute the load-balancing loss of each sequence, of a sparse model.
 
     ValueError if the model is not patched or was changed since, shapes disagree, nothing is scored,
     prompts would be shared under gradients, or an fp16 model would be trained; ConsistencyError for
@@ -102,10 +107,10 @@ def token_logprobs(
         )
     scored = _scored_tokens(lens, prompt_lengths, loss_mask, attention_mask)
     shared = None
-    if share_prompts:
+    if share_prompts and not balance:
         shared = _shared(policy, sequences, prompt_lengths)
     if shared is None:
-        run = partial(_score, policy, batch, lens, scored, sampling)
+        run = partial(_score, policy, batch, lens, scored, sampling, balance)
     else:
         run = partial(_score_shared, policy, shared, batch, lens, scored, sampling)
     logprobs, entropy, *routing = through(model, policy, run)
@@ -179,11 +184,14 @@ def _score(
     lens: list[int],
     scored: list[Tensor],
     sampling: Sampling | Sequence[Sampling] | None,
+    balance: bool,
 ) -> tuple[Tensor, ...]:
-    with recorded_routing() as record:
+    with recorded_routing(logits=balance) as record:
         hidden, rows = _scored_hidden_states(policy, batch, lens, scored)
-    routing = record.fingerprints(rows.index[rows.kept])
-    return *_row_scores(policy, hidden, rows, _sampling_rows(sampling, lens, rows)), *routing
+    found = record.fingerprints(rows.index[rows.kept])
+    if balance:
+        found = *found, guarded_backward(sequence_balance(record, batch.layout))
+    return *_row_scores(policy, hidden, rows, _sampling_rows(sampling, lens, rows)), *found
 
 
 def _shared(
@@ -241,24 +249,9 @@ def _row_scores(
             *given, weight_grad=lm_head_gradient(policy), check_targets=False
         )
     else:
-        logprobs, entropy = _stock_scores(*given)
+        logprobs, entropy = stock_scores(*given)
     logprobs, entropy = guarded_backward(logprobs), guarded_backward(entropy)
     return logprobs[rows.kept], entropy[rows.kept]
-
-
-def _stock_scores(
-    hidden: Tensor, weight: Tensor, targets: Tensor, rows: SamplingRows
-) -> tuple[Tensor, Tensor]:
-    """Logits in the model dtype and torch's log_softmax: what an unpatched trainer computes."""
-    logits = F.linear(hidden, weight).float()
-    if rows.truncates:
-        support = distribution(lm_head_logits(hidden, weight).detach(), rows).scaled
-        logits = logits.masked_fill(support == -torch.inf, -torch.inf)
-    temperature = rows.temperature.masked_fill(rows.temperature == 0, 1.0).unsqueeze(1)
-    logprobs = (logits / temperature).log_softmax(dim=1)
-    safe = targets.masked_fill(targets == IGNORED, 0)
-    entropy = -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(dim=1)
-    return logprobs.gather(1, safe.unsqueeze(1)).squeeze(1), entropy
 
 
 class _Rows(NamedTuple):

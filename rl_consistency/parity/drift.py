@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,9 @@ class DriftReport:
     """Flat index, counted over active and masked positions alike, of the first mismatched token."""
     positions: int
     """Values on each side, active or not."""
+    rerouted_tokens: int | None = None
+    """Tokens whose rows met other experts in some layer; None in a dense model, or where nobody
+    looked."""
 
     @property
     def mismatch_fraction(self) -> float:
@@ -69,14 +72,21 @@ class DriftReport:
 
     @property
     def passed(self) -> bool:
-        return self.mismatched_tokens == 0 and self.nonfinite_tokens == 0
+        bad = self.mismatched_tokens, self.nonfinite_tokens, self.rerouted_tokens or 0
+        return not any(bad)
 
     def metrics(self, prefix: str = "consistency") -> dict[str, float]:
         """The figures under the names they are logged by."""
-        return {f"{prefix}/{name}": getattr(self, field) for field, name in _LOGGED.items()}
+        found = {f"{prefix}/{name}": getattr(self, field) for field, name in _LOGGED.items()}
+        if self.rerouted_tokens is not None:
+            found[f"{prefix}/rerouted_tokens"] = self.rerouted_tokens
+        return found
 
     def merge(self, other: DriftReport) -> DriftReport:
-        """The report of this report's tokens followed by the other's; means weighted by tokens."""
+        """The report of this report's tokens followed by the other's; means weighted by tokens.
+
+        Experts count as looked at where both reports did.
+        """
         a, b = asdict(self), asdict(other)
         tokens = self.tokens + other.tokens
         merged: dict[str, Any] = {}
@@ -90,6 +100,8 @@ class DriftReport:
         merged["first_mismatch"] = self.first_mismatch
         if self.first_mismatch is None and other.first_mismatch is not None:
             merged["first_mismatch"] = self.positions + other.first_mismatch
+        if self.rerouted_tokens is not None and other.rerouted_tokens is not None:
+            merged["rerouted_tokens"] = self.rerouted_tokens + other.rerouted_tokens
         return DriftReport(**merged)
 
 
@@ -98,7 +110,11 @@ def _extreme(choose, a: float, b: float) -> float:
 
 
 def compare_logprobs(
-    rollout: LogProbs, training: LogProbs, mask: LogProbs | None = None
+    rollout: LogProbs,
+    training: LogProbs,
+    mask: LogProbs | None = None,
+    *,
+    routing: tuple[LogProbs, LogProbs] | None = None,
 ) -> DriftReport:
     """Compare the logprobs of the same tokens from both sides.
 
@@ -106,6 +122,8 @@ def compare_logprobs(
         rollout: fp32, any shape, or one tensor per sequence (joined in order).
         training: the same tokens in the same order; shapes, or lengths per sequence, must agree.
         mask: bool or integer, shaped like the logprobs; 0 leaves a position out. None: all count.
+        routing: of both sides, the tokens' fingerprints of the experts they met, shaped like the
+            logprobs (`Completion.routing`, `TokenLogprobs.routing`); None does not compare them.
 
     Raises:
         ValueError: shapes differ, or no token is active.
@@ -123,7 +141,13 @@ def compare_logprobs(
             f"no active token among {ours.numel()} positions: there is nothing to compare. Check "
             "the loss mask, and that the completions are not all empty"
         )
-    return _report(ours[index], theirs.to(ours.device)[index], index, positions=ours.numel())
+    report = _report(ours[index], theirs.to(ours.device)[index], index, positions=ours.numel())
+    if routing is None:
+        return report
+    for side, name in zip(routing, ("rollout's routing", "training's routing"), strict=True):
+        _check_shapes(rollout, side, "rollout", name)
+    ours, theirs = (_joined(side).to(index.device)[index] for side in routing)
+    return replace(report, rerouted_tokens=int((ours != theirs).sum()))
 
 
 def mismatched_sequences(rollout: Sequence[Tensor], training: Sequence[Tensor]) -> list[int]:
@@ -189,6 +213,11 @@ def _flat(values: LogProbs, side: str) -> Tensor:
             raise TypeError(
                 f"{side} logprobs must be torch.float32, got {part.dtype}; compare them uncast"
             )
+    return _joined(parts)
+
+
+def _joined(values: LogProbs) -> Tensor:
+    parts = _parts(values)
     return torch.cat([part.detach().reshape(-1) for part in parts]) if parts else torch.empty(0)
 
 

@@ -127,6 +127,7 @@ def check_gradients(
     sampling: Any = None,
     regroupings: Iterable[Regrouping] = REGROUPINGS,
     compare_present: bool = False,
+    balance: bool = False,
 ) -> GradientReport:
     """Recompute one step's gradients under other regroupings and compare bytes.
 
@@ -143,6 +144,7 @@ def check_gradients(
         sampling: as in `token_logprobs`.
         regroupings: what to compare with the whole packed batch.
         compare_present: also compare the gradients the parameters hold now, "as trained".
+        balance: as in `token_logprobs`.
     """
     with whole_weights(model) as policy:
 
@@ -159,6 +161,7 @@ def check_gradients(
                     prompt_lengths=_of(group, prompt_lengths),
                     loss_mask=_of(group, loss_mask),
                     sampling=_of(group, sampling),
+                    balance=balance,
                 )
                 loss(scored, group).backward()
             return _present(policy)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from rl_consistency.models.batch_layout import lay_out
+from rl_consistency.models.moe.routing import stock_routing
 from rl_consistency.models.patch import PatchSession
 from rl_consistency.numerics.clock import finished_seconds
 from rl_consistency.parity.drift import DriftReport, compare_logprobs
@@ -31,7 +32,7 @@ class StockShadow:
     """The stock path over given tokens."""
 
     drift: DriftReport
-    """Stock decoding against stock scoring, over all completion tokens."""
+    """Stock decoding against stock scoring, over all completion tokens; their experts too."""
     rollout_seconds: float
     """Decoding of all completions, without sampling."""
     training_seconds: float | None
@@ -61,6 +62,7 @@ def shadow_stock_path(
     """
     decoded: list[Tensor] = []
     scored: list[Tensor] = []
+    experts: tuple[list[Tensor], list[Tensor]] = [], []
     rollout_seconds = 0.0
     training_seconds = None
     with session.stock() as model:
@@ -70,14 +72,18 @@ def shadow_stock_path(
         with mode(model, training=False), torch.no_grad():
             for chunk, prompts in batches:
                 started = finished_seconds(device)
-                decoded += _decode(model, chunk, prompts, temperature or 1.0)
+                with stock_routing(model) as routed:
+                    decoded += _decode(model, chunk, prompts, temperature or 1.0)
                 rollout_seconds += finished_seconds(device) - started
-                scored += _score(model, chunk, prompts, temperature or 1.0)
+                experts[0].extend(_of_decoding(routed, chunk, prompts))
+                with stock_routing(model) as routed:
+                    scored += _score(model, chunk, prompts, temperature or 1.0)
+                experts[1].extend(_of_scoring(routed, chunk, prompts))
         if micro_batch_size is not None:
             batches = _batches(model, sequences, prompt_lengths, micro_batch_size)
             training_seconds = _training_seconds(model, batches, temperature or 1.0)
     return StockShadow(
-        drift=compare_logprobs(decoded, scored),
+        drift=compare_logprobs(decoded, scored, routing=experts if experts[0] else None),
         rollout_seconds=rollout_seconds,
         training_seconds=training_seconds,
     )
@@ -170,3 +176,27 @@ def _picked(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """[n] fp32 logprob of one token per row of logits [n, V]."""
     logprobs = (logits.float() / temperature).log_softmax(dim=-1)
     return logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def _of_scoring(
+    routed: list[Tensor], sequences: list[list[int]], prompts: list[int]
+) -> list[Tensor]:
+    """[completion length] of each sequence: the routing of the rows that give its logprobs."""
+    if not routed:
+        return []
+    (rows,) = routed
+    return [
+        row[prompt - 1 : len(s) - 1]
+        for row, s, prompt in zip(rows.view(len(sequences), -1), sequences, prompts, strict=True)
+    ]
+
+
+def _of_decoding(
+    routed: list[Tensor], sequences: list[list[int]], prompts: list[int]
+) -> list[Tensor]:
+    """The same of the last row of each step."""
+    if not routed:
+        return []
+    steps = torch.stack([rows.view(len(sequences), -1)[:, -1] for rows in routed], dim=1)
+    rows = zip(steps, sequences, prompts, strict=True)
+    return [row[: len(s) - prompt] for row, s, prompt in rows]

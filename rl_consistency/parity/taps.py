@@ -15,6 +15,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms
+from rl_consistency.kernels.rms_norm.op import rms_norm
 from rl_consistency.models import modules
 from rl_consistency.models.decoder import CanonicalBaseModel
 from rl_consistency.models.modules import (
@@ -215,8 +217,11 @@ class Taps:
         self._inside = norm
         normed, total = run(norm, x, residual)
         self._inside = None
-        self.gave(Tap(RESIDUAL, name), total)
-        self.gave(Tap("rms_norm", name), normed)
+        # The sum is the layer before's output where one has finished.
+        self.gave(Tap(RESIDUAL, self._finished or name), total)
+        self._finished = ""
+        around, _, last = name.rpartition(".")
+        self.gave(Tap("rms_norm", name), normed, self._reader(norm, around, last))
         return normed, total
 
     def _inputs(self, run: Callable[..., Any], attention: Any, *args: Any) -> Any:
@@ -228,6 +233,19 @@ class Taps:
             reader = Tap("attention", name, f"{OF_INPUT} {part}")
             self.gave(Tap("rotary", name, f"{OUTPUT} {part}"), value, reader)
         return q, k, v
+
+    def _heads(
+        self, run: Callable[..., Any], q: Tensor, k: Tensor, *args: Any, norms: HeadNorms | None
+    ) -> Any:
+        if self._attention and norms is not None:
+            # The fused op keeps what its norms give to itself.
+            for part, x, weight, eps in (
+                ("q", q, norms.q_weight, norms.q_eps),
+                ("k", k, norms.k_weight, norms.k_eps),
+            ):
+                tap = Tap("rms_norm", f"{self._attention}.{part}_norm")
+                self.gave(tap, rms_norm(x, weight, eps))
+        return run(q, k, *args, norms=norms)
 
     def _projections(self, run: Callable[..., Any], *args: Any) -> Any:
         found = run(*args)
@@ -262,6 +280,7 @@ def tapped(model: nn.Module, lengths: Sequence[int], *, only: Tap | None = None)
         (CanonicalRouter, "forward", taps._route),
         (CanonicalExperts, "forward", taps._routed),
         (modules, "linear_qkv", taps._projections),
+        (modules, "paged_inputs", taps._heads),
     ]
     with ExitStack() as stack:
         for owner, name, report in wrapped:

@@ -16,7 +16,7 @@ from torch import nn
 from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.operand import DTYPES
 from rl_consistency.kernels.core.tuned_schedules import MOST_ROWS, rows_bucket
-from rl_consistency.kernels.matmul.schedules import FUSED_ROWS
+from rl_consistency.kernels.linear.schedules import fuses_gate_up, fuses_qkv
 from rl_consistency.kernels.token_logprobs.plan import STATISTICS_CHUNK
 from rl_consistency.models.families import ACTIVATIONS, HEAD_NORMS, check_config
 from rl_consistency.models.sharding import unwrapped
@@ -105,13 +105,15 @@ def _layer_forward(
     heads, kv_heads, dim = _heads(config)
     columns = heads * dim, kv_heads * dim, kv_heads * dim
     activation = ACTIVATIONS[getattr(config, "hidden_act", "silu")]
-    fused = m <= FUSED_ROWS
-    if fused:
+    one_qkv = fuses_qkv(m, columns, dtype)
+    one_glu = fuses_gate_up(m, inner, hidden, dtype, has_tma(device))
+    if one_qkv:
         yield fused_qkv(device, m, columns, hidden, dtype, calls)
+    if one_glu:
         yield fused_gate_up(device, m, inner, hidden, dtype, activation, calls)
     else:
         yield glu_work(device, "forward", m, inner, dtype, activation, calls)
-    for (n, k), count in _counted(_weights(config, apart=not fused)):
+    for (n, k), count in _counted(_weights(config, qkv=not one_qkv, gate_up=not one_glu)):
         yield product(device, "nt", m, n, k, dtype, dtype, calls * count)
     for adds in (False, True):
         yield norm_forward(device, m, hidden, dtype, adds=adds, calls=calls)
@@ -127,7 +129,7 @@ def _layer_backward(
     """Its gradients for a micro-batch of m rows."""
     hidden, inner = config.hidden_size, config.intermediate_size
     activation = ACTIVATIONS[getattr(config, "hidden_act", "silu")]
-    for (n, k), count in _counted(_weights(config, apart=True)):
+    for (n, k), count in _counted(_weights(config)):
         yield product(device, "nn", m, k, n, dtype, dtype, calls * count)
         yield fold(device, m, n, k, dtype, calls * count)
     yield glu_work(device, "backward", m, inner, dtype, activation, calls)
@@ -155,13 +157,13 @@ def _heads(config: Any) -> tuple[int, int, int]:
     return heads, config.num_key_value_heads, dim
 
 
-def _weights(config: Any, *, apart: bool) -> list[tuple[int, int]]:
-    """Weights [n, k] of a layer; without those that fused launches take unless `apart`."""
+def _weights(config: Any, *, qkv: bool = True, gate_up: bool = True) -> list[tuple[int, int]]:
+    """Weights [n, k] of a layer, with those that a fused launch may take or without them."""
     hidden, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads, dim = _heads(config)
-    after = [(hidden, heads * dim), (hidden, inner)]
-    columns = heads * dim, kv_heads * dim, kv_heads * dim, inner, inner
-    return after + [(n, hidden) for n in columns] if apart else after
+    columns = [heads * dim, kv_heads * dim, kv_heads * dim] if qkv else []
+    columns += [inner, inner] if gate_up else []
+    return [(hidden, heads * dim), (hidden, inner), *((n, hidden) for n in columns)]
 
 
 def _has_aligned_rows(work: Work) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from rl_consistency.kernels.core.device import has_tma, sm_count
 from rl_consistency.kernels.gradient_fold import schedules as fold_schedules
 from rl_consistency.kernels.gradient_fold.outer_triton import launch_outer
+from rl_consistency.kernels.linear import schedules as few_rows
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd
 from rl_consistency.kernels.matmul import schedules
 from rl_consistency.kernels.matmul.cublaslt import library_outer, library_product
@@ -127,14 +128,14 @@ def fused_qkv(
 
     total = sum(columns)
     moved = (total * k + m * (k + total)) * dtype.itemsize
-    found = schedules.few_rows_candidates(schedules.QKV, dtype, tma=False)
+    found = few_rows.few_rows_candidates(few_rows.QKV, dtype, tma=False)
     return Work(
         op="qkv",
         shape={"m": m, "n": "+".join(map(str, columns)), "k": k},
         operands=partial(drawn, device, dtype, (m, k), *((n, k) for n in columns)),
         candidates=_by_name(found, call),
-        picked=schedules.pick_qkv(m, dtype).name,
-        entry=schedules.qkv_work(dtype, m, columns, k),
+        picked=few_rows.pick_qkv(m, dtype, columns, k).name,
+        entry=few_rows.qkv_work(dtype, m, columns, k),
         moved_bytes=moved,
         seconds=calls * least_seconds(moved, m * total * k),
     )
@@ -157,9 +158,9 @@ def fused_gate_up(
         op="gate_up",
         shape={"m": m, "n": n, "k": k},
         operands=partial(drawn, device, dtype, (m, k), (n, k), (n, k)),
-        candidates=_by_name(schedules.few_rows_candidates(schedules.GATE_UP, dtype, tma=tma), call),
-        picked=schedules.pick_gate_up(m, n, dtype, tma).name,
-        entry=schedules.gate_up_work(dtype, tma, m, n, k),
+        candidates=_by_name(few_rows.few_rows_candidates(few_rows.GATE_UP, dtype, tma=tma), call),
+        picked=few_rows.pick_gate_up(m, n, dtype, tma).name,
+        entry=few_rows.gate_up_work(dtype, tma, m, n, k),
         moved_bytes=moved,
         seconds=calls * least_seconds(moved, 2 * m * n * k),
     )

@@ -91,6 +91,12 @@ def test_random_shapes_and_named_models_are_measured_instead(monkeypatch):
     assert command.main(["train", "--model", "llama3.2-1b,qwen2.5-1.5b"]) == 0
     (shapes,) = asked.pop().values()
     assert [shape["model"] for shape in shapes] == ["llama3.2-1b", "qwen2.5-1.5b"]
+    assert command.main(["rollout", "--model", "llama3.2-1b"]) == 0
+    (shapes,) = asked.pop().values()
+    assert [(shape["model"], shape["sequences"]) for shape in shapes] == [
+        ("llama3.2-1b", 64),
+        ("llama3.2-1b", 256),
+    ]
 
 
 def test_random_shapes_are_compiled_first_and_timed_for_a_short_time(monkeypatch, tmp_path):

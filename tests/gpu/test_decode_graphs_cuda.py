@@ -124,7 +124,7 @@ def test_the_comparison_notices_a_shifted_position(captured, texts, monkeypatch)
     """Negative control."""
     stage = DecodeCall.stage
 
-    def shifted(call, chunks, slots):
+    def shifted(call, chunks, slots, runs=()):
         buffer = stage(call, chunks, slots)
         call._fields.tensors(buffer)["positions"].add_(1)
         return buffer

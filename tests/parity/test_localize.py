@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM
 
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.models import modules
+from rl_consistency.models.families import ops_of
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.fingerprint import fingerprint
-from rl_consistency.models.families import ops_of
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import localize, localize_bundle
 from rl_consistency.parity.replay import load_replay_bundle, save_replay_bundle

@@ -5,8 +5,8 @@ import torch
 
 from rl_consistency.kernels.linear import op as linear_op
 from rl_consistency.models import modules, token_logprobs
-from rl_consistency.models.patch import patch
 from rl_consistency.models.families import ops_of
+from rl_consistency.models.patch import patch
 from rl_consistency.parity import sides
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import localize
@@ -85,27 +85,44 @@ def of(model, name, index=1):
     return lambda args: args[index] is weight
 
 
+def norm_of(model, number, name):
+    """Calls of `add_rms_norm` with the weight of a norm of a layer."""
+    return of(model, f"model.layers.{number}.{name}.weight", 2)
+
+
 def layer(number):
     return {"every": LAYERS, "at": number}
 
 
 FAULTS = {
     # (the fault) -> pass, op, layer, last part of the module
-    "rms_norm of layer 2": (
-        lambda m: later("rms_norm", output, of(m, "model.layers.2.input_layernorm.weight")),
-        ("forward", "rms_norm", 2, "input_layernorm"),
+    "first norm of layer 0": (
+        lambda m: later("rms_norm", output, of(m, "model.layers.0.input_layernorm.weight")),
+        ("forward", "rms_norm", 0, "input_layernorm"),
     ),
     "q_norm of layer 3": (
         lambda m: later("rms_norm", output, of(m, "model.layers.3.self_attn.q_norm.weight")),
         ("forward", "rms_norm", 3, "q_norm"),
     ),
     "second norm of layer 1": (
-        lambda m: later("add_rms_norm", output, **layer(1)),
+        lambda m: later("add_rms_norm", output, norm_of(m, 1, "post_attention_layernorm")),
         ("forward", "rms_norm", 1, "post_attention_layernorm"),
     ),
     "residual of layer 1": (
-        lambda m: later("add_rms_norm", second_output, **layer(1)),
+        lambda m: later("add_rms_norm", second_output, norm_of(m, 1, "post_attention_layernorm")),
         ("forward", "residual", 1, "post_attention_layernorm"),
+    ),
+    "first norm of layer 2": (
+        lambda m: later("add_rms_norm", output, norm_of(m, 2, "input_layernorm")),
+        ("forward", "rms_norm", 2, "input_layernorm"),
+    ),
+    "output of layer 1": (
+        lambda m: later("add_rms_norm", second_output, norm_of(m, 2, "input_layernorm")),
+        ("forward", "residual", 1, "1"),
+    ),
+    "final norm": (
+        lambda m: later("add_rms_norm", output, of(m, "model.norm.weight", 2)),
+        ("forward", "rms_norm", None, "norm"),
     ),
     "glu of layer 1": (
         lambda m: later("glu", output, **layer(1)),
@@ -146,13 +163,13 @@ FAULTS = {
         ("backward", "attention", 1, "self_attn"),
     ),
     "rms_norm's backward, layer 3": (
-        lambda m: later(
-            "rms_norm", input_gradient(0), of(m, "model.layers.3.input_layernorm.weight")
-        ),
+        lambda m: later("add_rms_norm", input_gradient(0), norm_of(m, 3, "input_layernorm")),
         ("backward", "rms_norm", 3, "input_layernorm"),
     ),
     "second norm's backward, layer 0": (
-        lambda m: later("add_rms_norm", input_gradient(0), **layer(0)),
+        lambda m: later(
+            "add_rms_norm", input_gradient(0), norm_of(m, 0, "post_attention_layernorm")
+        ),
         ("backward", "rms_norm", 0, "post_attention_layernorm"),
     ),
     "glu's backward, layer 0": (

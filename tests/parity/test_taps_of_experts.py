@@ -9,7 +9,6 @@ from rl_consistency.models.moe import modules
 from rl_consistency.models.patch import patch
 from rl_consistency.parity.localize import localize
 from rl_consistency.verify.presets import build_preset
-from rl_consistency.verify.substitution import attribute
 from tests.parity.test_taps import ROW, fold, input_gradient, later, one_ulp_up
 
 LAYER = {"every": 2, "at": 1}

@@ -4,8 +4,14 @@ import pytest
 
 from rl_consistency.parity.drift import _LOGGED
 from rl_consistency.parity.foreign_drift import DEFINITIONS
-from rl_consistency.trainers.algorithms.loop import ENGINE_METRICS
-from rl_consistency.trainers.metric_reference import DRIFT, METRICS, reference_of, references
+from rl_consistency.trainers.algorithms.rollout_engine import ENGINE_METRICS
+from rl_consistency.trainers.metric_reference import (
+    DRIFT,
+    METRICS,
+    ROUTED,
+    reference_of,
+    references,
+)
 
 ELSEWHERE = {"consistency/schedule_audit"}
 """Logged on a GPU alone."""
@@ -15,7 +21,10 @@ def test_every_metric_of_a_run_is_described_and_no_other(tiny_run):
     _, rows = tiny_run(**tiny_run.LONG, **{"tracking.metrics_of": list(DEFINITIONS)})
     ppo = {"algorithm.name": "ppo", "algorithm.kl_coefficient": 0.05, "training.steps": 1}
     checks = {f"consistency.{name}_check_every": 1 for name in ("value", "gradient")}
-    others = checks | {"data.overlong_prompts": "drop"}
+    sparse = {"architecture": "mixtral", "experts": {"count": 4, "per_token": 2}}
+    sparse = {f"policy.build.{name}": value for name, value in sparse.items()}
+    others = checks | {"data.overlong_prompts": "drop", "consistency.shadow_every": 1} | sparse
+    others |= {"algorithm.balance_coefficient": 0.1}
     _, more = tiny_run.of_its_own("ppo", **ppo, **others)
     logged = {name for row in rows + more for name in row} - {"step"}
     assert all(reference_of(name) for name in logged)
@@ -25,6 +34,7 @@ def test_every_metric_of_a_run_is_described_and_no_other(tiny_run):
 
 def test_the_drift_and_the_engine_are_described_whole():
     assert set(DRIFT) == set(_LOGGED.values())
+    assert set(ROUTED) == {"rerouted_tokens"}
     assert all(reference_of(f"time/rollout_{name}") for name in ENGINE_METRICS)
 
 

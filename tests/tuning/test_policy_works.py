@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from rl_consistency.kernels.matmul.schedules import FUSED_ROWS
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.tuning.policy_works import policy_config, policy_works
 from rl_consistency.verify.presets import build_preset, preset_config
@@ -35,7 +34,7 @@ def test_every_work_has_a_name_and_candidates_and_its_default_is_one_of_them(wor
 def test_rows_come_in_buckets_from_one_to_the_training_batch(works):
     rows = {s["m"] for s in shapes(works, "matmul", layout="nt")}
     assert rows == {1, *(2**i for i in range(4, 13))}
-    assert {s["m"] for s in shapes(works, "qkv")} == {m for m in rows if m <= FUSED_ROWS}
+    assert {s["m"] for s in shapes(works, "qkv")} == {m for m in rows if m <= 128}
     trained = {s["m"] for s in shapes(works, "matmul", layout="nn")}
     assert trained == {256, 512, 1024, 2048, 4096} == {s["tokens"] for s in shapes(works, "fold")}
 

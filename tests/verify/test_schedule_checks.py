@@ -47,7 +47,8 @@ def few(monkeypatch):
         lambda a, b, *, out_dtype: matmul_fwd(a, b, None, "nn", out_dtype),
     )
     tables = {
-        schedule_checks.matmul_schedules: {"POINTER_FP32": 4, "QKV": 3, "GATE_UP": -3},
+        schedule_checks.matmul_schedules: {"POINTER_FP32": 4},
+        schedule_checks.few_rows_schedules: {"QKV": 3, "GATE_UP": -3},
         schedule_checks.attention_schedules: {
             "PREFILL": -2,
             "DECODE": -2,

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rl_consistency.rollout.completion import Completion
+from rl_consistency.trainers.advantages import overlong_mask, overlong_penalty
+from rl_consistency.trainers.config.learning_sections import AlgorithmSection
 from rl_consistency.trainers.data.examples import Example
 from rl_consistency.trainers.rewards.compute import Rewards
 
@@ -33,6 +37,45 @@ class Experience:
     def lengths(self) -> list[int]:
         """Completion tokens of each sample."""
         return [len(t) for t in self.old_logprobs]
+
+
+def rollout_metrics(
+    completions: Sequence[Completion], rewards: Rewards
+) -> dict[str, float | int | str | bool]:
+    """What is logged of a rollout's completions and their rewards."""
+    lengths = [len(c.token_ids) for c in completions]
+    cut = sum(c.finish_reason == "length" for c in completions)
+    return {
+        "reward/mean": fmean(rewards.total),
+        "reward/std": float(torch.tensor(rewards.total).std()),
+        "completion/length_mean": fmean(lengths),
+        "completion/length_max": max(lengths),
+        "completion/cut_fraction": cut / len(completions),
+        **{f"reward/{name}": fmean(values) for name, values in rewards.by_function.items()},
+    }
+
+
+def shaped_rewards(
+    completions: Sequence[Completion],
+    rewards: Rewards,
+    algorithm: AlgorithmSection,
+    longest: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Rewards [S] fp32 after what the algorithm does to samples cut at `longest` tokens, and which
+    samples it keeps."""
+    shaped, keep = torch.tensor(rewards.total, dtype=torch.float32), None
+    if algorithm.overlong == "penalty":
+        lengths = [len(c.token_ids) for c in completions]
+        shaped = shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
+    elif algorithm.overlong == "mask":
+        keep = overlong_mask([c.finish_reason for c in completions])
+    return shaped, keep
+
+
+def routing_of(completions: Sequence[Completion]) -> list[Tensor] | None:
+    """The routing of each completion's tokens; None in a dense model."""
+    found = [c.routing for c in completions if c.routing is not None]
+    return found if len(found) == len(completions) else None
 
 
 def samples_of(

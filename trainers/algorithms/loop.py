@@ -28,30 +28,30 @@ from rl_consistency.rollout.completion import Completion
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import model_digest
-from rl_consistency.trainers.advantages import overlong_mask, overlong_penalty
-from rl_consistency.trainers.algorithms.experience import Experience, samples_of
+from rl_consistency.trainers.algorithms.experience import (
+    Experience,
+    rollout_metrics,
+    routing_of,
+    samples_of,
+    shaped_rewards,
+)
+from rl_consistency.trainers.algorithms.rollout_engine import ENGINE_METRICS
 from rl_consistency.trainers.batch import LossConfig, TokenBatch, per_token
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.data.examples import DataOrder, Example
 from rl_consistency.trainers.data.prompts import PromptSet
 from rl_consistency.trainers.hooks import GradientStep, Metrics, Rollout, TrainerHook
-from rl_consistency.trainers.losses import LossOutput, merge_outputs, policy_loss, token_weights
+from rl_consistency.trainers.losses import (
+    LossOutput,
+    merge_outputs,
+    policy_loss,
+    token_weights,
+    with_balance,
+)
 from rl_consistency.trainers.optimizer import PolicyOptimizer
 from rl_consistency.trainers.rewards.compute import Rewards, compute_rewards
 from rl_consistency.trainers.rewards.function import RewardFunction
 from rl_consistency.trainers.strategies.strategy import Backward, Strategy
-
-ENGINE_METRICS = (
-    "prefill_tokens_per_second",
-    "decode_tokens_per_second",
-    "mean_seconds_to_first_token",
-    "host_seconds_per_step",
-    "peak_kv_share",
-    "prefix_hit_tokens",
-    "preemptions",
-    "acceptance_rate",
-)
-"""Fields of the engine's statistics that are logged with a step."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -82,6 +82,7 @@ class PolicyTrainer(ABC):
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None
     """Told what is done of a phase of the step."""
 
+    _routing: dict[int, Tensor] = field(init=False)  # of the samples scored last
     timed: ClassVar[tuple[str, ...]] = ("rollout", "training", "optimizer")
     """What the seconds of a step are counted for."""
 
@@ -101,6 +102,7 @@ class PolicyTrainer(ABC):
         self._update_size = batch // config.algorithm.updates_per_rollout
         firsts, own = range(0, batch, self._update_size), self.ranks.own(self._update_size)
         self._own = [first + i for first in firsts for i in own]
+        self._balances, self._routing = config.algorithm.balance_coefficient, {}
         # Of the weights the policy has now (initial or from a checkpoint), later of each update.
         self._weights_digest = self._common_digest("before the first step")
 
@@ -177,12 +179,11 @@ class PolicyTrainer(ABC):
     def _rewards(self, examples: Sequence[Example], completions: Sequence[Completion]) -> Rewards:
         """Reward functions see a whole batch in logical order, and run once."""
         self.progress("rewards", 0, 0)
-        texts = self._texts(completions)
         score = partial(
             compute_rewards,
             self.rewards,
             examples,
-            texts,
+            self._texts(completions),
             token_ids=[completion.token_ids for completion in completions],
             timeout=self.config.reward.timeout,
         )
@@ -203,27 +204,15 @@ class PolicyTrainer(ABC):
             logprobs=old_logprobs,
             sampling=self._sampling,
             places=[(e.id, c.sample_index) for e, c in zip(examples, completions, strict=True)],
+            routing=routing_of(completions),
         )
         metrics = self._told("the rollout", self.hook.on_rollout, rollout)
         rewards = self._rewards(examples, completions)
         shown = partial(samples_of, examples, completions, rewards, self._texts)
         self.samples = shown(n=self._sampling.n, count=self.config.tracking.samples)
-        shaped = torch.tensor(rewards.total, dtype=torch.float32)
-        algorithm, longest = self.config.algorithm, self._sampling.max_tokens
-        lengths, keep = [len(t) for t in old_logprobs], None
-        if algorithm.overlong == "penalty":
-            shaped = shaped + overlong_penalty(lengths, longest, algorithm.overlong_buffer)
-        elif algorithm.overlong == "mask":
-            keep = overlong_mask([c.finish_reason for c in completions])
-        cut = sum(c.finish_reason == "length" for c in completions)
-        metrics |= {
-            "reward/mean": fmean(rewards.total),
-            "reward/std": float(torch.tensor(rewards.total).std()),
-            "completion/length_mean": fmean(lengths),
-            "completion/length_max": max(lengths),
-            "completion/cut_fraction": cut / len(completions),
-        }
-        metrics |= {f"reward/{name}": fmean(v) for name, v in rewards.by_function.items()}
+        longest = self._sampling.max_tokens
+        shaped, keep = shaped_rewards(completions, rewards, self.config.algorithm, longest)
+        metrics |= rollout_metrics(completions, rewards)
         experience = Experience(
             sequences=sequences,
             prompt_lengths=prompt_lengths,
@@ -240,13 +229,16 @@ class PolicyTrainer(ABC):
         metrics: Metrics = {}
         updates: list[LossOutput] = []
         norms: list[float] = []
+        self._routing.clear()
         for part in self._minibatches(experience):
             output, logprobs, norm = self._backward(experience, part)
             if not updates:
                 others = list(range(len(part), len(experience.sequences)))
                 with whole_weights(self.model):
                     logprobs += self._score(self.model, experience, others)
-                    given = self.hook.on_training_logprobs, logprobs
+                    given: list[Any] = [self.hook.on_training_logprobs, logprobs]
+                    if self._routing:
+                        given.append(self.ranks.shared_tensors("routing", self._routing))
                     metrics |= self._told("training logprobs", *given)
             gradient_step = self._gradient_step(experience, part, not updates)
             metrics |= self._told("gradients", self.hook.on_gradients, gradient_step)
@@ -318,7 +310,10 @@ class PolicyTrainer(ABC):
             entropy=scored.entropy,
         )
         weights = self._weights(experience, part, group, device)
-        return policy_loss(batch, weights, self._loss_config)
+        output = policy_loss(batch, weights, self._loss_config)
+        if scored.balance is None:
+            return output
+        return with_balance(output, scored.balance, self._balances / len(part))
 
     def _weights(
         self, experience: Experience, part: list[int], group: list[int], device: torch.device
@@ -348,20 +343,25 @@ class PolicyTrainer(ABC):
             sampling=self._sampling,
             loss=loss,
             first_of_step=first,
+            balance=self._balances > 0,
             gradients=self.ranks.whole(self.ranks.gradients()),
             check=check if self.ranks.order.count > 1 or self.ranks.keeps_shards else None,
         )
 
     def _forward(self, model: Any, experience: Experience, group: list[int]) -> TokenLogprobs:
         inputs, mask = lay_out([experience.sequences[i] for i in group], self._layout, model.device)
-        return token_logprobs(
+        scored = token_logprobs(
             model,
             inputs,
             attention_mask=mask,
             prompt_lengths=[experience.prompt_lengths[i] for i in group],
             sampling=self._sampling,
             share_prompts=not torch.is_grad_enabled(),
+            balance=torch.is_grad_enabled() and self._balances > 0,
         )
+        if scored.routing is not None:
+            self._routing.update(zip(group, scored.routing.split(scored.lengths)))
+        return scored
 
     @torch.no_grad()
     def _score(self, model: Any, experience: Experience, part: list[int]) -> list[Tensor]:

@@ -10,6 +10,18 @@ from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.trainers.config.recipe import RunConfig
 from rl_consistency.trainers.policy import eos_token_ids
 
+ENGINE_METRICS = (
+    "prefill_tokens_per_second",
+    "decode_tokens_per_second",
+    "mean_seconds_to_first_token",
+    "host_seconds_per_step",
+    "peak_kv_share",
+    "prefix_hit_tokens",
+    "preemptions",
+    "acceptance_rate",
+)
+"""Fields of the engine's statistics that are logged with a step."""
+
 
 def engine_of(config: RunConfig, model: Any, tokenizer: Any) -> RolloutEngine:
     """Around a patched model, with room for a step of the recipe."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import field_validator
+
 from rl_consistency.trainers.advantages import AdvantageKind
 from rl_consistency.trainers.config.section import (
     BelowOne,
@@ -63,6 +65,11 @@ class AlgorithmSection(Section):
     log-ratio taken from each token's reward; 0 keeps no reference model."""
     entropy_coefficient: PositiveOrZero = 0.0
     """Weight of the entropy bonus."""
+    balance_coefficient: PositiveOrZero = 0.0
+    """Weight of the load-balancing loss of a mixture of experts, mean over sequences; 0 = none."""
+    balance_over: Literal["sequence", "batch"] = "sequence"
+    """What loads are counted over. batch is refused: it is no sum over sequences, so every cut of
+    the batch into micro-batches or leaves would change it."""
     updates_per_rollout: Count = 1
     """Optimizer steps per epoch over a rollout batch, which is split into as many equal parts."""
     epochs_per_rollout: Count = 1
@@ -72,6 +79,16 @@ class AlgorithmSection(Section):
     denominators and in the group's mean), or penalised by length."""
     overlong_buffer: CountOrZero = 0
     """Tokens before max_tokens over which the penalty grows; only with overlong: penalty."""
+
+    @field_validator("balance_over")
+    @classmethod
+    def _is_a_sum(cls, value: str) -> str:
+        if value == "batch":
+            raise ValueError(
+                "batch: a load-balancing loss over the batch is the product of two means over it, "
+                "no sum over sequences, so every cut into micro-batches changes it; use sequence"
+            )
+        return value
 
     @property
     def of_ppo(self) -> PPOSection | None:

@@ -16,16 +16,34 @@ from rl_consistency.trainers.config.section import (
     require_one,
 )
 
+SPARSE = ("qwen3_moe", "olmoe", "mixtral")
+"""Families whose layers are mixtures of experts."""
+
+
+class ExpertsSection(Section):
+    """What a mixture of experts has and a dense model has not."""
+
+    count: Count
+    """Experts of each layer, all of width intermediate_size."""
+    per_token: Count
+    """Experts that a token meets in each layer."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> ExpertsSection:
+        if self.per_token > self.count:
+            raise ValueError(f"per_token {self.per_token} is more than the {self.count} experts")
+        return self
+
 
 class BuildSection(Section):
     """A policy built from scratch; its vocabulary is the tokenizer's, padded to 16s."""
 
-    architecture: Literal["qwen3", "llama", "mistral", "qwen2"]
+    architecture: Literal["qwen3", "llama", "mistral", "qwen2", "qwen3_moe", "olmoe", "mixtral"]
     """Family of the Hugging Face causal language model."""
     hidden_size: Count
     """Width of the residual stream."""
     intermediate_size: Count
-    """Width of the gated MLP."""
+    """Width of the gated MLP, of each expert's in a mixture of experts."""
     num_hidden_layers: Count
     """Number of decoder layers."""
     num_attention_heads: Count
@@ -40,6 +58,8 @@ class BuildSection(Section):
     """Base of the rotary position embedding."""
     tie_word_embeddings: bool = True
     """Use the input embedding as the LM head."""
+    experts: ExpertsSection | None = None
+    """Of qwen3_moe, olmoe and mixtral; null in the dense families."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> BuildSection:
@@ -50,6 +70,15 @@ class BuildSection(Section):
             )
         if self.head_dim is None and size % (2 * heads):
             raise ValueError(f"hidden_size {size} gives {heads} heads no even width: set head_dim")
+        if self.architecture == "olmoe" and self.head_dim not in (None, size // heads):
+            raise ValueError("olmoe norms whole projections: leave head_dim out")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> BuildSection:
+        if (self.experts is not None) != (self.architecture in SPARSE):
+            wanted = "set experts" if self.experts is None else "leave experts out"
+            raise ValueError(f"architecture {self.architecture}: {wanted}")
         return self
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_consistency.numerics.strict import is_canonical
 
@@ -73,6 +73,29 @@ def recorded_routing(*, logits: bool = False) -> Iterator[RoutingRecord]:
         yield record
     finally:
         _record.reset(token)
+
+
+@contextmanager
+def stock_routing(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Of each forward pass of an unpatched model inside the block: [rows] `expert_fingerprints` of
+    all rows, padding too; nothing of a dense model."""
+    found: list[Tensor] = []
+    layers: list[Tensor] = []
+
+    def keep(gate: nn.Module, given: object, result: tuple[Tensor, Tensor, Tensor]) -> None:
+        layers.append(result[2].sort(dim=1).values)
+
+    def join(*_: object) -> None:
+        if layers:
+            found.append(expert_fingerprints(torch.stack(layers, dim=1)))
+            layers.clear()
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name.endswith(".mlp.gate"):
+                stack.callback(module.register_forward_hook(keep).remove)
+        stack.callback(model.register_forward_hook(join).remove)
+        yield found
 
 
 def record_routing(logits: Tensor, expert_ids: Tensor) -> None:

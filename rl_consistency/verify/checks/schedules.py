@@ -26,6 +26,7 @@ from rl_consistency.kernels.gradient_fold import schedules as gradient_fold_sche
 from rl_consistency.kernels.gradient_fold.accumulators import accumulator_dtype
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.kernels.linear import few_rows_triton as linear_triton
+from rl_consistency.kernels.linear import schedules as few_rows_schedules
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import product_triton as matmul_triton
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
@@ -83,7 +84,7 @@ def check_matmul_schedules(tally: Tally, setup: OpSetup) -> None:
 def check_fused_product_schedules(tally: Tally, setup: OpSetup) -> None:
     """q, k, v in one launch and gate, up, silu in another, against the ops they stand for."""
     dtype = setup.dtype
-    few = matmul_schedules.FUSED_ROWS - 3  # ragged for every tile
+    few = few_rows_schedules.MOST_FUSED_ROWS - 3  # ragged for every tile
     x, weights = projection_probe(min(setup.rows, few), setup)
     biases = bq, bk, bv = [setup.drawn((len(w),), i, 0.01) for i, w in enumerate(weights[:3])]
     pairs = zip(weights, [*biases, None, None], strict=True)
@@ -95,10 +96,10 @@ def check_fused_product_schedules(tally: Tally, setup: OpSetup) -> None:
     def projected(schedule: matmul_schedules.Schedule) -> Tensor:
         return torch.cat(linear_triton.qkv_fwd(x, wq, wk, wv, bq, bk, bv, schedule), dim=1)
 
-    qkv = gate_up = matmul_schedules.FEW_ROWS_FP32
+    qkv = gate_up = few_rows_schedules.FEW_ROWS_FP32
     if dtype != torch.float32:
-        qkv = matmul_schedules.QKV
-        gate_up = [s for s in matmul_schedules.GATE_UP if tma or s.kind == "pointer"]
+        qkv = few_rows_schedules.QKV
+        gate_up = [s for s in few_rows_schedules.GATE_UP if tma or s.kind == "pointer"]
     whole = schedules_alike(tally, "q, k, v", qkv, projected)
     tally.equal("q, k, v, against the ops apart", torch.cat(apart[:3], dim=1), whole)
     activated = partial(linear_triton.gate_up_glu_fwd, x, w_gate, w_up, "silu")

@@ -19,8 +19,8 @@ from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_t
 from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
 from rl_consistency.kernels.gradient_fold import schedules as gradient_fold_schedules
 from rl_consistency.kernels.linear import few_rows_triton as linear_triton
+from rl_consistency.kernels.linear import schedules as few_rows_schedules
 from rl_consistency.kernels.matmul import product_triton as matmul_triton
-from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
 from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
@@ -137,8 +137,8 @@ def _small_launchers() -> list[Pair]:
         return find(logits.bfloat16().float() if changed else logits, *rows)
 
     return [
-        _some_entries(project, lambda *_: matmul_schedules.QKV[1:2], split_k),
-        _some_entries(gated, lambda *_: matmul_schedules.GATE_UP[-1:], unrounded),
+        _some_entries(project, lambda *_: few_rows_schedules.QKV[1:2], split_k),
+        _some_entries(gated, lambda *_: few_rows_schedules.GATE_UP[-1:], unrounded),
         _some_entries(glu_triton.glu_fwd, lambda *_: glu_triton.CANDIDATES[1:2], silu_rounded),
         _some_entries(glu_triton.glu_bwd, lambda *_: glu_triton.CANDIDATES[1:2], gradients_rounded),
         _some_entries(rotate, lambda *_: rotary_triton.CANDIDATES[1:2], cosine_rounded),

@@ -14,8 +14,8 @@ from rl_consistency.kernels.linear.few_rows_triton import (
     qkv_fwd,
 )
 from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv, linear_reference
+from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
 from rl_consistency.kernels.matmul import audit, cublaslt
-from rl_consistency.kernels.matmul.schedules import GATE_UP, QKV
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within

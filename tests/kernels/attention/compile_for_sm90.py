@@ -16,6 +16,7 @@ from triton.runtime.jit import JITFunction
 from rl_consistency.kernels.attention.backward_triton import attention_bwd
 from rl_consistency.kernels.attention.forward_triton import attention_fwd
 from rl_consistency.kernels.attention.layout import PackedSequences, PagedAttention
+from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs_fwd
 from rl_consistency.kernels.attention.shared_keys import SharedRun
 from rl_consistency.kernels.core.remembered_launch import Remembered
 
@@ -61,6 +62,11 @@ def calls(dim):
     lse = torch.zeros(512, 12)
     yield lambda: attention_fwd(q, keys, keys, packed, 0.1, None)
     yield lambda: attention_bwd(q, q, keys, keys, q, lse, packed, 0.1, None)
+    cos = torch.zeros(512, dim // 2)
+    cache = torch.zeros(32, 16, 2, dim, dtype=torch.bfloat16)
+    slots = torch.arange(512)
+    norms = HeadNorms(q[0, 0], q[0, 0], 1e-6, 1e-6)
+    yield lambda: paged_inputs_fwd(q, keys, keys, cos, cos, norms, cache, cache, slots)
     for rows, runs in ((4, ()), (256, [SharedRun(8 * i, 8, 2048) for i in range(32)])):
         paged = PagedAttention(
             query_starts=range(rows),

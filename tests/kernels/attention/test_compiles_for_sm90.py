@@ -12,6 +12,7 @@ KERNELS = {
     "attention_backward_hopper_kernel",
     "attention_decode_kernel",
     "attention_prefix_kernel",
+    "paged_inputs_kernel",
 }
 MOST_SPILLED = 64
 """Bytes. Addresses of the copying warps spill a few; sums of a tile would be hundreds."""

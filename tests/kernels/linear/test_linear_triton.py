@@ -9,7 +9,7 @@ from rl_consistency.kernels.linear.few_rows_triton import (
     qkv_op,
 )
 from rl_consistency.kernels.linear.op import linear_reference
-from rl_consistency.kernels.matmul.schedules import GATE_UP, QKV
+from rl_consistency.kernels.linear.schedules import GATE_UP, QKV
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.probe import probe
 

@@ -6,19 +6,13 @@ import torch
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.schedules import (
     CANDIDATES,
-    FEW_ROWS_FP32,
-    FUSED_ROWS,
-    GATE_UP,
     POINTER,
     POINTER_FP32,
-    QKV,
     Entry,
     Schedule,
     expected_us,
     fitting,
     pick,
-    pick_gate_up,
-    pick_qkv,
     prefers_library,
 )
 from rl_consistency.kernels.matmul.table import MEASURED
@@ -29,7 +23,7 @@ SM90_SHARED = 227 * 1024
 SMALLEST_SHARED = 99 * 1024
 
 
-@pytest.mark.parametrize("table", [CANDIDATES, POINTER_FP32, QKV, GATE_UP, FEW_ROWS_FP32])
+@pytest.mark.parametrize("table", [CANDIDATES, POINTER_FP32])
 def test_names_are_unique_and_say_everything(table):
     assert len({schedule.name for schedule in table}) == len(table)
     assert all(Schedule.named(schedule.name) == schedule for schedule in table)
@@ -44,16 +38,7 @@ def test_a_table_holds_what_is_picked_and_nothing_else():
         for layout, tma in (("nt", True), ("nn", True), ("nt", False))
     }
     assert found == set(CANDIDATES)
-    few = range(1, FUSED_ROWS + 1)
     assert {pick(m, 1, 1, torch.float32, "nt", True) for m in rows} == set(POINTER_FP32)
-    assert {pick_qkv(m, torch.bfloat16) for m in few} == set(QKV)
-    assert {pick_qkv(m, torch.float32) for m in few} == set(FEW_ROWS_FP32)
-    found = {
-        pick_gate_up(m, n, torch.bfloat16, tma)
-        for m, n, tma in product(few, (1024, 8192), (True, False))
-    }
-    assert found == set(GATE_UP)
-    assert {pick_gate_up(m, 1024, torch.float32, True) for m in few} == set(FEW_ROWS_FP32)
 
 
 @pytest.mark.parametrize("layout", ["nt", "nn"])
@@ -76,20 +61,6 @@ def test_a_tile_stored_in_fp32_has_room_beside_its_operands():
     tile = Schedule.named("tma-128x128x128-w8-s3")
     assert tile.within(SM90_SHARED, 2, 2).stages == 3
     assert tile.within(SM90_SHARED, 2, 4).stages == 2
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("m", [1, 16, 17, 33, 64])
-def test_fused_picks_fit_in_shared_memory(m, dtype):
-    size = dtype.itemsize
-    assert pick_qkv(m, dtype).shared_bytes(size, size) <= SMALLEST_SHARED
-    for n in (1024, 12288):
-        by_pointer = pick_gate_up(m, n, dtype, False)
-        assert by_pointer.kind == "pointer"
-        assert pick_gate_up(m, n, dtype, True).kind == (
-            "tma" if dtype == torch.bfloat16 else "pointer"
-        )
-    assert all(s.kind == "pointer" for s in (*QKV, *FEW_ROWS_FP32))
 
 
 ENTRIES = [Entry(1024, 1024, CANDIDATES[0], True), Entry(8192, 4096, CANDIDATES[1])]

@@ -7,24 +7,26 @@ from rl_consistency.kernels.core import tuned_schedules as winners_module
 from rl_consistency.kernels.core.tuned_schedules import Winner, forget_picks, tuned_schedules
 from rl_consistency.kernels.gradient_fold import schedules as fold_schedules
 from rl_consistency.kernels.gradient_fold.schedules import fold_work
+from rl_consistency.kernels.linear.schedules import (
+    GATE_UP,
+    QKV,
+    few_rows_candidates,
+    gate_up_work,
+    pick_gate_up,
+    pick_qkv,
+    qkv_work,
+)
 from rl_consistency.kernels.matmul.schedules import (
     CANDIDATES,
-    GATE_UP,
     LIBRARY,
     POINTER,
     POINTER_FP32,
-    QKV,
     TRITON,
     candidates,
-    few_rows_candidates,
-    gate_up_work,
     library_work,
     pick,
-    pick_gate_up,
-    pick_qkv,
     prefers_library,
     product_work,
-    qkv_work,
 )
 
 BF16, FP32, CPU = torch.bfloat16, torch.float32, torch.device("cpu")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rl_consistency.kernels.attention.shared_keys import SHARED_BLOCK
-from rl_consistency.kernels.matmul.schedules import pick, pick_gate_up, pick_qkv, prefers_library
+from rl_consistency.kernels.linear.schedules import pick_gate_up, pick_qkv
+from rl_consistency.kernels.matmul.schedules import pick, prefers_library
 from rl_consistency.models import decoder, modules
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict

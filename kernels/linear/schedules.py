@@ -1,0 +1,139 @@
+"""Schedules of the fused products, and for how many rows they stand for the separate ones.
+
+All schedules give the same bytes, which a test shows. The rules were read off times on an H200 in
+CUDA graphs with cold weights: five models of 0.5 to 8 billion parameters, 64 to 256 rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rl_consistency.kernels.core.matrix_step import FP32_STEP
+from rl_consistency.kernels.core.tuned_schedules import chosen, picked_once, work_name
+from rl_consistency.kernels.matmul.schedules import Schedule, by_name, table_of
+
+QKV = table_of(
+    "pointer-16x32x128-w4-s5",
+    "pointer-32x32x128-w4-s4",
+    "pointer-64x32x128-w4-s3",
+    "pointer-64x64x64-w4-s4",
+)
+"""For `few_rows_triton.qkv_fwd` in bf16 and fp16."""
+
+GATE_UP = table_of(
+    "tma-16x16x256-w4-s4",
+    "tma-16x32x128-w4-s5",
+    "tma-32x32x128-w4-s5",
+    "tma-32x64x64-w4-s4",
+    "tma-64x32x128-w4-s3",
+    "tma-64x64x64-w4-s3",
+    "tma-64x64x64-w4-s4",
+    "pointer-16x64x64-w4-s5",
+    "pointer-32x32x128-w4-s4",
+    "pointer-64x32x64-w4-s4",
+)
+"""For `few_rows_triton.gate_up_glu_fwd` in bf16 and fp16: two weight tiles per stage."""
+
+FEW_ROWS_FP32 = table_of(f"pointer-16x32x{FP32_STEP}-w4-s3", f"pointer-32x32x{FP32_STEP}-w4-s3")
+"""For both fused products in fp32."""
+
+FUSED_ROWS, MOST_FUSED_ROWS = 64, 256
+"""Up to so many rows one launch computes q, k and v, or gate, up and GLU: of any weights, and of
+weights so small that launches cost more than the separate schedules gain."""
+
+PAIRS, TRIPLES = 2 * 132, 3 * 132
+"""Programs that an H200 holds at a time, two or three to a multiprocessor."""
+
+MOST_FUSED_WEIGHT = 1 << 25
+"""Elements of a gate weight up to which more tiles than `TRIPLES` are fused."""
+
+_BY_NAME = by_name((*QKV, *GATE_UP, *FEW_ROWS_FP32))
+
+
+def fuses_qkv(m: int, columns: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether m rows compute q, k and v of so many `columns` in one launch."""
+    if m <= FUSED_ROWS:
+        return True
+    tiles = _tiles(m, 64) * sum(_tiles(n, 64) for n in columns)
+    return dtype != torch.float32 and m <= MOST_FUSED_ROWS and tiles <= PAIRS
+
+
+def fuses_gate_up(m: int, n: int, k: int, dtype: torch.dtype, tma: bool) -> bool:
+    """Whether m rows compute gate, up [n, k] and GLU in one launch."""
+    if m <= FUSED_ROWS:
+        return True
+    if not tma or dtype == torch.float32 or m > MOST_FUSED_ROWS:
+        return False
+    return n * k <= MOST_FUSED_WEIGHT or _tiles(m, 64) * _tiles(n, 64) <= TRIPLES
+
+
+def few_rows_candidates(
+    table: tuple[Schedule, ...], dtype: torch.dtype, *, tma: bool
+) -> tuple[Schedule, ...]:
+    """Schedules of `QKV` or `GATE_UP` that a dtype and operands admit."""
+    if dtype == torch.float32:
+        return FEW_ROWS_FP32
+    return tuple(s for s in table if tma or s.kind == "pointer")
+
+
+def qkv_work(dtype: torch.dtype, m: int, columns: tuple[int, ...], k: int) -> str:
+    """The work of `pick_qkv`; `columns` are those of q, k and v."""
+    return work_name("qkv", dtype, "n" + "+".join(map(str, columns)), f"k{k}", rows=m)
+
+
+def gate_up_work(dtype: torch.dtype, tma: bool, m: int, n: int, k: int) -> str:
+    """The work of `pick_gate_up`."""
+    return work_name("gate_up", dtype, "tma" if tma else "pointer", f"n{n}", f"k{k}", rows=m)
+
+
+@picked_once
+def pick_qkv(
+    m: int, dtype: torch.dtype, columns: tuple[int, ...] = (), k: int = 0,
+    device: torch.device | None = None,
+) -> Schedule:  # fmt: skip
+    """The schedule of `few_rows_triton.qkv_fwd` for m rows; `columns` are those of q, k and v."""
+    own = by_name(few_rows_candidates(QKV, dtype, tma=False))
+    if (tuned := chosen(device, qkv_work(dtype, m, columns, k), own)) is not None:
+        return tuned
+    if dtype == torch.float32:
+        return _pick_fp32(m)
+    if m <= 16:
+        return _BY_NAME["pointer-16x32x128-w4-s5"]
+    if m <= 32:
+        return _BY_NAME["pointer-32x32x128-w4-s4"]
+    narrow = _tiles(m, 64) * sum(_tiles(n, 32) for n in columns)
+    return _BY_NAME["pointer-64x32x128-w4-s3" if narrow <= 200 else "pointer-64x64x64-w4-s4"]
+
+
+@picked_once
+def pick_gate_up(
+    m: int, n: int, dtype: torch.dtype, tma: bool, k: int = 0, device: torch.device | None = None
+) -> Schedule:
+    """The schedule of `few_rows_triton.gate_up_glu_fwd` for m rows and n columns of each weight."""
+    own = by_name(few_rows_candidates(GATE_UP, dtype, tma=tma))
+    if (tuned := chosen(device, gate_up_work(dtype, tma, m, n, k), own)) is not None:
+        return tuned
+    if dtype == torch.float32:
+        return _pick_fp32(m)
+    if not tma:
+        if m <= 16:
+            return _BY_NAME["pointer-16x64x64-w4-s5"]
+        return _BY_NAME["pointer-32x32x128-w4-s4" if m <= 32 else "pointer-64x32x64-w4-s4"]
+    if m <= 16:
+        return _BY_NAME["tma-16x16x256-w4-s4" if n < 4096 else "tma-16x32x128-w4-s5"]
+    if m <= 32:
+        return _BY_NAME["tma-32x32x128-w4-s5" if n < 4096 else "tma-32x64x64-w4-s4"]
+    if m <= 64 and _tiles(n, 32) <= PAIRS:
+        return _BY_NAME["tma-64x32x128-w4-s3"]
+    # With one stage less a third program fits a multiprocessor; that pays if it saves a wave.
+    tiles = _tiles(m, 64) * _tiles(n, 64)
+    fewer = _tiles(tiles, TRIPLES) < _tiles(tiles, PAIRS)
+    return _BY_NAME["tma-64x64x64-w4-s3" if fewer else "tma-64x64x64-w4-s4"]
+
+
+def _pick_fp32(m: int) -> Schedule:
+    return _BY_NAME[f"pointer-{16 if m <= 16 else 32}x32x{FP32_STEP}-w4-s3"]
+
+
+def _tiles(size: int, block: int) -> int:
+    return -(-size // block)

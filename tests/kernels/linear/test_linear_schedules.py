@@ -1,0 +1,69 @@
+"""Fused products: every schedule is picked somewhere, and no launch takes more than it has."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from rl_consistency.kernels.linear.schedules import (
+    FEW_ROWS_FP32,
+    FUSED_ROWS,
+    GATE_UP,
+    MOST_FUSED_ROWS,
+    QKV,
+    fuses_gate_up,
+    fuses_qkv,
+    pick_gate_up,
+    pick_qkv,
+)
+from rl_consistency.kernels.matmul.schedules import Schedule
+
+SMALLEST_SHARED = 99 * 1024
+BF16, FP32 = torch.bfloat16, torch.float32
+SMALL, LARGE = (896, 128, 128), (4096, 1024, 1024)
+"""Columns of q, k and v of Qwen2.5-0.5B and of Qwen3-8B."""
+
+
+@pytest.mark.parametrize("table", [QKV, GATE_UP, FEW_ROWS_FP32])
+def test_names_are_unique_and_say_everything(table):
+    assert len({schedule.name for schedule in table}) == len(table)
+    assert all(Schedule.named(schedule.name) == schedule for schedule in table)
+
+
+def test_a_table_holds_what_is_picked_and_nothing_else():
+    rows = range(1, MOST_FUSED_ROWS + 1)
+    assert {pick_qkv(m, BF16, c) for m, c in product(rows, (SMALL, LARGE))} == set(QKV)
+    found = {
+        pick_gate_up(m, n, BF16, tma)
+        for m, n, tma in product(rows, (1024, 8192, 12288), (True, False))
+    }
+    assert found == set(GATE_UP)
+    few = range(1, FUSED_ROWS + 1)
+    assert {pick_qkv(m, FP32) for m in few} == set(FEW_ROWS_FP32)
+    assert {pick_gate_up(m, 1024, FP32, True) for m in few} == set(FEW_ROWS_FP32)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("m", [1, 16, 17, 33, 64, 100, 256])
+def test_fused_picks_fit_in_shared_memory(m, dtype):
+    size = dtype.itemsize
+    for columns in (SMALL, LARGE):
+        assert pick_qkv(m, dtype, columns).shared_bytes(size, size) <= SMALLEST_SHARED
+    for n in (1024, 12288):
+        by_pointer = pick_gate_up(m, n, dtype, False)
+        assert by_pointer.kind == "pointer"
+        assert pick_gate_up(m, n, dtype, True).kind == ("tma" if dtype == BF16 else "pointer")
+    assert all(s.kind == "pointer" for s in (*QKV, *FEW_ROWS_FP32))
+
+
+def test_few_rows_are_fused_and_more_rows_only_of_small_weights():
+    for columns, dtype in product((SMALL, LARGE), (BF16, FP32)):
+        assert fuses_qkv(FUSED_ROWS, columns, dtype)
+    assert fuses_qkv(MOST_FUSED_ROWS, SMALL, BF16) and not fuses_qkv(257, SMALL, BF16)
+    assert not fuses_qkv(MOST_FUSED_ROWS, LARGE, BF16) and not fuses_qkv(65, SMALL, FP32)
+    assert fuses_gate_up(FUSED_ROWS, 12288, 4096, FP32, tma=False)
+    assert fuses_gate_up(MOST_FUSED_ROWS, 4864, 896, BF16, tma=True)
+    assert not fuses_gate_up(257, 4864, 896, BF16, tma=True)
+    assert not fuses_gate_up(65, 4864, 896, BF16, tma=False)
+    assert fuses_gate_up(128, 12288, 4096, BF16, tma=True)
+    assert not fuses_gate_up(129, 12288, 4096, BF16, tma=True)

@@ -1,0 +1,86 @@
+"""GRPO on mixtures of experts: equal logprobs, equal experts, equal gradients."""
+
+import pytest
+from pydantic import ValidationError
+
+from rl_consistency.trainers.hooks import ConsistencyHook
+from rl_consistency.verify.substitution import attribute
+
+
+def sparse(architecture="qwen3_moe", **changes):
+    experts = {"count": 8, "per_token": 2}
+    build = {"architecture": architecture, "experts": experts}
+    if architecture == "olmoe":
+        build |= {"head_dim": None, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return {f"policy.build.{name}": value for name, value in build.items()} | changes
+
+
+CHECKED = {
+    "policy.dtype": "bfloat16",
+    "consistency.gradient_check_every": 1,
+    "consistency.shadow_every": 1,
+    "algorithm.updates_per_rollout": 2,
+    "algorithm.kl_coefficient": 0.05,
+    "training.micro_batch_size": 3,
+    "training.steps": 2,
+}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "olmoe", "mixtral"])
+def test_no_token_differs_and_none_meets_other_experts(tiny_run, architecture):
+    summary, rows = tiny_run(
+        **sparse(architecture), **CHECKED, **{"algorithm.balance_coefficient": 0.01}
+    )
+    for row in rows:
+        assert row["consistency/tokens"] > 0
+        assert row["consistency/mismatched_tokens"] == row["consistency/rerouted_tokens"] == 0
+        assert row["consistency/gradient_check/passed"]
+        assert row["stock/rerouted_tokens"] >= 0
+        assert row["policy/balance"] >= 0.5
+    assert summary["consistency/rerouted_tokens"] == 0
+
+
+def test_the_balance_loss_changes_the_run_and_its_coefficient_is_off_by_default(tiny_run):
+    plain = tiny_run.of_its_own("plain", **sparse(), **{"training.steps": 1})[1][0]
+    weighed = tiny_run.of_its_own(
+        "weighed", **sparse(), **{"training.steps": 1, "algorithm.balance_coefficient": 0.5}
+    )[1][0]
+    assert "policy/balance" not in plain and "policy/balance" in weighed
+    assert plain["loss"] != weighed["loss"]
+    digest = "consistency/gradient_digest"
+    assert plain[digest] != weighed[digest]
+
+
+def test_a_loss_over_the_batch_is_refused_with_the_reason(tiny_run):
+    with pytest.raises(ValidationError, match="no sum over sequences, so every cut .* changes it"):
+        tiny_run.config(**{"algorithm.balance_over": "batch"})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"policy.build.architecture": "qwen3_moe"}, "architecture qwen3_moe: set experts"),
+        (sparse("qwen3"), "architecture qwen3: leave experts out"),
+        (sparse() | {"policy.build.experts": {"count": 2, "per_token": 3}}, "more than the 2"),
+        (sparse("mixtral") | {"policy.build.architecture": "olmoe", "policy.build.head_dim": 16},
+         "leave head_dim out"),
+    ],
+)  # fmt: skip
+def test_experts_belong_to_a_sparse_architecture(tiny_run, changes, message):
+    with pytest.raises(ValidationError, match=message):
+        tiny_run.config(**changes)
+
+
+def test_a_token_that_met_other_experts_stops_the_run(tiny_run):
+    """Negative control: equal logprobs alone do not pass."""
+    run = ConsistencyHook.on_training_logprobs
+
+    def rerouted(self, logprobs, routing):
+        first, *others = routing
+        return run(self, logprobs, [first + 1, *others])
+
+    with (
+        attribute(ConsistencyHook, "on_training_logprobs", rerouted),
+        pytest.raises(Exception, match="0 of .* tokens have other logprobs .* met other experts"),
+    ):
+        tiny_run(**sparse())
