@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -63,8 +64,9 @@ def experts_fwd(
     routed = RoutedRows(expert_ids, layout, experts, pairs, places, first)
     if x.shape[0] == 0:
         return torch.empty_like(x), x.new_empty((0, gate_up.shape[1])), routed
-    if library.takes(gate_up, "nt", len(pairs)):
-        packed = _product(x, gate_up, "nt", routed, by_row=True)
+    if library.takes(gate_up, "gate_up", len(pairs)):
+        gathered = gather_pairs(x, first, pairs, routed.top_k)
+        packed = library.grouped_product(gathered, gate_up, "nt", first)
         activated = activate_pairs(packed, first, activation)
     else:
         activated, packed = expert_gate_up_op(
@@ -74,7 +76,9 @@ def experts_fwd(
     return expert_combine_op(outputs, places, weights), packed, routed
 
 
-def _product(a: Tensor, weights: Tensor, layout: str, routed: RoutedRows, by_row: bool) -> Tensor:
+def _product(
+    a: Tensor, weights: Tensor, layout: Literal["nt", "nn"], routed: RoutedRows, by_row: bool
+) -> Tensor:
     """a times the weights of each pair's expert, by the library or by our own kernel; `by_row`: a
     has a row for each row of the call, not one for each pair."""
     pairs, first, top_k = routed.pairs, routed.first, routed.top_k

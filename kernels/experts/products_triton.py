@@ -230,7 +230,7 @@ def product_fwd(
     c = a.new_empty((len(pairs), n))
     if schedule is None:
         tma = described(weights, layout)
-        schedule = pick_product(len(pairs), experts, a.dtype, tma=tma)
+        schedule = pick_product(layout, len(pairs), experts, n, k, a.dtype, tma, a.device)
     b_desc, a_desc = _weights_descriptor(weights, layout, schedule), None
     if b_desc is not None and not by_row and takes_descriptors(a):
         a_desc = tile_descriptor(a, (schedule.block_m, schedule.block_k))
@@ -264,7 +264,7 @@ def gate_up_fwd(
     both = x.new_empty((len(pairs) if packed else 0, 2 * n))
     if schedule is None:
         tma = described(weights, "nt")
-        schedule = pick_product(len(pairs), experts, x.dtype, gate_up=True, tma=tma)
+        schedule = pick_product("gate_up", len(pairs), experts, n, k, x.dtype, tma, x.device)
     tiles_m = most_tiles(len(pairs), experts, schedule.block_m)
     gate_up_kernel[(tiles_m * triton.cdiv(n, schedule.block_n),)](
         x, weights, _weights_descriptor(weights, "nt", schedule), y, both, first, pairs, tiles_m, n,

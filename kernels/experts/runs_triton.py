@@ -237,7 +237,9 @@ def fold_runs(
     """
     experts, n, k = buffer.shape
     dy, x = dense_rows(dy), dense_rows(x)
-    schedule = schedule or pick_fold(n, k, dy.dtype)
+    if schedule is None:
+        pairs = len(x if dy_by_row else dy)
+        schedule = pick_fold(pairs, experts, n, k, dy.dtype, dy.device)
     tiles = schedule.tiles(n, k)
     steps = (runs.rows, runs.places) if dy_by_row else (runs.places, runs.rows)
     fold_runs_kernel[(experts * tiles,)](

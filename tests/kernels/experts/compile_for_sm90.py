@@ -45,7 +45,7 @@ def calls(dtype):
     packed = torch.zeros(len(pairs), 2 * WIDTH, dtype=dtype)
     down = torch.zeros(EXPERTS, HIDDEN, WIDTH, dtype=dtype)
     weights = torch.zeros(ROWS, TOP_K)
-    for schedule in product_candidates(dtype, gate_up=False, tma=True):
+    for schedule in product_candidates("nt", dtype, tma=True):
         for layout, by_row, a, w in (
             ("nt", False, activated, down),
             ("nt", True, x, gate_up),
@@ -53,7 +53,7 @@ def calls(dtype):
             ("nn", False, packed, gate_up),
         ):
             yield partial(product_fwd, a, w, layout, first, pairs, TOP_K, by_row, schedule)
-    for schedule in product_candidates(dtype, gate_up=True, tma=True):
+    for schedule in product_candidates("gate_up", dtype, tma=True):
         yield partial(gate_up_fwd, x, gate_up, first, pairs, TOP_K, "silu", True, schedule)
     wide = torch.float64 if dtype == torch.float32 else torch.float32
     buffer = torch.zeros(1, dtype=wide).expand(EXPERTS, 2 * WIDTH, HIDDEN)

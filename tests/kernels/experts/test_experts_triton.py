@@ -1,7 +1,11 @@
+import itertools
+
 import pytest
 import torch
 
 from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.core import tuned_schedules
+from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner, forget_picks
 from rl_consistency.kernels.experts import cpu, cuda
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import (
@@ -30,12 +34,16 @@ from rl_consistency.kernels.experts.schedules import (
     PRODUCTS,
     PRODUCTS_TMA,
     fold_candidates,
+    fold_work,
+    library_work,
     most_tiles,
     pick_combine,
     pick_fold,
     pick_pair,
     pick_product,
+    prefers_library,
     product_candidates,
+    product_work,
 )
 from rl_consistency.kernels.glu.op import ACTIVATIONS
 from rl_consistency.kernels.router.op import route
@@ -46,6 +54,7 @@ from tests.kernels.experts.cases import TOP_K, parameters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 
+CPU = torch.device("cpu")
 ROWS, EXPERTS, HIDDEN, WIDTH = 90, 6, 40, 24
 SPANS = ([50, 3, 75], [17, 30, 15])
 """Sequences that begin at rows 50, 3 and 75; other rows are filler."""
@@ -130,14 +139,14 @@ def test_runs_start_steps_in_the_order_of_the_sequences(skew):
 
 def test_blocks_of_rows_hold_one_sequence_each_and_are_made_once():
     layout = PackedSequences.of([20, 0, 40, 50], [17, 16, 0, 3])
-    blocks = sequence_blocks(layout, torch.device("cpu"), 16)
+    blocks = sequence_blocks(layout, CPU, 16)
     assert blocks.rows.view(-1, 16)[:, 0].tolist() == [20, 36, 0, 50]
     assert blocks.rows.ge(0).sum() == 36
     assert blocks.sequence.tolist() == [0, 0, 1, 2] and blocks.first.tolist() == [0, 0, 2, 3]
     assert blocks.last.tolist() == [1, 2, 3]
-    assert sequence_blocks(layout, torch.device("cpu"), 16) is blocks
+    assert sequence_blocks(layout, CPU, 16) is blocks
     with pytest.raises(ValueError, match="share rows"):
-        sequence_blocks(PackedSequences.of([0, 10], [12, 10]), torch.device("cpu"), 16)
+        sequence_blocks(PackedSequences.of([0, 10], [12, 10]), CPU, 16)
 
 
 @pytest.mark.parametrize("schedule", PRODUCTS, ids=lambda s: s.name)
@@ -320,18 +329,39 @@ def test_no_rows_and_no_sequences():
 def test_picks_are_in_their_tables():
     for dtype in (torch.float32, torch.bfloat16):
         for pairs in (1, 64, 2048, 1 << 17):
-            for gate_up in (False, True):
-                for tma in (False, True):
-                    table = product_candidates(dtype, gate_up=gate_up, tma=tma)
-                    own = pick_product(pairs, 128, dtype, gate_up=gate_up, tma=tma)
-                    assert own in table
-                    assert (own.kind == "tma") == (tma and dtype != torch.float32)
-                    assert own.kind != "tma" or own.block_k <= MOST_STEPS
-            assert pick_fold(768, 2048, dtype) in fold_candidates(dtype)
-    assert pick_product(8, 128, torch.bfloat16).block_m == 16
-    assert pick_product(1 << 17, 128, torch.bfloat16).block_m == 128
+            for product, tma in itertools.product(("gate_up", "nt", "nn"), (False, True)):
+                table = product_candidates(product, dtype, tma=tma)
+                own = pick_product(product, pairs, 128, 768, 2048, dtype, tma)
+                assert own in table
+                assert (own.kind == "tma") == (tma and dtype != torch.float32)
+                assert own.kind != "tma" or own.block_k <= MOST_STEPS
+            assert pick_fold(pairs, 128, 768, 2048, dtype) in fold_candidates(dtype)
+    few, many = (
+        pick_product("nt", pairs, 128, 768, 2048, torch.bfloat16, False) for pairs in (8, 1 << 17)
+    )
+    assert (few.block_m, many.block_m) == (16, 128)
     assert all(pick_combine(r, h) in COMBINE for r in (1, 4096) for h in (64, 4096))
     assert all(pick_pair(width) in PAIR for width in (24, 768, 14336))
+
+
+def test_a_winner_of_tune_goes_before_the_rule(monkeypatch):
+    store = TunedSchedules(None, {})
+    monkeypatch.setitem(tuned_schedules._by_device, CPU, store)
+    sizes = 2048, 128, 768, 2048
+    for product in ("gate_up", "nt", "nn"):
+        last = product_candidates(product, torch.bfloat16, tma=True)[-1]
+        work = product_work(product, torch.bfloat16, True, *sizes)
+        store.keep(work, Winner(last.name, 1.0, 2.0))
+        assert pick_product(product, *sizes, torch.bfloat16, True, CPU) == last
+        assert not prefers_library(product, *sizes, torch.bfloat16, CPU)
+        work = library_work(product, torch.bfloat16, *sizes)
+        store.keep(work, Winner("library", 1.0, 2.0))
+        assert prefers_library(product, *sizes, torch.bfloat16, CPU)
+        assert not prefers_library(product, *sizes, torch.float32, CPU)
+    last = fold_candidates(torch.bfloat16)[-1]
+    store.keep(fold_work(torch.bfloat16, *sizes), Winner(last.name, 1.0, 2.0))
+    assert pick_fold(*sizes, torch.bfloat16, CPU) == last
+    forget_picks()
 
 
 def test_most_tiles_hold_every_routing():

@@ -92,7 +92,7 @@ def test_every_product_schedule_gives_the_bytes_of_linear(dtype, choice):
         out[places] = linear(activated[places], down[expert])
         u[places] = matmul_nn(x[rows], down[expert], out_dtype=dtype)
     turned = gate_up.transpose(1, 2).contiguous().transpose(1, 2)
-    for schedule in product_candidates(dtype, gate_up=False, tma=described(down, "nt")):
+    for schedule in product_candidates("nt", dtype, tma=described(down, "nt")):
         for weights in (gate_up, turned) if schedule.kind == "pointer" else (gate_up,):
             c = product_fwd(x, weights, "nt", first, pairs, TOP_K, True, schedule)
             assert same_bytes(c[:count], up), schedule
@@ -116,7 +116,7 @@ def test_every_gate_up_schedule_gives_the_bytes_of_linear_and_glu(dtype, choice)
     gate, up = (part.contiguous() for part in expected.chunk(2, dim=-1))
     for activation in ACTIVATIONS:
         activated = glu(gate, up, activation)
-        for schedule in product_candidates(dtype, gate_up=True, tma=described(gate_up, "nt")):
+        for schedule in product_candidates("gate_up", dtype, tma=described(gate_up, "nt")):
             for packed in (True, False):
                 y, both = gate_up_fwd(x, gate_up, first, pairs, TOP_K, activation, packed, schedule)
                 assert same_bytes(y[:count], activated), schedule
