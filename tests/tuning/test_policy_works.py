@@ -6,7 +6,9 @@ from torch import nn
 from transformers import AutoConfig
 
 from rl_consistency.models.families import UnsupportedModelError
+from rl_consistency.models.moe.settings import num_experts
 from rl_consistency.tuning.policy_works import policy_config, policy_works
+from rl_consistency.tuning.sparse_works import sparse_layers
 from rl_consistency.verify.presets import build_preset, preset_config
 
 CPU = torch.device("cpu")
@@ -102,3 +104,35 @@ def test_the_config_is_found_under_wrappers_and_missed_without_one():
     assert policy_config(wrapper) == (model.config, torch.float32)
     with pytest.raises(TypeError, match="got Linear"):
         policy_config(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("preset", "sparse", "inner"),
+    [("tiny-qwen3-moe", None, 48), ("tiny-olmoe", 2, 48), ("tiny-mixtral", 2, None)],
+)
+def test_sparse_layers_have_works_of_their_router_and_experts(preset, sparse, inner):
+    config = preset_config(preset)
+    experts, top_k = num_experts(config), config.num_experts_per_tok
+    inner, hidden = inner or config.intermediate_size, config.hidden_size
+    found = policy_works(config, BF16, CPU, 256)
+    assert sparse is None or sparse_layers(config) == sparse
+    products = {"gate_up": {(inner, hidden)}, "nt": {(hidden, inner)}}
+    products["nn"] = {(inner, hidden), (hidden, 2 * inner)}
+    for product, sizes in products.items():
+        own = shapes(found, f"experts {product}", k_of=f"{top_k}/{experts}", rows=256)
+        assert {(s["n"], s["k"]) for s in own} == sizes
+    folds = {(s["n"], s["k"]) for s in shapes(found, "experts fold")}
+    assert folds == {(2 * inner, hidden), (hidden, inner)}
+    assert all(work.picked in work.candidates for work in found)
+    # A layer without experts has the works of its MLP, and only then.
+    dense = shapes(found, "glu backward")
+    assert bool(dense) == (sparse_layers(config) < config.num_hidden_layers)
+
+
+def test_layers_are_sparse_where_their_configuration_says_so():
+    config = preset_config("tiny-qwen3-moe")
+    config.num_hidden_layers, config.decoder_sparse_step, config.mlp_only_layers = 6, 2, [3]
+    assert sparse_layers(config) == 2  # layers 1 and 5
+    config.num_experts = 0
+    assert sparse_layers(config) == 0
+    assert sparse_layers(preset_config("tiny-qwen3")) == 0
