@@ -15,7 +15,12 @@ from torch import Tensor
 from rl_consistency.kernels.attention.layout import AttentionLayout
 from rl_consistency.kernels.experts import library
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
-from rl_consistency.kernels.experts.products_triton import expert_gate_up_op, expert_product_op
+from rl_consistency.kernels.experts.products_triton import (
+    expert_gate_up_op,
+    expert_product_op,
+    gate_up_fwd,
+    product_fwd,
+)
 from rl_consistency.kernels.experts.rows_triton import (
     activate_pairs,
     expert_combine_op,
@@ -23,6 +28,7 @@ from rl_consistency.kernels.experts.rows_triton import (
     gather_pairs,
 )
 from rl_consistency.kernels.experts.runs_triton import Runs, expert_fold_op, find_runs
+from rl_consistency.kernels.experts.winner_audit import audit_winner
 
 
 @dataclass(eq=False)
@@ -69,9 +75,9 @@ def experts_fwd(
         packed = library.grouped_product(gathered, gate_up, "nt", first)
         activated = activate_pairs(packed, first, activation)
     else:
-        activated, packed = expert_gate_up_op(
-            x, gate_up, first, pairs, routed.top_k, activation, recorded
-        )
+        given = x, gate_up, first, pairs, routed.top_k, activation, recorded
+        activated, packed = expert_gate_up_op(*given)
+        audit_winner("gate_up", gate_up, first, activated, lambda s: gate_up_fwd(*given, s)[0])
     outputs = _product(activated, down, "nt", routed, by_row=False)
     return expert_combine_op(outputs, places, weights), packed, routed
 
@@ -83,7 +89,10 @@ def _product(
     has a row for each row of the call, not one for each pair."""
     pairs, first, top_k = routed.pairs, routed.first, routed.top_k
     if not library.takes(weights, layout, len(pairs)):
-        return expert_product_op(a, weights, layout, first, pairs, top_k, by_row)
+        given = a, weights, layout, first, pairs, top_k, by_row
+        y = expert_product_op(*given)
+        audit_winner(layout, weights, first, y, lambda s: product_fwd(*given, s))
+        return y
     if by_row:
         a = gather_pairs(a, first, pairs, top_k)
     return library.grouped_product(a, weights, layout, first)

@@ -25,6 +25,7 @@ from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_wgmma
 from rl_consistency.kernels.core.identity import cache_file, identity_of
 from rl_consistency.kernels.experts.products_triton import product_fwd
 from rl_consistency.kernels.experts.schedules import Product, prefers_library
+from rl_consistency.kernels.experts.winner_audit import pairs_of
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import differing_elements
 from rl_consistency.kernels.matmul.certificates import Certificates, Certified, Key
@@ -74,11 +75,6 @@ def library_product(a: Tensor, weights: Tensor, layout: str, first: Tensor) -> T
     """The library's product."""
     right = weights.transpose(1, 2) if layout == "nt" else weights
     return F.grouped_mm(a, right, offs=first[1:])
-
-
-def pairs_of(x: Tensor, first: Tensor) -> Tensor:
-    """x [P, N], zeros past the last pair."""
-    return x.masked_fill(torch.arange(len(x), device=x.device)[:, None] >= first[-1], 0.0)
 
 
 def key_of(weights: Tensor, layout: str, pairs: int) -> Key:

@@ -13,11 +13,11 @@ from rl_consistency.kernels.experts.library import (
     grouped_product,
     key_of,
     library_product,
-    pairs_of,
     takes,
 )
 from rl_consistency.kernels.experts.products_triton import product_fwd
 from rl_consistency.kernels.experts.schedules import LIBRARY_PAIRS, prefers_library
+from rl_consistency.kernels.experts.winner_audit import pairs_of
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import schedule_audit
 from rl_consistency.kernels.matmul.certificates import Certificates
