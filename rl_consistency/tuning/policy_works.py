@@ -19,6 +19,7 @@ from rl_consistency.kernels.core.tuned_schedules import MOST_ROWS, rows_bucket
 from rl_consistency.kernels.linear.schedules import fuses_gate_up, fuses_qkv
 from rl_consistency.kernels.token_logprobs.plan import STATISTICS_CHUNK
 from rl_consistency.models.families import ACTIVATIONS, HEAD_NORMS, check_config
+from rl_consistency.models.moe.settings import dense_layers, num_experts
 from rl_consistency.models.sharding import unwrapped
 from rl_consistency.tuning.products import (
     TUNED_COLUMNS,
@@ -106,15 +107,18 @@ def _layer_forward(
     columns = heads * dim, kv_heads * dim, kv_heads * dim
     activation = ACTIVATIONS[getattr(config, "hidden_act", "silu")]
     one_qkv = fuses_qkv(m, columns, dtype)
-    one_glu = fuses_gate_up(m, inner, hidden, dtype, has_tma(device))
+    dense = dense_layers(config) > 0
+    one_glu = dense and fuses_gate_up(m, inner, hidden, dtype, has_tma(device))
     if one_qkv:
         yield fused_qkv(device, m, columns, hidden, dtype, calls)
     if one_glu:
         yield fused_gate_up(device, m, inner, hidden, dtype, activation, calls)
-    else:
+    elif dense:
         yield glu_work(device, "forward", m, inner, dtype, activation, calls)
     for (n, k), count in _counted(_weights(config, qkv=not one_qkv, gate_up=not one_glu)):
         yield product(device, "nt", m, n, k, dtype, dtype, calls * count)
+    if dense_layers(config) < config.num_hidden_layers:  # the experts have schedules of their own
+        yield product(device, "nt", m, num_experts(config), hidden, dtype, torch.float32, calls)
     for adds in (False, True):
         yield norm_forward(device, m, hidden, dtype, adds=adds, calls=calls)
     if config.model_type in HEAD_NORMS:
@@ -132,7 +136,8 @@ def _layer_backward(
     for (n, k), count in _counted(_weights(config)):
         yield product(device, "nn", m, k, n, dtype, dtype, calls * count)
         yield fold(device, m, n, k, dtype, calls * count)
-    yield glu_work(device, "backward", m, inner, dtype, activation, calls)
+    if dense_layers(config) > 0:
+        yield glu_work(device, "backward", m, inner, dtype, activation, calls)
     for adds in (False, True):
         yield norm_backward(device, m, hidden, dtype, adds=adds, calls=calls)
 
@@ -158,12 +163,15 @@ def _heads(config: Any) -> tuple[int, int, int]:
 
 
 def _weights(config: Any, *, qkv: bool = True, gate_up: bool = True) -> list[tuple[int, int]]:
-    """Weights [n, k] of a layer, with those that a fused launch may take or without them."""
+    """Weights [n, k] of a layer, with those that a fused launch may take or without them; of an MLP
+    where the model has one that all rows go through."""
     hidden, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads, dim = _heads(config)
     columns = [heads * dim, kv_heads * dim, kv_heads * dim] if qkv else []
-    columns += [inner, inner] if gate_up else []
-    return [(hidden, heads * dim), (hidden, inner), *((n, hidden) for n in columns)]
+    dense = dense_layers(config) > 0
+    columns += [inner, inner] if gate_up and dense else []
+    down = [(hidden, inner)] if dense else []
+    return [(hidden, heads * dim), *down, *((n, hidden) for n in columns)]
 
 
 def _has_aligned_rows(work: Work) -> bool:
