@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +15,12 @@ from torch import Tensor
 from rl_consistency.kernels.attention.layout import AttentionLayout
 from rl_consistency.kernels.experts import library
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
-from rl_consistency.kernels.experts.products_triton import expert_gate_up_op, expert_product_op
+from rl_consistency.kernels.experts.products_triton import (
+    expert_gate_up_op,
+    expert_product_op,
+    gate_up_fwd,
+    product_fwd,
+)
 from rl_consistency.kernels.experts.rows_triton import (
     activate_pairs,
     expert_combine_op,
@@ -22,6 +28,7 @@ from rl_consistency.kernels.experts.rows_triton import (
     gather_pairs,
 )
 from rl_consistency.kernels.experts.runs_triton import Runs, expert_fold_op, find_runs
+from rl_consistency.kernels.experts.winner_audit import audit_winner
 
 
 @dataclass(eq=False)
@@ -63,23 +70,29 @@ def experts_fwd(
     routed = RoutedRows(expert_ids, layout, experts, pairs, places, first)
     if x.shape[0] == 0:
         return torch.empty_like(x), x.new_empty((0, gate_up.shape[1])), routed
-    if library.takes(gate_up, "nt", len(pairs)):
-        packed = _product(x, gate_up, "nt", routed, by_row=True)
+    if library.takes(gate_up, "gate_up", len(pairs)):
+        gathered = gather_pairs(x, first, pairs, routed.top_k)
+        packed = library.grouped_product(gathered, gate_up, "nt", first)
         activated = activate_pairs(packed, first, activation)
     else:
-        activated, packed = expert_gate_up_op(
-            x, gate_up, first, pairs, routed.top_k, activation, recorded
-        )
+        given = x, gate_up, first, pairs, routed.top_k, activation, recorded
+        activated, packed = expert_gate_up_op(*given)
+        audit_winner("gate_up", gate_up, first, activated, lambda s: gate_up_fwd(*given, s)[0])
     outputs = _product(activated, down, "nt", routed, by_row=False)
     return expert_combine_op(outputs, places, weights), packed, routed
 
 
-def _product(a: Tensor, weights: Tensor, layout: str, routed: RoutedRows, by_row: bool) -> Tensor:
+def _product(
+    a: Tensor, weights: Tensor, layout: Literal["nt", "nn"], routed: RoutedRows, by_row: bool
+) -> Tensor:
     """a times the weights of each pair's expert, by the library or by our own kernel; `by_row`: a
     has a row for each row of the call, not one for each pair."""
     pairs, first, top_k = routed.pairs, routed.first, routed.top_k
     if not library.takes(weights, layout, len(pairs)):
-        return expert_product_op(a, weights, layout, first, pairs, top_k, by_row)
+        given = a, weights, layout, first, pairs, top_k, by_row
+        y = expert_product_op(*given)
+        audit_winner(layout, weights, first, y, lambda s: product_fwd(*given, s))
+        return y
     if by_row:
         a = gather_pairs(a, first, pairs, top_k)
     return library.grouped_product(a, weights, layout, first)
@@ -111,9 +124,7 @@ def fold_gate_up(
 ) -> None:
     """Continue `buffer` [E, 2I, H] over the runs; a `fresh` buffer counts as all zero."""
     runs = routed.runs
-    expert_fold_op(
-        buffer, dpacked, x, runs.steps, runs.first, routed.pairs, routed.top_k, False, fresh
-    )
+    expert_fold_op(buffer, dpacked, x, runs.places, runs.rows, runs.first, False, fresh)
 
 
 def fold_down(
@@ -121,6 +132,4 @@ def fold_down(
 ) -> None:
     """The same for [E, H, I]."""
     runs = routed.runs
-    expert_fold_op(
-        buffer, dy, weighted, runs.steps, runs.first, routed.pairs, routed.top_k, True, fresh
-    )
+    expert_fold_op(buffer, dy, weighted, runs.places, runs.rows, runs.first, True, fresh)

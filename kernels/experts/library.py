@@ -24,7 +24,8 @@ from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_wgmma
 from rl_consistency.kernels.core.identity import cache_file, identity_of
 from rl_consistency.kernels.experts.products_triton import product_fwd
-from rl_consistency.kernels.experts.schedules import prefers_library
+from rl_consistency.kernels.experts.schedules import Product, prefers_library
+from rl_consistency.kernels.experts.winner_audit import pairs_of
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import differing_elements
 from rl_consistency.kernels.matmul.certificates import Certificates, Certified, Key
@@ -34,15 +35,18 @@ _by_device: dict[torch.device, Certificates] = {}
 """Process-wide: the certificates of each device."""
 
 
-def takes(weights: Tensor, layout: str, pairs: int) -> bool:
+def takes(weights: Tensor, product: Product, pairs: int) -> bool:
     """Whether products of so many pairs go to the library: it is expected to be faster, and has a
     certificate. A missing certificate is made now, unless a CUDA graph is captured."""
-    experts, dtype, device = weights.shape[0], weights.dtype, weights.device
-    if not prefers_library(pairs, experts, dtype) or not has_wgmma(device):
+    device = weights.device
+    if torch.compiler.is_compiling() or weights.dtype != torch.bfloat16 or not has_wgmma(device):
         return False
-    if torch.compiler.is_compiling() or not settings_in_force() or not _as_certified(weights):
+    key = key_of(weights, "nn" if product == "nn" else "nt", pairs)
+    n = key.n // 2 if product == "gate_up" else key.n
+    if not prefers_library(product, pairs, len(weights), n, key.k, key.dtype, device):
         return False
-    key = key_of(weights, layout, pairs)
+    if not settings_in_force() or not _as_certified(weights):
+        return False
     held = certificates(device)
     if compiles_only():
         return held.holds(key)
@@ -71,11 +75,6 @@ def library_product(a: Tensor, weights: Tensor, layout: str, first: Tensor) -> T
     """The library's product."""
     right = weights.transpose(1, 2) if layout == "nt" else weights
     return F.grouped_mm(a, right, offs=first[1:])
-
-
-def pairs_of(x: Tensor, first: Tensor) -> Tensor:
-    """x [P, N], zeros past the last pair."""
-    return x.masked_fill(torch.arange(len(x), device=x.device)[:, None] >= first[-1], 0.0)
 
 
 def key_of(weights: Tensor, layout: str, pairs: int) -> Key:

@@ -7,7 +7,8 @@ Dtypes and rounding points, order: those of `linear` and `glu`: a pair has the b
     its expert's weights.
 Invariant to: the other pairs, every field of a schedule.
 Varies with: K; operand dtype.
-Backward, errors: none.
+Backward: none.
+Errors: ValueError on a descriptor schedule for weights that descriptors cannot address.
 Cost: the products, and a program that does nothing for each tile that could have been needed: the
     grid is that of the worst routing, since the host does not know the pairs.
 """
@@ -17,19 +18,26 @@ Cost: the products, and a program that does nothing for each tile that could hav
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.experts.schedules import block_experts, most_tiles, pick_product
 from rl_consistency.kernels.glu.activation_triton import ACTIVATIONS
 from rl_consistency.kernels.linear.few_rows_triton import glu_tile
-from rl_consistency.kernels.matmul.product_triton import GROUP_M, launch_options
+from rl_consistency.kernels.matmul.product_triton import launch_options
 from rl_consistency.kernels.matmul.schedules import Schedule
+
+MOST_STEPS = 128
+"""The largest `block_k` of a schedule by descriptor."""
 
 
 @triton.jit
@@ -67,12 +75,45 @@ def operand_rows(place, stop, pairs_ptr, TOP_K: tl.constexpr, BY_ROW: tl.constex
     return place.to(tl.int64)
 
 
+@triton.jit
+def rows_of(a_ptr, a_desc, row, present, first_row, k, K, stride_a, BLOCK_K: tl.constexpr):
+    """[BLOCK_M, BLOCK_K] of the operand from k on, by pointers, or by descriptor where there is
+    one, which also reads rows of other experts behind the last one."""
+    if a_desc is None:
+        steps = k + tl.arange(0, BLOCK_K)
+        at = a_ptr + row[:, None] * stride_a + steps[None, :]
+        a = tl.load(at, mask=present & (steps < K)[None, :], other=0.0)
+    else:
+        a = a_desc.load([first_row, k])
+    return a
+
+
+@triton.jit
+def weights_of(
+    b_ptr, b_desc, expert, column, k, N, K, COLUMNS, stride_be, stride_bk, stride_bn,
+    NT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_K, BLOCK_N] of an expert's weights from (k, column) on, of which the expert has
+    COLUMNS; past N, a descriptor reads other weights."""
+    if b_desc is None:
+        steps = (k + tl.arange(0, BLOCK_K)).to(tl.int64)
+        columns = (column + tl.arange(0, BLOCK_N)).to(tl.int64)
+        at = b_ptr + expert.to(tl.int64) * stride_be
+        at += steps[:, None] * stride_bk + columns[None, :] * stride_bn
+        b = tl.load(at, mask=(steps < K)[:, None] & (columns < N)[None, :], other=0.0)
+    elif NT:
+        b = b_desc.load([expert * COLUMNS + column, k]).T
+    else:
+        b = b_desc.load([expert * K + k, column])
+    return b
+
+
 @remembered
 @triton.jit(do_not_specialize=["tiles_m"])
 def product_kernel(
-    a_ptr, b_ptr, c_ptr, first_ptr, pairs_ptr, tiles_m, N, K, E,
+    a_ptr, a_desc, b_ptr, b_desc, c_ptr, first_ptr, pairs_ptr, tiles_m, N, K, E,
     stride_a, stride_be, stride_bk, stride_bn,
-    TOP_K: tl.constexpr, BY_ROW: tl.constexpr, BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr, BY_ROW: tl.constexpr, NT: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """One [BLOCK_M, BLOCK_N] tile of one expert's product."""
@@ -81,20 +122,17 @@ def product_kernel(
     if expert < E:
         place = start + tl.arange(0, BLOCK_M)
         row = operand_rows(place, stop, pairs_ptr, TOP_K, BY_ROW)
-        columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-        steps = tl.arange(0, BLOCK_K).to(tl.int64)
-        a_ptrs = a_ptr + row[:, None] * stride_a + steps[None, :]
-        b_ptrs = b_ptr + expert.to(tl.int64) * stride_be
-        b_ptrs += steps[:, None] * stride_bk + columns[None, :] * stride_bn
         present = (place < stop)[:, None]
+        column = tile_n * BLOCK_N
         acc = no_steps(BLOCK_M, BLOCK_N, a_ptr.dtype.element_ty)
         for k in range(0, K, BLOCK_K):
-            left = K - k
-            a = tl.load(a_ptrs, mask=present & (steps < left)[None, :], other=0.0)
-            b = tl.load(b_ptrs, mask=(steps < left)[:, None] & (columns < N)[None, :], other=0.0)
+            a = rows_of(a_ptr, a_desc, row, present, start, k, K, stride_a, BLOCK_K)
+            b = weights_of(
+                b_ptr, b_desc, expert, column, k, N, K, N, stride_be, stride_bk, stride_bn,
+                NT, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
             acc = matrix_step(a, b, acc)
-            a_ptrs += BLOCK_K
-            b_ptrs += tl.full((), BLOCK_K, tl.int64) * stride_bk
+        columns = (column + tl.arange(0, BLOCK_N)).to(tl.int64)
         c_ptrs = c_ptr + place.to(tl.int64)[:, None] * N + columns[None, :]
         c = acc.to(tl.float32).to(c_ptr.dtype.element_ty)
         tl.store(c_ptrs, c, mask=present & (columns < N)[None, :])
@@ -103,7 +141,7 @@ def product_kernel(
 @remembered
 @triton.jit(do_not_specialize=["tiles_m"])
 def gate_up_kernel(
-    x_ptr, w_ptr, y_ptr, packed_ptr, first_ptr, pairs_ptr, tiles_m, N, K, E,
+    x_ptr, w_ptr, w_desc, y_ptr, packed_ptr, first_ptr, pairs_ptr, tiles_m, N, K, E,
     stride_x, stride_we, stride_wn, stride_wk,
     TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, PACKED: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
@@ -114,28 +152,25 @@ def gate_up_kernel(
     if expert < E:
         place = start + tl.arange(0, BLOCK_M)
         row = operand_rows(place, stop, pairs_ptr, TOP_K, True)
-        columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-        steps = tl.arange(0, BLOCK_K).to(tl.int64)
-        x_ptrs = x_ptr + row[:, None] * stride_x + steps[None, :]
-        gate_ptrs = w_ptr + expert.to(tl.int64) * stride_we
-        gate_ptrs += steps[:, None] * stride_wk + columns[None, :] * stride_wn
-        up_ptrs = gate_ptrs + tl.full((), N, tl.int64) * stride_wn
         present = (place < stop)[:, None]
+        column = tile_n * BLOCK_N
         gate = no_steps(BLOCK_M, BLOCK_N, x_ptr.dtype.element_ty)
         up = gate
         for k in range(0, K, BLOCK_K):
-            left = K - k
-            mask = (steps < left)[:, None] & (columns < N)[None, :]
-            x = tl.load(x_ptrs, mask=present & (steps < left)[None, :], other=0.0)
-            gate_weight = tl.load(gate_ptrs, mask=mask, other=0.0)  # [BLOCK_K, BLOCK_N]
-            up_weight = tl.load(up_ptrs, mask=mask, other=0.0)
+            x = rows_of(x_ptr, None, row, present, start, k, K, stride_x, BLOCK_K)
+            gate_weight = weights_of(  # [BLOCK_K, BLOCK_N]
+                w_ptr, w_desc, expert, column, k, N, K, 2 * N, stride_we, stride_wk, stride_wn,
+                True, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
             gate = matrix_step(x, gate_weight, gate)
+            up_weight = weights_of(
+                w_ptr, w_desc, expert, N + column, k, 2 * N, K, 2 * N, stride_we, stride_wk,
+                stride_wn, True, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
             up = matrix_step(x, up_weight, up)
-            x_ptrs += BLOCK_K
-            gate_ptrs += tl.full((), BLOCK_K, tl.int64) * stride_wk
-            up_ptrs += tl.full((), BLOCK_K, tl.int64) * stride_wk
         gate, up = gate.to(tl.float32), up.to(tl.float32)
         dtype = y_ptr.dtype.element_ty
+        columns = (column + tl.arange(0, BLOCK_N)).to(tl.int64)
         inside = present & (columns < N)[None, :]
         at = place.to(tl.int64)[:, None]
         tl.store(
@@ -145,6 +180,34 @@ def gate_up_kernel(
             packed = packed_ptr + at * (2 * N) + columns[None, :]
             tl.store(packed, gate.to(dtype), mask=inside)
             tl.store(packed + N, up.to(dtype), mask=inside)
+
+
+def described(weights: Tensor, layout: str) -> bool:
+    """Whether descriptors can address weights on their device: all experts as one matrix.
+
+    In layout "nn" a tile may reach into the next expert's first rows, unless K is a multiple of
+    every `BLOCK_K`; zeros times these would be NaN where they are infinite.
+    """
+    whole = layout == "nt" or weights.shape[1] % MOST_STEPS == 0
+    return (
+        whole
+        and has_tma(weights.device)
+        and weights.is_contiguous()
+        and (takes_descriptors(weights))
+    )
+
+
+def _weights_descriptor(weights: Tensor, layout: str, schedule: Schedule) -> Any:
+    if schedule.kind != "tma":
+        return None
+    if not described(weights, layout):
+        raise ValueError(
+            f"experts: schedule {schedule.name} copies by descriptor, which needs contiguous "
+            f"weights of 16-byte rows; got {tuple(weights.shape)} in layout {layout!r}. Use a "
+            "pointer schedule."
+        )
+    box = schedule.block_n, schedule.block_k
+    return tile_descriptor(weights.flatten(0, 1), box if layout == "nt" else box[::-1])
 
 
 def product_fwd(
@@ -165,15 +228,20 @@ def product_fwd(
     a = dense_rows(a)
     experts, n, k = weights.shape if layout == "nt" else weights.transpose(1, 2).shape
     c = a.new_empty((len(pairs), n))
-    schedule = schedule or pick_product(len(pairs), experts, n, a.dtype)
+    if schedule is None:
+        tma = described(weights, layout)
+        schedule = pick_product(layout, len(pairs), experts, n, k, a.dtype, tma, a.device)
+    b_desc, a_desc = _weights_descriptor(weights, layout, schedule), None
+    if b_desc is not None and not by_row and takes_descriptors(a):
+        a_desc = tile_descriptor(a, (schedule.block_m, schedule.block_k))
     tiles_m = most_tiles(len(pairs), experts, schedule.block_m)
     stride_e, stride_k, stride_n = weights.stride()
     if layout == "nt":
         stride_k, stride_n = stride_n, stride_k
     product_kernel[(tiles_m * triton.cdiv(n, schedule.block_n),)](
-        a, weights, c, first, pairs, tiles_m, n, k, experts, a.stride(0), stride_e, stride_k,
-        stride_n, TOP_K=top_k, BY_ROW=by_row, BLOCK_E=block_experts(experts),
-        **launch_options(schedule) | {"GROUP_M": GROUP_M},
+        a, a_desc, weights, b_desc, c, first, pairs, tiles_m, n, k, experts, a.stride(0), stride_e,
+        stride_k, stride_n, TOP_K=top_k, BY_ROW=by_row, NT=layout == "nt",
+        BLOCK_E=block_experts(experts), **launch_options(schedule),
     )  # fmt: skip
     return c
 
@@ -194,12 +262,15 @@ def gate_up_fwd(
     n //= 2
     y = x.new_empty((len(pairs), n))
     both = x.new_empty((len(pairs) if packed else 0, 2 * n))
-    schedule = schedule or pick_product(len(pairs), experts, n, x.dtype, gate_up=True)
+    if schedule is None:
+        tma = described(weights, "nt")
+        schedule = pick_product("gate_up", len(pairs), experts, n, k, x.dtype, tma, x.device)
     tiles_m = most_tiles(len(pairs), experts, schedule.block_m)
     gate_up_kernel[(tiles_m * triton.cdiv(n, schedule.block_n),)](
-        x, weights, y, both, first, pairs, tiles_m, n, k, experts, x.stride(0), *weights.stride(),
-        TOP_K=top_k, ACTIVATION=ACTIVATIONS.index(activation), PACKED=packed,
-        BLOCK_E=block_experts(experts), **launch_options(schedule),
+        x, weights, _weights_descriptor(weights, "nt", schedule), y, both, first, pairs, tiles_m, n,
+        k, experts, x.stride(0), *weights.stride(), TOP_K=top_k,
+        ACTIVATION=ACTIVATIONS.index(activation), PACKED=packed, BLOCK_E=block_experts(experts),
+        **launch_options(schedule),
     )  # fmt: skip
     return y, both
 

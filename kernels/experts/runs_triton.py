@@ -1,8 +1,8 @@
 """Gradients of expert weights: the fold over runs, each of which starts a step of 16.
 
-A run is the rows of one sequence at one expert, by position. A table of steps lists the pairs of
-every run, filled up to a multiple of 16 with -1, the runs of an expert in the order of the
-sequences. The fold is that of `gradient_fold`, with operands gathered by the table.
+A run is the rows of one sequence at one expert, by position. Tables of steps list the rows and the
+pairs of every run, filled up to a multiple of 16 with -1, the runs of an expert in the order of the
+sequences. The fold is that of `gradient_fold`, with operands gathered by the tables.
 
 Shapes: g [E, N, K], dy and x [pairs, ...] or [rows, ...].
 Dtypes and rounding points: those of `gradient_fold`.
@@ -114,26 +114,29 @@ def count_runs_kernel(
 @remembered
 @triton.jit
 def place_runs_kernel(
-    rows_ptr, ids_ptr, places_ptr, base_ptr, steps_ptr, E,
+    rows_ptr, ids_ptr, places_ptr, base_ptr, step_places_ptr, step_rows_ptr, E,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Store a block's pairs in the table of steps, from its base for each expert on."""
+    """Store a block's pairs in the tables of steps, from its base for each expert on."""
     row, members = _block(rows_ptr, ids_ptr, E, TOP_K, ROWS, BLOCK_E)
     expert = tl.arange(0, BLOCK_E)
     base = tl.load(base_ptr + tl.program_id(0) * E + expert, mask=expert < E, other=0)
     step = base[None, :] + tl.cumsum(members, axis=0) - members
     slot = tl.cumsum(members, axis=1) - members
-    pair = row[:, None] * TOP_K + slot
-    place = tl.load(places_ptr + pair, mask=members > 0, other=-1)
-    tl.store(steps_ptr + step, place, mask=members > 0)
+    own = tl.broadcast_to(row[:, None], (ROWS, BLOCK_E))
+    place = tl.load(places_ptr + own * TOP_K + slot, mask=members > 0, other=-1)
+    tl.store(step_places_ptr + step, place, mask=members > 0)
+    tl.store(step_rows_ptr + step, own, mask=members > 0)
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """The table of steps of a call."""
+    """The tables of steps of a call, in runs that start a step; -1 for filler."""
 
-    steps: Tensor
-    """[n] int32, places of pairs in runs that start a step; -1 for filler."""
+    places: Tensor
+    """[n] int32, where the pairs stand."""
+    rows: Tensor
+    """[n] int32, their rows."""
     first: Tensor
     """[E + 1] int32, where each expert's runs begin."""
 
@@ -142,10 +145,11 @@ def find_runs(expert_ids: Tensor, places: Tensor, layout: AttentionLayout, exper
     """The runs of expert_ids [R, k], whose pairs stand at `places` [R, k]."""
     size = block_rows(experts)
     blocks = sequence_blocks(layout, expert_ids.device, size)
-    steps = expert_ids.new_full((most_steps(layout, expert_ids.shape[1], experts),), -1)
+    steps = most_steps(layout, expert_ids.shape[1], experts)
+    step_places, step_rows = expert_ids.new_full((2, steps), -1)
     count = len(blocks.sequence)
     if count == 0:
-        return Runs(steps, expert_ids.new_zeros(experts + 1))
+        return Runs(step_places, step_rows, expert_ids.new_zeros(experts + 1))
     expert_ids = expert_ids.contiguous()
     constants = {
         "TOP_K": expert_ids.shape[1],
@@ -163,18 +167,20 @@ def find_runs(expert_ids: Tensor, places: Tensor, layout: AttentionLayout, exper
     ends = filled.t().flatten().cumsum(0).view(experts, -1)
     starts = ends - filled.t()
     base = (starts.t()[blocks.sequence] + in_run).to(torch.int32).contiguous()
-    place_runs_kernel[(count,)](blocks.rows, expert_ids, places, base, steps, experts, **constants)
+    place_runs_kernel[(count,)](
+        blocks.rows, expert_ids, places, base, step_places, step_rows, experts, **constants
+    )
     first = torch.cat([starts[:1, 0], ends[:, -1]]).to(torch.int32)
-    return Runs(steps, first)
+    return Runs(step_places, step_rows, first)
 
 
 @remembered
 @triton.jit
 def fold_runs_kernel(
-    dy_ptr, x_ptr, g_ptr, steps_ptr, first_ptr, pairs_ptr, N, K, stride_dy, stride_x,
+    dy_ptr, x_ptr, g_ptr, dy_steps_ptr, x_steps_ptr, first_ptr, N, K, stride_dy, stride_x,
     stride_ge, stride_gn, stride_gk, tiles,
-    DY_BY_ROW: tl.constexpr, TOP_K: tl.constexpr, FRESH: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+    FRESH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of one expert's gradient, over all steps of its runs."""
     expert = tl.program_id(0) // tiles
@@ -193,19 +199,15 @@ def fold_runs_kernel(
         k = first_k + tl.arange(0, BLOCK_K)
         for start in range(begin, end, BLOCK_T):
             step = start + tl.arange(0, BLOCK_T)
-            place = tl.load(steps_ptr + step, mask=step < end, other=-1)
-            present = place >= 0
-            row = tl.load(pairs_ptr + place, mask=present, other=0).to(tl.int64) // TOP_K
-            place = tl.where(present, place, 0).to(tl.int64)
-            dy_at = row if DY_BY_ROW else place
-            x_at = place if DY_BY_ROW else row
+            dy_at = tl.load(dy_steps_ptr + step, mask=step < end, other=-1).to(tl.int64)
+            x_at = tl.load(x_steps_ptr + step, mask=step < end, other=-1).to(tl.int64)
             dy = tl.load(  # [BLOCK_T, BLOCK_N]
                 dy_ptr + dy_at[:, None] * stride_dy + n[None, :],
-                mask=present[:, None] & (n < N)[None, :], other=0.0,
+                mask=(dy_at >= 0)[:, None] & (n < N)[None, :], other=0.0,
             )  # fmt: skip
             x = tl.load(  # [BLOCK_T, BLOCK_K]
                 x_ptr + x_at[:, None] * stride_x + k[None, :],
-                mask=present[:, None] & (k < K)[None, :], other=0.0,
+                mask=(x_at >= 0)[:, None] & (k < K)[None, :], other=0.0,
             )  # fmt: skip
             acc = matrix_step(dy.T, x, acc)
         store_part(acc, g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K, 0)
@@ -222,8 +224,6 @@ def fold_runs(
     dy: Tensor,
     x: Tensor,
     runs: Runs,
-    pairs: Tensor,
-    top_k: int,
     *,
     dy_by_row: bool,
     fresh: bool,
@@ -232,19 +232,20 @@ def fold_runs(
     """Continue `buffer` [E, N, K] over the runs.
 
     One of dy [*, N] and x [*, K] has a row for each row of the call, the other one for each pair;
-    `dy_by_row` says that it is dy. `pairs` are those of `expert_pairs_op`. An expert without runs
-    is left as it is; a `fresh` buffer counts as all zero.
+    `dy_by_row` says that it is dy. An expert without runs is left as it is; a `fresh` buffer counts
+    as all zero.
     """
     experts, n, k = buffer.shape
     dy, x = dense_rows(dy), dense_rows(x)
     if schedule is None:
-        schedule = pick_fold(len(runs.steps) // experts, n, k, dy.dtype)
+        pairs = len(x if dy_by_row else dy)
+        schedule = pick_fold(pairs, experts, n, k, dy.dtype, dy.device)
     tiles = schedule.tiles(n, k)
+    steps = (runs.rows, runs.places) if dy_by_row else (runs.places, runs.rows)
     fold_runs_kernel[(experts * tiles,)](
-        dy, x, buffer, runs.steps, runs.first, pairs, n, k, dy.stride(0), x.stride(0),
-        *buffer.stride(), tiles, DY_BY_ROW=dy_by_row, TOP_K=top_k, FRESH=fresh,
-        BLOCK_N=schedule.block_n, BLOCK_K=schedule.block_k, BLOCK_T=schedule.block_t, GROUP=GROUP,
-        num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False,
+        dy, x, buffer, *steps, runs.first, n, k, dy.stride(0), x.stride(0), *buffer.stride(), tiles,
+        FRESH=fresh, BLOCK_N=schedule.block_n, BLOCK_K=schedule.block_k, BLOCK_T=schedule.block_t,
+        GROUP=GROUP, num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -253,12 +254,11 @@ def expert_fold_op(
     buffer: Tensor,
     dy: Tensor,
     x: Tensor,
-    steps: Tensor,
+    places: Tensor,
+    rows: Tensor,
     first: Tensor,
-    pairs: Tensor,
-    top_k: int,
     dy_by_row: bool,
     fresh: bool,
 ) -> None:
     """`fold_runs` as a compiler sees it: one opaque call."""
-    fold_runs(buffer, dy, x, Runs(steps, first), pairs, top_k, dy_by_row=dy_by_row, fresh=fresh)
+    fold_runs(buffer, dy, x, Runs(places, rows, first), dy_by_row=dy_by_row, fresh=fresh)

@@ -1,49 +1,72 @@
 """Schedules of the experts on CUDA, and which one a call gets; all give the same bytes.
 
 The host does not know how many rows an expert has. So a pick goes by the number of pairs and of
-experts, as if routing were even.
+experts, as if routing were even. What `tune` found on a device goes first.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
-from rl_consistency.kernels.gradient_fold.schedules import POINTER as FOLDS
+from rl_consistency.kernels.core.tuned_schedules import chosen, picked_once, work_name
+from rl_consistency.kernels.gradient_fold.schedules import POINTER as NARROW_FOLDS
 from rl_consistency.kernels.gradient_fold.schedules import WIDE as FOLDS_FP32
 from rl_consistency.kernels.gradient_fold.schedules import Schedule as FoldSchedule
-from rl_consistency.kernels.matmul.schedules import Schedule
+from rl_consistency.kernels.matmul.schedules import LIBRARY, TRITON, Schedule
 
-PRODUCTS = tuple(
-    map(
-        Schedule.named,
-        (
-            "pointer-16x64x128-w4-s4",
-            "pointer-32x64x128-w4-s4",
-            "pointer-64x128x64-w4-s4",
-            "pointer-128x128x64-w8-s3",
-        ),
-    )
+Product = Literal["gate_up", "nt", "nn"]
+"""Both products and the gated activation; a product with [E, n, k]; one with [E, k, n]."""
+
+
+def _table(*names: str) -> tuple[Schedule, ...]:
+    return tuple(map(Schedule.named, names))
+
+
+PRODUCTS = _table(
+    "pointer-16x64x128-w4-s4",
+    "pointer-32x64x128-w4-s4",
+    "pointer-64x128x64-w4-s4",
+    "pointer-128x128x64-w8-s3",
 )
 """For bf16 and fp16, by the rows of a tile."""
 
-GATE_UP = tuple(
-    map(
-        Schedule.named,
-        (
-            "pointer-16x32x128-w4-s4",
-            "pointer-32x32x128-w4-s4",
-            "pointer-64x64x64-w4-s4",
-            "pointer-128x64x64-w8-s3",
-        ),
-    )
+PRODUCTS_TMA = _table(
+    "tma-16x64x128-w4-s5",
+    "tma-32x64x128-w4-s5",
+    "tma-64x128x64-w4-s4",
+    "tma-128x128x64-w8-s4",
 )
-"""The same for gate and up: two weight tiles per stage."""
+"""The same with copies by descriptor: of the weights, and of rows that stand by pair."""
 
-PRODUCTS_FP32 = tuple(Schedule.named(f"pointer-{m}x32x{FP32_STEP}-w4-s3") for m in (16, 32, 64))
+GATE_UP = _table(
+    "pointer-16x32x128-w4-s4",
+    "pointer-32x32x128-w4-s4",
+    "pointer-64x64x64-w4-s4",
+    "pointer-128x64x64-w8-s3",
+)
+"""As `PRODUCTS`, for gate and up: two weight tiles per stage."""
+
+GATE_UP_TMA = _table(
+    "tma-16x32x128-w4-s5",
+    "tma-32x32x128-w4-s5",
+    "tma-64x64x64-w4-s4",
+    "tma-128x128x64-w8-s3",
+)
+"""As `PRODUCTS_TMA`, for gate and up."""
+
+PRODUCTS_FP32 = _table(*(f"pointer-{m}x32x{FP32_STEP}-w4-s3" for m in (16, 32, 64)))
 """For both in fp32."""
+
+FOLDS = (
+    FoldSchedule(kind="pointer", block_n=128, block_k=128, block_t=64, warps=8, stages=4),
+    FoldSchedule(kind="pointer", block_n=128, block_k=64, block_t=64, warps=4, stages=4),
+    *NARROW_FOLDS,
+)
+"""For gradients of bf16 and fp16 operands."""
 
 
 @dataclass(frozen=True)
@@ -86,27 +109,64 @@ def most_tiles(pairs: int, experts: int, block: int) -> int:
     return min(pairs, pairs // block + experts)
 
 
-def product_candidates(dtype: torch.dtype, *, gate_up: bool) -> tuple[Schedule, ...]:
-    """All schedules of a product, few rows first."""
+def product_candidates(product: Product, dtype: torch.dtype, *, tma: bool) -> tuple[Schedule, ...]:
+    """All schedules of a product; `tma`: device and weights allow copies by descriptor."""
     if dtype == torch.float32:
         return PRODUCTS_FP32
-    return GATE_UP if gate_up else PRODUCTS
+    fused = product == "gate_up"
+    own, described = (GATE_UP, GATE_UP_TMA) if fused else (PRODUCTS, PRODUCTS_TMA)
+    return own + described if tma else own
 
 
+def product_work(
+    product: Product, dtype: torch.dtype, tma: bool, pairs: int, experts: int, n: int, k: int
+) -> str:
+    """The work of `pick_product`, as `tune` names it."""
+    kind = "tma" if tma and dtype != torch.float32 else "pointer"
+    return work_name("experts", product, dtype, kind, f"e{experts}", f"n{n}", f"k{k}", rows=pairs)
+
+
+def library_work(
+    product: Product, dtype: torch.dtype, pairs: int, experts: int, n: int, k: int
+) -> str:
+    """The work of `prefers_library`, whose candidates are `LIBRARY` and `TRITON`."""
+    sizes = f"e{experts}", f"n{n}", f"k{k}"
+    return work_name("experts_library", product, dtype, *sizes, rows=pairs)
+
+
+def fold_work(dtype: torch.dtype, pairs: int, experts: int, n: int, k: int) -> str:
+    """The work of `pick_fold`."""
+    return work_name("experts_fold", dtype, f"e{experts}", f"n{n}", f"k{k}", rows=pairs)
+
+
+@picked_once
 def pick_product(
-    pairs: int, experts: int, n: int, dtype: torch.dtype, *, gate_up: bool = False
-) -> Schedule:
-    """The schedule for so many pairs and n columns."""
-    own = product_candidates(dtype, gate_up=gate_up)
+    product: Product, pairs: int, experts: int, n: int, k: int, dtype: torch.dtype, tma: bool,
+    device: torch.device | None = None,
+) -> Schedule:  # fmt: skip
+    """The schedule for so many pairs and expert weights of n columns; `tma` as above."""
+    own = product_candidates(product, dtype, tma=tma)
+    work = product_work(product, dtype, tma, pairs, experts, n, k)
+    if (tuned := chosen(device, work, {s.name: s for s in own})) is not None:
+        return tuned
+    own = tuple(s for s in own if s.kind == "tma") or own
     each = -(-pairs // experts)
     # Half a tile of filler per expert costs less than another pass over its weights.
     fitting = [s for s in own if s.block_m >= each]
     return fitting[0] if fitting else own[-1]
 
 
-def prefers_library(pairs: int, experts: int, dtype: torch.dtype) -> bool:
+@picked_once
+def prefers_library(
+    product: Product, pairs: int, experts: int, n: int, k: int, dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> bool:  # fmt: skip
     """Whether torch's grouped product is expected to be faster. Only a certificate admits it."""
-    return dtype == torch.bfloat16 and pairs >= LIBRARY_PAIRS * experts
+    if dtype != torch.bfloat16:
+        return False
+    work = library_work(product, dtype, pairs, experts, n, k)
+    tuned = chosen(device, work, {LIBRARY: True, TRITON: False})
+    return pairs >= LIBRARY_PAIRS * experts if tuned is None else tuned
 
 
 def fold_candidates(dtype: torch.dtype) -> tuple[FoldSchedule, ...]:
@@ -114,9 +174,16 @@ def fold_candidates(dtype: torch.dtype) -> tuple[FoldSchedule, ...]:
     return FOLDS_FP32 if dtype == torch.float32 else FOLDS
 
 
-def pick_fold(steps: int, n: int, k: int, dtype: torch.dtype) -> FoldSchedule:
-    """The schedule for an [n, k] gradient of each expert."""
+@picked_once
+def pick_fold(
+    pairs: int, experts: int, n: int, k: int, dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> FoldSchedule:  # fmt: skip
+    """The schedule for an [n, k] gradient of each expert: the first one whose tile fits in it."""
     own = fold_candidates(dtype)
+    work = fold_work(dtype, pairs, experts, n, k)
+    if (tuned := chosen(device, work, {s.name: s for s in own})) is not None:
+        return tuned
     fitting = [s for s in own if s.block_n <= n and s.block_k <= k]
     return fitting[0] if fitting else own[-1]
 

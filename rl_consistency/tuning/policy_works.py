@@ -19,7 +19,6 @@ from rl_consistency.kernels.core.tuned_schedules import MOST_ROWS, rows_bucket
 from rl_consistency.kernels.linear.schedules import fuses_gate_up, fuses_qkv
 from rl_consistency.kernels.token_logprobs.plan import STATISTICS_CHUNK
 from rl_consistency.models.families import ACTIVATIONS, HEAD_NORMS, check_config
-from rl_consistency.models.moe.settings import dense_layers, num_experts
 from rl_consistency.models.sharding import unwrapped
 from rl_consistency.tuning.products import (
     TUNED_COLUMNS,
@@ -36,6 +35,7 @@ from rl_consistency.tuning.row_ops import (
     norm_forward,
     rotary_work,
 )
+from rl_consistency.tuning.sparse_works import sparse_backward, sparse_forward, sparse_layers
 from rl_consistency.tuning.work import Work
 
 DECODE_ROWS = 512
@@ -86,39 +86,35 @@ def _buckets(rows: int) -> list[int]:
 
 
 def _works(config: Any, dtype: torch.dtype, device: torch.device, rows: int) -> Iterator[Work]:
-    layers = config.num_hidden_layers
     for m in _buckets(rows):
         steps = DECODE_STEPS if m <= DECODE_ROWS else 1
-        yield from _layer_forward(config, dtype, device, m, layers * steps)
+        yield from _layer_forward(config, dtype, device, m, steps)
         if m <= DECODE_ROWS:
             vocabulary, hidden = config.vocab_size, config.hidden_size
             yield product(device, "nt", m, vocabulary, hidden, dtype, torch.float32, steps)
         if m >= min(LEAST_TRAINING_ROWS, rows):
-            yield from _layer_backward(config, dtype, device, m, layers)
+            yield from _layer_backward(config, dtype, device, m)
     yield from _head_works(config, dtype, device, rows_bucket(rows))
 
 
 def _layer_forward(
-    config: Any, dtype: torch.dtype, device: torch.device, m: int, calls: float
+    config: Any, dtype: torch.dtype, device: torch.device, m: int, steps: float
 ) -> Iterator[Work]:
-    """A layer for m rows; few rows compute q, k, v and gate, up in one launch each."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    """All layers for m rows; few rows compute q, k, v and gate, up in one launch each."""
+    hidden, calls = config.hidden_size, config.num_hidden_layers * steps
     heads, kv_heads, dim = _heads(config)
     columns = heads * dim, kv_heads * dim, kv_heads * dim
-    activation = ACTIVATIONS[getattr(config, "hidden_act", "silu")]
     one_qkv = fuses_qkv(m, columns, dtype)
-    dense = dense_layers(config) > 0
-    one_glu = dense and fuses_gate_up(m, inner, hidden, dtype, has_tma(device))
     if one_qkv:
         yield fused_qkv(device, m, columns, hidden, dtype, calls)
-    if one_glu:
-        yield fused_gate_up(device, m, inner, hidden, dtype, activation, calls)
-    elif dense:
-        yield glu_work(device, "forward", m, inner, dtype, activation, calls)
-    for (n, k), count in _counted(_weights(config, qkv=not one_qkv, gate_up=not one_glu)):
+    for (n, k), count in _counted(_attention_weights(config, qkv=not one_qkv)):
         yield product(device, "nt", m, n, k, dtype, dtype, calls * count)
-    if dense_layers(config) < config.num_hidden_layers:  # the experts have schedules of their own
-        yield product(device, "nt", m, num_experts(config), hidden, dtype, torch.float32, calls)
+    sparse = sparse_layers(config)
+    if sparse:
+        yield from sparse_forward(config, dtype, device, m, sparse * steps)
+    if sparse < config.num_hidden_layers:
+        dense = (config.num_hidden_layers - sparse) * steps
+        yield from _dense_forward(config, dtype, device, m, dense)
     for adds in (False, True):
         yield norm_forward(device, m, hidden, dtype, adds=adds, calls=calls)
     if config.model_type in HEAD_NORMS:
@@ -127,17 +123,39 @@ def _layer_forward(
     yield rotary_work(device, m, heads, kv_heads, dim, dtype, calls)
 
 
-def _layer_backward(
+def _dense_forward(
     config: Any, dtype: torch.dtype, device: torch.device, m: int, calls: float
 ) -> Iterator[Work]:
-    """Its gradients for a micro-batch of m rows."""
+    """An MLP without experts."""
     hidden, inner = config.hidden_size, config.intermediate_size
     activation = ACTIVATIONS[getattr(config, "hidden_act", "silu")]
-    for (n, k), count in _counted(_weights(config)):
+    one_glu = fuses_gate_up(m, inner, hidden, dtype, has_tma(device))
+    if one_glu:
+        yield fused_gate_up(device, m, inner, hidden, dtype, activation, calls)
+    else:
+        yield glu_work(device, "forward", m, inner, dtype, activation, calls)
+        yield product(device, "nt", m, inner, hidden, dtype, dtype, 2 * calls)
+    yield product(device, "nt", m, hidden, inner, dtype, dtype, calls)
+
+
+def _layer_backward(
+    config: Any, dtype: torch.dtype, device: torch.device, m: int
+) -> Iterator[Work]:
+    """The gradients of all layers for a micro-batch of m rows."""
+    hidden, calls = config.hidden_size, config.num_hidden_layers
+    for (n, k), count in _counted(_attention_weights(config)):
         yield product(device, "nn", m, k, n, dtype, dtype, calls * count)
         yield fold(device, m, n, k, dtype, calls * count)
-    if dense_layers(config) > 0:
-        yield glu_work(device, "backward", m, inner, dtype, activation, calls)
+    sparse = sparse_layers(config)
+    if sparse:
+        yield from sparse_backward(config, dtype, device, m, sparse)
+    if sparse < calls:
+        inner, dense = config.intermediate_size, calls - sparse
+        for (n, k), count in (((inner, hidden), 2), ((hidden, inner), 1)):
+            yield product(device, "nn", m, k, n, dtype, dtype, dense * count)
+            yield fold(device, m, n, k, dtype, dense * count)
+        activation = ACTIVATIONS[getattr(config, "hidden_act", "silu")]
+        yield glu_work(device, "backward", m, inner, dtype, activation, dense)
     for adds in (False, True):
         yield norm_backward(device, m, hidden, dtype, adds=adds, calls=calls)
 
@@ -162,16 +180,12 @@ def _heads(config: Any) -> tuple[int, int, int]:
     return heads, config.num_key_value_heads, dim
 
 
-def _weights(config: Any, *, qkv: bool = True, gate_up: bool = True) -> list[tuple[int, int]]:
-    """Weights [n, k] of a layer, with those that a fused launch may take or without them; of an MLP
-    where the model has one that all rows go through."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+def _attention_weights(config: Any, *, qkv: bool = True) -> list[tuple[int, int]]:
+    """Weights [n, k] of a layer's attention, with those that a fused launch may take or without."""
+    hidden = config.hidden_size
     heads, kv_heads, dim = _heads(config)
     columns = [heads * dim, kv_heads * dim, kv_heads * dim] if qkv else []
-    dense = dense_layers(config) > 0
-    columns += [inner, inner] if gate_up and dense else []
-    down = [(hidden, inner)] if dense else []
-    return [(hidden, heads * dim), *down, *((n, hidden) for n in columns)]
+    return [(hidden, heads * dim), *((n, hidden) for n in columns)]
 
 
 def _has_aligned_rows(work: Work) -> bool:

@@ -5,6 +5,9 @@ import torch
 
 from rl_consistency.kernels.core import tuned_schedules
 from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner
+from rl_consistency.kernels.experts import schedules as experts_schedules
+from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
+from rl_consistency.kernels.experts.runs_triton import Runs, fold_runs
 from rl_consistency.kernels.glu.activation_triton import glu_bwd, glu_fwd
 from rl_consistency.kernels.gradient_fold.outer_triton import gradient_fold_outer
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd
@@ -16,6 +19,7 @@ from rl_consistency.kernels.rotary.rotation_triton import rotary_fwd
 from rl_consistency.kernels.sampling.sampling_rows import SamplingRows
 from rl_consistency.kernels.token_logprobs import schedules as head_schedules
 from rl_consistency.kernels.token_logprobs.plan import choose_plan
+from rl_consistency.tuning.expert_products import expert_fold, expert_product
 from rl_consistency.tuning.products import fold, fused_gate_up, fused_qkv, product
 from rl_consistency.tuning.row_ops import (
     glu_work,
@@ -63,6 +67,24 @@ CASES = {
     "rotary": (
         lambda dtype: rotary_work(CPU, 9, 4, 2, 16, dtype),
         lambda *given: rotary_fwd(*given, inverse=True),
+    ),
+    "experts gate_up": (
+        lambda dtype: expert_product(CPU, "gate_up", 9, 2, 4, 24, 48, dtype, "gelu"),
+        lambda a, w, first, pairs: gate_up_fwd(a, w, first, pairs, 2, "gelu", False),
+    ),
+    "experts nt": (
+        lambda dtype: expert_product(CPU, "nt", 9, 2, 4, 24, 48, dtype),
+        lambda a, w, first, pairs: product_fwd(a, w, "nt", first, pairs, 2, False),
+    ),
+    "experts nn": (
+        lambda dtype: expert_product(CPU, "nn", 9, 2, 4, 24, 48, dtype, by_row=True),
+        lambda a, w, first, pairs: product_fwd(a, w, "nn", first, pairs, 2, True),
+    ),
+    "experts fold": (
+        lambda dtype: expert_fold(CPU, 40, 2, 4, 24, 48, dtype),
+        lambda dy, x, places, rows, first, g: fold_runs(
+            g, dy, x, Runs(places, rows, first), dy_by_row=False, fresh=True
+        ),
     ),
     "norm": (
         lambda dtype: norm_forward(CPU, 20, 64, dtype),
@@ -121,10 +143,21 @@ def test_the_dispatch_asks_for_the_library_entry_that_was_tuned(layout, monkeypa
     assert store.asked == [work.library_entry]
 
 
+@pytest.mark.parametrize("kind", ["gate_up", "nt", "nn"])
+def test_the_library_of_experts_is_asked_for_and_gives_the_same_product(kind, monkeypatch):
+    monkeypatch.setitem(tuned_schedules._by_device, CPU, store := Noting())
+    by_row = kind == "nn"
+    work = expert_product(CPU, kind, 9, 2, 4, 24, 48, BF16, by_row=by_row)
+    assert not experts_schedules.prefers_library(kind, 18, 4, 24, 48, BF16, CPU)
+    assert store.asked == [work.library_entry] and not work.library_picked
+    found = compare(work, work.operands(), (work.picked, "grouped_mm"))
+    assert found.differing["grouped_mm"] < 18 * 24 / 4  # on a CPU the orders differ
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_candidate_has_the_bytes_of_the_default(case):
     make, _ = CASES[case]
-    work = make(FP32 if case in ("nt", "nn", "fold") else BF16)
+    work = make(FP32 if case in ("nt", "nn", "fold", "experts nt", "experts fold") else BF16)
     some = tuple(list(work.candidates)[:4])  # the interpreter takes its time
     found = compare(work, work.operands(), some)
     assert found.struck == {} and set(some) <= set(found.equal)

@@ -42,20 +42,25 @@ def calls(dtype):
     pairs = ids.flatten()
     gate_up = torch.zeros(EXPERTS, 2 * WIDTH, HIDDEN, dtype=dtype)
     activated = torch.zeros(len(pairs), WIDTH, dtype=dtype)
+    packed = torch.zeros(len(pairs), 2 * WIDTH, dtype=dtype)
     down = torch.zeros(EXPERTS, HIDDEN, WIDTH, dtype=dtype)
     weights = torch.zeros(ROWS, TOP_K)
-    for schedule in product_candidates(dtype, gate_up=False):
-        for layout, by_row, a, w in (("nt", False, activated, down), ("nn", True, x, down)):
+    for schedule in product_candidates("nt", dtype, tma=True):
+        for layout, by_row, a, w in (
+            ("nt", False, activated, down),
+            ("nt", True, x, gate_up),
+            ("nn", True, x, down),
+            ("nn", False, packed, gate_up),
+        ):
             yield partial(product_fwd, a, w, layout, first, pairs, TOP_K, by_row, schedule)
-    for schedule in product_candidates(dtype, gate_up=True):
+    for schedule in product_candidates("gate_up", dtype, tma=True):
         yield partial(gate_up_fwd, x, gate_up, first, pairs, TOP_K, "silu", True, schedule)
     wide = torch.float64 if dtype == torch.float32 else torch.float32
     buffer = torch.zeros(1, dtype=wide).expand(EXPERTS, 2 * WIDTH, HIDDEN)
-    packed = torch.zeros(len(pairs), 2 * WIDTH, dtype=dtype)
     for schedule in fold_candidates(dtype):
-        runs = Runs(pairs, first)
+        runs = Runs(pairs, pairs, first)
         yield partial(
-            fold_runs, buffer, packed, x, runs, pairs, TOP_K, dy_by_row=False, fresh=False,
+            fold_runs, buffer, packed, x, runs, dy_by_row=False, fresh=False,
             schedule=schedule,
         )  # fmt: skip
     outputs = torch.zeros(len(pairs), HIDDEN, dtype=dtype)
@@ -82,7 +87,15 @@ def routing_calls():
         }
         yield partial(count_runs_kernel[(1,)], numbers, ids, numbers, experts, **constants)
         yield partial(
-            place_runs_kernel[(1,)], numbers, ids, ids, numbers, numbers, experts, **constants
+            place_runs_kernel[(1,)],
+            numbers,
+            ids,
+            ids,
+            numbers,
+            numbers,
+            numbers,
+            experts,
+            **constants,
         )
         logits, weights = torch.zeros(ROWS, experts), torch.zeros(ROWS, TOP_K)
         for schedule in CANDIDATES if experts == 128 else [pick(ROWS, experts)]:

@@ -13,11 +13,11 @@ from rl_consistency.kernels.experts.library import (
     grouped_product,
     key_of,
     library_product,
-    pairs_of,
     takes,
 )
 from rl_consistency.kernels.experts.products_triton import product_fwd
 from rl_consistency.kernels.experts.schedules import LIBRARY_PAIRS, prefers_library
+from rl_consistency.kernels.experts.winner_audit import pairs_of
 from rl_consistency.kernels.matmul import audit
 from rl_consistency.kernels.matmul.audit import schedule_audit
 from rl_consistency.kernels.matmul.certificates import Certificates
@@ -178,7 +178,22 @@ def test_the_op_gives_the_same_bytes_by_the_library(on_this_machine, monkeypatch
 
 
 def test_the_library_is_preferred_for_many_bf16_rows():
-    assert prefers_library(LIBRARY_PAIRS * 8, 8, torch.bfloat16)
-    assert not prefers_library(LIBRARY_PAIRS * 8 - 1, 8, torch.bfloat16)
-    assert not prefers_library(LIBRARY_PAIRS * 8, 8, torch.float32)
-    assert not prefers_library(LIBRARY_PAIRS * 8, 8, torch.float16)
+    sizes = 8, 768, 2048
+    assert prefers_library("nt", LIBRARY_PAIRS * 8, *sizes, torch.bfloat16)
+    assert not prefers_library("nt", LIBRARY_PAIRS * 8 - 1, *sizes, torch.bfloat16)
+    assert not prefers_library("nt", LIBRARY_PAIRS * 8, *sizes, torch.float32)
+    assert not prefers_library("nt", LIBRARY_PAIRS * 8, *sizes, torch.float16)
+
+
+def test_the_fused_product_is_asked_for_by_its_own_name(on_this_machine, monkeypatch):
+    asked = []
+    monkeypatch.setattr(library, "prefers_library", lambda *a: asked.append(a[:5]))
+    weights, _ = weights_and_first()
+    takes(weights, "gate_up", PAIRS)
+    takes(weights, "nt", PAIRS)
+    takes(weights, "nn", PAIRS)
+    assert asked == [
+        ("gate_up", PAIRS, EXPERTS, WIDTH // 2, HIDDEN),
+        ("nt", PAIRS, EXPERTS, WIDTH, HIDDEN),
+        ("nn", PAIRS, EXPERTS, HIDDEN, WIDTH),
+    ]

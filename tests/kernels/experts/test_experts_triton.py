@@ -1,10 +1,19 @@
+import itertools
+
 import pytest
 import torch
 
 from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.core import tuned_schedules
+from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner, forget_picks
 from rl_consistency.kernels.experts import cpu, cuda
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
-from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
+from rl_consistency.kernels.experts.products_triton import (
+    MOST_STEPS,
+    described,
+    gate_up_fwd,
+    product_fwd,
+)
 from rl_consistency.kernels.experts.rows_triton import (
     activate_pairs,
     combine_fwd,
@@ -20,15 +29,21 @@ from rl_consistency.kernels.experts.runs_triton import (
 from rl_consistency.kernels.experts.schedules import (
     COMBINE,
     GATE_UP,
+    GATE_UP_TMA,
     PAIR,
     PRODUCTS,
+    PRODUCTS_TMA,
     fold_candidates,
+    fold_work,
+    library_work,
     most_tiles,
     pick_combine,
     pick_fold,
     pick_pair,
     pick_product,
+    prefers_library,
     product_candidates,
+    product_work,
 )
 from rl_consistency.kernels.glu.op import ACTIVATIONS
 from rl_consistency.kernels.router.op import route
@@ -39,6 +54,7 @@ from tests.kernels.experts.cases import TOP_K, parameters
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
 
+CPU = torch.device("cpu")
 ROWS, EXPERTS, HIDDEN, WIDTH = 90, 6, 40, 24
 SPANS = ([50, 3, 75], [17, 30, 15])
 """Sequences that begin at rows 50, 3 and 75; other rows are filler."""
@@ -110,26 +126,27 @@ def test_runs_start_steps_in_the_order_of_the_sequences(skew):
     pairs, places, _ = found(ids, layout)
     runs = find_runs(ids, places, layout, EXPERTS)
     routed = cpu.route_rows(ids, layout, EXPERTS)
-    assert len(runs.steps) == most_steps(layout, TOP_K, EXPERTS)
+    assert len(runs.places) == len(runs.rows) == most_steps(layout, TOP_K, EXPERTS)
     for expert, span in routed.by_expert():
-        steps = runs.steps[runs.first[expert] : runs.first[expert + 1]]
-        got = [-1 if p < 0 else int(pairs[p]) // TOP_K for p in steps.tolist()]
+        steps = slice(runs.first[expert], runs.first[expert + 1])
+        got = runs.rows[steps].tolist()
+        by_places = [-1 if p < 0 else int(pairs[p]) // TOP_K for p in runs.places[steps].tolist()]
         wanted = [-1 if i < 0 else int(routed.rows[i]) for i in routed.steps(span).tolist()]
-        assert got == wanted and len(got) % 16 == 0
-    assert runs.steps[runs.first[-1] :].eq(-1).all()
+        assert got == by_places == wanted and len(got) % 16 == 0
+    assert runs.places[runs.first[-1] :].eq(-1).all()
     assert runs.first.diff().gt(0).tolist() == [c > 0 for c in routed.counts]
 
 
 def test_blocks_of_rows_hold_one_sequence_each_and_are_made_once():
     layout = PackedSequences.of([20, 0, 40, 50], [17, 16, 0, 3])
-    blocks = sequence_blocks(layout, torch.device("cpu"), 16)
+    blocks = sequence_blocks(layout, CPU, 16)
     assert blocks.rows.view(-1, 16)[:, 0].tolist() == [20, 36, 0, 50]
     assert blocks.rows.ge(0).sum() == 36
     assert blocks.sequence.tolist() == [0, 0, 1, 2] and blocks.first.tolist() == [0, 0, 2, 3]
     assert blocks.last.tolist() == [1, 2, 3]
-    assert sequence_blocks(layout, torch.device("cpu"), 16) is blocks
+    assert sequence_blocks(layout, CPU, 16) is blocks
     with pytest.raises(ValueError, match="share rows"):
-        sequence_blocks(PackedSequences.of([0, 10], [12, 10]), torch.device("cpu"), 16)
+        sequence_blocks(PackedSequences.of([0, 10], [12, 10]), CPU, 16)
 
 
 @pytest.mark.parametrize("schedule", PRODUCTS, ids=lambda s: s.name)
@@ -237,14 +254,14 @@ def test_every_fold_schedule_matches_a_cpu(dtype, dy_by_row):
         wide = torch.float64 if dtype == torch.float32 else torch.float32
         buffer = torch.full(shape, torch.nan, dtype=wide)
         fold_runs(
-            buffer, *operands[1], runs, pairs, TOP_K, dy_by_row=dy_by_row, fresh=True,
+            buffer, *operands[1], runs, dy_by_row=dy_by_row, fresh=True,
             schedule=schedule,
         )  # fmt: skip
         assert_within(buffer.float(), expected, "reduction", torch.float32)
         # Experts without rows keep what they have, bit by bit.
         kept = torch.full(shape, -0.0, dtype=wide)
         fold_runs(
-            kept, *operands[1], runs, pairs, TOP_K, dy_by_row=dy_by_row, fresh=False,
+            kept, *operands[1], runs, dy_by_row=dy_by_row, fresh=False,
             schedule=schedule,
         )  # fmt: skip
         idle = [e for e, count in enumerate(routed.counts) if not count]
@@ -280,6 +297,16 @@ def test_every_row_schedule_gives_the_same_bytes():
         assert same_bytes(results[2], pair_results[0][2])
 
 
+def test_a_schedule_by_descriptor_is_refused_for_weights_it_cannot_address():
+    x, ids, _, gate_up, _, layout = case()
+    pairs, _, first = found(ids, layout)
+    assert not described(gate_up, "nt")  # the interpreter has no descriptors
+    with pytest.raises(ValueError, match=r"tma-16x64x128-w4-s5 copies by descriptor, which needs"):
+        product_fwd(x, gate_up, "nt", first, pairs, TOP_K, True, PRODUCTS_TMA[0])
+    with pytest.raises(ValueError, match="Use a pointer schedule"):
+        gate_up_fwd(x, gate_up, first, pairs, TOP_K, "silu", True, GATE_UP_TMA[0])
+
+
 def test_no_rows_and_no_sequences():
     x, ids, weights, gate_up, down, _ = case()
     none = PackedSequences.of([], [])
@@ -302,14 +329,39 @@ def test_no_rows_and_no_sequences():
 def test_picks_are_in_their_tables():
     for dtype in (torch.float32, torch.bfloat16):
         for pairs in (1, 64, 2048, 1 << 17):
-            for gate_up in (False, True):
-                table = product_candidates(dtype, gate_up=gate_up)
-                assert pick_product(pairs, 128, 768, dtype, gate_up=gate_up) in table
-            assert pick_fold(pairs, 768, 2048, dtype) in fold_candidates(dtype)
-    assert pick_product(8, 128, 768, torch.bfloat16).block_m == 16
-    assert pick_product(1 << 17, 128, 768, torch.bfloat16).block_m == 128
+            for product, tma in itertools.product(("gate_up", "nt", "nn"), (False, True)):
+                table = product_candidates(product, dtype, tma=tma)
+                own = pick_product(product, pairs, 128, 768, 2048, dtype, tma)
+                assert own in table
+                assert (own.kind == "tma") == (tma and dtype != torch.float32)
+                assert own.kind != "tma" or own.block_k <= MOST_STEPS
+            assert pick_fold(pairs, 128, 768, 2048, dtype) in fold_candidates(dtype)
+    few, many = (
+        pick_product("nt", pairs, 128, 768, 2048, torch.bfloat16, False) for pairs in (8, 1 << 17)
+    )
+    assert (few.block_m, many.block_m) == (16, 128)
     assert all(pick_combine(r, h) in COMBINE for r in (1, 4096) for h in (64, 4096))
     assert all(pick_pair(width) in PAIR for width in (24, 768, 14336))
+
+
+def test_a_winner_of_tune_goes_before_the_rule(monkeypatch):
+    store = TunedSchedules(None, {})
+    monkeypatch.setitem(tuned_schedules._by_device, CPU, store)
+    sizes = 2048, 128, 768, 2048
+    for product in ("gate_up", "nt", "nn"):
+        last = product_candidates(product, torch.bfloat16, tma=True)[-1]
+        work = product_work(product, torch.bfloat16, True, *sizes)
+        store.keep(work, Winner(last.name, 1.0, 2.0))
+        assert pick_product(product, *sizes, torch.bfloat16, True, CPU) == last
+        assert not prefers_library(product, *sizes, torch.bfloat16, CPU)
+        work = library_work(product, torch.bfloat16, *sizes)
+        store.keep(work, Winner("library", 1.0, 2.0))
+        assert prefers_library(product, *sizes, torch.bfloat16, CPU)
+        assert not prefers_library(product, *sizes, torch.float32, CPU)
+    last = fold_candidates(torch.bfloat16)[-1]
+    store.keep(fold_work(torch.bfloat16, *sizes), Winner(last.name, 1.0, 2.0))
+    assert pick_fold(*sizes, torch.bfloat16, CPU) == last
+    forget_picks()
 
 
 def test_most_tiles_hold_every_routing():

@@ -10,7 +10,7 @@ from rl_consistency.kernels.attention.layout import PackedSequences, SequenceTab
 from rl_consistency.kernels.experts import cuda
 from rl_consistency.kernels.experts.op import experts, experts_reference
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
-from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
+from rl_consistency.kernels.experts.products_triton import described, gate_up_fwd, product_fwd
 from rl_consistency.kernels.experts.rows_triton import combine_fwd, pair_bwd
 from rl_consistency.kernels.experts.runs_triton import find_runs, fold_runs
 from rl_consistency.kernels.experts.schedules import (
@@ -83,6 +83,7 @@ def test_every_product_schedule_gives_the_bytes_of_linear(dtype, choice):
     x, ids, _, gate_up, down, layout = case(dtype, choice)
     pairs, _, first = found(ids, layout)
     count = int(first[-1])
+    pairs[count:] = 0  # read below as rows
     activated = probe((len(pairs), WIDTH), dtype, seed=5, scale=0.1).to(DEVICE)
     up = torch.empty(count, 2 * WIDTH, dtype=dtype, device=DEVICE)
     out, u = up.new_empty(count, HIDDEN), up.new_empty(count, WIDTH)
@@ -91,13 +92,15 @@ def test_every_product_schedule_gives_the_bytes_of_linear(dtype, choice):
         out[places] = linear(activated[places], down[expert])
         u[places] = matmul_nn(x[rows], down[expert], out_dtype=dtype)
     turned = gate_up.transpose(1, 2).contiguous().transpose(1, 2)
-    for schedule in product_candidates(dtype, gate_up=False):
-        for weights in (gate_up, turned):
+    for schedule in product_candidates("nt", dtype, tma=described(down, "nt")):
+        for weights in (gate_up, turned) if schedule.kind == "pointer" else (gate_up,):
             c = product_fwd(x, weights, "nt", first, pairs, TOP_K, True, schedule)
             assert same_bytes(c[:count], up), schedule
         c = product_fwd(activated, down, "nt", first, pairs, TOP_K, False, schedule)
         assert same_bytes(c[:count], out), schedule
         c = product_fwd(x, down, "nn", first, pairs, TOP_K, True, schedule)
+        assert same_bytes(c[:count], u), schedule
+        c = product_fwd(x[pairs.long() // TOP_K], down, "nn", first, pairs, TOP_K, False, schedule)
         assert same_bytes(c[:count], u), schedule
 
 
@@ -113,7 +116,7 @@ def test_every_gate_up_schedule_gives_the_bytes_of_linear_and_glu(dtype, choice)
     gate, up = (part.contiguous() for part in expected.chunk(2, dim=-1))
     for activation in ACTIVATIONS:
         activated = glu(gate, up, activation)
-        for schedule in product_candidates(dtype, gate_up=True):
+        for schedule in product_candidates("gate_up", dtype, tma=described(gate_up, "nt")):
             for packed in (True, False):
                 y, both = gate_up_fwd(x, gate_up, first, pairs, TOP_K, activation, packed, schedule)
                 assert same_bytes(y[:count], activated), schedule
@@ -142,7 +145,7 @@ def test_every_fold_schedule_gives_the_bytes_of_the_fold_of_each_expert(dtype, c
         for schedule in fold_candidates(dtype):
             buffer = torch.full_like(before, torch.nan) if fresh else before.clone()
             fold_runs(
-                buffer, x, of_pairs, runs, pairs, TOP_K, dy_by_row=True, fresh=fresh,
+                buffer, x, of_pairs, runs, dy_by_row=True, fresh=fresh,
                 schedule=schedule,
             )  # fmt: skip
             assert same_bytes(buffer, expected), schedule
@@ -153,7 +156,7 @@ def test_every_fold_schedule_gives_the_bytes_of_the_fold_of_each_expert(dtype, c
                 else (before.transpose(1, 2).contiguous())
             )
             fold_runs(
-                turned, of_pairs, x, runs, pairs, TOP_K, dy_by_row=False, fresh=fresh,
+                turned, of_pairs, x, runs, dy_by_row=False, fresh=fresh,
                 schedule=schedule,
             )  # fmt: skip
             assert same_bytes(turned.transpose(1, 2).contiguous(), expected), schedule
@@ -214,7 +217,7 @@ def test_output_and_gradients_match_fp64(dtype):
     x, ids, _, gate_up, down, _ = case(dtype)
     x, gate_up, down, dy = (
         (torch.randn(t.shape, generator=generator) * scale).to(DEVICE, dtype)
-        for t, scale in ((x, 1.0), (gate_up, HIDDEN**-0.5), (down, WIDTH**-0.5), (x, 1.0))
+        for t, scale in ((x, 1.0), (gate_up, HIDDEN**-0.5), (down, WIDTH**-0.5), (x, 0.1))
     )
     weights = torch.rand(ids.shape, generator=generator).to(DEVICE)
     leaves = [t.requires_grad_() for t in (x, weights, gate_up, down)]

@@ -1,0 +1,131 @@
+"""The works of experts: their products, and the gradients of their weights, at even routing.
+
+The host does not know a call's routing, so no pick can depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.experts import schedules
+from rl_consistency.kernels.experts.library import library_product
+from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
+from rl_consistency.kernels.experts.products_triton import MOST_STEPS, gate_up_fwd, product_fwd
+from rl_consistency.kernels.experts.rows_triton import activate_pairs, gather_pairs
+from rl_consistency.kernels.experts.runs_triton import Runs, find_runs, fold_runs
+from rl_consistency.kernels.experts.schedules import Product
+from rl_consistency.tuning.products import drawn, least_seconds
+from rl_consistency.tuning.work import Work
+
+SEQUENCE = 1024
+"""Tokens of a sequence whose gradient is timed."""
+
+
+def expert_product(
+    device: torch.device, product: Product, rows: int, top_k: int, experts: int, n: int, k: int,
+    dtype: torch.dtype, activation: str = "silu", calls: float = 1.0, *, by_row: bool = False,
+) -> Work:  # fmt: skip
+    """`product` of `rows` rows, each at `top_k` experts, with weights of n columns; see `Product`.
+
+    `by_row`: the operand has a row for each row of the call, not one for each pair.
+    """
+    fused, pairs = product == "gate_up", rows * top_k
+    by_row = by_row or fused
+    weight = {"gate_up": (2 * n, k), "nt": (n, k), "nn": (k, n)}[product]
+    layout = "nn" if product == "nn" else "nt"
+
+    def operands() -> tuple[Tensor, ...]:
+        a, weights = drawn(device, dtype, (rows if by_row else pairs, k), (experts, *weight))
+        found, _, first = _pairs(_even_ids(rows, top_k, experts, device), experts)
+        return a, weights, first, found
+
+    def own(schedule: Any, a: Tensor, weights: Tensor, first: Tensor, found: Tensor) -> Tensor:
+        if fused:
+            return gate_up_fwd(a, weights, first, found, top_k, activation, False, schedule)[0]
+        return product_fwd(a, weights, layout, first, found, top_k, by_row, schedule)
+
+    def library(a: Tensor, weights: Tensor, first: Tensor, found: Tensor) -> Tensor:
+        own = gather_pairs(a, first, found, top_k) if by_row else a
+        y = library_product(own, weights, layout, first)
+        return activate_pairs(y, first, activation) if fused else y
+
+    tma = has_tma(device) and (product != "nn" or k % MOST_STEPS == 0)
+    sizes = pairs, experts, n, k
+    covered = dtype == torch.bfloat16
+    used = min(pairs, experts)
+    moved = (pairs * (k + n) + used * weight[0] * weight[1]) * dtype.itemsize
+    return Work(
+        op=f"experts {product}",
+        shape={"rows": rows, "k_of": f"{top_k}/{experts}", "n": n, "k": k},
+        operands=operands,
+        candidates=_by_name(schedules.product_candidates(product, dtype, tma=tma), own),
+        picked=schedules.pick_product(product, *sizes, dtype, tma).name,
+        others={"grouped_mm": library} if covered else {},
+        entry=schedules.product_work(product, dtype, tma, *sizes),
+        library_entry=schedules.library_work(product, dtype, *sizes) if covered else "",
+        library_picked=schedules.prefers_library(product, *sizes, dtype),
+        moved_bytes=moved,
+        seconds=calls * least_seconds(moved, pairs * weight[0] * weight[1]),
+    )
+
+
+def expert_fold(
+    device: torch.device, rows: int, top_k: int, experts: int, n: int, k: int, dtype: torch.dtype,
+    calls: float = 1.0, *, dy_by_row: bool = False,
+) -> Work:  # fmt: skip
+    """The gradients [experts, n, k] over `rows` tokens of sequences of `SEQUENCE`, from zero."""
+    pairs = rows * top_k
+
+    def operands() -> tuple[Tensor, ...]:
+        counts = (rows, pairs) if dy_by_row else (pairs, rows)
+        dy, x = drawn(device, dtype, (counts[0], n), (counts[1], k))
+        ids = _even_ids(rows, top_k, experts, device)
+        _, places, _ = _pairs(ids, experts)
+        starts = range(0, rows, SEQUENCE)
+        layout = PackedSequences.of(starts, [min(SEQUENCE, rows - start) for start in starts])
+        runs = find_runs(ids, places, layout, experts)
+        wide = torch.float64 if dtype == torch.float32 else torch.float32
+        gradient = torch.zeros(experts, n, k, dtype=wide, device=device)
+        return dy, x, runs.places, runs.rows, runs.first, gradient
+
+    def own(schedule: Any, dy: Tensor, x: Tensor, *rest: Tensor) -> Tensor:
+        *tables, gradient = rest
+        runs = Runs(*tables)
+        fold_runs(gradient, dy, x, runs, dy_by_row=dy_by_row, fresh=True, schedule=schedule)
+        return gradient
+
+    sizes = pairs, experts, n, k
+    moved = pairs * (n + k) * dtype.itemsize + experts * n * k * 4
+    return Work(
+        op="experts fold",
+        shape={"rows": rows, "k_of": f"{top_k}/{experts}", "n": n, "k": k},
+        operands=operands,
+        candidates=_by_name(schedules.fold_candidates(dtype), own),
+        picked=schedules.pick_fold(*sizes, dtype).name,
+        entry=schedules.fold_work(dtype, *sizes),
+        moved_bytes=moved,
+        seconds=calls * least_seconds(moved, pairs * n * k),
+    )
+
+
+def _even_ids(rows: int, top_k: int, experts: int, device: torch.device) -> Tensor:
+    """[rows, top_k] int32: each row's experts, drawn alike; the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.rand(rows, experts, generator=generator).argsort(dim=-1)[:, :top_k]
+    return ids.sort(dim=-1).values.to(device, torch.int32)
+
+
+def _pairs(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    start, length = ids.new_zeros(1), ids.new_full((1,), len(ids))
+    return expert_pairs_op(ids, start, length, experts)
+
+
+def _by_name(found: Any, call: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return {schedule.name: partial(call, schedule) for schedule in found}

@@ -1,0 +1,85 @@
+"""Expert products by a winner of `tune` are audited, and struck where they differ."""
+
+import pytest
+import torch
+
+from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.core import tuned_schedules
+from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner, forget_picks
+from rl_consistency.kernels.experts import cuda
+from rl_consistency.kernels.experts.schedules import GATE_UP, PRODUCTS, product_work
+from rl_consistency.kernels.experts.winner_audit import pairs_of
+from rl_consistency.kernels.matmul import audit
+from rl_consistency.kernels.matmul.audit import schedule_audit
+from rl_consistency.kernels.router.op import route
+from rl_consistency.verify.probe import probe
+from tests.kernels.experts.cases import parameters
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the CPU interpreter")
+
+CPU = torch.device("cpu")
+EXPERTS, HIDDEN, WIDTH, ROWS, TOP_K = 4, 32, 24, 20, 2
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """No winners yet; every call is audited."""
+    monkeypatch.setattr(audit, "_counts", audit._Counts())
+    monkeypatch.setattr(audit, "AUDIT_EVERY", 1)
+    found = TunedSchedules(None, {})
+    monkeypatch.setitem(tuned_schedules._by_device, CPU, found)
+    forget_picks()
+    yield found
+    forget_picks()
+
+
+def forward():
+    """One call; rows 12 to 19 are filler, whose pairs hold anything."""
+    sizes = {"experts": EXPERTS, "hidden": HIDDEN, "width": WIDTH}
+    router, gate_up, down = (w.detach() for w in parameters(torch.bfloat16, **sizes))
+    x = probe((ROWS, HIDDEN), torch.bfloat16, scale=0.1)
+    ids, weights = route(x, router, TOP_K, normalize=True)
+    layout = PackedSequences.of([0], [12])
+    return cuda.experts_fwd(x, ids, weights, gate_up, down, layout, "silu", True)
+
+
+def works():
+    """Those of the call's two products."""
+    sizes = {"gate_up": (WIDTH, HIDDEN), "nt": (HIDDEN, WIDTH)}
+    return {
+        product_work(product, torch.bfloat16, False, ROWS * TOP_K, EXPERTS, *nk)
+        for product, nk in sizes.items()
+    }
+
+
+def test_products_without_a_winner_are_not_audited(store):
+    forward()
+    assert schedule_audit().calls == 0
+
+
+def test_winners_are_audited_and_equal_ones_stay(store):
+    for work in works():
+        table = PRODUCTS if "/nt/" in work else GATE_UP
+        store.keep(work, Winner(table[1].name, 1.0, 2.0))
+    forward()
+    report = schedule_audit()
+    assert (report.calls, report.audited, report.differing) == (2, 2, 0) and report.struck == []
+
+
+def test_a_winner_of_other_bytes_is_struck(store, monkeypatch):
+    (work,) = (name for name in works() if "/nt/" in name)
+    store.keep(work, Winner(PRODUCTS[1].name, 1.0, 2.0))
+    own = cuda.expert_product_op
+    monkeypatch.setattr(cuda, "expert_product_op", lambda *a: own(*a) * 1.01)
+    forward()
+    report = schedule_audit()
+    assert report.found > 0 and report.struck == [f"{work}: {PRODUCTS[1].name}"]
+    forward()
+    assert schedule_audit().calls == 1
+
+
+def test_what_stands_past_the_last_pair_is_not_compared():
+    x = torch.full((4, 2), torch.nan)
+    x[:3] = 1.0
+    found = pairs_of(x, torch.tensor([0, 1, 3]))
+    assert found[:3].eq(1).all() and found[3].eq(0).all()
