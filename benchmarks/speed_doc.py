@@ -12,7 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from benchmarks.results import Results, Row, geometric_mean, load, markdown_table, ratios, shown
+from benchmarks.results import Results, load, markdown_table, shown
+from benchmarks.rows import Row, geometric_mean, ratios
 from rl_consistency.cli.page.plots import MUTED, OURS, STYLE
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from benchmarks import peers as bench_peers
+from benchmarks.bars import BARS
 from benchmarks.distributed.suites import distributed_suites
 from benchmarks.ops.attention import attention_backward, attention_decode, attention_forward
 from benchmarks.ops.elementwise import elementwise_cases
 from benchmarks.ops.logprobs import logprobs_and_gradients
 from benchmarks.ops.matmul import gradient_fold, product
 from benchmarks.ops.suites import accuracy_cases, op_suites, random_op_suites
-from benchmarks.results import BARS
 from benchmarks.rollout.suites import random_rollout_suites, rollout_suites
 from benchmarks.shapes import BANDS
 from benchmarks.suite import cases, of_seed

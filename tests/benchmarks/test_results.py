@@ -5,15 +5,9 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks.results import (
-    BARS,
-    Results,
-    Row,
-    compare,
-    geometric_mean,
-    load,
-    save,
-)
+from benchmarks.bars import BARS
+from benchmarks.results import Results, compare, load, save
+from benchmarks.rows import Row, geometric_mean
 
 META = {"device": "Test GPU", "commit": "abc", "versions": {"torch": "2.11", "triton": "3.6"}}
 RECORD = {"complete": True, "commit": "abc"}

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.results import Row
 from benchmarks.rollout.copying import copying, copying_model, edited_stretch
 from benchmarks.rollout.decoding import decode, long_context, steady_step
 from benchmarks.rollout.grpo import grpo_step
 from benchmarks.rollout.hugging_face import GENERATE, generate_rate, hugging_face
 from benchmarks.rollout.workload import Workload
+from benchmarks.rows import Row
 from benchmarks.timing import Ceilings
 
 TINY = "tiny-qwen3"
