@@ -75,6 +75,21 @@ def _in_band(low: int, high: int, figure: Figure) -> Figure:
     return lambda rows: figure([row for row in rows if low <= int(row.shape["m"]) <= high])
 
 
+def _long(figure: Figure) -> Figure:
+    """A figure of the rows whose sequences have 1,024 tokens or more."""
+    return lambda rows: figure([row for row in rows if int(row.shape["length"]) >= 1024])
+
+
+def _many(figure: Figure) -> Figure:
+    """A figure of the rows of 32 sequences or more."""
+    return lambda rows: figure([row for row in rows if int(row.shape["sequences"]) >= 32])
+
+
+def _against_liger_if_covered(rows: Sequence[Row]) -> float | None:
+    """The lowest of the rows whose family Liger has."""
+    return _against_liger([r for r in rows if "liger" in r.peers or "liger" in r.unavailable])
+
+
 _lowest = _of_all(min, lambda r: r.ratio)
 _lowest_share = _of_all(min, lambda r: r.ceiling_fraction)
 _largest_error = _of_all(max, lambda r: r.error_ratio)
@@ -102,6 +117,7 @@ _SUM, _RANKS, _SCALING = ("distributed_sum",), ("distributed_step",), ("distribu
 _TRL = ("trl_grpo",)
 
 _RANDOM_PRODUCTS = ("matmul_random",)
+_SPARSE_STEP, _SPARSE_DECODE = ("training_step_sparse",), ("rollout_roofline_sparse",)
 
 # The formatter would give each argument a line.
 # fmt: off
@@ -143,6 +159,40 @@ _RANDOM: Mapping[str, Bar] = {
     for kind, text in (("random", "random"), ("named", "other named"))
     for name, against, target, figure in (
         ("stock", "Hugging Face with SDPA", 1.15, _lowest), ("liger", "Liger", 1.0, _against_liger))
+}
+
+_SPARSE: Mapping[str, Bar] = {
+    name + kind: Bar(text + what, ">=", target, (suite + kind,), figure)
+    for kind, text in (("", ""), ("_random", "random "))
+    for name, suite, what, target, figure in (
+        ("experts_forward_geomean", "experts_forward",
+         "experts from 2,048 tokens against grouped_mm, geometric mean", 1.0, _geomean),
+        ("experts_forward_lowest", "experts_forward",
+         "experts from 2,048 tokens against grouped_mm, lowest", 0.9, _lowest),
+        ("experts_few", "experts_few",
+         "experts of 1 to 256 tokens against the better of grouped_mm and batched_mm, lowest",
+         1.0, _lowest),
+        ("experts_few_bandwidth", "experts_few",
+         "experts of 1 to 256 tokens: share of a copy's bandwidth, lowest", 0.65, _lowest_share),
+        ("experts_gradient", "experts_gradient",
+         "dW of experts against grouped_mm + fp32 add, sequences of 1k and 4k, geometric mean",
+         0.95, _long(_geomean)),
+        ("moe_block", "moe_block",
+         "MoE block forward and backward against Transformers with grouped_mm, lowest", 1.15,
+         _lowest))
+} | {
+    "training_step_sparse_stock": Bar(
+        "training step of mixtures of experts against Hugging Face with SDPA and grouped_mm, "
+        "lowest", ">=", 1.15, _SPARSE_STEP),
+    "training_step_sparse_liger": Bar(
+        "the same against Liger where it has the family, lowest", ">=", 1.0, _SPARSE_STEP,
+        _against_liger_if_covered),
+    "rollout_roofline_sparse": Bar(
+        "decode step of mixtures of experts: share of a copy's bandwidth over the experts hit, "
+        "1 to 256 sequences, lowest", ">=", 0.65, _SPARSE_DECODE, _lowest_share),
+    "rollout_idle_sparse": Bar(
+        "GPU idle in these steps from 32 sequences, share of the time", "<=", 0.05,
+        _SPARSE_DECODE, _many(_highest("idle_share"))),
 }
 
 BARS: Mapping[str, Bar] = {
@@ -231,6 +281,7 @@ BARS: Mapping[str, Bar] = {
     "trl_gradient_check": Bar(
         "share of a gradient check every 10 steps", "<=", 0.05, _TRL,
         _highest("gradient_check_share")),
+    **_SPARSE,
     **_RANDOM,
 }
 """Name to target. The lowest or highest is over every row of the suites: no row can hide."""
