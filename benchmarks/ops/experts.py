@@ -77,8 +77,9 @@ def by_grouped(x: Tensor, weights: Weights, routing: Routing) -> Tensor:
 def by_batched(x: Tensor, weights: Weights, routing: Routing) -> Tensor:
     """The same by a product for each pair, with the weights of its expert copied out.
     ValueError where these are many."""
-    if routing.expert_ids.numel() * weights.bytes_per_expert > BATCHED_BYTES:
-        raise ValueError(f"copies of weights would take more than {BATCHED_BYTES >> 30} GiB")
+    copied = routing.expert_ids.numel() * weights.bytes_per_expert
+    if copied > BATCHED_BYTES:
+        raise ValueError(f"copies of weights would take {copied / 2**30:.1f} GiB")
     ids = routing.expert_ids.flatten().long()
     rows = x.repeat_interleave(routing.top_k, dim=0).unsqueeze(-1)
     packed = torch.bmm(weights.gate_up[ids], rows).squeeze(-1)
