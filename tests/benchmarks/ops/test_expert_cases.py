@@ -19,7 +19,7 @@ from benchmarks.ops.routing import Routing, drawn_routing, routed_inputs
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.experts.cpu import route_rows
 from rl_consistency.kernels.router.op import route
-from tests.benchmarks.test_op_cases import SPARSE, Machine
+from tests.benchmarks.ops.test_op_cases import SPARSE, Machine
 
 CPU = torch.device("cpu")
 
