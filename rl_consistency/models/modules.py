@@ -301,8 +301,8 @@ class CanonicalAttention(CanonicalModule):
         else:
             projected = tuple(projection(x) for projection in projections)
         q, k, v = projected
-        per_head = norms and norms[0].weight.shape[0] == self.head_dim
-        if norms and not per_head:  # of whole projections
+        # Of whole projections, or of one head, which is the same. ZeRO-3 may have emptied weights.
+        if norms and norms[0].rows_per_token == 1:
             q, k, norms = norms[0](q), norms[1](k), ()
         q, k, v = (y.view(x.shape[1], -1, self.head_dim) for y in (q, k, v))
         canonical = is_canonical("rotary")

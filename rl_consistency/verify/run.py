@@ -16,6 +16,7 @@ from rl_consistency.verify.checks import (
     identity,
     ops,
     rollout,
+    routing,
     row_schedules,
     schedules,
     whole_model,
@@ -40,12 +41,16 @@ OP_CHECKS: tuple[tuple[str, str, str, OpCheck], ...] = (
     ("C1", "attention", "packed: o, lse", attention.check_attention),
     ("C1", "attention backward", "packed: dq, dk, dv", attention.check_attention_backward),
     ("C1", "paged attention", "chunks, decode, cache blocks", attention.check_paged_attention),
+    ("C1", "router", "rows: ids, weights, dx; ties", routing.check_router),
+    ("C1", "experts", "rows: y, dx, dweights; filler", routing.check_experts),
     ("C1", "token_logprobs", "rows, truncated too; dhidden", ops.check_token_logprobs),
     ("C1", "masked_reduction", "padding", ops.check_masked_reduction),
     ("C1", "gradient_norm", "storage, threads", ops.check_gradient_norm),
     ("C3", "linear", "dW, dbias: cuts, filler", ops.check_linear_fold),
     ("C3", "rms_norm", "dweight: cuts, filler", ops.check_rms_norm_fold),
     ("C3", "embedding", "dweight: cuts, filler", ops.check_embedding_fold),
+    ("C3", "router", "dweight: cuts, filler", routing.check_router_fold),
+    ("C3", "experts", "runs: cuts, filler", routing.check_experts_fold),
     ("C3", "token_logprobs", "dW of the LM head: cuts, filler", ops.check_lm_head_fold),
     *(
         ("C6", op, "values, gradients", partial(check_accuracy, op=op))
@@ -76,6 +81,7 @@ CHAIN_CHECKS: tuple[tuple[str, str, str, ChainCheck], ...] = (
     ("C1", "chain, logprobs", "batch, padding, LM head rows", whole_model.check_logprob_chain),
     ("C1", "rollout engine", "batch, chunks, sharing, preemption", rollout.check_engine),
     ("C2", "rollout and training", "packed, padded; truncated sampling", rollout.check_training),
+    ("C2", "weights in place", "all weights written", whole_model.check_weights_in_place),
     ("C3", "chain, regrouped", "micro-batches, padding, gaps", whole_model.check_gradient_chain),
     ("C3", "chain, recomputed", "gradient checkpointing", whole_model.check_gradient_checkpointing),
 )

@@ -42,9 +42,9 @@ def rolled_out(engine):
     return [(c.token_ids, c.token_logprobs.tolist()) for c in drawn]
 
 
-def sharded(world, dtype, **precision):
+def sharded(world, dtype, preset="tiny-qwen3", **precision):
     """A policy under FSDP2, with fp32 masters of `dtype` weights."""
-    policy = build_preset("tiny-qwen3", dtype).train()
+    policy = build_preset(preset, dtype).train()
     session = patch(policy, grad_dtype=torch.float32)
     policy.float()
     mesh = init_device_mesh("cpu", (world.size,))
@@ -64,10 +64,10 @@ def own_gradients(model):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def under_fsdp2(world, dtype):
-    plain = build_preset("tiny-qwen3", dtype).train()
+def under_fsdp2(world, dtype, preset="tiny-qwen3"):
+    plain = build_preset(preset, dtype).train()
     patch(plain, grad_dtype=torch.float32)
-    policy, session = sharded(world, dtype)
+    policy, session = sharded(world, dtype, preset)
     found = {"faults": session.faults()}
     found["logprobs"] = torch.equal(loss_of(policy), loss_of(plain))
     for index in range(3):
@@ -103,9 +103,17 @@ def under_fsdp2(world, dtype):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fsdp2_has_the_bytes_of_a_plain_policy(run_ranks, dtype):
-    for found in run_ranks(2, under_fsdp2, dtype):
+@pytest.mark.parametrize(
+    "dtype, preset",
+    [
+        (torch.float32, "tiny-qwen3"),
+        (torch.bfloat16, "tiny-qwen3"),
+        (torch.bfloat16, "tiny-qwen3-moe"),
+    ],
+)
+def test_fsdp2_has_the_bytes_of_a_plain_policy(run_ranks, dtype, preset):
+    family = "Qwen3Moe" if "moe" in preset else "Qwen3"
+    for found in run_ranks(2, under_fsdp2, dtype, preset):
         assert found == {
             "faults": [],
             "logprobs": True,
@@ -117,9 +125,9 @@ def test_fsdp2_has_the_bytes_of_a_plain_policy(run_ranks, dtype):
             "shards": True,
             "check": True,
             "kept": True,
-            "stock": ("FSDPQwen3ForCausalLM", True),
+            "stock": (f"FSDP{family}ForCausalLM", True),
             "again": True,
-            "restored": "FSDPQwen3ForCausalLM",
+            "restored": f"FSDP{family}ForCausalLM",
         }
 
 

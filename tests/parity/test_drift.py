@@ -158,8 +158,10 @@ def test_merged_reports_equal_the_report_of_the_whole():
         totals.add(compare_logprobs(ours, theirs))
     merged = totals.report
     assert merged is not None
+    assert merged.rerouted_tokens is whole.rerouted_tokens is None
     for name, value in vars(whole).items():
-        assert getattr(merged, name) == pytest.approx(value, rel=1e-12), name
+        if value is not None:
+            assert getattr(merged, name) == pytest.approx(value, rel=1e-12), name
     assert merged.first_mismatch == 37
 
 
@@ -193,3 +195,25 @@ def test_offending_sequences_are_named():
     b = [part.clone() for part in a]
     b[2] = next_float(b[2])
     assert mismatched_sequences(a, b) == [2]
+
+
+def test_tokens_that_met_other_experts_are_counted_and_fail_a_report():
+    a, routing = logprobs(6), torch.arange(6)
+    other = routing.clone()
+    other[[1, 4]] = 9
+    split = list(a.split([2, 4]))
+    equal = compare_logprobs(split, split, routing=(list(routing.split([2, 4])),) * 2)
+    found = compare_logprobs(a, a, routing=(routing, other))
+    assert (equal.rerouted_tokens, found.rerouted_tokens) == (0, 2)
+    assert equal.passed and not found.passed and found.mismatched_tokens == 0
+    assert found.metrics("x")["x/rerouted_tokens"] == 2
+    assert "x/rerouted_tokens" not in compare_logprobs(a, a).metrics("x")
+    assert compare_logprobs(a, a, a > a.min(), routing=(routing, other)).rerouted_tokens <= 2
+    assert found.merge(equal).rerouted_tokens == 2
+    assert found.merge(compare_logprobs(a, a)).rerouted_tokens is None
+
+
+def test_routing_of_other_tokens_is_refused():
+    a = logprobs(6)
+    with pytest.raises(ValueError, match="training's routing has"):
+        compare_logprobs(a, a, routing=(torch.arange(6), torch.arange(5)))

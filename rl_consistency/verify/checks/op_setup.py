@@ -69,7 +69,8 @@ TINY_SHAPES = OpShapes(
 def shapes_of(name: str, config: Any) -> OpShapes:
     """The sizes of a model's own layers, each once."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    heads = Heads(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads, dim)
     queries, keys = heads.heads * heads.head_dim, heads.kv_heads * heads.head_dim
     linear = [(hidden, queries), (hidden, keys), (queries, hidden), (hidden, inner)]
     linear.append((inner, hidden))

@@ -244,7 +244,7 @@ def check_lm_head_fold(tally: Tally, setup: OpSetup) -> None:
     hidden, head, targets, sampling = token_logprob_probe(setup.rows, setup)
     inside = targets_inside(hidden, head, targets, sampling)
     plain = SamplingRows.uniform(setup.rows, device=setup.device)
-    weight = _parameter(head)
+    weight = parameter_of(head)
     buffer = GradientBuffer(weight)
     everything = torch.arange(len(hidden), device=setup.device)
 
@@ -309,7 +309,8 @@ def _alike(tally: Tally, setup: OpSetup, name: str, op: RowOp, *inputs: Tensor) 
     rows_alike(tally, name, op, *inputs, counts=setup.sweep.row_counts())
 
 
-def _parameter(values: Tensor) -> nn.Parameter:
+def parameter_of(values: Tensor) -> nn.Parameter:
+    """A parameter of these values, whose gradient is fp32."""
     parameter = nn.Parameter(values)
     parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]  # all digits are compared
     return parameter
@@ -329,7 +330,7 @@ def _fold_alike(
     filler: Sequence[float] | None = None,
 ) -> None:
     """C3 of an op with parameters of some sizes; `inputs` are its operand and dy, row by row."""
-    drawn = [_parameter(setup.drawn(size, i)) for i, size in enumerate(sizes.values(), 1)]
+    drawn = [parameter_of(setup.drawn(size, i)) for i, size in enumerate(sizes.values(), 1)]
     weights = dict(zip(sizes, drawn, strict=True))
     buffers = {f"{name}_grad": GradientBuffer(weight) for name, weight in weights.items()}
     bound = partial(op, **weights, **buffers)

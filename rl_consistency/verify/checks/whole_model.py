@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits
+from rl_consistency.models.families import SPARSE, stock_class
 from rl_consistency.models.forward import lm_head_weight, packed_hidden_states, paged_hidden_states
 from rl_consistency.models.packing import PackedBatch
+from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.gradients import (
@@ -169,11 +172,38 @@ def check_logprob_chain(tally: Tally, chain: Chain) -> None:
         tally.equal(f"LM head, {count} rows a call", logits[: len(parts)], parts)
 
 
+@torch.no_grad()
+def check_weights_in_place(tally: Tally, chain: Chain) -> None:
+    """Hidden states after all weights were written in place, against those of a model that has only
+    ever had these."""
+    members = range(min(len(chain.samples), 8))
+    chain.hidden(members)  # whatever is kept of the weights is kept by now
+    parameters = list(chain.model.parameters())
+    try:
+        for parameter in parameters:
+            parameter.neg_()  # exact, and so is undoing it
+        found = chain.hidden(members)
+        other = _fresh(chain.model)
+        with patch(other):
+            fresh = Chain(other, chain.sweep)
+            for i, rows, expected in zip(members, found, fresh.hidden(members), strict=True):
+                tally.equal("weights negated", expected, rows, _token(i))
+    finally:
+        for parameter in parameters:
+            parameter.neg_()
+
+
 def check_gradient_chain(tally: Tally, chain: Chain) -> None:
-    """Gradients of a clipped-objective-like loss with an entropy term, regrouped."""
+    """Gradients of a clipped-objective-like loss with an entropy term, regrouped; in a sparse model
+    with the load-balancing loss of each sequence."""
     sequences, prompts, loss = _step(chain)
     report = check_gradients(
-        chain.model, sequences, prompt_lengths=prompts, loss=loss, regroupings=GRADIENT_REGROUPINGS
+        chain.model,
+        sequences,
+        prompt_lengths=prompts,
+        loss=loss,
+        regroupings=GRADIENT_REGROUPINGS,
+        balance=chain.config.model_type in SPARSE,
     )
     for r in report.results:
         where = f"of {report.elements} elements, first in {r.first_parameter}"
@@ -227,9 +257,22 @@ def _step(chain: Chain) -> tuple[list[list[int]], list[int], LossFunction]:
         for i, logprobs, entropy in zip(group, scored.split(), entropies, strict=True):
             advantage = (-1.0) ** i * (0.5 + 0.1 * i)
             total = total - (advantage * logprobs + 0.01 * entropy).sum() / tokens
+        if scored.balance is not None:
+            total = total + 0.01 * scored.balance.sum()
         return total
 
     return probe_tokens(lengths, chain.config.vocab_size, seed=2), prompts, share
+
+
+def _fresh(model: Any) -> Any:
+    """A model of the same config around the same weights that has never run."""
+    config = copy.deepcopy(model.config)
+    with torch.device("meta"):
+        made: Any = stock_class(type(model))(config)
+    made.load_state_dict(model.state_dict(), assign=True)
+    made.tie_weights()
+    made.model.rotary_emb = type(made.model.rotary_emb)(config).to(model.device)
+    return made.eval()
 
 
 def _gradients(chain: Chain) -> dict[str, Tensor]:

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+PRESET = "tiny-qwen3"
+"""Tied embeddings, GQA and qk-norm: every mutant of a dense model can show in it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
@@ -23,6 +26,8 @@ class Mutant:
     """Keys of the checks that must turn red; of none where the program has no such part."""
     caught_on_cuda: tuple[str, ...] | None = None
     """The same on a GPU, where it differs."""
+    preset: str = PRESET
+    """The model whose checks must notice."""
 
     def keys(self, device: torch.device) -> tuple[str, ...]:
         differs = device.type == "cuda" and self.caught_on_cuda is not None
@@ -30,7 +35,11 @@ class Mutant:
 
 
 def mutant(
-    name: str, *keys: str, cuda: str | None = None, at: tuple[Any, ...] | None = None
+    name: str,
+    *keys: str,
+    cuda: str | None = None,
+    at: tuple[Any, ...] | None = None,
+    preset: str = PRESET,
 ) -> Callable[[Callable[..., Any]], Mutant]:
     """Makes a mutant of a perturbation, whose docstring says what is wrong.
 
@@ -45,6 +54,7 @@ def mutant(
             perturb=wrong if at is None else partial(*at, wrong),
             caught_by=_split(keys),
             caught_on_cuda=None if cuda is None else _split([cuda]),
+            preset=preset,
         )
 
     return decorate

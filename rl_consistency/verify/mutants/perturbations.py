@@ -199,7 +199,7 @@ def norm_split_over_threads(gradients: Iterable[Tensor]) -> Tensor:
 
 @mutant(
     "gradients added up",
-    "C3 rms_norm; linear; token_logprobs; chain, regrouped",
+    "C3 rms_norm; linear; router; experts; token_logprobs; chain, regrouped",
     at=(substituted, fold_parameter),
 )
 def gradients_added_up_per_call(

@@ -11,8 +11,12 @@ import torch
 
 from rl_consistency.verify.checks.op_setup import CPU, OpSetup
 from rl_consistency.verify.claims import Result
-from rl_consistency.verify.mutants import perturbations, schedule_perturbations
-from rl_consistency.verify.mutants.mutant import Mutant
+from rl_consistency.verify.mutants import (
+    perturbations,
+    routing_perturbations,
+    schedule_perturbations,
+)
+from rl_consistency.verify.mutants.mutant import PRESET, Mutant
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.run import (
     chain_checks_of,
@@ -25,15 +29,12 @@ from rl_consistency.verify.targets import Target
 
 MUTANTS = tuple(
     value
-    for module in (perturbations, schedule_perturbations)
+    for module in (perturbations, routing_perturbations, schedule_perturbations)
     for value in vars(module).values()
     if isinstance(value, Mutant)
 )
 """Every negative control. A check that no mutant can fail proves nothing; every check that a mutant
 names must turn red, on a model that is built inside it."""
-
-PRESET = "tiny-qwen3"
-"""Tied embeddings, GQA and qk-norm: every mutant can show in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +61,13 @@ def mutants_on(device: torch.device) -> tuple[Mutant, ...]:
 def run_mutant(mutant: Mutant, device: torch.device = CPU) -> MutantResult:
     """Run a mutant's checks inside its perturbation."""
     with mutant.perturb():
-        results = run_controls(mutant.keys(device), device)
+        results = run_controls(mutant.keys(device), device, mutant.preset)
     return MutantResult(mutant=mutant, results=tuple(results))
 
 
-def run_controls(keys: Iterable[str], device: torch.device = CPU) -> list[Result]:
+def run_controls(
+    keys: Iterable[str], device: torch.device = CPU, preset: str = PRESET
+) -> list[Result]:
     """Run some checks on the program as it is now, over a small sweep."""
     wanted = list(dict.fromkeys(keys))
     found: dict[str, Result] = {}
@@ -74,8 +77,8 @@ def run_controls(keys: Iterable[str], device: torch.device = CPU) -> list[Result
         checks = process_checks(device) + op_checks_in(setup) + schedule_checks_in(setup)
         with ExitStack() as stack:
             if not {check.key for check in checks}.issuperset(group):
-                build = partial(build_preset, PRESET, dtype, device=device)
-                model = Target(name=PRESET, dtype=dtype, device=device, sweep=QUICK, build=build)
+                build = partial(build_preset, preset, dtype, device=device)
+                model = Target(name=preset, dtype=dtype, device=device, sweep=QUICK, build=build)
                 checks += stack.enter_context(chain_checks_of(model))
             by_key = {check.key: check for check in checks}
             if unknown := [key for key in group if key not in by_key]:

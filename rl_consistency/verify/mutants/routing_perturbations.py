@@ -1,0 +1,102 @@
+"""Ways to route wrongly, on a CPU and on a GPU alike, and the checks that must notice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.experts.op import experts
+from rl_consistency.kernels.router.op import route_with_logits
+from rl_consistency.models import token_logprobs
+from rl_consistency.models.moe.balance import sequence_balance
+from rl_consistency.models.moe.modules import CanonicalRouter
+from rl_consistency.models.moe.routing import RoutingRecord
+from rl_consistency.verify.mutants.mutant import mutant
+from rl_consistency.verify.mutants.perturbations import FEW_ROWS
+from rl_consistency.verify.substitution import attribute, substituted
+
+SPARSE_PRESET = "tiny-qwen3-moe"
+"""Dense and sparse layers; 3 of 12 experts."""
+
+
+@mutant("ties to the higher id", "C1 router", at=(substituted, route_with_logits))
+def ties_to_the_higher_id(x: Tensor, weight: Tensor, top_k: int, **options: Any) -> Any:
+    """Of equal logits the higher id is chosen."""
+    ids, weights, logits = route_with_logits(x, weight.flip(0), top_k, **options)
+    return len(weight) - 1 - ids.flip(1), weights.flip(1), logits.flip(1)
+
+
+@mutant("router by row count", "C1 router; chain, packed; chain, paged", preset=SPARSE_PRESET,
+        at=(substituted, route_with_logits))  # fmt: skip
+def router_of_few_rows(x: Tensor, weight: Tensor, top_k: int, **options: Any) -> Any:
+    """Few rows have their weights rounded to bf16."""
+    ids, weights, logits = route_with_logits(x, weight, top_k, **options)
+    return ids, weights.bfloat16().float() if len(x) < FEW_ROWS else weights, logits
+
+
+@mutant("combine in another order", "C1 experts", at=(substituted, experts))
+def downward_for_few_rows(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, layout: Any, **rest: Any
+) -> Tensor:
+    """The experts of few rows are added from the highest id to the lowest, each rounded."""
+    if len(x) >= FEW_ROWS:
+        return experts(x, ids, weights, gate_up, down, layout, **rest)
+    total = torch.zeros_like(x)
+    for j in reversed(range(ids.shape[1])):
+        one = ids[:, j : j + 1], weights[:, j : j + 1]
+        total = total + experts(x, *one, gate_up, down, layout, **rest)
+    return total
+
+
+@mutant("filler routed", "C1 experts", "C3 experts", at=(substituted, experts))
+def filler_is_routed(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, layout: Any, **rest: Any
+) -> Tensor:
+    """Every row reaches its experts: what lies between two sequences belongs to the first."""
+    if type(layout) is PackedSequences:
+        ends = [*layout.query_starts[1:], len(x)]
+        starts = [0, *layout.query_starts[1:]]
+        layout = PackedSequences.of(starts, [b - a for a, b in zip(starts, ends, strict=True)])
+    return experts(x, ids, weights, gate_up, down, layout, **rest)
+
+
+_forward = CanonicalRouter.forward
+
+
+@mutant(
+    "stale router buffer",
+    "C2 weights in place",
+    at=(attribute, CanonicalRouter, "forward"),
+    preset=SPARSE_PRESET,
+)
+def stale_router_buffer(self: CanonicalRouter, hidden_states: Tensor) -> Any:
+    """A router reads a copy of its weight that it made at its first call."""
+    kept = vars(self).setdefault("_stale", self.weight.detach().clone())
+    logits, _, _ = _forward(self, hidden_states)
+    ids, weights, _ = route_with_logits(hidden_states, kept, self.top_k, normalize=self.normalizes)
+    return logits, weights, ids
+
+
+@mutant(
+    "batch-wise balance",
+    "C3 chain, regrouped",
+    at=(attribute, token_logprobs, "sequence_balance"),
+    preset=SPARSE_PRESET,
+)
+def balance_over_the_batch(record: RoutingRecord, layout: PackedSequences) -> Tensor:
+    """Loads and probabilities are means over all sequences of a call."""
+    spans = zip(layout.query_starts, layout.query_lens, strict=True)
+    device = record.layers[0].expert_ids.device
+    rows = torch.cat([torch.arange(s, s + n, device=device) for s, n in spans])
+    layers = [
+        layer._replace(logits=layer.logits[rows], expert_ids=layer.expert_ids[rows])
+        for layer in record.layers
+        if layer.logits is not None
+    ]
+    whole = PackedSequences.of([0], [len(rows)])
+    count = len(layout.query_lens)
+    return sequence_balance(replace(record, layers=layers), whole).expand(count) / count

@@ -1,0 +1,90 @@
+"""Who met which experts: records, and the one number that stands for them."""
+
+import pytest
+import torch
+
+from rl_consistency.models.forward import packed_hidden_states
+from rl_consistency.models.moe.routing import (
+    RoutingRecord,
+    expert_fingerprints,
+    record_routing,
+    recorded_routing,
+    stock_routing,
+)
+from rl_consistency.models.packing import PackedBatch
+from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
+from rl_consistency.numerics.strict import strict
+from rl_consistency.verify.presets import build_preset
+from rl_consistency.verify.probe import probe_tokens
+
+SEQUENCES = probe_tokens((9, 33, 21), 331)
+
+
+def test_every_other_set_of_experts_has_another_fingerprint():
+    pairs = torch.combinations(torch.arange(12))
+    layers = torch.cartesian_prod(torch.arange(len(pairs)), torch.arange(len(pairs)))
+    found = expert_fingerprints(pairs[layers].to(torch.int32))
+    assert found.dtype == torch.int64 and len(found.unique()) == len(found) == 66**2
+
+
+def test_the_order_of_the_layers_counts():
+    ids = torch.tensor([[[0, 1], [2, 3]], [[2, 3], [0, 1]]])
+    first, second = expert_fingerprints(ids).tolist()
+    assert first != second
+
+
+def test_a_record_holds_the_layers_of_the_passes_inside_its_block_alone():
+    logits, ids = torch.zeros(2, 3), torch.tensor([[0, 1], [1, 2]])
+    record_routing(logits, ids)
+    with recorded_routing() as outer:
+        record_routing(logits, ids)
+        with recorded_routing(logits=True) as inner:
+            record_routing(logits, ids)
+        record_routing(logits, ids)
+    record_routing(logits, ids)
+    assert [len(outer.layers), len(inner.layers)] == [2, 1]
+    assert outer.layers[0].logits is None and inner.layers[0].logits is logits
+    assert RoutingRecord().fingerprints() == ()
+    (some,) = outer.fingerprints(torch.tensor([1]))
+    assert torch.equal(some, outer.fingerprints()[0][1:])
+
+
+@pytest.mark.parametrize("name, sparse", [("tiny-qwen3-moe", 1), ("tiny-olmoe", 2)])
+def test_sparse_layers_alone_are_recorded_and_stock_meets_the_same_experts_in_fp32(name, sparse):
+    model = build_preset(name)
+    batch = PackedBatch.from_sequences(SEQUENCES[1:2])
+    with torch.no_grad():
+        with stock_routing(model) as passes:
+            model(input_ids=torch.tensor(SEQUENCES[1:2]))
+        with patch(model), recorded_routing() as record:
+            packed_hidden_states(model, batch)
+            with strict(except_={"router"}), recorded_routing() as by_stock:
+                packed_hidden_states(model, batch)
+            # Both records are read under the choice they were made under.
+            (ours,) = record.fingerprints(batch.token_rows)
+            with strict(except_={"router"}):
+                (others,) = by_stock.fingerprints(batch.token_rows)
+    assert len(record.layers) == sparse
+    assert len(passes) == 1 and torch.equal(passes[0], ours) and torch.equal(others, ours)
+
+
+def test_hooks_of_the_stock_record_are_taken_off_again():
+    model = build_preset("tiny-olmoe")
+    with stock_routing(model):
+        assert model.model.layers[0].mlp.gate._forward_hooks
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_scores_of_a_dense_model_have_no_routing_and_those_of_a_sparse_one_one_for_each_token():
+    prompts = [3, 5, 2]
+    for name, expected in (("tiny-llama", None), ("tiny-mixtral", 6 + 28 + 19)):
+        model = build_preset(name)
+        with patch(model), torch.no_grad():
+            scored = token_logprobs(model, SEQUENCES, prompt_lengths=prompts)
+            shared = token_logprobs(
+                model, SEQUENCES * 2, prompt_lengths=[8, 32, 20] * 2, share_prompts=True
+            )
+        found = scored.routing
+        assert (found if found is None else len(found)) == expected
+        assert (shared.routing is None) == (expected is None)
