@@ -19,7 +19,6 @@ from rl_consistency.kernels.core.tuned_schedules import MOST_ROWS, rows_bucket
 from rl_consistency.kernels.linear.schedules import fuses_gate_up, fuses_qkv
 from rl_consistency.kernels.token_logprobs.plan import STATISTICS_CHUNK
 from rl_consistency.models.families import ACTIVATIONS, HEAD_NORMS, check_config
-from rl_consistency.models.moe.settings import dense_layers
 from rl_consistency.models.sharding import unwrapped
 from rl_consistency.tuning.products import (
     TUNED_COLUMNS,
@@ -36,7 +35,7 @@ from rl_consistency.tuning.row_ops import (
     norm_forward,
     rotary_work,
 )
-from rl_consistency.tuning.sparse_works import sparse_backward, sparse_forward
+from rl_consistency.tuning.sparse_works import sparse_backward, sparse_forward, sparse_layers
 from rl_consistency.tuning.work import Work
 
 DECODE_ROWS = 512
@@ -110,11 +109,12 @@ def _layer_forward(
         yield fused_qkv(device, m, columns, hidden, dtype, calls)
     for (n, k), count in _counted(_attention_weights(config, qkv=not one_qkv)):
         yield product(device, "nt", m, n, k, dtype, dtype, calls * count)
-    dense = dense_layers(config)
-    if dense:
-        yield from _dense_forward(config, dtype, device, m, dense * steps)
-    if sparse := config.num_hidden_layers - dense:
+    sparse = sparse_layers(config)
+    if sparse:
         yield from sparse_forward(config, dtype, device, m, sparse * steps)
+    if sparse < config.num_hidden_layers:
+        dense = (config.num_hidden_layers - sparse) * steps
+        yield from _dense_forward(config, dtype, device, m, dense)
     for adds in (False, True):
         yield norm_forward(device, m, hidden, dtype, adds=adds, calls=calls)
     if config.model_type in HEAD_NORMS:
@@ -146,11 +146,11 @@ def _layer_backward(
     for (n, k), count in _counted(_attention_weights(config)):
         yield product(device, "nn", m, k, n, dtype, dtype, calls * count)
         yield fold(device, m, n, k, dtype, calls * count)
-    dense = dense_layers(config)
-    if sparse := calls - dense:
+    sparse = sparse_layers(config)
+    if sparse:
         yield from sparse_backward(config, dtype, device, m, sparse)
-    if dense:
-        inner = config.intermediate_size
+    if sparse < calls:
+        inner, dense = config.intermediate_size, calls - sparse
         for (n, k), count in (((inner, hidden), 2), ((hidden, inner), 1)):
             yield product(device, "nn", m, k, n, dtype, dtype, dense * count)
             yield fold(device, m, n, k, dtype, dense * count)

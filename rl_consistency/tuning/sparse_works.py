@@ -7,11 +7,22 @@ from typing import Any
 
 import torch
 
-from rl_consistency.models.families import ACTIVATIONS
+from rl_consistency.models.families import ACTIVATIONS, SPARSE
 from rl_consistency.models.moe.settings import num_experts
 from rl_consistency.tuning.expert_products import expert_fold, expert_product
 from rl_consistency.tuning.products import fold, product
 from rl_consistency.tuning.work import Work
+
+
+def sparse_layers(config: Any) -> int:
+    """How many layers of a configuration have experts."""
+    if config.model_type not in SPARSE or not num_experts(config):
+        return 0
+    step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", ())
+    return sum(
+        (layer + 1) % step == 0 and layer not in (dense or ())
+        for layer in range(config.num_hidden_layers)
+    )
 
 
 def sparse_forward(

@@ -6,8 +6,9 @@ from torch import nn
 from transformers import AutoConfig
 
 from rl_consistency.models.families import UnsupportedModelError
-from rl_consistency.models.moe.settings import dense_layers, num_experts
+from rl_consistency.models.moe.settings import num_experts
 from rl_consistency.tuning.policy_works import policy_config, policy_works
+from rl_consistency.tuning.sparse_works import sparse_layers
 from rl_consistency.verify.presets import build_preset, preset_config
 
 CPU = torch.device("cpu")
@@ -51,31 +52,6 @@ def test_every_weight_of_a_layer_and_the_head_is_there(works):
     assert {w.shape["m"] for w in head} == {1, 16, 32, 64, 128, 256, 512}
     assert all("/bf16/fp32/" in w.entry for w in head)
     assert shapes(works, "fold", n=151936) == [{"tokens": 4096, "n": 151936, "k": 4096}]
-
-
-@pytest.mark.parametrize("dense", [[], [0]])
-def test_a_mixture_of_experts_has_its_routers_product_and_an_mlp_where_it_has_one(dense):
-    config = AutoConfig.for_model(
-        "qwen3_moe", hidden_size=1024, intermediate_size=3072, num_experts=64, num_hidden_layers=2,
-        num_attention_heads=8, num_key_value_heads=2, head_dim=128, mlp_only_layers=dense,
-    )  # fmt: skip
-    sparse = policy_works(config, BF16, CPU, 256)
-    products = {(s["n"], s["k"]) for s in shapes(sparse, "matmul", layout="nt", m=256)}
-    mlp = {(3072, 1024), (1024, 3072)} if dense else set()
-    attention = {(1024, 1024), (256, 1024)}
-    assert products - attention == {(64, 1024), (151936, 1024)} | mlp
-    assert bool(shapes(sparse, "gate_up")) == bool(dense)
-
-
-@pytest.mark.parametrize(
-    "name, count",
-    [("tiny-qwen3", 2), ("tiny-qwen3-moe", 1), ("tiny-olmoe", 0), ("tiny-mixtral", 0)],
-)
-def test_layers_with_an_mlp_of_their_own_are_counted(name, count):
-    model = build_preset(name)
-    assert dense_layers(model.config) == count
-    assert sum(hasattr(layer.mlp, "gate_proj") for layer in model.model.layers) == count
-    assert num_experts(preset_config("tiny-mixtral")) == 4
 
 
 def test_few_rows_take_the_fused_launches(works):
@@ -131,13 +107,15 @@ def test_the_config_is_found_under_wrappers_and_missed_without_one():
 
 
 @pytest.mark.parametrize(
-    ("preset", "inner"), [("tiny-qwen3-moe", 48), ("tiny-olmoe", 48), ("tiny-mixtral", None)]
+    ("preset", "sparse", "inner"),
+    [("tiny-qwen3-moe", None, 48), ("tiny-olmoe", 2, 48), ("tiny-mixtral", 2, None)],
 )
-def test_sparse_layers_have_works_of_their_router_and_experts(preset, inner):
+def test_sparse_layers_have_works_of_their_router_and_experts(preset, sparse, inner):
     config = preset_config(preset)
     experts, top_k = num_experts(config), config.num_experts_per_tok
     inner, hidden = inner or config.intermediate_size, config.hidden_size
     found = policy_works(config, BF16, CPU, 256)
+    assert sparse is None or sparse_layers(config) == sparse
     products = {"gate_up": {(inner, hidden)}, "nt": {(hidden, inner)}}
     products["nn"] = {(inner, hidden), (hidden, 2 * inner)}
     for product, sizes in products.items():
@@ -148,4 +126,13 @@ def test_sparse_layers_have_works_of_their_router_and_experts(preset, inner):
     assert all(work.picked in work.candidates for work in found)
     # A layer without experts has the works of its MLP, and only then.
     dense = shapes(found, "glu backward")
-    assert bool(dense) == (dense_layers(config) > 0)
+    assert bool(dense) == (sparse_layers(config) < config.num_hidden_layers)
+
+
+def test_layers_are_sparse_where_their_configuration_says_so():
+    config = preset_config("tiny-qwen3-moe")
+    config.num_hidden_layers, config.decoder_sparse_step, config.mlp_only_layers = 6, 2, [3]
+    assert sparse_layers(config) == 2  # layers 1 and 5
+    config.num_experts = 0
+    assert sparse_layers(config) == 0
+    assert sparse_layers(preset_config("tiny-qwen3")) == 0

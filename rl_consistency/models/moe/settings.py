@@ -12,17 +12,6 @@ def num_experts(config: Any) -> int:
     return config.num_local_experts if config.model_type == "mixtral" else config.num_experts
 
 
-def dense_layers(config: Any) -> int:
-    """Layers with one MLP for all rows, in a model of any covered family."""
-    layers = config.num_hidden_layers
-    if config.model_type in ("olmoe", "mixtral"):
-        return 0
-    if config.model_type != "qwen3_moe":
-        return layers
-    step, dense = config.decoder_sparse_step, config.mlp_only_layers
-    return sum(i in dense or config.num_experts < 1 or (i + 1) % step > 0 for i in range(layers))
-
-
 def routing_problems(config: Any) -> list[str]:
     """Settings of a sparse family's configuration that are not covered, with what to do."""
     found = []
