@@ -164,6 +164,11 @@ def _faults(trainer: Any, kind: Kind) -> Iterator[str]:
         yield f"{args.n_gpu} GPUs in one process (DataParallel); start it by accelerate launch"
     if next(model.parameters()).dtype == torch.float16:
         yield "the model is in float16, whose gradients overflow; load it in bfloat16"
+    if getattr(trainer, "aux_loss_enabled", False):
+        yield (
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef}: the load-balancing loss is no "
+            "sum over sequences, so every cut of the batch changes it; set router_aux_loss_coef=0.0"
+        )
     if kind == "Trainer" and trainer.compute_metrics is not None:
         yield "compute_metrics needs logits, which a call with labels does not make; leave it out"
     if kind in ("GRPOTrainer", "RLOOTrainer"):

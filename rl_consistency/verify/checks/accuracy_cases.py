@@ -12,6 +12,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.op import attention_reference, attention_varlen
 from rl_consistency.kernels.embedding.op import embedding, embedding_reference
+from rl_consistency.kernels.experts.op import experts, experts_reference
 from rl_consistency.kernels.glu.op import ACTIVATIONS, glu, glu_reference
 from rl_consistency.kernels.linear.op import linear, linear_reference
 from rl_consistency.kernels.matmul.op import matmul_nt
@@ -20,11 +21,13 @@ from rl_consistency.kernels.reduction.masked_reduction import masked_mean
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.kernels.rms_norm.op import rms_norm, rms_norm_reference
 from rl_consistency.kernels.rotary.op import rotary, rotary_reference, rotary_table
+from rl_consistency.kernels.router.op import route_with_logits
 from rl_consistency.kernels.sampling.op import SamplingRows
 from rl_consistency.kernels.token_logprobs.op import token_logprobs, token_logprobs_reference
 from rl_consistency.verify.checks.attention import SCORE_SCALE
 from rl_consistency.verify.checks.op_setup import Heads, OpSetup
 from rl_consistency.verify.checks.ops import EPS, token_logprob_probe, weight_scale
+from rl_consistency.verify.checks.routing import EXPERTS, experts_probe
 from rl_consistency.verify.probe import probe
 
 Op = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -236,6 +239,54 @@ def _attention_case(setup: OpSetup, shape: Heads) -> AccuracyCase:
     )
 
 
+def _router(setup: OpSetup) -> Iterator[AccuracyCase]:
+    """Weights of all experts: stock rounds its logits, and may choose others among fewer."""
+    hidden = setup.shapes.hidden_size
+    count = EXPERTS
+
+    def stock(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight).softmax(-1, dtype=torch.float32).to(x.dtype)
+
+    def draw(seed: int) -> Draw:
+        x = setup.drawn((ROWS, hidden), seed, 0.1)
+        weight = setup.drawn((count, hidden), seed + 1, weight_scale(hidden))
+        return (x, weight), (setup.drawn((ROWS, count), seed + 2, 0.02),)
+
+    yield AccuracyCase(
+        size=f"{ROWS} x {hidden} x {count}",
+        operands=("x", "weight"),
+        outputs=("weights",),
+        ours=lambda x, weight: route_with_logits(x, weight, count, normalize=False)[1],
+        stock=stock,
+        reference=lambda x, weight: (x @ weight.t()).softmax(-1),
+        draws=[draw(10 * i) for i in range(MANY)],
+    )
+
+
+def _experts(setup: OpSetup) -> Iterator[AccuracyCase]:
+    """Against transformers' loop over the experts, for the same choice of experts."""
+    x, ids, weights, gate_up, down = experts_probe(setup, ROWS)
+    layout = PackedSequences.of([0], [ROWS])
+
+    def stock(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for expert in range(len(gate_up)):
+            rows, place = torch.where(ids == expert)
+            gate, up = F.linear(x[rows], gate_up[expert]).chunk(2, dim=-1)
+            own = F.linear(F.silu(gate) * up, down[expert]) * weights[rows, place, None]
+            total = total.index_add(0, rows, own.to(x.dtype))
+        return total
+
+    yield AccuracyCase(
+        size=f"{ROWS} x {x.shape[1]} x {down.shape[2]}, {ids.shape[1]} of {len(down)}",
+        operands=("x", "weights", "gate_up", "down"),
+        ours=lambda x, weights, *both: experts(x, ids, weights, *both, layout, activation="silu"),
+        stock=stock,
+        reference=lambda x, weights, *both: experts_reference(x, ids, weights, *both),
+        draws=[((x, weights, gate_up, down), (setup.drawn((ROWS, x.shape[1]), 9, 0.02),))],
+    )
+
+
 def _token_logprobs(setup: OpSetup) -> Iterator[AccuracyCase]:
     """Against log_softmax of the logits that the stock model gives, in its dtype."""
     hidden, weight, targets, _ = token_logprob_probe(ROWS, setup)
@@ -313,6 +364,8 @@ ACCURACY_CASES: Mapping[str, Callable[[OpSetup], Iterator[AccuracyCase]]] = {
     "glu": _glu,
     "embedding": _embedding,
     "attention": _attention,
+    "router": _router,
+    "experts": _experts,
     "token_logprobs": _token_logprobs,
     "masked_reduction": _masked_reduction,
     "gradient_norm": _gradient_norm,

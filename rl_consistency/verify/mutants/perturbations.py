@@ -15,6 +15,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.embedding.op import embedding
+from rl_consistency.kernels.experts.op import experts
 from rl_consistency.kernels.glu.op import glu
 from rl_consistency.kernels.gradient_fold.gradient_buffer import _Gradient, fold_parameter
 from rl_consistency.kernels.gradient_fold.op import STEP, fold_columns, fold_outer, fold_rows
@@ -25,6 +26,7 @@ from rl_consistency.kernels.reduction.masked_reduction import masked_mean, maske
 from rl_consistency.kernels.reduction.tree_sum import tree_sum
 from rl_consistency.kernels.rms_norm.op import rms_norm
 from rl_consistency.kernels.rotary.op import rotary, rotary_table
+from rl_consistency.kernels.router.op import route_with_logits
 from rl_consistency.kernels.sampling.op import distribution
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits, token_logprobs
 from rl_consistency.models import forward, packing
@@ -304,8 +306,8 @@ def fingerprint_without_orders(device: torch.device | str = "cpu") -> Fingerprin
 
 @mutant(
     "half-precision sums",
-    "C6 linear; rms_norm; rotary; glu; embedding; attention; token_logprobs; masked_reduction; "
-    "gradient_norm",
+    "C6 linear; rms_norm; rotary; glu; embedding; attention; router; experts; token_logprobs; "
+    "masked_reduction; gradient_norm",
 )
 def sums_in_half_precision() -> AbstractContextManager[None]:
     """Results pass through bf16."""
@@ -324,5 +326,6 @@ def sums_in_half_precision() -> AbstractContextManager[None]:
         buffer.copy_(buffer.bfloat16())
 
     functions = linear, rms_norm, rotary, glu, attention_varlen, token_logprobs, tree_sum
+    functions += route_with_logits, experts
     pairs = [x for function in functions for x in (function, rounded(function))]
     return substituted(fold_rows, rounded_fold, *pairs)

@@ -1,0 +1,49 @@
+"""An unmodified GRPOTrainer around mixtures of experts."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rl_consistency.models.families import UnsupportedModelError
+from tests.integrations.trainers import grpo, logged
+
+SIZES = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 256,
+    "bos_token_id": 257,
+    "eos_token_id": 258,
+    "initializer_range": 0.3,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+}
+
+
+def made(**changes):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SIZES | changes))
+
+
+def test_no_token_differs_on_a_first_update(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path, model=made(), router_aux_loss_coef=0.0)
+    attachment = attach(trainer)
+    trainer.train()
+    compared = logged(trainer, "consistency/tokens")
+    assert sum(compared) == attachment.drift.tokens > 0
+    assert logged(trainer, "consistency/mismatched_tokens") == [0] * len(compared)
+
+
+def test_the_auxiliary_loss_over_the_batch_is_refused_by_name(directory, tmp_path, attach):
+    """TRL adds it to every mixture of experts, unless it is told not to."""
+    with pytest.raises(ValueError, match="router_aux_loss_coef=0.001: .* no sum over sequences"):
+        attach(grpo(directory, tmp_path, model=made()))
+    model = made(output_router_logits=True)
+    trainer = grpo(directory, tmp_path, model=model, router_aux_loss_coef=0.0)
+    with pytest.raises(UnsupportedModelError, match="output_router_logits=True, .* no sum over"):
+        attach(trainer)
