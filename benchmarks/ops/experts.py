@@ -81,7 +81,7 @@ def by_batched(x: Tensor, weights: Weights, routing: Routing) -> Tensor:
     if copied > BATCHED_BYTES:
         raise ValueError(f"copies of weights would take {copied / 2**30:.1f} GiB")
     ids = routing.expert_ids.flatten().long()
-    rows = x.repeat_interleave(routing.top_k, dim=0).unsqueeze(-1)
+    rows = x.unsqueeze(1).expand(-1, routing.top_k, -1).reshape(len(ids), -1, 1)
     packed = torch.bmm(weights.gate_up[ids], rows).squeeze(-1)
     outputs = torch.bmm(weights.down[ids], _gated(packed).unsqueeze(-1))
     return _weighted_sum(outputs.view(*routing.expert_ids.shape, -1), routing)

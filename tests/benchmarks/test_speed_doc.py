@@ -97,6 +97,33 @@ def test_suites_of_random_shapes_have_a_line_each_with_their_slowest_case():
     assert "| matmul | 2 | 1.00 | 0.50 | matmul dX: seed 3, m 96, n 8, k 4 |" in text
 
 
+def test_mixtures_of_experts_have_tables_where_they_were_measured():
+    title = "## Experts few: stock time / our time"
+    assert title not in document(results())
+    row = {"dtype": "bfloat16", "ratio": 1.25}
+    few = Row(suite="experts_few", work="experts", shape={"tokens": 8, "experts": 64}, **row)
+    model = {"model": "olmoe-1b-7b", "sequences": 16, "length": 1024}
+    rates = {"ours": 12_345.0, "stock": 9_876.0}
+    step = Row(suite="training_step_sparse", work="-", shape=model, tokens_per_second=rates, **row)
+    figures = {"experts_hit": 2345.6, "experts_hit_if_even": 3456.7, "idle_share": 0.01}
+    decode = Row(
+        suite="rollout_roofline_sparse",
+        work="decode step",
+        shape={"model": "olmoe-1b-7b", "sequences": 8, "prompt": 960, "new_tokens": 64},
+        dtype="bfloat16",
+        ceiling_fraction=0.7,
+        figures=figures,
+    )
+    found = results()
+    for measured in (few, step, decode):
+        record = {"complete": True, "kernels_sha256": "0" * 64}
+        found = found.merged(measured.suite, [measured], META, record)
+    text = document(found)
+    assert f"{title}\n\n| tokens | 8 |\n| --- | ---: |\n| experts 64 | 1.25 |" in text
+    assert "| olmoe-1b-7b, 16 x 1024 | 12,345 | 9,876 |" in text
+    assert "| 70% | 1.0% | experts hit 2,346, if even 3,457 |" in text
+
+
 def test_a_missed_and_an_incomplete_bar_are_shown_as_such():
     line = "| training step against Hugging Face with SDPA, lowest |"
     assert f"{line} 1.28 | &gt;= 1.15 | yes |" in readme_table(results())
