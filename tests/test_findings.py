@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent
-TABLE = (ROOT.parent / "docs" / "findings.md").read_text("utf-8")
+TABLE = (ROOT.parent / "docs" / "reference" / "findings.md").read_text("utf-8")
 NAMED = sorted(set(re.findall(r"`([\w/]+\.py)::(\w+)`", TABLE)))
 
 
