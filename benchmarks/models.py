@@ -1,8 +1,11 @@
-"""The models of the benches by name: presets, and dense models whose name says their sizes."""
+"""The models of the benches by name: presets, their first layers, and dense models whose name says
+their sizes."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +13,75 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from rl_consistency.models.families import FAMILIES, check_config
+from rl_consistency.models.families import FAMILIES, SPARSE, check_config
 from rl_consistency.verify.presets import build_lifelike, known_presets, preset_config
 
 NAME = re.compile(r"([a-z0-9]+)-(\d+)x(\d+)-(\d+)/(\d+)x(\d+)-(\d+)-(\d+)(-tied)?")
+FIRST_LAYERS = re.compile(r"(.+)-(\d+)l")
+"""`mixtral-8x7b-2l` is the first two layers of a preset."""
 MAX_POSITIONS = 32768
+DENSE = tuple(family for family in FAMILIES if family not in SPARSE)
+
+SPARSE_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "bos_token_id": 151_643,
+        "eos_token_id": 151_645,
+        "tie_word_embeddings": False,
+    },
+    "olmoe-1b-7b": {
+        "model_type": "olmoe",
+        "vocab_size": 50_304,
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "pad_token_id": 1,
+        "eos_token_id": 50_279,
+        "tie_word_embeddings": False,
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32_768,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+}
+"""Mixtures of experts of the benches -> their whole published configuration."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +89,7 @@ class ModelSizes:
     """A dense model; `qwen3-3x1088-20/4x80-3456-50304-tied` is the name of one."""
 
     family: str
-    """A model_type of `FAMILIES`."""
+    """One of `DENSE`."""
     layers: int
     hidden: int
     heads: int
@@ -37,7 +104,7 @@ class ModelSizes:
     def named(cls, name: str) -> ModelSizes | None:
         """The sizes of a name; None where it is no such name."""
         found = NAME.fullmatch(name)
-        if found is None or found[1] not in FAMILIES:
+        if found is None or found[1] not in DENSE:
             return None
         return cls(found[1], *map(int, found.groups()[1:8]), tied=found[9] is not None)
 
@@ -76,15 +143,47 @@ def model_config(name: str) -> Any:
     if sizes := ModelSizes.named(name):
         check_config(config := sizes.config())
         return config
-    if name in known_presets():
-        return preset_config(name)
+    cut = FIRST_LAYERS.fullmatch(name)
+    preset, layers = (cut[1], int(cut[2])) if cut else (name, None)
+    if preset in SPARSE_PRESETS:
+        return _sparse_config(preset, layers)
+    if preset in known_presets():
+        return preset_config(preset, num_layers=layers)
     raise ValueError(
-        f"no model {name!r}; give {', '.join(known_presets())} or sizes, such as "
-        "qwen3-3x1088-20/4x80-3456-50304: family, layers x hidden size, query heads / key heads x "
-        f"head size, intermediate size, vocabulary, perhaps -tied. Families: {', '.join(FAMILIES)}."
+        f"no model {name!r}; give {', '.join(model_presets())}, one of these with -4l for its "
+        "first four layers, or sizes, such as qwen3-3x1088-20/4x80-3456-50304: family, layers x "
+        "hidden size, query heads / key heads x head size, intermediate size, vocabulary, perhaps "
+        f"-tied. Families: {', '.join(DENSE)}."
     )
+
+
+def model_presets() -> tuple[str, ...]:
+    """The names of whole models: the presets of `verify`, and those of `SPARSE_PRESETS`."""
+    return tuple(dict.fromkeys((*known_presets(), *SPARSE_PRESETS)))
+
+
+def _sparse_config(name: str, layers: int | None) -> PreTrainedConfig:
+    options = dict(SPARSE_PRESETS[name])
+    most = options["num_hidden_layers"]
+    if layers is not None:
+        if not 1 <= layers <= most:
+            raise ValueError(f"model {name!r} has {most} layers, not {layers}.")
+        options["num_hidden_layers"] = layers
+    check_config(config := AutoConfig.for_model(options.pop("model_type"), **options))
+    return config
+
+
+def is_sparse(name: str) -> bool:
+    """Whether a model of the benches is a mixture of experts."""
+    return model_config(name).model_type in SPARSE
 
 
 def build_model(name: str, device: torch.device) -> nn.Module:
     """A model of the benches in bf16, with random weights, in evaluation mode."""
     return build_lifelike(model_config(name), torch.bfloat16, device=device)
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy with parameters of its own, in the memory of the model's weights."""
+    shared: dict[int, Any] = {id(p): nn.Parameter(p.detach()) for p in model.parameters()}
+    return deepcopy(model, shared)

@@ -41,7 +41,8 @@ def liger(name: str) -> Callable[..., Any] | None:
 
 
 def patch_by_liger(model: Any) -> Callable[[], AbstractContextManager[None]] | None:
-    """Patch a causal LM of Hugging Face; returns a context to run it in, or None without Liger.
+    """Patch a causal LM of Hugging Face; returns a context to run it in, or None without Liger, or
+    where it has no such family. Raises what Liger raises where it does not know this model's parts.
 
     Liger also replaces functions of the modelling file, for every model of the process. They are
     put back at once; the context brings them in again.
@@ -51,10 +52,14 @@ def patch_by_liger(model: Any) -> Callable[[], AbstractContextManager[None]] | N
     family, causal_lm = model.config.model_type, type(model)
     modeling = import_module(causal_lm.__module__)
     before, forward = dict(vars(modeling)), causal_lm.forward
-    getattr(liger_kernel, f"apply_liger_kernel_to_{family}")(model=model)
-    changed = {k: value for k, value in vars(modeling).items() if before.get(k) is not value}
-    vars(modeling).update(before)
-    causal_lm.forward = forward
+    if (apply := getattr(liger_kernel, f"apply_liger_kernel_to_{family}", None)) is None:
+        return None
+    try:
+        apply(model=model)
+    finally:
+        changed = {k: value for k, value in vars(modeling).items() if before.get(k) is not value}
+        vars(modeling).update(before)
+        causal_lm.forward = forward
 
     @contextmanager
     def brought_in() -> Iterator[None]:

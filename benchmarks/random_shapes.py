@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.models import ModelSizes
-from benchmarks.shapes import FOLDS, HEAD_DIM, HEADS, WEIGHTS
+from benchmarks.shapes import EXPERTS, FOLDS, HEAD_DIM, HEADS, WEIGHTS
 
 HIDDEN, INTERMEDIATE = (576, 8192), (1536, 29696)
 KEYS_VALUES, VOCABULARIES = (128, 2048), (32768, 262144)
@@ -45,6 +45,9 @@ CACHE_BYTES = 4 << 30
 
 LOGITS = 1 << 31
 """The most logits that a stock loss, which makes them all in fp32, is given."""
+
+EXPERT_COUNTS, TOP_K = (4, 8, 16, 32, 60, 64, 128, 160, 256), (1, 2, 4, 6, 8)
+EXPERT_INTERMEDIATE = (256, 14336)
 
 MODEL_FAMILIES = ("llama", "qwen2", "qwen3")
 MODEL_HIDDEN = (576, 4096)
@@ -111,6 +114,21 @@ def draw_widths(seed: int, count: int) -> list[Sizes]:
         return {"tokens": tokens, "width": width, "vocabulary": vocabulary}
 
     return _different(Random(f"widths {seed}"), count, shape)
+
+
+def draw_experts(seed: int, count: int, rows: tuple[int, int]) -> list[Sizes]:
+    """Mixtures of experts: tokens within `rows`, hidden, intermediate, experts and top_k."""
+
+    def shape(rng: Random) -> Sizes | None:
+        tokens, hidden = _rows(rng, *rows), _width(rng, *MODEL_HIDDEN)
+        inner = _multiple(hidden * rng.uniform(0.2, 3.5), 64, *EXPERT_INTERMEDIATE)
+        sizes = {"hidden": hidden, "intermediate": inner, "experts": rng.choice(EXPERT_COUNTS)}
+        sizes["top_k"] = rng.choice([k for k in TOP_K if 2 * k <= sizes["experts"]])
+        if sizes in EXPERTS.values() or 6 * sizes["experts"] * hidden * inner > BYTES:
+            return None
+        return {"tokens": tokens} | sizes
+
+    return _different(Random(f"experts {seed} {rows}"), count, shape)
 
 
 def draw_models(seed: int, count: int) -> list[str]:

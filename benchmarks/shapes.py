@@ -32,6 +32,13 @@ FOLDS = (
 )  # fmt: skip
 """Tokens, n and k at which the schedules of the gradient fold are tuned."""
 
+EXPERTS = {
+    "qwen3_moe": {"hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8},
+    "olmoe": {"hidden": 2048, "intermediate": 1024, "experts": 64, "top_k": 8},
+    "mixtral": {"hidden": 4096, "intermediate": 14336, "experts": 8, "top_k": 2},
+}
+"""Mixtures of experts by family: those of Qwen3-30B-A3B, OLMoE-1B-7B and Mixtral-8x7B."""
+
 HEADS = ("16/8", "32/8")
 """Query heads / key and value heads of the Qwen3 models up to 1.7B and of the 8B models."""
 

@@ -12,7 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
-from benchmarks.results import Results, Row, geometric_mean, load, markdown_table, ratios, shown
+from benchmarks.results import Results, load, markdown_table, shown
+from benchmarks.rows import Row, geometric_mean, ratios
 from rl_consistency.cli.page.plots import MUTED, OURS, STYLE
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
 
@@ -37,6 +38,10 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "attention_decode": ("batch",),
     "elementwise": ("tokens", "width"),
     "token_logprobs": ("width",),
+    "experts_forward": ("tokens",),
+    "experts_few": ("tokens",),
+    "experts_gradient": ("length",),
+    "moe_block": ("tokens",),
 }
 """Suites with a table of ratios: the sizes that make its columns."""
 
@@ -53,6 +58,8 @@ MORE = {
     "stock/mismatched_tokens": "stock {:,.0f}",
     "strict/tokens": "of {:,.0f}",
     "context": "context {:,.0f}",
+    "experts_hit": "experts hit {:,.0f}",
+    "experts_hit_if_even": "if even {:,.0f}",
 }
 """Figures of rollout rows that stand in the last column, and how."""
 
@@ -112,13 +119,14 @@ def document(results: Results) -> str:
     parts = {
         "Bars": _bar_table(results.bars),
         "Training step, tokens per second": _training(
-            results.of("training_step", "training_step_named", "training_step_random")
+            results.of(*(f"training_step{kind}" for kind in ("", "_named", "_sparse", "_random")))
         ),
         "Rollout": _rollout([row for row in results.rows if row.suite.startswith("rollout_")]),
     }
     for suite, columns in COLUMNS.items():
         title = f"{suite.replace('_', ' ').capitalize()}: stock time / our time"
-        parts[title] = _ratios(results.of(suite), columns)
+        if rows := results.of(suite):
+            parts[title] = _ratios(rows, columns)
     if drawn := _random(results):
         parts["Shapes drawn by a seed: stock time / our time"] = drawn
     for name, rows in parts.items():

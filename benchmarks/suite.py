@@ -26,7 +26,8 @@ import triton
 from torch import Tensor
 
 from benchmarks.peers import installed
-from benchmarks.results import Results, Row, Shape, ratios, save
+from benchmarks.results import Results, save
+from benchmarks.rows import Row, Shape, ratios
 from benchmarks.timing import UNAVAILABLE, Machine
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
 

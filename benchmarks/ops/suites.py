@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,21 +12,31 @@ import torch
 from benchmarks.models import model_config
 from benchmarks.ops.attention import attention_backward, attention_decode, attention_forward
 from benchmarks.ops.elementwise import elementwise_cases
+from benchmarks.ops.experts import (
+    experts_few,
+    experts_forward,
+    experts_gradient,
+    moe_block,
+)
 from benchmarks.ops.logprobs import logprobs_and_gradients
 from benchmarks.ops.matmul import gradient_fold, product
+from benchmarks.ops.routing import ROUTINGS
 from benchmarks.random_shapes import (
     draw_attention,
     draw_decode,
+    draw_experts,
     draw_folds,
     draw_models,
     draw_products,
     draw_widths,
 )
-from benchmarks.shapes import BANDS, HEADS, ROWS, VOCABULARY, WEIGHTS
+from benchmarks.shapes import BANDS, EXPERTS, HEADS, ROWS, VOCABULARY, WEIGHTS
 from benchmarks.suite import Case, Suites, cases, of_seed
 from benchmarks.timing import Machine
 from rl_consistency.verify.checks.accuracy import accuracy_rows
 from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpShapes, shapes_of
+
+Sizes = Sequence[dict[str, Any]]
 
 
 def op_suites() -> Suites:
@@ -49,6 +60,7 @@ def op_suites() -> Suites:
         "elementwise": elementwise_cases(((8192, 1024), (8192, 4096), (16384, 4096)), VOCABULARY),
         "token_logprobs": cases("token_logprobs forward + backward", logprobs_and_gradients, head),
         "accuracy": accuracy_cases(TINY_SHAPES, _sizes_of("qwen3-0.6b")),
+        **_expert_suites(),
     }
 
 
@@ -82,8 +94,54 @@ def random_op_suites(seed: int) -> Suites:
             "token_logprobs forward + backward", logprobs_and_gradients, widths
         ),
         "accuracy": accuracy_cases(*map(_sizes_of, draw_models(seed, 1))),
+        **_random_expert_suites(seed),
     }
     return of_seed(seed, suites)
+
+
+def _expert_suites() -> Suites:
+    """Every family's shape under every routing."""
+
+    def sizes(name: str, values: Sequence[int], **more: int) -> list[dict[str, Any]]:
+        every = itertools.product(EXPERTS.values(), values, ROUTINGS)
+        return [{name: v, **more, **shape, "routing": routing} for shape, v, routing in every]
+
+    blocks = [
+        {"family": family, "tokens": tokens, **shape, "routing": routing}
+        for family, shape in EXPERTS.items()
+        for tokens, routing in itertools.product((4096, 16384), ROUTINGS)
+    ]
+    lengths = sizes("length", (256, 1024, 4096), tokens=16384)
+    return _of_experts(
+        sizes("tokens", (2048, 4096, 16384)), sizes("tokens", (1, 8, 64, 256)), lengths, blocks
+    )
+
+
+def _random_expert_suites(seed: int) -> Suites:
+    """Drawn shapes, the routings by turns."""
+
+    def sizes(count: int, rows: tuple[int, int], **more: Any) -> list[dict[str, Any]]:
+        drawn = draw_experts(seed, count, rows)
+        turns = zip(drawn, itertools.cycle(ROUTINGS))
+        return [{**more, **shape, "routing": routing} for shape, routing in turns]
+
+    many = (2048, 16384)
+    lengths = [x for n in (1024, 4096) for x in sizes(3, (16384, 16384), length=n)]
+    return _of_experts(
+        sizes(6, many), sizes(9, (1, 256)), lengths, sizes(3, many, family="qwen3_moe")
+    )
+
+
+def _of_experts(
+    many: Sizes, few: Sizes, lengths: Sizes, blocks: Sizes
+) -> dict[str, Sequence[Case]]:
+    """The suites of mixtures of experts at these sizes."""
+    return {
+        "experts_forward": cases("experts", experts_forward, many),
+        "experts_few": cases("experts", experts_few, few),
+        "experts_gradient": cases("dW of experts", experts_gradient, lengths),
+        "moe_block": cases("MoE block forward + backward", moe_block, blocks),
+    }
 
 
 def accuracy_cases(*sizes: OpShapes) -> list[Case]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+from benchmarks.rollout.experts_hit import evenly_hit, experts_hit
 from benchmarks.rollout.generation import (
     Generation,
     Window,
@@ -89,10 +90,14 @@ def _figures(
 def steady_step(name: str, workload: Workload, bench: Machine) -> dict[str, Any]:
     """One decode step in a steady state: the share of its time in which the device waits, and the
     bytes it must read over the copy bandwidth, over its time. These count only where no two
-    sequences share a prompt; else the chip's own memory would serve keys and values."""
+    sequences share a prompt; else the chip's own memory would serve keys and values. Of a mixture
+    of experts the experts count that its tokens were routed to, as measured."""
     with patched_model(name, bench.device) as model:
         needed = DecodeBytes.of(model)
-        window = steady_window(model, workload, bench)
+        sequences, window = steady_generation(model, workload, bench)
+        hit: list[float] = []
+        if needed.per_expert and workload.group_size == 1:
+            hit = experts_hit(model, sequences, workload.longest)
     idle = window.idle_share
     if idle is None and bench.device.type == "cuda":
         raise RuntimeError("no CUDA graph was replayed: decoding did not run through graphs")
@@ -105,13 +110,17 @@ def steady_step(name: str, workload: Workload, bench: Machine) -> dict[str, Any]
     if workload.group_size > 1:
         return fields
     attended = steady_attention(workload, window)
-    read_per_second = needed.read(window.steps, attended) / window.seconds
+    read_per_second = needed.read(window.steps, attended, sum(hit)) / window.seconds
     figures |= {
         "context": attended / window.steps / workload.sequences,
         "weight_bytes": needed.weights,
         "kv_bytes": attended * needed.per_token / window.steps,
         "bytes_per_second": read_per_second,
     }
+    if hit:
+        even = len(hit) * evenly_hit(model.config, workload.sequences)
+        figures |= {"experts_hit": sum(hit), "experts_hit_if_even": even}
+        figures["expert_bytes"] = sum(hit) * needed.per_expert
     return fields | {"ceiling_fraction": read_per_second / bench.ceilings.copy_bandwidth}
 
 
@@ -144,12 +153,20 @@ def shared_keys(name: str, workload: Workload, bench: Machine) -> dict[str, Any]
 
 def steady_window(model: Any, workload: Workload, bench: Machine, **settings: Any) -> Window:
     """The steady state of a workload whose sequences are all as long; `settings` of the engine."""
+    return steady_generation(model, workload, bench, **settings)[1]
+
+
+def steady_generation(
+    model: Any, workload: Workload, bench: Machine, **settings: Any
+) -> tuple[list[list[int]], Window]:
+    """The same, and the sequences, each a prompt and what was decoded behind it."""
     engine = engine_for(model, workload, **settings)
     prompts = workload.prompts("steady", model.config.vocab_size)
     sampling = requests(workload.lengths())
     # The last step has fewer rows, so a graph of its own.
     generation = timed_generation(engine, prompts, sampling, bench, warm_up=sampling[0])
-    return generation.steady(min(SETTLING_STEPS, workload.longest // 4))
+    sequences = [prompts[c.prompt_index] + c.token_ids for c in generation.completions]
+    return sequences, generation.steady(min(SETTLING_STEPS, workload.longest // 4))
 
 
 def steady_attention(workload: Workload, window: Window) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.models import model_config
+from benchmarks.models import is_sparse
 from benchmarks.random_shapes import draw_models, draw_workloads
 from benchmarks.rollout.cold_start import MODEL, WORK, cold_start
 from benchmarks.rollout.copying import SPECULATION, copying
@@ -66,12 +66,19 @@ def rollout_suites() -> Suites:
 
 
 def named_rollout_suites(models: Sequence[str]) -> Suites:
-    """The suite of `--model`: decode steps; ValueError on a name that `model_config` refuses."""
+    """The suites of `--model`: decode steps, those of mixtures of experts in a suite of their own;
+    ValueError on a name that `model_config` refuses."""
+    sparse = [model for model in models if is_sparse(model)]
+    found: dict[str, list[Case]] = {}
     for model in models:
-        model_config(model)
-    works = [Workload.equal(batch, 1, 960, 64) for batch in (64, 256)]
-    steps = [_case("decode step", steady_step, m, work) for m in models for work in works]
-    return {"rollout_roofline_named": steps}
+        name, batches = "rollout_roofline_named", (64, 256)
+        if model in sparse:
+            name, batches = "rollout_roofline_sparse", (1, 8, 32, 64, 256)
+        works = [Workload.equal(batch, 1, 960, 64) for batch in batches]
+        found.setdefault(name, []).extend(
+            _case("decode step", steady_step, model, work) for work in works
+        )
+    return found
 
 
 def random_rollout_suites(seed: int) -> Suites:

@@ -1,7 +1,8 @@
 """One training step of a whole model, forward and backward, against Hugging Face and its patches.
 
-Timed by the host's clock: what a trainer waits for. All contestants have their own models with the
-same random weights, see the same tokens, and begin with no gradient.
+Timed by the host's clock: what a trainer waits for. All contestants have their own models, which
+share the memory of the same random weights, see the same tokens, and begin with no gradient. The
+experts of Hugging Face's sparse models run by its grouped products.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import build_model, model_config
+from benchmarks.models import build_model, is_sparse, model_config, twin
 from benchmarks.peers import batch_invariant_mode, patch_by_liger, peer
 from benchmarks.random_shapes import draw_models
 from benchmarks.suite import Case, Suites, cases, of_seed
-from benchmarks.timing import Contestant, Machine, Race
+from benchmarks.timing import UNAVAILABLE, Contestant, Machine, Race, reason
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
@@ -31,10 +32,15 @@ def training_suites() -> Suites:
 
 
 def named_training_suites(models: Sequence[str]) -> Suites:
-    """The suite of `--model`; ValueError on a name that `model_config` refuses."""
-    for model in models:
-        model_config(model)
-    return {"training_step_named": _steps(models, (16,))}
+    """The suites of `--model`, mixtures of experts in one of their own; ValueError on a name that
+    `model_config` refuses."""
+    sparse = [model for model in models if is_sparse(model)]
+    dense = [model for model in models if model not in sparse]
+    suites = {
+        "training_step_named": _steps(dense, (16,)),
+        "training_step_sparse": _steps(sparse, (16, 4)),
+    }
+    return {name: found for name, found in suites.items() if found}
 
 
 def random_training_suites(seed: int) -> Suites:
@@ -53,9 +59,12 @@ def _steps(models: Sequence[str], batches: Sequence[int]) -> list[Case]:
 
 def training_step(bench: Machine, model: str, sequences: int, length: int) -> dict[str, Any]:
     """Forward and backward of the mean loss of a model of the benches."""
-    stock_model, liger_model, own_model = (
-        build_model(model, bench.device).train() for _ in range(3)
-    )
+    stock_model: Any = build_model(model, bench.device).train()
+    own_model, stock_name = twin(stock_model), "hugging face sdpa"
+    if is_sparse(model):
+        stock_model.set_experts_implementation("grouped_mm")
+        stock_name += ", grouped_mm"
+    liger_model = twin(stock_model)
     generator = torch.Generator().manual_seed(0)
     vocabulary = model_config(model).vocab_size
     ids = torch.randint(0, vocabulary, (sequences, length), generator=generator).to(bench.device)
@@ -68,21 +77,26 @@ def training_step(bench: Machine, model: str, sequences: int, length: int) -> di
         return -token_logprobs(model, batch, prompt_lengths=[1] * sequences).logprobs.mean()
 
     stock = partial(_backward, hugging_face_loss, stock_model)
-    peers = {}
-    if liger := patch_by_liger(liger_model):
-        peers["liger"] = Contestant((partial(_backward, hugging_face_loss, liger_model),), liger)
+    peers, refused = {}, {}
+    try:
+        if liger := patch_by_liger(liger_model):
+            own = partial(_backward, hugging_face_loss, liger_model)
+            peers["liger"] = Contestant((own,), liger)
+    except UNAVAILABLE as error:
+        refused["liger"] = reason(error)
     if peer("batch_invariant_ops"):
         peers["batch_invariant_ops"] = Contestant((stock,), batch_invariant_mode)
     with patch(own_model, grad_dtype=torch.float32):
         race = Race(
             ours=Contestant.of(partial(_backward, own_loss, own_model)),
-            stock={"hugging face sdpa": Contestant.of(stock)},
+            stock={stock_name: Contestant.of(stock)},
             peers=peers,
             clock="wall",
             tokens=ids.numel(),
             memory=True,
         )
-        return bench.measure(race)
+        fields = bench.measure(race)
+    return fields | {"unavailable": refused | fields.get("unavailable", {})}
 
 
 def _backward(loss_of: Callable[[nn.Module], Tensor], model: nn.Module) -> Tensor:

@@ -97,6 +97,8 @@ def test_random_shapes_and_named_models_are_measured_instead(monkeypatch):
         ("llama3.2-1b", 64),
         ("llama3.2-1b", 256),
     ]
+    assert command.main(["train", "--model", "mixtral-8x7b-2l,llama3.2-1b"]) == 0
+    assert list(asked.pop()) == ["training_step_named", "training_step_sparse"]
 
 
 def test_random_shapes_are_compiled_first_and_timed_for_a_short_time(monkeypatch, tmp_path):

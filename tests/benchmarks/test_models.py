@@ -4,10 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from benchmarks import peers
-from benchmarks.models import ModelSizes, build_model, model_config
+from benchmarks.models import (
+    SPARSE_PRESETS,
+    ModelSizes,
+    build_model,
+    is_sparse,
+    model_config,
+    model_presets,
+    twin,
+)
 from benchmarks.peers import patch_by_liger
 
 CPU = torch.device("cpu")
@@ -31,6 +40,42 @@ def test_a_name_says_the_sizes_of_a_model(family):
 def test_a_preset_has_its_own_configuration():
     assert model_config("llama3.2-1b").hidden_size == 2048
     assert ModelSizes.named("llama3.2-1b") is None
+    assert model_presets()[0] == "tiny-qwen3" and set(SPARSE_PRESETS) < set(model_presets())
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "billions"),
+    [
+        ("qwen3-30b-a3b", 48, 30.53),
+        ("qwen3-30b-a3b-6l", 6, 4.36),
+        ("olmoe-1b-7b", 16, 6.92),
+        ("olmoe-1b-7b-12l", 12, 5.24),
+        ("mixtral-8x7b", 32, 46.70),
+        ("mixtral-8x7b-2l", 2, 3.16),
+        ("qwen3-8b-4l", 4, 2.02),
+    ],
+)
+def test_a_preset_or_its_first_layers_have_the_published_size(name, layers, billions):
+    config = model_config(name)
+    assert config.num_hidden_layers == layers and is_sparse(name) == (name != "qwen3-8b-4l")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(1e9 * billions, abs=6e6)
+
+
+def test_a_twin_shares_the_memory_of_the_weights_and_nothing_else():
+    model = build_model("tiny-olmoe", CPU)
+    other = twin(model)
+    for (name, own), (same, shared) in zip(
+        model.named_parameters(), other.named_parameters(), strict=True
+    ):
+        assert name == same and own is not shared and own.data_ptr() == shared.data_ptr()
+    other.set_experts_implementation("eager")
+    assert model.config._experts_implementation != "eager"
+    other(torch.tensor([[1, 2]])).logits.sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    tied = twin(build_model(SMALL.format("llama", "-tied"), CPU))
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
 
 
 @pytest.mark.parametrize(
@@ -38,6 +83,10 @@ def test_a_preset_has_its_own_configuration():
     [
         ("gpt2", "no model 'gpt2'; give tiny-qwen3, "),
         ("gpt2-2x64-4/2x16-96-331", "no model"),
+        ("olmoe-2x64-4/2x16-96-331", "no model"),
+        ("gpt2-4l", "no model 'gpt2-4l'"),
+        ("mixtral-8x7b-33l", "'mixtral-8x7b' has 32 layers, not 33"),
+        ("qwen3-8b-0l", "has 36 layers; num_layers is 0"),
         ("llama-2x64-4/2x16-96-331-big", "no model"),
         ("llama-2x72-5/1x16-96-331", "a multiple of the number of query heads"),
         ("qwen3-2x64-4/2x40-96-331", "head_dim 40"),
@@ -69,3 +118,20 @@ def test_liger_patches_its_model_and_the_modeling_file_only_inside_the_context(m
     assert modeling_llama.LlamaRMSNorm is norm
     monkeypatch.setattr(peers, "peer", lambda name: None)
     assert patch_by_liger(model) is None
+
+
+def test_a_family_that_liger_does_not_have_is_left_out_and_a_failed_patch_undone(monkeypatch):
+    norm = modeling_llama.LlamaRMSNorm
+    model = build_model(SMALL.format("llama", ""), CPU)
+    monkeypatch.setattr(peers, "peer", lambda name: SimpleNamespace())
+    assert patch_by_liger(model) is None
+
+    def fail(model):
+        modeling_llama.LlamaRMSNorm = "liger's"
+        raise TypeError("experts are not iterable")
+
+    module = SimpleNamespace(apply_liger_kernel_to_llama=fail)
+    monkeypatch.setattr(peers, "peer", lambda name: module)
+    with pytest.raises(TypeError, match="not iterable"):
+        patch_by_liger(model)
+    assert modeling_llama.LlamaRMSNorm is norm

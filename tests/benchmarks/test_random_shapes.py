@@ -1,5 +1,7 @@
 """Random shapes: the same for a seed, within limits, none that a table was tuned for."""
 
+from functools import partial
+
 import pytest
 
 from benchmarks import random_shapes
@@ -12,13 +14,14 @@ from benchmarks.random_shapes import (
     OPERATIONS,
     draw_attention,
     draw_decode,
+    draw_experts,
     draw_folds,
     draw_models,
     draw_products,
     draw_widths,
     draw_workloads,
 )
-from benchmarks.shapes import BANDS, FOLDS, HEADS, WEIGHTS
+from benchmarks.shapes import BANDS, EXPERTS, FOLDS, HEADS, WEIGHTS
 
 
 def weights(shapes):
@@ -35,6 +38,7 @@ def weights(shapes):
         draw_widths,
         draw_models,
         draw_workloads,
+        partial(draw_experts, rows=(1, 256)),
     ],
 )
 def test_a_seed_gives_the_same_different_shapes_and_more_of_them(draw):
@@ -112,6 +116,20 @@ def test_widths_and_models_are_of_no_model_of_a_table():
         assert 32768 <= sizes.vocabulary <= 262144
         families.add(sizes.family)
     assert families == {"llama", "qwen2", "qwen3"}
+
+
+def test_experts_have_sizes_that_every_way_takes_and_none_of_a_table():
+    shapes = draw_experts(0, 200, (2048, 16384))
+    for shape in shapes:
+        tokens, *sizes = shape.values()
+        hidden, inner, count, top_k = sizes
+        assert 2048 <= tokens <= 16384 and 2 * top_k <= count <= 256
+        assert hidden % 16 == 0 and 576 <= hidden <= 4096
+        assert inner % 64 == 0 and 256 <= inner <= 14336
+        assert 6 * count * hidden * inner <= BYTES
+        assert sizes not in [list(known.values()) for known in EXPERTS.values()]
+    assert {shape["top_k"] for shape in shapes} == {1, 2, 4, 6, 8}
+    assert {60, 128} < {shape["experts"] for shape in shapes}
 
 
 def test_workloads_prefill_before_their_shortest_completion_ends():

@@ -5,15 +5,9 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks.results import (
-    BARS,
-    Results,
-    Row,
-    compare,
-    geometric_mean,
-    load,
-    save,
-)
+from benchmarks.bars import BARS
+from benchmarks.results import Results, compare, load, save
+from benchmarks.rows import Row, geometric_mean
 
 META = {"device": "Test GPU", "commit": "abc", "versions": {"torch": "2.11", "triton": "3.6"}}
 RECORD = {"complete": True, "commit": "abc"}
@@ -92,6 +86,38 @@ def test_a_peer_bar_needs_the_peer_in_every_row():
     for name in ("token_logprobs_liger", "token_logprobs_memory"):
         assert bar(name, [beside, alone])["figure"] is None
         assert bar(name, [beside, alone])["met"] is False
+
+
+def test_gradients_of_experts_are_judged_by_long_sequences():
+    def gradient(length, ratio):
+        return row("experts_gradient", ratio, shape={"length": length})
+
+    rows = [gradient(256, 0.2), gradient(1024, 0.9), gradient(4096, 1.6)]
+    assert bar("experts_gradient", rows)["figure"] == pytest.approx(1.2)
+    assert bar("experts_gradient", rows[:1])["figure"] is None
+
+
+def test_idle_steps_of_few_sequences_do_not_count():
+    def step(sequences, idle):
+        shape, figures = {"sequences": sequences}, {"idle_share": idle}
+        return row("rollout_roofline_sparse", None, shape=shape, figures=figures)
+
+    rows = [step(8, 0.4), step(32, 0.05), step(256, 0.01)]
+    found = bar("rollout_idle_sparse", rows)
+    assert (found["figure"], found["met"]) == (0.05, True)
+    assert not bar("rollout_idle_sparse", [*rows, step(64, 0.06)])["met"]
+
+
+def test_liger_is_asked_only_for_the_families_it_has():
+    def step(**fields):
+        return row("training_step_sparse", 1.2, **fields)
+
+    without, beside = step(), step(peers={"liger": 11.0})
+    refused = step(unavailable={"liger": "TypeError: experts are not iterable"})
+    name = "training_step_sparse_liger"
+    assert bar(name, [without, beside])["figure"] == pytest.approx(1.1)
+    assert bar(name, [without])["figure"] is None
+    assert bar(name, [beside, refused])["figure"] is None
 
 
 def test_an_upper_bar_is_missed_above_and_by_a_figure_that_is_not_finite():

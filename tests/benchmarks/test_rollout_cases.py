@@ -5,13 +5,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.results import Row
+from benchmarks.models import build_model, model_config
+from benchmarks.rollout import experts_hit as counting
 from benchmarks.rollout.copying import copying, copying_model, edited_stretch
 from benchmarks.rollout.decoding import decode, long_context, steady_step
+from benchmarks.rollout.experts_hit import evenly_hit, experts_hit
 from benchmarks.rollout.grpo import grpo_step
 from benchmarks.rollout.hugging_face import GENERATE, generate_rate, hugging_face
 from benchmarks.rollout.workload import Workload
+from benchmarks.rows import Row
 from benchmarks.timing import Ceilings
+from rl_consistency.models.forward import packed_hidden_states
+from rl_consistency.models.moe.routing import recorded_routing
+from rl_consistency.models.moe.settings import num_experts
+from rl_consistency.models.packing import PackedBatch
+from rl_consistency.models.patch import patch
 
 TINY = "tiny-qwen3"
 SPREAD = Workload(groups=2, group_size=4, prompt_len=20, longest=24, shortest=8)
@@ -37,6 +45,42 @@ def test_a_steady_step_has_a_roofline_only_where_nothing_is_shared():
     assert 0 < found.ceiling_fraction < 1 and 20 < found.figures["context"] < 36
     shared = row(steady_step(TINY, Workload.equal(1, 4, 20, 16), MACHINE))
     assert shared.ours_us > 0 and shared.ceiling_fraction is None
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral"])
+def test_a_step_of_a_mixture_of_experts_is_held_against_the_experts_it_hit(name):
+    figures = row(steady_step(name, Workload.equal(4, 1, 20, 16), MACHINE)).figures
+    config = model_config(name)
+    layers = config.num_hidden_layers - len(getattr(config, "mlp_only_layers", None) or [])
+    chosen, held = config.num_experts_per_tok, num_experts(config)
+    assert layers * chosen <= figures["experts_hit"] <= layers * min(held, 4 * chosen)
+    assert figures["experts_hit_if_even"] == pytest.approx(
+        layers * held * (1 - (1 - chosen / held) ** 4)
+    )
+    dense = row(steady_step(TINY, Workload.equal(4, 1, 20, 16), MACHINE)).figures
+    assert "experts_hit" not in dense
+
+
+def test_the_experts_hit_are_those_of_the_tokens_fed(monkeypatch):
+    model = build_model("tiny-olmoe", MACHINE.device)
+    draw = torch.Generator().manual_seed(0)
+    sequences = torch.randint(0, 331, (5, 30), generator=draw).tolist()
+    with patch(model):
+        ids = []
+        for sequence in sequences:
+            with torch.no_grad(), recorded_routing() as record:
+                packed_hidden_states(model, PackedBatch.from_sequences([sequence]))
+            ids.append([layer.expert_ids[:30] for layer in record.layers])
+        # Of 9 new tokens 8 are fed: those at positions 21 to 28.
+        expected = [
+            sum(len({*torch.cat([own[layer][at] for own in ids]).tolist()}) for at in range(21, 29))
+            / 8
+            for layer in range(2)
+        ]
+        for chunk in (16384, 60, 1):
+            monkeypatch.setattr(counting, "CHUNK_TOKENS", chunk)
+            assert experts_hit(model, sequences, 9) == expected
+    assert evenly_hit(model.config, 1) == 2 and evenly_hit(model.config, 1000) == pytest.approx(8)
 
 
 def test_a_long_context_is_compared_with_a_short_one():

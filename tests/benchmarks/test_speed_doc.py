@@ -5,7 +5,8 @@ import json
 import pytest
 
 from benchmarks import accuracy_doc, speed_doc
-from benchmarks.results import Results, Row, load
+from benchmarks.results import Results, load
+from benchmarks.rows import Row
 from benchmarks.speed_doc import BEGIN, END, document, picture, readme_table, rewritten
 
 META = {

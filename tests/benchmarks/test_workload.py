@@ -1,5 +1,6 @@
 """What the rollout benches ask of an engine, and the bytes it holds a decode step against."""
 
+import pytest
 from transformers import AutoModelForCausalLM
 
 from benchmarks.rollout.workload import (
@@ -9,6 +10,7 @@ from benchmarks.rollout.workload import (
     requests,
     tokens_attended,
 )
+from rl_consistency.models.moe.settings import num_experts
 from rl_consistency.verify.presets import build_preset, preset_config
 
 GRPO = Workload(groups=32, group_size=8, prompt_len=512, longest=1024)
@@ -69,6 +71,22 @@ def test_a_step_reads_every_weight_once_but_an_embedding_of_its_own():
     untied = AutoModelForCausalLM.from_config(config)
     assert DecodeBytes.of(untied).weights == whole
     assert sum(p.numel() * 4 for p in untied.parameters()) == whole + table
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral"])
+def test_a_step_of_a_mixture_of_experts_reads_the_experts_hit(name):
+    model = build_preset(name)
+    config, needed = model.config, DecodeBytes.of(model)
+    width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    assert needed.per_expert == 3 * width * config.hidden_size * 4
+    held = sum(p.nbytes for p in model.parameters())
+    held -= model.get_input_embeddings().weight.nbytes
+    dense_layers = len(getattr(config, "mlp_only_layers", None) or [])
+    experts = (config.num_hidden_layers - dense_layers) * num_experts(config)
+    assert needed.weights == held - experts * needed.per_expert
+    assert needed.read(2, 0, 5.5) == 2 * (needed.weights + 5.5 * needed.per_expert)
+    with pytest.raises(ValueError, match="depend on the experts hit"):
+        needed.read(2, 0)
 
 
 def test_bytes_of_steps_are_weights_and_attended_tokens():

@@ -1,11 +1,28 @@
 """The model directory that the GPU recipe is run with."""
 
+import pytest
 import torch
 
 from benchmarks.make_random_model import main
+from benchmarks.models import build_model
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.trainers.config.policy_sections import PolicySection, TokenizerSection
 from rl_consistency.trainers.policy import eos_token_ids, load_policy
+
+
+def test_a_mixture_of_experts_loads_with_the_weights_it_was_given(tmp_path):
+    assert main([str(tmp_path), "--preset", "tiny-olmoe", "--device", "cpu"]) == 0
+    policy = PolicySection(path=tmp_path, dtype="bfloat16")
+    model, _ = load_policy(policy, TokenizerSection(kind="auto"), seed=3)
+    given = build_model("tiny-olmoe", torch.device("cpu"))
+    assert parameter_digest(model) == parameter_digest(given)
+
+
+def test_another_name_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path), "--preset", "gpt2"])
+    assert "--preset: no model 'gpt2'; give tiny-qwen3, " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_random_model_loads_as_a_policy_and_is_a_function_of_its_seed(tmp_path, capsys):

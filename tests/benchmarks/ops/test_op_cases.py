@@ -6,14 +6,25 @@ import pytest
 import torch
 
 from benchmarks import peers as bench_peers
+from benchmarks.bars import BARS
 from benchmarks.distributed.suites import distributed_suites
 from benchmarks.ops.attention import attention_backward, attention_decode, attention_forward
 from benchmarks.ops.elementwise import elementwise_cases
+from benchmarks.ops.experts import (
+    experts_few,
+    experts_forward,
+    experts_gradient,
+    moe_block,
+)
 from benchmarks.ops.logprobs import logprobs_and_gradients
 from benchmarks.ops.matmul import gradient_fold, product
+from benchmarks.ops.routing import ROUTINGS
 from benchmarks.ops.suites import accuracy_cases, op_suites, random_op_suites
-from benchmarks.results import BARS
-from benchmarks.rollout.suites import random_rollout_suites, rollout_suites
+from benchmarks.rollout.suites import (
+    named_rollout_suites,
+    random_rollout_suites,
+    rollout_suites,
+)
 from benchmarks.shapes import BANDS
 from benchmarks.suite import cases, of_seed
 from benchmarks.timing import Ceilings, _fields
@@ -29,7 +40,8 @@ from rl_consistency.verify.checks.op_setup import TINY_SHAPES
 
 SIZES = [{"m": m, "n": n, "k": k} for m in (1, 17, 300) for n, k in ((48, 32), (32, 96))]
 FOLD = {"tokens": 32, "n": 48, "k": 32}
-TOLERANCE = {"attention": 0.02, "training": 0.01, "token_logprobs": 0.01}
+SPARSE = {"hidden": 64, "intermediate": 48, "experts": 8, "top_k": 3}
+TOLERANCE = {"attention": 0.02, "training": 0.01, "token_logprobs": 0.01, "MoE": 0.04}
 
 
 class Machine:
@@ -63,6 +75,11 @@ class Machine:
 def flat(result):
     parts = result if isinstance(result, (tuple, list)) else (result,)
     return [part.detach().double() for part in parts]
+
+
+def sparse(sizes):
+    """The sizes under every routing."""
+    return [{**sizes, **SPARSE, "routing": routing} for routing in ROUTINGS]
 
 
 def prefill(length):
@@ -101,12 +118,27 @@ CASES = [
         logprobs_and_gradients,
         [{"tokens": 32, "width": 16, "vocabulary": 50}],
     ),
+    *cases("experts", experts_forward, sparse({"tokens": 100})),
+    *cases("experts", experts_few, [*sparse({"tokens": 1}), *sparse({"tokens": 5})]),
+    *cases("dW of experts", experts_gradient, sparse({"tokens": 96, "length": 24})),
+    *cases(
+        "MoE block forward + backward",
+        moe_block,
+        [
+            shape
+            for family in ("qwen3_moe", "olmoe", "mixtral")
+            for shape in sparse({"family": family, "tokens": 64})
+        ],
+    ),
     *cases(
         "training step",
         training_step,
         [
             {"model": model, "sequences": 2, "length": 32}
-            for model in ("tiny-qwen3", "llama-2x64-4/2x16-96-331", "qwen2-2x80-5/1x16-96-331-tied")
+            for model in (
+                *("tiny-qwen3", "llama-2x64-4/2x16-96-331", "qwen2-2x80-5/1x16-96-331-tied"),
+                *("tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral"),
+            )
         ],
     ),
 ]
@@ -140,7 +172,7 @@ def test_peers_that_are_not_installed_are_left_out(monkeypatch):
     assert bench_peers.installed() == {}
     for case in CASES:
         case.run(machine := Machine())
-        assert machine.race.peers.keys() <= {"torch rms_norm", "index_add_"}
+        assert machine.race.peers.keys() <= {"torch rms_norm", "index_add_", "grouped_mm alone"}
 
 
 def test_the_embedding_gradient_adds_what_eager_adds():
@@ -165,7 +197,8 @@ def test_accuracy_rows_hold_the_error_ratio():
 def test_every_bar_names_suites_that_exist_and_no_case_is_there_twice():
     suites = {**op_suites(), **training_suites(), **rollout_suites(), **distributed_suites()}
     suites |= trl_suites() | random_op_suites(3) | random_training_suites(3)
-    suites |= random_rollout_suites(3) | named_training_suites(["llama3.2-1b"])
+    suites |= random_rollout_suites(3) | named_training_suites(["llama3.2-1b", "olmoe-1b-7b"])
+    suites |= named_rollout_suites(["llama3.2-1b", "olmoe-1b-7b"])
     assert {name for bar in BARS.values() for name in bar.suites} == suites.keys()
     for cases_of in suites.values():
         assert cases_of
@@ -211,3 +244,15 @@ def test_named_models_are_refused_before_anything_is_measured():
     assert case.shape == {"model": "qwen2.5-0.5b", "sequences": 16, "length": 1024}
     with pytest.raises(ValueError, match="no model 'qwen'"):
         named_training_suites(["qwen2.5-0.5b", "qwen"])
+
+
+def test_mixtures_of_experts_are_measured_in_suites_of_their_own():
+    models = ["qwen2.5-0.5b", "qwen3-30b-a3b-6l", "olmoe-1b-7b"]
+    steps = named_training_suites(models)
+    assert [case.shape["model"] for case in steps["training_step_named"]] == models[:1]
+    shapes = [tuple(case.shape.values()) for case in steps["training_step_sparse"]]
+    assert shapes == [(m, n, 16384 // n) for m in models[1:] for n in (16, 4)]
+    decode = named_rollout_suites(models[1:])
+    (cases_of,) = decode.values()
+    batches = [case.shape["sequences"] for case in cases_of]
+    assert list(decode) == ["rollout_roofline_sparse"] and batches == 2 * [1, 8, 32, 64, 256]

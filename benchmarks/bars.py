@@ -1,0 +1,288 @@
+"""The bars that the benches are held against, and their figures."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.rows import Row, geometric_mean, ratios
+from benchmarks.shapes import BANDS
+
+Figure = Callable[[Sequence[Row]], float | None]
+"""The figure of a bar from the rows of its suites; None where they do not give one."""
+
+
+def _of_all(pick: Callable[..., Any], value: Callable[[Row], float | None]) -> Figure:
+    """The lowest or highest value of the rows without an error; None unless each of them has it."""
+
+    def figure(rows: Sequence[Row]) -> float | None:
+        found = [value(row) for row in rows if row.error is None]
+        return pick(found) if found and None not in found else None
+
+    return figure
+
+
+def _geomean(rows: Sequence[Row]) -> float | None:
+    return geometric_mean(ratios(rows))
+
+
+def _bandwidth(rows: Sequence[Row]) -> float | None:
+    """The lowest share of the copy bandwidth of wide rows; narrow ones are left out."""
+    return _lowest_share([row for row in rows if int(row.shape["width"]) >= 4096])
+
+
+def _highest(name: str) -> Figure:
+    """The highest of one of the rows' further figures."""
+    return _of_all(max, lambda row: float(row.figures[name]) if name in row.figures else None)
+
+
+def _of_strategies(zero: bool, name: str) -> Figure:
+    """The highest of a further figure, of DeepSpeed's strategies or of the others."""
+    highest = _highest(name)
+    return lambda rows: highest(
+        [r for r in rows if str(r.shape["strategy"]).startswith("zero") == zero]
+    )
+
+
+def _scaling(rows: Sequence[Row]) -> float | None:
+    """The lowest of completions of 1,024 tokens; the host's share of shorter steps is larger."""
+    long = [row for row in rows if int(row.shape["new_tokens"]) >= 1024]
+    return _of_all(min, lambda row: float(row.figures["scaling"]))(long)
+
+
+def _peak_against(peer: str) -> Figure:
+    """The highest peak of ours / the peer's."""
+    return _of_all(
+        max, lambda r: r.peak_bytes["ours"] / p if (p := r.peak_bytes.get(peer)) else None
+    )
+
+
+def _liger_ratio(row: Row) -> float | None:
+    return row.peers["liger"] / row.ours_us if row.ours_us and "liger" in row.peers else None
+
+
+def _stock_drifts(rows: Sequence[Row]) -> float | None:
+    """Mismatched tokens of strict; infinite where stock has none, because then nothing is shown."""
+    strict, stock = (_highest(f"{m}/mismatched_tokens")(rows) for m in ("strict", "stock"))
+    return strict if stock is None or stock > 0 else math.inf
+
+
+def _in_band(low: int, high: int, figure: Figure) -> Figure:
+    """A figure of the rows with so many rows of a matmul."""
+    return lambda rows: figure([row for row in rows if low <= int(row.shape["m"]) <= high])
+
+
+def _long(figure: Figure) -> Figure:
+    """A figure of the rows whose sequences have 1,024 tokens or more."""
+    return lambda rows: figure([row for row in rows if int(row.shape["length"]) >= 1024])
+
+
+def _many(figure: Figure) -> Figure:
+    """A figure of the rows of 32 sequences or more."""
+    return lambda rows: figure([row for row in rows if int(row.shape["sequences"]) >= 32])
+
+
+def _against_liger_if_covered(rows: Sequence[Row]) -> float | None:
+    """The lowest of the rows whose family Liger has."""
+    return _against_liger([r for r in rows if "liger" in r.peers or "liger" in r.unavailable])
+
+
+_lowest = _of_all(min, lambda r: r.ratio)
+_lowest_share = _of_all(min, lambda r: r.ceiling_fraction)
+_largest_error = _of_all(max, lambda r: r.error_ratio)
+_against_liger = _of_all(min, _liger_ratio)
+
+COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A target: `figure`, computed from the rows of some suites, compared with `bar` by `sign`."""
+
+    what: str
+    sign: str
+    bar: float
+    suites: tuple[str, ...]
+    figure: Figure = _lowest
+
+
+_MATMUL = ("matmul_forward", "matmul_dx")
+_LOGPROBS, _ROWS, _STEP = ("token_logprobs",), ("elementwise",), ("training_step",)
+_DECODE = tuple(f"rollout_decode_{model}" for model in ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"))
+_GRPO, _START = ("rollout_grpo_step",), ("rollout_cold_start",)
+_SUM, _RANKS, _SCALING = ("distributed_sum",), ("distributed_step",), ("distributed_grpo",)
+_TRL = ("trl_grpo",)
+
+_RANDOM_PRODUCTS = ("matmul_random",)
+_SPARSE_STEP, _SPARSE_DECODE = ("training_step_sparse",), ("rollout_roofline_sparse",)
+
+# The formatter would give each argument a line.
+# fmt: off
+_RANDOM: Mapping[str, Bar] = {
+    f"matmul_random_{low}_{name}": Bar(
+        f"random products of {low} to {high} rows against cuBLAS, {text}", ">=", target,
+        _RANDOM_PRODUCTS, _in_band(low, high, figure))
+    for low, high in BANDS
+    for name, text, target, figure in (
+        ("geomean", "geometric mean", 1.0, _geomean), ("lowest", "lowest", 0.85, _lowest))
+} | {
+    "gradient_fold_random": Bar(
+        "random dW folds against cuBLAS + add, geometric mean", ">=", 0.95,
+        ("gradient_fold_random",), _geomean),
+    "attention_forward_random": Bar(
+        "random attention forward against the best SDPA, lowest", ">=", 0.85,
+        ("attention_forward_random",)),
+    "attention_backward_random": Bar(
+        "random attention backward against the best SDPA, lowest", ">=", 0.8,
+        ("attention_backward_random",)),
+    "attention_decode_random": Bar(
+        "random paged decode against SDPA on contiguous KV, lowest", ">=", 0.95,
+        ("attention_decode_random",)),
+    "elementwise_random": Bar(
+        "random memory-bound ops against eager torch, lowest", ">", 1.0, ("elementwise_random",)),
+    "token_logprobs_random": Bar(
+        "random token_logprobs against log_softmax of full logits, lowest", ">", 1.0,
+        ("token_logprobs_random",)),
+    "accuracy_random": Bar(
+        "random sizes: error against fp64 / stock's, highest of all ops", "<=", 1.05,
+        ("accuracy_random",), _largest_error),
+    "rollout_decode_random": Bar(
+        "random models: decoding against the same engine with stock ops", ">=", 0.97,
+        ("rollout_decode_random",)),
+} | {
+    f"training_step_{kind}_{name}": Bar(
+        f"training step of {text} models against {against}, lowest", ">=", target,
+        (f"training_step_{kind}",), figure)
+    for kind, text in (("random", "random"), ("named", "other named"))
+    for name, against, target, figure in (
+        ("stock", "Hugging Face with SDPA", 1.15, _lowest), ("liger", "Liger", 1.0, _against_liger))
+}
+
+_SPARSE: Mapping[str, Bar] = {
+    name + kind: Bar(text + what, ">=", target, (suite + kind,), figure)
+    for kind, text in (("", ""), ("_random", "random "))
+    for name, suite, what, target, figure in (
+        ("experts_forward_geomean", "experts_forward",
+         "experts from 2,048 tokens against grouped_mm, geometric mean", 1.0, _geomean),
+        ("experts_forward_lowest", "experts_forward",
+         "experts from 2,048 tokens against grouped_mm, lowest", 0.9, _lowest),
+        ("experts_few", "experts_few",
+         "experts of 1 to 256 tokens against the better of grouped_mm and batched_mm, lowest",
+         1.0, _lowest),
+        ("experts_few_bandwidth", "experts_few",
+         "experts of 1 to 256 tokens: share of a copy's bandwidth, lowest", 0.65, _lowest_share),
+        ("experts_gradient", "experts_gradient",
+         "dW of experts against grouped_mm + fp32 add, sequences of 1k and 4k, geometric mean",
+         0.95, _long(_geomean)),
+        ("moe_block", "moe_block",
+         "MoE block forward and backward against Transformers with grouped_mm, lowest", 1.15,
+         _lowest))
+} | {
+    "training_step_sparse_stock": Bar(
+        "training step of mixtures of experts against Hugging Face with SDPA and grouped_mm, "
+        "lowest", ">=", 1.15, _SPARSE_STEP),
+    "training_step_sparse_liger": Bar(
+        "the same against Liger where it has the family, lowest", ">=", 1.0, _SPARSE_STEP,
+        _against_liger_if_covered),
+    "rollout_roofline_sparse": Bar(
+        "decode step of mixtures of experts: share of a copy's bandwidth over the experts hit, "
+        "1 to 256 sequences, lowest", ">=", 0.65, _SPARSE_DECODE, _lowest_share),
+    "rollout_idle_sparse": Bar(
+        "GPU idle in these steps from 32 sequences, share of the time", "<=", 0.05,
+        _SPARSE_DECODE, _many(_highest("idle_share"))),
+}
+
+BARS: Mapping[str, Bar] = {
+    "matmul_geomean": Bar(
+        "matmul forward and dX against cuBLAS, geometric mean", ">=", 1.0, _MATMUL, _geomean),
+    "matmul_lowest": Bar("matmul forward and dX against cuBLAS, lowest", ">=", 0.93, _MATMUL),
+    "gradient_fold_geomean": Bar(
+        "dW fold against cuBLAS + add, geometric mean", ">=", 0.95, ("gradient_fold",), _geomean),
+    "attention_forward": Bar(
+        "attention forward against the best SDPA, lowest", ">=", 0.85, ("attention_forward",)),
+    "attention_backward": Bar(
+        "attention backward against the best SDPA, lowest", ">=", 0.8, ("attention_backward",)),
+    "attention_decode": Bar(
+        "paged decode against SDPA on contiguous KV, lowest", ">=", 1.0, ("attention_decode",)),
+    "elementwise_bandwidth": Bar(
+        "memory-bound ops: share of a copy's bandwidth", ">=", 0.85, _ROWS, _bandwidth),
+    "elementwise_eager": Bar("memory-bound ops against eager torch, lowest", ">", 1.0, _ROWS),
+    "token_logprobs_stock": Bar(
+        "token_logprobs against log_softmax of full logits, lowest", ">", 1.0, _LOGPROBS),
+    "token_logprobs_liger": Bar(
+        "token_logprobs against Liger, lowest", ">", 1.0, _LOGPROBS, _against_liger),
+    "token_logprobs_memory": Bar(
+        "its peak memory / Liger's", "<=", 1.0, _LOGPROBS, _peak_against("liger")),
+    "token_logprobs_memory_fp32": Bar(
+        "its peak memory / Liger's in fp32", "<=", 1.0, _LOGPROBS, _peak_against("liger fp32")),
+    "training_step_stock": Bar(
+        "training step against Hugging Face with SDPA, lowest", ">=", 1.15, _STEP),
+    "training_step_liger": Bar(
+        "training step against Liger, lowest", ">=", 1.0, _STEP, _against_liger),
+    "accuracy": Bar(
+        "error against fp64 / stock's, highest of all ops", "<=", 1.05, ("accuracy",),
+        _largest_error),
+    "rollout_decode": Bar(
+        "decoding 256 sequences against the same engine with stock ops", ">=", 0.97, _DECODE),
+    "rollout_hugging_face": Bar(
+        "generation against Hugging Face, lowest", ">=", 10.0, ("rollout_hugging_face",)),
+    "rollout_roofline": Bar(
+        "8B decode step: share of a copy's bandwidth", ">=", 0.65, ("rollout_roofline",),
+        _lowest_share),
+    "rollout_roofline_named": Bar(
+        "the same of other models, 64 and 256 sequences, lowest", ">=", 0.65,
+        ("rollout_roofline_named",), _lowest_share),
+    "rollout_idle": Bar(
+        "GPU idle in decoding, share of the time", "<", 0.05, ("rollout_idle",),
+        _highest("idle_share")),
+    "rollout_shared_keys": Bar(
+        "groups of 8, 2k prompts read once against by each", ">=", 1.5, ("rollout_shared_keys",)),
+    "rollout_speculation": Bar(
+        "n-gram speculation on a copied text against plain", ">=", 1.5, ("rollout_speculation",)),
+    "rollout_long_context": Bar(
+        "a token at 32k / at 1k of context", "<=", 1.6, ("rollout_long_context",),
+        _highest("times_short")),
+    "rollout_grpo_step": Bar("GRPO step against stock ops", ">=", 0.97, _GRPO),
+    "rollout_grpo_drift": Bar(
+        "mismatched tokens of those steps", "<=", 0.0, _GRPO, _stock_drifts),
+    "rollout_cold_start": Bar(
+        "seconds to a new process's first token, empty caches", "<=", 15.0, _START,
+        _highest("cold/first_token_seconds")),
+    "rollout_warm_start": Bar(
+        "the same, kernels on disk", "<=", 3.0, _START, _highest("warm/first_token_seconds")),
+    "distributed_sum": Bar(
+        "NCCL's fp32 reduce-scatter against all-to-all and sum, lowest", ">=", 0.8, _SUM),
+    "distributed_step": Bar(
+        "optimizer step on several GPUs / with NCCL's sum, highest", "<=", 1.05, _RANKS,
+        _of_strategies(False, "times_stock")),
+    "distributed_step_zero": Bar(
+        "the same under DeepSpeed", "<=", 1.1, _RANKS, _of_strategies(True, "times_stock")),
+    "distributed_memory": Bar(
+        "peak memory of that step, less the carry / with NCCL's sum, highest", "<=", 1.05, _RANKS,
+        _highest("memory_times_stock")),
+    "distributed_grpo": Bar(
+        "GRPO tokens a second on several GPUs / on one, long completions, lowest", ">=", 1.8,
+        _SCALING, _scaling),
+    "trl_step": Bar("TRL's GRPO step as it comes / attached", ">=", 3.0, _TRL),
+    "trl_training": Bar(
+        "its training part as it comes / attached", ">=", 1.0, _TRL,
+        _of_all(min, lambda row: float(row.figures["training_ratio"]))),
+    "trl_memory": Bar(
+        "peak of that part / TRL's with fp32 gradients", "<=", 1.05, _TRL,
+        _highest("memory_times_trl_defaults")),
+    "trl_drift": Bar("mismatched tokens of those steps", "<=", 0.0, _TRL, _stock_drifts),
+    "trl_recipe": Bar(
+        "an attached step / one of our own recipe", "<=", 1.1, _TRL, _highest("times_own_recipe")),
+    "trl_monitor": Bar(
+        "share of the drift monitor in that step", "<=", 0.01, _TRL, _highest("monitor_share")),
+    "trl_gradient_check": Bar(
+        "share of a gradient check every 10 steps", "<=", 0.05, _TRL,
+        _highest("gradient_check_share")),
+    **_SPARSE,
+    **_RANDOM,
+}
+"""Name to target. The lowest or highest is over every row of the suites: no row can hide."""
+# fmt: on

@@ -1,0 +1,286 @@
+"""Mixture of experts against torch's grouped and batched products and against Transformers.
+
+Ours begin with the ids that the router gives and find the rows of each expert themselves. For stock
+the order of the rows and their number at each expert are known beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from benchmarks.ops.routing import Routing, drawn_routing, routed_inputs
+from benchmarks.suite import normal
+from benchmarks.timing import Contestant, Machine, Race
+from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.experts import cpu, cuda
+from rl_consistency.kernels.experts.op import experts as expert_sum
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.kernels.gradient_fold.op import STEP
+from rl_consistency.kernels.router.op import route
+from rl_consistency.models.families import SPARSE, modeling
+
+ACTIVATION = "silu"
+SEQUENCE = 1024
+"""Tokens of a sequence where a case names none."""
+
+BATCHED_BYTES = 16 << 30
+"""The most weights that `by_batched` copies."""
+
+
+class Weights(NamedTuple):
+    """Those of a layer's experts."""
+
+    gate_up: Tensor  # [E, 2I, H]
+    down: Tensor  # [E, H, I]
+
+    @property
+    def bytes_per_expert(self) -> float:
+        return (self.gate_up.nbytes + self.down.nbytes) / len(self.down)
+
+
+def _weights(bench: Machine, hidden: int, intermediate: int, num_experts: int) -> Weights:
+    gate_up = normal(bench, num_experts, 2 * intermediate, hidden).mul_(hidden**-0.5)
+    down = normal(bench, num_experts, hidden, intermediate).mul_(intermediate**-0.5)
+    return Weights(gate_up, down)
+
+
+def _packed(tokens: int, length: int) -> PackedSequences:
+    """Sequences of a length; the last one has what is left."""
+    starts = range(0, tokens, length)
+    return PackedSequences.of(starts, [min(length, tokens - start) for start in starts])
+
+
+def _gated(packed: Tensor) -> Tensor:
+    gate, up = packed.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def grouped(x: Tensor, weights: Weights, routing: Routing) -> Tensor:
+    """Both products of rows that are sorted by expert, with the activation between them."""
+    packed = F.grouped_mm(x, weights.gate_up.transpose(1, 2), offs=routing.ends)
+    return F.grouped_mm(_gated(packed), weights.down.transpose(1, 2), offs=routing.ends)
+
+
+def by_grouped(x: Tensor, weights: Weights, routing: Routing) -> Tensor:
+    """The whole work by grouped products."""
+    outputs = grouped(x[routing.rows], weights, routing)
+    return _weighted_sum(outputs[routing.places], routing)
+
+
+def by_batched(x: Tensor, weights: Weights, routing: Routing) -> Tensor:
+    """The same by a product for each pair, with the weights of its expert copied out.
+    ValueError where these are many."""
+    copied = routing.expert_ids.numel() * weights.bytes_per_expert
+    if copied > BATCHED_BYTES:
+        raise ValueError(f"copies of weights would take {copied / 2**30:.1f} GiB")
+    ids = routing.expert_ids.flatten().long()
+    rows = x.repeat_interleave(routing.top_k, dim=0).unsqueeze(-1)
+    packed = torch.bmm(weights.gate_up[ids], rows).squeeze(-1)
+    outputs = torch.bmm(weights.down[ids], _gated(packed).unsqueeze(-1))
+    return _weighted_sum(outputs.view(*routing.expert_ids.shape, -1), routing)
+
+
+def _weighted_sum(outputs: Tensor, routing: Routing) -> Tensor:
+    """[R, H] of outputs [R, k, H]: the fewest passes that torch has for it."""
+    weights = routing.weights.to(outputs.dtype).unsqueeze(1)
+    return torch.bmm(weights, outputs).squeeze(1)
+
+
+def by_ours(x: Tensor, weights: Weights, routing: Routing, layout: PackedSequences) -> Tensor:
+    """The public op."""
+    ids, shares = routing.expert_ids, routing.weights
+    return expert_sum(x, ids, shares, *weights, layout, activation=ACTIVATION)
+
+
+def experts_forward(
+    bench: Machine, tokens: int, hidden: int, intermediate: int, experts: int, top_k: int,
+    routing: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Many rows, without gradients. The peer `grouped_mm alone` has sorted rows and adds nothing
+    up: both products and the activation only."""
+    weights = _weights(bench, hidden, intermediate, experts)
+    x, layout = normal(bench, tokens, hidden), _packed(tokens, SEQUENCE)
+    drawn = drawn_routing(routing, tokens, experts, top_k, bench.device)
+    in_order = x[drawn.rows]
+    race = Race(
+        ours=Contestant.of(partial(by_ours, x, weights, drawn, layout)),
+        stock={"grouped_mm": Contestant.of(partial(by_grouped, x, weights, drawn))},
+        peers={"grouped_mm alone": Contestant.of(partial(grouped, in_order, weights, drawn))},
+        moved_bytes=drawn.experts_hit * weights.bytes_per_expert + 2 * x.nbytes,
+        operations=6.0 * tokens * top_k * hidden * intermediate,
+    )
+    return bench.measure(race)
+
+
+def experts_few(
+    bench: Machine, tokens: int, hidden: int, intermediate: int, experts: int, top_k: int,
+    routing: str,
+) -> dict[str, Any]:  # fmt: skip
+    """The rows of a decode step, in a CUDA graph. Every call of the graph meets other experts, so
+    their weights come from memory."""
+    x, layout = normal(bench, tokens, hidden), _packed(tokens, 1)
+    expert_bytes = 6.0 * hidden * intermediate
+    copies = [
+        _weights(bench, hidden, intermediate, experts)
+        for _ in range(bench.copies(experts * expert_bytes))
+    ]
+
+    def draw(seed: int) -> Routing:
+        return drawn_routing(routing, tokens, experts, top_k, bench.device, seed)
+
+    drawn = [draw(seed) for seed in range(bench.copies(draw(0).experts_hit * expert_bytes))]
+    hit = sum(each.experts_hit for each in drawn) / len(drawn)
+    operands = [(x, copies[i % len(copies)], each) for i, each in enumerate(drawn)]
+
+    def stock(way: Callable[..., Tensor]) -> Contestant:
+        return Contestant([partial(way, *each) for each in operands])
+
+    race = Race(
+        ours=Contestant([partial(by_ours, *each, layout) for each in operands]),
+        stock={"grouped_mm": stock(by_grouped), "batched_mm": stock(by_batched)},
+        clock="graph",
+        moved_bytes=hit * expert_bytes + 2 * x.nbytes,
+    )
+    return bench.measure(race) | {"figures": {"experts_hit": hit}}
+
+
+def experts_gradient(
+    bench: Machine, tokens: int, length: int, hidden: int, intermediate: int, experts: int,
+    top_k: int, routing: str,
+) -> dict[str, Any]:  # fmt: skip
+    """The gradients of both weights, continued in fp32 buffers; `padding` is the rows that fill up
+    runs, as a share of the rows routed."""
+    own: Any = cuda if bench.device.type == "cuda" else cpu
+    weights = _weights(bench, hidden, intermediate, experts)
+    x, dy = (normal(bench, tokens, hidden) for _ in range(2))
+    layout = _packed(tokens, length)
+    drawn = drawn_routing(routing, tokens, experts, top_k, bench.device)
+    given = (drawn.expert_ids, drawn.weights, *weights, layout, ACTIVATION)
+    _, packed, routed = own.experts_fwd(x, *given, True)
+    _, _, dpacked, weighted = own.experts_bwd(dy, routed, *given[1:4], packed, ACTIVATION)
+    del packed
+    ours, stock = ([torch.zeros_like(w, dtype=torch.float32) for w in weights] for _ in range(2))
+    in_order = [each[drawn.rows] for each in (x, dy)]
+
+    def fold() -> Sequence[Tensor]:
+        vars(routed).pop("runs", None)  # found once in each backward pass
+        own.fold_gate_up(ours[0], dpacked, x, routed, False)
+        own.fold_down(ours[1], dy, weighted, routed, False)
+        return ours
+
+    def multiply_and_add() -> Sequence[Tensor]:
+        for buffer, left, right in (
+            (stock[0], dpacked, in_order[0]),
+            (stock[1], in_order[1], weighted),
+        ):
+            buffer.add_(F.grouped_mm(left.t(), right, offs=drawn.ends))
+        return stock
+
+    race = Race(
+        ours=Contestant.of(fold),
+        stock={"grouped_mm + fp32 add": Contestant.of(multiply_and_add)},
+        moved_bytes=2.0 * sum(w.numel() * 4 for w in weights),
+        operations=6.0 * tokens * top_k * hidden * intermediate,
+    )
+    padding = padded_share(drawn.expert_ids, length, experts)
+    return bench.measure(race) | {"figures": {"padding": padding}}
+
+
+def padded_share(expert_ids: Tensor, length: int, num_experts: int) -> float:
+    """Rows of zeros that fill up the runs of sequences of a length / rows routed."""
+    rows, top_k = expert_ids.shape
+    sequence = torch.arange(rows, device=expert_ids.device) // length
+    run = sequence.unsqueeze(1) * num_experts + expert_ids.long()
+    counts = torch.bincount(run.flatten())
+    return float((-counts % STEP).sum()) / (rows * top_k)
+
+
+def moe_block(
+    bench: Machine, family: str, tokens: int, hidden: int, intermediate: int, experts: int,
+    top_k: int, routing: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Forward and backward of a router and its experts, from no gradient present; weights of ours
+    have fp32 gradients, as the trainer has them."""
+    gate, x = routed_inputs(routing, tokens, experts, top_k, hidden, bench.device)
+    weights = _weights(bench, hidden, intermediate, experts)
+    dy, layout = normal(bench, tokens, hidden), _packed(tokens, SEQUENCE)
+    block = transformers_block(family, gate, weights, top_k)
+    normalizes = family != "olmoe"
+
+    def leaves() -> list[Any]:
+        """Own leaves, which share the data."""
+        return [nn.Parameter(each.detach()) for each in (x, gate, *weights)]
+
+    own, theirs = leaves(), leaves()[0]
+    for parameter in own[1:]:
+        parameter.grad_dtype = torch.float32
+
+    def ours() -> Tensor:
+        rows, router, gate_up, down = own
+        ids, shares = route(
+            rows, router, top_k, normalize=normalizes, weight_grad=GradientBuffer(router)
+        )
+        buffers = {"gate_up_grad": GradientBuffer(gate_up), "down_grad": GradientBuffer(down)}
+        return expert_sum(
+            rows, ids, shares, gate_up, down, layout, activation=ACTIVATION, **buffers
+        )
+
+    def stock() -> Tensor:
+        return block(theirs.unsqueeze(0)).squeeze(0)
+
+    stock_leaves = [theirs, *block.parameters()]
+    race = Race(
+        ours=Contestant.of(_forward_and_backward(ours, own, dy)),
+        stock={"transformers": Contestant.of(_forward_and_backward(stock, stock_leaves, dy))},
+        operations=18.0 * tokens * top_k * hidden * intermediate,
+        tokens=tokens,
+        memory=True,
+    )
+    return bench.measure(race)
+
+
+def transformers_block(family: str, gate: Tensor, weights: Weights, top_k: int) -> Any:
+    """Transformers' block of a family, by grouped products, with copies of given weights."""
+    num_experts, hidden, intermediate = weights.down.shape
+    config: Any = AutoConfig.for_model(
+        family,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        num_experts_per_tok=top_k,
+        **({"num_local_experts" if family == "mixtral" else "num_experts": num_experts}),
+        **({"moe_intermediate_size": intermediate} if family == "qwen3_moe" else {}),
+        **({"norm_topk_prob": family == "qwen3_moe"} if family != "mixtral" else {}),
+    )
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        block = getattr(modeling(config), f"{SPARSE[family]}SparseMoeBlock")(config)
+    block.gate.weight = nn.Parameter(gate.clone())
+    block.experts.gate_up_proj = nn.Parameter(weights.gate_up.clone())
+    block.experts.down_proj = nn.Parameter(weights.down.clone())
+    return block
+
+
+def _forward_and_backward(
+    forward: Callable[[], Tensor], leaves: Sequence[Any], dy: Tensor
+) -> Callable[[], Sequence[Tensor]]:
+    """Gives the result and the gradient of the first leaf; drops all gradients."""
+
+    def run() -> Sequence[Tensor]:
+        y = forward()
+        with torch.autograd.set_multithreading_enabled(False):
+            y.backward(dy)
+        found = y.detach(), leaves[0].grad
+        for leaf in leaves:
+            leaf.grad = None
+        return found
+
+    return run

@@ -1,0 +1,60 @@
+"""One measurement, and means over many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Shape = Mapping[str, int | str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measurement. Times are medians in microseconds; None where nothing was timed."""
+
+    suite: str
+    work: str
+    """What was computed, such as `matmul forward`."""
+    shape: Shape = field(default_factory=dict)
+    dtype: str
+    ours_us: float | None = None
+    stock_us: float | None = None
+    """The fastest of the stock ways."""
+    stock: str | None = None
+    """Its name."""
+    peers: Mapping[str, float] = field(default_factory=dict)
+    """Name to microseconds: public projects, and every stock way where there are several."""
+    ratio: float | None = None
+    """stock_us / ours_us."""
+    ceiling_fraction: float | None = None
+    """Time at the measured ceiling (copy bandwidth or large matmul, the slower) / ours_us."""
+    schedule: str | None = None
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Name to bytes allocated at the peak beyond the operands; `ours`, `stock` and peers."""
+    tokens_per_second: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float | int | str] = field(default_factory=dict)
+    """Further figures by name."""
+    error_ratio: float | None = None
+    """Our error against fp64 over stock's."""
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+    """Stock ways and peers that do not run here, and why."""
+    error: str | None = None
+    """Why there is no measurement."""
+
+    @property
+    def case(self) -> str:
+        """What was measured, in one line."""
+        sizes = (f"{name}={size}" for name, size in self.shape.items())
+        return " ".join((f"{self.suite}: {self.work} {self.dtype}", *sizes))
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    """The geometric mean of positive values; None of none."""
+    logs = [math.log(value) for value in values]
+    return math.exp(math.fsum(logs) / len(logs)) if logs else None
+
+
+def ratios(rows: Sequence[Row]) -> list[float]:
+    """Stock time / our time of every row that has it."""
+    return [row.ratio for row in rows if row.ratio is not None]
