@@ -12,8 +12,8 @@ Backward: no row's gradient depends on others. The gradients of gate_up and down
     runs: the rows of one sequence at one expert, by position. Sequences follow one another in the
     order of the layout. No cut between sequences moves a bit.
 Errors: TypeError on dtypes; ValueError on shapes, devices, autocast, activations, a layout of more
-    rows, on a CPU on ids outside the experts or not ascending, and in backward on sequences that
-    share rows.
+    rows, sequences that share rows (on CUDA in backward only), and on a CPU on ids outside the
+    experts or not ascending; on CUDA such a row gives NaN.
 Cost: the products of the rows routed; in dW each run is filled up to a multiple of 16 rows.
 
 A row that no sequence of the layout owns reaches no expert and gives zeros, as does its gradient.
