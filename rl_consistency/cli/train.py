@@ -105,9 +105,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table.add_column("", no_wrap=True)
     table.add_column("rl_consistency", justify="right", style="green")
     table.add_column("stock Hugging Face", justify="right", style="yellow")
+    routed = (("tokens that met other experts", "rerouted_tokens", "{:,.0f}"),)
     rows = (
         ("tokens compared", "tokens", "{:,.0f}"),
         ("tokens whose logprob differs", "mismatched_tokens", "{:,.0f}"),
+        *(routed if "consistency/rerouted_tokens" in summary else ()),
         ("share of tokens that differ", "mismatch_fraction", "{:.1%}"),
         ("largest |difference|", "logprob_abs_diff/max", "{:.2g}"),
         ("largest ULP distance", "ulp/max", "{:,.0f}"),

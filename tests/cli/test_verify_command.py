@@ -20,7 +20,7 @@ from rl_consistency.verify.mutants import perturbations
 from rl_consistency.verify.mutants import run as mutants
 from rl_consistency.verify.mutants.mutant import Mutant
 from rl_consistency.verify.mutants.run import MutantResult
-from rl_consistency.verify.presets import build_preset
+from rl_consistency.verify.presets import PRESETS, build_preset
 from rl_consistency.verify.sweep import QUICK
 
 
@@ -113,9 +113,9 @@ def test_options_choose_the_targets(runs, tmp_path):
     (target,) = runs.targets
     assert (target.name, target.dtype, target.sweep) == ("tiny-llama", torch.float16, QUICK)
     main(["verify", "--quick"])
-    assert len(runs.targets) == 8
+    assert len(runs.targets) == 2 * len(PRESETS)
     main(["verify", "--preset", "all", "tiny-llama", "--dtype", "float16", "bfloat16"])
-    assert len(runs.targets) == 8
+    assert len(runs.targets) == 2 * len(PRESETS)
     assert {t.dtype for t in runs.targets} == {torch.float16, torch.bfloat16}
     build_preset("tiny-qwen2").save_pretrained(tmp_path / "policy")
     main(["verify", "--model", str(tmp_path / "policy")])

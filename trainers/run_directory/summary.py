@@ -56,10 +56,12 @@ def named_summary(
 
 
 def passed(summary: Mapping[str, Any]) -> bool:
-    """Whether no token, no gradient element and no value of a critic differed over the run."""
+    """Whether no token, no gradient element, no expert of a token and no value of a critic differed
+    over the run."""
     names = ("mismatched_tokens", "gradient_check/mismatched_elements")
     differing = [summary[f"consistency/{name}"] for name in names]
-    return not any([*differing, summary.get("consistency/value_check/mismatched_values", 0)])
+    of_some = ("value_check/mismatched_values", "rerouted_tokens")
+    return not any([*differing, *(summary.get(f"consistency/{name}", 0) for name in of_some)])
 
 
 def _throughput(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

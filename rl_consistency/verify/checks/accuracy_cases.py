@@ -280,7 +280,9 @@ def _experts(setup: OpSetup) -> Iterator[AccuracyCase]:
     yield AccuracyCase(
         size=f"{ROWS} x {x.shape[1]} x {down.shape[2]}, {ids.shape[1]} of {len(down)}",
         operands=("x", "weights", "gate_up", "down"),
-        ours=lambda x, weights, *both: experts(x, ids, weights, *both, layout, activation="silu"),
+        ours=lambda x, weights, gate_up, down: experts(
+            x, ids, weights, gate_up, down, layout, activation="silu"
+        ),
         stock=stock,
         reference=lambda x, weights, *both: experts_reference(x, ids, weights, *both),
         draws=[((x, weights, gate_up, down), (setup.drawn((ROWS, x.shape[1]), 9, 0.02),))],

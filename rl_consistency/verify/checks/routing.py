@@ -52,7 +52,8 @@ def check_router(tally: Tally, setup: OpSetup) -> None:
 
 def check_experts(tally: Tally, setup: OpSetup) -> None:
     """y, dx and dweights of a row; rows that no sequence owns are zeros."""
-    x, ids, weights, gate_up, down = experts_probe(setup, setup.rows)
+    rows = max(setup.rows, 4 * STEP)
+    x, ids, weights, gate_up, down = experts_probe(setup, rows)
 
     def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         layout = PackedSequences.of([0], [len(x)])
@@ -65,7 +66,7 @@ def check_experts(tally: Tally, setup: OpSetup) -> None:
     counts = setup.sweep.row_counts()
     rows_alike(tally, "y", run, x, ids, weights, counts=counts)
     if setup.dtype != torch.float16:
-        dy = setup.drawn((setup.rows, x.shape[1]), 9, 0.02)
+        dy = setup.drawn((rows, x.shape[1]), 9, 0.02)
         rows_alike(tally, "dx, dweights", gradients, x, ids, weights, dy, counts=counts)
     alone = run(x, ids, weights).detach()
     starts, lens = [0, STEP, 3 * STEP], [STEP - 3, STEP, 7]

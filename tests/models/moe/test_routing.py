@@ -88,3 +88,16 @@ def test_scores_of_a_dense_model_have_no_routing_and_those_of_a_sparse_one_one_f
         found = scored.routing
         assert (found if found is None else len(found)) == expected
         assert (shared.routing is None) == (expected is None)
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral"])
+def test_shared_prompts_move_no_bit_and_no_expert(name):
+    """A prompt of 40 tokens is computed once for three samples; parts are the call's sequences."""
+    prompt, *rests = probe_tokens((40, 7, 18, 1), 331)
+    sequences = [[*prompt, *rest] for rest in rests]
+    with patch(model := build_preset(name, torch.bfloat16)), torch.no_grad():
+        whole = token_logprobs(model, sequences, prompt_lengths=[40] * 3)
+        shared = token_logprobs(model, sequences, prompt_lengths=[40] * 3, share_prompts=True)
+    assert torch.equal(whole.logprobs, shared.logprobs)
+    assert whole.routing is not None and shared.routing is not None
+    assert torch.equal(whole.routing, shared.routing)

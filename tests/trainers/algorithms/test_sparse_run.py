@@ -1,9 +1,15 @@
 """GRPO on mixtures of experts: equal logprobs, equal experts, equal gradients."""
 
+import re
+from io import StringIO
+
 import pytest
 from pydantic import ValidationError
+from rich.console import Console
 
+from rl_consistency.cli.train import summary_table
 from rl_consistency.trainers.hooks import ConsistencyHook
+from rl_consistency.trainers.run_directory.summary import passed
 from rl_consistency.verify.substitution import attribute
 
 
@@ -38,6 +44,10 @@ def test_no_token_differs_and_none_meets_other_experts(tiny_run, architecture):
         assert row["stock/rerouted_tokens"] >= 0
         assert row["policy/balance"] >= 0.5
     assert summary["consistency/rerouted_tokens"] == 0
+    assert passed(summary) and not passed(summary | {"consistency/rerouted_tokens": 1})
+    out = StringIO()
+    Console(file=out, width=120).print(summary_table(summary))
+    assert re.search(r"tokens that met other experts\s+\S+\s+0\s+\S+\s+\d+", out.getvalue())
 
 
 def test_the_balance_loss_changes_the_run_and_its_coefficient_is_off_by_default(tiny_run):
