@@ -151,7 +151,7 @@ class CanonicalBaseModel(CanonicalModule):
         if compiles_only():
             layers = _one_of_each_kind(self.layers)
         if all(layer.is_plain() for _, layer in layers):
-            addend = None
+            addend: Any = None
             for index, layer in layers:
                 hidden, addend = layer.terms(hidden, addend, call=call, cache_index=index)
             normed, _ = self.norm.after_addition(addend, hidden)

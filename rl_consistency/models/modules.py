@@ -306,9 +306,8 @@ class CanonicalAttention(CanonicalModule):
             q, k, norms = norms[0](q), norms[1](k), ()
         q, k, v = (y.view(x.shape[1], -1, self.head_dim) for y in (q, k, v))
         canonical = is_canonical("rotary")
-        paged = isinstance(layout, PagedAttention)
-        fuses = paged and canonical and is_canonical("rms_norm") and not torch.is_grad_enabled()
-        if fuses and all_plain(*norms):
+        fuses = canonical and is_canonical("rms_norm") and not torch.is_grad_enabled()
+        if isinstance(layout, PagedAttention) and fuses and all_plain(*norms):
             of_heads = head_norms(*norms)
             return *paged_inputs(q, k, v, cos, sin, layout, index, norms=of_heads), v
         if norms:
@@ -317,7 +316,7 @@ class CanonicalAttention(CanonicalModule):
             q, k = rotary(q, k, cos, sin)
         else:
             q, k = self.apply_stock_rotary(q, k, cos[0], sin[0], unsqueeze_dim=1)
-        if paged:
+        if isinstance(layout, PagedAttention):
             layout.write(index, k, v)
         return q, k, v
 
