@@ -15,6 +15,7 @@ from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.remembered_launch import ALIGNMENT
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
 from rl_consistency.models.modules import CanonicalModule, CanonicalRMSNorm, is_unobserved
+from rl_consistency.models.moe.modules import CanonicalMoEBlock
 from rl_consistency.models.packing import PackedBatch, packed_inputs
 from rl_consistency.numerics.settings import verify_settings
 from rl_consistency.numerics.strict import Strictness, current, held
@@ -98,6 +99,8 @@ class CanonicalDecoderLayer(CanonicalModule):
             cache_index=cache_index,
         )
         normed, total = self.post_attention_layernorm.after_addition(attended, total)
+        if not isinstance(self.mlp, CanonicalMoEBlock):
+            return total, self.mlp(normed)  # FSDP2 would look into the layout, see `LayerCall`
         return total, self.mlp(normed, attention_layout=call.attention_layout)
 
     def is_plain(self) -> bool:

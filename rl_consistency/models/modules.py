@@ -237,8 +237,7 @@ class CanonicalMLP(CanonicalModule):
     up_proj: CanonicalLinear
     down_proj: CanonicalLinear
 
-    def forward(self, x: Tensor, *, attention_layout: AttentionLayout | None = None) -> Tensor:
-        """`attention_layout` is for those MLPs whose rows are routed; see `CanonicalMoEBlock`."""
+    def forward(self, x: Tensor) -> Tensor:
         if not is_canonical("glu"):
             return super().forward(x)
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj

@@ -336,3 +336,15 @@ def test_a_patched_model_is_not_kept_alive_by_its_patch():
     del model
     gc.collect()
     assert alive() is None
+
+
+def test_a_dense_mlp_is_called_as_stock_calls_it():
+    """FSDP2 around it rebuilds every dataclass among its arguments, which a layout refuses."""
+    model = build_preset("tiny-qwen3-moe")  # its first layer is dense
+    given = []
+    model.model.layers[0].mlp.register_forward_pre_hook(
+        lambda mlp, args, named: given.append((len(args), named)), with_kwargs=True
+    )
+    with patch(model), torch.no_grad():
+        model(input_ids=torch.tensor([[3, 4, 5]]))
+    assert given == [(1, {})]

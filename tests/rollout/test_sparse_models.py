@@ -10,7 +10,9 @@ from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.forward import rotary_rows
 from rl_consistency.models.moe import modules
 from rl_consistency.models.patch import patch
+from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.completion import FailedRequestsError
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import WeightsWatch, _weights, model_digest
@@ -27,6 +29,33 @@ SPARSE = ("tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral")
 def model(request):
     with patch(built := build_preset(request.param)):
         yield built
+
+
+@torch.no_grad()
+def other_experts(model, completions):
+    """Of each completion, how many of its tokens met other experts in training."""
+    sequences = [[*PROMPTS[c.prompt_index], *c.token_ids] for c in completions]
+    lengths = [len(PROMPTS[c.prompt_index]) for c in completions]
+    scored = token_logprobs(model, sequences, prompt_lengths=lengths)
+    parts = scored.routing.split(scored.lengths)
+    return [int((c.routing != own).sum()) for c, own in zip(completions, parts, strict=True)]
+
+
+@pytest.mark.parametrize("stock", [set(), {"router"}], ids=["canonical", "stock router"])
+def test_a_completion_names_the_experts_that_training_finds(model, stock):
+    """Of prompts in parts, of drafts accepted and refused; and with another router it does not."""
+    with strict(except_=stock):
+        plain = engine_of(model).generate(PROMPTS, SAMPLING)
+        assert other_experts(model, plain) == [0] * len(plain)
+        texts = [[*PROMPTS[c.prompt_index], *c.token_ids] for c in plain]
+        settings = {"max_batch_tokens": 8, "drafter": Recalling(texts)}
+        params = SamplingParams(n=2, max_tokens=6, seed=4, speculation=3)
+        drafted = engine_of(model, **settings).generate(PROMPTS, params)
+        assert other_experts(model, drafted) == [0] * len(drafted)
+        router = model.model.layers[1].mlp.gate
+        with torch.no_grad():
+            router.weight.neg_()
+        assert min(other_experts(model, plain)) > 0
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -31,16 +31,21 @@ def sequence_balance(record: RoutingRecord, layout: PackedSequences) -> Tensor:
     """[S] fp32, the loss of each sequence of the layout, differentiable in the routers' logits.
 
     ValueError in a dense model, and where the logits' gradients are lost: under gradient
-    checkpointing with `use_reentrant`.
+    checkpointing with `use_reentrant`, and where all that they depend on is frozen.
     """
     if not record.layers:
         raise ValueError("a dense model has no experts to balance; leave the balance loss out.")
-    logits = [layer.logits for layer in record.layers]
-    if torch.is_grad_enabled() and not all(z is not None and z.requires_grad for z in logits):
-        raise ValueError(
-            "the balance loss has no gradient: the routers are frozen, or gradient checkpointing "
-            "runs with use_reentrant=True, which hides them; use use_reentrant=False."
-        )
+    if torch.is_grad_enabled():
+        if record.hidden:
+            raise ValueError(
+                "the balance loss has no gradient where gradient checkpointing runs with "
+                "use_reentrant=True, which hides the routers; use use_reentrant=False."
+            )
+        if not any(z is not None and z.requires_grad for z, _ in record.layers):
+            raise ValueError(
+                "the balance loss has no gradient: the routers and all below them are frozen; "
+                "leave the balance loss out."
+            )
     starts, lens = layout.query_starts, layout.query_lens
     device = record.layers[0].expert_ids.device
     rows = record.layers[0].expert_ids.shape[0]

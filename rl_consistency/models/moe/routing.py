@@ -29,6 +29,8 @@ class RoutingRecord:
 
     keeps_logits: bool = False
     layers: list[Routed] = field(default_factory=list)
+    hidden: bool = False
+    """Whether a layer ran without gradients, as in checkpointing with `use_reentrant`."""
 
     def fingerprints(self, rows: Tensor | None = None) -> tuple[Tensor, ...]:
         """([n] int64 on the device: see `expert_fingerprints`,) of some rows, or of all; nothing in
@@ -102,3 +104,4 @@ def record_routing(logits: Tensor, expert_ids: Tensor) -> None:
     """Keep a layer's routing where a block asks for it."""
     if (record := _record.get()) is not None:
         record.layers.append(Routed(logits if record.keeps_logits else None, expert_ids))
+        record.hidden |= not torch.is_grad_enabled()

@@ -166,7 +166,28 @@ def test_gradient_checkpointing_moves_no_bit_or_is_refused(use_reentrant):
             assert first_difference(balances(model, CUTS[2]), expected) is None
             return
         model.enable_input_require_grads()
-        with pytest.raises(ValueError, match="use_reentrant=True, which hides them"):
+        with pytest.raises(ValueError, match="use_reentrant=True, which hides the routers"):
+            balances(model, [[0, 1, 2, 3]])
+
+
+def test_frozen_layers_below_leave_the_others_their_gradients():
+    """The loss itself is that of all layers."""
+    with patch(model := build_preset("tiny-olmoe", torch.bfloat16)):
+        expected = balances(model, [[0, 1, 2, 3]])
+        below = ("model.embed_tokens", "model.layers.0.")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(below))
+        expected = {name: e for name, e in expected.items() if not name.startswith(below)}
+        for groups in ([[0, 1, 2, 3]], *CUTS):
+            assert first_difference(balances(model, groups), expected) is None
+        assert expected["model.layers.1.mlp.gate.weight"].any()
+
+
+def test_without_a_trained_router_there_is_no_gradient_and_it_says_so():
+    with patch(model := build_preset("tiny-olmoe")):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name == "model.layers.1.mlp.experts.down_proj")
+        with pytest.raises(ValueError, match="the routers and all below them are frozen; leave"):
             balances(model, [[0, 1, 2, 3]])
 
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from rl_consistency.models import modules
 from rl_consistency.models.inventory import ForwardState, ForwardWatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 
@@ -117,3 +119,24 @@ def test_a_numeric_setting_written_during_a_rollout_is_an_error(
     with pytest.raises(ConsistencyError, match="float32_matmul_precision is 'medium'"):
         engine.generate([PROMPT], PARAMS, progress=changed)
     assert not engine.has_unfinished
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "rotary"])
+def test_a_stock_norm_or_rotation_of_a_head_is_none_of_the_fused_op(
+    op: str, engine: RolloutEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With either on its stock path a paged layer runs the parts one by one."""
+    calls: list[int] = []
+    fused = modules.paged_inputs
+
+    def counted(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        return fused(*args, **named)
+
+    monkeypatch.setattr(modules, "paged_inputs", counted)
+    engine.generate([PROMPT], PARAMS)
+    assert calls
+    calls.clear()
+    with strict(except_={op}):
+        engine.generate([PROMPT], PARAMS)
+    assert not calls
