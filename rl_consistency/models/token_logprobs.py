@@ -54,7 +54,8 @@ class TokenLogprobs:
     routing: Tensor | None = None
     """[N] int64, `expert_fingerprints` of the tokens' rows; None in a dense model."""
     balance: Tensor | None = None
-    """[S] fp32, `sequence_balance`, differentiable; None: not asked."""
+    """[S] fp32, `sequence_balance`, differentiable; None: not asked. Add it to the loss: a backward
+    pass of its own would be a second one of the same forward."""
 
     def split(self) -> list[Tensor]:
         """Logprobs of each sequence."""
