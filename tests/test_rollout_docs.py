@@ -5,7 +5,11 @@ from pathlib import Path
 
 import rl_consistency
 from benchmarks.__main__ import _parser
-from benchmarks.rollout.suites import random_rollout_suites, rollout_suites
+from benchmarks.rollout.suites import (
+    named_rollout_suites,
+    random_rollout_suites,
+    rollout_suites,
+)
 from rl_consistency.verify.presets import build_preset
 
 TEXT = (Path(__file__).resolve().parents[1] / "docs/rollout.md").read_text("utf-8")
@@ -26,6 +30,7 @@ def test_every_suite_is_explained_and_every_command_parses():
     explained = set(re.findall(r"^\| `(rollout_\w+)` \|", TEXT, re.M))
     named = {re.sub(r"decode_.*", "decode_MODEL", suite) for suite in rollout_suites()}
     named |= random_rollout_suites(0).keys()
+    named |= named_rollout_suites(["llama3.2-1b", "olmoe-1b-7b"]).keys()
     assert explained == named
     commands = re.findall(r"^python -m benchmarks (.+?)(?:  +#.*)?$", TEXT, re.M)
     assert len(commands) == 2

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
+from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.op import attention_packed_fwd
 from rl_consistency.kernels.core.kernels_hash import KERNELS
 from rl_consistency.kernels.core.torch_op import NAMESPACE
+from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
+from rl_consistency.kernels.experts.runs_triton import find_runs
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd_op
+from rl_consistency.kernels.router.choice_triton import router_choice_op
 from rl_consistency.kernels.sampling.statistics_triton import (
     vocabulary_combine,
     vocabulary_row_statistics,
@@ -22,7 +26,7 @@ from rl_consistency.kernels.token_logprobs.op import IGNORED
 from rl_consistency.kernels.token_logprobs.schedules import pick
 from rl_consistency.verify.probe import probe
 
-T, H, N, V = 24, 64, 48, 304
+T, H, N, V, EXPERTS = 24, 64, 48, 304, 4
 LAYOUT = ([0, 16], [10, 7])
 """Starts and lengths of two sequences among the T rows."""
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -107,10 +111,53 @@ def buffer(g, *shape, dtype=FP32):
     return torch.zeros(shape, dtype=dtype, device=g.device)
 
 
+def routed(g):
+    """ids [T, 2] of four experts, the pairs, and the steps of their runs; every row has a sequence,
+    so that nothing is left unwritten."""
+    first = torch.arange(T, dtype=torch.int32, device=g.device) % 3
+    ids = torch.stack([first, first + 1], dim=1)
+    start, length = (torch.tensor([n], dtype=torch.int32, device=g.device) for n in (0, T))
+    pairs, places, begins = expert_pairs_op(ids, start, length, EXPERTS)
+    runs = find_runs(ids, places, PackedSequences.of([0], [T]), EXPERTS)
+    return SimpleNamespace(
+        ids=ids, start=start, length=length, pairs=pairs, places=places, first=begins, runs=runs,
+        weights=torch.full((T, 2), 0.5, device=g.device),
+        gate_up=g.small(EXPERTS, 2 * N, H, seed=1), down=g.small(EXPERTS, H, N, seed=2),
+        packed=g.small(2 * T, 2 * N, seed=3), inner=g.small(2 * T, N, seed=4),
+        outputs=g.small(2 * T, H, seed=5),
+    )  # fmt: skip
+
+
+def of_experts(names, *more):
+    """Operands by their names in `routed`, and others."""
+    return lambda g: (*(getattr(routed(g), name) for name in names.split()), *more)
+
+
+def expert_gradient(g):
+    r = routed(g)
+    steps = r.runs.places, r.runs.rows, r.runs.first
+    return buffer(g, EXPERTS, H, N), g.x, r.inner, *steps, True, False
+
+
+def logit_gradient_operands(g):
+    ids, weights, p = router_choice_op(g.logits, 3, False)
+    return g.small(T, 3, dtype=FP32, seed=1), ids, weights, p, V, BF16
+
+
 CASES = {
     "attention_packed_fwd": lambda g: (*attention_operands(g), *LAYOUT, 0.25, 5),
     "attention_packed_bwd": attention_gradient_operands,
     "embedding_fwd": lambda g: (g.targets, g.head),
+    "expert_combine_op": of_experts("outputs places weights"),
+    "expert_fold_op": expert_gradient,
+    "expert_gate_up_op": lambda g: (
+        g.x, *of_experts("gate_up first pairs", 2, "silu", True)(g),
+    ),
+    "expert_pair_bwd_op": of_experts("packed inner weights first pairs", "silu"),
+    "expert_pairs_op": of_experts("ids start length", EXPERTS),
+    "expert_product_op": lambda g: (
+        *of_experts("inner down")(g), "nt", *of_experts("first pairs", 2, False)(g),
+    ),
     "fold_step_sums": lambda g: (buffer(g, H, dtype=torch.float64), g.small(5, H, dtype=FP32)),
     "folded_step_sums": lambda g: (g.small(5, H, dtype=FP32), BF16),
     "gate_up_glu_op": lambda g: (g.x, g.weight, g.weight, "silu"),
@@ -128,6 +175,8 @@ CASES = {
     "rms_norm_bwd_op": norm_operands,
     "rms_norm_fwd_op": lambda g: (g.x, g.x, g.norm, 1e-6),
     "rotary_op": rotary_operands,
+    "router_choice_op": lambda g: (g.logits, 3, False),
+    "router_logits_bwd_op": logit_gradient_operands,
     "token_gradient": lambda g: (
         g.x, g.head, g.table, g.room(), False, pick(g.x, g.head),
     ),
