@@ -63,8 +63,8 @@ class DriftReport:
     positions: int
     """Values on each side, active or not."""
     rerouted_tokens: int | None = None
-    """Tokens whose rows met other experts in some layer; None in a dense model, or where nobody
-    looked."""
+    """Tokens whose rows met other experts in some layer; None in a dense model, and where routing
+    was not recorded."""
 
     @property
     def mismatch_fraction(self) -> float:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
-from rl_consistency.models import modules
+from rl_consistency.models import decoder, modules
 from rl_consistency.models.forward import packed_hidden_states
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
@@ -348,3 +348,39 @@ def test_a_dense_mlp_is_called_as_stock_calls_it():
     with patch(model), torch.no_grad():
         model(input_ids=torch.tensor([[3, 4, 5]]))
     assert given == [(1, {})]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", ["tiny-qwen2", "tiny-qwen3-moe"])
+def test_an_addition_joined_to_the_next_norm_has_the_bytes_of_one_apart(preset, dtype):
+    found, model = {}, build_preset(preset, dtype)
+    batch = PackedBatch.from_sequences(sequences(model))
+    with patch(model):
+        layers = model.model.layers
+        for name in ("joined", "apart"):
+            assert all(layer.is_plain() for layer in layers) == (name == "joined")
+            model.zero_grad()
+            hidden = packed_hidden_states(model, batch)
+            hidden.float().sum().backward()
+            gradients = {
+                n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+            }
+            found[name] = {"hidden": hidden.detach(), **gradients}
+            layers[0].register_forward_hook(lambda *call: None)  # from now on it is seen
+    assert first_difference(found["joined"], found["apart"]) is None
+
+
+def test_a_joined_addition_that_loses_a_layers_mlp_is_noticed(monkeypatch):
+    """Negative control."""
+    model = build_preset("tiny-qwen2")
+    batch = PackedBatch.from_sequences(sequences(model))
+    run = decoder.CanonicalDecoderLayer.terms
+
+    def losing(layer, total, addend, **named):
+        return run(layer, total, None, **named)
+
+    with patch(model), torch.no_grad():
+        right = packed_hidden_states(model, batch)
+        monkeypatch.setattr(decoder.CanonicalDecoderLayer, "terms", losing)
+        wrong = packed_hidden_states(model, batch)
+    assert first_difference({"": wrong}, {"": right}) is not None

@@ -1,4 +1,4 @@
-"""What the rows of a forward pass were routed to, for whoever asked to know."""
+"""What the rows of a forward pass were routed to, for callers that record it."""
 
 from __future__ import annotations
 

@@ -194,4 +194,4 @@ def test_what_a_layout_keeps_is_made_once():
         assert layout.kept(("own", 1), lambda: made.append(1) or "made") == "made"
     assert made == [1]
     assert layout.kept(("own", 2), lambda: "other") == "other"
-    assert PackedSequences.of([0], [3]).kept(("own", 1), lambda: "anew") == "anew"
+    assert PackedSequences.of([0], [3]).kept(("own", 1), lambda: "other") == "other"
