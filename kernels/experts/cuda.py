@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import AttentionLayout
 from rl_consistency.kernels.experts import library
+from rl_consistency.kernels.experts.fold_triton import expert_fold_op
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import (
     expert_gate_up_op,
@@ -27,7 +28,7 @@ from rl_consistency.kernels.experts.rows_triton import (
     expert_pair_bwd_op,
     gather_pairs,
 )
-from rl_consistency.kernels.experts.runs_triton import Runs, expert_fold_op, find_runs
+from rl_consistency.kernels.experts.runs_triton import Runs, find_runs
 from rl_consistency.kernels.experts.winner_audit import audit_winner
 
 

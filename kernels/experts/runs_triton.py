@@ -1,15 +1,14 @@
-"""Gradients of expert weights: the fold over runs, each of which starts a step of 16.
+"""The runs that the gradients of expert weights are folded over, found on the device.
 
 A run is the rows of one sequence at one expert, by position. Tables of steps list the rows and the
 pairs of every run, filled up to a multiple of 16 with -1, the runs of an expert in the order of the
-sequences. The fold is that of `gradient_fold`, with operands gathered by the tables.
+sequences. Each expert's part of a table is filled up to a multiple of `BLOCK_STEPS`, so that a
+block of steps never has two experts.
 
-Shapes: g [E, N, K], dy and x [pairs, ...] or [rows, ...].
-Dtypes and rounding points: those of `gradient_fold`.
-Order: `experts.ORDER`.
-Invariant to: every field of a schedule.
+Shapes: expert_ids and places [R, k] -> tables of at most `most_steps` entries, int32.
+Dtypes and rounding points, order: none; counts are exact.
 Errors: ValueError on sequences that share rows.
-Cost: a grouped product, plus one read and one write of the gradients of experts with rows.
+Cost: two launches and some sums of counts; nothing waits for the host.
 """
 
 # Pyright does not know Triton's launches and constexpr arguments.
@@ -20,26 +19,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import AttentionLayout, from_host
-from rl_consistency.kernels.core.matrix_step import matrix_step
-from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
-from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.experts.pairs_triton import members_of
-from rl_consistency.kernels.experts.schedules import block_experts, block_rows, pick_fold
+from rl_consistency.kernels.experts.schedules import BLOCK_STEPS, block_experts, block_rows
 from rl_consistency.kernels.gradient_fold.op import STEP
-from rl_consistency.kernels.gradient_fold.outer_triton import (
-    GROUP,
-    gradient_part,
-    load_part,
-    store_part,
-    tile_of,
-)
-from rl_consistency.kernels.gradient_fold.schedules import Schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +76,11 @@ def _sequence_blocks(layout: AttentionLayout, device: torch.device, size: int) -
 
 
 def most_steps(layout: AttentionLayout, top_k: int, experts: int) -> int:
-    """Bound of the entries of a table of steps: a run is filled by up to 15."""
-    return sum(n * top_k + (STEP - 1) * min(experts, n * top_k) for n in layout.query_lens)
+    """Bound of the entries of a table of steps: a run is filled by up to 15, and an expert's runs
+    by up to `BLOCK_STEPS` - 16."""
+    pairs = [n * top_k for n in layout.query_lens]
+    filled = sum(n + (STEP - 1) * min(experts, n) for n in pairs)
+    return filled + (BLOCK_STEPS - STEP) * min(experts, sum(pairs))
 
 
 @triton.jit
@@ -138,7 +130,7 @@ class Runs:
     rows: Tensor
     """[n] int32, their rows."""
     first: Tensor
-    """[E + 1] int32, where each expert's runs begin."""
+    """[E + 1] int32, where each expert's runs begin; multiples of `BLOCK_STEPS`."""
 
 
 def find_runs(expert_ids: Tensor, places: Tensor, layout: AttentionLayout, experts: int) -> Runs:
@@ -164,101 +156,11 @@ def find_runs(expert_ids: Tensor, places: Tensor, layout: AttentionLayout, exper
     in_run = before - before[blocks.first]  # [blocks, E] rows of the same run in earlier blocks
     run = after[blocks.last] - before[blocks.first[blocks.last]]  # [S, E] rows of each run
     filled = -(-run // STEP) * STEP
-    ends = filled.t().flatten().cumsum(0).view(experts, -1)
-    starts = ends - filled.t()
-    base = (starts.t()[blocks.sequence] + in_run).to(torch.int32).contiguous()
+    ends = filled.cumsum(0)  # within the expert's part
+    first = F.pad((-(-ends[-1] // BLOCK_STEPS) * BLOCK_STEPS).cumsum(0), (1, 0))
+    starts = first[:-1] + ends - filled
+    base = (starts[blocks.sequence] + in_run).to(torch.int32).contiguous()
     place_runs_kernel[(count,)](
         blocks.rows, expert_ids, places, base, step_places, step_rows, experts, **constants
     )
-    first = torch.cat([starts[:1, 0], ends[:, -1]]).to(torch.int32)
-    return Runs(step_places, step_rows, first)
-
-
-@remembered
-@triton.jit
-def fold_runs_kernel(
-    dy_ptr, x_ptr, g_ptr, dy_steps_ptr, x_steps_ptr, first_ptr, N, K, stride_dy, stride_x,
-    stride_ge, stride_gn, stride_gk, tiles,
-    FRESH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
-    GROUP: tl.constexpr,
-):  # fmt: skip
-    """One tile of one expert's gradient, over all steps of its runs."""
-    expert = tl.program_id(0) // tiles
-    tile_n, tile_k = tile_of(tl.program_id(0) % tiles, N, K, BLOCK_N, BLOCK_K, GROUP)
-    first_n, first_k = tile_n * BLOCK_N, tile_k * BLOCK_K
-    begin = tl.load(first_ptr + expert)
-    end = tl.load(first_ptr + expert + 1)
-    g_ptr += expert.to(tl.int64) * stride_ge
-    if begin < end:
-        acc = load_part(
-            g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, FRESH, BLOCK_N, BLOCK_K
-        )
-        if dy_ptr.dtype.element_ty == tl.float32:
-            acc = acc.to(tl.float64)
-        n = first_n + tl.arange(0, BLOCK_N)
-        k = first_k + tl.arange(0, BLOCK_K)
-        for start in range(begin, end, BLOCK_T):
-            step = start + tl.arange(0, BLOCK_T)
-            dy_at = tl.load(dy_steps_ptr + step, mask=step < end, other=-1).to(tl.int64)
-            x_at = tl.load(x_steps_ptr + step, mask=step < end, other=-1).to(tl.int64)
-            dy = tl.load(  # [BLOCK_T, BLOCK_N]
-                dy_ptr + dy_at[:, None] * stride_dy + n[None, :],
-                mask=(dy_at >= 0)[:, None] & (n < N)[None, :], other=0.0,
-            )  # fmt: skip
-            x = tl.load(  # [BLOCK_T, BLOCK_K]
-                x_ptr + x_at[:, None] * stride_x + k[None, :],
-                mask=(x_at >= 0)[:, None] & (k < K)[None, :], other=0.0,
-            )  # fmt: skip
-            acc = matrix_step(dy.T, x, acc)
-        store_part(acc, g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K, 0)
-    elif FRESH:
-        pointers, inside = gradient_part(
-            g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K
-        )
-        zeros = tl.zeros((BLOCK_N, BLOCK_K), g_ptr.dtype.element_ty)
-        tl.store(pointers, zeros, mask=inside)
-
-
-def fold_runs(
-    buffer: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    runs: Runs,
-    *,
-    dy_by_row: bool,
-    fresh: bool,
-    schedule: Schedule | None = None,
-) -> None:
-    """Continue `buffer` [E, N, K] over the runs.
-
-    One of dy [*, N] and x [*, K] has a row for each row of the call, the other one for each pair;
-    `dy_by_row` says that it is dy. An expert without runs is left as it is; a `fresh` buffer counts
-    as all zero.
-    """
-    experts, n, k = buffer.shape
-    dy, x = dense_rows(dy), dense_rows(x)
-    if schedule is None:
-        pairs = len(x if dy_by_row else dy)
-        schedule = pick_fold(pairs, experts, n, k, dy.dtype, dy.device)
-    tiles = schedule.tiles(n, k)
-    steps = (runs.rows, runs.places) if dy_by_row else (runs.places, runs.rows)
-    fold_runs_kernel[(experts * tiles,)](
-        dy, x, buffer, *steps, runs.first, n, k, dy.stride(0), x.stride(0), *buffer.stride(), tiles,
-        FRESH=fresh, BLOCK_N=schedule.block_n, BLOCK_K=schedule.block_k, BLOCK_T=schedule.block_t,
-        GROUP=GROUP, num_warps=schedule.warps, num_stages=schedule.stages, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-@kernel_op(mutates=("buffer",), fake=lambda *_: None)
-def expert_fold_op(
-    buffer: Tensor,
-    dy: Tensor,
-    x: Tensor,
-    places: Tensor,
-    rows: Tensor,
-    first: Tensor,
-    dy_by_row: bool,
-    fresh: bool,
-) -> None:
-    """`fold_runs` as a compiler sees it: one opaque call."""
-    fold_runs(buffer, dy, x, Runs(places, rows, first), dy_by_row=dy_by_row, fresh=fresh)
+    return Runs(step_places, step_rows, first.to(torch.int32))

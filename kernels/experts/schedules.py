@@ -14,8 +14,10 @@ import torch
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
 from rl_consistency.kernels.core.tuned_schedules import chosen, picked_once, work_name
 from rl_consistency.kernels.gradient_fold.schedules import POINTER as NARROW_FOLDS
+from rl_consistency.kernels.gradient_fold.schedules import TMA as DENSE_FOLDS
 from rl_consistency.kernels.gradient_fold.schedules import WIDE as FOLDS_FP32
 from rl_consistency.kernels.gradient_fold.schedules import Schedule as FoldSchedule
+from rl_consistency.kernels.gradient_fold.schedules import expected_us
 from rl_consistency.kernels.matmul.schedules import LIBRARY, TRITON, Schedule
 
 Product = Literal["gate_up", "nt", "nn"]
@@ -61,12 +63,18 @@ GATE_UP_TMA = _table(
 PRODUCTS_FP32 = _table(*(f"pointer-{m}x32x{FP32_STEP}-w4-s3" for m in (16, 32, 64)))
 """For both in fp32."""
 
+BLOCK_STEPS = 64
+"""Steps of a run that a program loads at once, at most."""
+
+FOLDS_TMA = tuple(s for s in DENSE_FOLDS if s.block_t <= BLOCK_STEPS)
+"""For gradients of bf16 and fp16 operands whose rows are copied out in the order of the runs."""
+
 FOLDS = (
     FoldSchedule(kind="pointer", block_n=128, block_k=128, block_t=64, warps=8, stages=4),
     FoldSchedule(kind="pointer", block_n=128, block_k=64, block_t=64, warps=4, stages=4),
     *NARROW_FOLDS,
 )
-"""For gradients of bf16 and fp16 operands."""
+"""For operands read where they lie."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +142,10 @@ def library_work(
     return work_name("experts_library", product, dtype, *sizes, rows=pairs)
 
 
-def fold_work(dtype: torch.dtype, pairs: int, experts: int, n: int, k: int) -> str:
+def fold_work(dtype: torch.dtype, tma: bool, pairs: int, experts: int, n: int, k: int) -> str:
     """The work of `pick_fold`."""
-    return work_name("experts_fold", dtype, f"e{experts}", f"n{n}", f"k{k}", rows=pairs)
+    kind = "tma" if tma and dtype != torch.float32 else "pointer"
+    return work_name("experts_fold", dtype, kind, f"e{experts}", f"n{n}", f"k{k}", rows=pairs)
 
 
 @picked_once
@@ -169,21 +178,27 @@ def prefers_library(
     return pairs >= LIBRARY_PAIRS * experts if tuned is None else tuned
 
 
-def fold_candidates(dtype: torch.dtype) -> tuple[FoldSchedule, ...]:
-    """All schedules of the fold over runs."""
-    return FOLDS_FP32 if dtype == torch.float32 else FOLDS
+def fold_candidates(dtype: torch.dtype, *, tma: bool) -> tuple[FoldSchedule, ...]:
+    """All schedules of the fold over runs; `tma`: device and widths allow copies by descriptor."""
+    if dtype == torch.float32:
+        return FOLDS_FP32
+    return FOLDS_TMA + FOLDS if tma else FOLDS
 
 
 @picked_once
 def pick_fold(
-    pairs: int, experts: int, n: int, k: int, dtype: torch.dtype,
+    pairs: int, experts: int, n: int, k: int, dtype: torch.dtype, *, tma: bool, processors: int,
     device: torch.device | None = None,
 ) -> FoldSchedule:  # fmt: skip
-    """The schedule for an [n, k] gradient of each expert: the first one whose tile fits in it."""
-    own = fold_candidates(dtype)
-    work = fold_work(dtype, pairs, experts, n, k)
+    """The schedule for an [n, k] gradient of each expert: the one by descriptor that is expected
+    to be the fastest with even routing, or the first one by pointers whose tile fits."""
+    own = fold_candidates(dtype, tma=tma)
+    work = fold_work(dtype, tma, pairs, experts, n, k)
     if (tuned := chosen(device, work, {s.name: s for s in own})) is not None:
         return tuned
+    if copying := [s for s in own if s.kind == "tma"]:
+        each = -(-pairs // experts)
+        return min(copying, key=lambda s: expected_us(s, each, n, k, processors, experts))
     fitting = [s for s in own if s.block_n <= n and s.block_k <= k]
     return fitting[0] if fitting else own[-1]
 

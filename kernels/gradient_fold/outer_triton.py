@@ -104,11 +104,13 @@ def _outer_pointer_kernel(
 
 
 @triton.jit
-def _outer_descriptor_tile(
-    index, dy_desc, x_desc, extra_desc, g_ptr, T, N, K, stride_gn, stride_gk,
+def outer_descriptor_tile(
+    index, dy_desc, x_desc, extra_desc, g_ptr, begin, end, N, K, stride_gn, stride_gk,
     FRESH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXTRA_N: tl.constexpr,
     EXTRA_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
+    """Continue one tile over the tokens from `begin` to `end`. The last block of tokens has zeros
+    from `end` on, in the operands or beyond them."""
     EXTRA: tl.constexpr = EXTRA_N + EXTRA_K > 0
     HEIGHT: tl.constexpr = EXTRA_N if EXTRA_N else BLOCK_N
     WIDTH: tl.constexpr = EXTRA_K if EXTRA_K else BLOCK_K
@@ -120,8 +122,8 @@ def _outer_descriptor_tile(
     if EXTRA:
         extra = load_part(g_ptr, extra_n, extra_k, N, K, stride_gn, stride_gk, FRESH, HEIGHT, WIDTH)
     # A descriptor reads zeros beyond the last token and column.
-    remaining = T
-    for t in range(0, T, BLOCK_T):
+    remaining = end - begin
+    for t in range(begin, end, BLOCK_T):
         dy = dy_desc.load([t, n])  # [BLOCK_T, BLOCK_N]
         x = x_desc.load([t, k])  # [BLOCK_T, BLOCK_K]
         acc = tl.dot(dy.T, x, acc)
@@ -154,15 +156,42 @@ def _outer_tma_kernel(
     if PERSISTENT:
         tiles = tl.cdiv(N, BLOCK_N + EXTRA_N) * tl.cdiv(K, BLOCK_K + EXTRA_K)
         for index in range(first, tiles, tl.num_programs(0)):
-            _outer_descriptor_tile(
-                index, dy_desc, x_desc, extra_desc, g_ptr, T, N, K, stride_gn, stride_gk,
+            outer_descriptor_tile(
+                index, dy_desc, x_desc, extra_desc, g_ptr, 0, T, N, K, stride_gn, stride_gk,
                 FRESH, BLOCK_N, BLOCK_K, EXTRA_N, EXTRA_K, BLOCK_T, GROUP,
             )  # fmt: skip
     else:
-        _outer_descriptor_tile(
-            first, dy_desc, x_desc, extra_desc, g_ptr, T, N, K, stride_gn, stride_gk,
+        outer_descriptor_tile(
+            first, dy_desc, x_desc, extra_desc, g_ptr, 0, T, N, K, stride_gn, stride_gk,
             FRESH, BLOCK_N, BLOCK_K, EXTRA_N, EXTRA_K, BLOCK_T, GROUP,
         )  # fmt: skip
+
+
+def launch_blocks(schedule: Schedule) -> dict[str, Any]:
+    """The constants and options of a launch that a schedule says, apart from its second part."""
+    return {
+        "BLOCK_N": schedule.block_n,
+        "BLOCK_K": schedule.block_k,
+        "BLOCK_T": schedule.block_t,
+        "GROUP": GROUP,
+        "num_warps": schedule.warps,
+        "num_stages": schedule.stages,
+        "maxnreg": schedule.registers,
+        "enable_fp_fusion": False,
+    }
+
+
+def fold_descriptors(dy: Tensor, x: Tensor, schedule: Schedule) -> tuple[Any, Any, Any]:
+    """Descriptors of dy, of x, and of the operand that only the second accumulator reads, which is
+    unused without one."""
+    extra = (
+        (dy, schedule.extra_n) if schedule.extra_n else (x, schedule.extra_k or schedule.block_k)
+    )
+    of_dy, of_x, of_extra = (
+        tile_descriptor(operand, (schedule.block_t, columns))
+        for operand, columns in ((dy, schedule.block_n), (x, schedule.block_k), extra)
+    )
+    return of_dy, of_x, of_extra
 
 
 def launch_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: Schedule) -> None:
@@ -177,37 +206,16 @@ def launch_outer(buffer: Tensor, dy: Tensor, x: Tensor, fresh: bool, schedule: S
     if schedule.persistent:
         programs = min(programs, sm_count(buffer.device) * schedule.resident)
     sizes = (buffer, tokens, n, k)
-    blocks = {
-        "FRESH": fresh,
-        "BLOCK_N": schedule.block_n,
-        "BLOCK_K": schedule.block_k,
-        "BLOCK_T": schedule.block_t,
-        "GROUP": GROUP,
-        "num_warps": schedule.warps,
-        "num_stages": schedule.stages,
-        "maxnreg": schedule.registers,
-        "enable_fp_fusion": False,
-    }
+    blocks = {"FRESH": fresh, **launch_blocks(schedule)}
     if schedule.kind == "tma":
         _outer_tma_kernel[(programs,)](
-            tile_descriptor(dy, (schedule.block_t, schedule.block_n)),
-            tile_descriptor(x, (schedule.block_t, schedule.block_k)),
-            _extra_descriptor(dy, x, schedule), *sizes, *buffer.stride(),
-            EXTRA_N=schedule.extra_n, EXTRA_K=schedule.extra_k, PERSISTENT=schedule.persistent,
-            **blocks,
+            *fold_descriptors(dy, x, schedule), *sizes, *buffer.stride(), EXTRA_N=schedule.extra_n,
+            EXTRA_K=schedule.extra_k, PERSISTENT=schedule.persistent, **blocks,
         )  # fmt: skip
     else:
         _outer_pointer_kernel[(programs,)](
             dy, x, *sizes, dy.stride(0), x.stride(0), *buffer.stride(), **blocks
         )
-
-
-def _extra_descriptor(dy: Tensor, x: Tensor, schedule: Schedule) -> Any:
-    """The descriptor of the tile that only the second accumulator reads; unused without one."""
-    if schedule.extra_n:
-        return tile_descriptor(dy, (schedule.block_t, schedule.extra_n))
-    columns = schedule.extra_k or schedule.block_k
-    return tile_descriptor(x, (schedule.block_t, columns))
 
 
 @kernel_op(mutates=("buffer",), fake=lambda *_: None)

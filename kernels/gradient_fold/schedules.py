@@ -169,14 +169,16 @@ def pick(
     return min(copying, key=lambda s: expected_us(s, tokens, n, k, processors))
 
 
-def expected_us(schedule: Schedule, tokens: int, n: int, k: int, processors: int) -> float:
-    """Microseconds for an [n, k] gradient over `tokens`.
+def expected_us(
+    schedule: Schedule, tokens: int, n: int, k: int, processors: int, gradients: int = 1
+) -> float:
+    """Microseconds for an [n, k] gradient over `tokens`, or for many in one launch.
 
     The figures are those of an H200: least squares of the log of expected by measured time, over
     half of the shapes of `benchmarks/tune/random_h200.json`. The other half judges them, in
     tests/kernels/gradient_fold/test_fold_pick_quality.py. On another GPU they may cost speed.
     """
-    of_the_busiest = -(-schedule.tiles(n, k) // processors)
+    of_the_busiest = -(-gradients * schedule.tiles(n, k) // processors)
     steps = -(-tokens // schedule.block_t)
     tile_n, tile_k = schedule.tile
     area = tile_n * tile_k / 128**2
@@ -185,5 +187,5 @@ def expected_us(schedule: Schedule, tokens: int, n: int, k: int, processors: int
     if schedule.resident > 1:
         together = of_the_busiest * (steps * schedule.shared_us + SHARED_LOAD_US * area)
         busiest = max(busiest, together)
-    moved = (2 * tokens * (n + k) + 8 * n * k) / MEMORY
+    moved = gradients * (2 * tokens * (n + k) + 8 * n * k) / MEMORY
     return LAUNCH_US + hypot(busiest, moved)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import PackedSequences
-from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.device import has_tma, sm_count
 from rl_consistency.kernels.experts import schedules
+from rl_consistency.kernels.experts.fold_triton import describes_rows, fold_runs
 from rl_consistency.kernels.experts.library import library_product
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import MOST_STEPS, gate_up_fwd, product_fwd
 from rl_consistency.kernels.experts.rows_triton import activate_pairs, gather_pairs
-from rl_consistency.kernels.experts.runs_triton import Runs, find_runs, fold_runs
+from rl_consistency.kernels.experts.runs_triton import Runs, find_runs
 from rl_consistency.kernels.experts.schedules import Product
 from rl_consistency.tuning.products import drawn, least_seconds
 from rl_consistency.tuning.work import Work
@@ -101,15 +102,15 @@ def expert_fold(
         fold_runs(gradient, dy, x, runs, dy_by_row=dy_by_row, fresh=True, schedule=schedule)
         return gradient
 
-    sizes = pairs, experts, n, k
+    sizes, tma = (pairs, experts, n, k), describes_rows(device, dtype, n, k)
     moved = pairs * (n + k) * dtype.itemsize + experts * n * k * 4
     return Work(
         op="experts fold",
         shape={"rows": rows, "k_of": f"{top_k}/{experts}", "n": n, "k": k},
         operands=operands,
-        candidates=_by_name(schedules.fold_candidates(dtype), own),
-        picked=schedules.pick_fold(*sizes, dtype).name,
-        entry=schedules.fold_work(dtype, *sizes),
+        candidates=_by_name(schedules.fold_candidates(dtype, tma=tma), own),
+        picked=schedules.pick_fold(*sizes, dtype, tma=tma, processors=sm_count(device)).name,
+        entry=schedules.fold_work(dtype, tma, *sizes),
         moved_bytes=moved,
         seconds=calls * least_seconds(moved, pairs * n * k),
     )

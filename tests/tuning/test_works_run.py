@@ -6,8 +6,9 @@ import torch
 from rl_consistency.kernels.core import tuned_schedules
 from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner
 from rl_consistency.kernels.experts import schedules as experts_schedules
+from rl_consistency.kernels.experts.fold_triton import fold_runs
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
-from rl_consistency.kernels.experts.runs_triton import Runs, fold_runs
+from rl_consistency.kernels.experts.runs_triton import Runs
 from rl_consistency.kernels.glu.activation_triton import glu_bwd, glu_fwd
 from rl_consistency.kernels.gradient_fold.outer_triton import gradient_fold_outer
 from rl_consistency.kernels.linear.few_rows_triton import gate_up_glu_fwd, qkv_fwd

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from rl_consistency.kernels.experts.fold_triton import fold_runs, in_steps
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import gate_up_fwd, product_fwd
 from rl_consistency.kernels.experts.rows_triton import (
@@ -16,7 +17,6 @@ from rl_consistency.kernels.experts.rows_triton import (
 from rl_consistency.kernels.experts.runs_triton import (
     Runs,
     count_runs_kernel,
-    fold_runs,
     place_runs_kernel,
 )
 from rl_consistency.kernels.experts.schedules import (
@@ -57,7 +57,7 @@ def calls(dtype):
         yield partial(gate_up_fwd, x, gate_up, first, pairs, TOP_K, "silu", True, schedule)
     wide = torch.float64 if dtype == torch.float32 else torch.float32
     buffer = torch.zeros(1, dtype=wide).expand(EXPERTS, 2 * WIDTH, HIDDEN)
-    for schedule in fold_candidates(dtype):
+    for schedule in fold_candidates(dtype, tma=True):
         runs = Runs(pairs, pairs, first)
         yield partial(
             fold_runs, buffer, packed, x, runs, dy_by_row=False, fresh=False,
@@ -67,6 +67,7 @@ def calls(dtype):
     for schedule in COMBINE:
         yield partial(combine_fwd, outputs, ids, weights, schedule)
         yield partial(gather_pairs, x, first, pairs, TOP_K, schedule)
+        yield partial(in_steps, x, pairs, first, schedule)
         yield partial(activate_pairs, packed, first, "silu", schedule)
     for schedule in PAIR[1:]:
         yield partial(pair_bwd, packed, activated, weights, first, pairs, "silu", schedule)

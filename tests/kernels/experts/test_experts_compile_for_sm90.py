@@ -22,6 +22,8 @@ KERNELS = {
     "count_runs_kernel",
     "place_runs_kernel",
     "fold_runs_kernel",
+    "fold_runs_tma_kernel",
+    "step_rows_kernel",
 }
 MOST_SPILLED = 64
 """Bytes."""

@@ -7,6 +7,7 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.core import tuned_schedules
 from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner, forget_picks
 from rl_consistency.kernels.experts import cpu, cuda
+from rl_consistency.kernels.experts.fold_triton import describes_rows, fold_runs, in_steps
 from rl_consistency.kernels.experts.pairs_triton import expert_pairs_op
 from rl_consistency.kernels.experts.products_triton import (
     MOST_STEPS,
@@ -22,11 +23,11 @@ from rl_consistency.kernels.experts.rows_triton import (
 )
 from rl_consistency.kernels.experts.runs_triton import (
     find_runs,
-    fold_runs,
     most_steps,
     sequence_blocks,
 )
 from rl_consistency.kernels.experts.schedules import (
+    BLOCK_STEPS,
     COMBINE,
     GATE_UP,
     GATE_UP_TMA,
@@ -132,7 +133,8 @@ def test_runs_start_steps_in_the_order_of_the_sequences(skew):
         got = runs.rows[steps].tolist()
         by_places = [-1 if p < 0 else int(pairs[p]) // TOP_K for p in runs.places[steps].tolist()]
         wanted = [-1 if i < 0 else int(routed.rows[i]) for i in routed.steps(span).tolist()]
-        assert got == by_places == wanted and len(got) % 16 == 0
+        filler = [-1] * (-len(wanted) % BLOCK_STEPS)
+        assert got == by_places == wanted + filler and len(wanted) % 16 == 0
     assert runs.places[runs.first[-1] :].eq(-1).all()
     assert runs.first.diff().gt(0).tolist() == [c > 0 for c in routed.counts]
 
@@ -250,7 +252,7 @@ def test_every_fold_schedule_matches_a_cpu(dtype, dy_by_row):
     shape = (EXPERTS, *(both.shape[1] for both in operands[0]))
     expected = torch.zeros(shape)
     cpu.fold_runs(expected, *operands[0], routed, True)
-    for schedule in fold_candidates(dtype):
+    for schedule in fold_candidates(dtype, tma=False):
         wide = torch.float64 if dtype == torch.float32 else torch.float32
         buffer = torch.full(shape, torch.nan, dtype=wide)
         fold_runs(
@@ -267,6 +269,32 @@ def test_every_fold_schedule_matches_a_cpu(dtype, dy_by_row):
         idle = [e for e, count in enumerate(routed.counts) if not count]
         assert idle and torch.signbit(kept[idle]).all()
         assert_within(kept.float(), expected, "reduction", torch.float32)
+
+
+@pytest.mark.parametrize("width", [HIDDEN, 600])
+def test_operands_are_copied_in_the_order_of_the_runs(width):
+    _, ids, *_, layout = case(skew=True)
+    _, places, _ = found(ids, layout)
+    runs = find_runs(ids, places, layout, EXPERTS)
+    x = probe((ROWS, 2 * width), torch.bfloat16)[:, :width]
+    count = int(runs.first[-1])
+    for schedule in (None, *COMBINE):
+        y = in_steps(x, runs.rows, runs.first, schedule)
+        rows = runs.rows[:count].long()
+        expected = torch.where(rows[:, None] < 0, 0.0, x[rows])
+        assert same_bytes(y[:count], expected) and len(y) == len(runs.rows)
+
+
+def test_a_descriptor_schedule_is_refused_where_rows_cannot_be_addressed():
+    _, ids, *_, layout = case()
+    _, places, _ = found(ids, layout)
+    runs = find_runs(ids, places, layout, EXPERTS)
+    assert not describes_rows(CPU, torch.bfloat16, HIDDEN)  # the interpreter has no descriptors
+    dy, x = probe((ROWS, HIDDEN), torch.bfloat16), probe((len(places) * TOP_K, 20), torch.bfloat16)
+    buffer = torch.zeros(EXPERTS, HIDDEN, 20)
+    own = fold_candidates(torch.bfloat16, tma=True)[0]
+    with pytest.raises(ValueError, match="whole 16 bytes"):
+        fold_runs(buffer, dy, x, runs, dy_by_row=True, fresh=True, schedule=own)
 
 
 def test_gathered_and_activated_pairs_are_those_of_the_fused_product():
@@ -335,7 +363,11 @@ def test_picks_are_in_their_tables():
                 assert own in table
                 assert (own.kind == "tma") == (tma and dtype != torch.float32)
                 assert own.kind != "tma" or own.block_k <= MOST_STEPS
-            assert pick_fold(pairs, 128, 768, 2048, dtype) in fold_candidates(dtype)
+            for tma in (False, True):
+                own = pick_fold(pairs, 128, 768, 2048, dtype, tma=tma, processors=132)
+                assert own in fold_candidates(dtype, tma=tma)
+                assert (own.kind == "tma") == (tma and dtype != torch.float32)
+                assert own.block_t <= BLOCK_STEPS
     few, many = (
         pick_product("nt", pairs, 128, 768, 2048, torch.bfloat16, False) for pairs in (8, 1 << 17)
     )
@@ -358,9 +390,9 @@ def test_a_winner_of_tune_goes_before_the_rule(monkeypatch):
         store.keep(work, Winner("library", 1.0, 2.0))
         assert prefers_library(product, *sizes, torch.bfloat16, CPU)
         assert not prefers_library(product, *sizes, torch.float32, CPU)
-    last = fold_candidates(torch.bfloat16)[-1]
-    store.keep(fold_work(torch.bfloat16, *sizes), Winner(last.name, 1.0, 2.0))
-    assert pick_fold(*sizes, torch.bfloat16, CPU) == last
+    last = fold_candidates(torch.bfloat16, tma=True)[-1]
+    store.keep(fold_work(torch.bfloat16, True, *sizes), Winner(last.name, 1.0, 2.0))
+    assert pick_fold(*sizes, torch.bfloat16, tma=True, processors=132, device=CPU) == last
     forget_picks()
 
 

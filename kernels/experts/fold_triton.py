@@ -1,0 +1,222 @@
+"""Gradients of expert weights: the fold over runs, each of which starts a step of 16.
+
+Shapes: g [E, N, K], dy and x [pairs, ...] or [rows, ...]; `Runs` lists what each step takes.
+Dtypes and rounding points: those of `gradient_fold`.
+Order: `experts.ORDER`.
+Invariant to: every field of a schedule.
+Errors: ValueError on a descriptor schedule for rows that descriptors cannot address.
+Cost: a grouped product, plus one read and one write of the gradients of experts with rows.
+    Schedules by descriptor first copy both operands in the order of the runs, zeros for filler.
+"""
+
+# Pyright does not know Triton's launches and constexpr arguments.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_tma, sm_count
+from rl_consistency.kernels.core.matrix_step import matrix_step
+from rl_consistency.kernels.core.operand import dense_rows
+from rl_consistency.kernels.core.remembered_launch import remembered
+from rl_consistency.kernels.core.torch_op import kernel_op
+from rl_consistency.kernels.experts.runs_triton import Runs
+from rl_consistency.kernels.experts.schedules import RowSchedule, pick_combine, pick_fold
+from rl_consistency.kernels.gradient_fold.outer_triton import (
+    fold_descriptors,
+    gradient_part,
+    launch_blocks,
+    load_part,
+    outer_descriptor_tile,
+    store_part,
+    tile_of,
+)
+from rl_consistency.kernels.gradient_fold.schedules import Schedule
+
+
+@remembered
+@triton.jit
+def step_rows_kernel(x_ptr, steps_ptr, first_ptr, y_ptr, WIDTH, E, stride_x, BLOCK_W: tl.constexpr):
+    """Some columns of the row of one step; zeros for filler."""
+    step = tl.program_id(0)
+    if step < tl.load(first_ptr + E):
+        row = tl.load(steps_ptr + step).to(tl.int64)
+        column = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+        inside = column < WIDTH
+        x = tl.load(x_ptr + row * stride_x + column, mask=inside & (row >= 0), other=0.0)
+        tl.store(y_ptr + step.to(tl.int64) * WIDTH + column, x, mask=inside)
+
+
+@remembered
+@triton.jit
+def fold_runs_tma_kernel(
+    dy_desc, x_desc, extra_desc, g_ptr, first_ptr, E, N, K, stride_ge, stride_gn, stride_gk,
+    FRESH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EXTRA_N: tl.constexpr,
+    EXTRA_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    """Tiles of the gradients, those of one expert after another."""
+    tiles = tl.cdiv(N, BLOCK_N + EXTRA_N) * tl.cdiv(K, BLOCK_K + EXTRA_K)
+    if PERSISTENT:
+        for index in range(tl.program_id(0), E * tiles, tl.num_programs(0)):
+            _expert_tile(
+                index, tiles, dy_desc, x_desc, extra_desc, g_ptr, first_ptr, N, K, stride_ge,
+                stride_gn, stride_gk, FRESH, BLOCK_N, BLOCK_K, EXTRA_N, EXTRA_K, BLOCK_T, GROUP,
+            )  # fmt: skip
+    else:
+        _expert_tile(
+            tl.program_id(0), tiles, dy_desc, x_desc, extra_desc, g_ptr, first_ptr, N, K, stride_ge,
+            stride_gn, stride_gk, FRESH, BLOCK_N, BLOCK_K, EXTRA_N, EXTRA_K, BLOCK_T, GROUP,
+        )  # fmt: skip
+
+
+@triton.jit
+def _expert_tile(
+    index, tiles, dy_desc, x_desc, extra_desc, g_ptr, first_ptr, N, K, stride_ge, stride_gn,
+    stride_gk, FRESH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EXTRA_N: tl.constexpr, EXTRA_K: tl.constexpr, BLOCK_T: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    expert = index // tiles
+    begin, end = tl.load(first_ptr + expert), tl.load(first_ptr + expert + 1)
+    # An expert without rows keeps its gradient, -0 too.
+    if FRESH or begin < end:
+        outer_descriptor_tile(
+            index % tiles, dy_desc, x_desc, extra_desc, g_ptr + expert.to(tl.int64) * stride_ge,
+            begin, end, N, K, stride_gn, stride_gk, FRESH, BLOCK_N, BLOCK_K, EXTRA_N, EXTRA_K,
+            BLOCK_T, GROUP,
+        )  # fmt: skip
+
+
+@remembered
+@triton.jit
+def fold_runs_kernel(
+    dy_ptr, x_ptr, g_ptr, dy_steps_ptr, x_steps_ptr, first_ptr, N, K, stride_dy, stride_x,
+    stride_ge, stride_gn, stride_gk, tiles,
+    FRESH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """One tile of one expert's gradient, over all steps of its runs."""
+    expert = tl.program_id(0) // tiles
+    tile_n, tile_k = tile_of(tl.program_id(0) % tiles, N, K, BLOCK_N, BLOCK_K, GROUP)
+    first_n, first_k = tile_n * BLOCK_N, tile_k * BLOCK_K
+    begin = tl.load(first_ptr + expert)
+    end = tl.load(first_ptr + expert + 1)
+    g_ptr += expert.to(tl.int64) * stride_ge
+    if begin < end:
+        acc = load_part(
+            g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, FRESH, BLOCK_N, BLOCK_K
+        )
+        if dy_ptr.dtype.element_ty == tl.float32:
+            acc = acc.to(tl.float64)
+        n = first_n + tl.arange(0, BLOCK_N)
+        k = first_k + tl.arange(0, BLOCK_K)
+        for start in range(begin, end, BLOCK_T):
+            step = start + tl.arange(0, BLOCK_T)
+            dy_at = tl.load(dy_steps_ptr + step, mask=step < end, other=-1).to(tl.int64)
+            x_at = tl.load(x_steps_ptr + step, mask=step < end, other=-1).to(tl.int64)
+            dy = tl.load(  # [BLOCK_T, BLOCK_N]
+                dy_ptr + dy_at[:, None] * stride_dy + n[None, :],
+                mask=(dy_at >= 0)[:, None] & (n < N)[None, :], other=0.0,
+            )  # fmt: skip
+            x = tl.load(  # [BLOCK_T, BLOCK_K]
+                x_ptr + x_at[:, None] * stride_x + k[None, :],
+                mask=(x_at >= 0)[:, None] & (k < K)[None, :], other=0.0,
+            )  # fmt: skip
+            acc = matrix_step(dy.T, x, acc)
+        store_part(acc, g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K, 0)
+    elif FRESH:
+        pointers, inside = gradient_part(
+            g_ptr, first_n, first_k, N, K, stride_gn, stride_gk, BLOCK_N, BLOCK_K
+        )
+        zeros = tl.zeros((BLOCK_N, BLOCK_K), g_ptr.dtype.element_ty)
+        tl.store(pointers, zeros, mask=inside)
+
+
+def in_steps(
+    x: Tensor, steps: Tensor, first: Tensor, schedule: RowSchedule | None = None
+) -> Tensor:
+    """[steps, W]: the rows of x [*, W] that a table of `Runs` lists, zeros for filler; what lies
+    past the last expert's runs, `first[E]`, is not written."""
+    x = dense_rows(x)
+    width = x.shape[1]
+    y = x.new_empty((len(steps), width))
+    schedule = schedule or pick_combine(len(steps), width)
+    block = min(schedule.block, triton.next_power_of_2(width))
+    step_rows_kernel[(len(steps), triton.cdiv(width, block))](
+        x, steps, first, y, width, len(first) - 1, x.stride(0), BLOCK_W=block,
+        num_warps=schedule.warps,
+    )  # fmt: skip
+    return y
+
+
+def describes_rows(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
+    """Whether descriptors can address copies of operands of these widths."""
+    return has_tma(device) and not any(w * dtype.itemsize % DESCRIPTOR_BYTES for w in widths)
+
+
+def fold_runs(
+    buffer: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    runs: Runs,
+    *,
+    dy_by_row: bool,
+    fresh: bool,
+    schedule: Schedule | None = None,
+) -> None:
+    """Continue `buffer` [E, N, K] over the runs.
+
+    One of dy [*, N] and x [*, K] has a row for each row of the call, the other one for each pair;
+    `dy_by_row` says that it is dy. An expert without runs is left as it is; a `fresh` buffer counts
+    as all zero.
+    """
+    experts, n, k = buffer.shape
+    tma = describes_rows(buffer.device, dy.dtype, n, k)
+    if schedule is None:
+        pairs = len(x if dy_by_row else dy)
+        schedule = pick_fold(
+            pairs, experts, n, k, dy.dtype, tma=tma, processors=sm_count(buffer.device),
+            device=buffer.device,
+        )  # fmt: skip
+    dy_steps, x_steps = (runs.rows, runs.places) if dy_by_row else (runs.places, runs.rows)
+    programs, strides = experts * schedule.tiles(n, k), buffer.stride()
+    blocks = {"FRESH": fresh, **launch_blocks(schedule)}
+    if schedule.kind == "pointer":
+        dy, x = dense_rows(dy), dense_rows(x)
+        fold_runs_kernel[(programs,)](
+            dy, x, buffer, dy_steps, x_steps, runs.first, n, k, dy.stride(0), x.stride(0), *strides,
+            schedule.tiles(n, k), **blocks,
+        )  # fmt: skip
+        return
+    if not tma:
+        raise ValueError(
+            f"experts: schedule {schedule.name} copies by descriptor, which needs rows of whole "
+            f"{DESCRIPTOR_BYTES} bytes; the gradient is {tuple(buffer.shape)} of {dy.dtype} "
+            "operands. Use a pointer schedule."
+        )
+    if schedule.persistent:
+        programs = min(programs, sm_count(buffer.device) * schedule.resident)
+    dy, x = in_steps(dy, dy_steps, runs.first), in_steps(x, x_steps, runs.first)
+    fold_runs_tma_kernel[(programs,)](
+        *fold_descriptors(dy, x, schedule), buffer, runs.first, experts, n, k, *strides,
+        EXTRA_N=schedule.extra_n, EXTRA_K=schedule.extra_k, PERSISTENT=schedule.persistent,
+        **blocks,
+    )  # fmt: skip
+
+
+@kernel_op(mutates=("buffer",), fake=lambda *_: None)
+def expert_fold_op(
+    buffer: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    places: Tensor,
+    rows: Tensor,
+    first: Tensor,
+    dy_by_row: bool,
+    fresh: bool,
+) -> None:
+    """`fold_runs` as a compiler sees it: one opaque call."""
+    fold_runs(buffer, dy, x, Runs(places, rows, first), dy_by_row=dy_by_row, fresh=fresh)
