@@ -70,7 +70,7 @@ class RolloutEngine:
         eos_token_id: int | Sequence[int] | None,
         kv_block_size: int = 16,
         num_kv_blocks: int | None = None,
-        max_batch_tokens: int = 2048,
+        max_batch_tokens: int = 16384,
         max_num_seqs: int = 256,
         prefill_chunk_size: int | None = None,
         enable_prefix_sharing: bool = True,

@@ -45,7 +45,7 @@ class RolloutSection(Section):
     num_kv_blocks: Count | None = None
     """Blocks of that cache; null = enough for the batch, up to 4 GiB on a CPU and 40 % of the free
     memory on a GPU (then sequences take turns; the same bits)."""
-    max_batch_tokens: Count = 2048
+    max_batch_tokens: Count = 16384
     """Most tokens of one engine step."""
     max_num_seqs: Count = 256
     """Most sequences of one engine step."""
