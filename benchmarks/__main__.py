@@ -20,6 +20,8 @@ from benchmarks import accuracy_doc, speed_doc
 from benchmarks.distributed.suites import distributed_suites
 from benchmarks.ops.suites import op_suites, random_op_suites
 from benchmarks.results import Results, compare, load
+from benchmarks.rollout.contestants import MODES
+from benchmarks.rollout.side_by_side import MODELS, vllm_suites
 from benchmarks.rollout.suites import (
     named_rollout_suites,
     random_rollout_suites,
@@ -103,6 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     text = "instead, a step of these models: presets, or sizes as benchmarks/models.py names them"
     for name in NAMED_SUITES:
         commands.choices[name].add_argument("--model", metavar="NAME,...", help=text)
+    rollout = commands.choices["rollout"]
+    text = "instead, beside vLLM, which lies in this site-packages folder; with --model of these"
+    rollout.add_argument("--vllm", type=Path, metavar="FOLDER", help=text)
+    rollout.add_argument("--against", metavar="MODE,...", help=f"of vLLM: {', '.join(MODES)}")
+    text = "most seconds beside vLLM; what does not fit is named in the rows"
+    rollout.add_argument("--seconds", type=float, metavar="N", help=text)
     tune = commands.choices["tune"]
     tune.add_argument("op", nargs="?", help="only this op")
     tune.add_argument("--write", action="store_true", help="write the matmul table")
@@ -143,7 +151,9 @@ def _chosen(args: argparse.Namespace) -> Suites:
     seed, models = getattr(args, "random_shapes", None), getattr(args, "model", None)
     if seed is not None and models is not None:
         raise ValueError("--random-shapes draws its models; give it or --model.")
-    if seed is not None:
+    if args.what == "rollout" and (args.vllm, args.against, args.seconds) != (None, None, None):
+        suites = _beside_vllm(args)
+    elif seed is not None:
         suites = RANDOM_SUITES[args.what](seed)
     elif models is not None:
         suites = NAMED_SUITES[args.what](models.split(","))
@@ -153,6 +163,17 @@ def _chosen(args: argparse.Namespace) -> Suites:
     if unknown := [name for name in names if name not in suites]:
         raise ValueError(f"--only {','.join(unknown)}: `{args.what}` has {', '.join(suites)}.")
     return {name: suites[name] for name in names}
+
+
+def _beside_vllm(args: argparse.Namespace) -> Suites:
+    """The suites of `--vllm`; ValueError where options contradict each other."""
+    if args.vllm is None or args.random_shapes is not None:
+        raise ValueError("--against and --seconds go with --vllm FOLDER, --random-shapes does not.")
+    if args.seconds is not None and not args.seconds > 0:
+        raise ValueError(f"--seconds {args.seconds:g}: give more than 0.")
+    models = MODELS if args.model is None else args.model.split(",")
+    modes = tuple(MODES) if args.against is None else args.against.split(",")
+    return vllm_suites(args.vllm, models, modes, seconds=args.seconds, json_file=args.json)
 
 
 def _tune(args: argparse.Namespace) -> int:

@@ -60,8 +60,23 @@ def _peak_against(peer: str) -> Figure:
     )
 
 
-def _liger_ratio(row: Row) -> float | None:
-    return row.peers["liger"] / row.ours_us if row.ours_us and "liger" in row.peers else None
+def _peer_ratio(peer: str) -> Callable[[Row], float | None]:
+    """The peer's time / ours; None where the row has not both."""
+    return lambda row: row.peers[peer] / row.ours_us if row.ours_us and peer in row.peers else None
+
+
+def _against_vllm(peer: str, work: str, new_tokens: int | None = None) -> Figure:
+    """The lowest ratio to vLLM of some works; None where one of them lacks it."""
+    lowest = _of_all(min, _peer_ratio(peer))
+
+    def figure(rows: Sequence[Row]) -> float | None:
+        found = [row for row in rows if row.work == work]
+        if new_tokens is not None:
+            size = {"sequences": 256, "new_tokens": new_tokens}
+            found = [row for row in found if size.items() <= row.shape.items()]
+        return lowest(found)
+
+    return figure
 
 
 def _stock_drifts(rows: Sequence[Row]) -> float | None:
@@ -93,7 +108,7 @@ def _against_liger_if_covered(rows: Sequence[Row]) -> float | None:
 _lowest = _of_all(min, lambda r: r.ratio)
 _lowest_share = _of_all(min, lambda r: r.ceiling_fraction)
 _largest_error = _of_all(max, lambda r: r.error_ratio)
-_against_liger = _of_all(min, _liger_ratio)
+_against_liger = _of_all(min, _peer_ratio("liger"))
 
 COMPARISONS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 
@@ -113,6 +128,7 @@ _MATMUL = ("matmul_forward", "matmul_dx")
 _LOGPROBS, _ROWS, _STEP = ("token_logprobs",), ("elementwise",), ("training_step",)
 _DECODE = tuple(f"rollout_decode_{model}" for model in ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"))
 _GRPO, _START = ("rollout_grpo_step",), ("rollout_cold_start",)
+_VLLM = tuple(f"rollout_vllm_{model}" for model in ("qwen3-0.6b", "qwen2.5-1.5b", "qwen3-8b"))
 _SUM, _RANKS, _SCALING = ("distributed_sum",), ("distributed_step",), ("distributed_grpo",)
 _TRL = ("trl_grpo",)
 
@@ -253,6 +269,18 @@ BARS: Mapping[str, Bar] = {
         _highest("cold/first_token_seconds")),
     "rollout_warm_start": Bar(
         "the same, kernels on disk", "<=", 3.0, _START, _highest("warm/first_token_seconds")),
+    "rollout_vllm": Bar(
+        "generation against vLLM's defaults, lowest", ">=", 1.05, _VLLM,
+        _against_vllm("vllm", "generate")),
+    "rollout_vllm_invariant": Bar(
+        "generation against vLLM's batch-invariant mode, lowest", ">=", 1.2, _VLLM,
+        _against_vllm("vllm batch-invariant", "generate")),
+    "rollout_vllm_prefill": Bar(
+        "prefill alone against vLLM's defaults, lowest", ">=", 0.95, _VLLM,
+        _against_vllm("vllm", "prefill")),
+    "rollout_vllm_sparse": Bar(
+        "Qwen3-30B-A3B, 256 x (512 + 128), against vLLM's defaults", ">=", 0.95,
+        ("rollout_vllm_qwen3-30b-a3b",), _against_vllm("vllm", "generate", 128)),
     "distributed_sum": Bar(
         "NCCL's fp32 reduce-scatter against all-to-all and sum, lowest", ">=", 0.8, _SUM),
     "distributed_step": Bar(

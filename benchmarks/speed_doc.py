@@ -60,6 +60,14 @@ MORE = {
     "context": "context {:,.0f}",
     "experts_hit": "experts hit {:,.0f}",
     "experts_hit_if_even": "if even {:,.0f}",
+    "vllm/ratio": "{:.2f} x vLLM",
+    "vllm batch-invariant/ratio": "{:.2f} x vLLM batch-invariant",
+    "ours/prefill_seconds": "prefill {:.2f} s",
+    "vllm/prefill_seconds": "vLLM's {:.2f} s",
+    "vllm batch-invariant/prefill_seconds": "batch-invariant {:.2f} s",
+    "ours/batch_dependent": "logprobs that depend on the batch {:.1%}",
+    "vllm/batch_dependent": "vLLM's {:.1%}",
+    "vllm batch-invariant/batch_dependent": "batch-invariant {:.1%}",
 }
 """Figures of rollout rows that stand in the last column, and how."""
 

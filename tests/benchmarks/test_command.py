@@ -31,6 +31,12 @@ def test_a_missing_gpu_is_one_line_and_status_2(capsys, what):
         ("ops --random-shapes 3 --only matmul_forward", "`ops` has matmul_random, "),
         ("train --random-shapes 3 --model llama3.2-1b", "give it or --model"),
         ("train --model llama3.2-1b,gpt2", "no model 'gpt2'"),
+        ("rollout --vllm /absent", "--vllm /absent: no folder `vllm` with a package is in it"),
+        ("rollout --against defaults", "--against and --seconds go with --vllm FOLDER"),
+        ("rollout --seconds 10", "--against and --seconds go with --vllm FOLDER"),
+        ("rollout --vllm /absent --random-shapes 3", "--random-shapes does not"),
+        ("rollout --vllm /absent --random-shapes 3 --model x", "give it or --model"),
+        ("rollout --vllm /absent --seconds 0", "--seconds 0: give more than 0"),
         ("ops --json /absent/x.json", "not a file in an existing directory"),
         ("tune nothing", "the ops are matmul, fold"),
         ("tune fold --write", "--write goes with `tune matmul`"),
@@ -133,3 +139,29 @@ def test_random_shapes_of_the_same_file_are_not_written_into_the_table(monkeypat
     assert command.main(["tune", "matmul", "--write"]) == 0
     assert len(written) == len(list(OPS["matmul"](torch.device("cpu"))))
     assert "matmul drawn" not in written
+
+
+def test_a_run_beside_vllm_takes_models_modes_and_names_unknown_ones(monkeypatch, tmp_path, capsys):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    asked = []
+
+    def measure(suites, machine, results, meta, file):
+        asked.append({name: len(cases) for name, cases in suites.items()})
+        return Results()
+
+    monkeypatch.setattr(command, "_machine", lambda: SimpleNamespace(device=torch.device("cpu")))
+    monkeypatch.setattr(command, "measure", measure)
+    beside = ["rollout", "--vllm", str(tmp_path)]
+    assert command.main([*beside, "--against", "defaults", "--seconds", "500"]) == 0
+    suites = [f"rollout_vllm_{name}" for name in ("qwen3-0.6b", "qwen2.5-1.5b", "qwen3-8b")]
+    assert asked.pop() == dict.fromkeys(suites, 4)
+    assert command.main([*beside, "--model", "qwen3-30b-a3b"]) == 0
+    assert asked.pop() == {"rollout_vllm_qwen3-30b-a3b": 4}
+    assert command.main([*beside, "--only", "rollout_vllm_qwen3-8b"]) == 0
+    assert asked.pop() == {"rollout_vllm_qwen3-8b": 4}
+    capsys.readouterr()
+    assert command.main([*beside, "--against", "defaults,fast"]) == 2
+    assert "--against fast: give some of defaults, invariant." in capsys.readouterr().err
+    assert command.main([*beside, "--model", "gpt2"]) == 2
+    assert "no model 'gpt2'" in capsys.readouterr().err

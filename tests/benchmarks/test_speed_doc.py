@@ -124,6 +124,27 @@ def test_mixtures_of_experts_have_tables_where_they_were_measured():
     assert "| 70% | 1.0% | experts hit 2,346, if even 3,457 |" in text
 
 
+def test_a_row_beside_vllm_shows_ratios_and_what_did_not_run():
+    shape = {"model": "qwen3-8b", "sequences": 256, "prompt": 512, "new_tokens": 128}
+    figures = {"vllm/ratio": 1.25, "ours/batch_dependent": 0.0, "vllm/batch_dependent": 0.975}
+    row = Row(
+        suite="rollout_vllm_qwen3-8b",
+        work="generate",
+        shape=shape,
+        dtype="bfloat16",
+        ours_us=1.0,
+        tokens_per_second={"ours": 8000.0, "vllm": 6400.0},
+        figures=figures,
+        unavailable={"vllm batch-invariant": "no answer in 240 s"},
+    )
+    record = {"complete": True, "kernels_sha256": "0" * 64}
+    assert (
+        "| qwen3-8b: generate, 256 x (512 + 128) | 8,000 | vllm 6,400 | - | - | - | 1.25 x vLLM, "
+        "logprobs that depend on the batch 0.0%, vLLM's 97.5%, "
+        "vllm batch-invariant: no answer in 240 s |"
+    ) in document(results().merged(row.suite, [row], META, record))
+
+
 def test_a_missed_and_an_incomplete_bar_are_shown_as_such():
     line = "| training step against Hugging Face with SDPA, lowest |"
     assert f"{line} 1.28 | &gt;= 1.15 | yes |" in readme_table(results())
