@@ -296,9 +296,11 @@ class _Run:
 
     def save_if_due(self, step: int, *, ends: bool = False) -> None:
         """Write a checkpoint at the end, after a warm start, and as often as the recipe says."""
-        training, warm = self.config.training, step == 0 and self.config.warm_start.steps > 0
-        regular = training.save_every > 0 and step % training.save_every == 0
-        if warm or regular or ends or step == training.steps:
+        training = self.config.training
+        every, last = training.save_every, step == training.steps
+        warm = step == 0 and self.config.warm_start.steps > 0
+        regular = every is not None and (warm or last or (every > 0 and step % every == 0))
+        if regular or ends:
             tensors = {"optimizer": self.optimizer.tensors()}
             tensors |= self.critic.saved() if self.critic else {}
             with whole_weights(self.model):

@@ -152,6 +152,22 @@ def test_a_run_that_a_signal_ended_continues_as_if_it_had_not(tiny_run, lasting)
     assert lasting(resumed) == lasting(rows)
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_run_without_checkpoints_writes_one_only_when_a_signal_ends_it(tiny_run, ends):
+    def interrupted(self, number):
+        if ends:
+            signal.raise_signal(signal.SIGINT)
+        return step(self, number)
+
+    step, outcome = run._Run.step, pytest.raises(KeyboardInterrupt) if ends else nullcontext()
+    with pytest.MonkeyPatch.context() as patched, outcome:
+        patched.setattr(run._Run, "step", interrupted)
+        changed = tiny_run.tree()["training"] | {"steps": 2, "save_every": None}
+        tiny_run(training=changed)
+    saved = list_checkpoints(tiny_run.directory / "run" / "checkpoints")
+    assert [path.name for path in saved] == ["step_000001"] * ends
+
+
 def test_a_second_signal_ends_a_run_at_once(signalled, tiny_run, capfd):
     assert main(signalled("SIGTERM", times=2)) == 143
     shown = capfd.readouterr()

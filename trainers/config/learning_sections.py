@@ -135,7 +135,8 @@ class TrainingSection(Section):
     """Evaluate every this many steps; 0 = never."""
     eval_samples: Count | None = None
     """Evaluation examples used, one greedy completion each; null = all."""
-    save_every: CountOrZero = 0
-    """Write a checkpoint every this many steps; 0 = only at the end."""
+    save_every: CountOrZero | None = 0
+    """Write a checkpoint every this many steps; 0 = only at the end, null = none, unless a signal
+    ends the run."""
     keep_checkpoints: Count = 2
     """How many of the newest checkpoints stay."""
