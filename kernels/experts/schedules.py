@@ -2,6 +2,11 @@
 
 The host does not know how many rows an expert has. So a pick goes by the number of pairs and of
 experts, as if routing were even. What `tune` found on a device goes first.
+
+Routing is not even. So a schedule of a product has two tiles, and the device knows which one to
+take: an expert's rows are cut into tall tiles, and rows left for a tile that fit a short one take
+that. An expert of many rows then reads its weights once for each tall tile. An expert of few rows
+multiplies no more filler than a short tile has.
 """
 
 from __future__ import annotations
@@ -24,50 +29,103 @@ Product = Literal["gate_up", "nt", "nn"]
 """Both products and the gated activation; a product with [E, n, k]; one with [E, k, n]."""
 
 
-def _table(*names: str) -> tuple[Schedule, ...]:
-    return tuple(map(Schedule.named, names))
+@dataclass(frozen=True)
+class ProductSchedule:
+    """How a product of experts is cut into programs; it changes no bit."""
+
+    short: Schedule
+    """Of a tile with at most `short.block_m` rows."""
+    tall: Schedule
+    """Of the others; with as many warps, of the same kind, and with at least as many columns. It is
+    `short` where all tiles are alike."""
+    mean: int = 0
+    """Rows of an expert at even routing, up to which the rule picks it."""
+
+    @classmethod
+    def named(cls, name: str, mean: int = 0) -> ProductSchedule:
+        """The schedule of a name: that of a tile, or those of a short and a tall one with a `+`."""
+        tiles = [Schedule.named(tile) for tile in name.split("+")]
+        return cls(tiles[0], tiles[-1], mean)
+
+    @property
+    def name(self) -> str:
+        """What `named` reads."""
+        return "+".join(dict.fromkeys((self.short.name, self.tall.name)))
+
+    @property
+    def kind(self) -> str:
+        """That of both tiles."""
+        return self.short.kind
+
+    def tiles(self, rows: int) -> tuple[Schedule, Schedule]:
+        """Both tiles in a call of so many rows. No expert has more rows than the call, so one of
+        few rows has no tall tile."""
+        return self.short, self.tall if rows > self.short.block_m else self.short
+
+
+def _table(means: dict[str, int]) -> tuple[ProductSchedule, ...]:
+    return tuple(ProductSchedule.named(name, mean) for name, mean in means.items())
 
 
 PRODUCTS = _table(
-    "pointer-16x64x128-w4-s4",
-    "pointer-32x64x128-w4-s4",
-    "pointer-64x128x64-w4-s4",
-    "pointer-128x128x64-w8-s3",
+    {
+        "pointer-16x64x128-w4-s4+pointer-64x128x64-w4-s4": 4,
+        "pointer-16x64x128-w4-s4+pointer-128x128x64-w4-s3": 16,
+        "pointer-32x64x128-w4-s4+pointer-128x128x64-w4-s3": 32,
+        "pointer-64x128x64-w4-s4": 64,
+        "pointer-128x128x64-w8-s3": 128,
+    }
 )
-"""For bf16 and fp16, by the rows of a tile."""
+"""For bf16 and fp16, with the `mean` of each; the last one is also for more rows."""
 
 PRODUCTS_TMA = _table(
-    "tma-16x64x128-w4-s5",
-    "tma-32x64x128-w4-s5",
-    "tma-64x128x64-w4-s4",
-    "tma-128x128x64-w8-s4",
+    {
+        "tma-16x64x128-w4-s5+tma-64x128x64-w4-s4": 4,
+        "tma-16x64x128-w4-s5+tma-128x128x64-w4-s3": 16,
+        "tma-32x64x128-w4-s4+tma-128x128x64-w4-s3": 32,
+        "tma-64x128x64-w4-s4": 64,
+        "tma-128x128x64-w8-s4": 128,
+    }
 )
 """The same with copies by descriptor: of the weights, and of rows that stand by pair."""
 
 GATE_UP = _table(
-    "pointer-16x32x128-w4-s4",
-    "pointer-32x32x128-w4-s4",
-    "pointer-64x64x64-w4-s4",
-    "pointer-128x64x64-w8-s3",
+    {
+        "pointer-16x32x128-w4-s4+pointer-64x64x64-w4-s4": 4,
+        "pointer-16x32x128-w4-s4+pointer-128x64x64-w4-s3": 16,
+        "pointer-32x32x128-w4-s4+pointer-128x64x64-w4-s3": 32,
+        "pointer-64x64x64-w4-s4": 64,
+        "pointer-128x64x64-w8-s3": 128,
+    }
 )
 """As `PRODUCTS`, for gate and up: two weight tiles per stage."""
 
 GATE_UP_TMA = _table(
-    "tma-16x32x128-w4-s5",
-    "tma-32x32x128-w4-s5",
-    "tma-64x64x64-w4-s4",
-    "tma-128x128x64-w8-s3",
+    {
+        "tma-16x32x128-w4-s5+tma-64x64x64-w4-s4": 4,
+        "tma-16x32x128-w4-s5+tma-128x64x64-w4-s3": 16,
+        "tma-32x32x128-w4-s4+tma-128x64x64-w4-s3": 32,
+        "tma-64x64x64-w4-s4": 64,
+        "tma-128x128x64-w8-s3": 128,
+    }
 )
 """As `PRODUCTS_TMA`, for gate and up."""
 
-PRODUCTS_FP32 = _table(*(f"pointer-{m}x32x{FP32_STEP}-w4-s3" for m in (16, 32, 64)))
+PRODUCTS_FP32 = _table(
+    {
+        f"pointer-16x32x{FP32_STEP}-w4-s3+pointer-64x32x{FP32_STEP}-w4-s3": 16,
+        f"pointer-32x32x{FP32_STEP}-w4-s3+pointer-64x32x{FP32_STEP}-w4-s3": 32,
+        f"pointer-64x32x{FP32_STEP}-w4-s3": 64,
+    }
+)
 """For both in fp32."""
 
 BLOCK_STEPS = 64
 """Steps of a run that a program loads at once, at most."""
 
-FOLDS_TMA = tuple(s for s in DENSE_FOLDS if s.block_t <= BLOCK_STEPS)
-"""For gradients of bf16 and fp16 operands whose rows are copied out in the order of the runs."""
+FOLDS_TMA = tuple(s for s in DENSE_FOLDS if s.block_t <= BLOCK_STEPS and s.tile != (192, 256))
+"""For gradients of bf16 and fp16 operands whose rows are copied out in the order of the runs. The
+largest tile would not fit the registers."""
 
 FOLDS = (
     FoldSchedule(kind="pointer", block_n=128, block_k=128, block_t=64, warps=8, stages=4),
@@ -112,12 +170,16 @@ def block_rows(experts: int) -> int:
     return min(max(COUNTED // block_experts(experts), 16), 64)
 
 
-def most_tiles(pairs: int, experts: int, block: int) -> int:
-    """Tiles of `block` pairs for every routing: each expert may have a tile that is not full."""
-    return min(pairs, pairs // block + experts)
+def most_tiles(pairs: int, rows: int, experts: int, block: int) -> int:
+    """Tiles of `block` pairs for every routing of so many rows: each expert may have a tile that is
+    not full, and in a call of few rows has no other one."""
+    full = pairs // block if rows > block else 0
+    return min(pairs, full + experts)
 
 
-def product_candidates(product: Product, dtype: torch.dtype, *, tma: bool) -> tuple[Schedule, ...]:
+def product_candidates(
+    product: Product, dtype: torch.dtype, *, tma: bool
+) -> tuple[ProductSchedule, ...]:
     """All schedules of a product; `tma`: device and weights allow copies by descriptor."""
     if dtype == torch.float32:
         return PRODUCTS_FP32
@@ -152,17 +214,15 @@ def fold_work(dtype: torch.dtype, tma: bool, pairs: int, experts: int, n: int, k
 def pick_product(
     product: Product, pairs: int, experts: int, n: int, k: int, dtype: torch.dtype, tma: bool,
     device: torch.device | None = None,
-) -> Schedule:  # fmt: skip
+) -> ProductSchedule:  # fmt: skip
     """The schedule for so many pairs and expert weights of n columns; `tma` as above."""
     own = product_candidates(product, dtype, tma=tma)
     work = product_work(product, dtype, tma, pairs, experts, n, k)
     if (tuned := chosen(device, work, {s.name: s for s in own})) is not None:
         return tuned
     own = tuple(s for s in own if s.kind == "tma") or own
-    each = -(-pairs // experts)
-    # Half a tile of filler per expert costs less than another pass over its weights.
-    fitting = [s for s in own if s.block_m >= each]
-    return fitting[0] if fitting else own[-1]
+    mean = -(-pairs // experts)
+    return next((s for s in own if s.mean >= mean), own[-1])
 
 
 @picked_once

@@ -12,14 +12,22 @@ from rl_consistency.kernels.core.autograd import unrecorded
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.tuned_schedules import picked_once, tuned_schedules
 from rl_consistency.kernels.experts.products_triton import described
-from rl_consistency.kernels.experts.schedules import Product, pick_product, product_work
+from rl_consistency.kernels.experts.schedules import (
+    Product,
+    ProductSchedule,
+    pick_product,
+    product_work,
+)
 from rl_consistency.kernels.matmul import audit
-from rl_consistency.kernels.matmul.schedules import Schedule
 from rl_consistency.kernels.matmul.winner_audit import TunedProduct
 
 
 def audit_winner(
-    product: Product, weights: Tensor, first: Tensor, y: Tensor, again: Callable[[Schedule], Tensor]
+    product: Product,
+    weights: Tensor,
+    first: Tensor,
+    y: Tensor,
+    again: Callable[[ProductSchedule], Tensor],
 ) -> None:
     """Compute y [P, N] again, if a winner computed it and an audit is due.
 

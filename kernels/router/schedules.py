@@ -14,15 +14,31 @@ class Schedule:
     warps: int
 
 
-CANDIDATES = (Schedule(1, 1), Schedule(4, 2), Schedule(4, 4), Schedule(16, 4), Schedule(32, 8))
-"""Schedules to time and to compare."""
+ALL = (
+    Schedule(1, 1),
+    Schedule(4, 2),
+    Schedule(4, 4),
+    Schedule(16, 4),
+    Schedule(32, 8),
+    Schedule(1, 4),
+)
+
+MOST_HELD = 32
+"""Logits of a thread. With twice as many the compiler took minutes."""
 
 FEW = 512
 """Rows up to which a program holds one: many programs are then faster than wide ones."""
 
 
+def candidates(block: int) -> tuple[Schedule, ...]:
+    """Schedules to time and to compare, for `block` experts, a power of two."""
+    return tuple(s for s in ALL if s.rows * block <= MOST_HELD * 32 * s.warps)
+
+
 def pick(rows: int, block: int) -> Schedule:
     """The schedule for `rows` rows of `block` experts, a power of two."""
-    if rows <= FEW or block > 1024:
-        return CANDIDATES[0]
-    return CANDIDATES[3] if block <= 128 else CANDIDATES[2]
+    if block > 1024:
+        return ALL[5]
+    if rows <= FEW:
+        return ALL[0]
+    return ALL[3] if block <= 128 else ALL[2]

@@ -121,3 +121,16 @@ GROUPINGS = (
     [[0, 1], [2, 3], [4, 5]],
 )
 WHOLE = [[0, 1, 2, 3, 4, 5]]
+
+EDGES = (0, 1, 15, 16, 17, 32, 33, 64, 65, 128, 129)
+"""Rows of experts on both sides of every tile's height."""
+
+
+def ids_of_counts(counts, top_k):
+    """[R, k] ids ascending, by which expert e has counts[e] rows; their sum is R * k, and none has
+    more than R. An expert's rows lie apart."""
+    experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    ids = experts.view(top_k, -1).t()
+    assert max(counts) <= len(ids)
+    apart = torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))
+    return ids[apart].sort(dim=-1).values.to(torch.int32)

@@ -28,7 +28,7 @@ from rl_consistency.kernels.experts.schedules import (
     product_candidates,
 )
 from rl_consistency.kernels.router.choice_triton import choose_fwd, logits_bwd
-from rl_consistency.kernels.router.schedules import CANDIDATES, pick
+from rl_consistency.kernels.router.schedules import candidates
 from tests.kernels.attention.compile_for_sm90 import compile_only, spilled
 
 EXPERTS, TOP_K, ROWS, HIDDEN, WIDTH = 128, 8, 512, 2048, 768
@@ -99,7 +99,7 @@ def routing_calls():
             **constants,
         )
         logits, weights = torch.zeros(ROWS, experts), torch.zeros(ROWS, TOP_K)
-        for schedule in CANDIDATES if experts == 128 else [pick(ROWS, experts)]:
+        for schedule in candidates(block_experts(experts)):
             for normalize in (True, False):
                 yield partial(choose_fwd, logits, TOP_K, normalize, schedule)
                 p = None if normalize else logits

@@ -362,7 +362,7 @@ def test_picks_are_in_their_tables():
                 own = pick_product(product, pairs, 128, 768, 2048, dtype, tma)
                 assert own in table
                 assert (own.kind == "tma") == (tma and dtype != torch.float32)
-                assert own.kind != "tma" or own.block_k <= MOST_STEPS
+                assert own.kind != "tma" or max(own.short.block_k, own.tall.block_k) <= MOST_STEPS
             for tma in (False, True):
                 own = pick_fold(pairs, 128, 768, 2048, dtype, tma=tma, processors=132)
                 assert own in fold_candidates(dtype, tma=tma)
@@ -371,7 +371,7 @@ def test_picks_are_in_their_tables():
     few, many = (
         pick_product("nt", pairs, 128, 768, 2048, torch.bfloat16, False) for pairs in (8, 1 << 17)
     )
-    assert (few.block_m, many.block_m) == (16, 128)
+    assert (few.short.block_m, few.tall.block_m, many.short.block_m) == (16, 64, 128)
     assert all(pick_combine(r, h) in COMBINE for r in (1, 4096) for h in (64, 4096))
     assert all(pick_pair(width) in PAIR for width in (24, 768, 14336))
 
@@ -399,5 +399,7 @@ def test_a_winner_of_tune_goes_before_the_rule(monkeypatch):
 def test_most_tiles_hold_every_routing():
     for counts in ([0, 0, 64], [1, 1, 62], [17, 16, 31], [64, 0, 0]):
         tiles = sum(-(-c // 16) for c in counts)
-        assert tiles <= most_tiles(64, 3, 16)
-    assert most_tiles(3, 128, 16) == 3
+        assert tiles <= most_tiles(64, 64, 3, 16)
+    assert most_tiles(3, 1, 128, 16) == 3
+    assert most_tiles(16 * 8, 16, 20, 16) == 20  # no expert has a second tile
+    assert most_tiles(17 * 8, 17, 20, 16) == 28

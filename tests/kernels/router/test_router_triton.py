@@ -3,7 +3,7 @@ import torch
 
 from rl_consistency.kernels.router.choice_triton import choose_fwd, logits_bwd
 from rl_consistency.kernels.router.op import choose, logit_gradients
-from rl_consistency.kernels.router.schedules import CANDIDATES
+from rl_consistency.kernels.router.schedules import ALL, candidates, pick
 from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.probe import probe
@@ -20,7 +20,7 @@ def tied(experts):
     return logits
 
 
-@pytest.mark.parametrize("schedule", CANDIDATES, ids=str)
+@pytest.mark.parametrize("schedule", ALL, ids=str)
 @pytest.mark.parametrize("experts", [8, 12, 128])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_every_schedule_chooses_as_on_a_cpu(schedule, experts, normalize):
@@ -33,7 +33,7 @@ def test_every_schedule_chooses_as_on_a_cpu(schedule, experts, normalize):
             assert_within(p, expected_p, "elementwise", torch.float32)
 
 
-@pytest.mark.parametrize("schedule", CANDIDATES, ids=str)
+@pytest.mark.parametrize("schedule", ALL, ids=str)
 @pytest.mark.parametrize("normalize", [True, False])
 def test_every_schedule_has_the_gradients_of_a_cpu(schedule, normalize):
     dweights = probe((ROWS, TOP_K), seed=2)
@@ -44,6 +44,13 @@ def test_every_schedule_has_the_gradients_of_a_cpu(schedule, normalize):
         ours = logits_bwd(dweights, ids, weights, p, 12, dtype, schedule)
         assert ours.dtype == dtype
         assert_within(ours, expected, "elementwise", dtype)
+
+
+def test_no_schedule_holds_so_much_that_it_takes_minutes_to_compile():
+    for block in (2, 8, 64, 128, 256, 512, 1024, 2048, 4096):
+        held = {s: s.rows * block / (32 * s.warps) for s in candidates(block)}
+        assert held and max(held.values()) <= 32
+        assert all(pick(rows, block) in held for rows in (1, 512, 513, 1 << 17))
 
 
 def test_a_logit_that_is_not_finite_fails_its_row_alone():

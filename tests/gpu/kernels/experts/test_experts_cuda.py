@@ -30,7 +30,15 @@ from rl_consistency.parity.bytes import same_bytes
 from rl_consistency.parity.tolerances import assert_within
 from rl_consistency.verify.laws import judged, rows_alike, schedules_alike
 from rl_consistency.verify.probe import probe
-from tests.kernels.experts.cases import GROUPINGS, LENGTHS, WHOLE, Block, parameters
+from tests.kernels.experts.cases import (
+    EDGES,
+    GROUPINGS,
+    LENGTHS,
+    WHOLE,
+    Block,
+    ids_of_counts,
+    parameters,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +56,8 @@ def settings():
 
 
 def case(dtype=torch.bfloat16, choice="own"):
-    """x, ids, weights, gate_up, down and a layout; ids by the router, all alike, or one each."""
+    """x, ids, weights, gate_up, down and a layout; ids by the router, all alike, one each, or by
+    which experts have the rows of `EDGES`, and five others what is left."""
     sizes = {"experts": EXPERTS, "hidden": HIDDEN, "width": WIDTH}
     router, gate_up, down = (w.detach() for w in parameters(dtype, DEVICE, **sizes))
     # The output goes with the square of x and must not overflow in fp16.
@@ -60,6 +69,13 @@ def case(dtype=torch.bfloat16, choice="own"):
     if choice == "even":
         ids = ((torch.arange(ROWS, device=DEVICE)[:, None] + each) % EXPERTS).sort(dim=-1).values
         ids = ids.to(torch.int32)
+    if choice == "edges":
+        owned = torch.cat([torch.arange(s, s + n) for s, n in zip(*SPANS, strict=True)]).to(DEVICE)
+        left = len(owned) * TOP_K - sum(EDGES)
+        others = EXPERTS - len(EDGES)
+        counts = [*EDGES, *((left + i) // others for i in range(others))]
+        ids = ids.clone()
+        ids[owned] = ids_of_counts(counts, TOP_K).to(DEVICE)
     return x, ids, weights, gate_up, down, PackedSequences.of(*SPANS)
 
 
@@ -76,7 +92,7 @@ def by_expert(pairs, first, top_k=TOP_K):
         yield expert, slice(begin, end), own // top_k, own
 
 
-CHOICES = ("own", "alike", "even")
+CHOICES = ("own", "alike", "even", "edges")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
