@@ -188,7 +188,7 @@ class ConsistencyHook:
         self, logprobs: Sequence[Tensor], routing: Sequence[Tensor] | None = None
     ) -> Metrics:
         rollout = self._current
-        both = None if routing is None or rollout.routing is None else (rollout.routing, routing)
+        both = rollout.routing, routing
         report = compare_logprobs(list(rollout.logprobs), list(logprobs), routing=both)
         self.totals.drift.add(report)
         self._digests["training_logprobs"] = self._timed(list_digest, logprobs)

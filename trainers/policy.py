@@ -20,7 +20,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from rl_consistency.models.families import FAMILIES
+from rl_consistency.models.families import FAMILIES, mixins
+from rl_consistency.models.moe.modules import CanonicalMoEBlock
 from rl_consistency.trainers.config.policy_sections import (
     BuildSection,
     PolicySection,
@@ -120,6 +121,17 @@ def _of_experts(build: BuildSection) -> dict[str, Any]:
     if build.architecture == "qwen3_moe":
         found |= {"moe_intermediate_size": build.intermediate_size, "norm_topk_prob": True}
     return found
+
+
+def check_balance(model: PreTrainedModel, coefficient: float) -> None:
+    """PolicyError where the load of experts is to be balanced in a model without a sparse layer."""
+    classes = mixins(model.config)
+    if coefficient and all(classes.get(type(m)) is not CanonicalMoEBlock for m in model.modules()):
+        raise PolicyError(
+            f"algorithm.balance_coefficient {coefficient}: this {model.config.model_type} policy "
+            "has no sparse layer, so no experts to balance: set it to 0, or take a mixture of "
+            "experts"
+        )
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.trainers.interrupts import endings_deferred, interrupts_heard
 from rl_consistency.trainers.launch import check_machine, join, refuse_many_processes, threads
 from rl_consistency.trainers.optimizer import PolicyOptimizer
-from rl_consistency.trainers.policy import context_length, load_policy
+from rl_consistency.trainers.policy import check_balance, context_length, load_policy
 from rl_consistency.trainers.progress import Progress
 from rl_consistency.trainers.rewards.function import check_data, reward_functions
 from rl_consistency.trainers.rewards.no_signal import NoSignal
@@ -193,6 +193,7 @@ class _Run:
         self.model, self.tokenizer = load_policy(
             config.policy, config.tokenizer, seed=config.run.seed, device=config.run.device
         )
+        check_balance(self.model, config.algorithm.balance_coefficient)
         self.model.train()
         inputs = settings(config) | policy_digests(self.model, self.tokenizer)
         vocab_size = self.model.config.vocab_size

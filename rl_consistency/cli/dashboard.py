@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rl_consistency.cli.page.panels import SECTIONS, Panel, trl_keys
+from rl_consistency.cli.page.panels import Panel, Section, sections, trl_keys
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -30,48 +30,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for verb in (push, show):
         text = "the runs are of TRL's trainers with `attach`, which logs under names of its own"
         verb.add_argument("--trl", action="store_true", help=text)
+        text = "the runs are of mixtures of experts: show tokens that met other experts too"
+        verb.add_argument("--experts", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the page, or push it and print where it is."""
     keys = trl_keys if args.trl else Panel.keys.fget
     assert keys is not None
+    shown = sections(of_experts=args.experts)
     if args.verb == "show":
-        print(json.dumps(page(workspace("", "", keys)), indent=1))
+        print(json.dumps(page(workspace("", "", shown, keys)), indent=1))
     else:
-        print(_push(workspace(args.entity, args.project, keys)))
+        print(_push(workspace(args.entity, args.project, shown, keys)))
     return 0
 
 
-def workspace(entity: str, project: str, keys: Callable[[Panel], tuple[str, ...]]) -> Workspace:
-    """The page as `wandb_workspaces` has it; `keys` names the metrics of a panel.
+def workspace(
+    entity: str,
+    project: str,
+    shown: Sequence[Section],
+    keys: Callable[[Panel], tuple[str, ...]],
+) -> Workspace:
+    """The page of some sections as `wandb_workspaces` has it; `keys` names a panel's metrics.
 
     ValueError where the package is missing.
     """
     try:
-        import wandb_workspaces.reports.v2 as shown
+        import wandb_workspaces.reports.v2 as reports
         import wandb_workspaces.workspaces as workspaces
     except ImportError as error:
         raise ValueError(MISSING) from error
 
     def drawn(panel: Panel, names: list[str]) -> Any:
         if panel.kind == "histogram":
-            return shown.MediaBrowser(title=panel.title, media_keys=names)
+            return reports.MediaBrowser(title=panel.title, media_keys=names)
         if panel.kind == "table":
-            return shown.WeavePanelSummaryTable(table_name=names[0])
+            return reports.WeavePanelSummaryTable(table_name=names[0])
         plot: dict[str, Any] = {"title": panel.title, "y": names, "title_y": panel.unit or None}
         if panel.kind == "difference":
             plot["log_y"] = True
         if panel.kind == "stacked":
             plot["plot_type"] = "stacked-area"
-        return shown.LinePlot(**plot)
+        return reports.LinePlot(**plot)
 
-    sections = []
-    for section in SECTIONS:
+    made = []
+    for section in shown:
         found = [(panel, list(keys(panel))) for panel in section.panels]
         panels = [drawn(panel, names) for panel, names in found if names]
-        sections.append(workspaces.Section(name=section.title, panels=panels, is_open=True))
-    return workspaces.Workspace(entity=entity, project=project, name=NAME, sections=sections)
+        made.append(workspaces.Section(name=section.title, panels=panels, is_open=True))
+    return workspaces.Workspace(entity=entity, project=project, name=NAME, sections=made)
 
 
 def page(view: Workspace) -> dict[str, Any]:

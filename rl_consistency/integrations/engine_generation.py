@@ -8,6 +8,7 @@ from typing import Any
 from rl_consistency.integrations.refusals import check_same_model
 from rl_consistency.integrations.rollout_drift import RolloutDrift
 from rl_consistency.integrations.sampled import Sampled
+from rl_consistency.rollout.completion import routing_of
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 
@@ -60,7 +61,7 @@ class EngineGeneration:
         )
         tokens = [completion.token_ids for completion in completions]
         logprobs = [completion.token_logprobs for completion in completions]
-        self._drift.sampled(prompts, Sampled(tokens, logprobs))
+        self._drift.sampled(prompts, Sampled(tokens, logprobs, routing_of(completions)))
         return prompts, tokens, [[[value] for value in row.tolist()] for row in logprobs], None
 
     def _limits(self, prompts: list[list[int]]) -> SamplingParams | list[SamplingParams]:

@@ -57,17 +57,19 @@ class FirstMismatch:
         if self._noted is None:
             return
         (report, rows), self._noted, self._told = self._noted, None, True
+        trainer, where = self._trainer, ""
         try:
-            path = self._saved(rows)
-            where = f"Replay bundle: {path}. {localized(self._trainer.model, path, self._sampling)}"
+            if report.mismatched_tokens:
+                path = self._saved(rows)
+                where = f"Replay bundle: {path}. {localized(trainer.model, path, self._sampling)}"
         except (ValueError, RuntimeError, OSError) as error:  # shards, no memory, a full disk
             where = f"They were not saved for replay ({error}). "
-        trainer = self._trainer
+        rerouted = f", {report.rerouted_tokens} met other experts" if report.rerouted_tokens else ""
         warnings.warn(
             f"step {trainer.state.global_step}, process {trainer.accelerator.process_index}: "
             f"{report.mismatched_tokens} of {report.tokens} tokens have other logprobs in training "
-            f"than in generation (largest difference {report.max_abs_diff:g}). {where}Training "
-            "goes on, and later mismatches are only counted",
+            f"than in generation (largest difference {report.max_abs_diff:g}{rerouted}). {where}"
+            "Training goes on, and later mismatches are only counted",
             stacklevel=2,
         )
 

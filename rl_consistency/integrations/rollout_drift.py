@@ -29,6 +29,12 @@ class _Sample(NamedTuple):
     """Where its tokens begin in a row."""
     logprobs: Tensor
     place: tuple[int, int]
+    routing: Tensor | None
+
+    def cut(self, tokens: int) -> _Sample:
+        """Its first tokens."""
+        routing = None if self.routing is None else self.routing[:tokens]
+        return self._replace(logprobs=self.logprobs[:tokens], routing=routing)
 
 
 class _MicroBatch(NamedTuple):
@@ -39,6 +45,16 @@ class _MicroBatch(NamedTuple):
     tokens: Tensor  # [B, L] bool, False at padding
     mask: Tensor  # [B, L-1] bool
     logprobs: Tensor  # [B, L-1]
+    routing: Tensor | None  # [B, L-1]
+
+
+class _Compared(NamedTuple):
+    """The sampled tokens of a row that training scored."""
+
+    sample: ScoredSample
+    row: ScoredRow
+    routing: tuple[Tensor | None, Tensor | None]
+    """Of both sides; None in a dense model, and of engines that do not tell it."""
 
 
 class RolloutDrift(TrainerCallback):
@@ -84,19 +100,20 @@ class RolloutDrift(TrainerCallback):
             self._samples.clear()
             self._prompts.clear()
             self._sampled_at = self._trainer.state.global_step
-        parts = (prompts, completions.token_ids, completions.logprobs)
-        for prompt, tokens, logprobs in zip(*parts, strict=True):
+        routing = completions.routing or [None] * len(prompts)
+        parts = (prompts, completions.token_ids, completions.logprobs, routing)
+        for prompt, tokens, logprobs, met in zip(*parts, strict=True):
             key = np.asarray([*prompt, *tokens], dtype=np.int64).tobytes()
             known = self._prompts.setdefault(tuple(prompt), [len(self._prompts), 0])
             place = known[0], known[1]
             known[1] += 1
-            self._samples[key] = _Sample(len(prompt), logprobs, place)
+            self._samples[key] = _Sample(len(prompt), logprobs, place, met)
 
     def observe(self, input_ids: Tensor, tokens: Tensor, scores: LabelLogprobs) -> None:
         """Take in a micro-batch of training; see `LabelAnswer`."""
         first = self._sampled_at == self._trainer.state.global_step
         scored = scores.mask, scores.logprobs.detach()
-        self._pending.append(_MicroBatch(first, input_ids, tokens, *scored))
+        self._pending.append(_MicroBatch(first, input_ids, tokens, *scored, scores.routing))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._compare()
@@ -110,9 +127,10 @@ class RolloutDrift(TrainerCallback):
             found = [s for batch in pending if batch.first is first for s in self._scored(batch)]
             if not found:
                 continue
-            samples, rows = [s for s, _ in found], [row for _, row in found]
+            samples, rows = [each.sample for each in found], [each.row for each in found]
             sides = torch.cat([s.sampled for s in samples]), torch.cat([s.trained for s in samples])
-            report = compare_logprobs(*sides)
+            routing = _joined([e.routing[0] for e in found]), _joined([e.routing[1] for e in found])
+            report = compare_logprobs(*sides, routing=routing)
             self._since_log[FIRST if first else LATER].add(report)
             if first:
                 self._total.add(report)
@@ -120,16 +138,20 @@ class RolloutDrift(TrainerCallback):
                 if self._first is not None:
                     self._first.note(report, rows)
 
-    def _scored(self, batch: _MicroBatch) -> Iterator[tuple[ScoredSample, ScoredRow]]:
+    def _scored(self, batch: _MicroBatch) -> Iterator[_Compared]:
         """The sampled tokens of a micro-batch, and their rows; those of no sample are counted."""
         # Rows are many and short, which NumPy cuts in a fraction of torch's time.
         ids, tokens = batch.input_ids.cpu().numpy(), batch.tokens.cpu().numpy()
         scored, logprobs = np.zeros(ids.shape, bool), np.zeros(ids.shape, np.float32)
         scored[:, 1:], logprobs[:, 1:] = batch.mask.cpu(), batch.logprobs.cpu()
-        for row, real, wanted, theirs in zip(ids, tokens, scored, logprobs, strict=True):
-            row, wanted, theirs = row[real], wanted[real], theirs[real]
+        met = np.zeros(ids.shape, np.int64)
+        if batch.routing is not None:
+            met[:, 1:] = batch.routing.cpu()
+        parts = (ids, tokens, scored, logprobs, met)
+        for row, real, wanted, theirs, routed in zip(*parts, strict=True):
+            row, wanted, theirs, routed = row[real], wanted[real], theirs[real], routed[real]
             first, end, count = len(wanted), 0, np.count_nonzero(wanted)
-            for start, sampled, place in self._found(row, int(count)):
+            for start, sampled, place, experts in self._found(row, int(count)):
                 first, end = min(first, start), start + len(sampled)
                 span = slice(start, end)
                 parts = (row[span], sampled.numpy(), theirs[span])
@@ -139,7 +161,12 @@ class RolloutDrift(TrainerCallback):
                     upto, chosen, scores = found
                     whole = ScoredRow(upto, start, chosen, sampled, scores)
                     pair = torch.from_numpy(ours), torch.from_numpy(trained)
-                    yield ScoredSample(drawn.tolist(), place, *pair), whole
+                    experts = None if experts is None else experts[chosen]
+                    again = None
+                    if batch.routing is not None:
+                        again = torch.from_numpy(routed[span][wanted[span]])
+                    sample = ScoredSample(drawn.tolist(), place, *pair)
+                    yield _Compared(sample, whole, (experts, again))
             # Between two turns stands what a tool wrote: TRL scores it, and masks it in its loss.
             self._uncompared += int(count - np.count_nonzero(wanted[first:end]))
 
@@ -154,7 +181,7 @@ class RolloutDrift(TrainerCallback):
         turns = [self._samples[key] for key in keys if key in self._samples]
         if whole is None:
             longer = (sample for key, sample in self._samples.items() if key.startswith(row))
-            turns += [s._replace(logprobs=s.logprobs[: len(ids) - s.start]) for s in longer][:1]
+            turns += [s.cut(len(ids) - s.start) for s in longer][:1]
         return turns
 
     def take(self) -> dict[str, float]:
@@ -178,3 +205,13 @@ class RolloutDrift(TrainerCallback):
         by_others, counts, samples = self._tokens.joined(tokens for _, _, tokens in everyone)
         self._wandb.show(figures, counts, samples)
         return figures | by_others
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """All routing of one side; None where there is none. ValueError where only a part has it."""
+    known = [part for part in parts if part is not None]
+    if 0 < len(known) < len(parts):
+        raise ValueError(
+            f"{len(parts) - len(known)} of {len(parts)} completions have no routing, the others do."
+        )
+    return torch.cat(known) if known else None

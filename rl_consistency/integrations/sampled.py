@@ -24,6 +24,8 @@ class Sampled:
     token_ids: list[list[int]] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
     """[tokens] fp32 on the CPU for each completion; NaN where the engine gave none."""
+    routing: list[Tensor] | None = None
+    """[tokens] each, `Completion.routing`; None in a dense model, and of other engines."""
 
     def add(self, token_ids: Iterable[int], logprobs: Iterable[float | None]) -> None:
         """Another completion."""

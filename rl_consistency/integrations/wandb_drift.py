@@ -109,12 +109,15 @@ class AttachedWandb:
         if wandb.run is None:  # as on all processes but the first
             return
         message = None
-        if mismatched := figures["consistency/mismatched_tokens"]:
+        mismatched = figures["consistency/mismatched_tokens"]
+        rerouted = figures.get("consistency/rerouted_tokens", 0)
+        if mismatched or rerouted:
             message = (
                 f"step {trainer.state.global_step}: {mismatched:.0f} of "
                 f"{figures['consistency/tokens']:.0f} tokens have other logprobs in training than "
                 "in generation (largest difference "
-                f"{figures['consistency/logprob_abs_diff/max']:g})"
+                f"{figures['consistency/logprob_abs_diff/max']:g}"
+                f"{f', {rerouted:.0f} met other experts' if rerouted else ''})"
             )
         rows = worst_of(samples, trainer.processing_class.decode)
         try:

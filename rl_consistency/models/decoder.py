@@ -14,11 +14,16 @@ from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSeque
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.remembered_launch import ALIGNMENT
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
-from rl_consistency.models.modules import CanonicalModule, CanonicalRMSNorm, is_unobserved
+from rl_consistency.models.modules import (
+    CanonicalModule,
+    CanonicalRMSNorm,
+    LayerCall,
+    is_unobserved,
+)
 from rl_consistency.models.moe.modules import CanonicalMoEBlock
 from rl_consistency.models.packing import PackedBatch, packed_inputs
 from rl_consistency.numerics.settings import verify_settings
-from rl_consistency.numerics.strict import Strictness, current, held
+from rl_consistency.numerics.strict import current, held
 
 
 def guarded_backward(output: Tensor, passes: BackwardPasses | None = None) -> Tensor:
@@ -50,20 +55,6 @@ NO_FP16_TRAINING = (
 )
 
 
-class LayerCall:
-    """What all layers of a forward pass share.
-
-    FSDP2 casts the tensors it finds in a layer's arguments. It does not look into this class, so
-    the angles keep their fp32.
-    """
-
-    def __init__(
-        self, position_embeddings: tuple[Tensor, Tensor], attention_layout: AttentionLayout
-    ):
-        self.position_embeddings, self.attention_layout = position_embeddings, attention_layout
-        self.choice: Strictness = current()
-
-
 class CanonicalDecoderLayer(CanonicalModule):
     """A decoder layer; residual additions are one op with the norms that follow them."""
 
@@ -92,16 +83,11 @@ class CanonicalDecoderLayer(CanonicalModule):
             normed = norm(total)
         else:
             normed, total = norm.after_addition(addend, total)
-        attended, _ = self.self_attn(
-            normed,
-            position_embeddings=call.position_embeddings,
-            attention_layout=call.attention_layout,
-            cache_index=cache_index,
-        )
+        attended, _ = self.self_attn(normed, call=call, cache_index=cache_index)
         normed, total = self.post_attention_layernorm.after_addition(attended, total)
         if not isinstance(self.mlp, CanonicalMoEBlock):
-            return total, self.mlp(normed)  # FSDP2 would look into the layout, see `LayerCall`
-        return total, self.mlp(normed, attention_layout=call.attention_layout)
+            return total, self.mlp(normed)
+        return total, self.mlp(normed, call=call)
 
     def is_plain(self) -> bool:
         """Whether nothing sees the layer's input and output, so that `terms` may stand for a call

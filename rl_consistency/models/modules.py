@@ -27,7 +27,7 @@ from rl_consistency.kernels.linear.op import linear, linear_glu, linear_qkv
 from rl_consistency.kernels.rms_norm.op import add_rms_norm, rms_norm
 from rl_consistency.kernels.rotary.op import rotary, rotary_table
 from rl_consistency.models.stock_attention import stock_attention, stock_captured_attention
-from rl_consistency.numerics.strict import current, is_canonical
+from rl_consistency.numerics.strict import Strictness, current, is_canonical
 
 ADDED = frozenset(
     (
@@ -254,6 +254,20 @@ def head_norms(*norms: CanonicalRMSNorm) -> HeadNorms | None:
     return HeadNorms(of_q.weight, of_k.weight, of_q.variance_epsilon, of_k.variance_epsilon)
 
 
+class LayerCall:
+    """What all layers of a forward pass share.
+
+    FSDP2 casts the tensors it finds in the arguments of a module, and rebuilds dataclasses for it.
+    It does not look into this class, so the angles keep their fp32 and the layout stays as it is.
+    """
+
+    def __init__(
+        self, position_embeddings: tuple[Tensor, Tensor], attention_layout: AttentionLayout
+    ):
+        self.position_embeddings, self.attention_layout = position_embeddings, attention_layout
+        self.choice: Strictness = current()
+
+
 class CanonicalAttention(CanonicalModule):
     """Projections, qk-norm, rotation and attention over packed rows or a paged cache."""
 
@@ -270,20 +284,13 @@ class CanonicalAttention(CanonicalModule):
     k_norm: CanonicalRMSNorm
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        *,
-        attention_layout: AttentionLayout,
-        cache_index: int,
-        **kwargs: Any,
+        self, hidden_states: Tensor, *, call: LayerCall, cache_index: int
     ) -> tuple[Tensor, None]:
         """`cache_index`: the layer's place in the stack, which its cache belongs to. `layer_idx` is
         what the layer was made as: layers may be copied, moved or removed."""
-        q, k, v = self._inputs(hidden_states, *position_embeddings, attention_layout, cache_index)
-        out = self._attend(q, k, v, attention_layout, cache_index)
+        layout = call.attention_layout
+        q, k, v = self._inputs(hidden_states, *call.position_embeddings, layout, cache_index)
+        out = self._attend(q, k, v, layout, cache_index)
         return self.o_proj(out.reshape(1, hidden_states.shape[1], -1)), None
 
     def _inputs(

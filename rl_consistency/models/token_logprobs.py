@@ -133,6 +133,8 @@ class LabelLogprobs:
     """bool, where a label was scored."""
     most_likely: Tensor | None
     """bool, where the label has the largest logit (the lowest id of several); None: not asked."""
+    routing: Tensor | None = None
+    """int64, `expert_fingerprints` of the rows that give the scores; None in a dense model."""
 
 
 def label_logprobs(
@@ -167,16 +169,19 @@ def label_logprobs(
     if not any(map(torch.any, scored)):
         longest = lens.index(max(lens))
         scored[longest] = torch.arange(lens[longest]) == 1  # for the graph; the mask drops it
-    hidden, rows = _scored_hidden_states(policy, batch.packed, lens, scored)
+    with recorded_routing() as record:
+        hidden, rows = _scored_hidden_states(policy, batch.packed, lens, scored)
     parts = _row_scores(policy, hidden, rows, _sampling_rows(sampling, lens, rows))
-    logprobs, entropy = (p.new_zeros(mask.shape).masked_scatter(mask, p) for p in parts)
+    parts = *parts, *record.fingerprints(rows.index[rows.kept])
+    found = [p.new_zeros(mask.shape).masked_scatter(mask, p) for p in parts]
+    logprobs, entropy, routing = found if len(found) == 3 else (*found, None)
     if not most_likely:
-        return LabelLogprobs(logprobs, entropy, mask, None)
+        return LabelLogprobs(logprobs, entropy, mask, None, routing)
     greedy = SamplingRows.uniform(len(rows.owners), temperature=0.0, device=hidden.device)
     with torch.no_grad():
         best, _ = _row_scores(policy, hidden.detach(), rows, greedy)
     hits = torch.zeros_like(mask).masked_scatter(mask, best == 0)
-    return LabelLogprobs(logprobs, entropy, mask, hits)
+    return LabelLogprobs(logprobs, entropy, mask, hits, routing)
 
 
 def _score(

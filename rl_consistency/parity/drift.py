@@ -114,7 +114,7 @@ def compare_logprobs(
     training: LogProbs,
     mask: LogProbs | None = None,
     *,
-    routing: tuple[LogProbs, LogProbs] | None = None,
+    routing: tuple[LogProbs | None, LogProbs | None] | None = None,
 ) -> DriftReport:
     """Compare the logprobs of the same tokens from both sides.
 
@@ -123,10 +123,11 @@ def compare_logprobs(
         training: the same tokens in the same order; shapes, or lengths per sequence, must agree.
         mask: bool or integer, shaped like the logprobs; 0 leaves a position out. None: all count.
         routing: of both sides, the tokens' fingerprints of the experts they met, shaped like the
-            logprobs (`Completion.routing`, `TokenLogprobs.routing`); None does not compare them.
+            logprobs (`Completion.routing`, `TokenLogprobs.routing`); None, or None of both sides
+            as in a dense model, does not compare them.
 
     Raises:
-        ValueError: shapes differ, or no token is active.
+        ValueError: shapes differ, no token is active, or one side alone has routing.
         TypeError: a logprob is not fp32 (the type both sides produce), or a mask is not integral.
     """
     ours, theirs = _flat(rollout, "rollout"), _flat(training, "training")
@@ -142,11 +143,18 @@ def compare_logprobs(
             "the loss mask, and that the completions are not all empty"
         )
     report = _report(ours[index], theirs.to(ours.device)[index], index, positions=ours.numel())
-    if routing is None:
+    sides = zip(("rollout", "training"), routing or (None, None), strict=True)
+    known = {side: found for side, found in sides if found is not None}
+    if not known:
         return report
-    for side, name in zip(routing, ("rollout's routing", "training's routing"), strict=True):
-        _check_shapes(rollout, side, "rollout", name)
-    ours, theirs = (_joined(side).to(index.device)[index] for side in routing)
+    if len(known) == 1:
+        raise ValueError(
+            f"only the {next(iter(known))} has routing; give that of both sides, or of neither "
+            "where the model is dense"
+        )
+    for side, found in known.items():
+        _check_shapes(rollout, found, "rollout", f"{side}'s routing")
+    ours, theirs = (_joined(found).to(index.device)[index] for found in known.values())
     return replace(report, rerouted_tokens=int((ours != theirs).sum()))
 
 

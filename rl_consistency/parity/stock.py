@@ -83,7 +83,7 @@ def shadow_stock_path(
             batches = _batches(model, sequences, prompt_lengths, micro_batch_size)
             training_seconds = _training_seconds(model, batches, temperature or 1.0)
     return StockShadow(
-        drift=compare_logprobs(decoded, scored, routing=experts if experts[0] else None),
+        drift=compare_logprobs(decoded, scored, routing=experts if any(experts) else None),
         rollout_seconds=rollout_seconds,
         training_seconds=training_seconds,
     )

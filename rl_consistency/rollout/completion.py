@@ -52,6 +52,24 @@ class Completion:
         )
 
 
+def routing_of(completions: Sequence[Completion]) -> list[Tensor] | None:
+    """The routing of each completion's tokens; None in a dense model, where no completion has one.
+
+    ValueError where only some completions with tokens have it.
+    """
+    if all(c.routing is None for c in completions):
+        return None
+    if lacking := [c for c in completions if c.routing is None and c.token_ids]:
+        named = ", ".join(f"prompt {c.prompt_index} sample {c.sample_index}" for c in lacking)
+        raise ValueError(
+            f"{len(lacking)} of {len(completions)} completions have no routing: {named}. The "
+            "experts of rollout and training are compared for all tokens of a sparse model or for "
+            "none; take completions of one engine, as it returned them."
+        )
+    none = torch.empty(0, dtype=torch.int64)
+    return [none if c.routing is None else c.routing for c in completions]
+
+
 class FailedRequestsError(ConsistencyError):
     """The model gave numbers that are not finite for some requests; the others were finished.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_consistency.cli.main import main
-from rl_consistency.cli.page.panels import OF_TRL, SECTIONS, trl_keys
+from rl_consistency.cli.page.panels import EXPERTS, OF_TRL, SECTIONS, sections, trl_keys
 from rl_consistency.integrations.wandb_drift import HISTOGRAM_KEYS, WORST_TOKENS
 from rl_consistency.trainers.metric_reference import reference_of
 
@@ -24,7 +24,8 @@ needs_workspaces = pytest.mark.skipif(
 
 
 def test_every_panel_is_of_metrics_that_are_logged():
-    keys = {key for panel in PANELS for key in panel.keys}
+    panels = [panel for section in sections(of_experts=True) for panel in section.panels]
+    keys = {key for panel in panels for key in panel.keys}
     assert all(reference_of(key) for key in keys - MEDIA) and keys >= MEDIA
     assert set(OF_TRL) <= keys
 
@@ -37,6 +38,22 @@ def test_the_page_is_the_golden_one(capsys):
     sections = page["section"]["panelBankConfig"]["sections"]
     assert [section["name"] for section in sections] == [section.title for section in SECTIONS]
     assert sum(len(section["panels"]) for section in sections) == len(PANELS)
+
+
+@needs_workspaces
+def test_experts_have_a_section_where_they_are_asked_for(capsys):
+    def shown(*options):
+        assert main(["dashboard", "show", *options]) == 0
+        found = json.loads(capsys.readouterr().out)["section"]["panelBankConfig"]["sections"]
+        return {section["name"]: json.dumps(section["panels"]) for section in found}
+
+    dense, sparse, trl = shown(), shown("--experts"), shown("--experts", "--trl")
+    assert sparse.keys() - dense.keys() == {EXPERTS.title}
+    for key in ("consistency/rerouted_tokens", "stock/rerouted_tokens", "policy/balance"):
+        assert f'"{key}"' in sparse[EXPERTS.title]
+        assert not any(key in panels for panels in dense.values())
+    assert '"train/consistency/rerouted_tokens"' in trl[EXPERTS.title]
+    assert "balance" not in trl[EXPERTS.title] and "stock" not in trl[EXPERTS.title]
 
 
 @needs_workspaces

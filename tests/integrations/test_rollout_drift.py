@@ -23,20 +23,24 @@ def drift():
     return RolloutDrift(trainer)
 
 
-def sample(prompt, tokens, logprobs):
-    return [prompt], Sampled([tokens], [torch.tensor(logprobs)])
+def sample(prompt, tokens, logprobs, routing=None):
+    met = None if routing is None else [torch.tensor(routing)]
+    return [prompt], Sampled([tokens], [torch.tensor(logprobs)], met)
 
 
-def observe(drift, ids, scored, logprobs, *, left=0):
+def observe(drift, ids, scored, logprobs, *, left=0, routing=None):
     """A row of training, padded by `left` columns before it and one after; `scored` per token."""
     pad = [0] * left
     tokens = torch.tensor([[*pad, *[1] * len(ids), 0]]).bool()
     mask = torch.tensor([[*pad, *scored, 0]]).bool()[:, 1:]
     values = torch.zeros(mask.shape)
     values[mask] = torch.tensor(logprobs)
-    drift.observe(
-        torch.tensor([[*pad, *ids, 0]]), tokens, LabelLogprobs(values, values, mask, None)
-    )
+    met = None
+    if routing is not None:
+        met = torch.zeros(mask.shape, dtype=torch.int64)
+        met[mask] = torch.tensor(routing)
+    scores = LabelLogprobs(values, values, mask, None, met)
+    drift.observe(torch.tensor([[*pad, *ids, 0]]), tokens, scores)
 
 
 def end_step(drift):
@@ -102,6 +106,28 @@ def test_a_last_turn_that_trl_has_cut_is_found(drift, cut):
     assert figures["consistency/tokens"] == 2 + cut
     assert figures["consistency/mismatched_tokens"] == 0
     assert "consistency/uncompared_tokens" not in figures
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_tokens_that_met_other_experts_are_counted_in_all_turns(drift, left):
+    drift.sampled(*sample([7, 8], [3, 4], [-1.0, -2.0], [50, 60]))
+    drift.sampled(*sample([7, 8, 3, 4, 9], [5, 5], [-3.0, -4.0], [70, 80]))
+    row, scored = [7, 8, 3, 4, 9, 5], [0, 0, 1, 1, 1, 1]  # TRL has cut the last turn
+    logprobs, same = [-1.0, -2.0, -6.0, -3.0], [50, 60, 99, 70]
+    observe(drift, row, scored, logprobs, left=left, routing=same)
+    assert drift.take()["consistency/rerouted_tokens"] == 0
+    observe(drift, row, scored, logprobs, left=left, routing=[50, 61, 99, 71])
+    figures = drift.take()
+    assert figures["consistency/rerouted_tokens"] == 2 and figures["consistency/tokens"] == 3
+    assert figures["consistency/mismatched_tokens"] == 0
+
+
+@pytest.mark.parametrize("sampled, trained", [([50], None), (None, [50])])
+def test_routing_of_one_side_alone_is_refused(drift, sampled, trained):
+    drift.sampled(*sample([7, 8], [3], [-1.0], sampled))
+    observe(drift, [7, 8, 3], [0, 0, 1], [-1.0], routing=trained)
+    with pytest.raises(ValueError, match="only the .* has routing; give that of both sides"):
+        drift.take()
 
 
 def test_a_token_that_was_not_sampled_is_counted(drift):

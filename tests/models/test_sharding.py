@@ -42,14 +42,14 @@ def rolled_out(engine):
     return [(c.token_ids, c.token_logprobs.tolist()) for c in drawn]
 
 
-def sharded(world, dtype, preset="tiny-qwen3", **precision):
-    """A policy under FSDP2, with fp32 masters of `dtype` weights."""
+def sharded(world, dtype, preset="tiny-qwen3", part="", **precision):
+    """A policy under FSDP2, with fp32 masters of `dtype` weights, by layers or one part of them."""
     policy = build_preset(preset, dtype).train()
     session = patch(policy, grad_dtype=torch.float32)
     policy.float()
     mesh = init_device_mesh("cpu", (world.size,))
     given = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, **precision)
-    for module in [*policy.model.layers, policy]:
+    for module in [*(layer.get_submodule(part) for layer in policy.model.layers), policy]:
         fully_shard(module, mesh=mesh, mp_policy=given)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -129,6 +129,34 @@ def test_fsdp2_has_the_bytes_of_a_plain_policy(run_ranks, dtype, preset):
             "again": True,
             "restored": f"FSDP{family}ForCausalLM",
         }
+
+
+def around_a_part(world, preset, parts):
+    """Logprobs and gradients under FSDP2's default, which casts what it finds in arguments."""
+    plain = build_preset(preset, torch.bfloat16).train()
+    patch(plain, grad_dtype=torch.float32)
+    expected = loss_of(plain)
+    expected.backward()
+    digest, found = parameter_digest(own_gradients(plain)), {}
+    for part in parts:
+        policy, _ = sharded(world, torch.bfloat16, preset, part)
+        loss = loss_of(policy)
+        (loss if world.rank == 0 else loss * 0.0).backward()
+        same = parameter_digest(whole_gradients(policy)) == digest
+        found[part] = torch.equal(loss, expected), same
+    return found
+
+
+@pytest.mark.parametrize(
+    "preset, parts",
+    [
+        ("tiny-qwen3", ("self_attn", "mlp")),
+        ("tiny-mixtral", ("self_attn", "mlp", "mlp.experts", "mlp.gate")),
+    ],
+)
+def test_fsdp2_around_a_part_of_a_layer_has_the_bytes_of_a_plain_policy(run_ranks, preset, parts):
+    for found in run_ranks(2, around_a_part, preset, parts):
+        assert found == dict.fromkeys(parts, (True, True))
 
 
 def with_other_ways(world):

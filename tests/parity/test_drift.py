@@ -213,6 +213,14 @@ def test_tokens_that_met_other_experts_are_counted_and_fail_a_report():
     assert found.merge(compare_logprobs(a, a)).rerouted_tokens is None
 
 
+def test_routing_of_one_side_alone_is_refused_and_that_of_none_is_not_compared():
+    a, routing = logprobs(6), torch.arange(6)
+    assert compare_logprobs(a, a, routing=(None, None)).rerouted_tokens is None
+    for side, given in (("rollout", (routing, None)), ("training", (None, routing))):
+        with pytest.raises(ValueError, match=f"only the {side} has routing; give that of both"):
+            compare_logprobs(a, a, routing=given)
+
+
 def test_routing_of_other_tokens_is_refused():
     a = logprobs(6)
     with pytest.raises(ValueError, match="training's routing has"):

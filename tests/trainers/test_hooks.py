@@ -123,6 +123,16 @@ def whole_step(hook, model, rollout):
     return metrics | hook.on_step_end()
 
 
+@pytest.mark.parametrize("side", ["rollout", "training"])
+def test_routing_of_one_side_alone_is_refused(make_hook, rollout, side):
+    routing = [torch.zeros(len(part), dtype=torch.int64) for part in rollout.logprobs]
+    given = {"rollout": None, "training": None} | {side: routing}
+    hook = make_hook()
+    hook.on_rollout(Rollout(**{**vars(rollout), "routing": given["rollout"]}))
+    with pytest.raises(ValueError, match=f"only the {side} has routing; give that of both sides"):
+        hook.on_training_logprobs(rollout.logprobs, given["training"])
+
+
 def test_a_step_is_logged_under_exactly_the_promised_names(make_hook, model, rollout):
     metrics = whole_step(make_hook(gradient_check_every=1, shadow_every=1), model, rollout)
     expected = {f"consistency/{name}" for name in DRIFT}

@@ -72,12 +72,6 @@ def shaped_rewards(
     return shaped, keep
 
 
-def routing_of(completions: Sequence[Completion]) -> list[Tensor] | None:
-    """The routing of each completion's tokens; None in a dense model."""
-    found = [c.routing for c in completions if c.routing is not None]
-    return found if len(found) == len(completions) else None
-
-
 def samples_of(
     examples: Sequence[Example],
     completions: Sequence[Completion],

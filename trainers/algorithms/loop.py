@@ -24,14 +24,13 @@ from rl_consistency.models.batch_layout import Layout, lay_out
 from rl_consistency.models.sharding import whole_weights
 from rl_consistency.models.token_logprobs import TokenLogprobs, token_logprobs
 from rl_consistency.numerics.clock import finished_seconds
-from rl_consistency.rollout.completion import Completion
+from rl_consistency.rollout.completion import Completion, routing_of
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.weights import model_digest
 from rl_consistency.trainers.algorithms.experience import (
     Experience,
     rollout_metrics,
-    routing_of,
     samples_of,
     shaped_rewards,
 )

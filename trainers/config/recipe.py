@@ -162,6 +162,12 @@ def _option_problems(config: RunConfig) -> Iterator[str]:
     data, algorithm, sampling = config.data, config.algorithm, config.sampling
     if config.policy.build is not None and config.tokenizer.kind == "auto":
         yield "tokenizer.kind: a built policy has no tokenizer of its own: use byte"
+    build = config.policy.build
+    if algorithm.balance_coefficient and build is not None and build.experts is None:
+        yield (
+            f"algorithm.balance_coefficient: {build.architecture} has no experts to balance: set "
+            "it to 0"
+        )
     if data.chat_template and config.tokenizer.kind == "byte":
         yield "data.chat_template: the byte tokenizer has none: use tokenizer.kind auto, or false"
     names, plain = ("top_k", "top_p", "min_p"), SamplingParams()

@@ -75,12 +75,27 @@ DRIFT = Section(
         Panel("Tokens by size of the difference", kind="histogram", histogram=ABS_DIFF, height=2.6),
     ),
 )
+EXPERTS = Section(
+    "Mixture of experts",
+    "Tokens whose experts differ between rollout and training, and the load-balancing loss.",
+    (
+        Panel(
+            "Tokens that met other experts",
+            (
+                Curve("stock/rerouted_tokens", "stock", "stock"),
+                Curve("consistency/rerouted_tokens", "rl_consistency"),
+            ),
+        ),
+        Panel("Load-balancing loss, mean over sequences", (Curve("policy/balance"),)),
+    ),
+)
+"""Of sparse models alone: see `sections`."""
 WORST = Section(
     "Worst tokens",
     "The tokens whose logprobs differ most, of the run's first step with drift.",
     (Panel("Worst tokens", (Curve(WORST_TOKENS),), "table"),),
 )
-SECTIONS = (
+SECTIONS: tuple[Section, ...] = (
     DRIFT,
     WORST,
     Section(
@@ -170,11 +185,18 @@ SECTIONS = (
     ),
 )
 
+
+def sections(*, of_experts: bool) -> tuple[Section, ...]:
+    """What shows a run, of a sparse model or of a dense one."""
+    return (DRIFT, EXPERTS, *SECTIONS[1:]) if of_experts else SECTIONS
+
+
 OF_TRL: dict[str, str | None] = {
     "reward/mean": "train/reward",
     "eval/reward": "eval/reward",
     "gradient_norm": "train/grad_norm",
     "policy/entropy": "train/entropy",
+    "policy/balance": None,
     "policy/kl/k3": "train/kl",
     "policy/clip_fraction": "train/clip_ratio/region_mean",
     "completion/length_mean": "train/completions/mean_length",

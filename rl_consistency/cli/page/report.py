@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from rl_consistency.cli.output_file import write_whole
 from rl_consistency.cli.page import plots
-from rl_consistency.cli.page.panels import SECTIONS, WORST
+from rl_consistency.cli.page.panels import EXPERTS, WORST, sections
 from rl_consistency.cli.page.plots import series
 from rl_consistency.cli.page.samples import samples_section
 from rl_consistency.cli.run_files import Rows, load_rows, run_file
@@ -85,8 +85,11 @@ def _verdict(rows: Rows) -> str:
     counts = plots.drift_counts(rows)
     ours, stock = counts.get("rl_consistency"), counts.get("stock")
     checks = series(rows, "consistency/gradient_check/passed")[1]
-    drifted = any(series(rows, "consistency/mismatched_tokens")[1])
+    rerouted = sum(series(rows, "consistency/rerouted_tokens")[1])
+    drifted = any(series(rows, "consistency/mismatched_tokens")[1]) or rerouted
     bad = ours is None or drifted or not all(checks)
+    if ours is not None and rerouted:
+        ours += f", {rerouted:,.0f} met other experts"
     passed = f" passed: {sum(checks):.0f} of {len(checks)}" if checks else ": none in this run"
     details = (
         f"Stock path{f' on the same model: {stock}' if stock else ': not measured'}. "
@@ -101,7 +104,8 @@ def _verdict(rows: Rows) -> str:
 
 def _sections(run_dir: Path, rows: Rows) -> str:
     parts = []
-    for section in SECTIONS:
+    routed = {key for panel in EXPERTS.panels for key in panel.keys}
+    for section in sections(of_experts=any(routed & row.keys() for row in rows)):
         if section is WORST:
             content = _worst_tokens(run_dir)
         else:

@@ -15,7 +15,7 @@ from rl_consistency.kernels.attention.layout import AttentionLayout
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.experts.op import experts
 from rl_consistency.kernels.router.op import route_with_logits
-from rl_consistency.models.modules import CanonicalModule
+from rl_consistency.models.modules import CanonicalModule, LayerCall
 from rl_consistency.models.moe.routing import record_routing
 from rl_consistency.numerics.strict import is_canonical
 
@@ -50,6 +50,15 @@ class CanonicalRouter(CanonicalModule):
         return getattr(self, "norm_topk_prob", True)
 
 
+class RoutedCall:
+    """Where the rows of one layer go; like `LayerCall`, nothing that FSDP2 looks into: the weights
+    keep their fp32."""
+
+    def __init__(self, expert_ids: Tensor, weights: Tensor, attention_layout: AttentionLayout):
+        self.expert_ids, self.weights = expert_ids, weights
+        self.attention_layout = attention_layout
+
+
 class CanonicalExperts(CanonicalModule):
     """All experts of a layer, their weights in two parameters."""
 
@@ -59,16 +68,10 @@ class CanonicalExperts(CanonicalModule):
         gate_up_proj: Tensor
         down_proj: Tensor
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        *,
-        attention_layout: AttentionLayout,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, *, call: RoutedCall) -> Tensor:
         """[R, H] of rows [R, H]; zeros in rows that no sequence of the layout owns, which reach no
         expert. The stock path computes those too."""
+        top_k_index, top_k_weights = call.expert_ids, call.weights
         if not is_canonical("experts"):
             if compiles_only():
                 return torch.empty_like(hidden_states)  # expert ids have no values then
@@ -84,7 +87,7 @@ class CanonicalExperts(CanonicalModule):
             top_k_weights,
             gate_up,
             down,
-            attention_layout,
+            call.attention_layout,
             activation=self.activation,
             gate_up_grad=self.gradient_buffer("gate_up_proj", gate_up),
             down_grad=self.gradient_buffer("down_proj", down),
@@ -97,10 +100,10 @@ class CanonicalMoEBlock(CanonicalModule):
     gate: CanonicalRouter
     experts: CanonicalExperts
 
-    def forward(self, hidden_states: Tensor, *, attention_layout: AttentionLayout) -> Tensor:
+    def forward(self, hidden_states: Tensor, *, call: LayerCall) -> Tensor:
         """[1, R, H] of packed rows [1, R, H]."""
         rows = hidden_states.view(-1, hidden_states.shape[-1])
         logits, weights, ids = self.gate(rows)
         record_routing(logits, ids)
-        out = self.experts(rows, ids, weights, attention_layout=attention_layout)
+        out = self.experts(rows, call=RoutedCall(ids, weights, call.attention_layout))
         return out.view(hidden_states.shape)

@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from rl_consistency.cli.page.panels import DRIFT, SECTIONS, WORST
+from rl_consistency.cli.page.panels import DRIFT, EXPERTS, SECTIONS, WORST
 from rl_consistency.cli.page.plots import (
     drift_counts,
     drift_picture,
@@ -121,6 +121,14 @@ def test_a_check_reported_as_failed_is_never_drawn_as_passed():
     key = "consistency/gradient_check"
     rows = [row(1, **{f"{key}/passed": False, f"{key}/mismatched_elements": 0})]
     assert "failed (1)" in lines(drawn_axes("Gradient checks", rows)[0])
+
+
+def test_rerouted_tokens_of_both_paths_and_the_balance_loss_are_drawn():
+    routed = {"consistency/rerouted_tokens": 0, "stock/rerouted_tokens": 7, "policy/balance": 1.5}
+    tokens, balance = section_figure(EXPERTS, [row(1, **routed), row(2, **routed)]).axes
+    assert list(lines(tokens)["stock"].get_ydata()) == [7, 7]
+    assert list(lines(tokens)["rl_consistency"].get_ydata()) == [0, 0]
+    assert list(balance.get_lines()[0].get_ydata()) == [1.5, 1.5]
 
 
 def test_phases_are_stacked_and_absent_ones_left_out():

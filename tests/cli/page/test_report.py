@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_consistency.cli.page.panels import SECTIONS, WORST
+from rl_consistency.cli.page.panels import EXPERTS, SECTIONS, WORST
 from rl_consistency.cli.page.plots import save_picture
 from rl_consistency.cli.page.report import _worst_tokens, render
 from rl_consistency.numerics.fingerprint import fingerprint
@@ -103,6 +103,28 @@ def test_every_plot_is_inline_and_well_formed(tmp_path):
     svgs = re.findall(r"<svg .*?</svg>", text, flags=re.DOTALL)
     labels = [ElementTree.fromstring(svg).get("aria-label") for svg in svgs]
     assert labels == [s.title for s in SECTIONS if s is not WORST]
+
+
+def with_metrics(run_dir, **more):
+    file = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row | more) + "\n" for row in rows))
+    return run_dir
+
+
+def test_only_a_sparse_run_has_a_section_of_experts(tmp_path):
+    dense = render(make_run(tmp_path / "dense")).read_text()
+    run = with_metrics(make_run(tmp_path / "sparse"), **{"consistency/rerouted_tokens": 0})
+    sparse = render(run).read_text()
+    assert EXPERTS.title in sparse and "experts" not in dense
+    assert '<section class="verdict"><strong>0 of 1,000 tokens differ</strong>' in sparse
+
+
+def test_tokens_that_met_other_experts_turn_the_verdict_bad(tmp_path, undrawn):
+    """Equal logprobs alone do not pass."""
+    run = with_metrics(make_run(tmp_path / "run"), **{"consistency/rerouted_tokens": 3})
+    page = render(run).read_text()
+    assert 'bad"><strong>0 of 1,000 tokens differ, 6 met other experts</strong>' in page
 
 
 def bundle_of(run_dir, training, step, **options):

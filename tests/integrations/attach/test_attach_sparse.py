@@ -4,7 +4,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rl_consistency.integrations import engine_generation
 from rl_consistency.models.families import UnsupportedModelError
+from rl_consistency.rollout.completion import routing_of
 from tests.integrations.trainers import grpo, logged
 
 SIZES = {
@@ -37,6 +39,34 @@ def test_no_token_differs_on_a_first_update(directory, tmp_path, attach):
     compared = logged(trainer, "consistency/tokens")
     assert sum(compared) == attachment.drift.tokens > 0
     assert logged(trainer, "consistency/mismatched_tokens") == [0] * len(compared)
+    assert logged(trainer, "consistency/rerouted_tokens") == [0] * len(compared)
+    assert attachment.drift.rerouted_tokens == 0
+
+
+def test_a_token_that_met_other_experts_is_counted_and_told(
+    directory, tmp_path, attach, monkeypatch
+):
+    """Negative control: equal logprobs alone do not pass."""
+
+    def rerouted(completions):
+        first, *others = routing_of(completions)
+        return [first + 1, *others]
+
+    monkeypatch.setattr(engine_generation, "routing_of", rerouted)
+    trainer = grpo(directory, tmp_path, model=made(), router_aux_loss_coef=0.0)
+    attachment = attach(trainer)
+    with pytest.warns(UserWarning, match="0 of .* tokens have other logprobs .* met other experts"):
+        trainer.train()
+    assert attachment.drift.mismatched_tokens == 0 < attachment.drift.rerouted_tokens
+    assert not attachment.drift.passed
+    assert not (tmp_path / "replay").exists()
+
+
+def test_a_stock_trainer_is_measured_without_its_experts(directory, tmp_path, attach):
+    trainer = grpo(directory, tmp_path, model=made(), router_aux_loss_coef=0.0)
+    attachment = attach(trainer, measure_only=True)
+    trainer.train()
+    assert attachment.drift.tokens > 0 and attachment.drift.rerouted_tokens is None
 
 
 def test_the_auxiliary_loss_over_the_batch_is_refused_by_name(directory, tmp_path, attach):

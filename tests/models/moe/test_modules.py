@@ -7,6 +7,7 @@ import torch
 
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.models.forward import packed_hidden_states
+from rl_consistency.models.modules import LayerCall
 from rl_consistency.models.moe.settings import parallel_part, routing_problems
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
@@ -73,7 +74,7 @@ def test_both_on_their_stock_path_have_the_bits_of_transformers(model):
     with torch.no_grad():
         right = block(rows)
         with patch(model), strict(except_=set(ROUTED)):
-            found = block(rows, attention_layout=PackedSequences.of([0], [20]))
+            found = block(rows, call=LayerCall((rows, rows), PackedSequences.of([0], [20])))
     assert torch.equal(found, right)
 
 

@@ -8,7 +8,9 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from rl_consistency.cli.train import summary_table
+from rl_consistency.trainers.data.tokenizer import byte_tokenizer
 from rl_consistency.trainers.hooks import ConsistencyHook
+from rl_consistency.trainers.policy import build_model
 from rl_consistency.trainers.run_directory.summary import passed
 from rl_consistency.verify.substitution import attribute
 
@@ -64,6 +66,29 @@ def test_the_balance_loss_changes_the_run_and_its_coefficient_is_off_by_default(
 def test_a_loss_over_the_batch_is_refused_with_the_reason(tiny_run):
     with pytest.raises(ValidationError, match="no sum over sequences, so every cut .* changes it"):
         tiny_run.config(**{"algorithm.balance_over": "batch"})
+
+
+def test_balancing_a_dense_recipe_is_refused_with_its_other_mistakes(tiny_run):
+    changes = {"algorithm.balance_coefficient": 0.1, "training.eval_every": 1, "data.task": None}
+    with pytest.raises(ValidationError) as error:
+        tiny_run.config(**changes, **{"data.path": "train.jsonl"})
+    assert "algorithm.balance_coefficient: qwen3 has no experts to balance: " in str(error.value)
+    assert "training.eval_every: there is no evaluation set" in str(error.value)
+
+
+@pytest.mark.parametrize("changes", [{}, sparse()], ids=["dense", "without sparse layers"])
+def test_balancing_a_loaded_dense_policy_is_refused_before_anything_is_computed(tiny_run, changes):
+    """A model of a sparse family may have no sparse layer."""
+    model = build_model(tiny_run.config(**changes).policy.build, byte_tokenizer(), seed=1)
+    if changes:
+        model.config.mlp_only_layers = list(range(model.config.num_hidden_layers))
+        model = type(model)(model.config)
+    model.save_pretrained(tiny_run.directory / "model")
+    byte_tokenizer().save_pretrained(tiny_run.directory / "model")
+    loaded = {"policy.build": None, "policy.path": str(tiny_run.directory / "model")}
+    with pytest.raises(ValueError, match=r"algorithm.balance_coefficient 0.1: .* no experts to"):
+        tiny_run(**loaded, **{"algorithm.balance_coefficient": 0.1, "tokenizer.kind": "auto"})
+    assert not (tiny_run.directory / "run").exists()
 
 
 @pytest.mark.parametrize(
