@@ -19,7 +19,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.experts.schedules import block_experts, block_rows
@@ -68,8 +70,13 @@ def members_of(row, ids_ptr, E, TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_E
 def count_kernel(
     ids_ptr, start_ptr, len_ptr, counts_ptr, R, S, E,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, SEQUENCES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """How many pairs of each expert a block of rows has."""
+    if OVERLAP:
+        # Nothing is read before the kernel ahead is done.
+        gdc_wait()
+        gdc_launch_dependents()
     block = tl.program_id(0)
     row = owned_rows(block, start_ptr, len_ptr, R, S, ROWS, SEQUENCES)
     members, _ = members_of(row, ids_ptr, E, TOP_K, ROWS, BLOCK_E)
@@ -98,9 +105,13 @@ def counted(counts_ptr, block, blocks, E, BLOCK_B: tl.constexpr, BLOCK_E: tl.con
 def place_kernel(
     ids_ptr, start_ptr, len_ptr, counts_ptr, pairs_ptr, places_ptr, first_ptr, R, S, E, blocks,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr, SEQUENCES: tl.constexpr,
-    ALONE: tl.constexpr,
+    ALONE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Store a block's pairs at their places; ALONE: there is no other block, and no counts."""
+    if OVERLAP:
+        # Nothing is read before the kernel ahead is done.
+        gdc_wait()
+        gdc_launch_dependents()
     block = tl.program_id(0)
     row = owned_rows(block, start_ptr, len_ptr, R, S, ROWS, SEQUENCES)
     members, fits = members_of(row, ids_ptr, E, TOP_K, ROWS, BLOCK_E)
@@ -150,11 +161,14 @@ def expert_pairs_op(
     rows, top_k = expert_ids.shape
     if rows == 0:
         return pairs, places, first.zero_()
+    overlap = has_tma(expert_ids.device)
     constants = {
         "TOP_K": top_k,
         "ROWS": block_rows(experts),
         "BLOCK_E": block_experts(experts),
         "SEQUENCES": SEQUENCES,
+        "OVERLAP": overlap,
+        "launch_pdl": overlap,
         "num_warps": 8,
     }
     blocks = triton.cdiv(rows, block_rows(experts))

@@ -24,6 +24,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
@@ -88,9 +89,13 @@ def product_kernel(
     TOP_K: tl.constexpr, BY_ROW: tl.constexpr, NT: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     TALL_M: tl.constexpr, TALL_N: tl.constexpr, TALL_K: tl.constexpr, TALL_STAGES: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    GROUP_M: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of one expert's product: a tall one, or a short one for at most BLOCK_M pairs."""
+    if OVERLAP:
+        # Nothing is read before the kernel ahead is done.
+        gdc_wait()
+        gdc_launch_dependents()
     tile_m, tile_n = tile_in_grid(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M)
     expert, start, stop = expert_tile(tile_m, first_ptr, E, BLOCK_M, TALL_M, BLOCK_E)
     if expert < E:
@@ -154,9 +159,13 @@ def gate_up_kernel(
     TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, PACKED: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     TALL_M: tl.constexpr, TALL_N: tl.constexpr, TALL_K: tl.constexpr, TALL_STAGES: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    GROUP_M: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """As `product_kernel`, one tile of the gated activation."""
+    if OVERLAP:
+        # Nothing is read before the kernel ahead is done.
+        gdc_wait()
+        gdc_launch_dependents()
     tile_m, tile_n = tile_in_grid(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M)
     expert, start, stop = expert_tile(tile_m, first_ptr, E, BLOCK_M, TALL_M, BLOCK_E)
     if expert < E:
@@ -203,13 +212,17 @@ def _weights_descriptor(weights: Tensor, layout: str, schedule: Schedule) -> Any
     return tile_descriptor(weights.flatten(0, 1), box if layout == "nt" else box[::-1])
 
 
-def _options(short: Schedule, tall: Schedule) -> dict[str, Any]:
+def _options(short: Schedule, tall: Schedule, x: Tensor) -> dict[str, Any]:
+    """Launch arguments; where the device can, the launch overlaps the end of the kernel ahead."""
+    overlap = has_tma(x.device)
     return launch_options(short) | {
         "STAGES": short.stages,
         "TALL_M": tall.block_m,
         "TALL_N": tall.block_n,
         "TALL_K": tall.block_k,
         "TALL_STAGES": tall.stages,
+        "OVERLAP": overlap,
+        "launch_pdl": overlap,
     }
 
 
@@ -247,7 +260,7 @@ def product_fwd(
     product_kernel[(tiles_m * triton.cdiv(n, short.block_n),)](
         a, *a_descs, weights, *b_descs, c, first, pairs, tiles_m, n, k, experts, a.stride(0),
         stride_e, stride_k, stride_n, TOP_K=top_k, BY_ROW=by_row, NT=layout == "nt",
-        BLOCK_E=block_experts(experts), **_options(short, tall),
+        BLOCK_E=block_experts(experts), **_options(short, tall, a),
     )  # fmt: skip
     return c
 
@@ -278,7 +291,7 @@ def gate_up_fwd(
     gate_up_kernel[(tiles_m * triton.cdiv(n, short.block_n),)](
         x, weights, *w_descs, y, both, first, pairs, tiles_m, n, k, experts, x.stride(0),
         *weights.stride(), TOP_K=top_k, ACTIVATION=ACTIVATIONS.index(activation), PACKED=packed,
-        BLOCK_E=block_experts(experts), **_options(short, tall),
+        BLOCK_E=block_experts(experts), **_options(short, tall, x),
     )  # fmt: skip
     return y, both
 

@@ -19,7 +19,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
@@ -37,9 +39,13 @@ from rl_consistency.kernels.reduction.tree_fold_triton import halve_across
 @triton.jit(do_not_specialize=["R"])
 def combine_kernel(
     outputs_ptr, places_ptr, weights_ptr, y_ptr, R, H,
-    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_H: tl.constexpr,
+    TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one row: its pairs, times their weights, by ascending expert."""
+    if OVERLAP:
+        # Nothing is read before the kernel ahead is done.
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     acc = tl.zeros((BLOCK_H,), tl.float32)
@@ -126,10 +132,11 @@ def combine_fwd(
     y = outputs.new_empty((rows, hidden))
     weights = None if weights is None else weights.contiguous()
     schedule = schedule or pick_combine(rows, hidden)
-    block = min(schedule.block, triton.next_power_of_2(hidden))
+    block, overlap = min(schedule.block, triton.next_power_of_2(hidden)), has_tma(y.device)
     combine_kernel[(rows, triton.cdiv(hidden, block))](
         outputs, places, weights, y, rows, hidden, TOP_K=top_k, WEIGHTED=weights is not None,
-        BLOCK_H=block, num_warps=schedule.warps, enable_fp_fusion=False,
+        BLOCK_H=block, OVERLAP=overlap, launch_pdl=overlap, num_warps=schedule.warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return y
 
