@@ -173,6 +173,10 @@ def fold_runs(
     `dy_by_row` says that it is dy. An expert without runs is left as it is; a `fresh` buffer counts
     as all zero.
     """
+    if not len(runs.rows):
+        if fresh:
+            buffer.zero_()
+        return
     experts, n, k = buffer.shape
     tma = describes_rows(buffer.device, dy.dtype, n, k)
     if schedule is None:

@@ -69,10 +69,8 @@ def _table(means: dict[str, int]) -> tuple[ProductSchedule, ...]:
 
 PRODUCTS = _table(
     {
-        "pointer-16x64x128-w4-s4+pointer-64x128x64-w4-s4": 4,
-        "pointer-16x64x128-w4-s4+pointer-128x128x64-w4-s3": 16,
-        "pointer-32x64x128-w4-s4+pointer-128x128x64-w4-s3": 32,
-        "pointer-64x128x64-w4-s4": 64,
+        "pointer-16x64x128-w4-s4+pointer-64x128x64-w4-s4": 64,
+        "pointer-64x128x64-w4-s4": 96,
         "pointer-128x128x64-w8-s3": 128,
     }
 )
@@ -80,21 +78,18 @@ PRODUCTS = _table(
 
 PRODUCTS_TMA = _table(
     {
-        "tma-16x64x128-w4-s5+tma-64x128x64-w4-s4": 4,
-        "tma-16x64x128-w4-s5+tma-128x128x64-w4-s3": 16,
-        "tma-32x64x128-w4-s4+tma-128x128x64-w4-s3": 32,
-        "tma-64x128x64-w4-s4": 64,
+        "tma-16x64x128-w4-s5+tma-64x128x64-w4-s4": 64,
+        "tma-64x128x64-w4-s4": 96,
         "tma-128x128x64-w8-s4": 128,
     }
 )
-"""The same with copies by descriptor: of the weights, and of rows that stand by pair."""
+"""The same with copies by descriptor: of the weights, and of rows that stand by pair. On an H200,
+short tiles of 32 rows and tall ones of 128 were slower in nearly every routing."""
 
 GATE_UP = _table(
     {
-        "pointer-16x32x128-w4-s4+pointer-64x64x64-w4-s4": 4,
-        "pointer-16x32x128-w4-s4+pointer-128x64x64-w4-s3": 16,
-        "pointer-32x32x128-w4-s4+pointer-128x64x64-w4-s3": 32,
-        "pointer-64x64x64-w4-s4": 64,
+        "pointer-16x32x128-w4-s4+pointer-64x64x64-w4-s4": 64,
+        "pointer-64x64x64-w4-s4": 96,
         "pointer-128x64x64-w8-s3": 128,
     }
 )
@@ -102,10 +97,8 @@ GATE_UP = _table(
 
 GATE_UP_TMA = _table(
     {
-        "tma-16x32x128-w4-s5+tma-64x64x64-w4-s4": 4,
-        "tma-16x32x128-w4-s5+tma-128x64x64-w4-s3": 16,
-        "tma-32x32x128-w4-s4+tma-128x64x64-w4-s3": 32,
-        "tma-64x64x64-w4-s4": 64,
+        "tma-16x32x128-w4-s5+tma-64x64x64-w4-s4": 64,
+        "tma-64x64x64-w4-s4": 96,
         "tma-128x128x64-w8-s3": 128,
     }
 )
@@ -146,7 +139,11 @@ class RowSchedule:
 
 COMBINE = (RowSchedule(512, 2), RowSchedule(1024, 4), RowSchedule(2048, 4), RowSchedule(4096, 8))
 PAIR = (RowSchedule(0, 1), RowSchedule(0, 4), RowSchedule(0, 8), RowSchedule(0, 16))
-"""Schedules of the row's sum and of a pair's gradient, to time and to compare."""
+"""Schedules of the row's sum and of a pair's gradient."""
+
+MOST_HELD = 32
+"""Columns of a pair that a thread holds. One warp was the fastest where this lets it; the compiler
+takes minutes for many times as many."""
 
 COUNTED = 4096
 """Elements of the table of rows and experts that a program of `pairs_triton` holds."""
@@ -270,7 +267,12 @@ def pick_combine(rows: int, hidden: int) -> RowSchedule:
     return COMBINE[1] if hidden <= 1024 else COMBINE[2]
 
 
+def pair_candidates(width: int) -> tuple[RowSchedule, ...]:
+    """Schedules of a pair's gradient whose row is `width` wide."""
+    block = block_experts(width)
+    return tuple(s for s in PAIR if block <= MOST_HELD * 32 * s.warps) or PAIR[-1:]
+
+
 def pick_pair(width: int) -> RowSchedule:
-    """The schedule of a pair's gradient, whose row is `width` wide."""
-    warps = min(max(block_experts(width) // 512, 1), 16)
-    return next(s for s in PAIR if s.warps >= warps)
+    """The schedule of a pair's gradient: as few warps as may be, since they sum across them."""
+    return pair_candidates(width)[0]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rl_consistency.verify.mutants.run import MutantResult
     from rl_consistency.verify.targets import Target
 
-TARGETS = ("model", "preset", "quick", "full", "processes")
+TARGETS = ("model", "preset", "quick", "full", "only", "processes")
 """Options that choose what the claims are checked on."""
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_PROCESSES = 12
@@ -65,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, metavar="N", help=text)
     text = "instead run the negative controls: every wrong program must turn its checks red"
     parser.add_argument("--mutants", action="store_true", help=text)
+    text = "only the checks of these ops or models, by part of a name"
+    parser.add_argument("--only", metavar="NAME", nargs="+", action="extend", help=text)
     world.add_arguments(parser)
 
 
@@ -88,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     elif args.mutants:
         passed, content = _run_mutants(device)
     else:
-        passed, content = _run_claims(_targets(args, device), device, _processes(args, device))
+        given = _targets(args, device), device, _processes(args, device), args.only or ()
+        passed, content = _run_claims(*given)
     if args.json is not None:
         record = {"passed": passed, "seconds": time.perf_counter() - start}
         from rl_consistency.numerics.fingerprint import fingerprint
@@ -123,7 +126,7 @@ def _processes(args: argparse.Namespace, device: torch.device) -> int:
 
 
 def _run_claims(
-    targets: Sequence[Target], device: torch.device, processes: int
+    targets: Sequence[Target], device: torch.device, processes: int, only: Sequence[str]
 ) -> tuple[bool, dict[str, Any]]:
     from rl_consistency.numerics.fingerprint import fingerprint
     from rl_consistency.verify.run import run_checks
@@ -136,7 +139,7 @@ def _run_claims(
             progress.update(task, advance=1, description=f"{result.key} ({result.scope})")
             _log(console, result)
 
-        results = run_checks(targets, processes=processes, on_result=finished)
+        results = run_checks(targets, only=only, processes=processes, on_result=finished)
     for table in claims_tables(results):
         console.print(table)
     failed = [r for r in results if not r.passed]

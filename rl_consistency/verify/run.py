@@ -208,15 +208,23 @@ def _jobs_of_ops(setups: Sequence[OpSetup]) -> list[Job]:
 def run_checks(
     targets: Sequence[Target],
     *,
+    only: Sequence[str] = (),
     processes: int = 1,
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
     """Run all checks, shared among some processes: most of a first run on a GPU is compilation.
 
-    `on_result` is called with each result as soon as it is found. All are returned in the order of
-    `jobs_of`. For errors of another process see `run_in_processes`.
+    `only` keeps the checks whose scope holds one of these words, such as `C3 linear` or
+    `tiny-qwen3 bf16`; ValueError where a word is in none. `on_result` is called with each result as
+    soon as it is found. All are returned in the order of `jobs_of`. For errors of another process
+    see `run_in_processes`.
     """
     jobs = jobs_of(targets)
+    scopes = [job.scope for job in jobs]
+    if idle := [word for word in only if not any(word in scope for scope in scopes)]:
+        known = ", ".join(dict.fromkeys(scopes))
+        raise ValueError(f"no check is called {idle[0]!r}; their names hold: {known}.")
+    jobs = [job for job in jobs if not only or any(word in job.scope for word in only)]
     if processes > 1:
         device = targets[0].device if targets else CPU
         return run_in_processes(jobs, processes, device, on_result)

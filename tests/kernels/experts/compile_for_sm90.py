@@ -21,10 +21,10 @@ from rl_consistency.kernels.experts.runs_triton import (
 )
 from rl_consistency.kernels.experts.schedules import (
     COMBINE,
-    PAIR,
     block_experts,
     block_rows,
     fold_candidates,
+    pair_candidates,
     product_candidates,
 )
 from rl_consistency.kernels.router.choice_triton import choose_fwd, logits_bwd
@@ -69,7 +69,7 @@ def calls(dtype):
         yield partial(gather_pairs, x, first, pairs, TOP_K, schedule)
         yield partial(in_steps, x, pairs, first, schedule)
         yield partial(activate_pairs, packed, first, "silu", schedule)
-    for schedule in PAIR[1:]:
+    for schedule in pair_candidates(WIDTH):
         yield partial(pair_bwd, packed, activated, weights, first, pairs, "silu", schedule)
 
 

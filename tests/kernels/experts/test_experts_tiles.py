@@ -168,6 +168,6 @@ def test_both_tiles_of_a_schedule_fit_one_kernel():
 
 
 def test_the_rule_picks_by_the_mean_rows_of_an_expert():
-    for pairs, name in ((8, 0), (4 * 128, 0), (4 * 128 + 1, 1), (33 * 128, 3), (1 << 20, -1)):
+    for pairs, name in ((8, 0), (64 * 128, 0), (64 * 128 + 1, 1), (97 * 128, 2), (1 << 20, -1)):
         own = pick_product("nt", pairs, 128, 768, 2048, torch.bfloat16, True)
         assert own == PRODUCTS_TMA[name]

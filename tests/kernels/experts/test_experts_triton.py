@@ -34,10 +34,12 @@ from rl_consistency.kernels.experts.schedules import (
     PAIR,
     PRODUCTS,
     PRODUCTS_TMA,
+    block_experts,
     fold_candidates,
     fold_work,
     library_work,
     most_tiles,
+    pair_candidates,
     pick_combine,
     pick_fold,
     pick_pair,
@@ -373,7 +375,11 @@ def test_picks_are_in_their_tables():
     )
     assert (few.short.block_m, few.tall.block_m, many.short.block_m) == (16, 64, 128)
     assert all(pick_combine(r, h) in COMBINE for r in (1, 4096) for h in (64, 4096))
-    assert all(pick_pair(width) in PAIR for width in (24, 768, 14336))
+    for width in (24, 768, 1024, 1025, 14336, 40_000):
+        held = {s: block_experts(width) / (32 * s.warps) for s in pair_candidates(width)}
+        assert pick_pair(width) in held
+        assert max(held.values()) <= 32 or (width == 40_000 and len(held) == 1)
+    assert [pick_pair(width).warps for width in (768, 1024, 1025, 14336)] == [1, 1, 4, 16]
 
 
 def test_a_winner_of_tune_goes_before_the_rule(monkeypatch):
