@@ -48,11 +48,12 @@ def runs(monkeypatch):
     """Stands in for the checks: records the targets, gives back the prepared results."""
 
     class Runs:
-        targets = processes = None
+        targets = processes = only = None
         results = (result(),)
 
     def run_checks(targets, **callbacks):
         Runs.targets, Runs.processes = targets, callbacks["processes"]
+        Runs.only = callbacks["only"]
         return list(Runs.results)
 
     monkeypatch.setattr(verify, "run_checks", run_checks)
@@ -120,6 +121,9 @@ def test_options_choose_the_targets(runs, tmp_path):
     build_preset("tiny-qwen2").save_pretrained(tmp_path / "policy")
     main(["verify", "--model", str(tmp_path / "policy")])
     assert [t.name for t in runs.targets] == ["policy"]
+    assert not runs.only
+    main(["verify", "--only", "router", "experts", "--only", "tiny-olmoe"])
+    assert runs.only == ["router", "experts", "tiny-olmoe"]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +140,7 @@ def test_options_choose_the_targets(runs, tmp_path):
         (["--json", "/proc/x.json"], "--json /proc/x.json: cannot be written"),
         (["--mutants", "--json", "/proc/x.json"], "--json /proc/x.json: cannot be written"),
         (["--mutants", "--preset", "tiny-llama", "--quick"], "leave out --preset --quick"),
+        (["--mutants", "--only", "router"], "leave out --only"),
         (["--mutants", "--processes", "0"], "leave out --processes"),
         (["--mutants", "--processes", "-1"], "leave out --processes"),
     ],

@@ -56,6 +56,21 @@ def test_every_claim_holds_for_a_tiny_model():
     assert {r.claim for r in results} == set(CLAIMS)
 
 
+def test_only_some_checks_run_and_a_name_of_none_is_refused():
+    keys = [r.key for r in run_checks([], only=["process"])]
+    assert keys == [r.key for r in run_checks([])] and keys
+    target = Target(
+        name="tiny-qwen2",
+        dtype=torch.bfloat16,
+        sweep=TINY,
+        build=partial(build_preset, "tiny-qwen2", torch.bfloat16),
+    )
+    results = run_checks([target], only=["C1 rotary", "C6 glu"])
+    assert [(r.claim, r.subject) for r in results] == [("C1", "rotary"), ("C6", "glu")]
+    with pytest.raises(ValueError, match="no check is called 'rotery'.*C1 rotary"):
+        run_checks([target], only=["C1 rotary", "rotery"])
+
+
 def test_bytes_are_compared_and_zeros_of_both_signs_differ():
     tally = Tally()
     assert tally.equal("same", torch.tensor([1.0, -0.0]), torch.tensor([1.0, -0.0]))

@@ -195,7 +195,7 @@ def test_a_section_refuses_a_wrong_value(override, message):
         (["tokenizer.kind=auto"], "tokenizer.kind: a built policy has no tokenizer"),
         (["rollout.sampling.max_tokens=60"], "policy.build.max_position_embeddings: 64 positions"),
         (["rollout.num_kv_blocks=1"], "rollout.num_kv_blocks: 1 blocks of 16 cannot hold"),
-        (["rollout.prefill_chunk_size=4096"], "rollout.prefill_chunk_size: 4096 exceeds"),
+        (["rollout.prefill_chunk_size=32768"], "rollout.prefill_chunk_size: 32768 exceeds"),
         (["algorithm.updates_per_rollout=3"], "algorithm.updates_per_rollout: 3 does not divide"),
         (["data.limit=5"], "rollout.prompts_per_step: "),
         (["algorithm.overlong=penalty"], "algorithm.overlong_buffer: must be positive"),
