@@ -137,7 +137,9 @@ def _measure(args: argparse.Namespace) -> int:
     suites, machine = _chosen(args), _machine()
     meta = run_meta(machine.device, args.command_line, args.commit)
     results = Results() if args.json is None else load(args.json, meta["device"])
-    results = measure(suites, machine, results, meta, args.json)
+    named = getattr(args, "model", None)
+    models = () if named is None else named.split(",")
+    results = measure(suites, machine, results, meta, args.json, models)
     failed = [row.case for row in results.of(*suites) if row.error is not None]
     bars = {name: bar for name, bar in results.bars.items() if bar["figure"] is not None}
     figures = {name: bar["figure"] for name, bar in bars.items()}

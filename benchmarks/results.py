@@ -39,20 +39,31 @@ class Results:
             found[name] |= {"complete": whole, "met": whole and met}
         return found
 
-    def of(self, *suites: str) -> list[Row]:
-        """Rows of some suites."""
-        return [row for row in self.rows if row.suite in suites]
+    def of(self, *suites: str, models: Sequence[str] = ()) -> list[Row]:
+        """Rows of some suites, and of some models where any are named."""
+        return [row for row in self.rows if row.suite in suites and _is_of(row, models)]
 
     def merged(
-        self, suite: str, rows: Sequence[Row], meta: Mapping[str, Any], record: Mapping[str, Any]
+        self,
+        suite: str,
+        rows: Sequence[Row],
+        meta: Mapping[str, Any],
+        record: Mapping[str, Any],
+        *,
+        models: Sequence[str] = (),
     ) -> Results:
         """With the rows and the record of one suite replaced in their place, and the run's meta
-        over the old one."""
+        over the old one. Where a run measured only some `models`, rows of the others stay."""
         first = next((i for i, r in enumerate(self.rows) if r.suite == suite), len(self.rows))
+        kept = [r for r in self.of(suite) if not _is_of(r, models)]
         after = (r for r in self.rows[first:] if r.suite != suite)
         suites = {**self.meta.get("suites", {}), suite: dict(record)}
-        merged = (*self.rows[:first], *rows, *after)
+        merged = (*self.rows[:first], *kept, *rows, *after)
         return Results(merged, {**self.meta, **meta, "suites": suites})
+
+
+def _is_of(row: Row, models: Sequence[str]) -> bool:
+    return not models or row.shape["model"] in models
 
 
 def load(path: Path, device: str | None = None) -> Results:

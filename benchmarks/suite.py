@@ -91,25 +91,32 @@ def gradients(
 
 def measure(
     suites: Suites, machine: Machine, results: Results, meta: Mapping[str, Any],
-    file: Path | None = None,
+    file: Path | None = None, models: Sequence[str] = (),
 ) -> Results:  # fmt: skip
-    """Results with the suites in them; `meta` is that of `run_meta`. Saves after each suite."""
+    """Results with the suites in them; `meta` is that of `run_meta`, `models` those of `merged`.
+    Saves after each suite, and where that replaces no rows after each case: a run that ends early
+    keeps what it has."""
     for suite, suite_cases in suites.items():
-        clocks, started = _clocks(), time.perf_counter()
-        rows = [measured(suite, case, machine) for case in suite_cases]
-        errors = sum(row.error is not None for row in rows)
-        record = {key: meta[key] for key in ("commit", "kernels_sha256", "command", "date")} | {
-            "ceilings": asdict(machine.ceilings),
-            "clocks": [clocks, _clocks()],
-            "seconds": time.perf_counter() - started,
-            "cases": len(rows),
-            "errors": errors,
-            "complete": not errors,
-        }
-        results = results.merged(suite, rows, meta, record)
-        if file is not None:
-            save(file, results)
-        text = f"{suite}: {len(rows)} cases, {errors} errors, {record['seconds']:.0f} s"
+        clocks, started, before = _clocks(), time.perf_counter(), results
+        replaces = bool(before.of(suite, models=models))
+        rows: list[Row] = []
+        errors = 0
+        for case in suite_cases:
+            rows.append(measured(suite, case, machine))
+            errors += rows[-1].error is not None
+            done = len(rows) == len(suite_cases)
+            record = {key: meta[key] for key in ("commit", "kernels_sha256", "command", "date")} | {
+                "ceilings": asdict(machine.ceilings),
+                "clocks": [clocks, _clocks() if done else None],
+                "seconds": time.perf_counter() - started,
+                "cases": len(rows),
+                "errors": errors,
+                "complete": done and not errors,
+            }
+            results = before.merged(suite, rows, meta, record, models=models)
+            if file is not None and (done or not replaces):
+                save(file, results)
+        text = f"{suite}: {len(rows)} cases, {errors} errors, {time.perf_counter() - started:.0f} s"
         if found := ratios(rows):
             text += f", stock/ours lowest {min(found):.3f}, median {median(found):.3f}"
         print(text, flush=True)

@@ -297,8 +297,7 @@ class _Run:
 
     def save_if_due(self, step: int, *, ends: bool = False) -> None:
         """Write a checkpoint at the end, after a warm start, and as often as the recipe says."""
-        training = self.config.training
-        every, last = training.save_every, step == training.steps
+        every, last = self.config.training.save_every, step == self.config.training.steps
         warm = step == 0 and self.config.warm_start.steps > 0
         regular = every is not None and (warm or last or (every > 0 and step % every == 0))
         if regular or ends:

@@ -140,6 +140,19 @@ def test_an_error_row_counts_in_no_figure():
     assert geometric_mean([]) is None
 
 
+def test_a_run_of_some_models_leaves_rows_of_the_others():
+    suite = "rollout_roofline_named"
+
+    def of(model, fraction):
+        return row(suite, shape={"model": model}, ceiling_fraction=fraction)
+
+    results = Results().merged(suite, [of("a", 0.5), of("b", 0.6)], META, RECORD)
+    results = results.merged(suite, [of("b", 0.7), of("c", 0.8)], META, RECORD, models=["b", "c"])
+    assert [r.ceiling_fraction for r in results.rows] == [0.5, 0.7, 0.8]
+    assert [r.ceiling_fraction for r in results.of(suite, models=["b"])] == [0.7]
+    assert results.merged(suite, [of("a", 0.1)], META, RECORD).rows == (of("a", 0.1),)
+
+
 def test_a_suite_replaces_its_own_rows_and_no_others(tmp_path):
     file = tmp_path / "gpu.json"
     results = Results((), {}).merged("matmul_forward", [row(ratio=0.5)], META, RECORD)

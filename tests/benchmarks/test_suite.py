@@ -34,9 +34,9 @@ def raising(error):
 FOLD = {"gradient_fold": [case(good)]}
 
 
-def measure(suites, file=None):
+def measure(suites, file=None, results=None):
     meta = run_meta(torch.device("cpu"), "python -m benchmarks ops", "abc")
-    return suite.measure(suites, machine(), Results(), meta, file)
+    return suite.measure(suites, machine(), results or Results(), meta, file)
 
 
 def test_a_run_is_recorded_with_what_it_ran_on(tmp_path):
@@ -60,12 +60,19 @@ def test_a_case_that_raises_is_a_row_and_the_others_go_on(tmp_path, capsys):
     assert results.bars["gradient_fold_geomean"]["met"] is False
 
 
-def test_a_killed_run_keeps_the_suites_that_were_done(tmp_path):
+def test_a_killed_run_keeps_what_was_done_and_the_rows_it_would_have_replaced(tmp_path):
     file = tmp_path / "gpu.json"
-    killed = {"elementwise": [case(good), case(raising(KeyboardInterrupt()))]}
+    killed = {"attention_forward": [case(good), case(raising(KeyboardInterrupt()))]}
     with pytest.raises(KeyboardInterrupt):
         measure(FOLD | killed, file)
-    assert [row.suite for row in load(file).rows] == ["gradient_fold"]
+    found = load(file)
+    assert [row.suite for row in found.rows] == ["gradient_fold", "attention_forward"]
+    complete = {suite: record["complete"] for suite, record in found.meta["suites"].items()}
+    assert complete == {"gradient_fold": True, "attention_forward": False}
+    again = {"gradient_fold": [case(raising(ValueError("other"))), *killed["attention_forward"]]}
+    with pytest.raises(KeyboardInterrupt):
+        measure(again, file, found)
+    assert load(file) == found
 
 
 def test_a_lost_device_ends_the_run_and_keeps_the_suites_that_were_done(tmp_path):

@@ -20,6 +20,7 @@ from benchmarks.ops.logprobs import logprobs_and_gradients
 from benchmarks.ops.matmul import gradient_fold, product
 from benchmarks.ops.routing import ROUTINGS
 from benchmarks.ops.suites import accuracy_cases, op_suites, random_op_suites
+from benchmarks.rollout.side_by_side import MODELS, vllm_suites
 from benchmarks.rollout.suites import (
     named_rollout_suites,
     random_rollout_suites,
@@ -194,11 +195,14 @@ def test_accuracy_rows_hold_the_error_ratio():
     assert 0 < fields["error_ratio"] < 1.1 and "gradient_norm" in fields["figures"]
 
 
-def test_every_bar_names_suites_that_exist_and_no_case_is_there_twice():
+def test_every_bar_names_suites_that_exist_and_no_case_is_there_twice(tmp_path):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
     suites = {**op_suites(), **training_suites(), **rollout_suites(), **distributed_suites()}
     suites |= trl_suites() | random_op_suites(3) | random_training_suites(3)
     suites |= random_rollout_suites(3) | named_training_suites(["llama3.2-1b", "olmoe-1b-7b"])
     suites |= named_rollout_suites(["llama3.2-1b", "olmoe-1b-7b"])
+    suites |= vllm_suites(tmp_path, [*MODELS, "qwen3-30b-a3b"])
     assert {name for bar in BARS.values() for name in bar.suites} == suites.keys()
     for cases_of in suites.values():
         assert cases_of

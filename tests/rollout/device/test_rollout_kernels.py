@@ -126,7 +126,7 @@ def test_the_first_rollout_of_a_kind_asks_for_the_sizes_it_has(model, monkeypatc
     assert (bounds.tokens, bounds.sequences, bounds.longest) == (10, 4, 6)
     assert bounds.batch_sizes == (1, 2, 4)
     engine.warm_up(plain, batch_sizes=[2, 5])
-    assert asked[-1][1].batch_sizes == (2, 5) and asked[-1][1].tokens == 2048
+    assert asked[-1][1].batch_sizes == (2, 5) and asked[-1][1].tokens == 16384
     with pytest.raises(ValueError, match="batch sizes must be 1 to max_num_seqs=5"):
         engine.warm_up(plain, batch_sizes=[6])
     engine.generate([[1] * 40] * 3, plain)
