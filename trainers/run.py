@@ -218,7 +218,7 @@ class _Run:
         self.fingerprint = fingerprint_of(config)
         inputs |= data_digests(self.train_set, self.eval_set) | reward_digests(self.rewards)
         self.continued_under = Fingerprint(self.fingerprint.entries | inputs)
-        self.warm_start_loss, self.reference_digest = float("nan"), None
+        self.warm_start_loss, self.reference_digest, self.resumed = float("nan"), None, False
         self.wandb_run_id = uuid4().hex[:8]
         self.no_signal = NoSignal(announce)
 
@@ -266,7 +266,7 @@ class _Run:
         self.optimizer.load(checkpoint.optimizer, checkpoint.schedule)
         self.hook.load_state_dict(checkpoint.totals)
         self.warm_start_loss = checkpoint.extra["warm_start_loss"]
-        self.wandb_run_id = checkpoint.extra["wandb_run_id"]
+        self.wandb_run_id, self.resumed = checkpoint.extra["wandb_run_id"], True
         restore(checkpoint.extra["random_state"])
         self.announce(f"resumed from {checkpoint.path}")
         return checkpoint.step + 1
@@ -300,7 +300,7 @@ class _Run:
         every, last = self.config.training.save_every, step == self.config.training.steps
         warm = step == 0 and self.config.warm_start.steps > 0
         regular = every is not None and (warm or last or (every > 0 and step % every == 0))
-        if regular or ends:
+        if regular or ends or (last and self.resumed):
             tensors = {"optimizer": self.optimizer.tensors()}
             tensors |= self.critic.saved() if self.critic else {}
             with whole_weights(self.model):

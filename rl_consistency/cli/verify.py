@@ -92,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         given = _targets(args, device), device, _processes(args, device), args.only or ()
         passed, content = _run_claims(*given)
+        content["only"] = list(args.only or ())
     if args.json is not None:
         record = {"passed": passed, "seconds": time.perf_counter() - start}
         from rl_consistency.numerics.fingerprint import fingerprint
@@ -150,6 +151,7 @@ def _run_claims(
     text = f"{passed} of {len(results)} checks passed, {compared:,} comparisons on {models}, "
     text += f"{time.perf_counter() - start:.0f} s, "
     text += f"fingerprint {fingerprint(device).digest[:12]}"
+    text += f", only {', '.join(only)}" if only else ""
     console.print(text, highlight=False)
     return not failed, {"results": [asdict(r) for r in results]}
 

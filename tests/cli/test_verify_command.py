@@ -101,7 +101,7 @@ def test_json_holds_every_result_and_the_fingerprint(runs, tmp_path):
     file = tmp_path / "verify.json"
     assert main(["verify", "--json", str(file)]) == 1
     content = json.loads(file.read_text())
-    assert content["passed"] is False
+    assert content["passed"] is False and content["only"] == []
     assert [r["mismatches"] for r in content["results"]] == [0, 7]
     assert len(content["fingerprint"]["digest"]) == 64
     assert content["fingerprint"]["entries"]["torch"] == torch.__version__
@@ -109,7 +109,7 @@ def test_json_holds_every_result_and_the_fingerprint(runs, tmp_path):
     assert content["machine"]["device"] and content["machine"]["cuda"] is None
 
 
-def test_options_choose_the_targets(runs, tmp_path):
+def test_options_choose_the_targets(runs, tmp_path, capsys):
     main(["verify", "--preset", "tiny-llama", "--dtype", "float16", "--quick"])
     (target,) = runs.targets
     assert (target.name, target.dtype, target.sweep) == ("tiny-llama", torch.float16, QUICK)
@@ -121,9 +121,11 @@ def test_options_choose_the_targets(runs, tmp_path):
     build_preset("tiny-qwen2").save_pretrained(tmp_path / "policy")
     main(["verify", "--model", str(tmp_path / "policy")])
     assert [t.name for t in runs.targets] == ["policy"]
-    assert not runs.only
+    assert runs.only == ()
     main(["verify", "--only", "router", "experts", "--only", "tiny-olmoe"])
     assert runs.only == ["router", "experts", "tiny-olmoe"]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.endswith("only router, experts, tiny-olmoe")
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,10 @@ def test_a_run_without_checkpoints_writes_one_only_when_a_signal_ends_it(tiny_ru
         tiny_run(training=changed)
     saved = list_checkpoints(tiny_run.directory / "run" / "checkpoints")
     assert [path.name for path in saved] == ["step_000001"] * ends
+    if ends:  # what continues it does not leave the newest checkpoint behind its last step
+        tiny_run(training=changed, resume=True)
+        saved = list_checkpoints(tiny_run.directory / "run" / "checkpoints")
+        assert saved[-1].name == "step_000002"
 
 
 def test_a_second_signal_ends_a_run_at_once(signalled, tiny_run, capfd):

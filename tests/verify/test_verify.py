@@ -57,8 +57,6 @@ def test_every_claim_holds_for_a_tiny_model():
 
 
 def test_only_some_checks_run_and_a_name_of_none_is_refused():
-    keys = [r.key for r in run_checks([], only=["process"])]
-    assert keys == [r.key for r in run_checks([])] and keys
     target = Target(
         name="tiny-qwen2",
         dtype=torch.bfloat16,

@@ -137,6 +137,6 @@ class TrainingSection(Section):
     """Evaluation examples used, one greedy completion each; null = all."""
     save_every: CountOrZero | None = 0
     """Write a checkpoint every this many steps; 0 = only at the end, null = none, unless a signal
-    ends the run."""
+    ends the run; a run that is resumed writes one at its end."""
     keep_checkpoints: Count = 2
     """How many of the newest checkpoints stay."""

@@ -175,7 +175,7 @@ def newest_checkpoint(config: RunConfig, fingerprint: Fingerprint) -> Checkpoint
     if not (checkpoints := list_checkpoints(directory / CHECKPOINTS)):
         raise RunDirectoryError(
             f"{directory} has no complete checkpoint to resume from; start again with --overwrite, "
-            "and set training.save_every to have checkpoints on the way."
+            "with a number as training.save_every to have checkpoints on the way."
         )
     checkpoint = load_checkpoint(checkpoints[-1], fingerprint)
     if steps < checkpoint.step:

@@ -3,6 +3,7 @@ are small integers, so every order of adding gives the same bytes, also in the i
 
 import importlib.util
 import itertools
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,10 +107,16 @@ def test_gate_and_up_have_every_row_of_every_expert(schedule):
         assert wrong_gate_up(schedule, counts, dtype) == []
 
 
-@pytest.mark.parametrize("counts", [(8, 0, 7, 1), (16, 0, 0), (17, 0, 0)])
-def test_a_call_has_as_many_tiles_as_any_routing_needs(counts):
+@pytest.mark.parametrize("counts", [(1,) * 16, (1,) * 17, (16, 0, 0), (17, 0, 0)])
+def test_a_call_has_as_many_tiles_as_any_routing_needs(counts, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "FILLER", 0)
     for schedule in (PRODUCTS[0], PRODUCTS[-1]):
         assert wrong_products(schedule, counts, torch.bfloat16) == []
+    if len(counts) > 3:  # these need every tile of the grid
+        stock = products_triton.most_tiles
+        monkeypatch.setattr(products_triton, "most_tiles", lambda *sizes: stock(*sizes) - 1)
+        assert wrong_products(PRODUCTS[0], counts, torch.bfloat16)
+        assert wrong_gate_up(GATE_UP[0], counts, torch.bfloat16)
 
 
 MUTANTS = {
