@@ -41,15 +41,17 @@ def check(body):
     return Check(claim="C1", subject="x", scope="fp32", what="y", body=body).run()
 
 
+QWEN2 = Target(
+    name="tiny-qwen2",
+    dtype=torch.bfloat16,
+    sweep=TINY,
+    build=partial(build_preset, "tiny-qwen2", torch.bfloat16),
+)
+
+
 def test_every_claim_holds_for_a_tiny_model():
-    target = Target(
-        name="tiny-qwen2",
-        dtype=torch.bfloat16,
-        sweep=TINY,
-        build=partial(build_preset, "tiny-qwen2", torch.bfloat16),
-    )
     reported = []
-    results = run_checks([target], on_result=reported.append)
+    results = run_checks([QWEN2], on_result=reported.append)
     assert [r for r in results if not r.passed] == []
     assert reported == results
     assert len(results) == len(PROCESS_CHECKS) + len(OP_CHECKS) + len(CHAIN_CHECKS)
@@ -57,16 +59,10 @@ def test_every_claim_holds_for_a_tiny_model():
 
 
 def test_only_some_checks_run_and_a_name_of_none_is_refused():
-    target = Target(
-        name="tiny-qwen2",
-        dtype=torch.bfloat16,
-        sweep=TINY,
-        build=partial(build_preset, "tiny-qwen2", torch.bfloat16),
-    )
-    results = run_checks([target], only=["C1 rotary", "C6 glu"])
+    results = run_checks([QWEN2], only=["C1 rotary", "C6 glu"])
     assert [(r.claim, r.subject) for r in results] == [("C1", "rotary"), ("C6", "glu")]
     with pytest.raises(ValueError, match="no check is called 'rotery'.*C1 rotary"):
-        run_checks([target], only=["C1 rotary", "rotery"])
+        run_checks([QWEN2], only=["C1 rotary", "rotery"])
 
 
 def test_bytes_are_compared_and_zeros_of_both_signs_differ():
