@@ -5,8 +5,8 @@ experts, as if routing were even. What `tune` found on a device goes first.
 
 Routing is not even. So a schedule of a product has two tiles, and the device knows which one to
 take: an expert's rows are cut into tall tiles, and rows left for a tile that fit a short one take
-that. An expert of many rows then reads its weights once for each tall tile. An expert of few rows
-multiplies no more filler than a short tile has.
+that. An expert of many rows then reads its weights once for each tall tile. An expert whose rows
+fit a short tile multiplies no more filler than that has.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import triton
 
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
 from rl_consistency.kernels.core.tuned_schedules import chosen, picked_once, work_name
@@ -269,7 +270,7 @@ def pick_combine(rows: int, hidden: int) -> RowSchedule:
 
 def pair_candidates(width: int) -> tuple[RowSchedule, ...]:
     """Schedules of a pair's gradient whose row is `width` wide."""
-    block = block_experts(width)
+    block = triton.next_power_of_2(width)
     return tuple(s for s in PAIR if block <= MOST_HELD * 32 * s.warps) or PAIR[-1:]
 
 
