@@ -1,0 +1,20 @@
+"""The checks of router and experts, at the size of a real model."""
+
+from dataclasses import replace
+
+import torch
+
+from rl_consistency.verify.checks.accuracy import check_accuracy
+from rl_consistency.verify.checks.op_setup import TINY_SHAPES, OpSetup
+from rl_consistency.verify.checks.routing import check_experts, check_experts_fold
+from rl_consistency.verify.claims import Tally
+
+
+def test_experts_stay_finite_in_fp16_at_the_width_of_a_real_model():
+    setup = OpSetup(dtype=torch.float16, shapes=replace(TINY_SHAPES, hidden_size=2048))
+    tally = Tally()
+    check_experts(tally, setup)
+    check_experts_fold(tally, setup)
+    check_accuracy(tally, setup, "experts")
+    assert tally.mismatches == 0, tally.detail
+    assert tally.cases > 50
