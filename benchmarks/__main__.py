@@ -37,6 +37,7 @@ from benchmarks.train.step import (
 from benchmarks.trl.grpo import trl_suites
 from benchmarks.tune.harness import tune, write_table
 from benchmarks.tune.random_works import RANDOM_OPS, compile_schedules
+from benchmarks.tune.winners import own_winners
 from benchmarks.tune.works import OPS
 from rl_consistency.cli.output_file import require_writable
 
@@ -139,7 +140,8 @@ def _measure(args: argparse.Namespace) -> int:
     results = Results() if args.json is None else load(args.json, meta["device"])
     named = getattr(args, "model", None)
     models = () if named is None else named.split(",")
-    results = measure(suites, machine, results, meta, args.json, models)
+    with own_winners(machine.device):
+        results = measure(suites, machine, results, meta, args.json, models)
     failed = [row.case for row in results.of(*suites) if row.error is not None]
     bars = {name: bar for name, bar in results.bars.items() if bar["figure"] is not None}
     figures = {name: bar["figure"] for name, bar in bars.items()}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,6 +83,14 @@ SPARSE_PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 """Mixtures of experts of the benches -> their whole published configuration."""
 
+SIZED: Mapping[str, str] = {
+    "qwen2.5-7b": "qwen2-28x3584-28/4x128-18944-152064",
+    "qwen3-4b": "qwen3-36x2560-32/8x128-9728-151936-tied",
+    "llama3.1-8b": "llama-32x4096-32/8x128-14336-128256",
+    "mistral-7b": "mistral-32x4096-32/8x128-14336-32768",
+}
+"""Published dense models -> their sizes as `ModelSizes` names them."""
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -145,6 +153,10 @@ def model_config(name: str) -> Any:
         return config
     cut = FIRST_LAYERS.fullmatch(name)
     preset, layers = (cut[1], int(cut[2])) if cut else (name, None)
+    if sizes := ModelSizes.named(SIZED.get(preset, "")):
+        layers = sizes.layers if layers is None else layers
+        _require_layers(preset, layers, sizes.layers)
+        return replace(sizes, layers=layers).config()
     if preset in SPARSE_PRESETS:
         return _sparse_config(preset, layers)
     if preset in known_presets():
@@ -158,19 +170,23 @@ def model_config(name: str) -> Any:
 
 
 def model_presets() -> tuple[str, ...]:
-    """The names of whole models: the presets of `verify`, and those of `SPARSE_PRESETS`."""
-    return tuple(dict.fromkeys((*known_presets(), *SPARSE_PRESETS)))
+    """The names of whole models: the presets of `verify`, and those that the benches add."""
+    return tuple(dict.fromkeys((*known_presets(), *SIZED, *SPARSE_PRESETS)))
 
 
 def _sparse_config(name: str, layers: int | None) -> PreTrainedConfig:
     options = dict(SPARSE_PRESETS[name])
     most = options["num_hidden_layers"]
     if layers is not None:
-        if not 1 <= layers <= most:
-            raise ValueError(f"model {name!r} has {most} layers, not {layers}.")
+        _require_layers(name, layers, most)
         options["num_hidden_layers"] = layers
     check_config(config := AutoConfig.for_model(options.pop("model_type"), **options))
     return config
+
+
+def _require_layers(name: str, layers: int, most: int) -> None:
+    if not 1 <= layers <= most:
+        raise ValueError(f"model {name!r} has {most} layers, not {layers}.")
 
 
 def is_sparse(name: str) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 
 PEERS = ("liger_kernel", "batch_invariant_ops")
 
+LIGER_FP32 = "liger, fp32 gradients"
+
 
 def installed() -> dict[str, str]:
     """Versions of the peers that are here."""

@@ -10,14 +10,16 @@ this process started with, ours under `numeric_settings`.
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
 import torch
+from torch.profiler import ProfilerActivity
 from triton.errors import TritonError
 
 from rl_consistency.numerics.clock import finished_seconds
@@ -139,7 +141,7 @@ class Machine(ColdDevice):
         """Time all contestants and give the fields of a `Row`.
 
         A peer or a stock way that cannot run the shape is named in `unavailable`. An error of ours
-        passes through; RuntimeError where no stock way runs.
+        passes through; RuntimeError where neither a stock way nor a peer runs.
         """
         timers: dict[str, Callable[[int], float]] = {}
         peaks: dict[str, int] = {}
@@ -156,7 +158,7 @@ class Machine(ColdDevice):
                 if name == "ours":
                     raise
                 unavailable[name] = reason(error)
-        if not race.stock.keys() & timers.keys():
+        if timers.keys() == {"ours"}:
             raise RuntimeError(f"no stock way runs this shape: {unavailable}")
         medians = self._interleaved(timers)
         ceiling = self.ceilings.seconds(race)
@@ -198,6 +200,27 @@ class Machine(ColdDevice):
         self._trim()
         return {name: median(values) for name, values in samples.items()}
 
+    def peak_bytes(self, contestant: Contestant) -> int:
+        """Bytes at the peak of one call of a contestant that is not ours, under the library's
+        settings."""
+        gc.collect()
+        return self._peak(contestant, library_defaults, torch.cuda.memory_allocated(self.device))
+
+    def busy_seconds(self, contestant: Contestant) -> float:
+        """Seconds of one call of ours in which the device works, those of overlapping kernels once.
+        The trace slows the host down, and not the kernels."""
+        with numeric_settings(), contestant.context():
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as trace:
+                contestant.calls[0]()
+                torch.cuda.synchronize()
+        spans = [
+            (event.time_range.start, event.time_range.end)
+            for event in trace.events() or ()
+            if event.device_type.name == "CUDA"
+        ]
+        return 1e-6 * covered(spans)
+
     def _peak(self, contestant: Contestant, settings: Context, before: int) -> int:
         """Bytes at the peak of a call beyond those before the contestant's first call, so that
         what it keeps from call to call counts."""
@@ -228,12 +251,22 @@ class Machine(ColdDevice):
         return Ceilings(2 * source.numel() / seconds["copy"], 2 * size**3 / seconds["multiply"])
 
 
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of spans, each a start and an end."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(spans):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total
+
+
 def _fields(
     race: Race, seconds: Mapping[str, float], peaks: Mapping[str, int], ceiling_seconds: float
 ) -> dict[str, Any]:
     """Fields of a `Row` from median seconds by contestant."""
     ours = seconds["ours"]
-    stock = min(race.stock.keys() & seconds.keys(), key=lambda name: (seconds[name], name))
+    ran = race.stock.keys() & seconds.keys()
+    stock = min(ran, key=lambda name: (seconds[name], name)) if ran else None
     others = race.peers.keys() | (race.stock.keys() if len(race.stock) > 1 else set())
 
     def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,10 +275,10 @@ def _fields(
     rates = {name: race.tokens / s for name, s in seconds.items()} if race.tokens else {}
     return {
         "ours_us": ours * 1e6,
-        "stock_us": seconds[stock] * 1e6,
+        "stock_us": None if stock is None else seconds[stock] * 1e6,
         "stock": stock,
         "peers": {name: s * 1e6 for name, s in seconds.items() if name in others},
-        "ratio": seconds[stock] / ours,
+        "ratio": None if stock is None else seconds[stock] / ours,
         "ceiling_fraction": ceiling_seconds / ours if ceiling_seconds else None,
         "peak_bytes": renamed(peaks),
         "tokens_per_second": renamed(rates),

@@ -19,7 +19,7 @@ from benchmarks.ops.experts import (
     moe_block,
 )
 from benchmarks.ops.logprobs import logprobs_and_gradients
-from benchmarks.ops.matmul import gradient_fold, product
+from benchmarks.ops.matmul import gradient_fold, product, tuned_product
 from benchmarks.ops.routing import ROUTINGS
 from benchmarks.random_shapes import (
     draw_attention,
@@ -68,15 +68,18 @@ def random_op_suites(seed: int) -> Suites:
     """The same ops at shapes drawn by a seed; products in graphs whatever their rows."""
     drawn = [shape for band in BANDS for shape in draw_products(seed, 12, band)]
     graph_rows = BANDS[-1][1]
-    products = [
-        case
-        for layout, work in (("nt", "matmul forward"), ("nn", "matmul dX"))
-        for case in cases(
-            work,
-            partial(product, layout, graph_rows=graph_rows),
-            [{size: x[size] for size in "mnk"} for x in drawn if x["layout"] == layout],
-        )
-    ]
+    products, tuned = (
+        [
+            case
+            for layout, work in (("nt", "matmul forward"), ("nn", "matmul dX"))
+            for case in cases(
+                work,
+                partial(run, layout, graph_rows=graph_rows),
+                [{size: x[size] for size in "mnk"} for x in drawn if x["layout"] == layout],
+            )
+        ]
+        for run in (product, tuned_product)
+    )
     attention, widths = draw_attention(seed, 2), draw_widths(seed, 3)
     elementwise = [
         case
@@ -85,6 +88,7 @@ def random_op_suites(seed: int) -> Suites:
     ]
     suites = {
         "matmul": products,
+        "matmul_tuned": tuned,
         "gradient_fold": cases("dW fold", gradient_fold, draw_folds(seed, 24)),
         "attention_forward": cases("attention forward", attention_forward, attention),
         "attention_backward": cases("attention backward", attention_backward, attention),

@@ -15,6 +15,7 @@ from benchmarks.rollout.grpo import MICRO_BATCH, grpo_step
 from benchmarks.rollout.hugging_face import GENERATE, GENERATE_BATCH, hugging_face
 from benchmarks.rollout.workload import Workload
 from benchmarks.suite import Case, Suites, cases, of_seed
+from benchmarks.tune.policy import tune_policy
 
 SMALL, MIDDLE, LARGE = "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"
 GROUPED = (SMALL, "qwen2.5-1.5b", LARGE)
@@ -45,6 +46,7 @@ def rollout_suites() -> Suites:
     return {
         "rollout_roofline": [_case("decode step", steady_step, LARGE, w) for w in roofline],
         "rollout_idle": [_case("decode step", steady_step, SMALL, w) for w in idle],
+        "rollout_roofline_one": [_case("decode step", steady_step, LARGE, equal(1, 1, 960, 96))],
         "rollout_shared_keys": [_case("decode step", shared_keys, name, long) for name in GROUPED],
         "rollout_hugging_face": [
             _case("generate", hugging_face, SMALL, generate, GENERATE),
@@ -57,6 +59,7 @@ def rollout_suites() -> Suites:
             _case("GRPO step", grpo_step, SMALL, equal(8, 8, 256, 256), micro_batch=MICRO_BATCH)
         ],
         "rollout_cold_start": [_case("first token", cold_start, MODEL, WORK)],
+        "rollout_tune": cases("tune", tune_policy, [{"model": LARGE}]),
         # Stock ops take the longest here, and time may be short.
         **{
             f"rollout_decode_{name}": [_case("decode", decode, name, spread)]

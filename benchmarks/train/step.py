@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.models import build_model, is_sparse, model_config, twin
-from benchmarks.peers import batch_invariant_mode, patch_by_liger, peer
+from benchmarks.peers import LIGER_FP32, batch_invariant_mode, patch_by_liger, peer
 from benchmarks.random_shapes import draw_models
 from benchmarks.suite import Case, Suites, cases, of_seed
 from benchmarks.timing import UNAVAILABLE, Contestant, Machine, Race, reason
@@ -23,12 +23,14 @@ from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 
-STEP_TOKENS = 16384
+SHORT, MIDDLE, LONG = (16, 1024), (8, 2048), (1, 32768)
+"""Sequences and their length."""
+SPARSE = ((16, 1024), (4, 4096))
 
 
 def training_suites() -> Suites:
     """The suite of `python -m benchmarks train`: 16k tokens a step."""
-    return {"training_step": _steps(("qwen3-0.6b", "qwen3-1.7b"), (16, 8))}
+    return {"training_step": _steps(("qwen3-0.6b", "qwen3-1.7b"), (SHORT, MIDDLE))}
 
 
 def named_training_suites(models: Sequence[str]) -> Suites:
@@ -37,28 +39,29 @@ def named_training_suites(models: Sequence[str]) -> Suites:
     sparse = [model for model in models if is_sparse(model)]
     dense = [model for model in models if model not in sparse]
     suites = {
-        "training_step_named": _steps(dense, (16,)),
-        "training_step_sparse": _steps(sparse, (16, 4)),
+        "training_step_named": _steps(dense, (SHORT, MIDDLE, LONG)),
+        "training_step_sparse": _steps(sparse, SPARSE),
     }
     return {name: found for name, found in suites.items() if found}
 
 
 def random_training_suites(seed: int) -> Suites:
     """Small dense models drawn by a seed."""
-    return of_seed(seed, {"training_step": _steps(draw_models(seed, 3), (16,))})
+    return of_seed(seed, {"training_step": _steps(draw_models(seed, 3), (SHORT,))})
 
 
-def _steps(models: Sequence[str], batches: Sequence[int]) -> list[Case]:
+def _steps(models: Sequence[str], batches: Sequence[tuple[int, int]]) -> list[Case]:
     sizes = [
-        {"model": model, "sequences": sequences, "length": STEP_TOKENS // sequences}
+        {"model": model, "sequences": sequences, "length": length}
         for model in models
-        for sequences in batches
+        for sequences, length in batches
     ]
     return cases("training step", training_step, sizes)
 
 
 def training_step(bench: Machine, model: str, sequences: int, length: int) -> dict[str, Any]:
-    """Forward and backward of the mean loss of a model of the benches."""
+    """Forward and backward of the mean loss of a model of the benches; of ours also the share of
+    the time in which the device waits, of Liger also its peak memory with gradients in fp32."""
     stock_model: Any = build_model(model, bench.device).train()
     own_model, stock_name = twin(stock_model), "hugging face sdpa"
     if is_sparse(model):
@@ -87,8 +90,9 @@ def training_step(bench: Machine, model: str, sequences: int, length: int) -> di
     if peer("batch_invariant_ops"):
         peers["batch_invariant_ops"] = Contestant((stock,), batch_invariant_mode)
     with patch(own_model, grad_dtype=torch.float32):
+        ours = Contestant.of(partial(_backward, own_loss, own_model))
         race = Race(
-            ours=Contestant.of(partial(_backward, own_loss, own_model)),
+            ours=ours,
             stock={stock_name: Contestant.of(stock)},
             peers=peers,
             clock="wall",
@@ -96,7 +100,34 @@ def training_step(bench: Machine, model: str, sequences: int, length: int) -> di
             memory=True,
         )
         fields = bench.measure(race)
-    return fields | {"unavailable": refused | fields.get("unavailable", {})}
+        busy = bench.busy_seconds(ours)
+    if "liger" in fields["peers"]:
+        fields["peak_bytes"] |= {LIGER_FP32: _peak_in_fp32(bench, peers["liger"], liger_model)}
+    return fields | {
+        "unavailable": refused | fields.get("unavailable", {}),
+        "figures": {"idle_share": max(1.0 - busy / (1e-6 * fields["ours_us"]), 0.0)},
+    }
+
+
+def _peak_in_fp32(bench: Machine, contestant: Contestant, model: nn.Module) -> int:
+    """The peak of a step whose gradients are added to fp32 buffers as they come, as trainers do
+    that keep main gradients."""
+    sums: dict[Tensor, Tensor] = {}
+
+    def add(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if parameter not in sums:
+            sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+        sums[parameter] += parameter.grad
+        parameter.grad = None
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(add) for p in parameters]
+    try:
+        return bench.peak_bytes(contestant)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _backward(loss_of: Callable[[nn.Module], Tensor], model: nn.Module) -> Tensor:

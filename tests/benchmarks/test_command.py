@@ -96,7 +96,7 @@ def test_random_shapes_and_named_models_are_measured_instead(monkeypatch):
     assert list(asked.pop()) == ["rollout_decode_random"]
     assert command.main(["train", "--model", "llama3.2-1b,qwen2.5-1.5b"]) == 0
     (shapes,) = asked.pop().values()
-    assert [shape["model"] for shape in shapes] == ["llama3.2-1b", "qwen2.5-1.5b"]
+    assert [shape["model"] for shape in shapes] == 3 * ["llama3.2-1b"] + 3 * ["qwen2.5-1.5b"]
     assert command.main(["rollout", "--model", "llama3.2-1b"]) == 0
     (shapes,) = asked.pop().values()
     assert [(shape["model"], shape["sequences"]) for shape in shapes] == [

@@ -50,11 +50,38 @@ def test_random_products_are_judged_by_bands_of_their_rows():
 
 
 def test_random_shapes_and_the_models_have_bars_of_their_own():
-    rows = [row("training_step", 1.2), row("training_step_random", 1.1, peers={"liger": 10.5})]
+    size = {"shape": {"model": "-", "sequences": 16, "length": 1024}}
+    rows = [row("training_step", 1.2, **size)]
+    rows.append(row("training_step_random", 1.1, peers={"liger": 10.5}, **size))
     assert bar("training_step_stock", rows)["met"]
     assert bar("training_step_random_stock", rows)["figure"] == 1.1
     assert bar("training_step_random_liger", rows)["figure"] == pytest.approx(1.05)
     assert bar("training_step_named_stock", rows)["figure"] is None
+
+
+def test_steps_that_stock_cannot_hold_are_left_out_and_other_reasons_are_not():
+    size = {"shape": {"model": "-", "sequences": 1, "length": 32768}}
+    short = row("training_step_named", 1.2, **size)
+    large = row("training_step_named", None, unavailable={"sdpa": "OutOfMemoryError: x"}, **size)
+    other = row("training_step_named", None, unavailable={"sdpa": "RuntimeError: x"}, **size)
+    assert bar("training_step_named_stock", [short, large])["figure"] == 1.2
+    assert bar("training_step_named_stock", [short, other])["figure"] is None
+    assert bar("training_step_named_stock", [large])["figure"] is None
+
+
+def test_idle_time_and_memory_of_training_steps():
+    def step(sequences, length, idle, ours):
+        return row(
+            "training_step_named",
+            shape={"model": "-", "sequences": sequences, "length": length},
+            figures={"idle_share": idle},
+            peak_bytes={"ours": ours, "liger, fp32 gradients": 100},
+        )
+
+    rows = [step(16, 1024, 0.04, 101), step(8, 2048, 0.02, 106), step(1, 32768, 0.3, 90)]
+    assert bar("training_step_idle", rows)["figure"] == 0.04
+    assert bar("training_step_memory", rows)["figure"] == 1.06
+    assert not bar("training_step_idle", [*rows, step(16, 1024, 0.06, 90)])["met"]
 
 
 def test_one_slow_row_misses_an_attention_bar():

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from benchmarks import timing as bench_timing
-from benchmarks.timing import ROUNDS, Ceilings, Contestant, Race, _fields, library_defaults
+from benchmarks.timing import (
+    ROUNDS,
+    Ceilings,
+    Contestant,
+    Race,
+    _fields,
+    covered,
+    library_defaults,
+)
 from rl_consistency.numerics.settings import SETTINGS, numeric_settings
 
 
@@ -100,3 +108,28 @@ def test_an_error_of_ours_passes_and_so_does_a_shape_no_stock_way_runs():
         Timed().measure(Race(ours=Contestant.of(refusing), stock={"cublas": theirs}))
     with pytest.raises(RuntimeError, match="no stock way runs this shape"):
         Timed().measure(Race(ours=ours, stock={"cublas": Contestant.of(refusing)}))
+
+
+def test_a_peer_counts_where_stock_does_not_run():
+    fields = Timed().measure(
+        Race(
+            ours=lasting(1.0, "ours"),
+            stock={"sdpa": Contestant.of(refusing)},
+            peers={"liger": lasting(2.0, "liger")},
+        )
+    )
+    assert (fields["ratio"], fields["stock"], fields["stock_us"]) == (None, None, None)
+    assert fields["peers"] == {"liger": 2e6} and fields["unavailable"].keys() == {"sdpa"}
+
+
+@pytest.mark.parametrize(
+    ("spans", "length"),
+    [
+        ([], 0.0),
+        ([(1.0, 3.0)], 2.0),
+        ([(4.0, 5.0), (1.0, 3.0)], 3.0),
+        ([(1.0, 6.0), (2.0, 3.0), (5.0, 8.0)], 7.0),
+    ],
+)
+def test_kernels_that_overlap_count_once(spans, length):
+    assert covered(spans) == length

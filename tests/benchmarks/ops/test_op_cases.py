@@ -1,6 +1,8 @@
 """Every benchmark case runs, on a CPU and small, and times the same work on all sides."""
 
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from benchmarks import peers as bench_peers
 from benchmarks.bars import BARS
 from benchmarks.distributed.suites import distributed_suites
+from benchmarks.ops import matmul
 from benchmarks.ops.attention import attention_backward, attention_decode, attention_forward
 from benchmarks.ops.elementwise import elementwise_cases
 from benchmarks.ops.experts import (
@@ -17,9 +20,10 @@ from benchmarks.ops.experts import (
     moe_block,
 )
 from benchmarks.ops.logprobs import logprobs_and_gradients
-from benchmarks.ops.matmul import gradient_fold, product
+from benchmarks.ops.matmul import gradient_fold, product, tuned_product
 from benchmarks.ops.routing import ROUTINGS
 from benchmarks.ops.suites import accuracy_cases, op_suites, random_op_suites
+from benchmarks.peers import LIGER_FP32
 from benchmarks.rollout.side_by_side import MODELS, vllm_suites
 from benchmarks.rollout.suites import (
     named_rollout_suites,
@@ -29,6 +33,7 @@ from benchmarks.rollout.suites import (
 from benchmarks.shapes import BANDS
 from benchmarks.suite import cases, of_seed
 from benchmarks.timing import Ceilings, _fields
+from benchmarks.train import step
 from benchmarks.train.step import (
     named_training_suites,
     random_training_suites,
@@ -36,9 +41,14 @@ from benchmarks.train.step import (
     training_suites,
 )
 from benchmarks.trl.grpo import trl_suites
+from rl_consistency.kernels.core.tuned_schedules import Winner, tuned_schedules
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
+from rl_consistency.numerics.errors import ConsistencyError
+from rl_consistency.tuning.products import product as product_work
+from rl_consistency.tuning.tune import TuningReport
 from rl_consistency.verify.checks.op_setup import TINY_SHAPES
 
+CPU = torch.device("cpu")
 SIZES = [{"m": m, "n": n, "k": k} for m in (1, 17, 300) for n, k in ((48, 32), (32, 96))]
 FOLD = {"tokens": 32, "n": 48, "k": 32}
 SPARSE = {"hidden": 64, "intermediate": 48, "experts": 8, "top_k": 3}
@@ -71,6 +81,13 @@ class Machine:
         if not race.stock.keys() & seconds.keys():
             seconds[next(iter(race.stock))] = 1.0  # no such backend on a CPU
         return _fields(race, seconds, {}, Ceilings(1.0, 1.0).seconds(race))
+
+    def busy_seconds(self, contestant):
+        return 0.75
+
+    def peak_bytes(self, contestant):
+        contestant.calls[0]()
+        return 5
 
 
 def flat(result):
@@ -243,9 +260,60 @@ def test_random_products_run_in_graphs_certified_to_the_row_and_large_ones_of_a_
         assert len(machine.race.ours.calls) == (2 if clock == "graph" else 1)
 
 
+def test_a_tuned_product_runs_by_the_winner_of_its_bucket_and_the_users_come_back(monkeypatch):
+    work = product_work(CPU, "nt", 32, 48, 32, torch.bfloat16, torch.bfloat16)
+    winner = next(name for name in work.candidates if name != work.picked)
+    seen = []
+
+    def tuned(works, bench, store, *, clock):
+        seen.extend(works)
+        store.keep(works[0].entry, Winner(winner, 1.0, 2.0))
+        return TuningReport()
+
+    monkeypatch.setattr(matmul, "tune_works", tuned)
+    users = tuned_schedules(CPU)
+    machine = Machine()
+    fields = tuned_product("nt", machine, 17, 48, 32)
+    assert [found.shape["m"] for found in seen] == [32]
+    assert fields["schedule"] == winner and machine.results["ours"]
+    assert tuned_schedules(CPU) is users and users.winner(work.entry) is None
+
+
+def test_a_tuned_product_whose_candidate_gave_other_bytes_is_an_error(monkeypatch):
+    outcome = SimpleNamespace(work=SimpleNamespace(entry="matmul/x"), struck={"tile": "row 3"})
+    monkeypatch.setattr(matmul, "tune_works", lambda *_, **__: TuningReport(outcomes=[outcome]))
+    with pytest.raises(ConsistencyError, match="other bytes: {'matmul/x: tile': 'row 3'}"):
+        tuned_product("nt", Machine(), 17, 48, 32)
+
+
+def test_a_training_step_says_how_long_the_device_waits_and_ligers_peak_in_fp32(monkeypatch):
+    monkeypatch.setattr(step, "patch_by_liger", lambda model: nullcontext)
+    fields = training_step(Machine(), "tiny-qwen3", sequences=2, length=8)
+    assert fields["figures"] == {"idle_share": 0.25}
+    assert fields["peak_bytes"] == {LIGER_FP32: 5}
+
+
+def test_gradients_in_fp32_are_summed_and_leave_none_behind():
+    model = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    grads = []
+
+    class Peak:
+        def peak_bytes(self, contestant):
+            for _ in range(2):
+                model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+                grads.append(model.weight.grad)
+
+    step._peak_in_fp32(Peak(), None, model)
+    assert grads == [None, None]
+    model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+    assert model.weight.grad is not None
+
+
 def test_named_models_are_refused_before_anything_is_measured():
-    (case,) = named_training_suites(["qwen2.5-0.5b"])["training_step_named"]
+    case, *others = named_training_suites(["qwen2.5-0.5b"])["training_step_named"]
     assert case.shape == {"model": "qwen2.5-0.5b", "sequences": 16, "length": 1024}
+    sizes = [(case.shape["sequences"], case.shape["length"]) for case in (case, *others)]
+    assert sizes == [(16, 1024), (8, 2048), (1, 32768)]
     with pytest.raises(ValueError, match="no model 'qwen'"):
         named_training_suites(["qwen2.5-0.5b", "qwen"])
 
@@ -253,7 +321,7 @@ def test_named_models_are_refused_before_anything_is_measured():
 def test_mixtures_of_experts_are_measured_in_suites_of_their_own():
     models = ["qwen2.5-0.5b", "qwen3-30b-a3b-6l", "olmoe-1b-7b"]
     steps = named_training_suites(models)
-    assert [case.shape["model"] for case in steps["training_step_named"]] == models[:1]
+    assert {case.shape["model"] for case in steps["training_step_named"]} == {models[0]}
     shapes = [tuple(case.shape.values()) for case in steps["training_step_sparse"]]
     assert shapes == [(m, n, 16384 // n) for m in models[1:] for n in (16, 4)]
     decode = named_rollout_suites(models[1:])
