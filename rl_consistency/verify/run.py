@@ -17,6 +17,7 @@ from rl_consistency.verify.checks import (
     ops,
     rollout,
     routing,
+    routing_schedules,
     row_schedules,
     schedules,
     whole_model,
@@ -71,9 +72,12 @@ SCHEDULE_CHECKS: tuple[tuple[str, OpCheck], ...] = (
     ("rms_norm", row_schedules.check_rms_norm_schedules),
     ("gradient rows", row_schedules.check_gradient_row_schedules),
     ("sampling", row_schedules.check_sampling_schedules),
+    ("router", routing_schedules.check_router_schedules),
+    ("experts", routing_schedules.check_expert_schedules),
+    ("experts backward", routing_schedules.check_expert_gradient_schedules),
 )
-"""(op, check) for the tables of schedules of all ops but router and experts, whose tables the GPU
-tests compare; on a GPU only, the CPU having one schedule per op."""
+"""(op, check) for the tables of schedules of all ops; on a GPU only: the CPU has one schedule per
+op."""
 
 CHAIN_CHECKS: tuple[tuple[str, str, str, ChainCheck], ...] = (
     ("C1", "chain, packed", "batch, order, neighbours, gaps", whole_model.check_packed_chain),

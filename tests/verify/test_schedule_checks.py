@@ -6,11 +6,15 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
+from rl_consistency.kernels.experts import schedules as expert_schedules
+from rl_consistency.kernels.experts.products_triton import MOST_STEPS
 from rl_consistency.kernels.matmul import audit, cublaslt
 from rl_consistency.kernels.matmul import schedules as matmul_schedules
 from rl_consistency.kernels.matmul.certificates import Certificates
 from rl_consistency.kernels.matmul.product_triton import matmul_fwd
+from rl_consistency.kernels.router import schedules as router_schedules
 from rl_consistency.verify.checks import op_setup
+from rl_consistency.verify.checks import routing_schedules as routing_schedule_checks
 from rl_consistency.verify.checks import row_schedules as row_schedule_checks
 from rl_consistency.verify.checks import schedules as schedule_checks
 from rl_consistency.verify.checks.op_setup import TINY_SHAPES, Heads, OpSetup
@@ -29,6 +33,10 @@ SETUP = OpSetup(
     sweep=replace(QUICK, lengths=(1, 5)),
     shapes=replace(TINY_SHAPES, linear=((40, 24),), attention=(Heads(2, 1, 16),), vocab_size=131),
 )
+
+
+HIDDEN, INNER = routing_schedule_checks.HIDDEN, routing_schedule_checks.INNER
+ROUTED = routing_schedule_checks.ROUTED
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +63,16 @@ def few(monkeypatch):
             "BACKWARD_QUERIES": -2,
             "BACKWARD_KEYS": -2,
         },
+        expert_schedules: {"PRODUCTS": 2, "GATE_UP": 2, "FOLDS": 2},
     }
     for module, names in tables.items():
         for name, count in names.items():
             table = getattr(module, name)
             monkeypatch.setattr(module, name, table[:count] if count > 0 else table[count:])
+    sizes = {"EXPERTS": 5, "HIDDEN": 40, "INNER": 24, "SUMMED": 600, "ROUTED": 12}
+    sizes["CALLS"] = {23: ([20, 1], [3, 17])}
+    for name, size in sizes.items():
+        monkeypatch.setattr(routing_schedule_checks, name, size)
 
 
 PRODUCTS = (
@@ -74,6 +87,11 @@ ROWS = (
     row_schedule_checks.check_rms_norm_schedules,
     row_schedule_checks.check_gradient_row_schedules,
     row_schedule_checks.check_sampling_schedules,
+    routing_schedule_checks.check_router_schedules,
+)
+EXPERTS = (
+    routing_schedule_checks.check_expert_schedules,
+    routing_schedule_checks.check_expert_gradient_schedules,
 )
 FOLDS = (
     schedule_checks.check_gradient_fold_schedules,
@@ -108,9 +126,9 @@ def integers(shape, dtype=torch.float32, seed=0, *, scale=1.0, device="cpu"):
     return torch.randint(-4, 5, shape, generator=generator).to(dtype)
 
 
-@pytest.mark.parametrize("check", PRODUCTS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", PRODUCTS + EXPERTS, ids=lambda c: c.__name__)
 def test_pointer_schedules_agree_in_the_interpreter(check, monkeypatch):
-    for module in (schedule_checks, op_setup):
+    for module in (schedule_checks, routing_schedule_checks, op_setup):
         monkeypatch.setattr(module, "probe", integers)
     tally = judged(check)
     assert tally.cases > 2
@@ -129,9 +147,15 @@ def test_pointer_schedules_run_in_the_interpreter(check):
     assert judged(check).cases > 2
 
 
-@pytest.mark.parametrize("check", PRODUCTS + OTHERS + ROWS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", PRODUCTS + OTHERS + ROWS[:-1], ids=lambda c: c.__name__)
 def test_one_entry_of_another_order_turns_the_check_red(check):
     with schedule_perturbations.one_schedule_of_another_order.perturb():
+        assert is_red(check)
+
+
+@pytest.mark.parametrize("check", EXPERTS + ROWS[-1:], ids=lambda c: c.__name__)
+def test_one_entry_of_experts_of_another_order_turns_the_check_red(check):
+    with schedule_perturbations.one_expert_schedule_of_another_order.perturb():
         assert is_red(check)
 
 
@@ -145,8 +169,15 @@ ALONE = {
     "rms_norm_bwd": row_schedule_checks.check_rms_norm_schedules,
     "launch_rows": row_schedule_checks.check_gradient_row_schedules,
     "vocabulary_support": row_schedule_checks.check_sampling_schedules,
+    "choose_fwd": routing_schedule_checks.check_router_schedules,
+    "logits_bwd": routing_schedule_checks.check_router_schedules,
+    "product_fwd": routing_schedule_checks.check_expert_schedules,
+    "gate_up_fwd": routing_schedule_checks.check_expert_schedules,
+    "combine_fwd": routing_schedule_checks.check_expert_schedules,
+    "pair_bwd": routing_schedule_checks.check_expert_gradient_schedules,
+    "fold_runs": routing_schedule_checks.check_expert_gradient_schedules,
 }
-PAIRS = schedule_perturbations._small_launchers()
+PAIRS = schedule_perturbations._small_launchers() + schedule_perturbations._expert_launchers()
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[0].__name__)
@@ -254,3 +285,10 @@ def test_an_entry_too_large_for_the_device_is_left_out_but_not_all_of_them():
 def test_every_table_has_entries_for_every_dtype():
     assert len(matmul_schedules.CANDIDATES) > 30
     assert len({*matmul_schedules.CANDIDATES}) == len(matmul_schedules.CANDIDATES)
+
+
+def test_sizes_of_router_and_experts_admit_every_entry_of_their_tables():
+    assert HIDDEN % MOST_STEPS == 2 * INNER % MOST_STEPS == 0  # else none by descriptor in "nn"
+    assert expert_schedules.pair_candidates(INNER) == expert_schedules.PAIR
+    block = expert_schedules.block_experts(ROUTED)
+    assert router_schedules.candidates(block) == router_schedules.ALL

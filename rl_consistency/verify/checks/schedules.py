@@ -1,5 +1,5 @@
 """C1 for a GPU's schedules of products, attention and the vocabulary: every entry of a table gives
-the bytes of every other; `row_schedule_checks` has the other ops."""
+the bytes of every other; `row_schedules` and `routing_schedules` have the other ops."""
 
 from __future__ import annotations
 

@@ -14,6 +14,10 @@ from torch import Tensor
 from rl_consistency.kernels.attention import forward_triton as attention_triton
 from rl_consistency.kernels.attention import schedules as attention_schedules
 from rl_consistency.kernels.attention.hopper.backward import attention_hopper_bwd
+from rl_consistency.kernels.experts import fold_triton as expert_fold_triton
+from rl_consistency.kernels.experts import products_triton as expert_products_triton
+from rl_consistency.kernels.experts import rows_triton as expert_rows_triton
+from rl_consistency.kernels.experts import schedules as expert_schedules
 from rl_consistency.kernels.glu import activation_triton as glu_triton
 from rl_consistency.kernels.gradient_fold import outer_triton as gradient_fold_triton
 from rl_consistency.kernels.gradient_fold import rows_triton as gradient_rows_triton
@@ -25,6 +29,8 @@ from rl_consistency.kernels.rms_norm import schedules as rms_norm_schedules
 from rl_consistency.kernels.rms_norm.backward_triton import rms_norm_bwd
 from rl_consistency.kernels.rms_norm.forward_triton import rms_norm_fwd
 from rl_consistency.kernels.rotary import rotation_triton as rotary_triton
+from rl_consistency.kernels.router import choice_triton as router_triton
+from rl_consistency.kernels.router import schedules as router_schedules
 from rl_consistency.kernels.sampling import statistics_triton as vocabulary_statistics_triton
 from rl_consistency.kernels.sampling import support_triton as sampling_support_triton
 from rl_consistency.verify.checks.row_schedules import norm_backward_entries
@@ -43,8 +49,17 @@ Pair = tuple[Callable[..., Any], Callable[..., Any]]
     "schedules: rms_norm; schedules: gradient rows; schedules: sampling",
 )
 def one_schedule_of_another_order() -> AbstractContextManager[None]:
-    """One entry of every schedule table splits a sum or rounds it once more."""
+    """One entry of every schedule table of a dense model splits a sum or rounds it once more."""
     return substituted(*chain.from_iterable(_large_launchers() + _small_launchers()))
+
+
+@mutant(
+    "expert schedule of another order",
+    cuda="C1 schedules: router; schedules: experts; schedules: experts backward",
+)
+def one_expert_schedule_of_another_order() -> AbstractContextManager[None]:
+    """The same of router and experts."""
+    return substituted(*chain.from_iterable(_expert_launchers()))
 
 
 def _large_launchers() -> list[Pair]:
@@ -149,6 +164,61 @@ def _small_launchers() -> list[Pair]:
     ]
 
 
+def _expert_launchers() -> list[Pair]:
+    """The choice of experts, their products, the sum of their rows, and gradients of all these."""
+    choose, logits_bwd = router_triton.choose_fwd, router_triton.logits_bwd
+    product: Callable[..., Tensor] = expert_products_triton.product_fwd
+    gated: Callable[..., Any] = expert_products_triton.gate_up_fwd
+    combine, pair_bwd = expert_rows_triton.combine_fwd, expert_rows_triton.pair_bwd
+    fold, tables = expert_fold_triton.fold_runs, expert_schedules
+    # By pointers, since halves of weights have strides.
+    wide = tables.PRODUCTS[1], tables.GATE_UP[1], tables.PRODUCTS_FP32[1]
+    folds = tables.FOLDS[1], tables.FOLDS_FP32[1]
+
+    def weights_rounded(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+        ids, weights, p = choose(*operands)
+        return ids, weights.bfloat16().float(), p
+
+    def from_rounded_gradients(dweights: Tensor, *rest: Any) -> Tensor:
+        return logits_bwd(dweights.bfloat16().float(), *rest)
+
+    def split_k(a: Tensor, weights: Tensor, layout: str, *rest: Any) -> Tensor:
+        halves = [slice(0, a.shape[1] // 2), slice(a.shape[1] // 2, None)]
+        parts = (weights[..., s] if layout == "nt" else weights[:, s] for s in halves)
+        low, high = (product(a[:, s], w, layout, *rest) for s, w in zip(halves, parts, strict=True))
+        return low + high
+
+    def silu_rounded(*operands: Any) -> tuple[Tensor, Tensor]:
+        *given, recorded, schedule = operands
+        _, both = gated(*given, True, schedule)
+        gate, up = both.chunk(2, dim=1)
+        return F.silu(gate) * up, both if recorded else both[:0]
+
+    def downward(outputs: Tensor, places: Tensor, weights: Any, *rest: Any) -> Tensor:
+        total = torch.zeros_like(combine(outputs, places, weights, *rest))
+        for j in reversed(range(places.shape[1])):
+            own = None if weights is None else weights[:, j : j + 1]
+            total = total + combine(outputs, places[:, j : j + 1].contiguous(), own, *rest)
+        return total
+
+    def sum_rounded(*operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dpacked, weighted, dweights = pair_bwd(*operands)
+        return dpacked, weighted, dweights.bfloat16().float()
+
+    def of_router(*_: Any) -> tuple[router_schedules.Schedule, ...]:
+        return router_schedules.ALL[1:2]
+
+    return [
+        _some_entries(choose, of_router, weights_rounded),
+        _some_entries(logits_bwd, of_router, from_rounded_gradients),
+        _some_entries(product, lambda *_: wide, split_k),
+        _some_entries(gated, lambda *_: wide, silu_rounded),
+        _some_entries(combine, lambda *_: tables.COMBINE[1:2], downward),
+        _some_entries(pair_bwd, lambda *_: tables.PAIR[1:2], sum_rounded),
+        _some_entries(fold, lambda *_: folds, _added_up(fold)),
+    ]
+
+
 def _added_up(fold: Callable[..., None]) -> Callable[..., None]:
     """What is folded is summed from zero, then added."""
 
@@ -163,10 +233,12 @@ def _added_up(fold: Callable[..., None]) -> Callable[..., None]:
 def _some_entries(
     launcher: Callable[..., Any], entries: Callable[..., Any], wrong: Callable[..., Any]
 ) -> Pair:
-    """`wrong` in place of a launcher whose last argument is one of `entries` of its table."""
+    """`wrong` in place of a launcher whose schedule is one of `entries` of its table: the argument
+    of that name, or else the last one."""
 
     def mutant(*operands: Any, **options: Any) -> Any:
-        run = wrong if operands[-1] in entries(*operands) else launcher
+        schedule = options.get("schedule", operands[-1])
+        run = wrong if schedule in entries(*operands) else launcher
         return run(*operands, **options)
 
     return launcher, mutant
