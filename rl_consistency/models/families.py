@@ -206,6 +206,14 @@ def check_code(config: PreTrainedConfig) -> None:
             "place. Undo that (a kernel library patched transformers? rl_consistency brings its "
             "own kernels), and build the model after it."
         )
+    check_implementations(config)
+
+
+def check_implementations(config: PreTrainedConfig) -> None:
+    """UnsupportedModelError for a function of experts or attention that is not transformers' own.
+
+    A part may have a config of its own, which it takes them from.
+    """
     for function in _of_experts(config):
         if not _is_of_a_library(function):
             raise UnsupportedModelError(
@@ -213,11 +221,6 @@ def check_code(config: PreTrainedConfig) -> None:
                 f"{_home(function)}; the canonical order would run in its place. Call "
                 "model.set_experts_implementation('eager')."
             )
-    check_attention(config)
-
-
-def check_attention(config: PreTrainedConfig) -> None:
-    """UnsupportedModelError for an attention function that is not one of transformers' own."""
     *_, function = functions(config)
     if not _home(function).startswith("transformers."):
         name = config._attn_implementation

@@ -45,6 +45,9 @@ _UNREAD = frozenset(
 )
 """Attributes that no covered forward reads, or that the patched forward honours."""
 
+_READ_OF_CONFIGS = ("sliding_window", "clip_qkv")
+"""Settings that a part takes from its own config at every call, beside the implementations."""
+
 _CALLS = frozenset(("forward", "packed_forward", "_call_impl", "_wrapped_call_impl"))
 _CHECKPOINTING = frozenset(("gradient_checkpointing", "_gradient_checkpointing_func"))
 _ZERO_3_COUNTERS = frozenset(("applied_pre_backward_ref_cnt", "ds_grads_remaining"))
@@ -170,11 +173,14 @@ class _Comparison:
     def _config_faults(self, name: str, config: Any) -> Iterator[str]:
         if name in UNCALLED and config is not self._config:
             yield "has a config that is not the model's"
+        elif type(config) is not type(self._config):
+            yield f"has a {type(config).__name__} in the place of its config"
         elif config is not self._config:  # of a layer that was copied
-            families.check_attention(config)
-            window = getattr(config, "sliding_window", None)
-            if window != getattr(self._config, "sliding_window", None):
-                yield f"has sliding_window={window} in a config of its own"
+            families.check_implementations(config)
+            for key in _READ_OF_CONFIGS:
+                value = getattr(config, key, None)
+                if value != getattr(self._config, key, None):
+                    yield f"has {key}={value} in a config of its own"
 
 
 def _is_read(key: str, cls: type[nn.Module]) -> bool:

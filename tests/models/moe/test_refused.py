@@ -1,5 +1,6 @@
 """What the patched forward of a sparse model would pass over is refused by name."""
 
+import copy
 import functools
 
 import pytest
@@ -99,6 +100,24 @@ def half_experts(self, *args):
     return half_experts.__wrapped__(self, *args) * 0.5
 
 
+def of_its_own(path, **values):
+    """As in a layer that was copied, and then edited."""
+
+    def change(model, undo):
+        part = model.get_submodule(path)
+        part.config = copy.deepcopy(model.config)
+        for name, value in values.items():
+            setattr(part.config, name, value)
+
+    return change
+
+
+def own_implementation_of_a_part(model, undo):
+    own_implementation(model, undo)
+    model.config._experts_implementation = None
+    of_its_own(EXPERTS, _experts_implementation="own")(model, undo)
+
+
 def instance_forward(model, undo):
     experts = model.get_submodule(EXPERTS)
     experts.forward = functools.partial(modeling_qwen3_moe.Qwen3MoeExperts.forward, experts)
@@ -132,6 +151,15 @@ def relu(model, undo):
 REFUSED = {
     "experts of another class": (other_experts, r"experts \(OtherExperts\) has no canonical order"),
     "an implementation of its own": (own_implementation, "experts implementation 'own' calls a"),
+    "an implementation of a part's own": (
+        own_implementation_of_a_part,
+        "experts implementation 'own' calls a",
+    ),
+    "a setting of a part's own": (
+        of_its_own("model.layers.1.self_attn", clip_qkv=0.01),
+        "self_attn .* has clip_qkv=0.01 in a config of its own",
+    ),
+    "no config": (on(EXPERTS, config=None), "experts .* has a NoneType in the place of its config"),
     "another gate function": (
         replaced(modeling_qwen3_moe.Qwen3MoeExperts, "_apply_gate", lambda self, x: x),
         "experts implementation '.*' calls a function of",
