@@ -26,6 +26,10 @@ def routing_problems(config: Any) -> list[str]:
         )
     if config.model_type == "olmoe" and (window := getattr(config, "sliding_window", None)):
         found.append(f"sliding_window={window}, which some attention functions ignore")
+    if (step := getattr(config, "decoder_sparse_step", 1)) < 1:
+        found.append(f"decoder_sparse_step={step} (covered: 1 or more)")
+    if getattr(config, "mlp_only_layers", ()) is None:
+        found.append("mlp_only_layers=None (give the list of dense layers, which may be empty)")
     experts, chosen = num_experts(config), config.num_experts_per_tok
     if experts and not 1 <= chosen <= experts:
         found.append(f"num_experts_per_tok={chosen} of {experts} experts")

@@ -39,6 +39,7 @@ def test_default_configurations_are_covered(config):
         (Qwen3MoeConfig(**SMALL, hidden_act="relu"), "hidden_act 'relu'"),
         (Qwen3MoeConfig(**SMALL, num_experts=4), "num_experts_per_tok=8 of 4 experts"),
         (Qwen3MoeConfig(**SMALL, attention_dropout=0.5), "active dropout"),
+        (Qwen3MoeConfig(**SMALL, decoder_sparse_step=0), r"decoder_sparse_step=0 \(covered: 1"),
         (Qwen3MoeConfig(**SMALL, quantization_config={"bits": 8}), "quantization_config"),
     ],
 )
@@ -190,6 +191,7 @@ REFUSED = {
     "another number per token": (on(f"{BLOCK}.gate", top_k=2), "gate .* has top_k=2"),
     "weights as they are": (on(f"{BLOCK}.gate", norm_topk_prob=False), "has norm_topk_prob=False"),
     "logits asked for": (in_config(output_router_logits=True), "output_router_logits=True"),
+    "no list of dense layers": (in_config(mlp_only_layers=None), "mlp_only_layers=None"),
     "fewer per token in the config": (in_config(num_experts_per_tok=2), "has (num_experts|top_k)"),
 }
 
