@@ -138,10 +138,11 @@ def _measure(args: argparse.Namespace) -> int:
     suites, machine = _chosen(args), _machine()
     meta = run_meta(machine.device, args.command_line, args.commit)
     results = Results() if args.json is None else load(args.json, meta["device"])
-    named = getattr(args, "model", None)
-    models = () if named is None else named.split(",")
+    models, seed = getattr(args, "model", None), getattr(args, "random_shapes", None)
+    only = {} if models is None else {"model": models.split(",")}
+    only |= {} if seed is None else {"seed": [seed]}
     with own_winners(machine.device):
-        results = measure(suites, machine, results, meta, args.json, models)
+        results = measure(suites, machine, results, meta, args.json, only)
     failed = [row.case for row in results.of(*suites) if row.error is not None]
     bars = {name: bar for name, bar in results.bars.items() if bar["figure"] is not None}
     figures = {name: bar["figure"] for name, bar in bars.items()}

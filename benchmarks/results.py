@@ -13,6 +13,11 @@ from benchmarks.bars import BARS, COMPARISONS
 from benchmarks.rows import Row, geometric_mean
 from rl_consistency.cli.output_file import write_whole
 
+Part = Mapping[str, Sequence[Any]]
+"""Sizes of a shape and the values that they have in a part of a suite: some models, or a seed."""
+
+ALL: Part = {}
+
 
 @dataclass(frozen=True)
 class Results:
@@ -39,9 +44,9 @@ class Results:
             found[name] |= {"complete": whole, "met": whole and met}
         return found
 
-    def of(self, *suites: str, models: Sequence[str] = ()) -> list[Row]:
-        """Rows of some suites, and of some models where any are named."""
-        return [row for row in self.rows if row.suite in suites and _is_of(row, models)]
+    def of(self, *suites: str, only: Part = ALL) -> list[Row]:
+        """Rows of some suites, or of a part of them."""
+        return [row for row in self.rows if row.suite in suites and _is_of(row, only)]
 
     def merged(
         self,
@@ -50,20 +55,20 @@ class Results:
         meta: Mapping[str, Any],
         record: Mapping[str, Any],
         *,
-        models: Sequence[str] = (),
+        only: Part = ALL,
     ) -> Results:
         """With the rows and the record of one suite replaced in their place, and the run's meta
-        over the old one. Where a run measured only some `models`, rows of the others stay."""
+        over the old one. Where a run measured a part of the suite, rows of the others stay."""
         first = next((i for i, r in enumerate(self.rows) if r.suite == suite), len(self.rows))
-        kept = [r for r in self.of(suite) if not _is_of(r, models)]
+        kept = [r for r in self.of(suite) if not _is_of(r, only)]
         after = (r for r in self.rows[first:] if r.suite != suite)
         suites = {**self.meta.get("suites", {}), suite: dict(record)}
         merged = (*self.rows[:first], *kept, *rows, *after)
         return Results(merged, {**self.meta, **meta, "suites": suites})
 
 
-def _is_of(row: Row, models: Sequence[str]) -> bool:
-    return not models or row.shape["model"] in models
+def _is_of(row: Row, only: Part) -> bool:
+    return all(row.shape[name] in values for name, values in only.items())
 
 
 def load(path: Path, device: str | None = None) -> Results:

@@ -26,7 +26,7 @@ import triton
 from torch import Tensor
 
 from benchmarks.peers import installed
-from benchmarks.results import Results, save
+from benchmarks.results import ALL, Part, Results, save
 from benchmarks.rows import Row, Shape, ratios
 from benchmarks.timing import UNAVAILABLE, Machine
 from rl_consistency.kernels.core.kernels_hash import kernels_hash
@@ -91,14 +91,14 @@ def gradients(
 
 def measure(
     suites: Suites, machine: Machine, results: Results, meta: Mapping[str, Any],
-    file: Path | None = None, models: Sequence[str] = (),
+    file: Path | None = None, only: Part = ALL,
 ) -> Results:  # fmt: skip
-    """Results with the suites in them; `meta` is that of `run_meta`, `models` those of `merged`.
+    """Results with the suites in them; `meta` is that of `run_meta`, `only` that of `merged`.
     Saves after each suite, and where that replaces no rows after each case: a run that ends early
     keeps what it has."""
     for suite, suite_cases in suites.items():
         clocks, started, before = _clocks(), time.perf_counter(), results
-        replaces = bool(before.of(suite, models=models))
+        replaces = bool(before.of(suite, only=only))
         rows: list[Row] = []
         errors = 0
         for case in suite_cases:
@@ -113,7 +113,7 @@ def measure(
                 "errors": errors,
                 "complete": done and not errors,
             }
-            results = before.merged(suite, rows, meta, record, models=models)
+            results = before.merged(suite, rows, meta, record, only=only)
             if file is not None and (done or not replaces):
                 save(file, results)
         text = f"{suite}: {len(rows)} cases, {errors} errors, {time.perf_counter() - started:.0f} s"

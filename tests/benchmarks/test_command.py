@@ -84,7 +84,7 @@ def test_a_run_saves_and_ends_with_a_line_of_json(monkeypatch, tmp_path, capsys)
 def test_random_shapes_and_named_models_are_measured_instead(monkeypatch):
     asked = []
 
-    def measure(suites, machine, results, meta, file, models):
+    def measure(suites, machine, results, meta, file, only):
         asked.append({name: [case.shape for case in cases] for name, cases in suites.items()})
         return Results()
 
@@ -146,7 +146,7 @@ def test_a_run_beside_vllm_takes_models_modes_and_names_unknown_ones(monkeypatch
     (tmp_path / "vllm" / "__init__.py").touch()
     asked = []
 
-    def measure(suites, machine, results, meta, file, models):
+    def measure(suites, machine, results, meta, file, only):
         asked.append({name: len(cases) for name, cases in suites.items()})
         return Results()
 

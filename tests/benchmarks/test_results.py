@@ -174,10 +174,23 @@ def test_a_run_of_some_models_leaves_rows_of_the_others():
         return row(suite, shape={"model": model}, ceiling_fraction=fraction)
 
     results = Results().merged(suite, [of("a", 0.5), of("b", 0.6)], META, RECORD)
-    results = results.merged(suite, [of("b", 0.7), of("c", 0.8)], META, RECORD, models=["b", "c"])
+    only = {"model": ["b", "c"]}
+    results = results.merged(suite, [of("b", 0.7), of("c", 0.8)], META, RECORD, only=only)
     assert [r.ceiling_fraction for r in results.rows] == [0.5, 0.7, 0.8]
-    assert [r.ceiling_fraction for r in results.of(suite, models=["b"])] == [0.7]
+    assert [r.ceiling_fraction for r in results.of(suite, only={"model": ["b"]})] == [0.7]
     assert results.merged(suite, [of("a", 0.1)], META, RECORD).rows == (of("a", 0.1),)
+
+
+def test_a_seed_leaves_rows_of_other_seeds():
+    first, second, again = (
+        row("matmul_random", ratio, shape={"seed": seed, "m": 1, "n": 8, "k": 8})
+        for ratio, seed in ((0.5, 1), (0.6, 2), (0.7, 1))
+    )
+    results = Results()
+    for found in (first, second, again):
+        only = {"seed": [found.shape["seed"]]}
+        results = results.merged("matmul_random", [found], META, RECORD, only=only)
+    assert results.rows == (second, again)
 
 
 def test_a_suite_replaces_its_own_rows_and_no_others(tmp_path):
