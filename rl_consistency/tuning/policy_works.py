@@ -61,8 +61,8 @@ def policy_works(
     check_config(config)
     if dtype not in DTYPES:
         raise TypeError(f"no canonical order for {dtype}; allowed: {', '.join(map(str, DTYPES))}.")
-    if rows < 1:
-        raise ValueError(f"rows={rows}: a training batch has at least 1 row.")
+    if type(rows) is not int or rows < 1:
+        raise ValueError(f"rows={rows!r}: give the tokens of a training batch, 1 or more.")
     works = filter(_has_aligned_rows, _works(config, dtype, device, rows))
     found = {work.entry: work for work in works}
     return sorted(found.values(), key=lambda work: -work.seconds)

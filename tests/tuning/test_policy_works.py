@@ -88,7 +88,7 @@ def test_weights_that_no_descriptor_addresses_keep_the_ops_rule():
 )
 def test_bad_input_is_refused(changes, error):
     given = {"dtype": BF16, "rows": 64} | changes
-    with pytest.raises(error, match=r"canonical order|at least 1 row"):
+    with pytest.raises(error, match=r"canonical order|1 or more"):
         policy_works(preset_config("tiny-qwen3"), given["dtype"], CPU, given["rows"])
 
 
@@ -136,3 +136,10 @@ def test_layers_are_sparse_where_their_configuration_says_so():
     config.num_experts = 0
     assert sparse_layers(config) == 0
     assert sparse_layers(preset_config("tiny-qwen3")) == 0
+
+
+@pytest.mark.parametrize("rows", [1.5, float("nan"), "16", None, True])
+def test_rows_that_are_no_whole_number_are_refused(rows):
+    config = preset_config("tiny-qwen3")
+    with pytest.raises(ValueError, match="rows=.*1 or more"):
+        policy_works(config, torch.bfloat16, torch.device("cpu"), rows)
