@@ -13,15 +13,17 @@ from benchmarks.peers import peer
 from benchmarks.suite import normal
 from benchmarks.timing import Contestant, Machine, Race
 from benchmarks.tune.winners import own_winners
+from rl_consistency.kernels.core.device import has_tma
 from rl_consistency.kernels.core.tuned_schedules import rows_bucket
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.kernels.matmul.op import matmul_nn, matmul_nt
-from rl_consistency.kernels.matmul.schedules import LIBRARY, pick, prefers_library
+from rl_consistency.kernels.matmul.schedules import pick, prefers_library
 from rl_consistency.numerics.errors import ConsistencyError
 from rl_consistency.numerics.settings import numeric_settings
 from rl_consistency.tuning import products
 from rl_consistency.tuning.tune import tune_works
+from rl_consistency.tuning.work import fewer_rows, with_fewer
 
 GRAPH_ROWS = 256
 """Up to so many rows a product is timed in a CUDA graph, as rollout runs it."""
@@ -56,8 +58,9 @@ def product(
         operations=2.0 * m * n * k,
     )
     fields = bench.measure(race)
-    schedule = pick(m, n, k, torch.bfloat16, layout, True).name
-    if prefers_library(m, n, k, torch.bfloat16, layout):
+    sizes = m, n, k, torch.bfloat16, layout
+    schedule = pick(*sizes, has_tma(bench.device), device=bench.device).name
+    if prefers_library(*sizes, device=bench.device):
         schedule = f"library where certified, else {schedule}"
     return fields | {"schedule": schedule}
 
@@ -66,20 +69,18 @@ def tuned_product(
     layout: str, bench: Machine, m: int, n: int, k: int, graph_rows: int = GRAPH_ROWS
 ) -> dict[str, Any]:
     """The same once `tune` measured this product's bucket of rows, as it does for a policy."""
-    work = products.product(
-        bench.device, layout, rows_bucket(m), n, k, torch.bfloat16, torch.bfloat16
+    bucket = rows_bucket(m)
+    largest, fewer = (
+        products.product(bench.device, layout, rows, n, k, torch.bfloat16, torch.bfloat16)
+        for rows in (bucket, fewer_rows(bucket))
     )
+    (work,) = with_fewer([largest], [fewer])
     with own_winners(bench.device) as store:
         with numeric_settings(), torch.no_grad():
             report = tune_works([work], bench, store, clock=lambda: 0.0)
         if report.struck:
             raise ConsistencyError(f"candidates gave other bytes: {report.struck}")
-        fields = product(layout, bench, m, n, k, graph_rows)
-        choice = store.winner(work.library_entry)
-        schedule = store.winners[work.entry].schedule
-    if choice is not None and choice.schedule == LIBRARY:
-        schedule = f"library where certified, else {schedule}"
-    return fields | {"schedule": schedule}
+        return product(layout, bench, m, n, k, graph_rows)
 
 
 def gradient_fold(bench: Machine, tokens: int, n: int, k: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ LIBRARY_VARIABLES = ("CUBLASLT_WORKSPACE_SIZE", "CUBLAS_WORKSPACE_CONFIG", "NVID
 def cache_directory() -> Path:
     """The directory of the files; only this function reads `CACHE_VARIABLE`."""
     named = os.environ.get(CACHE_VARIABLE)
-    return Path(named) if named else Path.home() / ".cache" / "rl_consistency"
+    return Path(named).expanduser() if named else Path.home() / ".cache" / "rl_consistency"
 
 
 def cache_file(what: str, identity: Mapping[str, str]) -> Path:

@@ -2,8 +2,10 @@
 
 A work is an op at one shape, its rows rounded up to a bucket; it has a name. A winner names one of
 the op's own candidates, and the op looks the name up among them. So a file can make an op slower,
-and it cannot make it run anything else. All candidates of an op give the same bytes: winners change
-no bit and are in no fingerprint. A candidate whose bytes differed is struck, and stays struck.
+and it cannot make it run anything else. Where no candidate won, `RULE` is kept in its place: the
+op's rule goes on to decide by the exact number of rows. All candidates of an op give the same
+bytes: winners change no bit and are in no fingerprint. A candidate whose bytes differed is struck,
+and stays struck.
 
 Each identity (device, driver, versions, kernels) has its own file. Processes share it: they write
 it whole, under a lock, and merge what they found. A file that is damaged, foreign or writable by
@@ -16,11 +18,13 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import stat
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import _lru_cache_wrapper, lru_cache
 from pathlib import Path
@@ -42,6 +46,9 @@ MOST_ROWS = 16384
 
 FEW_ROWS = 16
 """Numbers of rows from 2 up to this one share a bucket: no tile has fewer rows."""
+
+RULE = "rule"
+"""Kept for a work that was measured and has no winner."""
 
 MOST_PICKS = 4096
 """Answers that each pick remembers."""
@@ -80,6 +87,7 @@ class Winner:
     """The fastest candidate of one work."""
 
     schedule: str
+    """Its name, or `RULE`."""
     us: float
     """Its median, in microseconds."""
     default_us: float
@@ -90,9 +98,13 @@ class Winner:
         """A winner from its entry in a file; TypeError for other fields or types."""
         winner = cls(**entry)
         times = winner.us, winner.default_us
-        if type(winner.schedule) is not str or not all(type(t) is float and t > 0 for t in times):
+        if type(winner.schedule) is not str or not all(map(_is_time, times)):
             raise TypeError(f"not a winner: {entry}")
         return winner
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) is float and math.isfinite(value) and value > 0
 
 
 @dataclass(frozen=True)
@@ -140,10 +152,9 @@ class TunedSchedules:
 
     @property
     def winners(self) -> dict[str, Winner]:
-        """Winners that were not struck, by work."""
-        return {
-            work: w for work, w in self._winners.items() if not self.is_struck(work, w.schedule)
-        }
+        """Those that are in force, by work."""
+        found = {work: self.winner(work) for work in self._winners}
+        return {work: winner for work, winner in found.items() if winner is not None}
 
     @property
     def struck(self) -> Struck:
@@ -151,7 +162,12 @@ class TunedSchedules:
         return {work: dict(reasons) for work, reasons in self._struck.items()}
 
     def winner(self, work: str) -> Winner | None:
-        """The winner of a work, if it was measured and not struck."""
+        """The winner of a work, if it has one that was not struck."""
+        found = self.finding(work)
+        return None if found is None or found.schedule == RULE else found
+
+    def finding(self, work: str) -> Winner | None:
+        """The winner or `RULE`, if the work was measured and the winner not struck since."""
         found = self._winners.get(work)
         return None if found is None or self.is_struck(work, found.schedule) else found
 
@@ -160,7 +176,7 @@ class TunedSchedules:
         return schedule in self._struck.get(work, {})
 
     def keep(self, work: str, winner: Winner) -> None:
-        """Take a winner, also in the file."""
+        """Take what was found for a work, also in the file."""
         require_launches("a winner")
         self._winners[work] = winner
         self._write({work: winner})
@@ -193,8 +209,7 @@ class TunedSchedules:
             try:
                 _make_own(self.path.parent)
                 # Without the lock, two processes that write at once could lose what one found.
-                with self.path.with_suffix(".lock").open("w") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX)
+                with _locked(self.path.with_suffix(".lock")):
                     self._merge(self._read(), fresh)
                     self._replace(self.path)
             except OSError as error:
@@ -236,14 +251,34 @@ _UNUSABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, Recursion
 
 def _own_text(path: Path) -> str:
     """The text of a file that only this user can have written; PermissionError for any other."""
-    # Neither a link nor a pipe: opening it must not lead elsewhere, or wait.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, encoding="utf-8") as file:
+    with os.fdopen(_own_descriptor(path, os.O_RDONLY), encoding="utf-8") as file:
         _require_own(path.parent, os.stat(path.parent))
+        return file.read()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Inside the block no other process holds the lock of this file, which is made if missing."""
+    descriptor = _own_descriptor(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _own_descriptor(path: Path, flags: int) -> int:
+    """An open file of this user's alone; PermissionError for any other."""
+    # Neither a link nor a pipe: opening it must not lead elsewhere, or wait.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode=0o600)
+    try:
         _require_own(path, found := os.fstat(descriptor))
         if not stat.S_ISREG(found.st_mode):
             raise PermissionError(f"{path} is no file")
-        return file.read()
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _make_own(folder: Path) -> None:

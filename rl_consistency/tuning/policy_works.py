@@ -7,7 +7,7 @@ it forward and backward for the rows of a micro-batch. Rows come in buckets, as 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from rl_consistency.tuning.row_ops import (
     rotary_work,
 )
 from rl_consistency.tuning.sparse_works import sparse_backward, sparse_forward, sparse_layers
-from rl_consistency.tuning.work import Work
+from rl_consistency.tuning.work import Work, fewer_rows, with_fewer
 
 DECODE_ROWS = 512
 """The most rows of a decode step that are tuned for."""
@@ -63,9 +63,11 @@ def policy_works(
         raise TypeError(f"no canonical order for {dtype}; allowed: {', '.join(map(str, DTYPES))}.")
     if type(rows) is not int or rows < 1:
         raise ValueError(f"rows={rows!r}: give the tokens of a training batch, 1 or more.")
-    works = filter(_has_aligned_rows, _works(config, dtype, device, rows))
-    found = {work.entry: work for work in works}
-    return sorted(found.values(), key=lambda work: -work.seconds)
+    largest, fewer = (
+        filter(_has_aligned_rows, _works(config, dtype, device, rows, of))
+        for of in (rows_bucket, fewer_rows)
+    )
+    return sorted(with_fewer(largest, fewer), key=lambda work: -work.seconds)
 
 
 def policy_config(model: nn.Module) -> tuple[Any, torch.dtype]:
@@ -85,16 +87,19 @@ def _buckets(rows: int) -> list[int]:
     return sorted({rows_bucket(m) for m in (1, *(2**i for i in range(15)), rows) if m <= rows})
 
 
-def _works(config: Any, dtype: torch.dtype, device: torch.device, rows: int) -> Iterator[Work]:
-    for m in _buckets(rows):
-        steps = DECODE_STEPS if m <= DECODE_ROWS else 1
+def _works(
+    config: Any, dtype: torch.dtype, device: torch.device, rows: int, of: Callable[[int], int]
+) -> Iterator[Work]:
+    """The works with `of(bucket)` rows for each bucket."""
+    for bucket in _buckets(rows):
+        m, steps = of(bucket), DECODE_STEPS if bucket <= DECODE_ROWS else 1
         yield from _layer_forward(config, dtype, device, m, steps)
-        if m <= DECODE_ROWS:
+        if bucket <= DECODE_ROWS:
             vocabulary, hidden = config.vocab_size, config.hidden_size
             yield product(device, "nt", m, vocabulary, hidden, dtype, torch.float32, steps)
-        if m >= min(LEAST_TRAINING_ROWS, rows):
+        if bucket >= min(LEAST_TRAINING_ROWS, rows):
             yield from _layer_backward(config, dtype, device, m)
-    yield from _head_works(config, dtype, device, rows_bucket(rows))
+    yield from _head_works(config, dtype, device, of(rows_bucket(rows)))
 
 
 def _layer_forward(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class Work:
     empty where the library cannot take the work."""
     library_picked: bool = False
     """Whether the op's rule prefers the library."""
+    fewer: Work | None = None
+    """The work with fewer rows of its bucket, where a winner must not lose to the op's rule."""
     moved_bytes: float = 0.0
     """Bytes of operands and results."""
     seconds: float = 0.0
@@ -53,6 +55,22 @@ class Work:
     def default(self) -> str:
         """The candidate whose bytes are the reference."""
         return self.picked if self.picked in self.candidates else next(iter(self.candidates))
+
+
+def fewer_rows(rows: int) -> int:
+    """Rows from the lower end of the bucket that ends at `rows`: 9/16 of them."""
+    return max(1, rows * 9 // 16)
+
+
+def with_fewer(works: Iterable[Work], fewer: Iterable[Work]) -> list[Work]:
+    """Works by entry, each with that of `fewer` whose rows share its bucket and are not its own."""
+    by_entry = {work.entry: work for work in fewer}
+    found = {work.entry: work for work in works}
+    for entry, work in found.items():
+        other = by_entry.get(entry)
+        if other is not None and other.shape != work.shape:
+            found[entry] = replace(work, fewer=other)
+    return list(found.values())
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
+import torch
+from triton.runtime.errors import OutOfResources
 
-from rl_consistency.kernels.core.tuned_schedules import Winner
+from rl_consistency.kernels.core.tuned_schedules import RULE, Winner
 from rl_consistency.kernels.matmul.audit import schedule_audit, withdrawn_since
 from rl_consistency.tuning import measure
 from rl_consistency.tuning.measure import MARGIN, measured, race
@@ -58,11 +60,56 @@ def test_the_fastest_candidate_is_kept(make_work, candidate, bench, store):
     assert bench.prepared == [3] and not found.known and found.struck == {}
 
 
-def test_where_nothing_is_faster_the_default_is_kept(make_work, candidate, bench, store):
-    work = make_work({"own": candidate(5e-6), "slow": candidate(30e-6)})
+def test_where_nothing_is_faster_the_rule_stays_in_force(make_work, candidate, bench, store):
+    """It may take another schedule at other rows of the bucket, so its pick here is not kept."""
+    own = candidate(5e-6)
+    work = make_work({"own": own, "slow": candidate(30e-6)})
     found = measured(work, bench, store)
     assert found.winner == found.default == "own" and found.gain == 1.0
-    assert store.winner(ENTRY).schedule == "own"
+    assert store.winner(ENTRY) is None and store.finding(ENTRY) == Winner(RULE, 5.0, 5.0)
+    before = own.samples
+    again = measured(work, bench, store)
+    assert again.known and again.winner == "own" and again.gain == 1.0 and own.samples == before
+
+
+FEWER = {"shape": {"n": 4}, "operands": lambda: (torch.arange(4.0),)}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "winner"),
+    [
+        ({"own": 6e-6, "fast": 5e-6}, "fast"),  # it wins there too
+        ({"own": 5e-6, "fast": 5e-6 / (MARGIN + 1e-3)}, "fast"),  # it does not lose by the margin
+        ({"own": 5e-6, "fast": 5e-6 / (MARGIN - 1e-3)}, "own"),
+        ({"fast": 9e-6, "own": 5e-6}, "fast"),  # the rule takes it there by itself
+    ],
+)
+def test_a_winner_must_not_lose_to_the_rule_at_fewer_rows_of_its_bucket(
+    make_work, candidate, bench, store, seconds, winner
+):
+    fewer = make_work({name: candidate(s) for name, s in seconds.items()}, **FEWER)
+    work = make_work({"own": candidate(10e-6), "fast": candidate(5e-6)}, fewer=fewer)
+    found = measured(work, bench, store)
+    kept = store.winner(ENTRY)
+    assert found.winner == winner and (kept is not None) == (winner == "fast")
+    assert found.gain == pytest.approx(2.0 if kept else 1.0)
+
+
+def test_a_winner_of_other_bytes_at_fewer_rows_is_struck(make_work, candidate, bench, store):
+    fewer = make_work({"own": candidate(6e-6), "fast": candidate(5e-6, added=2.0)}, **FEWER)
+    work = make_work({"own": candidate(10e-6), "fast": candidate(5e-6)}, fewer=fewer)
+    found = measured(work, bench, store)
+    assert found.winner == "own" and store.winner(ENTRY) is None
+    assert found.struck == store.struck[ENTRY] == {"fast": "4 of 4 elements differ from own"}
+
+
+def test_a_winner_that_does_not_fit_at_fewer_rows_is_no_winner(make_work, candidate, bench, store):
+    def too_large(x):
+        raise OutOfResources(2, 1, "shared memory")
+
+    fewer = make_work({"own": candidate(6e-6), "fast": too_large}, **FEWER)
+    work = make_work({"own": candidate(10e-6), "fast": candidate(5e-6)}, fewer=fewer)
+    assert measured(work, bench, store).winner == "own" and store.struck == {}
 
 
 def test_a_candidate_of_other_bytes_is_struck_and_never_timed(make_work, candidate, bench, store):
@@ -131,10 +178,10 @@ def with_library(make_work, candidate, library, *, picked, **changes):
     ("seconds", "picked", "choice", "ends"),
     [
         (5e-6, False, "library", ("own", 10.0, "library", 5.0)),
-        (7.9e-6, False, "triton", ("own", 10.0, "fast", 8.0)),
+        (7.9e-6, False, RULE, ("own", 10.0, "fast", 8.0)),
         (9e-6, True, "triton", ("library", 9.0, "fast", 8.0)),
-        (8.1e-6, True, "library", ("library", 8.1, "library", 8.1)),
-        (5e-6, True, "library", ("library", 5.0, "library", 5.0)),
+        (8.1e-6, True, RULE, ("library", 8.1, "library", 8.1)),
+        (5e-6, True, RULE, ("library", 5.0, "library", 5.0)),
     ],
 )
 def test_the_library_and_the_fastest_schedule_meet(
@@ -144,11 +191,45 @@ def test_the_library_and_the_fastest_schedule_meet(
     work = with_library(make_work, candidate, candidate(seconds), picked=picked)
     found = measured(work, bench, store)
     assert store.winner(ENTRY).schedule == "fast"
-    assert store.winner(LIBRARY_ENTRY).schedule == choice
+    assert store.finding(LIBRARY_ENTRY).schedule == choice
     times = found.default, found.default_us, found.winner, found.winner_us
     assert times == tuple(e if isinstance(e, str) else pytest.approx(e) for e in ends)
     again = measured(work, bench, store)
     assert again.known and replace(again, known=False) == replace(found, scatter=0.0)
+
+
+@pytest.mark.parametrize(
+    ("of_library", "picked", "choice"),
+    [
+        (8e-6, False, "library"),  # it wins at fewer rows too
+        (12e-6, False, RULE),
+        (12e-6, True, "library"),  # the rule takes it there by itself
+    ],
+)
+def test_the_library_must_not_lose_to_the_rule_at_fewer_rows(
+    make_work, candidate, bench, store, of_library, picked, choice
+):
+    """At the largest rows it is faster; the schedules take 10 us at fewer rows."""
+    fields = {"library_entry": LIBRARY_ENTRY, **FEWER}
+    fewer = make_work(
+        {"own": candidate(10e-6), "fast": candidate(10e-6)},
+        others={"cublaslt": candidate(of_library)}, library_picked=picked, **fields,
+    )  # fmt: skip
+    work = with_library(make_work, candidate, candidate(5e-6), picked=False, fewer=fewer)
+    found = measured(work, bench, store)
+    assert store.finding(LIBRARY_ENTRY).schedule == choice
+    assert found.winner == ("library" if choice == "library" else "fast")
+
+
+def test_a_library_that_differs_at_fewer_rows_never_runs_there_and_stays_the_choice(
+    make_work, candidate, bench, store
+):
+    fewer = make_work(
+        {"own": candidate(1e-6), "fast": candidate(1e-6)},
+        others={"cublaslt": candidate(9e-6, 2.0)}, library_entry=LIBRARY_ENTRY, **FEWER,
+    )  # fmt: skip
+    work = with_library(make_work, candidate, candidate(5e-6), picked=False, fewer=fewer)
+    assert measured(work, bench, store).winner == "library" and store.struck == {}
 
 
 def test_a_library_of_other_bytes_is_not_preferred_and_nothing_is_struck(

@@ -41,6 +41,17 @@ def test_rows_come_in_buckets_from_one_to_the_training_batch(works):
     assert trained == {256, 512, 1024, 2048, 4096} == {s["tokens"] for s in shapes(works, "fold")}
 
 
+def test_a_winner_of_many_rows_has_to_hold_for_fewer_of_the_same_bucket(works):
+    for work in works:
+        if work.op in ("matmul", "fold", "qkv", "gate_up"):
+            rows = work.shape.get("m", work.shape.get("tokens"))
+            assert (work.fewer is None) == (rows == 1), work.key
+    others = [(work, work.fewer) for work in works if work.fewer is not None]
+    for work, fewer in others:
+        assert (fewer.entry, fewer.op) == (work.entry, work.op) and fewer.shape != work.shape
+    assert {work.op for work, _ in others} == {work.op for work in works}
+
+
 def test_every_weight_of_a_layer_and_the_head_is_there(works):
     forward = {(s["n"], s["k"]) for s in shapes(works, "matmul", layout="nt", m=1024)}
     layer = {(4096, 4096), (1024, 4096), (12288, 4096), (4096, 12288)}

@@ -5,6 +5,7 @@ tests/kernels/matmul/test_winner_audit.py.
 """
 
 import pytest
+import torch
 
 from rl_consistency.kernels.core import tuned_schedules
 from rl_consistency.kernels.core.tuned_schedules import TunedSchedules, Winner, chosen
@@ -53,6 +54,24 @@ def test_a_tuner_that_takes_the_slowest_and_confirms_nothing_is_caught(tuned, mo
     monkeypatch.setattr(measure, "NEAR", float("inf"))
     report = tuned()
     assert not keeps_the_fastest(report) and report.outcomes[0].gain < 1
+
+
+def test_a_tuner_that_looks_at_the_largest_rows_only_is_caught(
+    make_work, candidate, bench, store, monkeypatch
+):
+    """For fewer rows of its bucket the fastest schedule is slower than the op's rule."""
+
+    def runs_the_rule():
+        fewer = make_work(
+            {"own": candidate(1e-6), "fast": candidate(2e-6)},
+            shape={"n": 4}, operands=lambda: (torch.arange(4.0),),
+        )  # fmt: skip
+        work = make_work({"own": candidate(10e-6), "fast": candidate(5e-6)}, fewer=fewer)
+        return measured(work, bench, store, again=True).winner == "own"
+
+    assert runs_the_rule()
+    monkeypatch.setattr(measure, "_holds_for_fewer", lambda *_: True)
+    assert not runs_the_rule()
 
 
 def test_a_tuner_that_compares_no_bytes_is_caught(tuned, monkeypatch):

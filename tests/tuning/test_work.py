@@ -4,7 +4,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-from rl_consistency.tuning.work import compare
+from rl_consistency.kernels.core.tuned_schedules import rows_bucket
+from rl_consistency.tuning.work import compare, fewer_rows, with_fewer
 
 
 def too_large(x):
@@ -56,3 +57,20 @@ def test_only_some_are_run_beside_the_default(make_work, candidate):
 def test_a_default_that_is_no_candidate_gives_way_to_the_first(make_work, candidate):
     work = make_work({"a": candidate(1.0), "b": candidate(1.0)}, picked="of another table")
     assert work.default == "a" and work.key == "add n=8"
+
+
+def test_fewer_rows_lie_in_the_same_bucket():
+    for exponent in range(4, 15):
+        rows = 1 << exponent
+        assert rows_bucket(fewer_rows(rows)) == rows > fewer_rows(rows)
+    assert fewer_rows(1) == 1
+
+
+def test_works_of_one_entry_and_other_rows_are_paired(make_work, candidate):
+    most, same, alone = (
+        make_work({"own": candidate(1e-6)}, entry=entry, shape={"n": 8}) for entry in "abc"
+    )
+    fewer = make_work({"own": candidate(1e-6)}, entry="a", shape={"n": 5})
+    found = with_fewer([most, same, alone], [fewer, same])
+    assert [work.entry for work in found] == ["a", "b", "c"]
+    assert [work.fewer for work in found] == [fewer, None, None]

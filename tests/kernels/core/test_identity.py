@@ -12,6 +12,9 @@ from rl_consistency.kernels.core.identity import cache_directory, cache_file
 def test_the_cache_directory_is_named_by_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("RL_CONSISTENCY_CACHE", str(tmp_path))
     assert cache_directory() == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RL_CONSISTENCY_CACHE", "~/own")
+    assert cache_directory() == tmp_path / "own"
     monkeypatch.delenv("RL_CONSISTENCY_CACHE")
     assert cache_directory().parts[-2:] == (".cache", "rl_consistency")
 

@@ -14,6 +14,7 @@ import torch
 from rl_consistency.kernels.core import tuned_schedules as module
 from rl_consistency.kernels.core.tuned_schedules import (
     FOLDER,
+    RULE,
     TunedSchedules,
     Winner,
     chosen,
@@ -163,6 +164,7 @@ def content(**changes):
         (content(winners={"work": GOOD | {"us": True}}), "TypeError: not a winner"),
         (content(winners={"work": GOOD | {"us": -1.0}}), "TypeError: not a winner"),
         (content(winners={"work": GOOD | {"us": float("nan")}}), "TypeError: not a winner"),
+        (content(winners={"work": GOOD | {"us": float("inf")}}), "TypeError: not a winner"),
         (content(winners={"work": GOOD | {"more": 1}}), "TypeError"),
         (content(struck={"work": {"fast": 1}}), "TypeError: not reasons"),
         (content(struck={"work": 1}), "TypeError"),
@@ -213,6 +215,28 @@ def test_a_link_or_a_pipe_is_not_read(path, tmp_path):
     os.mkfifo(path, 0o600)
     with pytest.warns(UserWarning, match="is no file"):
         assert opened(path).winners == {}
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_lock_that_is_a_link_or_a_pipe_is_not_opened_and_its_target_stays(path, tmp_path, kind):
+    path.parent.mkdir(mode=0o700)
+    target, lock = tmp_path / "precious", path.with_suffix(".lock")
+    target.write_text("kept")
+    if kind == "link":
+        lock.symlink_to(target)
+    else:
+        os.mkfifo(lock, 0o600)
+    store = opened(path)
+    with pytest.warns(UserWarning, match="cannot be written"):
+        store.keep("work", FAST)
+    assert target.read_text() == "kept" and not path.exists() and store.winner("work") == FAST
+
+
+def test_where_the_rule_was_kept_there_is_no_winner_and_the_finding_says_so(path):
+    opened(path).keep("work", Winner(RULE, 8.0, 8.0))
+    store = quiet(path)
+    assert store.winner("work") is None and store.winners == {}
+    assert store.finding("work") == Winner(RULE, 8.0, 8.0) and store.finding("other") is None
 
 
 def full_disk(*args, **options):
