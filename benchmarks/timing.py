@@ -57,6 +57,9 @@ class Rounds:
 ROUNDS = Rounds(seconds=0.12, least=7, most=60)
 """For figures that are reported."""
 
+IDLE_ROUNDS = 3
+"""Pairs of a timed and a traced call."""
+
 QUICK = Rounds(seconds=4e-3, least=3, most=20)
 """For thousands of cases, whose errors a fit averages."""
 
@@ -206,7 +209,17 @@ class Machine(ColdDevice):
         gc.collect()
         return self._peak(contestant, library_defaults, torch.cuda.memory_allocated(self.device))
 
-    def busy_seconds(self, contestant: Contestant) -> float:
+    def idle_share(self, contestant: Contestant) -> float:
+        """The share of the time of a call of ours in which the device waits.
+
+        Calls are timed and traced in turn, since a device that gets warm gets slower: by medians,
+        the time of the former that the kernels of the latter leave."""
+        timer = self._prepared(contestant, "wall", numeric_settings)
+        pairs = [(timer(i), self._busy_seconds(contestant)) for i in range(IDLE_ROUNDS)]
+        wall, busy = (median(seconds) for seconds in zip(*pairs, strict=True))
+        return max(1 - busy / wall, 0.0)
+
+    def _busy_seconds(self, contestant: Contestant) -> float:
         """Seconds of one call of ours in which the device works, those of overlapping kernels once.
         The trace slows the host down, and not the kernels."""
         with numeric_settings(), contestant.context():

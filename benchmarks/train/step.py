@@ -100,12 +100,12 @@ def training_step(bench: Machine, model: str, sequences: int, length: int) -> di
             memory=True,
         )
         fields = bench.measure(race)
-        busy = bench.busy_seconds(ours)
+        idle = bench.idle_share(ours)
     if "liger" in fields["peers"]:
         fields["peak_bytes"] |= {LIGER_FP32: _peak_in_fp32(bench, peers["liger"], liger_model)}
     return fields | {
         "unavailable": refused | fields.get("unavailable", {}),
-        "figures": {"idle_share": max(1.0 - busy / (1e-6 * fields["ours_us"]), 0.0)},
+        "figures": {"idle_share": idle},
     }
 
 

@@ -82,8 +82,8 @@ class Machine:
             seconds[next(iter(race.stock))] = 1.0  # no such backend on a CPU
         return _fields(race, seconds, {}, Ceilings(1.0, 1.0).seconds(race))
 
-    def busy_seconds(self, contestant):
-        return 0.75
+    def idle_share(self, contestant):
+        return 0.25
 
     def peak_bytes(self, contestant):
         contestant.calls[0]()
