@@ -60,13 +60,33 @@ def unrecorded() -> AbstractContextManager[Any]:
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
+_at_errors: list[Callable[[], None]] = []
+
+
+def at_backward_errors(tell: Callable[[], None]) -> None:
+    """Have `tell` called whenever a backward function of ours raises, before its caller knows.
+
+    A device has a thread of autograd's, which drops a failed pass at some time after `backward()`
+    has raised in the caller's thread. What the caller does then must not come first.
+    """
+    _at_errors.append(tell)
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """torch's decorator of this name; free in a backward pass that autograd does not record."""
     guarded = function.once_differentiable(backward)
 
     @wraps(backward)
     def call(ctx: Any, *gradients: Any) -> Any:
-        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+        run = guarded if torch.is_grad_enabled() else backward
+        if torch.compiler.is_compiling():
+            return run(ctx, *gradients)
+        try:
+            return run(ctx, *gradients)
+        except BaseException:
+            for tell in _at_errors:
+                tell()
+            raise
 
     return call
 

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch.autograd import Variable
 
+from rl_consistency.kernels.core.autograd import at_backward_errors
+
 
 class Gradient(Protocol):
     """What takes part in a pass."""
@@ -25,10 +27,11 @@ class Gradient(Protocol):
         """Called when a pass has ended; what is wrong with the gradient, or nothing."""
         ...
 
-    def abandon(self, lost: bool) -> None:
+    def abandon(self, lost: bool, latest: int) -> None:
         """Called when a pass has ended in an error, though this gradient may be no part of it.
 
-        `lost`: gradients of parameters were being written.
+        `lost`: gradients of parameters were being written. `latest`: the op that folded last. What
+        other ops have handed to autograd is taken.
         """
         ...
 
@@ -45,6 +48,8 @@ class BackwardPasses:
         """Whether the pass that runs writes gradients of parameters."""
         self._asked = False
         """Whether `watched_once` was called in the pass that runs."""
+        self._latest = -1
+        """The number that autograd gave the op which folded last."""
         self._end: weakref.ref[_End] | None = None
         """Of the pass that runs. Autograd alone holds it, so that it is gone after an error."""
         self._closed = False
@@ -53,8 +58,9 @@ class BackwardPasses:
         """Tell this gradient of passes that end in an error."""
         self._gradients.add(gradient)
 
-    def enter(self) -> None:
-        """Begin a pass unless one runs; ValueError if no more may begin."""
+    def enter(self, op: int = -1) -> None:
+        """Begin a pass unless one runs; ValueError if no more may begin. `op` folds next."""
+        self._latest = op
         if self._end is not None and self._end() is not None:
             return
         if self._closed:
@@ -100,7 +106,7 @@ class BackwardPasses:
         """Tell all gradients that the pass has ended in an error."""
         self._end = None
         for gradient in list(self._gradients):
-            gradient.abandon(self._writes)
+            gradient.abandon(self._writes, self._latest)
 
 
 class _End:
@@ -108,6 +114,8 @@ class _End:
 
     def __init__(self, passes: BackwardPasses):
         self._passes: BackwardPasses | None = passes
+        self.graph_task = torch._C._current_graph_task_id()
+        _running.add(self)
 
     def __call__(self) -> None:
         passes, self._passes = self._passes, None
@@ -119,9 +127,29 @@ class _End:
             passes.abandon()
             raise
 
+    def fail(self) -> None:
+        """End the pass in an error, once."""
+        passes, self._passes = self._passes, None
+        if passes is not None:
+            passes.abandon()
+
     def __del__(self) -> None:
-        if self._passes is not None:
-            self._passes.abandon()
+        self.fail()
+
+
+_running: weakref.WeakSet[_End] = weakref.WeakSet()
+"""Process-wide: the ends of passes, of all models and threads."""
+
+
+def _fail_here() -> None:
+    """End the passes in which a backward function raises now."""
+    task = torch._C._current_graph_task_id()
+    for end in list(_running):
+        if end.graph_task == task:
+            end.fail()
+
+
+at_backward_errors(_fail_here)
 
 
 def several_forward_passes(what: str) -> str:

@@ -139,6 +139,7 @@ class _Gradient:
         accumulates = _accumulates(ctx, self.parameter)
         if accumulates is None:
             return None
+        self._op = ctx._sequence_nr()
         self._enter(use, accumulates)
         accumulator = self._accumulators[use]
         fresh = accumulator is None
@@ -150,7 +151,7 @@ class _Gradient:
         return self._handed() if len(self._folded) == self.uses else None
 
     def _enter(self, use: int, accumulates: bool) -> None:
-        self.passes.enter()
+        self.passes.enter(self._op)
         if not self._folded:
             self._accumulates = accumulates
             if accumulates:
@@ -283,13 +284,17 @@ class _Gradient:
             "alone, remove the hooks, and read .grad."
         )
 
-    def abandon(self, lost: bool) -> None:
+    def abandon(self, lost: bool, latest: int) -> None:
         """Mark what a failed pass has left."""
-        version, before = self._ready, self._before
+        version, before, given_now = self._ready, self._before, self._op == latest
         self._forget()
         gradient = self.parameter.grad
-        # Autograd has not taken it yet, or has put back an alias.
-        lent = gradient is None or (before is not None and gradient.data_ptr() == before.data_ptr())
+        # Autograd has put back an alias, or has not taken it yet. Without a gradient later on, the
+        # caller has removed it.
+        if gradient is None:
+            lent = given_now
+        else:
+            lent = before is not None and gradient.data_ptr() == before.data_ptr()
         if lost and lent and version >= 0:
             gradient = self.parameter.grad = before
         if lost and gradient is not None:
@@ -304,6 +309,8 @@ class _Gradient:
         self._folded: set[int] = set()
         self._before: Tensor | None = None
         """`.grad` as it was before the pass."""
+        self._op = -1
+        """The number that autograd gave the op which folded last."""
         self._version = self._ready = -1
         """Of `.grad`: as it was before the pass, and once its values are in what autograd takes."""
         self._hooked = self._in_place = False

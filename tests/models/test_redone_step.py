@@ -5,12 +5,14 @@ import importlib
 import pytest
 import torch
 
+from rl_consistency.kernels.core import autograd
 from rl_consistency.kernels.gradient_fold import gradient_buffer
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.probe import probe_tokens
+from tests.kernels.gradient_fold.uses import hold_ends
 
 cpu, cuda = (
     importlib.import_module(f"rl_consistency.kernels.token_logprobs.{device}")
@@ -94,6 +96,33 @@ def test_a_step_begun_anew_has_the_gradients_of_an_undisturbed_one(
 
 
 @pytest.mark.parametrize("point", POINTS)
+def test_a_step_is_begun_anew_before_autograd_has_dropped_the_failed_pass(
+    point, model, monkeypatch
+):
+    """The thread of a device drops it some time after `backward()` has raised."""
+    expected = step(model)
+    model.zero_grad()
+    held = hold_ends(monkeypatch)
+    run_out(model, point, monkeypatch)
+    model.zero_grad()
+    held.clear()
+    assert first_difference(step(model), expected) is None
+
+
+def test_if_no_error_of_an_op_ended_the_pass_the_new_step_would_be_refused(model, monkeypatch):
+    """Negative control."""
+    step(model)
+    model.zero_grad()
+    held = hold_ends(monkeypatch)
+    monkeypatch.setattr(autograd, "_at_errors", [])
+    run_out(model, "in a layer", monkeypatch)
+    model.zero_grad()
+    with pytest.raises(ValueError, match="took part in several forward passes"):
+        step(model)
+    held.clear()
+
+
+@pytest.mark.parametrize("point", POINTS)
 def test_the_micro_batch_alone_done_again_is_refused(point, model, monkeypatch):
     """Part of it has been folded, and would be twice."""
     run_out(model, point, monkeypatch)
@@ -107,7 +136,7 @@ def test_without_its_mark_part_of_a_micro_batch_is_folded_twice(model, monkeypat
     model.zero_grad()
     abandon = gradient_buffer._Gradient.abandon
     monkeypatch.setattr(
-        gradient_buffer._Gradient, "abandon", lambda self, lost: abandon(self, False)
+        gradient_buffer._Gradient, "abandon", lambda self, lost, op: abandon(self, False, op)
     )
     run_out(model, "in a layer", monkeypatch)
     backward(model, 1)

@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_consistency.kernels.core import autograd, torch_op
-from rl_consistency.kernels.core.autograd import observed
+from rl_consistency.kernels.core.autograd import at_backward_errors, observed, once_differentiable
 from rl_consistency.kernels.embedding.gather_triton import embedding_fwd
 from rl_consistency.kernels.gradient_fold.columns_triton import fold_step_sums
 from rl_consistency.kernels.linear.op import linear
@@ -179,3 +179,24 @@ def test_the_context_of_an_unrecorded_call_keeps_nothing():
 
     with torch.no_grad():
         assert autograd.apply(Probe, X) is autograd.Unrecorded
+
+
+def test_an_error_in_a_backward_function_is_told_before_its_caller_knows(monkeypatch):
+    told = []
+    monkeypatch.setattr(autograd, "_at_errors", [])
+    at_backward_errors(lambda: told.append("told"))
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, *gradients):
+            raise OSError("lost")
+
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(OSError, match="lost"):
+        Failing.apply(x).sum().backward()
+    assert told == ["told"]

@@ -20,6 +20,7 @@ from tests.kernels.gradient_fold.uses import (
     TOKENS,
     backward,
     data,
+    hold_ends,
     loss,
     parameter,
     spans,
@@ -173,10 +174,34 @@ def test_after_an_error_behind_autograd_the_gradient_is_the_same_tensor(uses, dt
         backward(param, buffers, slice(64, TOKENS))
 
 
+def test_a_gradient_removed_after_an_error_stays_removed_though_autograd_drops_the_pass_late(
+    monkeypatch,
+):
+    """The error is not in an op of ours, and another op folds after the first was handed over. A
+    device's thread may drop the pass when `backward()` has raised already."""
+    held = hold_ends(monkeypatch)
+    first, other, whole = parameter(), parameter(), parameter()
+    passes = BackwardPasses()
+    (buffer,), others = (GradientBuffer.for_uses(each, 1, passes) for each in (first, other))
+    backward(first, [buffer], slice(0, 64))
+    x = torch.zeros(1, requires_grad=True)
+    hidden = loss(other, others, ALL, x).reshape(1)
+    x.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss(first, [buffer], slice(64, TOKENS), hidden).backward()
+    assert first.grad is not None and held
+    first.grad = None
+    held.clear()
+    assert first.grad is None
+    backward(first, [buffer], ALL)
+    backward(whole, [GradientBuffer(whole)], ALL)
+    assert same_bytes(first.grad, whole.grad)
+
+
 def test_a_failed_pass_that_nobody_ends_loses_the_gradient_and_is_gone_on_from(monkeypatch):
     """Negative control."""
     monkeypatch.setattr(
-        gradient_buffer._Gradient, "abandon", lambda gradient, lost: gradient._forget()
+        gradient_buffer._Gradient, "abandon", lambda gradient, *_: gradient._forget()
     )
     param, later = parameter(), parameter()
     buffer = GradientBuffer(param)

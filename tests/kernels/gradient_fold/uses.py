@@ -5,6 +5,7 @@ import itertools
 import torch
 from torch import nn
 
+from rl_consistency.kernels.gradient_fold import backward_passes
 from rl_consistency.kernels.gradient_fold.gradient_buffer import fold_parameter
 from rl_consistency.kernels.gradient_fold.op import fold_outer
 from rl_consistency.verify.probe import probe
@@ -67,6 +68,19 @@ def loss(param, buffers, span, x=None):
 
 def backward(param, buffers, span):
     loss(param, buffers, span).backward()
+
+
+def hold_ends(monkeypatch):
+    """A list that keeps the ends of passes alive, as a thread of autograd's does."""
+    held = []
+
+    class Held(backward_passes._End):
+        def __init__(self, passes):
+            super().__init__(passes)
+            held.append(self)
+
+    monkeypatch.setattr(backward_passes, "_End", Held)
+    return held
 
 
 DTYPES = [
