@@ -53,6 +53,10 @@ MORE = {
     "strict/new_tokens_per_second": "with prefill {:,.0f} tokens/s",
     "cold/first_token_seconds": "empty caches {:.1f} s",
     "warm/first_token_seconds": "kernels on disk {:.1f} s",
+    "tune_seconds": "{:.0f} s",
+    "works": "{:,.0f} works",
+    "of_works": "of {:,.0f}",
+    "faster": "{:,.0f} of them faster",
     "acceptance_rate": "{:.0%} of the drafts accepted",
     "strict/mismatched_tokens": "mismatched tokens {:,.0f}",
     "stock/mismatched_tokens": "stock {:,.0f}",
@@ -174,17 +178,18 @@ def _rollout(rows: Sequence[Row]) -> list[str]:
     cells = []
     for row in rows:
         shape, rates, figures = row.shape, row.tokens_per_second, row.figures
+        name = f"{shape['model']}: {row.work}"
         if "long" in shape:
-            size = f"{shape['long']} tokens of context"
-        else:
-            size = f"{shape['sequences']} x ({shape['prompt']} + {shape['new_tokens']})"
+            name += f", {shape['long']} tokens of context"
+        elif "sequences" in shape:
+            name += f", {shape['sequences']} x ({shape['prompt']} + {shape['new_tokens']})"
         others = [f"{way} {rate:,.0f}" for way, rate in rates.items() if way != "ours"]
         more = [text.format(figures[key]) for key, text in MORE.items() if key in figures]
         more += [f"{name}: {reason}" for name, reason in row.unavailable.items()]
         if row.work == "decode step" and row.ours_us:
             more.append(f"{row.ours_us / 1e3:.2f} ms a step")
         line = (
-            f"{shape['model']}: {row.work}, {size}",
+            name,
             shown(rates.get("ours"), ",.0f"),
             "; ".join(others) or "-",
             shown(row.ratio, ".2f"),

@@ -5,6 +5,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from transformers import Trainer, TrainingArguments
 
+from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
 from rl_consistency.models.patch import patch
 from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.parity.digest import first_difference
@@ -76,6 +77,43 @@ def test_losses_of_several_forward_passes_go_backward_one_by_one():
         first, second = losses(model)
         with pytest.raises(ValueError, match="Call backward.. for each"):
             (first + second).backward()
+
+
+@pytest.mark.parametrize("preset", ["tiny-qwen3", "tiny-llama"])
+def test_a_second_backward_pass_of_one_forward_pass_adds_to_no_gradient(preset):
+    """Folded one after the other, the sum would depend on the cut. What begins from nothing, or
+    writes no gradient, is right."""
+    model = build_preset(preset)
+    ids = torch.tensor(probe_tokens((9,), model.config.vocab_size))
+    with patch(model):
+        scored = token_logprobs(model, ids, prompt_lengths=[1])
+        first, second = scored.logprobs.sum(), scored.entropy.sum()
+        (found,) = torch.autograd.grad(first, model.model.norm.weight, retain_graph=True)
+        first.backward(retain_graph=True)
+        assert torch.equal(found, model.model.norm.weight.grad)
+        torch.autograd.grad(second, model.model.norm.weight, retain_graph=True)
+        with pytest.raises(ValueError, match="second backward pass of one forward.*Add the losses"):
+            second.backward(retain_graph=True)
+        for set_to_none in (True, False):
+            model.zero_grad(set_to_none=set_to_none)
+            second.backward(retain_graph=True)
+        next(losses(model)).backward()
+
+
+def test_where_nothing_counts_backward_passes_gradients_depend_on_the_cut(monkeypatch):
+    """Negative control."""
+    monkeypatch.setattr(BackwardPasses, "again", False)
+    model, gradients = build_preset("tiny-llama", torch.bfloat16), []
+    rows = probe_tokens((24, 24), model.config.vocab_size)
+    with patch(model):
+        for cut in ([rows], [[row] for row in rows]):
+            model.zero_grad()
+            for part in cut:
+                scored = token_logprobs(model, part, prompt_lengths=[1] * len(part))
+                scored.logprobs.sum().backward(retain_graph=True)
+                scored.entropy.sum().backward()
+            gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    assert first_difference(*gradients) is not None
 
 
 LOSSES = {

@@ -36,14 +36,21 @@ class Gradient(Protocol):
         ...
 
 
+class ForwardPass:
+    """What the backward passes of one forward pass leave behind."""
+
+    wrote = False
+    """Whether one of them has written gradients of parameters."""
+
+
 class BackwardPasses:
     """Which pass runs, and what takes part in it."""
 
     def __init__(self) -> None:
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
         self._folded: list[Gradient] = []
-        self._entered = False
-        """Whether a forward pass goes backward in the pass that runs."""
+        self._forward: ForwardPass | None = None
+        """The forward pass that goes backward in the pass that runs."""
         self._writes = False
         """Whether the pass that runs writes gradients of parameters."""
         self._asked = False
@@ -68,17 +75,22 @@ class BackwardPasses:
                 "the model was restored between forward and backward. Call backward() before "
                 "restore(), inside the `with patch(...)` block."
             )
-        self._folded, self._entered, self._writes, self._asked = [], False, False, False
+        self._folded, self._forward, self._writes, self._asked = [], None, False, False
         end = _End(self)
         self._end = weakref.ref(end)
         Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def enter_forward(self) -> None:
+    @property
+    def again(self) -> bool:
+        """Whether an earlier pass of the same forward pass has written gradients."""
+        return self._forward is not None and self._forward.wrote
+
+    def enter_forward(self, forward: ForwardPass) -> None:
         """Begin the pass of a forward pass; ValueError on a second one if gradients are wanted."""
         self.enter()
-        if self._entered and any(gradient.wanted for gradient in self._gradients):
+        if self._forward is not None and any(gradient.wanted for gradient in self._gradients):
             raise ValueError(several_forward_passes("the model"))
-        self._entered = True
+        self._forward = forward
 
     def watched_once(self) -> list[Any]:
         """All gradients at the first call in a pass, then none."""
@@ -97,6 +109,8 @@ class BackwardPasses:
     @torch.no_grad()
     def publish(self) -> None:
         """End the pass; ValueError for what is wrong with a gradient."""
+        if self._forward is not None:
+            self._forward.wrote |= self._writes
         errors = [error for gradient in self._folded if (error := gradient.publish())]
         self._folded = []
         if errors:
@@ -115,10 +129,10 @@ class _End:
     def __init__(self, passes: BackwardPasses):
         self._passes: BackwardPasses | None = passes
         self.graph_task = torch._C._current_graph_task_id()
-        _running.add(self)
+        _running[id(self)] = weakref.ref(self)
 
     def __call__(self) -> None:
-        passes, self._passes = self._passes, None
+        passes = self._leave()
         assert passes is not None
         passes._end = None
         try:
@@ -129,27 +143,43 @@ class _End:
 
     def fail(self) -> None:
         """End the pass in an error, once."""
-        passes, self._passes = self._passes, None
+        passes = self._leave()
         if passes is not None:
             passes.abandon()
+
+    def _leave(self) -> BackwardPasses | None:
+        """The passes, at the first call."""
+        _running.pop(id(self), None)
+        passes, self._passes = self._passes, None
+        return passes
 
     def __del__(self) -> None:
         self.fail()
 
 
-_running: weakref.WeakSet[_End] = weakref.WeakSet()
-"""Process-wide: the ends of passes, of all models and threads."""
+_running: dict[int, weakref.ref[_End]] = {}
+"""Process-wide: the ends of the passes that run, of all models and threads, by their id."""
 
 
 def _fail_here() -> None:
     """End the passes in which a backward function raises now."""
     task = torch._C._current_graph_task_id()
-    for end in list(_running):
-        if end.graph_task == task:
+    for reference in list(_running.values()):
+        end = reference()
+        if end is not None and end.graph_task == task:
             end.fail()
 
 
 at_backward_errors(_fail_here)
+
+
+def several_backward_passes(what: str) -> str:
+    """Why gradients of one forward pass may be written once."""
+    return (
+        f"a second backward pass of one forward pass adds to the gradient of {what}, which would "
+        "make it depend on how the batch was cut. Add the losses and call backward() once, or do "
+        "the forward pass again."
+    )
 
 
 def several_forward_passes(what: str) -> str:

@@ -9,7 +9,8 @@ Dtypes and rounding points: `accumulator_dtype` inside; one rounding to `paramet
 Order: that of `gradient_fold`; the accumulators of all uses are added in the order of the uses.
 Varies with: what others write into `.grad` between two passes; the fold goes on from there.
 Errors: ValueError on a hook that changes the gradient of one of several passes, on a gradient that
-    a failed pass has left, and on several forward passes that go backward together.
+    a failed pass has left, on several forward passes that go backward together, and on several
+    backward passes of one forward pass that add to it.
 Cost: where accumulator and gradient have one dtype and the parameter has one use and no hook, they
     are one tensor. Otherwise the accumulators live as long as the gradient, and a pass that
     continues one reads both.
@@ -34,6 +35,7 @@ from rl_consistency.kernels.gradient_fold.accumulators import (
 )
 from rl_consistency.kernels.gradient_fold.backward_passes import (
     BackwardPasses,
+    several_backward_passes,
     several_forward_passes,
 )
 from rl_consistency.kernels.gradient_fold.resume_triton import Resumed, resume_accumulators
@@ -169,6 +171,9 @@ class _Gradient:
         self._in_place = one and accumulator_dtype(self.parameter) == gradient_dtype(self.parameter)
         if gradient is None:
             return
+        if self.passes.again and bool(gradient.any()):
+            parameter = f"a parameter of shape {tuple(self.parameter.shape)}"
+            raise ValueError(several_backward_passes(parameter))
         left = getattr(gradient, _LEFT, None) or _Left([])
         touched = gradient._version != left.version
         self._adds = not (self._hooked or left.fault) or not touched or bool(gradient.any())

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.remembered_launch import ALIGNMENT
-from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
+from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses, ForwardPass
 from rl_consistency.models.modules import (
     CanonicalModule,
     CanonicalRMSNorm,
@@ -29,8 +29,7 @@ from rl_consistency.numerics.strict import current, held
 def guarded_backward(output: Tensor, passes: BackwardPasses | None = None) -> Tensor:
     """The output, whose backward is a ValueError in fp16, with `create_graph=True` and if it is the
     second in one of the `passes`, and a ConsistencyError under other numeric settings."""
-
-    half = output.dtype == torch.float16
+    half, forward = output.dtype == torch.float16, ForwardPass()
 
     def guard(gradient: Tensor | None) -> None:
         if half:
@@ -42,7 +41,7 @@ def guarded_backward(output: Tensor, passes: BackwardPasses | None = None) -> Te
             )
         verify_settings()
         if passes is not None:
-            passes.enter_forward()
+            passes.enter_forward(forward)
 
     if output.requires_grad:
         output.register_hook(guard)

@@ -145,6 +145,22 @@ def test_a_row_beside_vllm_shows_ratios_and_what_did_not_run():
     ) in document(results().merged(row.suite, [row], META, record))
 
 
+def test_a_row_without_sequences_shows_its_figures():
+    figures = {"tune_seconds": 77.4, "works": 156, "of_works": 189, "faster": 33}
+    row = Row(
+        suite="rollout_tune",
+        work="tune",
+        shape={"model": "qwen3-8b"},
+        dtype="bfloat16",
+        ours_us=77.4e6,
+        figures=figures,
+    )
+    record = {"complete": True, "kernels_sha256": "0" * 64}
+    assert (
+        "| qwen3-8b: tune | - | - | - | - | - | 77 s, 156 works, of 189, 33 of them faster |"
+    ) in document(results().merged(row.suite, [row], META, record))
+
+
 def test_a_missed_and_an_incomplete_bar_are_shown_as_such():
     line = "| training step against Hugging Face with SDPA, lowest |"
     assert f"{line} 1.28 | &gt;= 1.15 | yes |" in readme_table(results())

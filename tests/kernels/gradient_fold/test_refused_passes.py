@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rl_consistency.kernels.gradient_fold import gradient_buffer
-from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
+from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses, ForwardPass
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.parity.bytes import same_bytes
 from tests.kernels.gradient_fold.uses import ALL, TOKENS, backward, loss, parameter, spans, use
@@ -136,7 +136,8 @@ def reentrant():
     def forward(span):
         start = torch.zeros(1, requires_grad=True)
         hidden = checkpoint(lambda x: loss(layer, [buffer], span, x), start, use_reentrant=True)
-        hidden.register_hook(lambda gradient: passes.enter_forward())
+        entered = ForwardPass()
+        hidden.register_hook(lambda gradient: passes.enter_forward(entered))
         return hidden
 
     return layer, forward
@@ -160,7 +161,7 @@ def test_forward_passes_of_frozen_weights_may_go_backward_together():
 
 def test_reentrant_passes_that_nobody_counts_depend_on_the_cut(monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(BackwardPasses, "enter_forward", lambda self: None)
+    monkeypatch.setattr(BackwardPasses, "enter_forward", lambda self, forward: None)
     gradients = []
     for cuts in ([], [64]):
         layer, forward = reentrant()
