@@ -9,7 +9,8 @@ HEADER = 7
 WHOLE, LAST = 1, 4
 
 
-def _parts(data):
+def parts(data):
+    """The records of `data` that are there to their end: the writer may be in the middle of one."""
     place, part = HEADER, b""
     while place + HEADER <= len(data):
         if (room := BLOCK - place % BLOCK) < HEADER:
@@ -17,6 +18,8 @@ def _parts(data):
             continue
         _, length, kind = struct.unpack_from("<IHB", data, place)
         place += HEADER
+        if place + length > len(data):
+            return
         part += data[place : place + length]
         place += length
         if kind in (WHOLE, LAST):
@@ -31,7 +34,7 @@ def records(directory, *, seconds=20.0):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         for path in directory.glob("wandb/offline-*/*.wandb"):
-            found = [Record.FromString(part) for part in _parts(path.read_bytes())]
+            found = [Record.FromString(part) for part in parts(path.read_bytes())]
             if any(record.WhichOneof("record_type") == "exit" for record in found):
                 return found
         time.sleep(0.05)
