@@ -12,7 +12,7 @@ from rl_consistency.parity import localize as localizing
 from rl_consistency.parity.replay import TEXTS
 from rl_consistency.trainers.hooks import ConsistencyHook
 from rl_consistency.verify.substitution import attribute
-from tests.trainers.wandb_file import records
+from tests.trainers.tracking.wandb_file import records
 
 WARN = {"consistency.on_drift": "warn", "training.steps": 2}
 

@@ -15,7 +15,7 @@ from rl_consistency.integrations.wandb_drift import ALERT, HISTOGRAM_KEYS, WORST
 from rl_consistency.parity.foreign_drift import DEFINITIONS
 from rl_consistency.parity.worst_tokens import WorstToken
 from tests.integrations.trainers import grpo, logged, sft
-from tests.trainers.wandb_file import records
+from tests.trainers.tracking.wandb_file import records
 
 
 @pytest.fixture

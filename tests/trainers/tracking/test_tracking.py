@@ -22,7 +22,7 @@ from rl_consistency.trainers.tracking import wandb_tracker
 from rl_consistency.trainers.tracking.console import ConsoleTable
 from rl_consistency.trainers.tracking.trackers import TrackerSet
 from rl_consistency.trainers.tracking.wandb_tracker import WandbTracker, check_wandb
-from tests.trainers.wandb_file import records
+from tests.trainers.tracking.wandb_file import records
 
 STEP = {
     "reward/mean": 0.25,

@@ -1,6 +1,6 @@
 import struct
 
-from tests.trainers.wandb_file import BLOCK, HEADER, LAST, WHOLE, parts
+from tests.trainers.tracking.wandb_file import BLOCK, HEADER, LAST, WHOLE, parts
 
 FIRST, MIDDLE = 2, 3
 
