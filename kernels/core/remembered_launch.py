@@ -8,6 +8,7 @@ a kernel does not specialise (`do_not_specialize`) may differ within one type.
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,16 @@ MOST_REMEMBERED = 4096
 """Sets of arguments per kernel. Row counts of a long run are many; then all are forgotten."""
 
 _INT32 = range(-(2**31), 2**31)
+
+
+class _Thread(threading.local):
+    """What a thread keeps: the devices whose context it has met."""
+
+    def __init__(self) -> None:
+        self.devices: set[int] = set()
+
+
+_thread = _Thread()
 
 
 def remembered(kernel: Any) -> Any:
@@ -50,6 +61,9 @@ class Remembered:
     def launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         """Launch, or compile and launch what is new."""
         device = torch._C._cuda_getDevice()
+        if device not in _thread.devices:
+            enter_context(device)
+            _thread.devices.add(device)
         key = launch_key(device, arguments, self._by_type, constants)
         found = self._compiled.get(key)
         if found is None:
@@ -69,6 +83,15 @@ class Remembered:
             *grid, torch._C._cuda_getCurrentRawStream(device), compiled.function,
             compiled.packed_metadata, None, None, None, *arguments, *rest,
         )  # fmt: skip
+
+
+def enter_context(device: int) -> None:
+    """Make the current device's context the current one of this thread.
+
+    A thread of autograd begins without a context, and Triton encodes descriptors before its
+    launcher asks for one. Any call of CUDA's runtime that needs a context brings it.
+    """
+    torch.cuda.mem_get_info(device)
 
 
 def by_type(kernel: JITFunction[Any]) -> list[bool]:

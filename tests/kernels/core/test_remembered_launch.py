@@ -1,5 +1,7 @@
 """What a remembered launch distinguishes; that it launches at all is seen on a GPU."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import get_ident
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +54,8 @@ def kernel(monkeypatch):
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False
     )
+    monkeypatch.setattr(remembered_launch, "_thread", remembered_launch._Thread())
+    monkeypatch.setattr(remembered_launch, "enter_context", lambda device: None)
     return Kernel()
 
 
@@ -136,6 +140,24 @@ def test_another_device_is_specialised_anew(kernel, monkeypatch):
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda device=device: device)
         launch[(7,)](tensor(), None, 5, BLOCK=32)
     assert len(kernel.specialised) == 2
+
+
+def test_every_thread_enters_the_context_of_every_device_once(kernel, monkeypatch):
+    entered, launch = [], remembered(kernel)
+    monkeypatch.setattr(
+        remembered_launch, "enter_context", lambda device: entered.append((get_ident(), device))
+    )
+
+    def launched():
+        for device in (0, 1, 0, 1):
+            monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda device=device: device)
+            launch[(7,)](tensor(), None, 5, BLOCK=32)
+        return get_ident()
+
+    here = launched()
+    with ThreadPoolExecutor(1) as other:
+        there = other.submit(launched).result()
+    assert entered == [(here, 0), (here, 1), (there, 0), (there, 1)]
 
 
 def test_a_key_that_looks_at_sizes_alone_fails_the_same_check(kernel, monkeypatch):
