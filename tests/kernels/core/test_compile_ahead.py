@@ -12,6 +12,7 @@ from triton.runtime import _async_compile, build, driver
 from triton.runtime.jit import JITFunction
 
 from rl_consistency.kernels.core import compile_ahead as module
+from rl_consistency.kernels.core import remembered_launch
 from rl_consistency.kernels.core.compile_ahead import (
     compile_ahead,
     compiles_only,
@@ -66,6 +67,8 @@ def device(monkeypatch):
     monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=found.build))
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
+    monkeypatch.setattr(remembered_launch, "_thread", remembered_launch._Thread())
+    monkeypatch.setattr(remembered_launch, "enter_context", lambda device: None)
     run = lambda kernel, *args, **options: found.run(kernel, *args, **options)  # noqa: E731
     monkeypatch.setattr(JITFunction, "run", run)
     return found
