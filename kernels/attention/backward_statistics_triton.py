@@ -17,6 +17,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import PER_CALL, padded
 from rl_consistency.kernels.attention.tiles_triton import addresses
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.reduction.tree_fold_triton import LOG2E, tree_fold
 
@@ -68,7 +69,7 @@ def delta_of(do: Tensor, out: Tensor, dim: int) -> Tensor:
     """delta [T, H] fp32; `dim` is D rounded up to a power of two."""
     tokens, heads, head_dim = do.shape
     delta = torch.empty(tokens, heads, dtype=torch.float32, device=do.device)
-    attention_delta_kernel[(triton.cdiv(tokens * heads, 32),)](
+    attention_delta_kernel[(cdiv(tokens * heads, 32),)](
         do, out, delta, tokens * heads, *do.stride()[:2], *out.stride()[:2],
         HEADS=heads, ROWS=32, HEAD_DIM=head_dim, DIM=dim, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -25,6 +25,7 @@ from rl_consistency.kernels.attention.tiles_triton import (
     tile_of,
     write_rows,
 )
+from rl_consistency.kernels.core.grid import next_power_of_2
 
 AHEAD = 32
 """Blocks that a folding program reads at a time."""
@@ -190,6 +191,6 @@ def attention_split_fwd(call: ForwardCall, schedule: Schedule, programs: int) ->
     attention_combine_kernel[(call.grid, call.dim // columns)](
         call.out, call.lse, *written, left, right, call.tiles, *call.numbers, call.reach,
         call.most_blocks, *call.result_strides, STORED=call.stored, COLUMNS=columns, AHEAD=AHEAD,
-        SCAN=max(16, triton.next_power_of_2(call.most_blocks)),
+        SCAN=max(16, next_power_of_2(call.most_blocks)),
         num_warps=max(1, call.stored // 4), **call.constants(schedule),
     )  # fmt: skip

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
-import triton
 from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.core.device import has_tma, has_wgmma, shared_memory, sm_count
+from rl_consistency.kernels.core.grid import next_power_of_2
 
 LOG2E = 1.4426950408889634
 NO_WINDOW = 1 << 30
@@ -206,7 +206,7 @@ def programs_for(grid: int, most_blocks: int, most_rows: int, dim: int, places: 
     """
     if most_rows > SPLIT_ROWS or most_blocks < 4:
         return 1
-    written = grid * most_blocks * triton.next_power_of_2(most_rows)
+    written = grid * most_blocks * next_power_of_2(most_rows)
     if written * (dim + 11) * 4 > SPLIT_BYTES:
         return 1
     return max(1, min(most_blocks, places // grid))

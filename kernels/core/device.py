@@ -55,12 +55,13 @@ def takes_descriptors(*tensors: Tensor) -> bool:
     strides are multiples of `DESCRIPTOR_BYTES`.
     """
     for tensor in tensors:
-        *pitches, element = tensor.stride()
-        if element != 1 or tensor.data_ptr() % DESCRIPTOR_BYTES:
+        strides = tensor.stride()
+        if strides[-1] != 1 or tensor.data_ptr() % DESCRIPTOR_BYTES:
             return False
         width, itemsize = tensor.shape[-1], tensor.itemsize
-        if any(pitch < width or pitch * itemsize % DESCRIPTOR_BYTES for pitch in pitches):
-            return False
+        for pitch in strides[:-1]:
+            if pitch < width or pitch * itemsize % DESCRIPTOR_BYTES:
+                return False
     return True
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 
@@ -41,8 +42,8 @@ def embedding_fwd(token_ids: Tensor, weight: Tensor) -> Tensor:
     y = weight.new_empty((tokens, hidden))
     if y.numel() == 0:
         return y
-    block = min(triton.next_power_of_2(hidden), 2048)
-    _gather_kernel[(tokens, triton.cdiv(hidden, block))](
+    block = min(next_power_of_2(hidden), 2048)
+    _gather_kernel[(tokens, cdiv(hidden, block))](
         token_ids.contiguous(), weight, y, weight.shape[0], hidden, *weight.stride(),
         DENSE=weight.stride(1) == 1, BLOCK_H=block, num_warps=4 if block >= 1024 else 1,
     )  # fmt: skip

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.core.device import DESCRIPTOR_BYTES, has_tma, sm_count
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.matrix_step import matrix_step
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
@@ -144,8 +145,8 @@ def in_steps(
     width = x.shape[1]
     y = x.new_empty((len(steps), width))
     schedule = schedule or pick_combine(len(steps), width)
-    block = min(schedule.block, triton.next_power_of_2(width))
-    step_rows_kernel[(len(steps), triton.cdiv(width, block))](
+    block = min(schedule.block, next_power_of_2(width))
+    step_rows_kernel[(len(steps), cdiv(width, block))](
         x, steps, first, y, width, len(first) - 1, x.stride(0), BLOCK_W=block,
         num_warps=schedule.warps,
     )  # fmt: skip

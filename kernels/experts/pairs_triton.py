@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.experts.schedules import block_experts, block_rows
@@ -171,7 +172,7 @@ def expert_pairs_op(
         "launch_pdl": overlap,
         "num_warps": 8,
     }
-    blocks = triton.cdiv(rows, block_rows(experts))
+    blocks = cdiv(rows, block_rows(experts))
     counts = first
     if blocks > 1:
         counts = expert_ids.new_empty((blocks, experts))

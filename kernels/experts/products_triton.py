@@ -27,6 +27,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
@@ -257,7 +258,7 @@ def product_fwd(
     stride_e, stride_k, stride_n = weights.stride()
     if layout == "nt":
         stride_k, stride_n = stride_n, stride_k
-    product_kernel[(tiles_m * triton.cdiv(n, short.block_n),)](
+    product_kernel[(tiles_m * cdiv(n, short.block_n),)](
         a, *a_descs, weights, *b_descs, c, first, pairs, tiles_m, n, k, experts, a.stride(0),
         stride_e, stride_k, stride_n, TOP_K=top_k, BY_ROW=by_row, NT=layout == "nt",
         BLOCK_E=block_experts(experts), **_options(short, tall, a),
@@ -288,7 +289,7 @@ def gate_up_fwd(
     short, tall = schedule.tiles(rows)
     w_descs = [_weights_descriptor(weights, "nt", tile) for tile in (short, tall)]
     tiles_m = most_tiles(count, rows, experts, tall.block_m)
-    gate_up_kernel[(tiles_m * triton.cdiv(n, short.block_n),)](
+    gate_up_kernel[(tiles_m * cdiv(n, short.block_n),)](
         x, weights, *w_descs, y, both, first, pairs, tiles_m, n, k, experts, x.stride(0),
         *weights.stride(), TOP_K=top_k, ACTIVATION=ACTIVATIONS.index(activation), PACKED=packed,
         BLOCK_E=block_experts(experts), **_options(short, tall, x),

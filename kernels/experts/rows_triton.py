@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
@@ -132,8 +133,8 @@ def combine_fwd(
     y = outputs.new_empty((rows, hidden))
     weights = None if weights is None else weights.contiguous()
     schedule = schedule or pick_combine(rows, hidden)
-    block, overlap = min(schedule.block, triton.next_power_of_2(hidden)), has_tma(y.device)
-    combine_kernel[(rows, triton.cdiv(hidden, block))](
+    block, overlap = min(schedule.block, next_power_of_2(hidden)), has_tma(y.device)
+    combine_kernel[(rows, cdiv(hidden, block))](
         outputs, places, weights, y, rows, hidden, TOP_K=top_k, WEIGHTED=weights is not None,
         BLOCK_H=block, OVERLAP=overlap, launch_pdl=overlap, num_warps=schedule.warps,
         enable_fp_fusion=False,
@@ -149,8 +150,8 @@ def gather_pairs(
     hidden = x.shape[1]
     y = x.new_empty((len(pairs), hidden))
     schedule = schedule or pick_combine(len(pairs), hidden)
-    block = min(schedule.block, triton.next_power_of_2(hidden))
-    gather_kernel[(len(pairs), triton.cdiv(hidden, block))](
+    block = min(schedule.block, next_power_of_2(hidden))
+    gather_kernel[(len(pairs), cdiv(hidden, block))](
         x, first, pairs, y, hidden, len(first) - 1, x.stride(0), TOP_K=top_k, BLOCK_H=block,
         num_warps=schedule.warps,
     )  # fmt: skip
@@ -164,8 +165,8 @@ def activate_pairs(
     width = packed.shape[1] // 2
     y = packed.new_empty((len(packed), width))
     schedule = schedule or pick_combine(len(packed), width)
-    block = min(schedule.block, triton.next_power_of_2(width))
-    activate_kernel[(len(packed), triton.cdiv(width, block))](
+    block = min(schedule.block, next_power_of_2(width))
+    activate_kernel[(len(packed), cdiv(width, block))](
         packed, first, y, width, len(first) - 1, ACTIVATION=ACTIVATIONS.index(activation),
         BLOCK_N=block, num_warps=schedule.warps, enable_fp_fusion=False,
     )  # fmt: skip
@@ -189,7 +190,7 @@ def pair_bwd(
     schedule = schedule or pick_pair(width)
     pair_kernel[(len(pairs),)](
         packed, u, weights, first, pairs, dpacked, weighted, dweights, width, len(first) - 1,
-        ACTIVATION=ACTIVATIONS.index(activation), BLOCK_N=triton.next_power_of_2(width),
+        ACTIVATION=ACTIVATIONS.index(activation), BLOCK_N=next_power_of_2(width),
         num_warps=schedule.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return dpacked, weighted, dweights

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import triton
 
+from rl_consistency.kernels.core.grid import next_power_of_2
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
 from rl_consistency.kernels.core.tuned_schedules import chosen, picked_once, work_name
 from rl_consistency.kernels.gradient_fold.schedules import POINTER as NARROW_FOLDS
@@ -270,7 +270,7 @@ def pick_combine(rows: int, hidden: int) -> RowSchedule:
 
 def pair_candidates(width: int) -> tuple[RowSchedule, ...]:
     """Schedules of a pair's gradient whose row is `width` wide."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     return tuple(s for s in PAIR if block <= MOST_HELD * 32 * s.warps) or PAIR[-1:]
 
 

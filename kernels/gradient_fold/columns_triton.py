@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
@@ -120,10 +121,10 @@ def step_sums(rows: Tensor, rows_per_token: int) -> Tensor:
     rows = dense_rows(rows)
     num_rows, columns = rows.shape
     step = STEP * rows_per_token
-    sums = rows.new_empty((triton.cdiv(num_rows, step), columns), dtype=torch.float32)
-    padded = triton.next_power_of_2(rows_per_token)
-    block = min(triton.next_power_of_2(columns), max(1024 // padded, 16))
-    _step_sums_kernel[(sums.shape[0], triton.cdiv(columns, block))](
+    sums = rows.new_empty((cdiv(num_rows, step), columns), dtype=torch.float32)
+    padded = next_power_of_2(rows_per_token)
+    block = min(next_power_of_2(columns), max(1024 // padded, 16))
+    _step_sums_kernel[(sums.shape[0], cdiv(columns, block))](
         rows, sums, num_rows, columns, rows.stride(0), STEP_ROWS=step, P=padded, BLOCK_C=block,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

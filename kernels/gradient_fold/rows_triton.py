@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
@@ -208,7 +209,7 @@ def ordered_tokens(index: Tensor, num_rows: int, *, ranked: bool) -> tuple[Tenso
         return ids, tokens
     count = index.shape[0]
     ids, tokens = (index.new_empty((count,), dtype=torch.int32) for _ in range(2))
-    _rank_kernel[(triton.cdiv(count, 16),)](
+    _rank_kernel[(cdiv(count, 16),)](
         index.contiguous(), ids, tokens, count, num_rows, BLOCK_T=16, BLOCK_U=512, num_warps=4
     )
     return ids, tokens
@@ -230,10 +231,10 @@ def launch_rows(
     rows = dense_rows(rows)
     count, columns = rows.shape
     ids, tokens = ordered_tokens(index, buffer.shape[0], ranked=ranked)
-    block = min(triton.next_power_of_2(columns), schedule.block)
-    narrow = min(triton.next_power_of_2(columns), schedule.narrow)
-    marks = triton.cdiv(count, schedule.gap) * triton.cdiv(columns, narrow)
-    programs = marks + triton.cdiv(count, schedule.runs) * triton.cdiv(columns, block)
+    block = min(next_power_of_2(columns), schedule.block)
+    narrow = min(next_power_of_2(columns), schedule.narrow)
+    marks = cdiv(count, schedule.gap) * cdiv(columns, narrow)
+    programs = marks + cdiv(count, schedule.runs) * cdiv(columns, block)
     _fold_rows_kernel[(programs,)](
         rows, buffer, ids, tokens, count, buffer.shape[0], columns, rows.stride(0),
         *buffer.stride(), marks, GAP=schedule.gap, BATCH=schedule.batch, NARROW_C=narrow,

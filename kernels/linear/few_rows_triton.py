@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.core.device import has_tma, takes_descriptors
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
@@ -165,7 +166,7 @@ def qkv_fwd(
     sizes = [weight.shape[0] for weight in (wq, wk, wv)]
     if schedule is None:
         schedule = pick_qkv(m, x.dtype, tuple(sizes), inner, x.device)
-    tiles = triton.cdiv(m, schedule.block_m) * sum(triton.cdiv(n, schedule.block_n) for n in sizes)
+    tiles = cdiv(m, schedule.block_m) * sum(cdiv(n, schedule.block_n) for n in sizes)
     qkv_kernel[(tiles,)](
         x, wq, wk, wv, *outputs, bq, bk, bv, m, *sizes, inner, x.stride(0), inner,
         HAS_BIAS=bq is not None, **_options(schedule, x),
@@ -202,7 +203,7 @@ def gate_up_glu_fwd(
         # A stage holds two weight tiles.
         schedule = schedule.within(SHARED_BYTES // 2, x.element_size(), x.element_size())
     bm, bn, bk = schedule.block_m, schedule.block_n, schedule.block_k
-    tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
+    tiles = cdiv(m, bm) * cdiv(n, bn)
     options = _options(schedule, x) | {"ACTIVATION": ACTIVATIONS.index(activation)}
     if schedule.kind == "tma":
         gate_up_glu_tma_kernel[(tiles,)](

@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.core.device import INTERPRETED, has_tma, sm_count, takes_descriptors
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.matrix_step import matrix_step, no_steps
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
@@ -212,7 +213,7 @@ def matmul_fwd(
             f"16-byte rows; got strides {a.stride()}, {b.stride()}, {c.stride()}. Use a pointer "
             "schedule."
         )
-    tiles = triton.cdiv(m, schedule.block_m) * triton.cdiv(n, schedule.block_n)
+    tiles = cdiv(m, schedule.block_m) * cdiv(n, schedule.block_n)
     options = launch_options(schedule) | {"HAS_BIAS": bias is not None}
     if schedule.kind == "tma":
         _launch_tma(a, b, c, bias, layout, schedule, tiles, options)

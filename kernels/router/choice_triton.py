@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.reduction.tree_fold_triton import exp_fp32, tree_fold
@@ -108,9 +109,9 @@ def choose_fwd(
     ids, weights, p = _choose_fake(logits, top_k, normalize)
     rows, experts = logits.shape
     if rows:
-        block = triton.next_power_of_2(experts)
+        block = next_power_of_2(experts)
         schedule = schedule or pick(rows, block)
-        choose_kernel[(triton.cdiv(rows, schedule.rows),)](
+        choose_kernel[(cdiv(rows, schedule.rows),)](
             logits, ids, weights, p, rows, experts, TOP_K=top_k, NORMALIZE=normalize,
             ROWS=schedule.rows, BLOCK_E=block, num_warps=schedule.warps, enable_fp_fusion=False,
         )  # fmt: skip
@@ -130,9 +131,9 @@ def logits_bwd(
     rows, top_k = ids.shape
     dlogits = weights.new_empty((rows, experts), dtype=dtype)
     if rows:
-        block = triton.next_power_of_2(experts)
+        block = next_power_of_2(experts)
         schedule = schedule or pick(rows, block)
-        logit_gradients_kernel[(triton.cdiv(rows, schedule.rows),)](
+        logit_gradients_kernel[(cdiv(rows, schedule.rows),)](
             dweights.contiguous(), ids, weights, p, dlogits, rows, experts, TOP_K=top_k,
             NORMALIZE=p is None, ROWS=schedule.rows, BLOCK_E=block, num_warps=schedule.warps,
             enable_fp_fusion=False,

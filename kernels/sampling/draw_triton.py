@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.reduction.tree_fold_triton import exp_fp32
 from rl_consistency.kernels.sampling.statistics_triton import (
@@ -159,15 +160,15 @@ def vocabulary_draw(
     token_ids = torch.empty((num_rows,), dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return token_ids
-    num_blocks = triton.cdiv(vocabulary, BLOCK)
+    num_blocks = cdiv(vocabulary, BLOCK)
     weights = torch.empty((num_rows, num_blocks), dtype=torch.int64, device=logits.device)
     rows = (*row_operands(logits, temperature, support), top, log_normalizer, weights)
     sizes = (num_rows, vocabulary, num_blocks, logits.stride(0))
     options = launch_options(UNIT=unit_temperature, TRUNCATES=support is not None)
-    weights_kernel[(num_rows, triton.cdiv(num_blocks, WEIGHT_BLOCKS))](
+    weights_kernel[(num_rows, cdiv(num_blocks, WEIGHT_BLOCKS))](
         *rows, *sizes, BLOCKS=WEIGHT_BLOCKS, **options
     )
-    blocks = min(PICK_BLOCKS, triton.next_power_of_2(num_blocks))
+    blocks = min(PICK_BLOCKS, next_power_of_2(num_blocks))
     pick_kernel[(num_rows,)](
         *rows, uniforms.contiguous(), token_ids, *sizes, BLOCKS=blocks, **options
     )
@@ -188,7 +189,7 @@ def vocabulary_logprobs(
     num_rows, vocabulary = logits.shape
     logprobs = torch.empty_like(log_normalizer)
     if num_rows:
-        logprobs_kernel[(triton.cdiv(num_rows, LOGPROB_ROWS),)](
+        logprobs_kernel[(cdiv(num_rows, LOGPROB_ROWS),)](
             *row_operands(logits, temperature, support), top, log_normalizer,
             token_ids.contiguous(), logprobs, num_rows, vocabulary, logits.stride(0),
             **launch_options(

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.torch_op import kernel_op
 
 ROWS = 128  # of one program
@@ -57,7 +58,7 @@ def philox_uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     uniforms = torch.empty(positions.shape, dtype=torch.float64, device=positions.device)
     num_rows = positions.shape[0]
     if num_rows:
-        uniforms_kernel[(triton.cdiv(num_rows, ROWS),)](
+        uniforms_kernel[(cdiv(num_rows, ROWS),)](
             keys, positions.contiguous(), uniforms, num_rows, *keys.stride(), R=ROWS, num_warps=4
         )
     return uniforms

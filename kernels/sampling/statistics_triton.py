@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.reduction.tree_fold_triton import (
     LOG2E,
@@ -211,7 +212,7 @@ def vocabulary_row_statistics(
     if num_rows == 0:
         return partials
     plan = ROW_SCHEDULES[schedule]
-    grid = (triton.cdiv(num_rows, plan.rows), triton.cdiv(num_blocks, plan.blocks))
+    grid = (cdiv(num_rows, plan.rows), cdiv(num_blocks, plan.blocks))
     sizes = {"ROWS": plan.rows, "BLOCKS": plan.blocks}
     row_statistics_kernel[grid](
         *row_operands(logits, temperature, support), partials, num_rows, vocabulary, num_blocks,
@@ -228,7 +229,7 @@ def vocabulary_combine(partials: Tensor) -> list[Tensor]:
     _, num_blocks, num_rows = partials.shape
     folded = partials.new_empty(3, num_rows)
     if num_rows:
-        combine_kernel[(triton.cdiv(num_rows, COMBINE_ROWS),)](
+        combine_kernel[(cdiv(num_rows, COMBINE_ROWS),)](
             partials, folded, num_rows, num_blocks, partials.stride(0),
             **launch_options(8, ROWS=COMBINE_ROWS, BLOCKS=1 << (num_blocks - 1).bit_length()),
         )  # fmt: skip
@@ -254,7 +255,7 @@ def vocabulary_shifted(
     shifted = _dense_like(logits)
     if shifted.numel() == 0:
         return shifted
-    shift_kernel[(num_rows, triton.cdiv(vocabulary, SHIFT_COLUMNS))](
+    shift_kernel[(num_rows, cdiv(vocabulary, SHIFT_COLUMNS))](
         *row_operands(logits, temperature, support), shift, shifted, num_rows, vocabulary,
         logits.stride(0),
         **launch_options(

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.sampling.key_search_triton import (
     ENTRIES,
@@ -239,14 +240,14 @@ def vocabulary_support(
     support = torch.empty((2, num_rows), dtype=torch.int32, device=device)
     if num_rows == 0:
         return support
-    num_blocks = triton.cdiv(vocabulary, BLOCK)
-    splits = triton.cdiv(num_blocks, SPLIT_BLOCKS)
+    num_blocks = cdiv(vocabulary, BLOCK)
+    splits = cdiv(num_blocks, SPLIT_BLOCKS)
     tops, listed = torch.empty((2, num_rows, num_blocks), dtype=torch.int32, device=device)
     masses = torch.empty((num_rows, splits, PIVOTS), dtype=torch.int64, device=device)
     rows = (logits, temperature, top_k, top_p, min_p, tops)
     sizes = (vocabulary, num_blocks)
     stride = logits.stride(0)
-    maxima_kernel[(num_rows, triton.cdiv(num_blocks, TOP_BLOCKS))](
+    maxima_kernel[(num_rows, cdiv(num_blocks, TOP_BLOCKS))](
         *rows, *sizes, stride, **launch_options(UNIT=unit_temperature, BLOCKS=TOP_BLOCKS)
     )
     masses_kernel[(num_rows, splits)](

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.reduction.tree_fold_triton import LOG2E, exp_fp32
@@ -178,7 +179,7 @@ def token_gradient_table(
     num_rows = temperature.shape[0]
     table = temperature.new_empty(6, num_rows)
     if num_rows:
-        gradient_table_kernel[(triton.cdiv(num_rows, TABLE_ROWS),)](
+        gradient_table_kernel[(cdiv(num_rows, TABLE_ROWS),)](
             temperature, top, log_normalizer, entropy, dlogprobs, dentropy, targets, table,
             num_rows, **launch_options(IGNORED=ignored, ROWS=TABLE_ROWS),
         )  # fmt: skip
@@ -217,7 +218,7 @@ def token_row_gradient(
     num_rows, vocabulary = logits.shape
     if num_rows == 0:
         return
-    row_gradient_kernel[(num_rows, triton.cdiv(vocabulary, ELEMENTWISE_COLUMNS))](
+    row_gradient_kernel[(num_rows, cdiv(vocabulary, ELEMENTWISE_COLUMNS))](
         logits, table, dlogits, num_rows, vocabulary, logits.stride(0), dlogits.stride(0),
         table.stride(0),
         **launch_options(
@@ -234,7 +235,7 @@ def token_target_gradient(
     num_rows, vocabulary = dlogits.shape
     if num_rows == 0:
         return
-    target_gradient_kernel[(triton.cdiv(num_rows, TABLE_ROWS),)](
+    target_gradient_kernel[(cdiv(num_rows, TABLE_ROWS),)](
         table, logprobs, targets, dlogits, num_rows, vocabulary, dlogits.stride(0), table.stride(0),
         **launch_options(PRECISE=_precise(dlogits), ROWS=TABLE_ROWS),
     )  # fmt: skip

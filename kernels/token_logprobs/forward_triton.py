@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.core.device import sm_count
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.matrix_step import FP32_STEP, matrix_step, no_steps
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.tile_descriptor import tile_descriptor
@@ -175,7 +176,7 @@ def launch_product(
     """Run a kernel over the tiles of hidden @ weight.T. It reads `of_rows` (temperatures, or the
     gradient table) and writes `out`; `strides` address both."""
     (num_rows, width), vocabulary = hidden.shape, weight.shape[0]
-    tiles = triton.cdiv(num_rows, schedule.block_m) * triton.cdiv(vocabulary, schedule.block_n)
+    tiles = cdiv(num_rows, schedule.block_m) * cdiv(vocabulary, schedule.block_n)
     programs = min(tiles, schedule.programs * sm_count(hidden.device))
     kernel[(programs,)](
         launch_operand(hidden, [schedule.block_m, schedule.block_k], schedule),
@@ -213,7 +214,7 @@ def token_target_logits(
         return scaled
     # An fp32 product keeps its operands in registers, so its tile must be small.
     rows, inner = (16, FP32_STEP) if hidden.dtype == torch.float32 else (TARGET_ROWS, 64)
-    target_kernel[(triton.cdiv(num_rows, rows),)](
+    target_kernel[(cdiv(num_rows, rows),)](
         hidden, weight, targets, temperature, scaled, num_rows, weight.shape[0], width,
         hidden.stride(0), weight.stride(0),
         **launch_options(UNIT=unit_temperature, ROWS=rows, BLOCK_K=inner, num_stages=3),

@@ -1,0 +1,16 @@
+import triton
+
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
+
+
+def test_a_quotient_is_rounded_up_as_triton_does():
+    for x in (0, 1, 15, 16, 17, 2**31 + 1):
+        for y in (1, 16, 48):
+            assert cdiv(x, y) == triton.cdiv(x, y)
+    assert cdiv(17, 16) == 2 and cdiv(16, 16) == 1
+
+
+def test_the_next_power_of_two_is_triton_s():
+    for n in (1, 2, 3, 64, 65, 4095, 2**31 + 1):
+        assert next_power_of_2(n) == triton.next_power_of_2(n)
+    assert next_power_of_2(65) == 128 and next_power_of_2(64) == 64
