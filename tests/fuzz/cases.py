@@ -19,9 +19,16 @@ from rl_consistency.models.batch_layout import Layout
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.gradients import Regrouping, check_gradients
 from rl_consistency.verify.presets import make_lifelike
+from tests.fuzz import sparse_modifications  # noqa: F401
 from tests.fuzz.modifications import MODIFICATIONS
 
 REFUSED = (ValueError, TypeError, ConsistencyError)
+
+DENSE = ("llama", "mistral", "qwen2", "qwen3")
+SPARSE = ("mixtral", "olmoe", "qwen3_moe")
+
+NEAR_TIE = 1e-4
+"""Router logits this close may choose other experts in another dtype, and then nothing is near."""
 
 
 class Interrupted(Exception):
@@ -31,7 +38,7 @@ class Interrupted(Exception):
 def random_config(rng):
     heads = rng.choice([1, 2, 4])
     dim = rng.choice([16, 32, 48])
-    family = rng.choice(["llama", "mistral", "qwen2", "qwen3"])
+    family = rng.choice(DENSE if rng.random() < 0.6 else SPARSE)
     options = {
         "vocab_size": rng.choice([64, 257, 331]),
         "hidden_size": heads * dim,  # qwen2 takes the head size from it
@@ -51,8 +58,18 @@ def random_config(rng):
         options["attention_bias"] = rng.random() < 0.5
     if family == "llama":
         options["mlp_bias"] = rng.random() < 0.5
-    if family == "mistral" and rng.random() < 0.7:
+    if family in ("mistral", "mixtral") and rng.random() < 0.7:
         options["sliding_window"] = rng.choice([5, 17, 100])
+    if family in SPARSE:
+        experts = rng.choice([1, 3, 4, 7, 16])
+        options["num_experts" if family != "mixtral" else "num_local_experts"] = experts
+        options["num_experts_per_tok"] = rng.randint(1, min(experts, 4))
+    if family == "qwen3_moe":
+        options["moe_intermediate_size"] = rng.choice([16, 40, 49])
+        options["decoder_sparse_step"] = rng.choice([1, 1, 2])
+        options["mlp_only_layers"] = rng.choice([[], [], [0]])
+    if family in ("qwen3_moe", "olmoe"):
+        options["norm_topk_prob"] = rng.random() < 0.5
     theta = rng.choice([1e4, 5e5])
     options["rope_parameters"] = rng.choice(
         [
@@ -111,6 +128,31 @@ def stock_logprobs(model, sequences):
     return torch.cat(found)
 
 
+def in_fp64(model):
+    """A copy; torch's grouped products do not take fp64, so experts run one by one."""
+    model = copy.deepcopy(model).double()
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def closest_tie(model, sequences):
+    """The smallest distance of all rows between logits of a chosen expert and one left out."""
+    model, found = in_fp64(model), [float("inf")]
+
+    def look(router, operands, output):
+        logits = output[0].sort(dim=-1, descending=True).values
+        if router.top_k < logits.shape[-1]:
+            gaps = logits[:, router.top_k - 1] - logits[:, router.top_k]
+            found.append(gaps.min().item())
+
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(look)
+    with torch.no_grad():
+        stock_logprobs(model, sequences)
+    return min(found)
+
+
 def canonical_logprobs(model, sequences, **options):
     prompts = [1] * len(sequences)
     return token_logprobs(model, sequences, prompt_lengths=prompts, **options).logprobs
@@ -122,9 +164,8 @@ def gradients(model):
 
 def stock_numbers(model, work, dtype):
     """Logprobs and gradients by the stock forward of a copy in a dtype."""
-    model = copy.deepcopy(model)
+    model = in_fp64(model) if dtype == torch.float64 else copy.deepcopy(model)
     model.zero_grad()
-    model = model.to(dtype) if dtype == torch.float64 else model
     logprobs = stock_logprobs(model, work.sequences)
     work.loss(logprobs).backward()
     return logprobs.detach().double(), {n: g.double() for n, g in gradients(model).items()}
@@ -135,9 +176,11 @@ def same_bytes(found, expected, what):
     assert difference is None, f"{what}: {difference}"
 
 
-def judge_numbers(model, work, by_stock, in_fp64):
+def judge_numbers(model, work, by_stock, by_fp64):
     """Logprobs and gradients are those of the stock forward, as far as rounding goes."""
-    (stock, stock_gradients), (exact, exact_gradients) = by_stock, in_fp64
+    if closest_tie(model, work.sequences) < NEAR_TIE:
+        return
+    (stock, stock_gradients), (exact, exact_gradients) = by_stock, by_fp64
     model.zero_grad()
     scored = canonical_logprobs(model, work.sequences)
     work.loss(scored).backward()

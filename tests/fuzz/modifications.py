@@ -22,10 +22,16 @@ def layer(model, rng):
     return rng.choice(list(model.model.layers))
 
 
+def is_sparse(mlp):
+    return hasattr(mlp, "experts")
+
+
 def linear(model, rng):
     own = layer(model, rng)
-    names = ["self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj"]
-    name = rng.choice([*names, "mlp.down_proj", "mlp.gate_proj"])
+    names = ["self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    if not is_sparse(own.mlp):
+        names += ["mlp.up_proj", "mlp.down_proj", "mlp.gate_proj"]
+    name = rng.choice(names)
     parent = own.get_submodule(name.rpartition(".")[0])
     return parent, name.rpartition(".")[2]
 
@@ -60,7 +66,8 @@ def pre_hook_on_a_layer(model, rng):
 
 @modification
 def hook_on_an_activation(model, rng):
-    layer(model, rng).mlp.act_fn.register_forward_hook(doubled)
+    mlp = layer(model, rng).mlp
+    getattr(mlp, "experts", mlp).act_fn.register_forward_hook(doubled)
 
 
 @modification
@@ -89,13 +96,14 @@ def hook_on_rotary(model, rng):
 
 @modification
 def another_activation(model, rng):
-    layer(model, rng).mlp.act_fn = nn.ReLU()
+    mlp = layer(model, rng).mlp
+    getattr(mlp, "experts", mlp).act_fn = nn.ReLU()
 
 
 @modification
 def forward_of_one_mlp(model, rng):
     mlp = layer(model, rng).mlp
-    mlp.forward = MethodType(lambda self, x: self.down_proj(self.up_proj(x)), mlp)
+    mlp.forward = MethodType(lambda self, x: type(self).forward(self, x) * 2, mlp)
 
 
 @modification
@@ -254,8 +262,13 @@ def head_untied(model, rng):
 
 @modification
 def weights_shared_by_layers(model, rng):
-    first, last = model.model.layers[0], model.model.layers[-1]
-    last.mlp.up_proj.weight = first.mlp.up_proj.weight
+    first, last = model.model.layers[0].mlp, model.model.layers[-1].mlp
+    if is_sparse(first) != is_sparse(last):
+        return
+    if is_sparse(first):
+        last.experts.down_proj = first.experts.down_proj
+    else:
+        last.up_proj.weight = first.up_proj.weight
 
 
 @modification
