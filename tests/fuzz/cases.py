@@ -27,7 +27,7 @@ REFUSED = (ValueError, TypeError, ConsistencyError)
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 SPARSE = ("mixtral", "olmoe", "qwen3_moe")
 
-NEAR_TIE = 1e-4
+NEAR_TIE = 1e-5
 """Router logits this close may choose other experts in another dtype, and then nothing is near."""
 
 
@@ -87,6 +87,7 @@ def random_model(rng, dtype):
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(family, **options), dtype=dtype
         )
+    model.config._experts_implementation = "eager"  # the others refuse most of these sizes
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -129,7 +130,7 @@ def stock_logprobs(model, sequences):
 
 
 def in_fp64(model):
-    """A copy; torch's grouped products do not take fp64, so experts run one by one."""
+    """A copy whose experts run one by one: torch's grouped products do not take fp64."""
     model = copy.deepcopy(model).double()
     model.config._experts_implementation = "eager"
     return model
@@ -178,12 +179,12 @@ def same_bytes(found, expected, what):
 
 def judge_numbers(model, work, by_stock, by_fp64):
     """Logprobs and gradients are those of the stock forward, as far as rounding goes."""
-    if closest_tie(model, work.sequences) < NEAR_TIE:
-        return
     (stock, stock_gradients), (exact, exact_gradients) = by_stock, by_fp64
     model.zero_grad()
     scored = canonical_logprobs(model, work.sequences)
     work.loss(scored).backward()
+    if closest_tie(model, work.sequences) < NEAR_TIE:
+        return
     allowed = 4 * (stock - exact).abs().max() + 5e-4
     error = (scored.detach().double() - exact).abs().max()
     assert error <= allowed, f"logprobs are {error:.3g} off, allowed {allowed:.3g}"

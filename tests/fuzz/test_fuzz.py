@@ -9,7 +9,7 @@ import torch
 
 from rl_consistency.models import audit, families
 from rl_consistency.models import patch as patching
-from tests.fuzz import cases, modifications
+from tests.fuzz import cases
 
 
 def test_random_cases_are_right_or_refused(pytestconfig, capsys):
@@ -35,14 +35,18 @@ PASSED_OVER = (
     *("edited_frequencies", "bias_of_the_head", "embedding_with_max_norm"),
     "gradients_scaled_by_frequency",
 )
+A_MIXTRAL = 1
+"""A seed whose model has experts; that of the others is dense."""
 
 
-@pytest.mark.parametrize("name", PASSED_OVER)
-def test_without_the_inventory_the_same_oracle_finds_it_wrong(name, monkeypatch):
+@pytest.mark.parametrize(
+    "name, seed", [*((name, 3) for name in PASSED_OVER), ("fewer_experts", A_MIXTRAL)]
+)
+def test_without_the_inventory_the_same_oracle_finds_it_wrong(name, seed, monkeypatch):
     """Negative control."""
     monkeypatch.setattr(families, "check_code", lambda config: None)
     for place in (audit, patching):
         monkeypatch.setattr(place, "faults", lambda model, patched=False: [])
-    plan = (random.Random(3), torch.float32, [getattr(modifications, name)], [])
+    (change,) = [change for change in cases.MODIFICATIONS if change.__name__ == name]
     with pytest.raises(AssertionError, match="off, allowed"):
-        cases.run(3, plan)
+        cases.run(seed, (random.Random(seed), torch.float32, [change], []))
