@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.remembered_launch import remembered
 
 MAX_COLUMNS = 4096
@@ -89,8 +90,8 @@ def cache_write_fwd(
     if tokens * row == 0:
         return
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    columns = min(1 << (row - 1).bit_length(), MAX_COLUMNS)
-    cache_write_kernel[(tokens, -(-row // columns))](
+    columns = min(next_power_of_2(row), MAX_COLUMNS)
+    cache_write_kernel[(tokens, cdiv(row, columns))](
         k, v, key_cache, value_cache, slots.contiguous(),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         HEAD_DIM=head_dim, ROW=row, COLUMNS=columns, num_warps=max(1, min(8, columns // 256)),

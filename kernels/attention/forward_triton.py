@@ -37,6 +37,7 @@ from rl_consistency.kernels.attention.tiles_triton import (
     write_rows,
 )
 from rl_consistency.kernels.core.device import sm_count
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -173,8 +174,8 @@ def attention_fwd(
         block_table=tables.block_table,
         block_size=layout.block_size if isinstance(layout, PagedAttention) else None,
         keys=keys,
-        most_blocks=-(-longest // keys),
-        stored=1 << (min(most_rows, schedule.rows) - 1).bit_length(),
+        most_blocks=cdiv(longest, keys),
+        stored=next_power_of_2(min(most_rows, schedule.rows)),
         reach=schedules.reach(window),
         windowed=window is not None,
         factor=scale * schedules.LOG2E,
@@ -216,7 +217,7 @@ def _shared_sums(
     picked, likely_programs = schedules.pick_shared(
         rows,
         runs=runs,
-        likely=-(-len(layout.query_lens) // MOST_SHARERS),
+        likely=cdiv(len(layout.query_lens), MOST_SHARERS),
         kv_heads=call.kv_heads,
         most_blocks=call.most_blocks,
         dim=call.dim,
@@ -227,7 +228,7 @@ def _shared_sums(
         programs = 1
     elif programs is None:
         programs = likely_programs
-    tiles = -(-rows // schedule.rows)
+    tiles = cdiv(rows, schedule.rows)
     grid = runs * tiles * call.kv_heads
     tickets = layout.tickets(device, grid) if programs > 1 else None
     return attention_prefix_fwd(call, shared, schedule, tiles, programs, tickets)

@@ -28,6 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from rl_consistency.kernels.attention.cache_write_triton import cache_write, require_cache
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.rms_norm.forward_triton import mean_of, row_tree
@@ -186,20 +187,16 @@ def paged_inputs_fwd(
     if q.numel() == 0:
         return q_out, k_out
     q, k, v, cos, sin = (dense_rows(x) for x in (q, k, v, cos, sin))
-    heads = min(MOST_HEADS, _power_of_two(q_heads))
+    heads = min(MOST_HEADS, next_power_of_2(q_heads))
     block, overlap = block_width(head_dim), has_tma(q.device)
     q_weight, k_weight, q_eps, k_eps = norms or (None, None, 0.0, 0.0)
-    paged_inputs_kernel[(tokens, -(-q_heads // heads) - (-k_heads // heads))](
+    paged_inputs_kernel[(tokens, cdiv(q_heads, heads) + cdiv(k_heads, heads))](
         q, k, v, None if q_weight is None else q_weight.contiguous(),
         None if k_weight is None else k_weight.contiguous(), q_eps, k_eps, cos, sin,
         slots.contiguous(), q_out, k_out, key_cache, value_cache, *q.stride()[:2], *k.stride()[:2],
         *v.stride()[:2], cos.stride(0), sin.stride(0),
         Q_HEADS=q_heads, K_HEADS=k_heads, HALF=head_dim // 2, NORM=norms is not None, HEADS=heads,
-        BLOCK=block, BLOCK_HALF=_power_of_two(head_dim // 2), OVERLAP=overlap, launch_pdl=overlap,
+        BLOCK=block, BLOCK_HALF=next_power_of_2(head_dim // 2), OVERLAP=overlap, launch_pdl=overlap,
         num_warps=max(1, min(4, heads * block // 256)), enable_fp_fusion=False,
     )  # fmt: skip
     return q_out, k_out
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()

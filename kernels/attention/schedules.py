@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.core.device import has_tma, has_wgmma, shared_memory, sm_count
-from rl_consistency.kernels.core.grid import next_power_of_2
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 
 LOG2E = 1.4426950408889634
 NO_WINDOW = 1 << 30
@@ -57,7 +57,7 @@ def key_block(head_dim: int) -> int:
 
 def padded(head_dim: int) -> int:
     """D as the kernels hold it: a power of two of at least 16, with zeros past D."""
-    return max(1 << (head_dim - 1).bit_length(), 16)
+    return max(next_power_of_2(head_dim), 16)
 
 
 def reach(window: int | None) -> int:
@@ -170,8 +170,8 @@ def pick_forward(
 def _pick_ring(q: Tensor, kv_heads: int, layout: AttentionLayout, most_rows: int) -> Schedule:
     """The ring for the host's lengths, which bound a captured launch."""
     multiprocessors = sm_count(q.device)
-    grid = len(layout.query_lens) * -(-most_rows // SPLIT_ROWS) * kv_heads
-    blocks = -(-layout.longest_context // key_block(q.shape[2]))
+    grid = len(layout.query_lens) * cdiv(most_rows, SPLIT_ROWS) * kv_heads
+    blocks = cdiv(layout.longest_context, key_block(q.shape[2]))
     if programs_for(grid, blocks, most_rows, q.shape[2], multiprocessors) > 1:
         return DECODE_SPREAD if blocks * most_rows >= SPREAD_ROWS else DECODE_LAST
     # A block takes two buffers. Depth gains nothing where the ring would hold the whole context.
@@ -223,14 +223,14 @@ def pick_shared(
     memory once. High tiles that have a multiprocessor each get the deep ring (1.5B, 32 groups of 8
     on an H200: 49 us, and 60 with the other).
     """
-    tiles = -(-rows // SHARED_LOW.rows) * kv_heads
+    tiles = cdiv(rows, SHARED_LOW.rows) * kv_heads
     written = runs * tiles * most_blocks * SHARED_LOW.rows * (dim + 11) * 4
     programs = min(most_blocks, places // (likely * tiles))
     if programs > 1 and written <= SPLIT_BYTES:
         return SHARED_LOW, programs
     if rows <= SHARED_LOW.rows:
         return SHARED_LOW, 1
-    high_tiles = likely * -(-rows // SHARED_HIGH.rows) * kv_heads
+    high_tiles = likely * cdiv(rows, SHARED_HIGH.rows) * kv_heads
     return SHARED_DEEP if high_tiles <= places else SHARED_HIGH, 1
 
 
@@ -270,7 +270,7 @@ def chain_bytes(layout: PackedSequences, heads: int, dim: int) -> int:
     """
     if layout.most_queries <= FIVE_PRODUCTS.keys:
         return 0
-    tiles = sum(-(-n // FIVE_PRODUCTS.rows) for n in layout.query_lens)
+    tiles = sum(cdiv(n, FIVE_PRODUCTS.rows) for n in layout.query_lens)
     return 4 * tiles * FIVE_PRODUCTS.rows * heads * dim
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rl_consistency.kernels.core.grid import cdiv
+
 MOST_SHARERS = 8
 """Most sequences of a run; a larger group makes several runs."""
 SHARED_BLOCK = 128
@@ -74,7 +76,7 @@ def check_runs(
                 f"paged attention: {run}, but one of its sequences has {past} keys before its "
                 "queries; all shared keys stand before them, and there is at least one."
             )
-        blocks = -(-run.keys // block_size)
+        blocks = cdiv(run.keys, block_size)
         if any(tables[i][:blocks] != tables[run.first][:blocks] for i in members):
             raise ValueError(
                 f"paged attention: {run}, but the first {blocks} blocks of its sequences are not "

@@ -11,5 +11,5 @@ def cdiv(x: int, y: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n; n is positive."""
-    return 1 << (n - 1).bit_length()
+    """The smallest power of two that is at least n; n is not negative."""
+    return 1 << max(n - 1, 0).bit_length()

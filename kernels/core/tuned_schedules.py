@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import torch
 
 from rl_consistency.kernels.core.compile_ahead import require_launches
+from rl_consistency.kernels.core.grid import next_power_of_2
 from rl_consistency.kernels.core.identity import CACHE_VARIABLE, cache_file, identity_of
 
 Schedule = TypeVar("Schedule")
@@ -63,7 +64,7 @@ def rows_bucket(rows: int) -> int:
     """1, `FEW_ROWS`, or the next power of two up to `MOST_ROWS`."""
     if rows <= 1:
         return 1
-    return min(max(1 << (rows - 1).bit_length(), FEW_ROWS), MOST_ROWS)
+    return min(max(next_power_of_2(rows), FEW_ROWS), MOST_ROWS)
 
 
 def work_name(op: str, *parts: Any, rows: int) -> str:

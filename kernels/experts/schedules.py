@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from rl_consistency.kernels.core.grid import next_power_of_2
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
 from rl_consistency.kernels.core.tuned_schedules import chosen, picked_once, work_name
 from rl_consistency.kernels.gradient_fold.schedules import POINTER as NARROW_FOLDS
@@ -160,7 +160,7 @@ most of the time, and our own products save the copy of x and the pass over gate
 
 def block_experts(experts: int) -> int:
     """The next power of two; all experts stand in one vector."""
-    return max(1 << (experts - 1).bit_length(), 2)
+    return max(next_power_of_2(experts), 2)
 
 
 def block_rows(experts: int) -> int:
@@ -219,7 +219,7 @@ def pick_product(
     if (tuned := chosen(device, work, {s.name: s for s in own})) is not None:
         return tuned
     own = tuple(s for s in own if s.kind == "tma") or own
-    mean = -(-pairs // experts)
+    mean = cdiv(pairs, experts)
     return next((s for s in own if s.mean >= mean), own[-1])
 
 
@@ -255,7 +255,7 @@ def pick_fold(
     if (tuned := chosen(device, work, {s.name: s for s in own})) is not None:
         return tuned
     if copying := [s for s in own if s.kind == "tma"]:
-        each = -(-pairs // experts)
+        each = cdiv(pairs, experts)
         return min(copying, key=lambda s: expected_us(s, each, n, k, processors, experts))
     fitting = [s for s in own if s.block_n <= n and s.block_k <= k]
     return fitting[0] if fitting else own[-1]

@@ -19,6 +19,7 @@ from torch import Tensor, contiguous_format, empty_like
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.core.tuned_schedules import (
@@ -192,7 +193,7 @@ def glu_fwd(gate: Tensor, up: Tensor, activation: str, schedule: Schedule | None
     if y.numel() == 0:
         return y
     schedule, overlap = schedule or _picked("forward", gate, activation), has_tma(gate.device)
-    _forward_kernel[(-(-y.numel() // schedule.block),)](
+    _forward_kernel[(cdiv(y.numel(), schedule.block),)](
         gate.contiguous(), up.contiguous(), y, y.numel(),
         ACTIVATION=ACTIVATIONS.index(activation), BLOCK=schedule.block, OVERLAP=overlap,
         launch_pdl=overlap, num_warps=schedule.warps, enable_fp_fusion=False,
@@ -208,7 +209,7 @@ def glu_bwd(
     if dgate.numel() == 0:
         return dgate, dup
     schedule = schedule or _picked("backward", gate, activation)
-    _backward_kernel[(-(-dgate.numel() // schedule.block),)](
+    _backward_kernel[(cdiv(dgate.numel(), schedule.block),)](
         dy.contiguous(), gate.contiguous(), up.contiguous(), dgate, dup, dgate.numel(),
         ACTIVATION=ACTIVATIONS.index(activation), BLOCK=schedule.block, num_warps=schedule.warps,
         enable_fp_fusion=False,

@@ -158,7 +158,7 @@ def launch_steps(buffer: Tensor, sums: Tensor, *, fresh: bool, batch: int = BATC
     """Fold step sums [S, C], loading `batch` of them at once."""
     steps, columns = sums.shape
     block = 32
-    _fold_steps_kernel[(-(-columns // block),)](
+    _fold_steps_kernel[(cdiv(columns, block),)](
         sums, buffer, steps, buffer.stride(0), FRESH=fresh, C=columns, BATCH=batch,
         BLOCK_C=block, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rl_consistency.kernels.core.grid import cdiv
+
 LINE_BYTES = 16
 """The start of every tensor is a multiple of this, so that threads copy whole lines."""
 
@@ -126,7 +128,7 @@ def _table(group: list[Resumed]) -> tuple[Tensor, Tensor]:
         addresses = [x.data_ptr() for x in (each.first, each.second) if x is not None]
         count = each.gradient.numel()
         rows.append((each.gradient.data_ptr(), addresses[0], addresses[-1], count, len(owners)))
-        owners += [index] * -(-count // CHUNK)
+        owners += [index] * cdiv(count, CHUNK)
     # Another stream could read a table before it is copied, or after it was dropped.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (device, stream, *rows)

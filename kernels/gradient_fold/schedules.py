@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
 from rl_consistency.kernels.core.tuned_schedules import (
     chosen,
@@ -84,7 +85,7 @@ class Schedule:
     def tiles(self, n: int, k: int) -> int:
         """Tiles of an [n, k] gradient."""
         tile_n, tile_k = self.tile
-        return -(-n // tile_n) * -(-k // tile_k)
+        return cdiv(n, tile_n) * cdiv(k, tile_k)
 
 
 def _tma(n: int, k: int, t: int, warps: int, stages: int, **options) -> Schedule:
@@ -178,11 +179,11 @@ def expected_us(
     half of the shapes of `benchmarks/tune/random_h200.json`. The other half judges them, in
     tests/kernels/gradient_fold/test_fold_pick_quality.py. On another GPU they may cost speed.
     """
-    of_the_busiest = -(-gradients * schedule.tiles(n, k) // processors)
-    steps = -(-tokens // schedule.block_t)
+    of_the_busiest = cdiv(gradients * schedule.tiles(n, k), processors)
+    steps = cdiv(tokens, schedule.block_t)
     tile_n, tile_k = schedule.tile
     area = tile_n * tile_k / 128**2
-    turns = -(-of_the_busiest // schedule.resident)
+    turns = cdiv(of_the_busiest, schedule.resident)
     busiest = turns * (steps * schedule.step_us + TILE_US + LOAD_US * area)
     if schedule.resident > 1:
         together = of_the_busiest * (steps * schedule.shared_us + SHARED_LOAD_US * area)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.matrix_step import FP32_STEP
 from rl_consistency.kernels.core.tuned_schedules import chosen, picked_once, work_name
 from rl_consistency.kernels.matmul.schedules import Schedule, by_name, table_of
@@ -54,7 +55,7 @@ def fuses_qkv(m: int, columns: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Whether m rows compute q, k and v of so many `columns` in one launch."""
     if m <= FUSED_ROWS:
         return True
-    tiles = _tiles(m, 64) * sum(_tiles(n, 64) for n in columns)
+    tiles = cdiv(m, 64) * sum(cdiv(n, 64) for n in columns)
     return dtype != torch.float32 and m <= MOST_FUSED_ROWS and tiles <= PAIRS
 
 
@@ -64,7 +65,7 @@ def fuses_gate_up(m: int, n: int, k: int, dtype: torch.dtype, tma: bool) -> bool
         return True
     if not tma or dtype == torch.float32 or m > MOST_FUSED_ROWS:
         return False
-    return n * k <= MOST_FUSED_WEIGHT or _tiles(m, 64) * _tiles(n, 64) <= TRIPLES
+    return n * k <= MOST_FUSED_WEIGHT or cdiv(m, 64) * cdiv(n, 64) <= TRIPLES
 
 
 def few_rows_candidates(
@@ -101,7 +102,7 @@ def pick_qkv(
         return _BY_NAME["pointer-16x32x128-w4-s5"]
     if m <= 32:
         return _BY_NAME["pointer-32x32x128-w4-s4"]
-    narrow = _tiles(m, 64) * sum(_tiles(n, 32) for n in columns)
+    narrow = cdiv(m, 64) * sum(cdiv(n, 32) for n in columns)
     return _BY_NAME["pointer-64x32x128-w4-s3" if narrow <= 200 else "pointer-64x64x64-w4-s4"]
 
 
@@ -123,17 +124,13 @@ def pick_gate_up(
         return _BY_NAME["tma-16x16x256-w4-s4" if n < 4096 else "tma-16x32x128-w4-s5"]
     if m <= 32:
         return _BY_NAME["tma-32x32x128-w4-s5" if n < 4096 else "tma-32x64x64-w4-s4"]
-    if m <= 64 and _tiles(n, 32) <= PAIRS:
+    if m <= 64 and cdiv(n, 32) <= PAIRS:
         return _BY_NAME["tma-64x32x128-w4-s3"]
     # With one stage less a third program fits a multiprocessor; that pays if it saves a wave.
-    tiles = _tiles(m, 64) * _tiles(n, 64)
-    fewer = _tiles(tiles, TRIPLES) < _tiles(tiles, PAIRS)
+    tiles = cdiv(m, 64) * cdiv(n, 64)
+    fewer = cdiv(tiles, TRIPLES) < cdiv(tiles, PAIRS)
     return _BY_NAME["tma-64x64x64-w4-s3" if fewer else "tma-64x64x64-w4-s4"]
 
 
 def _pick_fp32(m: int) -> Schedule:
     return _BY_NAME[f"pointer-{16 if m <= 16 else 32}x32x{FP32_STEP}-w4-s3"]
-
-
-def _tiles(size: int, block: int) -> int:
-    return -(-size // block)

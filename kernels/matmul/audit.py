@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.compile_ahead import require_launches
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.tuned_schedules import struck_schedules
 
 AUDIT_EVERY = 257
@@ -126,7 +127,7 @@ def due() -> bool:
 
 def sampled_rows(count: int, device: torch.device) -> Tensor:
     """At most `AUDIT_ROWS` indices spread over `count` rows; other ones at each audit."""
-    apart = -(-count // AUDIT_ROWS)
+    apart = cdiv(count, AUDIT_ROWS)
     return torch.arange(_counts.audited % apart, count, apart, device=device)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from rl_consistency.kernels.core.compile_ahead import require_launches
+from rl_consistency.kernels.core.grid import next_power_of_2
 from rl_consistency.kernels.core.identity import CACHE_VARIABLE, cache_file, identity_of
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -47,7 +48,7 @@ class Key:
     ) -> Key:
         """The key of one product; `mnk` is M, N, K."""
         m, n, k = mnk
-        return _key(layout, dtype, out_dtype, bias, n, k, 1 << (m - 1).bit_length())
+        return _key(layout, dtype, out_dtype, bias, n, k, next_power_of_2(m))
 
     @cached_property
     def name(self) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from math import hypot
 
+from rl_consistency.kernels.core.grid import cdiv
+
 PROCESSORS = 132
 """Multiprocessors of an H100 or H200; assumed of every GPU."""
 
@@ -108,6 +110,6 @@ def library_is_faster(m: int, n: int, k: int, schedule_us: float) -> bool:
 
 def _tiled_us(m: int, n: int, k: int, blocks: tuple[int, int, int], step_us: float) -> float:
     block_m, block_n, block_k = blocks
-    tiles = -(-m // block_m) * -(-n // block_n)
-    busiest = -(-tiles // PROCESSORS) * (-(-k // block_k) * step_us + TILE_US)
+    tiles = cdiv(m, block_m) * cdiv(n, block_n)
+    busiest = cdiv(tiles, PROCESSORS) * (cdiv(k, block_k) * step_us + TILE_US)
     return hypot(busiest, OPERAND_BYTES * (m * k + n * k + m * n) / MEMORY)

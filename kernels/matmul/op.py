@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.operand import aligned
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 from rl_consistency.kernels.matmul import cublaslt
@@ -102,7 +103,7 @@ def row_matmul(a: Tensor, b: Tensor) -> Tensor:
     num_columns = b.shape[1]
     if num_rows == 0 or num_columns == 0:
         return a.new_zeros((num_rows, num_columns), dtype=torch.float32)
-    tiles = max(-(-num_rows // TILE_ROWS), MIN_TILES)
+    tiles = max(cdiv(num_rows, TILE_ROWS), MIN_TILES)
     a = F.pad(a.float(), (0, 0, 0, tiles * TILE_ROWS - num_rows)).contiguous()
     b = _padded_columns(b.float())
     product = torch.bmm(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rl_consistency.kernels.core.grid import next_power_of_2
 from rl_consistency.kernels.core.reduction_order import ReductionOrder
 
 ORDER = ReductionOrder(
@@ -39,7 +40,7 @@ def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
     n = x.shape[-1]
     if n == 0:
         return x.new_zeros(x.shape[:-1])
-    half = (1 << (n - 1).bit_length()) // 2
+    half = next_power_of_2(n) // 2
     if half > 0 and n < 2 * half:
         upper = x[..., half:]
         x = torch.cat([x[..., : n - half] + upper, x[..., n - half : half]], dim=-1)

@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.gradient_fold.op import STEP
@@ -301,7 +302,7 @@ def rms_norm_bwd(
         kernel, options = _wide_kernel, _wide_options(chosen, rows_per_token)
         options |= {"HAS_DTOTAL": dtotal is not None, "HAS_SUMS": with_sums}
     of_dy, of_x, of_dtotal = (*operands, Rows(None, 0, 0, 1))[:3]
-    kernel[(-(-num_rows // (STEP * rows_per_token)),)](
+    kernel[(cdiv(num_rows, STEP * rows_per_token),)](
         of_dy.tensor, of_x.tensor, weight.contiguous(), rstd, of_dtotal.tensor, dx,
         sums if with_sums else None, num_rows, of_dy.outer, of_dy.inner, of_x.outer, of_x.inner,
         of_dtotal.outer, of_dtotal.inner, H=width, DY_INNER=of_dy.count, X_INNER=of_x.count,
@@ -354,7 +355,7 @@ def _backward_fake(
     rows_per_token: int,
     with_sums: bool,
 ) -> tuple[Tensor, Tensor]:
-    steps = -(-rstd.shape[0] // (STEP * rows_per_token)) if with_sums else 0
+    steps = cdiv(rstd.shape[0], STEP * rows_per_token) if with_sums else 0
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     return dx, rstd.new_empty((steps, x.shape[-1]))
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rl_consistency.kernels.core.device import has_tma
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.rms_norm.schedules import Schedule, block_width, pick_forward
@@ -149,7 +150,7 @@ def rms_norm_fwd(
     rows = rows_of(x)
     overlap = has_tma(x.device)
     added = Rows(rows.tensor, 0, 0, 1) if residual is None else rows_of(residual)
-    _forward_kernel[(-(-num_rows // schedule.rows),)](
+    _forward_kernel[(cdiv(num_rows, schedule.rows),)](
         rows.tensor, added.tensor, weight.contiguous(), y, total, rstd, num_rows, eps,
         rows.outer, rows.inner, added.outer, added.inner,
         H=width, X_INNER=rows.count, RESIDUAL_INNER=added.count, HAS_RESIDUAL=adds,

@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 
+from rl_consistency.kernels.core.grid import next_power_of_2
 from rl_consistency.kernels.core.tuned_schedules import (
     chosen,
     picked_once,
@@ -97,21 +98,17 @@ def block_width(width: int) -> int:
             f"rms_norm: rows of {width} elements on a GPU; at most {MAX_WIDTH} fit one program. "
             "Run this model on the CPU."
         )
-    return max(_power_of_two(width), MIN_BLOCK)
+    return max(next_power_of_2(width), MIN_BLOCK)
 
 
 def chunk_rows(rows_per_token: int) -> int:
     """Rows of a backward chunk, filled up to a power of two."""
-    return _power_of_two(CHUNK_TOKENS * rows_per_token)
+    return next_power_of_2(CHUNK_TOKENS * rows_per_token)
 
 
 def is_narrow(width: int, rows_per_token: int) -> bool:
     """Whether the narrow kernel is made for such rows."""
     return rows_per_token > 1 and block_width(width) <= NARROW_WIDTH
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def candidates(width: int, rows_per_token: int | None = None) -> list[Schedule]:

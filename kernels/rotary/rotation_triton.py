@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, contiguous_format, empty_like
 
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.core.remembered_launch import remembered
 from rl_consistency.kernels.core.torch_op import kernel_op
@@ -121,19 +122,15 @@ def rotary_fwd(
     if schedule is None:
         schedule = pick(q.dtype, num_tokens, q_heads, k_heads, 2 * half, q.device)
     at_once = schedule.heads
-    _rotary_kernel[(-(-num_tokens // schedule.tokens),)](
+    _rotary_kernel[(cdiv(num_tokens, schedule.tokens),)](
         q, k, cos, sin, q_out, k_out, num_tokens, *q.stride()[:2], *k.stride()[:2], cos.stride(0),
         sin.stride(0),
         Q_HEADS=q_heads, K_HEADS=k_heads, HALF=half, INVERSE=inverse, TOKENS=schedule.tokens,
-        HEADS_OF_Q=min(at_once, _power_of_two(q_heads)),
-        HEADS_OF_K=min(at_once, _power_of_two(k_heads)), BLOCK_HALF=_power_of_two(half),
+        HEADS_OF_Q=min(at_once, next_power_of_2(q_heads)),
+        HEADS_OF_K=min(at_once, next_power_of_2(k_heads)), BLOCK_HALF=next_power_of_2(half),
         num_warps=schedule.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return q_out, k_out
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _rotary_fake(

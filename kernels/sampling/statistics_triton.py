@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rl_consistency.kernels.core.grid import cdiv
+from rl_consistency.kernels.core.grid import cdiv, next_power_of_2
 from rl_consistency.kernels.core.torch_op import kernel_op
 from rl_consistency.kernels.reduction.tree_fold_triton import (
     LOG2E,
@@ -180,7 +180,7 @@ def shift_kernel(
 
 def empty_partials(num_rows: int, vocabulary: int, device: torch.device) -> Tensor:
     """Memory for the statistics of every block: [3, blocks, num_rows] fp32."""
-    shape = (3, -(-vocabulary // BLOCK), num_rows)
+    shape = (3, cdiv(vocabulary, BLOCK), num_rows)
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
@@ -231,7 +231,7 @@ def vocabulary_combine(partials: Tensor) -> list[Tensor]:
     if num_rows:
         combine_kernel[(cdiv(num_rows, COMBINE_ROWS),)](
             partials, folded, num_rows, num_blocks, partials.stride(0),
-            **launch_options(8, ROWS=COMBINE_ROWS, BLOCKS=1 << (num_blocks - 1).bit_length()),
+            **launch_options(8, ROWS=COMBINE_ROWS, BLOCKS=next_power_of_2(num_blocks)),
         )  # fmt: skip
     top, normalizer, weighted = folded.unbind(0)
     log_normalizer = normalizer.log()

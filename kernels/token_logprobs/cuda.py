@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rl_consistency.kernels.core.autograd import apply, once_differentiable
+from rl_consistency.kernels.core.grid import cdiv
 from rl_consistency.kernels.core.operand import dense_rows
 from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.sampling.op import SamplingRows, distribution
@@ -150,4 +151,4 @@ def _write_gradient(
 def _logit_room(weight: Tensor, count: int) -> Tensor:
     """[count, V] in the model dtype. A descriptor stores whole lines, so rows are padded to 64."""
     vocabulary = weight.shape[0]
-    return weight.new_empty((count, -(-vocabulary // 64) * 64))[:, :vocabulary]
+    return weight.new_empty((count, cdiv(vocabulary, 64) * 64))[:, :vocabulary]

@@ -19,8 +19,10 @@ from rl_consistency.models.batch_layout import Layout
 from rl_consistency.parity.digest import first_difference
 from rl_consistency.parity.gradients import Regrouping, check_gradients
 from rl_consistency.verify.presets import make_lifelike
-from tests.fuzz import sparse_modifications  # noqa: F401
 from tests.fuzz.modifications import MODIFICATIONS
+from tests.fuzz.sparse_modifications import SPARSE_MODIFICATIONS
+
+ALL_MODIFICATIONS = [*MODIFICATIONS, *SPARSE_MODIFICATIONS]
 
 REFUSED = (ValueError, TypeError, ConsistencyError)
 
@@ -293,8 +295,8 @@ def plan_of(seed):
     """The random numbers of a case, its dtype, and its changes before and after the patch."""
     rng = random.Random(seed)
     dtype = rng.choice([torch.float32, torch.float32, torch.bfloat16])
-    before = rng.sample(MODIFICATIONS, rng.choice([0, 0, 1, 1, 1, 2]))
-    after = rng.sample(MODIFICATIONS, rng.choice([0, 0, 1]))
+    before = rng.sample(ALL_MODIFICATIONS, rng.choice([0, 0, 1, 1, 1, 2]))
+    after = rng.sample(ALL_MODIFICATIONS, rng.choice([0, 0, 1]))
     return rng, dtype, before, after
 
 

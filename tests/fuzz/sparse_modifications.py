@@ -1,11 +1,19 @@
 """What people do to mixtures of experts; a model without experts is left as it is."""
 
 import copy
+from functools import wraps
 
 import torch
 from torch import nn
 
-from tests.fuzz.modifications import doubled, is_sparse, modification
+from tests.fuzz.modifications import doubled, is_sparse
+
+SPARSE_MODIFICATIONS = []
+
+
+def modification(change):
+    SPARSE_MODIFICATIONS.append(change)
+    return change
 
 
 def block(model, rng):
@@ -17,11 +25,11 @@ def block(model, rng):
 def sparse_modification(change):
     """A modification of one sparse block."""
 
+    @wraps(change)
     def of_a_block(model, rng):
         if (chosen := block(model, rng)) is not None:
             change(chosen, rng)
 
-    of_a_block.__name__ = change.__name__
     return modification(of_a_block)
 
 
