@@ -1,8 +1,9 @@
-"""The paged layout of calls that a CUDA graph captures: only the device knows their lengths."""
+"""The paged layouts of calls that CUDA graphs capture: whole, where only the device knows their
+lengths, or without attention, which is launched between the graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,4 +100,41 @@ class CapturedPagedAttention(PagedAttention):
             value_cache=self.value_cache,
             block_size=self.block_size,
             shared_runs=() if shared is None else [SharedRun(*r) for r in shared if r[2]],
+        )
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, int, float, int | None], Tensor]
+"""(q, k, v, layer, scale, window) -> o [T, H, D]; see `attention_paged`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterruptedAttention(PagedAttention):
+    """The layout of a call whose other ops are captured: `attend` stands in for attention.
+
+    It knows no sequences. Every replay has a layout of its own for the attention.
+    """
+
+    attend: Attend
+
+    @classmethod
+    def of(
+        cls,
+        attend: Attend,
+        *,
+        slot_mapping: Tensor,
+        key_cache: Sequence[Tensor],
+        value_cache: Sequence[Tensor],
+        block_size: int,
+    ) -> InterruptedAttention:
+        """A layout that writes the new tokens' keys and values to `slot_mapping`."""
+        return cls(
+            query_starts=(),
+            query_lens=(),
+            context_lens=(),
+            block_tables=(),
+            slot_mapping=slot_mapping,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            block_size=block_size,
+            attend=attend,
         )

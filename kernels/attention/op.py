@@ -110,25 +110,31 @@ def attention_paged(
     scale: float,
     window: int | None = None,
     new: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same attention, without gradient, of keys and values in a layer's paged cache.
 
     `q` [T, H, D] belongs to the new tokens; `paged.write` must have stored their keys and values.
-    If these are given as `new`, [T, Hkv, D] each, sequences without a past read them there.
+    If these are given as `new`, [T, Hkv, D] each, sequences without a past read them there. o goes
+    into `out`, if given, whose rows that no sequence owns keep what they hold or become 0.
     """
     keys, values = paged.key_cache[layer], paged.value_cache[layer]
     k, v = keys.view(-1, *keys.shape[2:]), values.view(-1, *values.shape[2:])
     _check(q, k, v, paged, scale, window)
     packed, rest = paged.by_past() if new is not None and q.is_cuda else (None, paged)
     results = None
+    if out is not None and q.is_cuda:
+        results = out, q.new_empty(q.shape[:2], dtype=lse_dtype(q.dtype))
     with unrecorded():
         if packed is not None and new is not None:
             _check(q, *new, packed, scale, window)
-            results = attention_fwd(q, *new, packed, scale, window)
+            results = attention_fwd(q, *new, packed, scale, window, into=results)
         if rest is not None and results is not None:
             results = attention_fwd(q, k, v, rest, scale, window, into=results)
-        out, lse = results or _forward(q, k, v, paged, scale, window)
-        return out, lse.float()
+        o, lse = results or _forward(q, k, v, paged, scale, window)
+        if out is not None and o is not out:
+            o = out.copy_(o)
+        return o, lse.float()
 
 
 def _check(

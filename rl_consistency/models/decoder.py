@@ -74,15 +74,29 @@ class CanonicalDecoderLayer(CanonicalModule):
         return total + addend
 
     def terms(
-        self, total: Tensor, addend: Tensor | None, *, call: LayerCall, cache_index: int
+        self,
+        total: Tensor,
+        addend: Tensor | None,
+        *,
+        call: LayerCall,
+        cache_index: int,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The two terms of the layer's output, for an input `total + addend` (None: `total`)."""
+        """The two terms of the layer's output, for an input `total + addend` (None: `total`).
+
+        `rows` [n] int64 are those whose output is wanted, as [1, n, H]; None: all. A layer of
+        experts, which has to know whose rows it gets, takes None alone.
+        """
         norm = self.input_layernorm
         if addend is None:
             normed = norm(total)
         else:
             normed, total = norm.after_addition(addend, total)
-        attended, _ = self.self_attn(normed, call=call, cache_index=cache_index)
+        if rows is None:
+            attended, _ = self.self_attn(normed, call=call, cache_index=cache_index)
+        else:
+            attended, _ = self.self_attn(normed, call=call, cache_index=cache_index, rows=rows)
+            total = total.index_select(1, rows)
         normed, total = self.post_attention_layernorm.after_addition(attended, total)
         if not isinstance(self.mlp, CanonicalMoEBlock):
             return total, self.mlp(normed)
@@ -125,9 +139,17 @@ class CanonicalBaseModel(CanonicalModule):
 
     @torch.compiler.disable()  # a compiler would rewrite the ops, with other bytes on a CPU
     def packed_forward(
-        self, input_ids: Tensor, position_ids: Tensor, layout: AttentionLayout
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: AttentionLayout,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [R, H] of packed rows [R]; rollout and training both come through here."""
+        """Hidden states [R, H] of packed rows [R]; rollout and training both come through here.
+
+        `rows` [n] int64 are those whose hidden states are wanted, [n, H]. What follows the last
+        layer's attention is then computed for these alone, unless something sees that layer.
+        """
         # Rollouts have their guard once, in the engine, and not at every step.
         if isinstance(layout, PackedSequences):
             self.guard()
@@ -140,14 +162,21 @@ class CanonicalBaseModel(CanonicalModule):
             layers = _one_of_each_kind(self.layers)
         if all(layer.is_plain() for _, layer in layers):
             addend: Any = None
-            for index, layer in layers:
+            *before, (last_index, last) = layers
+            for index, layer in before:
                 hidden, addend = layer.terms(hidden, addend, call=call, cache_index=index)
+            early = None if isinstance(last.mlp, CanonicalMoEBlock) else rows
+            hidden, addend = last.terms(
+                hidden, addend, call=call, cache_index=last_index, rows=early
+            )
             normed, _ = self.norm.after_addition(addend, hidden)
+            rows = rows if early is None else None
         else:
             for index, layer in layers:
                 hidden = layer(hidden, call=call, cache_index=index)
             normed = self.norm(hidden)
-        return guarded_backward(normed[0], self.passes)
+        found = normed[0] if rows is None else normed[0].index_select(0, rows)
+        return guarded_backward(found, self.passes)
 
 
 def _one_of_each_kind(layers: nn.ModuleList) -> list[tuple[int, nn.Module]]:

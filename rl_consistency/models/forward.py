@@ -13,6 +13,7 @@ from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
 from rl_consistency.kernels.token_logprobs.op import lm_head_logits
 from rl_consistency.models.decoder import CanonicalBaseModel
 from rl_consistency.models.modules import CanonicalLinear, CanonicalRotaryEmbedding
+from rl_consistency.models.moe.modules import CanonicalMoEBlock
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patched_part
 from rl_consistency.numerics.strict import is_canonical
@@ -34,6 +35,14 @@ def cache_sizes(model: Any) -> tuple[int, int, int]:
     return config.num_hidden_layers, config.num_key_value_heads, head_dim
 
 
+def dense_layer_parameters(model: nn.Module) -> int:
+    """Parameters of the largest decoder layer; 0 if any layer has experts."""
+    layers = _decoder(model).layers
+    if any(isinstance(layer.mlp, CanonicalMoEBlock) for layer in layers):
+        return 0
+    return max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0)
+
+
 def check_forward(model: nn.Module, batch: PackedBatch) -> None:
     """What `packed_hidden_states` checks, for a caller that computes the batch in another way:
     ValueError on ids outside the vocabulary and on a model that was changed since it was patched.
@@ -45,14 +54,19 @@ def check_forward(model: nn.Module, batch: PackedBatch) -> None:
 
 @torch.no_grad()
 def paged_hidden_states(
-    model: nn.Module, input_ids: Tensor, position_ids: Tensor, paged: PagedAttention
+    model: nn.Module,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    paged: PagedAttention,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Hidden states [T, H] of new tokens whose past lies in a paged cache, without a gradient.
 
     Writes their keys and values. input_ids and position_ids (counted from each sequence's first
-    token) are [T] int64.
+    token) are [T] int64. With `rows` [n] int64 the hidden states of these tokens, [n, H]: the same
+    bytes, and less work.
     """
-    return _decoder(model).packed_forward(input_ids, position_ids, paged)
+    return _decoder(model).packed_forward(input_ids, position_ids, paged, rows)
 
 
 @torch.no_grad()

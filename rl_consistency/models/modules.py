@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
+from rl_consistency.kernels.attention.captured_layout import (
+    CapturedPagedAttention,
+    InterruptedAttention,
+)
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
 from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms, paged_inputs
@@ -284,14 +287,22 @@ class CanonicalAttention(CanonicalModule):
     k_norm: CanonicalRMSNorm
 
     def forward(
-        self, hidden_states: Tensor, *, call: LayerCall, cache_index: int
+        self,
+        hidden_states: Tensor,
+        *,
+        call: LayerCall,
+        cache_index: int,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """`cache_index`: the layer's place in the stack, which its cache belongs to. `layer_idx` is
-        what the layer was made as: layers may be copied, moved or removed."""
+        what the layer was made as: layers may be copied, moved or removed. `rows` [n] int64 are
+        those whose output is wanted; None: all."""
         layout = call.attention_layout
         q, k, v = self._inputs(hidden_states, *call.position_embeddings, layout, cache_index)
         out = self._attend(q, k, v, layout, cache_index)
-        return self.o_proj(out.reshape(1, hidden_states.shape[1], -1)), None
+        if rows is not None:
+            out = out.index_select(0, rows)
+        return self.o_proj(out.flatten(1).unsqueeze(0)), None
 
     def _inputs(
         self, x: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout, index: int
@@ -332,6 +343,8 @@ class CanonicalAttention(CanonicalModule):
         canonical = is_canonical("attention")
         scores: dict[str, Any] = {"scale": self.scaling, "window": self.window}
         if isinstance(layout, PagedAttention):
+            if isinstance(layout, InterruptedAttention):
+                return layout.attend(q, k, v, index, self.scaling, self.window)
             if canonical:
                 return attention_paged(q, layout, index, **scores, new=(k, v))[0]
             if compiles_only():

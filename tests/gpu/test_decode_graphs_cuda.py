@@ -143,6 +143,7 @@ def test_a_launch_never_waits(captured, texts):
         return [row for step in (first, second) for [row] in step.wait()]
 
     expected = steps()  # compiles, certifies and captures
+    assert steps() == expected  # captures the calls of prefill
     assert expected[:9] == [text[0] for text in texts[:9]]
     queue = []
     with no_waiting():

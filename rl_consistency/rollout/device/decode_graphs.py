@@ -7,10 +7,8 @@ sequences of one token in the dummy slot; the bucket moves no bit of a row (clai
 
 from __future__ import annotations
 
-import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +24,7 @@ from rl_consistency.kernels.attention.shared_keys import SharedRun, SharedTables
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
 from rl_consistency.numerics.strict import current, is_canonical
 from rl_consistency.rollout.device.device_state import DeviceState
+from rl_consistency.rollout.device.graph_pieces import no_garbage_collection
 from rl_consistency.rollout.device.kv_cache import KVCache
 from rl_consistency.rollout.device.shared_prefixes import most_runs
 from rl_consistency.rollout.device.staging import StagedFields
@@ -319,23 +318,11 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads of the trainer may allocate meanwhile.
         with (
-            _no_garbage_collection(),
+            no_garbage_collection(),
             torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"),
         ):
             call.run()
         return CapturedCall(call, graph.replay, kept)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection may free another engine's memory, which invalidates a capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def context_bound(longest: int, capacity: int) -> int:

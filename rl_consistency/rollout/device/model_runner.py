@@ -19,22 +19,30 @@ from torch import Tensor
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.kernels.attention.shared_keys import SharedRun
-from rl_consistency.kernels.core.compile_ahead import Report, compile_ahead
-from rl_consistency.models.forward import next_token_logits, paged_hidden_states, rotary_rows
+from rl_consistency.kernels.core.compile_ahead import Report, compile_ahead, compiles_only
+from rl_consistency.models.forward import (
+    dense_layer_parameters,
+    next_token_logits,
+    paged_hidden_states,
+    rotary_rows,
+)
 from rl_consistency.models.inventory import ForwardState
 from rl_consistency.models.moe.routing import recorded_routing
 from rl_consistency.models.patch import PatchSession
-from rl_consistency.rollout.device import decode_graphs
+from rl_consistency.numerics.strict import current
+from rl_consistency.rollout.device import decode_graphs, ragged_graphs
 from rl_consistency.rollout.device.decode_graphs import CapturedCall, DecodeGraphs, width_for
 from rl_consistency.rollout.device.device_state import DeviceState
 from rl_consistency.rollout.device.kv_cache import KVCache
+from rl_consistency.rollout.device.pending_step import PendingStep, SampledRows
 from rl_consistency.rollout.device.ragged_call import RaggedCall, RaggedShape
+from rl_consistency.rollout.device.ragged_graphs import CapturedPadded, RaggedGraphs
 from rl_consistency.rollout.device.random_stream import device_uniforms
 from rl_consistency.rollout.device.rollout_bounds import RolloutBounds, ragged_shapes
 from rl_consistency.rollout.device.sampler import sample
 from rl_consistency.rollout.device.staging import to_device, to_host
 from rl_consistency.rollout.drafter import MAX_DRAFT
-from rl_consistency.rollout.scheduler import Sampled, ScheduledChunk
+from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.rollout.weights import forward_path
 
@@ -45,50 +53,13 @@ _Group = dict[int, ScheduledChunk]  # the chunks of one call, by their index in 
 
 _Path = tuple[PatchSession, ForwardState]
 
-SampledRows = tuple[Tensor, list[tuple[int, int, int]]]
-"""What one call sampled: [2, rows] int32 on the host, token ids and the bits of their fp32
-logprobs, in a sparse model [4, rows] with the two halves of their routing; and where each chunk's
-rows are: (index in the step, first row, number of rows)."""
-
-
-class PendingStep:
-    """A step that has been queued; `chunks` are those that sample, in the order of the launch."""
-
-    def __init__(
-        self,
-        chunks: Sequence[ScheduledChunk],
-        calls: list[SampledRows],
-        done: torch.cuda.Event | None,
-    ) -> None:
-        self.chunks = [chunk for chunk in chunks if chunk.samples]
-        self._sampling = [chunk.samples for chunk in chunks]
-        self._calls = calls
-        self._done = done
-
-    def wait(self) -> list[Sampled]:
-        """Wait for this step alone; returns what each of `chunks` sampled.
-
-        A logprob is NaN where the row's logits are.
-        """
-        if self._done is not None:
-            self._done.synchronize()
-        sampled: list[Sampled] = [[] for _ in self._sampling]
-        for values, spans in self._calls:
-            columns = [values[0], values[1].view(torch.float32)]
-            if len(values) > 2:
-                halves = torch.stack((values[2], values[3]), dim=1)
-                columns.append(halves.view(torch.int64).flatten())
-            rows = list(zip(*(column.tolist() for column in columns), strict=True))
-            for index, first, count in spans:
-                sampled[index] = rows[first : first + count]
-        return list(itertools.compress(sampled, self._sampling))
-
 
 class ModelRunner:
     """Runs the model over a paged KV cache; reads its weights in place, call by call.
 
-    On a GPU decode chunks run through CUDA graphs, unless `cuda_graphs` is False. Neither that nor
-    the `size` of the cache, which `KVCache.allocate` takes, moves a bit.
+    On a GPU decode chunks run through CUDA graphs, and so do other chunks of dense models where the
+    host would take longer than the device, unless `cuda_graphs` is False. Neither that nor the
+    `size` of the cache, which `KVCache.allocate` takes, moves a bit.
     """
 
     def __init__(
@@ -109,14 +80,17 @@ class ModelRunner:
         self._captured_from = self._read_by_graphs(0)
         self._stream = self._current_stream()
         self._graphs: DecodeGraphs | None = None
+        self._ragged_graphs: RaggedGraphs | None = None
         if cuda_graphs and self.device.type == "cuda":
+            prepare = partial(rotary_rows, model, self._capacity)
+            of_all = self._state, self._cache
             self._graphs = DecodeGraphs(
-                self._state,
-                self._cache,
-                self._decode,
-                capacity=self._capacity,
-                prepare=lambda: rotary_rows(model, self._capacity),
+                *of_all, self._decode, capacity=self._capacity, prepare=prepare
             )
+            if layer := dense_layer_parameters(model):
+                self._ragged_graphs = RaggedGraphs(
+                    *of_all, self._forward, most=ragged_graphs.most_rows(layer), prepare=prepare
+                )
 
     def begin(self, generation: int = 0) -> None:
         """Look at the model before a rollout; all steps of it belong to the current CUDA stream.
@@ -132,8 +106,10 @@ class ModelRunner:
             )
         captured_from, self._captured_from = self._captured_from, self._read_by_graphs(generation)
         # A graph does not run what a hook does.
-        if self._graphs is not None and (self.hooked or captured_from != self._captured_from):
-            self._graphs.drop()
+        if self.hooked or captured_from != self._captured_from:
+            for graphs in (self._graphs, self._ragged_graphs):
+                if graphs is not None:
+                    graphs.drop()
         self._stream = self._current_stream()
 
     @property
@@ -225,6 +201,9 @@ class ModelRunner:
                 for shared in ((False, True) if shares and graphs.share_keys else (False,))
             ]
         calls += [partial(self._run_padding, shape, truncates) for shape in shapes]
+        if (padded := self._ragged_graphs) is not None:
+            rows = ragged_graphs.buckets_up_to(bounds.tokens)
+            calls += [partial(padded.run_padding, n, truncates=truncates) for n in rows]
         return compile_ahead([*calls, *also], report)
 
     def _run_padding(self, shape: RaggedShape, truncates: bool) -> None:
@@ -313,33 +292,71 @@ class ModelRunner:
         return to_host(captured.call.values), list(zip(group, firsts, counts, strict=True))
 
     def _run(self, call: RaggedCall, indices: list[int], *, truncates: bool) -> SampledRows:
-        """A call of chunks of any lengths, op by op; `indices` of those that sample."""
+        """A call of chunks of any lengths; `indices` of those that sample."""
+        captured = self._captured(call, truncates)
+        if captured is None:
+            values = self._run_ops(call, truncates)
+        else:
+            places = captured.call.places
+            captured.call.load(call)
+            captured.call.clear(len(call.arrays["token_ids"]))
+            captured.replay(self._paged(call, places))
+            values = captured.call.values
+        if not len(call.counts):
+            return torch.empty(2, 0, dtype=torch.int32), []
+        firsts = (np.cumsum(call.counts) - call.counts).tolist()
+        return to_host(values), list(zip(indices, firsts, call.counts.tolist(), strict=True))
+
+    def _captured(self, call: RaggedCall, truncates: bool) -> CapturedPadded | None:
+        """The graphs for a call; None where it runs op by op."""
+        graphs = self._ragged_graphs
+        if graphs is None or self.hooked or compiles_only() or current().stock:
+            return None
+        return graphs.captured(call, truncates=truncates)
+
+    def _run_ops(self, call: RaggedCall, truncates: bool) -> Tensor:
+        """A call op by op; the values of its sampled rows."""
         inputs = to_device(call.arrays, self.device)
-        paged = PagedAttention(
+        tokens, values = self._forward(
+            self._state.resolve(inputs["token_ids"], inputs["token_slots"]),
+            inputs["positions"],
+            self._paged(call, inputs["places"]),
+            inputs["rows"],
+            inputs["row_slots"],
+            truncates=truncates,
+        )
+        self._state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
+        return values
+
+    def _paged(self, call: RaggedCall, places: Tensor) -> PagedAttention:
+        return PagedAttention(
             query_starts=call.starts,
             query_lens=call.lens,
             context_lens=call.context_lens,
             block_tables=call.block_tables,
-            slot_mapping=inputs["places"],
+            slot_mapping=places,
             key_cache=self._cache.keys,
             value_cache=self._cache.values,
             block_size=self._cache.block_size,
         )
-        token_ids = self._state.resolve(inputs["token_ids"], inputs["token_slots"])
+
+    def _forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        layout: PagedAttention,
+        rows: Tensor,
+        slots: Tensor,
+        *,
+        truncates: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The model over all rows of a call, the sampler over `rows` [n], which are in `slots`."""
         with recorded_routing() as record:
-            hidden = paged_hidden_states(self._model, token_ids, inputs["positions"], paged)
-        if not len(call.counts):
-            return torch.empty(2, 0, dtype=torch.int32), []
-        tokens, values = self._sampled(
-            hidden.index_select(0, inputs["rows"]),
-            inputs["positions"].index_select(0, inputs["rows"]),
-            inputs["row_slots"],
-            *record.fingerprints(inputs["rows"]),
-            truncates=truncates,
-        )
-        self._state.last_tokens.index_copy_(0, inputs["kept_in"], tokens)
-        firsts = (np.cumsum(call.counts) - call.counts).tolist()
-        return to_host(values), list(zip(indices, firsts, call.counts.tolist(), strict=True))
+            hidden = paged_hidden_states(self._model, token_ids, positions, layout, rows)
+        if not len(rows):
+            return rows, torch.empty(2, 0, dtype=torch.int32, device=rows.device)
+        of_rows = hidden, positions.index_select(0, rows), slots, *record.fingerprints(rows)
+        return self._sampled(*of_rows, truncates=truncates)
 
     def _decode(
         self,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.rollout.device.decode_graphs import CapturedCall, DecodeGraphs, Shape
 from rl_consistency.rollout.device.model_runner import ModelRunner
+from rl_consistency.rollout.device.ragged_graphs import CapturedPadded, PaddedShape, RaggedGraphs
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
 
@@ -20,6 +22,20 @@ class Uncaptured(DecodeGraphs):
         call = self._call(shape)
         self.shapes = [*getattr(self, "shapes", []), shape]
         return CapturedCall(call, call.run, kept)
+
+
+class UncapturedRagged(RaggedGraphs):
+    """The same of calls between whose graphs attention runs."""
+
+    def _capture(self, shape: PaddedShape) -> CapturedPadded:
+        kept = self._prepare()
+        call = self._call(shape)
+        call.run(call.results)  # on padding alone, as before a capture
+
+        def run_again(paged: PagedAttention) -> None:
+            call.run(lambda *operands: call.attention(*operands, paged))
+
+        return CapturedPadded(call, run_again, kept)
 
 
 def whole(sequences: list[RolloutSequence]) -> list[ScheduledChunk]:

@@ -230,7 +230,9 @@ def test_a_random_stream_keyed_by_batch_row_is_caught(
 def test_a_stock_decode_is_caught(
     fp32_session: PatchSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stock_hidden_states(model: Any, input_ids: Tensor, position_ids: Tensor, paged: Any) -> Any:
+    def stock_hidden_states(
+        model: Any, input_ids: Tensor, position_ids: Tensor, paged: Any, wanted: Tensor
+    ) -> Any:
         """Hugging Face's own forward over each chunk, its cache rebuilt from the known tokens."""
         rows = []
         new = list(input_ids.split([chunk.length for chunk in current_chunks]))
@@ -240,7 +242,7 @@ def test_a_stock_decode_is_caught(
                 cache = model.model(past).past_key_values if chunk.start else None
                 out = model.model(own[None], past_key_values=cache, use_cache=True)
                 rows.append(out.last_hidden_state[0])
-        return torch.cat(rows)
+        return torch.cat(rows)[wanted]
 
     current_chunks: list[Any] = []
     launch = model_runner.ModelRunner.launch

@@ -1,0 +1,189 @@
+"""Prefill replayed from CUDA graphs, attention between them: the bytes of the same ops alone."""
+
+import pytest
+import torch
+
+from rl_consistency.models.forward import paged_hidden_states
+from rl_consistency.models.patch import patch
+from rl_consistency.rollout.device.graph_pieces import borrowed
+from rl_consistency.rollout.device.model_runner import ModelRunner
+from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT, PaddedCall, bucket_of
+from rl_consistency.rollout.engine import RolloutEngine
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.scheduler import ScheduledChunk
+from rl_consistency.rollout.sequence import RolloutSequence
+from tests.gpu.test_decode_graphs_cuda import no_waiting
+from tests.rollout.device.launches import ahead, whole
+
+pytestmark = pytest.mark.gpu
+
+PLAIN = SamplingParams(seed=3)
+TRUNCATED = SamplingParams(temperature=0.9, top_k=40, top_p=0.9, min_p=0.02, seed=3)
+MOST, BLOCKS = 40, 80
+"""Sequences, and blocks of 16 tokens for each."""
+BATCHES = ([1], [16], [17, 1], [300, 5, 64], [700, 640], [33] * 40, [1200, 1, 15, 16, 17, 129])
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
+def model(request, small_model):
+    model = small_model(request.param)
+    with patch(model):
+        yield model
+
+
+def runner_of(model, **settings):
+    sizes = {"block_size": 16, "num_blocks": BLOCKS * MOST, "max_num_seqs": MOST}
+    runner = ModelRunner(model, **sizes, **settings)
+    for cache in [*runner._cache.keys, *runner._cache.values]:
+        cache[-1].fill_(torch.nan)  # the dummy block: only padding may read it
+    return runner
+
+
+def prompts(runner, lengths, params=PLAIN):
+    sequences = []
+    for i, length in enumerate(lengths):
+        sequence = RolloutSequence(
+            prompt_index=i,
+            sample_index=0,
+            prompt_id=i,
+            params=params,
+            stop_token_ids=frozenset(),
+            token_ids=[(7 * i + 3 * n + 1) % 331 for n in range(length)],
+        )
+        sequence.block_table = list(range((i + 1) * BLOCKS - 1, i * BLOCKS - 1, -1))
+        sequence.slot = len(lengths) - 1 - i
+        runner.admit(sequence)
+        sequences.append(sequence)
+    return sequences
+
+
+def prefilled(runner, lengths, params=PLAIN, cut=0):
+    """Each time: prefill, in two calls with a cut, and two decode steps that read its keys."""
+    found = []
+    for _ in range(CAPTURED_AT + 1):
+        sequences = prompts(runner, lengths, params)
+        chunks, past = whole(sequences), [s for s in sequences if s.num_tokens > cut > 0]
+        if past:
+            assert runner.launch([ScheduledChunk(s, 0, cut, False) for s in past]).wait() == []
+            chunks = [
+                ScheduledChunk(s, cut, s.num_tokens - cut, True) if s in past else chunk
+                for s, chunk in zip(sequences, chunks)
+            ]
+        steps = [runner.launch(chunks), *(runner.launch(ahead(sequences, n)) for n in (0, 1))]
+        found.append([step.wait() for step in steps])
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def eager(model):
+    return runner_of(model, cuda_graphs=False)
+
+
+@pytest.fixture(scope="module")
+def captured(model):
+    """One runner for all calls, which share its memory."""
+    return runner_of(model)
+
+
+@pytest.mark.parametrize("params", [PLAIN, TRUNCATED])
+@pytest.mark.parametrize("cut", [0, 1, 16, 130])
+@pytest.mark.parametrize("lengths", BATCHES)
+def test_no_bucket_and_no_chunk_moves_a_bit(eager, captured, lengths, cut, params):
+    assert prefilled(captured, lengths, params, cut) == prefilled(eager, lengths, params)
+    assert bucket_of(sum(lengths)) in {s.rows for s in captured._ragged_graphs._captured} or cut
+
+
+def test_a_replay_never_waits(eager, captured):
+    lengths = [300, 5, 64]
+    expected = prefilled(eager, lengths)
+    assert prefilled(captured, lengths) == expected
+    sequences = prompts(captured, lengths)
+    with no_waiting():
+        torch.cuda._sleep(1_000_000_000)
+        step = captured.launch(whole(sequences))
+    assert step.wait() == expected[0]
+
+
+def test_the_comparison_notices_attention_of_an_earlier_call(model, eager, monkeypatch):
+    """Negative control."""
+    expected = prefilled(eager, [300, 5, 64])
+    monkeypatch.setattr(PaddedCall, "attention", lambda call, q, *_: call.results(q))
+    runner = runner_of(model)
+    with pytest.raises(AssertionError):
+        prefilled(runner, [300, 5, 64])
+    assert expected == prefilled(eager, [300, 5, 64])
+
+
+def test_new_weights_in_place_need_no_new_graph_and_moved_ones_do(small_model):
+    with patch(model := small_model()):
+        runner = runner_of(model)
+        before = prefilled(runner, [90, 700])
+        graphs = len(runner._ragged_graphs)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        runner.begin()
+        after = prefilled(runner, [90, 700])
+        assert len(runner._ragged_graphs) == graphs > 0
+        assert after == prefilled(runner_of(model, cuda_graphs=False), [90, 700]) != before
+        for parameter in model.parameters():
+            old = parameter.data
+            parameter.data = old.clone()
+            old.fill_(torch.nan)
+        runner.begin()
+        assert len(runner._ragged_graphs) == 0
+        assert prefilled(runner, [90, 700]) == after
+
+
+def test_hidden_states_of_some_rows_are_those_among_all(model, captured):
+    sequences = prompts(captured, [300, 5, 64])
+    captured.launch(whole(sequences)).wait()
+    torch.manual_seed(0)
+    device = captured.device
+    ids, positions = torch.randint(331, (69,), device=device), torch.arange(69, device=device)
+    paged = captured._paged(call_of(captured, sequences[2], 69), positions)
+    everything = paged_hidden_states(model, ids, positions, paged)
+    for rows in ([68], [0, 5, 5, 68], list(range(69)), []):
+        some = torch.tensor(rows, dtype=torch.int64, device=device)
+        found = paged_hidden_states(model, ids, positions, paged, some)
+        assert found.equal(everything[some])
+
+
+def call_of(runner, sequence, length):
+    """A call of one sequence that is computed from its start; its numbers are all that is read."""
+    from rl_consistency.rollout.device.ragged_call import RaggedCall
+
+    blocks = sequence.block_table[: -(-length // 16)]
+    return RaggedCall(
+        arrays={}, starts=[0], lens=[length], context_lens=[length], block_tables=[blocks],
+        counts=torch.zeros(0).numpy(),
+    )  # fmt: skip
+
+
+def test_borrowed_memory_is_not_kept():
+    torch.cuda.empty_cache()
+    x = torch.arange(24.0, device="cuda", dtype=torch.bfloat16).view(2, 3, 4)[:, 1:]
+    view, before = borrowed(x), torch.cuda.memory_allocated()
+    assert view.equal(x) and view.stride() == x.stride() and view.dtype == x.dtype
+    assert view.data_ptr() == x.data_ptr()
+    del x
+    assert torch.cuda.memory_allocated() < before
+
+
+def test_engine_rollouts_do_not_depend_on_graphs_of_prefill(small_model):
+    """More samples than run at a time, so that prompts join those that decode."""
+    sampling = SamplingParams(n=3, max_tokens=20, seed=5, ignore_eos=True)
+    batch = [[(5 * i + n) % 331 for n in range(7 + 61 * i % 200)] for i in range(24)]
+    with patch(model := small_model()):
+        found = []
+        for graphs in (False, True):
+            engine = RolloutEngine(
+                model, eos_token_id=1, max_num_seqs=16, num_kv_blocks=400, cuda_graphs=graphs,
+                max_batch_tokens=512, quiet=True,
+            )  # fmt: skip
+            for _ in range(3):
+                done = engine.generate(batch, sampling)
+                found.append([(c.token_ids, c.token_logprobs.numpy().tobytes()) for c in done])
+        assert len(engine._runner._ragged_graphs) > 2
+    assert all(each == found[0] for each in found)

@@ -1,0 +1,261 @@
+"""What the graphs of a prefill capture, run on the CPU as it is: no bucket moves a bit.
+
+Rows are padded to a bucket and attention runs between the other ops, over memory that calls share;
+only capture and replay are left to tests/gpu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from rl_consistency.models.forward import dense_layer_parameters, rotary_rows
+from rl_consistency.models.patch import patch
+from rl_consistency.numerics.strict import strict
+from rl_consistency.rollout.device.graph_pieces import borrowed
+from rl_consistency.rollout.device.model_runner import ModelRunner
+from rl_consistency.rollout.device.ragged_call import RaggedCall
+from rl_consistency.rollout.device.ragged_graphs import (
+    CAPTURED_AT,
+    FINE_ROWS,
+    PaddedCall,
+    bucket_of,
+    buckets_up_to,
+    most_rows,
+)
+from rl_consistency.rollout.sampling_params import SamplingParams
+from rl_consistency.rollout.scheduler import ScheduledChunk
+from rl_consistency.rollout.sequence import RolloutSequence
+from tests.rollout.device.launches import UncapturedRagged, ahead, whole
+
+PLAIN = SamplingParams(seed=3)
+TRUNCATED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, seed=3)
+MOST = 6
+BLOCKS = 30
+"""Of 4 tokens, for each sequence."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Qwen3ForCausalLM]:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=300,
+        initializer_range=0.3,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    with patch(model):
+        yield model
+
+
+def runner_of(model: Any, *, graphs: bool = True, most: int = 256) -> ModelRunner:
+    runner = ModelRunner(model, block_size=4, num_blocks=BLOCKS * MOST, max_num_seqs=MOST)
+    if graphs:
+        runner._ragged_graphs = UncapturedRagged(
+            runner._state,
+            runner._cache,
+            runner._forward,
+            most=most,
+            prepare=partial(rotary_rows, model, runner._capacity),
+        )
+    for cache in [*runner._cache.keys, *runner._cache.values]:
+        cache[-1].fill_(torch.nan)  # the dummy block: only padding may read it
+    return runner
+
+
+def prompts(
+    runner: ModelRunner, lengths: list[int], params: SamplingParams = PLAIN
+) -> list[RolloutSequence]:
+    """Admitted sequences, their slots and blocks in another order than their rows."""
+    sequences = []
+    for i, length in enumerate(lengths):
+        sequence = RolloutSequence(
+            prompt_index=i,
+            sample_index=0,
+            prompt_id=i,
+            params=params,
+            stop_token_ids=frozenset(),
+            token_ids=[(7 * i + 3 * n + 1) % 40 for n in range(length)],
+        )
+        sequence.block_table = list(range((i + 1) * BLOCKS - 1, i * BLOCKS - 1, -1))
+        sequence.slot = MOST - 1 - i
+        runner.admit(sequence)
+        sequences.append(sequence)
+    return sequences
+
+
+def prefilled(
+    runner: ModelRunner, lengths: list[int], params: SamplingParams = PLAIN, cut: int = 0
+) -> list[Any]:
+    """What prefill in two calls, cut at `cut` tokens of each sequence, and one step after it give;
+    several times, so that the last runs through captured calls."""
+    found: list[Any] = []
+    for _ in range(CAPTURED_AT + 1):
+        sequences = prompts(runner, lengths, params)
+        if cut:
+            first = [ScheduledChunk(s, 0, cut, False) for s in sequences if s.num_tokens > cut]
+            assert runner.launch(first).wait() == []
+            chunks = [
+                ScheduledChunk(s, c, s.num_tokens - c, True)
+                for s in sequences
+                for c in [cut if s.num_tokens > cut else 0]
+            ]
+        else:
+            chunks = whole(sequences)
+        steps = [runner.launch(chunks), runner.launch(ahead(sequences, 0))]
+        found.append([step.wait() for step in steps])
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+def graphs_of(runner: ModelRunner) -> UncapturedRagged:
+    assert isinstance(runner._ragged_graphs, UncapturedRagged)
+    return runner._ragged_graphs
+
+
+@pytest.mark.parametrize("params", [PLAIN, TRUNCATED])
+@pytest.mark.parametrize("lengths", [[1], [16], [17], [3, 40, 9], [5, 1, 2, 30, 64, 11]])
+def test_a_bucket_moves_no_bit(
+    model: Qwen3ForCausalLM, lengths: list[int], params: SamplingParams
+) -> None:
+    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    assert prefilled(captured, lengths, params) == prefilled(eager, lengths, params)
+    rows = {shape.rows for shape in graphs_of(captured)._captured}
+    assert rows == {bucket_of(sum(lengths)), bucket_of(len(lengths))}
+
+
+@pytest.mark.parametrize("cut", [1, 4, 13])
+def test_chunks_that_continue_a_past_and_do_not_sample_are_what_they_were(
+    model: Qwen3ForCausalLM, cut: int
+) -> None:
+    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    lengths = [3, 40, 9, 21]
+    assert prefilled(captured, lengths, cut=cut) == prefilled(eager, lengths)
+
+
+def test_calls_of_other_sizes_do_not_disturb_each_other(model: Qwen3ForCausalLM) -> None:
+    """They share the memory of attention's results."""
+    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    for lengths in ([60, 50, 40], [2, 3], [60, 1], [2, 3], [60, 50, 40]):
+        assert prefilled(captured, lengths) == prefilled(eager, lengths)
+
+
+def test_results_of_a_failed_request_do_not_stay(model: Qwen3ForCausalLM) -> None:
+    captured = runner_of(model)
+    expected = prefilled(captured, [5, 9])
+    memory = graphs_of(captured)._memory
+    assert memory is not None
+    memory.fill_(torch.nan)
+    assert prefilled(captured, [5, 9]) == expected
+    assert not memory[14:16].isnan().any()
+
+
+def padding_in_a_real_slot(call: PaddedCall) -> None:
+    call._padding["places"] = 0
+
+
+def rows_of_the_neighbours(call: PaddedCall) -> None:
+    call._inputs["rows"].copy_(call._inputs["rows"].roll(1))
+
+
+def attention_of_an_earlier_call(call: PaddedCall) -> None:
+    results = call.results
+    call.attention = lambda q, *_: results(q)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "spoil", [padding_in_a_real_slot, rows_of_the_neighbours, attention_of_an_earlier_call]
+)
+def test_the_comparison_notices(
+    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[PaddedCall], None]
+) -> None:
+    """Negative control."""
+    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    load = PaddedCall.load
+
+    def spoiled(call: PaddedCall, numbers: RaggedCall | None) -> None:
+        if spoil is not rows_of_the_neighbours:
+            spoil(call)
+        load(call, numbers)
+        if spoil is rows_of_the_neighbours:
+            spoil(call)
+
+    def step(runner: ModelRunner) -> list[Any]:
+        sequences = prompts(runner, [5, 18, 9])
+        sequences[0].block_table[0], sequences[1].block_table[0] = 7, 0
+        for sequence in sequences:
+            runner.admit(sequence)
+        runner.launch(whole(sequences)).wait()
+        return runner.launch(ahead(sequences, 0)).wait()
+
+    expected = [step(eager) for _ in range(3)]
+    monkeypatch.setattr(PaddedCall, "load", spoiled)
+    assert [step(captured) for _ in range(3)] != expected
+
+
+def test_a_size_is_captured_when_it_comes_up_again(model: Qwen3ForCausalLM) -> None:
+    runner = runner_of(model, most=64)
+    captured = []
+    for lengths in ([20], [9, 9], [20], [70], [70], [70]):
+        runner.launch(whole(prompts(runner, lengths))).wait()
+        captured.append(len(graphs_of(runner)))
+    assert captured == [0, 1, 1, 1, 1, 1]  # 70 rows are more than pays
+
+
+def test_ops_on_their_stock_path_and_hooks_are_not_captured(model: Qwen3ForCausalLM) -> None:
+    runner = runner_of(model)
+    with strict(except_={"rotary"}):
+        for _ in range(3):
+            runner.launch(whole(prompts(runner, [20]))).wait()
+    handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    try:
+        runner.begin()
+        for _ in range(3):
+            runner.launch(whole(prompts(runner, [20]))).wait()
+    finally:
+        handle.remove()
+    assert len(graphs_of(runner)) == 0
+
+
+def test_weights_that_moved_drop_the_graphs(model: Qwen3ForCausalLM) -> None:
+    runner = runner_of(model)
+    before = prefilled(runner, [5, 18])
+    assert len(graphs_of(runner)) == 2
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+    runner.begin()
+    assert len(graphs_of(runner)) == 0
+    assert prefilled(runner, [5, 18]) == before
+
+
+def test_buckets_waste_little_and_are_few() -> None:
+    buckets = buckets_up_to(16384)
+    assert buckets == sorted({bucket_of(rows) for rows in range(1, 16385)})
+    assert len(buckets) < 50 and all(bucket % 16 == 0 for bucket in buckets)
+    for rows in range(1, 16385):
+        bucket = bucket_of(rows)
+        assert rows <= bucket and bucket_of(bucket) == bucket
+        assert bucket - rows < max(16, rows / (8 if rows > FINE_ROWS else 1.9))
+
+
+def test_graphs_are_for_models_whose_layers_the_host_outlasts(model: Qwen3ForCausalLM) -> None:
+    layer = model.model.layers[0]
+    assert dense_layer_parameters(model) == sum(p.numel() for p in layer.parameters())
+    qwen3_06b, qwen3_8b = 15_730_000, 193_000_000
+    assert most_rows(qwen3_06b) > 16384 and 1000 < most_rows(qwen3_8b) < 4096
+
+
+def test_on_a_cpu_nothing_is_borrowed() -> None:
+    x = torch.zeros(3)
+    assert borrowed(x) is x
