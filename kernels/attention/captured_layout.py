@@ -111,22 +111,27 @@ Attend = Callable[[Tensor, Tensor, Tensor, int, float, int | None], Tensor]
 class InterruptedAttention(PagedAttention):
     """The layout of a call whose other ops are captured: `attend` stands in for attention.
 
-    It knows no sequences. Every replay has a layout of its own for the attention.
+    Every replay has a layout of its own for the attention. To other ops the tokens are one sequence
+    from row 0 on, whose length the device knows.
     """
 
     attend: Attend
+    numbers: SequenceTables
 
     @classmethod
     def of(
         cls,
         attend: Attend,
+        used: Tensor,
         *,
         slot_mapping: Tensor,
         key_cache: Sequence[Tensor],
         value_cache: Sequence[Tensor],
         block_size: int,
     ) -> InterruptedAttention:
-        """A layout that writes the new tokens' keys and values to `slot_mapping`."""
+        """A layout that writes the new tokens' keys and values to `slot_mapping`; `used` [1] int32
+        is the number of rows that are tokens."""
+        table = torch.zeros(1, 1, dtype=torch.int32, device=used.device)
         return cls(
             query_starts=(),
             query_lens=(),
@@ -137,4 +142,8 @@ class InterruptedAttention(PagedAttention):
             value_cache=value_cache,
             block_size=block_size,
             attend=attend,
+            numbers=SequenceTables(torch.zeros_like(used), used, used, table),
         )
+
+    def tables(self, device: torch.device) -> SequenceTables:
+        return self.numbers

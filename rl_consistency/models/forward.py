@@ -35,12 +35,17 @@ def cache_sizes(model: Any) -> tuple[int, int, int]:
     return config.num_hidden_layers, config.num_key_value_heads, head_dim
 
 
-def dense_layer_parameters(model: nn.Module) -> int:
-    """Parameters of the largest decoder layer; 0 if any layer has experts."""
-    layers = _decoder(model).layers
-    if any(isinstance(layer.mlp, CanonicalMoEBlock) for layer in layers):
-        return 0
-    return max((sum(p.numel() for p in layer.parameters()) for layer in layers), default=0)
+def layer_parameters(model: nn.Module) -> int:
+    """Parameters that a row meets in the largest decoder layer: of experts, those of its own."""
+    return max((_met_by_a_row(layer) for layer in _decoder(model).layers), default=0)
+
+
+def _met_by_a_row(layer: nn.Module) -> int:
+    found = sum(parameter.numel() for parameter in layer.parameters())
+    if isinstance(block := layer.mlp, CanonicalMoEBlock):
+        experts = sum(parameter.numel() for parameter in block.experts.parameters())
+        found -= experts - experts * block.gate.top_k // block.gate.weight.shape[0]
+    return found
 
 
 def check_forward(model: nn.Module, batch: PackedBatch) -> None:

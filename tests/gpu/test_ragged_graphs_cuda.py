@@ -7,11 +7,13 @@ from rl_consistency.models.forward import paged_hidden_states
 from rl_consistency.models.patch import patch
 from rl_consistency.rollout.device.graph_pieces import borrowed
 from rl_consistency.rollout.device.model_runner import ModelRunner
+from rl_consistency.rollout.device.ragged_call import RaggedCall
 from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT, PaddedCall, bucket_of
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
+from rl_consistency.verify.presets import build_preset
 from tests.gpu.test_decode_graphs_cuda import no_waiting
 from tests.rollout.device.launches import ahead, whole
 
@@ -26,7 +28,7 @@ BATCHES = ([1], [16], [17, 1], [300, 5, 64], [700, 640], [33] * 40, [1200, 1, 15
 
 @pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
 def model(request, small_model):
-    model = small_model(request.param)
+    model = small_model(request.param, max_position_embeddings=16 * BLOCKS)
     with patch(model):
         yield model
 
@@ -116,7 +118,7 @@ def test_the_comparison_notices_attention_of_an_earlier_call(model, eager, monke
 
 
 def test_new_weights_in_place_need_no_new_graph_and_moved_ones_do(small_model):
-    with patch(model := small_model()):
+    with patch(model := small_model(max_position_embeddings=16 * BLOCKS)):
         runner = runner_of(model)
         before = prefilled(runner, [90, 700])
         graphs = len(runner._ragged_graphs)
@@ -152,13 +154,20 @@ def test_hidden_states_of_some_rows_are_those_among_all(model, captured):
 
 def call_of(runner, sequence, length):
     """A call of one sequence that is computed from its start; its numbers are all that is read."""
-    from rl_consistency.rollout.device.ragged_call import RaggedCall
-
     blocks = sequence.block_table[: -(-length // 16)]
     return RaggedCall(
         arrays={}, starts=[0], lens=[length], context_lens=[length], block_tables=[blocks],
         counts=torch.zeros(0).numpy(),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral"])
+def test_no_bucket_moves_a_bit_or_a_route_of_a_mixture_of_experts(name):
+    with patch(model := build_preset(name, torch.bfloat16).cuda()):
+        eager, captured = runner_of(model, cuda_graphs=False), runner_of(model)
+        for lengths in ([3, 40, 9], [17], [5, 1, 2, 30, 64, 11], [120] * 9):
+            assert prefilled(captured, lengths) == prefilled(eager, lengths)
+        assert len(captured._ragged_graphs) > 3
 
 
 def test_borrowed_memory_is_not_kept():
@@ -175,7 +184,7 @@ def test_engine_rollouts_do_not_depend_on_graphs_of_prefill(small_model):
     """More samples than run at a time, so that prompts join those that decode."""
     sampling = SamplingParams(n=3, max_tokens=20, seed=5, ignore_eos=True)
     batch = [[(5 * i + n) % 331 for n in range(7 + 61 * i % 200)] for i in range(24)]
-    with patch(model := small_model()):
+    with patch(model := small_model(max_position_embeddings=16 * BLOCKS)):
         found = []
         for graphs in (False, True):
             engine = RolloutEngine(

@@ -21,7 +21,7 @@ from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.kernels.attention.shared_keys import SharedRun
 from rl_consistency.kernels.core.compile_ahead import Report, compile_ahead, compiles_only
 from rl_consistency.models.forward import (
-    dense_layer_parameters,
+    layer_parameters,
     next_token_logits,
     paged_hidden_states,
     rotary_rows,
@@ -57,9 +57,9 @@ _Path = tuple[PatchSession, ForwardState]
 class ModelRunner:
     """Runs the model over a paged KV cache; reads its weights in place, call by call.
 
-    On a GPU decode chunks run through CUDA graphs, and so do other chunks of dense models where the
-    host would take longer than the device, unless `cuda_graphs` is False. Neither that nor the
-    `size` of the cache, which `KVCache.allocate` takes, moves a bit.
+    On a GPU decode chunks run through CUDA graphs, and so do other chunks where the host would take
+    longer than the device, unless `cuda_graphs` is False. Neither that nor the `size` of the cache,
+    which `KVCache.allocate` takes, moves a bit.
     """
 
     def __init__(
@@ -87,10 +87,8 @@ class ModelRunner:
             self._graphs = DecodeGraphs(
                 *of_all, self._decode, capacity=self._capacity, prepare=prepare
             )
-            if layer := dense_layer_parameters(model):
-                self._ragged_graphs = RaggedGraphs(
-                    *of_all, self._forward, most=ragged_graphs.most_rows(layer), prepare=prepare
-                )
+            most = ragged_graphs.most_rows(layer_parameters(model))
+            self._ragged_graphs = RaggedGraphs(*of_all, self._forward, most=most, prepare=prepare)
 
     def begin(self, generation: int = 0) -> None:
         """Look at the model before a rollout; all steps of it belong to the current CUDA stream.

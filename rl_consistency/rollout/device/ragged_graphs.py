@@ -42,7 +42,7 @@ come up once are many."""
 
 Compute = Callable[..., tuple[Tensor, Tensor]]
 """The model and the sampler: (token_ids, positions, layout, rows, slots, *, truncates) -> token ids
-[n] and values [2, n] int32 of `rows` [n]; see `SampledRows`."""
+[n] and values [2 or 4, n] int32 of `rows` [n]; see `SampledRows`."""
 
 
 def bucket_of(rows: int) -> int:
@@ -96,6 +96,7 @@ class PaddedCall:
         self._fields = StagedFields(
             {name: (np.int64, (shape.rows,)) for name in of_tokens}
             | {name: (np.int64, (shape.sampled,)) for name in of_sampled}
+            | {"used": (np.int32, (1,))}
         )
         self._buffer = torch.zeros(self._fields.nbytes, dtype=torch.uint8, device=state.device)
         self._inputs = self._fields.tensors(self._buffer)
@@ -107,6 +108,7 @@ class PaddedCall:
         }
         self._layout = partial(
             InterruptedAttention.of,
+            used=self._inputs["used"],
             slot_mapping=self.places,
             key_cache=cache.keys,
             value_cache=cache.values,
@@ -122,15 +124,17 @@ class PaddedCall:
 
     @property
     def values(self) -> Tensor:
-        """What the last run sampled, [2, sampled] int32."""
+        """What the last run sampled, [2 or 4, sampled] int32."""
         assert self._values is not None, "the call was not run"
         return self._values
 
     def load(self, call: RaggedCall | None) -> None:
         """Queue the copy of a call's numbers into the buffer; None is padding alone."""
         buffer, arrays = self._fields.on_host(self._state.device)
+        numbers = {} if call is None else call.arrays
+        arrays.pop("used")[0] = len(numbers.get("token_ids", ()))
         for name, array in arrays.items():
-            real = () if call is None else call.arrays[name]
+            real = numbers.get(name, ())
             array[: len(real)] = real
             array[len(real) :] = self._padding.get(name, 0)
         self._buffer.copy_(buffer, non_blocking=True)

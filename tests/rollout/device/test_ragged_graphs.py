@@ -14,7 +14,9 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from rl_consistency.models.forward import dense_layer_parameters, rotary_rows
+from rl_consistency.kernels.experts import cpu
+from rl_consistency.models.forward import layer_parameters, rotary_rows
+from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.device.graph_pieces import borrowed
@@ -31,6 +33,7 @@ from rl_consistency.rollout.device.ragged_graphs import (
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
+from rl_consistency.verify.presets import build_preset
 from tests.rollout.device.launches import UncapturedRagged, ahead, whole
 
 PLAIN = SamplingParams(seed=3)
@@ -251,11 +254,63 @@ def test_buckets_waste_little_and_are_few() -> None:
 
 def test_graphs_are_for_models_whose_layers_the_host_outlasts(model: Qwen3ForCausalLM) -> None:
     layer = model.model.layers[0]
-    assert dense_layer_parameters(model) == sum(p.numel() for p in layer.parameters())
+    assert layer_parameters(model) == sum(p.numel() for p in layer.parameters())
     qwen3_06b, qwen3_8b = 15_730_000, 193_000_000
     assert most_rows(qwen3_06b) > 16384 and 1000 < most_rows(qwen3_8b) < 4096
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen2", "tiny-olmoe"])
+def test_hidden_states_of_some_rows_are_those_among_all(name: str) -> None:
+    with patch(model := build_preset(name)), torch.no_grad():
+        batch = PackedBatch.from_sequences([[5, 6, 7, 8, 9], [3] * 20], "cpu")
+        call = batch.input_ids, batch.position_ids, batch.layout
+        everything = model.model.packed_forward(*call)
+        for rows in ([0], [16, 3, 3, 35], []):
+            wanted = torch.tensor(rows, dtype=torch.int64)
+            found = model.model.packed_forward(*call, wanted)
+            assert found.numpy().tobytes() == everything[wanted].numpy().tobytes()
 
 
 def test_on_a_cpu_nothing_is_borrowed() -> None:
     x = torch.zeros(3)
     assert borrowed(x) is x
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-olmoe", "tiny-mixtral"])
+def test_a_bucket_moves_no_bit_and_no_route_of_a_mixture_of_experts(name: str) -> None:
+    with patch(model := build_preset(name)):
+        eager, captured = runner_of(model, graphs=False), runner_of(model)
+        for lengths in ([3, 40, 9], [17], [5, 1, 2, 30, 64, 11]):
+            assert prefilled(captured, lengths) == prefilled(eager, lengths)
+        assert len(graphs_of(captured)) > 3
+        layer = model.model.layers[-1]
+        experts = layer.mlp.experts.gate_up_proj.numel() + layer.mlp.experts.down_proj.numel()
+        of_a_row = experts * layer.mlp.gate.top_k // len(layer.mlp.gate.weight)
+        dense = sum(p.numel() for p in layer.parameters()) - experts
+        assert layer_parameters(model) >= dense + of_a_row
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_padding_reaches_no_expert(monkeypatch: pytest.MonkeyPatch, mutant: bool) -> None:
+    """Negative control: a layout to which all rows are tokens."""
+    counts: list[int] = []
+    find, load = cpu.route_rows, PaddedCall.load
+
+    def counted(*args: Any) -> Any:
+        counts.append(len((found := find(*args)).rows))
+        return found
+
+    def all_used(call: PaddedCall, numbers: RaggedCall | None) -> None:
+        load(call, numbers)
+        call._inputs["used"].fill_(call.shape.rows)
+
+    monkeypatch.setattr(cpu, "route_rows", counted)
+    if mutant:
+        monkeypatch.setattr(PaddedCall, "load", all_used)
+    with patch(model := build_preset("tiny-olmoe")):
+        runner = runner_of(model)
+        for _ in range(CAPTURED_AT + 1):
+            first = len(counts)
+            runner.launch(whole(prompts(runner, [5, 8]))).wait()
+        layers = len(model.model.layers)
+    assert (counts[first:] == counts[:layers]) is not mutant
