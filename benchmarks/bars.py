@@ -310,6 +310,9 @@ BARS: Mapping[str, Bar] = {
     "rollout_vllm_prefill": Bar(
         "prefill alone against vLLM's defaults, lowest", ">=", 0.95, _VLLM,
         _against_vllm("vllm", "prefill")),
+    "rollout_vllm_joining": Bar(
+        "prompts that join decoding ones against vLLM's defaults, lowest", ">=", 1.05, _VLLM,
+        _against_vllm("vllm", "generate, joining")),
     "rollout_vllm_sparse": Bar(
         "Qwen3-30B-A3B, 256 x (512 + 128), against vLLM's defaults", ">=", 0.95,
         ("rollout_vllm_qwen3-30b-a3b",), _against_vllm("vllm", "generate", 128)),

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 Prompts = Sequence[Sequence[int]]
+Answered = tuple[float, Any]
+"""Seconds, and what the engine gave."""
 Pairs = list[tuple[list[int], list[float]]]
 """Token ids and their logprobs, of each completion."""
 
@@ -68,10 +70,11 @@ class Ours:
         self._engine.warm_up(sampling(max_tokens=longest, ignore_eos=True))
         self.about = {"weights": "normal"}
 
-    def generate(self, prompts: Prompts, new_tokens: int, temperature: float) -> tuple[float, Any]:
+    def generate(self, prompts: Prompts, counts: list[int], temperature: float) -> Answered:
         """Seconds and completions; no key is cached before, as in vLLM's process."""
         self._forget(prompts[0])
-        sampling = self._sampling(max_tokens=new_tokens, temperature=temperature, ignore_eos=True)
+        options = {"temperature": temperature, "ignore_eos": True}
+        sampling = [self._sampling(max_tokens=n, **options) for n in counts]
         began = time.perf_counter()
         found = self._engine.generate(prompts, sampling)
         return time.perf_counter() - began, found
@@ -88,9 +91,9 @@ class Ours:
         stream.close()
 
     @staticmethod
-    def lengths(found: Any) -> set[int]:
+    def lengths(found: Any) -> list[int]:
         """The lengths of completions."""
-        return {len(completion.token_ids) for completion in found}
+        return [len(completion.token_ids) for completion in found]
 
     @staticmethod
     def pairs(found: Any) -> Pairs:
@@ -125,15 +128,11 @@ class Vllm:
             self.about["weights"] = "vLLM's dummies"
             print(f"weights not redrawn: {type(error).__name__} {error}", flush=True)
 
-    def generate(self, prompts: Prompts, new_tokens: int, temperature: float) -> tuple[float, Any]:
+    def generate(self, prompts: Prompts, counts: list[int], temperature: float) -> Answered:
         """Seconds and outputs, each sampled token's logprob among them."""
-        sampling = self._vllm.SamplingParams(
-            max_tokens=new_tokens,
-            ignore_eos=True,
-            temperature=temperature,
-            logprobs=0,
-            detokenize=False,
-        )
+        options = {"temperature": temperature, "ignore_eos": True}
+        options |= {"logprobs": 0, "detokenize": False}
+        sampling = [self._vllm.SamplingParams(max_tokens=n, **options) for n in counts]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         began = time.perf_counter()
         found = self._engine.generate(inputs, sampling, use_tqdm=False)
@@ -144,9 +143,9 @@ class Vllm:
         return {}
 
     @staticmethod
-    def lengths(found: Any) -> set[int]:
+    def lengths(found: Any) -> list[int]:
         """The lengths of completions."""
-        return {len(output.outputs[0].token_ids) for output in found}
+        return [len(output.outputs[0].token_ids) for output in found]
 
     @staticmethod
     def pairs(found: Any) -> Pairs:
@@ -166,10 +165,12 @@ ENGINES = {"ours": Ours, "vllm": Vllm}
 
 def served(engine: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to one request; RuntimeError unless every completion is whole."""
-    prompts, new_tokens = request["prompts"], request["new_tokens"]
-    seconds, found = engine.generate(prompts, new_tokens, request["temperature"])
-    if len(found) != len(prompts) or engine.lengths(found) != {new_tokens}:
-        raise RuntimeError(f"{len(found)} completions of {engine.lengths(found)} tokens came back")
+    prompts, counts = request["prompts"], request["new_tokens"]
+    if isinstance(counts, int):
+        counts = [counts] * len(prompts)
+    seconds, found = engine.generate(prompts, counts, request["temperature"])
+    if (lengths := engine.lengths(found)) != counts:
+        raise RuntimeError(f"{len(found)} completions of {sorted(set(lengths))} tokens came back")
     answer: dict[str, Any] = {"seconds": seconds, **engine.statistics()}
     return answer | {"completions": engine.pairs(found)} if request["keep"] else answer
 

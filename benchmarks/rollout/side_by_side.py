@@ -34,9 +34,12 @@ from benchmarks.timing import Machine
 MODELS = ("qwen3-0.6b", "qwen2.5-1.5b", "qwen3-8b")
 
 PREFILL = Workload.equal(256, 1, 512, 1)
+JOINING = Workload(640, 1, 128, longest=256, shortest=20)
+"""More sequences than run at a time, of many lengths: prompts join those that decode."""
 WORKS = (
     Workload.equal(256, 1, 512, 128),
     PREFILL,
+    JOINING,
     Workload.equal(1, 1, 512, 256),
     Workload.equal(256, 1, 512, 1024),
 )
@@ -89,7 +92,7 @@ class SideBySide:
         ours = self._found[OURS]
         if workload not in ours.seconds:
             raise ChildError(ours.failure or "ours was not measured")
-        tokens = workload.sequences * _tokens(workload)
+        tokens = _tokens(workload)
         seconds: dict[str, float] = {}
         figures: dict[str, Any] = {}
         unavailable: dict[str, str] = {}
@@ -154,6 +157,7 @@ class SideBySide:
         length = max(work.prompt_len + work.longest for work in self._works)
         length = max(length, check.longest_prompt + check.new_tokens)
         sequences = max(check.prompts + check.others, *(w.sequences for w in self._works))
+        sequences = min(sequences, MAX_NUM_SEQS)
         settings = {
             "model": str(folder / "model"),
             "device": str(device),
@@ -179,12 +183,12 @@ class SideBySide:
                 self._ask(child, prompts("warm"), min(WARM_TOKENS, work.longest))
             times: list[float] = []
             while len(times) < REPEATS and sum(times) < REPEAT_SECONDS:
-                answer = self._ask(child, prompts(f"{place} {len(times)}"), work.longest)
+                answer = self._ask(child, prompts(f"{place} {len(times)}"), work.lengths())
                 times.append(answer["seconds"])
                 if "preemptions" in answer:
                     found.preemptions[work] = answer["preemptions"]
             found.seconds[work] = median(times)
-            rate = work.sequences * _tokens(work) / found.seconds[work]
+            rate = _tokens(work) / found.seconds[work]
             shown = ", ".join(f"{seconds:.3f}" for seconds in times)
             size = f"{work.sequences} x ({work.prompt_len} + {work.longest})"
             print(f"{self._model}, {name}: {size}: {rate:,.0f} tokens/s, {shown} s", flush=True)
@@ -201,7 +205,7 @@ class SideBySide:
         return differing_share(one, other[start : start + len(alone)])
 
     def _ask(
-        self, child: Child, prompts: Sequence[Sequence[int]], new_tokens: int,
+        self, child: Child, prompts: Sequence[Sequence[int]], new_tokens: int | list[int],
         temperature: float = 1.0, keep: bool = False,
     ) -> dict[str, Any]:  # fmt: skip
         request = {"prompts": prompts, "new_tokens": new_tokens}
@@ -210,8 +214,17 @@ class SideBySide:
 
 
 def _tokens(workload: Workload) -> int:
-    """Tokens that count of each sequence: new ones, of prefill alone those of the prompt."""
-    return workload.prompt_len if workload.longest == 1 else workload.longest
+    """Tokens that count: new ones, of prefill alone those of the prompts."""
+    if workload.longest == 1:
+        return workload.sequences * workload.prompt_len
+    return sum(workload.lengths())
+
+
+def work_name(workload: Workload) -> str:
+    """What a row calls it."""
+    if workload.longest == 1:
+        return "prefill"
+    return "generate" if workload.shortest == workload.longest else "generate, joining"
 
 
 def vllm_suites(
@@ -239,7 +252,7 @@ def vllm_suites(
         side_by_side = SideBySide(model, contestants, budget=budget, logs=log)
         found[f"rollout_vllm_{model}"] = [
             Case(
-                work="prefill" if work.longest == 1 else "generate",
+                work=work_name(work),
                 shape={"model": model, **work.shape},
                 run=partial(side_by_side.row, work),
             )

@@ -155,11 +155,11 @@ def test_a_run_beside_vllm_takes_models_modes_and_names_unknown_ones(monkeypatch
     beside = ["rollout", "--vllm", str(tmp_path)]
     assert command.main([*beside, "--against", "defaults", "--seconds", "500"]) == 0
     suites = [f"rollout_vllm_{name}" for name in ("qwen3-0.6b", "qwen2.5-1.5b", "qwen3-8b")]
-    assert asked.pop() == dict.fromkeys(suites, 4)
+    assert asked.pop() == dict.fromkeys(suites, 5)
     assert command.main([*beside, "--model", "qwen3-30b-a3b"]) == 0
-    assert asked.pop() == {"rollout_vllm_qwen3-30b-a3b": 4}
+    assert asked.pop() == {"rollout_vllm_qwen3-30b-a3b": 5}
     assert command.main([*beside, "--only", "rollout_vllm_qwen3-8b"]) == 0
-    assert asked.pop() == {"rollout_vllm_qwen3-8b": 4}
+    assert asked.pop() == {"rollout_vllm_qwen3-8b": 5}
     capsys.readouterr()
     assert command.main([*beside, "--against", "defaults,fast"]) == 2
     assert "--against fast: give some of defaults, invariant." in capsys.readouterr().err

@@ -25,13 +25,14 @@ from benchmarks.rollout.contestants import (
     ways,
 )
 from benchmarks.rollout.engine_child import redraw
-from benchmarks.rollout.side_by_side import MODELS, WORKS, SideBySide, vllm_suites
+from benchmarks.rollout.side_by_side import MODELS, WORKS, SideBySide, vllm_suites, work_name
 from benchmarks.rollout.workload import Workload
 from benchmarks.rows import Row
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 MACHINE = SimpleNamespace(device=torch.device("cpu"))
 TINY = (Workload.equal(4, 1, 12, 3), Workload.equal(4, 1, 12, 1), Workload.equal(1, 1, 12, 4))
+MIXED = Workload(6, 1, 12, longest=9, shortest=2)
 FEW = Independence(prompts=2, others=4, new_tokens=4, longest_prompt=32)
 
 
@@ -75,23 +76,24 @@ class LLM:
             raise RuntimeError("not from outside")
 
     def generate(self, inputs, sampling, use_tqdm):
-        assert sampling.ignore_eos and sampling.logprobs == 0 and not use_tqdm
-        tokens, drift = [7] * sampling.max_tokens, 0.0 if INVARIANT else len(inputs) / 64
-        logprobs = [{7: SimpleNamespace(logprob=-1.0 - drift)} for _ in tokens]
+        assert all(s.ignore_eos and s.logprobs == 0 for s in sampling) and not use_tqdm
         assert all(item["prompt_token_ids"] for item in inputs)
-        sample = SimpleNamespace(token_ids=tuple(tokens), logprobs=logprobs)
-        return [SimpleNamespace(outputs=[sample]) for _ in inputs]
+        drift, found = 0.0 if INVARIANT else len(inputs) / 64, []
+        for each in sampling:
+            tokens = [7] * each.max_tokens
+            logprobs = [{7: SimpleNamespace(logprob=-1.0 - drift)} for _ in tokens]
+            sample = SimpleNamespace(token_ids=tuple(tokens), logprobs=logprobs)
+            found.append(SimpleNamespace(outputs=[sample]))
+        return found
 """
 """What the child asks of vLLM, without a model."""
 
 
 def rows_of(compared, suite="rollout_vllm_tiny"):
     fields = {"suite": suite, "dtype": "bfloat16"}
-    return [Row(work=_name(w), shape=w.shape, **fields, **compared.row(w, MACHINE)) for w in TINY]
-
-
-def _name(work):
-    return "prefill" if work.longest == 1 else "generate"
+    return [
+        Row(work=work_name(w), shape=w.shape, **fields, **compared.row(w, MACHINE)) for w in TINY
+    ]
 
 
 def test_a_row_holds_all_engines(tmp_path, capsys):
@@ -179,9 +181,24 @@ def test_bars_need_every_peer_in_every_row(tmp_path):
     assert unavailable["figure"] is None and not unavailable["met"]
 
 
+def test_sequences_of_many_lengths_count_their_own_tokens(tmp_path):
+    """Each engine is asked for each sequence's number, and its cache holds those that run."""
+    folder = site(tmp_path, VLLM.replace("BROKEN", "False"))
+    (theirs,) = ways(folder, ["defaults"])[1:]
+    compared = side_by_side(tmp_path, stand_in(OURS, 0.5), theirs, works=(TINY[0], MIXED))
+    row, lengths = compared.row(MIXED, MACHINE), MIXED.lengths()
+    assert len(set(lengths)) > 2 and work_name(MIXED) == "generate, joining"
+    assert row["tokens_per_second"][OURS] == sum(lengths) / 0.5
+    assert DEFAULTS in row["tokens_per_second"] and not row["unavailable"]
+    settings = compared._settings(tmp_path, torch.device("cpu"))
+    many = side_by_side(tmp_path, works=(Workload(900, 1, 12, 9, 2),))
+    most = many._settings(tmp_path, torch.device("cpu"))["kv_cache_memory_bytes"]
+    assert settings["kv_cache_memory_bytes"] <= most < 256 / 6 * settings["kv_cache_memory_bytes"]
+
+
 def test_the_sparse_bar_is_over_one_work():
     def row(work, ours):
-        kind = "prefill" if work.longest == 1 else "generate"
+        kind = work_name(work)
         peers = {DEFAULTS: 100.0}
         return Row(suite="-", work=kind, shape=work.shape, dtype="-", ours_us=ours, peers=peers)
 
@@ -199,7 +216,9 @@ def test_suites_name_each_model_once_and_logs_lie_beside_the_file(tmp_path, monk
     folder, models = site(tmp_path), ["qwen3-2x64-2/1x32-64-512", "qwen3-30b-a3b"]
     suites = vllm_suites(folder, models * 2, json_file=tmp_path / "h200.json")
     assert list(suites) == [f"rollout_vllm_{model}" for model in models]
-    assert [case.work for case in suites[f"rollout_vllm_{models[1]}"]] == [_name(w) for w in WORKS]
+    assert [case.work for case in suites[f"rollout_vllm_{models[1]}"]] == [
+        work_name(w) for w in WORKS
+    ]
     log = made[0]["logs"](f"{models[0]}.vllm batch-invariant")
     assert log == tmp_path / "h200.qwen3-2x64-2_1x32-64-512.vllm_batch-invariant.log"
     vllm_suites(folder, models)
