@@ -93,7 +93,9 @@ def captured(model):
 @pytest.mark.parametrize("lengths", BATCHES)
 def test_no_bucket_and_no_chunk_moves_a_bit(eager, captured, lengths, cut, params):
     assert prefilled(captured, lengths, params, cut) == prefilled(eager, lengths, params)
-    assert bucket_of(sum(lengths)) in {s.rows for s in captured._ragged_graphs._captured} or cut
+    rows = sum(n for n in lengths if n > 1)  # a lone token is decoded, by a graph of its own
+    captured_rows = {shape.rows for shape in captured._ragged_graphs._captured}
+    assert cut or not rows or bucket_of(rows) in captured_rows
 
 
 def test_a_replay_never_waits(eager, captured):
