@@ -50,15 +50,15 @@ class RolloutEngine:
         eos_token_id: token or tokens that end a sample, or None.
         kv_block_size: tokens per KV cache block.
         num_kv_blocks: blocks in the cache; None: see `KVCache.allocate`.
-        max_batch_tokens: most tokens computed in one step. A step's launches cost the host the same
-            whatever its size (30 ms for 28 layers, as measured), so with small steps a GPU waits in
-            the prefill of a small model. Large ones take more memory, and running sequences wait
-            longer for their next token.
+        max_batch_tokens: most tokens computed in one step. Launches op by op cost the host the same
+            whatever the size (30 ms for 28 layers, as measured), so until graphs are captured a GPU
+            waits in small steps. Large ones take more memory, and running sequences wait longer for
+            their next token.
         max_num_seqs: most sequences running at a time; more wait.
         prefill_chunk_size: most prompt tokens of one sequence in one step; None: no such limit.
         enable_prefix_sharing: share the blocks of equal prefixes.
         tokens_per_sequence: longest sequence to expect; sizes the default cache, limits nothing.
-        cuda_graphs: decode through CUDA graphs on a GPU.
+        cuda_graphs: decode and prefill through CUDA graphs on a GPU.
         drafter: proposes tokens to samples with `speculation`; None looks them up in the sample.
         tokenizer: the model's; needed for stop strings only.
         quiet: show nothing on standard error while kernels compile for more than a moment.
@@ -310,7 +310,8 @@ class RolloutEngine:
         CUDA graphs that its decoding replays, if graphs are used.
 
         Else the first rollout compiles what its own sizes need, and the first step that needs a
-        graph captures it, while all samples wait. Compiled kernels stay in Triton's cache on disk,
+        graph captures it, while all samples wait; those of prefill are captured when a size comes
+        up the second time. Compiled kernels stay in Triton's cache on disk,
         where another process finds them. A new hook or patch, or a parameter that changes place,
         drops the graphs. An error of the compiler passes through.
 

@@ -54,4 +54,4 @@ class RolloutSection(Section):
     prefix_sharing: bool = True
     """Share the cache of common prefixes, such as the prompt within a group."""
     cuda_graphs: bool = True
-    """Decode through CUDA graphs on a GPU; the same bits."""
+    """Decode and prefill through CUDA graphs on a GPU; the same bits."""
