@@ -165,7 +165,10 @@ class CanonicalBaseModel(CanonicalModule):
             *before, (last_index, last) = layers
             for index, layer in before:
                 hidden, addend = layer.terms(hidden, addend, call=call, cache_index=index)
-            early = None if isinstance(last.mlp, CanonicalMoEBlock) else rows
+            # A pass that compiles runs one layer of each kind, here of all rows; a call of as many
+            # rows as are wanted meets the kernels of those.
+            whole = compiles_only() or isinstance(last.mlp, CanonicalMoEBlock)
+            early = None if whole else rows
             hidden, addend = last.terms(
                 hidden, addend, call=call, cache_index=last_index, rows=early
             )

@@ -15,7 +15,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_consistency.kernels.experts import cpu
+from rl_consistency.models import decoder
 from rl_consistency.models.forward import layer_parameters, rotary_rows
+from rl_consistency.models.modules import CanonicalMLP
 from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
@@ -269,6 +271,27 @@ def test_hidden_states_of_some_rows_are_those_among_all(name: str) -> None:
             wanted = torch.tensor(rows, dtype=torch.int64)
             found = model.model.packed_forward(*call, wanted)
             assert found.numpy().tobytes() == everything[wanted].numpy().tobytes()
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_kernels_of_all_rows_are_compiled_ahead(
+    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """That pass runs one layer of each kind, which must not be the one that computes few rows."""
+    monkeypatch.setattr(decoder, "compiles_only", lambda: ahead)
+    seen: list[int] = []
+    forward = CanonicalMLP.forward
+    monkeypatch.setattr(
+        CanonicalMLP, "forward", lambda mlp, x: (seen.append(x.shape[1]), forward(mlp, x))[1]
+    )
+    batch = PackedBatch.from_sequences([[5, 6, 7, 8, 9], [3] * 20], "cpu")
+    wanted = torch.tensor([0, 30])
+    with torch.no_grad():
+        found = model.model.packed_forward(
+            batch.input_ids, batch.position_ids, batch.layout, wanted
+        )
+    assert len(found) == 2
+    assert set(seen) == ({len(batch.input_ids)} if ahead else {len(batch.input_ids), 2})
 
 
 def test_on_a_cpu_nothing_is_borrowed() -> None:
