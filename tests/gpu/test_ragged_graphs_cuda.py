@@ -193,7 +193,7 @@ def test_engine_rollouts_do_not_depend_on_graphs_of_prefill(small_model):
                 model, eos_token_id=1, max_num_seqs=16, num_kv_blocks=400, cuda_graphs=graphs,
                 max_batch_tokens=512, quiet=True,
             )  # fmt: skip
-            for _ in range(3):
+            for _ in range(CAPTURED_AT):
                 done = engine.generate(batch, sampling)
                 found.append([(c.token_ids, c.token_logprobs.numpy().tobytes()) for c in done])
         assert len(engine._runner._ragged_graphs) > 2

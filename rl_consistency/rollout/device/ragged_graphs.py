@@ -8,6 +8,7 @@ millisecond a layer, so a small model or a short call would wait for it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -36,9 +37,9 @@ HOST_SECONDS, OPERATIONS_PER_SECOND = 1.2e-3, 6e14
 large GPU computes in a second. Where the GPU takes longer a graph gains nothing, and padding costs.
 """
 
-CAPTURED_AT = 2
-"""The call of a bucket that captures it: capturing takes as long as three calls, and sizes that
-come up once are many."""
+CAPTURED_AT = 4
+"""The call of a shape that captures it: capturing takes as long as three calls op by op, so at
+worst the calls before it and the capture take twice what was needed."""
 
 Compute = Callable[..., tuple[Tensor, Tensor]]
 """The model and the sampler: (token_ids, positions, layout, rows, slots, *, truncates) -> token ids
@@ -50,6 +51,14 @@ def bucket_of(rows: int) -> int:
     octave = max(rows - 1, 1).bit_length()
     step = 1 << (octave - 4) if rows > FINE_ROWS else max(1 << max(octave - 2, 0), FEWEST_ROWS)
     return -(-rows // step) * step
+
+
+def sampled_bucket_of(sampled: int) -> int:
+    """The number of sampled rows that a call is padded to: 16, 64, 256, 1,024, ...
+
+    More of them cost time in the LM head and the sampler, which few steps are bound by.
+    """
+    return 16 << 2 * max(-(-((sampled - 1).bit_length() - 4) // 2), 0)
 
 
 def buckets_up_to(most: int) -> list[int]:
@@ -227,27 +236,41 @@ class RaggedGraphs:
 
     def captured(self, call: RaggedCall, *, truncates: bool) -> CapturedPadded | None:
         """A captured call with room for this one; None where it should run op by op."""
-        shape = self.shape_for(len(call.arrays["token_ids"]), truncates=truncates)
-        if shape is None or len(call.arrays["rows"]) > shape.sampled:
+        rows, sampled = len(call.arrays["token_ids"]), len(call.arrays["rows"])
+        shape = self.shape_for(rows, sampled, truncates=truncates)
+        if shape is None:
             return None
         if shape not in self._captured:
             self._asked[shape] = self._asked.get(shape, 0) + 1
             if self._asked[shape] < CAPTURED_AT:
                 return None
-            self._captured[shape] = self._capture(shape)
+            try:
+                self._captured[shape] = self._capture(shape)
+            except torch.OutOfMemoryError as error:
+                self._most = shape.rows - 1
+                warnings.warn(
+                    f"no memory to capture a prefill of {shape.rows} rows ({error}); calls of so "
+                    "many run op by op from now on, with the same bits and more work for the host. "
+                    "Lower max_batch_tokens or num_kv_blocks.",
+                    stacklevel=2,
+                )
+                return None
         return self._captured[shape]
 
-    def shape_for(self, rows: int, *, truncates: bool) -> PaddedShape | None:
+    def shape_for(self, rows: int, sampled: int, *, truncates: bool) -> PaddedShape | None:
         """The shape for a call of so many rows; None where graphs gain nothing."""
         bucket = bucket_of(rows)
         if bucket > self._most:
             return None
-        sampled = min(bucket, self._state.dummy_slot)
-        return PaddedShape(rows=bucket, sampled=sampled, truncates=truncates)
+        # More than these are in no call, unless drafts are verified without graphs.
+        room = min(sampled_bucket_of(sampled), self._state.dummy_slot, bucket)
+        if sampled > room:
+            return None
+        return PaddedShape(rows=bucket, sampled=room, truncates=truncates)
 
     def run_padding(self, rows: int, *, truncates: bool) -> None:
         """Run the call that `captured` would capture for so many rows, on padding alone."""
-        if (shape := self.shape_for(rows, truncates=truncates)) is not None:
+        if (shape := self.shape_for(rows, 1, truncates=truncates)) is not None:
             call = self._call(shape)
             with certified_to_the_row():
                 call.run(call.results)

@@ -28,9 +28,11 @@ from rl_consistency.rollout.device.ragged_graphs import (
     CAPTURED_AT,
     FINE_ROWS,
     PaddedCall,
+    PaddedShape,
     bucket_of,
     buckets_up_to,
     most_rows,
+    sampled_bucket_of,
 )
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
@@ -204,29 +206,48 @@ def test_the_comparison_notices(
         runner.launch(whole(sequences)).wait()
         return runner.launch(ahead(sequences, 0)).wait()
 
-    expected = [step(eager) for _ in range(3)]
+    expected = [step(eager) for _ in range(CAPTURED_AT + 1)]
     monkeypatch.setattr(PaddedCall, "load", spoiled)
-    assert [step(captured) for _ in range(3)] != expected
+    assert [step(captured) for _ in range(CAPTURED_AT + 1)] != expected
 
 
 def test_a_size_is_captured_when_it_comes_up_again(model: Qwen3ForCausalLM) -> None:
     runner = runner_of(model, most=64)
     captured = []
-    for lengths in ([20], [9, 9], [20], [70], [70], [70]):
+    for lengths in ([20], [9, 9], *[[20]] * (CAPTURED_AT - 2), [20], *[[70]] * CAPTURED_AT):
         runner.launch(whole(prompts(runner, lengths))).wait()
         captured.append(len(graphs_of(runner)))
-    assert captured == [0, 1, 1, 1, 1, 1]  # 70 rows are more than pays
+    assert captured == [0] * (CAPTURED_AT - 1) + [1] * (len(captured) - CAPTURED_AT + 1)
+
+
+def test_where_memory_is_missing_calls_run_op_by_op(
+    model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager, captured = runner_of(model, graphs=False), runner_of(model)
+    expected = [prefilled(eager, lengths) for lengths in ([5, 9], [60, 50], [60, 40])]
+
+    def without_memory(graphs: Any, shape: PaddedShape) -> Any:
+        if shape.rows > 64:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return capture(graphs, shape)
+
+    capture = UncapturedRagged._capture
+    monkeypatch.setattr(UncapturedRagged, "_capture", without_memory)
+    with pytest.warns(UserWarning, match="no memory to capture a prefill of 128 rows") as warned:
+        found = [prefilled(captured, lengths) for lengths in ([5, 9], [60, 50], [60, 40])]
+    assert found == expected and len(warned) == 1
+    assert {shape.rows for shape in graphs_of(captured)._captured} == {16}
 
 
 def test_ops_on_their_stock_path_and_hooks_are_not_captured(model: Qwen3ForCausalLM) -> None:
     runner = runner_of(model)
     with strict(except_={"rotary"}):
-        for _ in range(3):
+        for _ in range(CAPTURED_AT + 1):
             runner.launch(whole(prompts(runner, [20]))).wait()
     handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
     try:
         runner.begin()
-        for _ in range(3):
+        for _ in range(CAPTURED_AT + 1):
             runner.launch(whole(prompts(runner, [20]))).wait()
     finally:
         handle.remove()
@@ -248,6 +269,9 @@ def test_buckets_waste_little_and_are_few() -> None:
     buckets = buckets_up_to(16384)
     assert buckets == sorted({bucket_of(rows) for rows in range(1, 16385)})
     assert len(buckets) < 50 and all(bucket % 16 == 0 for bucket in buckets)
+    assert [sampled_bucket_of(n) for n in (0, 1, 16, 17, 64, 65, 256, 257)] == [
+        *(16, 16, 16, 64, 64, 256, 256, 1024)
+    ]
     for rows in range(1, 16385):
         bucket = bucket_of(rows)
         assert rows <= bucket and bucket_of(bucket) == bucket
