@@ -13,6 +13,7 @@ class RolloutStatistics:
     prefill_tokens: int = 0  # tokens of prompts computed, and of preempted sequences computed again
     decode_tokens: int = 0  # tokens generated
     prefix_hit_tokens: int = 0  # tokens found in the cache instead of computed
+    replayed_prefills: int = 0  # steps whose chunks ran through CUDA graphs of prefill
     preemptions: int = 0
     drafted_tokens: int = 0  # tokens guessed and verified
     accepted_tokens: int = 0  # those of them that were right

@@ -75,6 +75,7 @@ class StepLoop:
         self._scheduler.mark_launched(chunks)
         statistics, blocks = self.statistics, self._blocks
         statistics.steps += 1
+        statistics.replayed_prefills += launched.replayed_prefill
         in_use = blocks.num_blocks - blocks.num_free_blocks
         statistics.peak_kv_blocks = max(statistics.peak_kv_blocks, in_use)
         return launched

@@ -91,6 +91,7 @@ class ToyStep:
     runner: ToyRunner
     chunks: list[ScheduledChunk]
     sampled: list[Sampled]
+    replayed_prefill = False
 
     def wait(self) -> list[Sampled]:
         assert self.runner.in_flight.pop(0) is self, "steps are waited for once, in order"

@@ -19,7 +19,7 @@ from torch import Tensor
 from rl_consistency.kernels.attention.captured_layout import CapturedPagedAttention
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.kernels.attention.shared_keys import SharedRun
-from rl_consistency.kernels.core.compile_ahead import Report, compile_ahead, compiles_only
+from rl_consistency.kernels.core.compile_ahead import Report, compile_ahead
 from rl_consistency.models.forward import (
     layer_parameters,
     next_token_logits,
@@ -232,12 +232,13 @@ class ModelRunner:
         if others:
             ragged = RaggedCall.of(list(others.values()), self._state, self._cache.block_size)
         self._state.flush()
-        calls = [self._replay(*call) for call in staged]
+        calls, captured = [self._replay(*call) for call in staged], None
         if ragged is not None:
             truncates = self._state.truncates(ragged.arrays["row_slots"])
             sampling = [index for index, chunk in others.items() if chunk.samples]
-            calls.append(self._run(ragged, sampling, truncates=truncates))
-        return PendingStep(chunks, calls, self._mark())
+            captured = self._captured(ragged, truncates)
+            calls.append(self._run(ragged, sampling, captured, truncates=truncates))
+        return PendingStep(chunks, calls, self._mark(), replayed_prefill=captured is not None)
 
     def _grouped(self, chunks: Sequence[ScheduledChunk]) -> dict[int, _Group]:
         """The chunks by the width of their graph; `RAGGED` for those that run without one."""
@@ -289,9 +290,15 @@ class ModelRunner:
         counts = [1 + len(chunk.draft) for chunk in group.values()]
         return to_host(captured.call.values), list(zip(group, firsts, counts, strict=True))
 
-    def _run(self, call: RaggedCall, indices: list[int], *, truncates: bool) -> SampledRows:
-        """A call of chunks of any lengths; `indices` of those that sample."""
-        captured = self._captured(call, truncates)
+    def _run(
+        self,
+        call: RaggedCall,
+        indices: list[int],
+        captured: CapturedPadded | None = None,
+        *,
+        truncates: bool,
+    ) -> SampledRows:
+        """A call of chunks of any lengths, by graphs if given; `indices` of those that sample."""
         if captured is None:
             values = self._run_ops(call, truncates)
         else:
@@ -308,7 +315,7 @@ class ModelRunner:
     def _captured(self, call: RaggedCall, truncates: bool) -> CapturedPadded | None:
         """The graphs for a call; None where it runs op by op."""
         graphs = self._ragged_graphs
-        if graphs is None or self.hooked or compiles_only() or current().stock:
+        if graphs is None or self.hooked or current().stock:
             return None
         return graphs.captured(call, truncates=truncates)
 

@@ -17,18 +17,22 @@ rows are: (index in the step, first row, number of rows)."""
 
 
 class PendingStep:
-    """A step that has been queued; `chunks` are those that sample, in the order of the launch."""
+    """A step that has been queued; `chunks` are those that sample, in the order of the launch.
+    `replayed_prefill`: whether chunks of several tokens ran through graphs."""
 
     def __init__(
         self,
         chunks: Sequence[ScheduledChunk],
         calls: list[SampledRows],
         done: torch.cuda.Event | None,
+        *,
+        replayed_prefill: bool = False,
     ) -> None:
         self.chunks = [chunk for chunk in chunks if chunk.samples]
         self._sampling = [chunk.samples for chunk in chunks]
         self._calls = calls
         self._done = done
+        self.replayed_prefill = replayed_prefill
 
     def wait(self) -> list[Sampled]:
         """Wait for this step alone; returns what each of `chunks` sampled.

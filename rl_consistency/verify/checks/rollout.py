@@ -14,6 +14,7 @@ from rl_consistency.models.token_logprobs import token_logprobs
 from rl_consistency.parity.drift import compare_logprobs
 from rl_consistency.parity.gradients import lay_out
 from rl_consistency.rollout.completion import Completion
+from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.statistics import RolloutStatistics
@@ -98,6 +99,8 @@ def servings(chain: Chain) -> Iterator[Serving]:
     yield Serving("speculation and preemption", {"num_kv_blocks": 12}, speculation=3)
     if chain.device.type == "cuda":
         yield Serving("no CUDA graphs", {"cuda_graphs": False})
+        again = [range(count)] * CAPTURED_AT
+        yield Serving("replayed prefill", {"enable_prefix_sharing": False}, calls=again)
 
 
 def check_engine(tally: Tally, chain: Chain) -> None:
@@ -109,6 +112,8 @@ def check_engine(tally: Tally, chain: Chain) -> None:
         found, stats = probe.generate(serving)
         if serving.name == "preemption":
             tally.expect("preemption took place", any(s.preemptions for s in stats))
+        if serving.name == "replayed prefill":
+            tally.expect("prefill was replayed", any(s.replayed_prefills for s in stats))
         if serving.name == "no prefix sharing":
             tally.expect("nothing was shared", not any(s.prefix_hit_tokens for s in stats))
         for a, b in zip(expected, found, strict=True):

@@ -213,11 +213,17 @@ def test_the_comparison_notices(
 
 def test_a_size_is_captured_when_it_comes_up_again(model: Qwen3ForCausalLM) -> None:
     runner = runner_of(model, most=64)
-    captured = []
+    captured, replayed = [], []
     for lengths in ([20], [9, 9], *[[20]] * (CAPTURED_AT - 2), [20], *[[70]] * CAPTURED_AT):
-        runner.launch(whole(prompts(runner, lengths))).wait()
+        step = runner.launch(whole(prompts(runner, lengths)))
+        step.wait()
         captured.append(len(graphs_of(runner)))
-    assert captured == [0] * (CAPTURED_AT - 1) + [1] * (len(captured) - CAPTURED_AT + 1)
+        replayed.append(step.replayed_prefill)
+    before, large = CAPTURED_AT - 1, CAPTURED_AT  # more rows than pays
+    assert captured == [0] * before + [1] * (len(captured) - before)
+    assert (
+        replayed == [False] * before + [True] * (len(captured) - before - large) + [False] * large
+    )
 
 
 def test_where_memory_is_missing_calls_run_op_by_op(
