@@ -182,6 +182,28 @@ def test_a_process_that_shares_its_cores_compiles_in_fewer_threads(device, launc
     assert len({thread for _, thread in device.compiled}) == 1
 
 
+def more(n):
+    first = n + 1
+    second = first + 1
+    return second
+
+
+more_kernel = JITFunction(more)
+
+
+def calls_more(n):
+    return more_kernel(n)
+
+
+def test_kernels_begin_with_the_longest_and_with_one_of_each_function(device):
+    """With what a kernel calls, since all of it is compiled."""
+    use_threads(1)
+    short, middle, long = map(JITFunction, (nothing, more, calls_more))
+    order = [(short, 1), (short, 2), (middle, 3), (long, 4), (long, 5), (middle, 6)]
+    compile_ahead([lambda kernel=kernel, n=n: kernel[(1,)](n) for kernel, n in order])
+    assert [n for (n,), _ in device.compiled] == [4, 3, 1, 5, 6, 2]
+
+
 def test_the_interpreter_has_nothing_to_compile(monkeypatch):
     monkeypatch.setattr(module, "INTERPRETED", True)
     assert compile_ahead([lambda: pytest.fail("called")]) == 0
