@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from triton.runtime import _async_compile, build, driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 from rl_consistency.kernels.core.device import INTERPRETED
 from rl_consistency.kernels.core.remembered_launch import Remembered, by_type, launch_key
@@ -184,11 +184,16 @@ def _source_length(function: JITFunction[Any]) -> int:
 
 def _compile(kernels: list[_Kernel], report: Report | None) -> None:
     """Compile all in threads, then hand them to Triton in this one."""
-    load = build._load_module_from_path
+    load, parse, parsing = build._load_module_from_path, JITCallable.parse, Lock()
 
     def unloaded(name: str, path: str) -> Any:
         # A module that is only built; what it launches with is never called.
         return SimpleNamespace(launch=None) if _ours.builds else load(name, path)
+
+    def parsed(function: Any) -> Any:
+        # Before 3.11.8 and 3.12.2 Python may refuse one of two that parse at a time (gh-106905).
+        with parsing:
+            return parse(function)
 
     if not kernels:
         return
@@ -201,6 +206,7 @@ def _compile(kernels: list[_Kernel], report: Report | None) -> None:
     errors: list[tuple[str, BaseException]] = []
     with (
         _bound(build, "_load_module_from_path", unloaded),
+        _bound(JITCallable, "parse", parsed),
         ThreadPoolExecutor(min(_threads, len(kernels)), initializer=begin) as pool,
     ):
         made: dict[Future[None], _Kernel] = {pool.submit(k.make): k for k in kernels}

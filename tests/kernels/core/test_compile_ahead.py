@@ -3,13 +3,14 @@ On a GPU see tests/gpu."""
 
 import _thread
 from pathlib import Path
-from threading import Thread, get_ident
+from threading import Lock, Thread, get_ident
+from time import sleep
 from types import SimpleNamespace
 
 import pytest
 import torch
 from triton.runtime import _async_compile, build, driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 from rl_consistency.kernels.core import compile_ahead as module
 from rl_consistency.kernels.core import remembered_launch
@@ -64,7 +65,8 @@ def device(monkeypatch):
     monkeypatch.setattr(module, "_threads", 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=found.build))
+    launcher = lambda *given: found.build(*given)  # noqa: E731
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=launcher))
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
     monkeypatch.setattr(remembered_launch, "_thread", remembered_launch._Thread())
@@ -108,6 +110,24 @@ def test_launchers_are_built_and_not_loaded_by_threads(device, launch, monkeypat
     assert not loads
     build._load_module_from_path("launcher", "path")
     assert loads == [("launcher", "path")]
+
+
+def test_one_thread_at_a_time_parses_a_kernel(device, launch, monkeypatch):
+    """Before Python 3.11.8 and 3.12.2 two that parse at a time may fail (gh-106905)."""
+    real, free, failed = JITCallable.parse, Lock(), []
+
+    def parse(function):
+        if not free.acquire(blocking=False):
+            failed.append(function)
+            return real(function)
+        sleep(0.01)
+        free.release()
+        return real(function)
+
+    monkeypatch.setattr(JITCallable, "parse", parse)
+    device.build = lambda src, metadata: JITFunction(nothing).parse()
+    compile_ahead([lambda n=n: launch(n) for n in range(8)])
+    assert not failed and JITCallable.parse is parse
 
 
 def test_what_is_remembered_is_not_launched_while_it_compiles(device):
