@@ -2,7 +2,10 @@
 
 The calls run once in the calling thread, in a pass that launches nothing: it notes the kernels that
 Triton lacks. Threads then compile these, each kernel once, and build the C launchers. Both go to
-Triton's cache on disk, where later processes find them. Most of the work holds no interpreter lock.
+Triton's cache on disk, where later processes find them.
+
+Triton's front end, which reads a kernel's Python, holds the interpreter's lock. Its passes, LLVM
+and the assembler do not. With many threads the front ends, one after another, take the time.
 
 In such a pass tensors hold whatever was in memory. So nothing may be concluded from them, counted
 or kept: code that does asks `compiles_only`, or is guarded by `require_launches`.
@@ -13,7 +16,7 @@ State: the number of threads, and a lock: one thread at a time collects.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from threading import Lock, local
@@ -22,7 +25,7 @@ from typing import Any
 
 import torch
 from triton.runtime import _async_compile, build, driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 from rl_consistency.kernels.core.device import INTERPRETED
 from rl_consistency.kernels.core.remembered_launch import Remembered, by_type, launch_key
@@ -78,15 +81,20 @@ def compile_ahead(calls: Iterable[Callable[[], object]], report: Report | None =
         with collector.collecting():
             for call in calls:
                 call()
-        _compile(list(collector.kernels.values()), report)
+        _compile(_longest_first(collector.kernels.values()), report)
     return len(collector.kernels)
 
 
 class _Kernel:
     """A kernel that Triton lacks. Triton may keep this in its place, and then asks for `result`."""
 
-    def __init__(self, name: str, compiled: Callable[[], Any], finish: Callable[[Any], None]):
-        self.name = name
+    def __init__(
+        self,
+        function: JITFunction[Any],
+        compiled: Callable[[], Any],
+        finish: Callable[[Any], None],
+    ):
+        self.function = function
         self._compiled, self._finish = compiled, finish
         self._made: Any = None
 
@@ -111,13 +119,13 @@ class _Collector:
 
     def __init__(self) -> None:
         self.kernels: dict[str, _Kernel] = {}
-        self._name = ""
+        self._function: Any = None
 
     def submit(
         self, key: str, compiled: Callable[[], Any], finish: Callable[[Any], None]
     ) -> _Kernel:
         """Note a kernel; `key` is the name of its cache entry on disk."""
-        return self.kernels.setdefault(key, _Kernel(self._name, compiled, finish))
+        return self.kernels.setdefault(key, _Kernel(self._function, compiled, finish))
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -134,7 +142,7 @@ class _Collector:
             key = kernel, *launch_key(device, args, by_type(kernel), constants)
             if key not in seen:  # Triton takes ten times as long to say so
                 seen.add(key)
-                self._name = kernel.__name__
+                self._function = kernel
                 run(kernel, *args, **(options | {"warmup": True}))
 
         def unremembered(kernel: Remembered, grid: Any, *args: Any, **constants: Any) -> None:
@@ -153,13 +161,39 @@ class _Collector:
             _async_compile.active_mode.reset(mode)
 
 
+def _longest_first(kernels: Collection[_Kernel]) -> list[_Kernel]:
+    """The kernels, longer sources first: what begins last should take no time. One kernel of each
+    function comes before all others, since a source says only roughly how long its kernels take."""
+    firsts: dict[Any, _Kernel] = {}
+    for kernel in kernels:
+        firsts.setdefault(kernel.function, kernel)
+    lengths = {function: _source_length(function) for function in firsts}
+    return sorted(kernels, key=lambda k: (firsts[k.function] is not k, -lengths[k.function]))
+
+
+def _source_length(function: JITFunction[Any]) -> int:
+    """Characters of a function and of all that it calls by their names."""
+    met = [function]
+    for caller in met:
+        for name in caller.fn.__code__.co_names:
+            called = caller.fn.__globals__.get(name)
+            if isinstance(called, JITFunction) and called not in met:
+                met.append(called)
+    return sum(len(each.src) for each in met)
+
+
 def _compile(kernels: list[_Kernel], report: Report | None) -> None:
     """Compile all in threads, then hand them to Triton in this one."""
-    load = build._load_module_from_path
+    load, parse, parsing = build._load_module_from_path, JITCallable.parse, Lock()
 
     def unloaded(name: str, path: str) -> Any:
         # A module that is only built; what it launches with is never called.
         return SimpleNamespace(launch=None) if _ours.builds else load(name, path)
+
+    def parsed(function: Any) -> Any:
+        # Before 3.11.8 and 3.12.2 Python may refuse one of two that parse at a time (gh-106905).
+        with parsing:
+            return parse(function)
 
     if not kernels:
         return
@@ -172,13 +206,14 @@ def _compile(kernels: list[_Kernel], report: Report | None) -> None:
     errors: list[tuple[str, BaseException]] = []
     with (
         _bound(build, "_load_module_from_path", unloaded),
+        _bound(JITCallable, "parse", parsed),
         ThreadPoolExecutor(min(_threads, len(kernels)), initializer=begin) as pool,
     ):
         made: dict[Future[None], _Kernel] = {pool.submit(k.make): k for k in kernels}
         try:
             for done, future in enumerate(as_completed(made), 1):
                 if (error := future.exception()) is not None:
-                    errors.append((made[future].name, error))
+                    errors.append((made[future].function.__name__, error))
                 else:
                     made[future].result()
                 if report is not None:

@@ -71,7 +71,7 @@ def block_weights(
     return integer_weights(logprobs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def weights_kernel(
     logits, temperature, support, top, log_normalizer, weights, num_rows, vocabulary, num_blocks,
     row_stride, UNIT: tl.constexpr, TRUNCATES: tl.constexpr, BLOCKS: tl.constexpr,
@@ -86,7 +86,7 @@ def weights_kernel(
     tl.store(weights + row * num_blocks + block, tl.sum(found, axis=1), mask=block < num_blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def pick_kernel(
     logits, temperature, support, top, log_normalizer, weights, uniforms, token_ids, num_rows,
     vocabulary, num_blocks, row_stride,
@@ -122,7 +122,7 @@ def pick_kernel(
     tl.store(token_ids + row, (passed * VOCABULARY_BLOCK + within).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def logprobs_kernel(
     logits, temperature, support, top, log_normalizer, token_ids, logprobs, num_rows, vocabulary,
     row_stride, UNIT: tl.constexpr, TRUNCATES: tl.constexpr, ROWS: tl.constexpr,

@@ -28,7 +28,8 @@ KEY_STEP_0 = tl.constexpr(0x9E3779B9)
 KEY_STEP_1 = tl.constexpr(0xBB67AE85)
 
 
-@triton.jit
+# Of keys that lie word by word the words' stride is the number of rows.
+@triton.jit(do_not_specialize=["num_rows", "word_stride"])
 def uniforms_kernel(keys, positions, uniforms, num_rows, row_stride, word_stride, R: tl.constexpr):
     row = tl.program_id(0) * R + tl.arange(0, R)
     mask = row < num_rows

@@ -41,7 +41,12 @@ from rl_consistency.kernels.attention.hopper.backward_copies import (
     tiles_before,
     walk,
 )
-from rl_consistency.kernels.attention.hopper.tiles import barriers, head_descriptor, thread_barrier
+from rl_consistency.kernels.attention.hopper.tiles import (
+    OPTIONS,
+    barriers,
+    head_descriptor,
+    thread_barrier,
+)
 from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.attention.schedules import LOG2E, PER_CALL, padded, reach
 from rl_consistency.kernels.core.device import sm_count
@@ -322,5 +327,5 @@ def attention_hopper_bwd(
         first_tiles, tables.query_start, tables.query_len, reach(window), len(query_tiles),
         scale * LOG2E, scale, *k.stride()[:2], *v.stride()[:2], *dq.stride()[:2], *dk.stride()[:2],
         *dv.stride()[:2], GROUP=heads // kv_heads, HEAD_DIM=head_dim, DIM=dim,
-        WINDOWED=window is not None, num_warps=8, maxnreg=168, enable_fp_fusion=False,
+        WINDOWED=window is not None, num_warps=8, maxnreg=168, **OPTIONS,
     )  # fmt: skip

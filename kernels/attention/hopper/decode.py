@@ -28,6 +28,7 @@ from rl_consistency.kernels.attention.hopper.decode_fold import (
 )
 from rl_consistency.kernels.attention.hopper.tiles import (
     NEG_INF,
+    OPTIONS,
     WARPS,
     halve,
     thread_barrier,
@@ -287,5 +288,5 @@ def attention_decode_fwd(
         HEAD_DIM=call.head_dim, DIM=call.dim, BLOCK=call.block_size, WINDOWED=call.windowed,
         SHARED=sums is not None, SPLIT=tickets is not None, RING=schedule.ring, SLICES=slices,
         num_warps=WARPS.value, maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True,
-        launch_cooperative_grid=slices > 1, enable_fp_fusion=False,
+        launch_cooperative_grid=slices > 1, **OPTIONS,
     )  # fmt: skip

@@ -260,6 +260,26 @@ def _maxima(block_m, first, count, STORED: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
+def _fold_some(lanes, acc, lanes_of, acc_of, left_of, right_of, block, place, STEP: gl.constexpr):
+    """(lanes, acc) after STEP written blocks: in the ring from `place`, their factors from `block`.
+
+    A function of its own: Triton's front end takes each once, but a loop's body twice, so that of
+    a loop in a loop four times.
+    """
+    layout: gl.constexpr = acc.type.layout
+    lane_layout: gl.constexpr = lanes.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    lane_rows: gl.constexpr = gl.SliceLayout(1, lane_layout)
+    for j in gl.static_range(STEP):
+        a, b = left_of.index(block + j).load(rows), right_of.index(block + j).load(rows)
+        acc = scaled(acc_of.index(place + j).load(layout), b, acc, a)
+        a = left_of.index(block + j).load(lane_rows)
+        b = right_of.index(block + j).load(lane_rows)
+        lanes = scaled(lanes_of.index(place + j).load(lane_layout), b, lanes, a)
+    return lanes, acc
+
+
+@gluon.jit
 def fold_written(
     ticket, m, lanes, acc, block_m, block_lanes, block_acc, count,
     STORED: gl.constexpr, WIDTH: gl.constexpr, DIM: gl.constexpr,
@@ -270,10 +290,7 @@ def fold_written(
     """
     N: gl.constexpr = blocks_at_once(STORED, WIDTH)
     STEP: gl.constexpr = min(N, 16)
-    layout: gl.constexpr = folded_layout(STORED, WIDTH, False)
-    lane_layout: gl.constexpr = folded_layout(STORED, WIDTH, True)
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    lane_rows: gl.constexpr = gl.SliceLayout(1, lane_layout)
+    rows: gl.constexpr = gl.SliceLayout(1, folded_layout(STORED, WIDTH, False))
     scanned: gl.constexpr = scanned_layout(N)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -309,12 +326,9 @@ def fold_written(
         thread_barrier()
         # Past the last block the left factor is 1 and the summand is 0.
         for i in range(0, gl.minimum(count - first, N), STEP):
-            for j in gl.static_range(STEP):
-                a, b = left_of.index(i + j).load(rows), right_of.index(i + j).load(rows)
-                acc = scaled(acc_of.index(slot * N + i + j).load(layout), b, acc, a)
-                a = left_of.index(i + j).load(lane_rows)
-                b = right_of.index(i + j).load(lane_rows)
-                lanes = scaled(lanes_of.index(slot * N + i + j).load(lane_layout), b, lanes, a)
+            lanes, acc = _fold_some(
+                lanes, acc, lanes_of, acc_of, left_of, right_of, i, slot * N + i, STEP
+            )
         slot = gl.where(slot == 2, 0, slot + 1)
     async_copy.wait_group(0)
     return gl.convert_layout(m, rows), lanes, acc

@@ -32,7 +32,7 @@ from rl_consistency.kernels.attention.hopper.decode_fold import (
     write_block,
     write_sums,
 )
-from rl_consistency.kernels.attention.hopper.tiles import WARPS, thread_barrier
+from rl_consistency.kernels.attention.hopper.tiles import OPTIONS, WARPS, thread_barrier
 from rl_consistency.kernels.attention.schedules import PER_CALL, Schedule, key_block
 from rl_consistency.kernels.attention.shared_keys import SharedTables
 
@@ -193,6 +193,6 @@ def attention_prefix_fwd(
         call.most_blocks, *call.operand_strides, KV_HEADS=call.kv_heads, GROUP=call.group,
         ROWS=schedule.rows, TILES=tiles, DIM=dim, BLOCK=call.block_size,
         SPLIT=tickets is not None, RING=schedule.ring, num_warps=WARPS.value,
-        maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True, enable_fp_fusion=False,
+        maxnreg=min(REGISTERS // schedule.resident, 255), launch_pdl=True, **OPTIONS,
     )  # fmt: skip
     return m, lanes, acc

@@ -33,6 +33,7 @@ from rl_consistency.kernels.attention.hopper.forward_producer import (
 )
 from rl_consistency.kernels.attention.hopper.tiles import (
     NEG_INF,
+    OPTIONS,
     barriers,
     halve,
     head_descriptor,
@@ -299,5 +300,5 @@ def attention_hopper_fwd(call: ForwardCall, longest: int) -> None:
         q, v, out, lse, queries, keys, values, call.tiles, call.grid, *call.numbers, call.reach,
         call.factor, *q.stride()[:2], *v.stride()[:2], *call.result_strides,
         KV_HEADS=call.kv_heads, GROUP=call.group, HEAD_DIM=call.head_dim, DIM=call.dim,
-        WINDOWED=call.windowed, num_warps=4, maxnreg=168, enable_fp_fusion=False,
+        WINDOWED=call.windowed, num_warps=4, maxnreg=168, **OPTIONS,
     )  # fmt: skip

@@ -21,6 +21,9 @@ LN2 = gl.constexpr(0.6931471805599453)
 NEG_INF = gl.constexpr(float("-inf"))
 WARPS = gl.constexpr(4)
 """Warps of each group that holds rows of a tile."""
+OPTIONS: dict[str, Any] = {"enable_fp_fusion": False, "sanitize_overflow": False}
+"""Of every launch. Checks of integer overflow are code in Triton's debug mode alone, but the front
+end writes them in any mode, and takes half as long again."""
 # Triton 3.7 has another name for it.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 

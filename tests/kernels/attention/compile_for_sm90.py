@@ -1,5 +1,6 @@
 """A process that compiles the kernels of attention/hopper for sm_90 with no GPU at hand, and prints
-name, registers' spills in bytes and shared memory of each. Nothing runs."""
+name, registers' spills in bytes, shared memory, and whether the front end wrote checks of overflow.
+Nothing runs."""
 
 import subprocess
 import sys
@@ -103,4 +104,5 @@ if __name__ == "__main__":
         for call in calls(dim):
             call()
     for name, kernel in compiled:
-        print(name, spilled(kernel), kernel.metadata.shared)
+        checks = kernel.metadata.sanitize_overflow
+        print(name, spilled(kernel), kernel.metadata.shared, checks)

@@ -3,13 +3,14 @@ On a GPU see tests/gpu."""
 
 import _thread
 from pathlib import Path
-from threading import Thread, get_ident
+from threading import Lock, Thread, get_ident
+from time import sleep
 from types import SimpleNamespace
 
 import pytest
 import torch
 from triton.runtime import _async_compile, build, driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 from rl_consistency.kernels.core import compile_ahead as module
 from rl_consistency.kernels.core import remembered_launch
@@ -64,7 +65,8 @@ def device(monkeypatch):
     monkeypatch.setattr(module, "_threads", 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=found.build))
+    launcher = lambda *given: found.build(*given)  # noqa: E731
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=launcher))
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
     monkeypatch.setattr(remembered_launch, "_thread", remembered_launch._Thread())
@@ -108,6 +110,24 @@ def test_launchers_are_built_and_not_loaded_by_threads(device, launch, monkeypat
     assert not loads
     build._load_module_from_path("launcher", "path")
     assert loads == [("launcher", "path")]
+
+
+def test_one_thread_at_a_time_parses_a_kernel(device, launch, monkeypatch):
+    """Before Python 3.11.8 and 3.12.2 two that parse at a time may fail (gh-106905)."""
+    real, free, failed = JITCallable.parse, Lock(), []
+
+    def parse(function):
+        if not free.acquire(blocking=False):
+            failed.append(function)
+            return real(function)
+        sleep(0.01)
+        free.release()
+        return real(function)
+
+    monkeypatch.setattr(JITCallable, "parse", parse)
+    device.build = lambda src, metadata: JITFunction(nothing).parse()
+    compile_ahead([lambda n=n: launch(n) for n in range(8)])
+    assert not failed and JITCallable.parse is parse
 
 
 def test_what_is_remembered_is_not_launched_while_it_compiles(device):
@@ -180,6 +200,28 @@ def test_a_process_that_shares_its_cores_compiles_in_fewer_threads(device, launc
     use_threads(1)
     compile_ahead([lambda n=n: launch(n) for n in range(8)])
     assert len({thread for _, thread in device.compiled}) == 1
+
+
+def more(n):
+    first = n + 1
+    second = first + 1
+    return second
+
+
+more_kernel = JITFunction(more)
+
+
+def calls_more(n):
+    return more_kernel(n)
+
+
+def test_kernels_begin_with_the_longest_and_with_one_of_each_function(device):
+    """With what a kernel calls, since all of it is compiled."""
+    use_threads(1)
+    short, middle, long = map(JITFunction, (nothing, more, calls_more))
+    order = [(short, 1), (short, 2), (middle, 3), (long, 4), (long, 5), (middle, 6)]
+    compile_ahead([lambda kernel=kernel, n=n: kernel[(1,)](n) for kernel, n in order])
+    assert [n for (n,), _ in device.compiled] == [4, 3, 1, 5, 6, 2]
 
 
 def test_the_interpreter_has_nothing_to_compile(monkeypatch):
