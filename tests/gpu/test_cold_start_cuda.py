@@ -126,7 +126,7 @@ def test_compiling_ahead_moves_no_bit(model, new_process, monkeypatch):
     warmed.warm_up(TRUNCATED)
     expected = rollouts(warmed, TRUNCATED)
     assert rollouts(lazy, TRUNCATED) == expected
-    monkeypatch.setattr(RolloutKernels, "_compile", lambda *_: None)
+    monkeypatch.setattr(RolloutKernels, "_compile", lambda *_, **__: None)
     forget_kernels()
     assert rollouts(engine_of(model), TRUNCATED) == expected
 

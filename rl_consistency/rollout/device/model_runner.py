@@ -168,11 +168,13 @@ class ModelRunner:
         truncates: bool = False,
         shares: bool = False,
         longest: int | None = None,
+        captures: bool = True,
         also: Sequence[Callable[[], object]] = (),
         report: Report | None = None,
     ) -> int:
         """Compile what a rollout within `bounds` launches that no process has compiled, and what
-        the calls in `also` do; returns the number of kernels.
+        the calls in `also` do; returns the number of kernels. `captures`: what only the capture of
+        a prefill launches too.
 
         No kernel of Triton is launched, torch's own are: of the device state only the dummy slot is
         written, no sequence's key or token and no certificate. Nothing is compiled on a CPU, and
@@ -199,7 +201,7 @@ class ModelRunner:
                 for shared in ((False, True) if shares and graphs.share_keys else (False,))
             ]
         calls += [partial(self._run_padding, shape, truncates) for shape in shapes]
-        if (padded := self._ragged_graphs) is not None:
+        if captures and (padded := self._ragged_graphs) is not None:
             rows = ragged_graphs.buckets_up_to(bounds.tokens)
             calls += [partial(padded.run_padding, n, truncates=truncates) for n in rows]
         return compile_ahead([*calls, *also], report)

@@ -82,7 +82,8 @@ class RolloutKernels:
         self._runner.check_batch_sizes(batch_sizes or ())
         sizes = self._bounds.batch_sizes if batch_sizes is None else tuple(batch_sizes)
         kind = self._kind(drafts, truncates, self._shares, self._bounds)
-        self._compile(kind, replace(self._bounds, batch_sizes=sizes), drafts, longest)
+        bounds = replace(self._bounds, batch_sizes=sizes)
+        self._compile(kind, bounds, drafts, longest, captures=True)
 
     def compile_for(self, sequences: Sequence[RolloutSequence]) -> None:
         """Before the first rollout of a kind: those that sequences of these sizes need.
@@ -102,7 +103,7 @@ class RolloutKernels:
         if self._compiled:
             sizes = (1 << (size - 1).bit_length() for size in (tokens, count, longest))
             kind = replace(kind, bounds=self._within(*sizes))
-        self._compile(kind, kind.bounds, drafts, None)
+        self._compile(kind, kind.bounds, drafts, None, captures=False)
 
     def _within(self, tokens: int, sequences: int, longest: int) -> RolloutBounds:
         most, count = self._bounds, min(sequences, self._bounds.sequences)
@@ -125,7 +126,13 @@ class RolloutKernels:
         )
 
     def _compile(
-        self, kind: _Kind, bounds: RolloutBounds, drafts: Sequence[int], longest: int | None
+        self,
+        kind: _Kind,
+        bounds: RolloutBounds,
+        drafts: Sequence[int],
+        longest: int | None,
+        *,
+        captures: bool,
     ) -> None:
         if self._runner.hooked:
             return
@@ -139,6 +146,7 @@ class RolloutKernels:
                 truncates=kind.truncates,
                 shares=kind.shares,
                 longest=longest,
+                captures=captures,
                 also=[partial(model_digest, self._model)],
                 report=report,
             )

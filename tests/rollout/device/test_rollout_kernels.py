@@ -111,11 +111,15 @@ def test_layers_that_differ_in_what_they_launch_are_kinds_of_their_own(model):
 
 
 def test_the_first_rollout_of_a_kind_asks_for_the_sizes_it_has(model, monkeypatch):
-    asked = []
+    asked, captures = [], []
     compiled = RolloutKernels._compile
-    monkeypatch.setattr(
-        RolloutKernels, "_compile", lambda self, *a: (asked.append(a), compiled(self, *a))
-    )
+
+    def noted(self, *a, **named):
+        asked.append(a)
+        captures.append(named["captures"])
+        compiled(self, *a, **named)
+
+    monkeypatch.setattr(RolloutKernels, "_compile", noted)
     monkeypatch.setattr(rollout_kernels, "SHARED_BLOCK", 2)
     engine = RolloutEngine(model, eos_token_id=None, num_kv_blocks=60, max_num_seqs=5)
     plain, truncated = SamplingParams(n=2, max_tokens=3), SamplingParams(top_k=3, max_tokens=3)
@@ -131,6 +135,7 @@ def test_the_first_rollout_of_a_kind_asks_for_the_sizes_it_has(model, monkeypatc
         engine.warm_up(plain, batch_sizes=[6])
     engine.generate([[1] * 40] * 3, plain)
     assert len(asked) == 3
+    assert captures == [False, False, True]  # a capture of prefill comes after several rollouts
 
 
 def test_sequences_share_keys_if_two_begin_alike_whoever_asked_for_them(model, monkeypatch):
