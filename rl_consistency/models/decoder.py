@@ -168,7 +168,7 @@ class CanonicalBaseModel(CanonicalModule):
             # A pass that compiles runs one layer of each kind, here of all rows; a call of as many
             # rows as are wanted meets the kernels of those.
             whole = compiles_only() or isinstance(last.mlp, CanonicalMoEBlock)
-            early = None if whole else rows
+            early = None if rows is None or whole or self._is_seen_after(last) else rows
             hidden, addend = last.terms(
                 hidden, addend, call=call, cache_index=last_index, rows=early
             )
@@ -180,6 +180,11 @@ class CanonicalBaseModel(CanonicalModule):
             normed = self.norm(hidden)
         found = normed[0] if rows is None else normed[0].index_select(0, rows)
         return guarded_backward(found, self.passes)
+
+    def _is_seen_after(self, layer: CanonicalDecoderLayer) -> bool:
+        """Whether a hook sees rows from the layer's attention on."""
+        parts = (layer.self_attn, layer.post_attention_layernorm, layer.mlp, self.norm)
+        return not all(is_unobserved(module) for part in parts for module in part.modules())
 
 
 def _one_of_each_kind(layers: nn.ModuleList) -> list[tuple[int, nn.Module]]:

@@ -153,11 +153,21 @@ class Taps:
 
     # The wrappers, one for each method that computes something.
 
-    def _call(self, run: Callable[..., Any], model: Any, ids: Tensor, *rest: Any) -> Any:
+    def _call(
+        self,
+        run: Callable[..., Any],
+        model: Any,
+        ids: Tensor,
+        positions: Tensor,
+        layout: Any,
+        rows: Tensor | None = None,
+    ) -> Any:
         if model not in self._names:
-            return run(model, ids, *rest)
-        self.begin(rest[-1], ids.shape[0])
-        return run(model, ids, *rest)
+            return run(model, ids, positions, layout, rows)
+        self.begin(layout, ids.shape[0])
+        # All rows are taken, in every layer.
+        found = run(model, ids, positions, layout)
+        return found if rows is None else found.index_select(0, rows)
 
     def _leaf(self, run: Callable[..., Any], module: Any, x: Tensor) -> Any:
         name = self._names.get(module)

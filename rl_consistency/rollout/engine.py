@@ -311,9 +311,9 @@ class RolloutEngine:
 
         Else the first rollout compiles what its own sizes need, and the first step that needs a
         graph captures it, while all samples wait; those of prefill are captured when a size has
-        come up a few times. Compiled kernels stay in Triton's cache on disk,
-        where another process finds them. A new hook or patch, or a parameter that changes place,
-        drops the graphs. An error of the compiler passes through.
+        come up a few times. Compiled kernels stay in Triton's cache on disk, where another process
+        finds them. A new hook or patch, or a parameter that changes place, drops the graphs. An
+        error of the compiler passes through.
 
         Args:
             sampling: whether it restricts the support, its speculation, and whether it draws

@@ -6,10 +6,12 @@ import torch
 from rl_consistency.kernels.linear import op as linear_op
 from rl_consistency.models import modules, token_logprobs
 from rl_consistency.models.families import ops_of
+from rl_consistency.models.packing import PackedBatch
 from rl_consistency.models.patch import patch
 from rl_consistency.parity import sides
 from rl_consistency.parity.digest import parameter_digest
 from rl_consistency.parity.localize import localize
+from rl_consistency.parity.taps import tapped
 from rl_consistency.verify.presets import build_preset
 from rl_consistency.verify.substitution import attribute
 
@@ -289,6 +291,18 @@ def test_gradients_that_were_there_are_no_gradients_of_a_side(model, found):
     assert {op.pass_ for op in found(gradients=False).ops} == {"forward"}
     assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
     model.zero_grad()
+
+
+def test_a_call_for_some_rows_is_tapped_in_all(model):
+    batch = PackedBatch.from_sequences([[5, 6, 7], [8] * 20], "cpu")
+    call, wanted = (batch.input_ids, batch.position_ids, batch.layout), torch.tensor([2, 20])
+    with torch.no_grad():
+        expected = model.model.packed_forward(*call, wanted)
+        with tapped(model, [3, 20]) as taps:
+            found = model.model.packed_forward(*call, wanted)
+    assert found.equal(expected) and len(found) == 2
+    outputs = [value for tap, value in taps.forward().items() if tap.module.endswith("down_proj")]
+    assert {len(value) for value in outputs} == {23}
 
 
 def test_tapping_changes_no_byte_and_leaves_gradients_alone(model, work):

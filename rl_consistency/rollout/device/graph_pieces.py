@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -36,8 +36,11 @@ class GraphPieces:
             self._begin()
             try:
                 run()
-            finally:
                 self._graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # of a capture that has ended, or has failed itself
+                    self._graph.capture_end()
+                raise
         self._pieces.append((self._graph, None))
 
     def interrupt(self, between: Between) -> None:

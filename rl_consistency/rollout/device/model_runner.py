@@ -1,7 +1,7 @@
 """Owns the KV cache and the device state, and turns a step's chunks into tokens and logprobs.
 
-A launch never waits for the device, so the next step can be queued behind it. The token that the
-step before samples is read on the device.
+A launch never waits for the device, unless it captures graphs, so the next step can be queued
+behind it. The token that the step before samples is read on the device.
 """
 
 from __future__ import annotations

@@ -41,6 +41,15 @@ CAPTURED_AT = 4
 """The call of a shape that captures it: capturing takes as long as three calls op by op, so at
 worst the calls before it and the capture take twice what was needed."""
 
+MOST_CAPTURED = 96
+"""Shapes that are captured at most: each holds as many graphs as the model has layers."""
+
+SHARED_ROWS = 16384
+"""Rows of the memory for attention's results that all calls share, where graphs reach so far."""
+
+OUT_OF_MEMORY = "out of memory"
+"""In the message of an error of CUDA, which making a graph raises beside the allocator's own."""
+
 Compute = Callable[..., tuple[Tensor, Tensor]]
 """The model and the sampler: (token_ids, positions, layout, rows, slots, *, truncates) -> token ids
 [n] and values [2 or 4, n] int32 of `rows` [n]; see `SampledRows`."""
@@ -217,6 +226,7 @@ class RaggedGraphs:
     ) -> None:
         self._state, self._cache, self._compute = state, cache, compute
         self._most, self._prepare = most, prepare
+        self._room = most  # rows that there was memory for
         self._captured: dict[PaddedShape, CapturedPadded] = {}
         self._asked: dict[PaddedShape, int] = {}
         self._memory: Tensor | None = None
@@ -232,7 +242,7 @@ class RaggedGraphs:
             torch.cuda.synchronize(self._state.device)
         self._captured.clear()
         self._asked.clear()
-        self._place = None
+        self._place, self._room = None, self._most
 
     def captured(self, call: RaggedCall, *, truncates: bool) -> CapturedPadded | None:
         """A captured call with room for this one; None where it should run op by op."""
@@ -244,23 +254,42 @@ class RaggedGraphs:
             self._asked[shape] = self._asked.get(shape, 0) + 1
             if self._asked[shape] < CAPTURED_AT:
                 return None
-            try:
-                self._captured[shape] = self._capture(shape)
-            except torch.OutOfMemoryError as error:
-                self._most = shape.rows - 1
-                warnings.warn(
-                    f"no memory to capture a prefill of {shape.rows} rows ({error}); calls of so "
-                    "many run op by op from now on, with the same bits and more work for the host. "
-                    "Lower max_batch_tokens or num_kv_blocks.",
-                    stacklevel=2,
-                )
+            if len(self._captured) >= MOST_CAPTURED:
                 return None
+            # A capture cannot take what the allocator holds for others, so it may try twice.
+            captured = self._captured_in_memory(shape, last=False)
+            captured = captured or self._captured_in_memory(shape, last=True)
+            if captured is None:
+                return None
+            self._captured[shape] = captured
         return self._captured[shape]
+
+    def _captured_in_memory(self, shape: PaddedShape, *, last: bool) -> CapturedPadded | None:
+        """What `_capture` gives; None where memory is missing, which the `last` try says."""
+        try:
+            return self._capture(shape)
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and OUT_OF_MEMORY not in str(error):
+                raise
+            reason = str(error)
+        if not self._captured:
+            self._place = None  # torch has forgotten a pool that no graph uses
+        if not last:
+            torch.cuda.empty_cache()
+            return None
+        self._room = shape.rows - 1
+        warnings.warn(
+            f"no memory to capture a prefill of {shape.rows} rows ({reason}); calls of so many run "
+            "op by op, with the same bits and more work for the host. Lower max_batch_tokens or "
+            "num_kv_blocks.",
+            stacklevel=2,
+        )
+        return None
 
     def shape_for(self, rows: int, sampled: int, *, truncates: bool) -> PaddedShape | None:
         """The shape for a call of so many rows; None where graphs gain nothing."""
         bucket = bucket_of(rows)
-        if bucket > self._most:
+        if bucket > self._room:
             return None
         # More than these are in no call, unless drafts are verified without graphs.
         room = min(sampled_bucket_of(sampled), self._state.dummy_slot, bucket)
@@ -285,8 +314,9 @@ class RaggedGraphs:
         """Memory for attention's results, shared by all calls."""
         rows = q.shape[0]
         if self._memory is None or self._memory.shape[0] < rows:
-            # Calls that were captured keep the smaller one.
-            self._memory = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+            # Calls that were captured keep a smaller one.
+            size = (max(rows, min(self._most, SHARED_ROWS)), *q.shape[1:])
+            self._memory = torch.zeros(size, dtype=q.dtype, device=q.device)
         return self._memory[:rows]
 
     def _capture(self, shape: PaddedShape) -> CapturedPadded:
@@ -295,13 +325,17 @@ class RaggedGraphs:
         if self._place is None:
             self._place = (torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._state.device))
         pool, stream = self._place
-        stream.wait_stream(torch.cuda.current_stream())
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
         with torch.cuda.stream(stream), certified_to_the_row():
             # The first run compiles kernels and certifies products, which a capture must not do.
             # In the second nothing of that is left to do.
-            call.run(call.results)
-            call.run(call.results)
-        torch.cuda.current_stream().wait_stream(stream)
+            try:
+                call.run(call.results)
+                call.run(call.results)
+            finally:
+                # What the call holds may be given away once it is dropped.
+                current.wait_stream(stream)
         pieces = GraphPieces(pool, stream)
 
         def interrupted(q: Tensor, k: Tensor, v: Tensor, *numbers: Any) -> Tensor:
