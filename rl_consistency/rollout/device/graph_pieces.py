@@ -1,7 +1,7 @@
 """A call captured as several CUDA graphs, between which other calls run.
 
 A graph replays its launches with the grids that it was captured with. An op whose grid differs from
-call to call stays outside: it interrupts the capture and is called anew between two replays.
+call to call stays outside: it interrupts the capture, and is called between two replays.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Memory:
 def borrowed(x: Tensor) -> Tensor:
     """A tensor over the memory of x that does not keep it: later captures may be given it.
 
-    Whoever reads it knows that the values are there at that time. On a CPU x itself.
+    Its values are there from the replay that writes them to the next one that may. On a CPU x itself.
     """
     if not x.is_cuda:
         return x
