@@ -77,7 +77,7 @@ class _Memory:
 def borrowed(x: Tensor) -> Tensor:
     """A tensor over the memory of x that does not keep it: later captures may be given it.
 
-    Its values are there from the replay that writes them to the next one that may. On a CPU x itself.
+    Its values are there from the replay that writes them to the next that may. On a CPU x itself.
     """
     if not x.is_cuda:
         return x
