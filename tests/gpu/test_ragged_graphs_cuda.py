@@ -12,10 +12,9 @@ from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT, PaddedCall,
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
-from rl_consistency.rollout.sequence import RolloutSequence
 from rl_consistency.verify.presets import build_preset
 from tests.gpu.test_decode_graphs_cuda import no_waiting
-from tests.rollout.device.launches import ahead, whole
+from tests.rollout.device.launches import admitted, ahead, whole
 
 pytestmark = pytest.mark.gpu
 
@@ -42,21 +41,7 @@ def runner_of(model, **settings):
 
 
 def prompts(runner, lengths, params=PLAIN):
-    sequences = []
-    for i, length in enumerate(lengths):
-        sequence = RolloutSequence(
-            prompt_index=i,
-            sample_index=0,
-            prompt_id=i,
-            params=params,
-            stop_token_ids=frozenset(),
-            token_ids=[(7 * i + 3 * n + 1) % 331 for n in range(length)],
-        )
-        sequence.block_table = list(range((i + 1) * BLOCKS - 1, i * BLOCKS - 1, -1))
-        sequence.slot = len(lengths) - 1 - i
-        runner.admit(sequence)
-        sequences.append(sequence)
-    return sequences
+    return admitted(runner, lengths, params, blocks=BLOCKS, vocabulary=331)
 
 
 def prefilled(runner, lengths, params=PLAIN, cut=0):

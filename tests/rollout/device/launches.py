@@ -8,6 +8,7 @@ from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.rollout.device.decode_graphs import CapturedCall, DecodeGraphs, Shape
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.device.ragged_graphs import CapturedPadded, PaddedShape, RaggedGraphs
+from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk
 from rl_consistency.rollout.sequence import RolloutSequence
 
@@ -36,6 +37,28 @@ class UncapturedRagged(RaggedGraphs):
             call.run(lambda *operands: call.attention(*operands, paged))
 
         return CapturedPadded(call, run_again, kept)
+
+
+def admitted(
+    runner: ModelRunner, lengths: list[int], params: SamplingParams, *, blocks: int, vocabulary: int
+) -> list[RolloutSequence]:
+    """Sequences of these lengths with `blocks` blocks each; their slots and blocks are in another
+    order than their rows."""
+    sequences = []
+    for i, length in enumerate(lengths):
+        sequence = RolloutSequence(
+            prompt_index=i,
+            sample_index=0,
+            prompt_id=i,
+            params=params,
+            stop_token_ids=frozenset(),
+            token_ids=[(7 * i + 3 * n + 1) % vocabulary for n in range(length)],
+        )
+        sequence.block_table = list(range((i + 1) * blocks - 1, i * blocks - 1, -1))
+        sequence.slot = len(lengths) - 1 - i
+        runner.admit(sequence)
+        sequences.append(sequence)
+    return sequences
 
 
 def whole(sequences: list[RolloutSequence]) -> list[ScheduledChunk]:
