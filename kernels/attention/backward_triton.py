@@ -190,10 +190,11 @@ def attention_bwd(
     scale: float,
     window: int | None,
     *,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
     query_schedule: Schedule | None = None,
     key_schedule: Schedule | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in the dtype of q; rows that no sequence owns are 0.
+    """(dq, dk, dv) in the dtype of q, `into` memory if given; rows that no sequence owns are 0.
 
     Tests and tuning give schedules; none changes a bit. A specialised `key_schedule` computes dq
     as well.
@@ -202,8 +203,10 @@ def attention_bwd(
     rows, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    make = torch.empty if layout.owns(rows) else torch.zeros
-    dq, dk, dv = (make(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = into or (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    if not layout.owns(rows):
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
     if layout.most_queries == 0:
         return dq, dk, dv
     if key_schedule is None and query_schedule is None:

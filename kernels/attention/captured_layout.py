@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rl_consistency.kernels.attention.layout import (
     AttentionLayout,
+    PackedSequences,
     PagedAttention,
     SequenceTables,
     TilePlan,
@@ -147,3 +148,15 @@ class InterruptedAttention(PagedAttention):
 
     def tables(self, device: torch.device) -> SequenceTables:
         return self.numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterruptedSequences(PackedSequences):
+    """The layout of a training call whose other ops are captured; those ask it nothing."""
+
+    attend: Attend
+
+    @classmethod
+    def by(cls, attend: Attend) -> InterruptedSequences:
+        """A layout without sequences, whose attention is `attend`."""
+        return cls(query_starts=(), query_lens=(), context_lens=(), attend=attend)

@@ -137,6 +137,54 @@ def attention_paged(
         return o, lse.float()
 
 
+def attention_into(
+    results: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedSequences,
+    scale: float,
+    window: int | None,
+) -> None:
+    """`attention_varlen` into `empty_results`, without a gradient."""
+    _check(q, k, v, layout, scale, window)
+    out, lse = results
+    if not q.is_cuda:
+        for result, found in zip(results, attention_cpu_fwd(q, k, v, layout, scale, window)):
+            result.copy_(found)
+        return
+    if not layout.owns(q.shape[0]):
+        out.zero_()
+        lse.fill_(-math.inf)
+    attention_fwd(q, k, v, layout, scale, window, into=results)
+
+
+def attention_gradients_into(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: tuple[Tensor, Tensor],
+    layout: PackedSequences,
+    scale: float,
+    window: int | None,
+) -> None:
+    """Fill `gradients`, that is dq, dk and dv, after `attention_into` has filled `results`."""
+    if q.is_cuda:
+        attention_bwd(do, q, k, v, *results, layout, scale, window, into=gradients)
+        return
+    found = attention_cpu_bwd(do, q, k, v, *results, layout, scale, window)
+    for gradient, computed in zip(gradients, found, strict=True):
+        gradient.copy_(computed)
+
+
+def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for o [T, H, D] and lse [T, H] of queries [T, H, D]."""
+    dtype = lse_dtype(q.dtype) if q.is_cuda else torch.float32
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=dtype)
+
+
 def _check(
     q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, scale: float, window: int | None
 ) -> None:

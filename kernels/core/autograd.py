@@ -29,9 +29,13 @@ def observed() -> bool:
     Forward-mode differentiation and `torch.func` count too: they raise an error for an op without a
     rule. `make_fx(..., pre_dispatch=True)` shows as the function mode it sets.
     """
+    return torch.is_grad_enabled() or watched()
+
+
+def watched() -> bool:
+    """`observed`, by anything but autograd."""
     return (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
+        torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0

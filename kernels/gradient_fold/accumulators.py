@@ -61,3 +61,9 @@ def resumed(accumulators: list[Tensor | None], gradient: Tensor) -> list[Tensor 
         found.append(None if part is None else torch.where(same, part, changed))
         changed = changed if part is None else 0.0
     return found
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one dtype and shape hold the same bytes."""
+    a, b = (tensor.contiguous().view(torch.uint8) for tensor in (a, b))
+    return torch.equal(a, b)

@@ -10,6 +10,7 @@ import weakref
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
 
 from rl_consistency.kernels.core.autograd import at_backward_errors
@@ -189,3 +190,22 @@ def several_forward_passes(what: str) -> str:
         "together, which would make gradients depend on how the batch was cut. Call backward() "
         "for each; gradients add up."
     )
+
+
+def accumulates_gradient(ctx: Any, parameter: Tensor) -> bool | None:
+    """True if this backward pass adds to `parameter.grad`, False if it returns the gradient from
+    `torch.autograd.grad`, None if it needs no gradient of the parameter."""
+    if not parameter.requires_grad:  # frozen since the forward pass
+        return None
+    for node, _ in ctx.next_functions:
+        if getattr(node, "variable", None) is parameter:
+            return adds_to_gradient(node)
+    return False
+
+
+def adds_to_gradient(node: Any) -> bool | None:
+    """The same of a trained parameter whose gradient goes to `node` of autograd."""
+    try:
+        return torch._C._will_engine_execute_node(node) or None
+    except RuntimeError:  # torch's answer for a leaf that autograd.grad asks for
+        return False

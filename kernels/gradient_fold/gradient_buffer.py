@@ -19,7 +19,8 @@ Cost: where accumulator and gradient have one dtype and the parameter has one us
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,9 +33,11 @@ from rl_consistency.kernels.gradient_fold.accumulators import (
     gradient_dtype,
     made_alike,
     resumed,
+    same_bytes,
 )
 from rl_consistency.kernels.gradient_fold.backward_passes import (
     BackwardPasses,
+    accumulates_gradient,
     several_backward_passes,
     several_forward_passes,
 )
@@ -102,6 +105,29 @@ class GradientBuffer:
             torch._dynamo.graph_break()  # what was folded before is no part of a graph
         return self._gradient.fold(self._use, ctx, fold, overwrites)
 
+    @property
+    def uses(self) -> int:
+        return self._gradient.uses
+
+    @contextmanager
+    def folding_into(self, accumulator: Tensor) -> Iterator[None]:
+        """Inside the block, folds continue this accumulator and hand nothing over. A CUDA graph
+        captured there does so in each replay, which comes between `begin` and `finish`."""
+        self._gradient.captured = accumulator
+        try:
+            yield
+        finally:
+            self._gradient.captured = None
+
+    def begin(self, op: int, accumulates: bool) -> Tensor | None:
+        """The accumulator that a pass continues, None where it starts from zero; `op` as autograd
+        numbers it, `accumulates` as `adds_to_gradient` tells."""
+        return self._gradient.begin(self._use, op, accumulates)
+
+    def finish(self, accumulator: Tensor) -> Tensor | None:
+        """What a backward function returns for the parameter once its use is folded."""
+        return self._gradient.finish(self._use, accumulator)
+
 
 class _Left:
     """What a pass leaves on the gradient itself, so that it goes when the gradient goes."""
@@ -121,6 +147,7 @@ class _Gradient:
 
     def __init__(self, parameter: nn.Parameter, uses: int, passes: BackwardPasses):
         self.parameter, self.uses, self.passes = parameter, uses, passes
+        self.captured: Tensor | None = None
         passes.watch(self)
         self._forget()
 
@@ -138,16 +165,25 @@ class _Gradient:
 
     def fold(self, use: int, ctx: Any, fold: Fold, overwrites: bool) -> Tensor | None:
         """See `fold_parameter`."""
-        accumulates = _accumulates(ctx, self.parameter)
+        if self.captured is not None:
+            fold(self.captured, False)
+            return None
+        accumulates = accumulates_gradient(ctx, self.parameter)
         if accumulates is None:
             return None
-        self._op = ctx._sequence_nr()
-        self._enter(use, accumulates)
-        accumulator = self._accumulators[use]
+        accumulator = self.begin(use, ctx._sequence_nr(), accumulates)
         fresh = accumulator is None
         if accumulator is None:
             accumulator = filled(self.parameter, zeroed=not overwrites)
         fold(accumulator, fresh)
+        return self.finish(use, accumulator)
+
+    def begin(self, use: int, op: int, accumulates: bool) -> Tensor | None:
+        self._op = op
+        self._enter(use, accumulates)
+        return self._accumulators[use]
+
+    def finish(self, use: int, accumulator: Tensor) -> Tensor | None:
         self._accumulators[use] = accumulator
         self._folded.add(use)
         return self._handed() if len(self._folded) == self.uses else None
@@ -266,7 +302,7 @@ class _Gradient:
                     before.copy_(gradient)
                 gradient = self.parameter.grad = before
             left = _Left(self._accumulators)
-            if self._hooked and not _same_bytes(
+            if self._hooked and not same_bytes(
                 add_up(left.accumulators, gradient.clone()), gradient
             ):
                 left = _Left([], HOOKED)
@@ -278,7 +314,8 @@ class _Gradient:
 
     def _complete(self) -> str:
         """Hand over the gradient of some uses, where the loss did not depend on the others."""
-        beside = self._written_beside or _has_hooks(self.parameter)
+        hooks = self.parameter._backward_hooks or self.parameter._post_accumulate_grad_hooks
+        beside = self._written_beside or hooks
         if self._accumulates and not beside:
             torch.autograd.backward(self.parameter, self._handed())
             return ""
@@ -355,32 +392,9 @@ def fold_parameter(
     return gradient.to(gradient_dtype(parameter))
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    a, b = (tensor.contiguous().view(torch.uint8) for tensor in (a, b))
-    return torch.equal(a, b)
-
-
 def _not_continued(parameter: Tensor, fault: str) -> str:
     return (
         f"the gradient of a parameter of shape {tuple(parameter.shape)} {fault} so the fold cannot "
         "be continued. Call optimizer.zero_grad() and do all micro-batches of the step again, in "
         "one backward pass if a hook changes gradients."
     )
-
-
-def _accumulates(ctx: Any, parameter: Tensor) -> bool | None:
-    """True if this backward pass adds to `parameter.grad`, False if it returns the gradient from
-    `torch.autograd.grad`, None if it needs no gradient of the parameter."""
-    if not parameter.requires_grad:  # frozen since the forward pass
-        return None
-    for node, _ in ctx.next_functions:
-        if getattr(node, "variable", None) is parameter:
-            try:
-                return torch._C._will_engine_execute_node(node) or None
-            except RuntimeError:  # torch's answer for a leaf that autograd.grad asks for
-                return False
-    return False

@@ -14,6 +14,7 @@ from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSeque
 from rl_consistency.kernels.core.compile_ahead import compiles_only
 from rl_consistency.kernels.core.remembered_launch import ALIGNMENT
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses, ForwardPass
+from rl_consistency.models.captured.layer_graphs import LayerGraphs
 from rl_consistency.models.modules import (
     CanonicalModule,
     CanonicalRMSNorm,
@@ -116,9 +117,10 @@ class CanonicalBaseModel(CanonicalModule):
     layers: nn.ModuleList
     norm: CanonicalRMSNorm
     rotary_emb: nn.Module
-    guard: Callable[[], object]
-    """Raises unless the whole model is as it was patched."""
+    guard: Callable[[], Any]
+    """Raises unless the whole model is as it was patched; gives the state of the forward."""
     passes: BackwardPasses
+    layer_graphs: LayerGraphs | None
 
     def forward(
         self,
@@ -151,8 +153,7 @@ class CanonicalBaseModel(CanonicalModule):
         layer's attention is then computed for these alone, unless something sees that layer.
         """
         # Rollouts have their guard once, in the engine, and not at every step.
-        if isinstance(layout, PackedSequences):
-            self.guard()
+        state = self.guard() if isinstance(layout, PackedSequences) else None
         hidden = self.embed_tokens(input_ids.unsqueeze(0))
         longest = max(layout.context_lens, default=0)
         cos_sin = self.rotary_emb(hidden, position_ids.unsqueeze(0), longest)
@@ -161,25 +162,34 @@ class CanonicalBaseModel(CanonicalModule):
         if compiles_only():
             layers = _one_of_each_kind(self.layers)
         if all(layer.is_plain() for _, layer in layers):
-            addend: Any = None
-            *before, (last_index, last) = layers
-            for index, layer in before:
-                hidden, addend = layer.terms(hidden, addend, call=call, cache_index=index)
+            last, graphs = layers[-1][1], self.layer_graphs
             # A pass that compiles runs one layer of each kind, here of all rows; a call of as many
             # rows as are wanted meets the kernels of those.
-            whole = compiles_only() or isinstance(last.mlp, CanonicalMoEBlock)
-            early = None if rows is None or whole or self._is_seen_after(last) else rows
-            hidden, addend = last.terms(
-                hidden, addend, call=call, cache_index=last_index, rows=early
-            )
-            normed, _ = self.norm.after_addition(addend, hidden)
-            rows = rows if early is None else None
+            whole = compiles_only() or any(isinstance(m.mlp, CanonicalMoEBlock) for _, m in layers)
+            if state is not None and graphs is not None and rows is None and not whole:
+                normed = graphs.run([*self.layers, self.norm], self._run, hidden, call, state)
+            else:
+                early = None if rows is None or whole or self._is_seen_after(last) else rows
+                normed = self._run(hidden, call, layers, early)
+                rows = rows if early is None else None
         else:
             for index, layer in layers:
                 hidden = layer(hidden, call=call, cache_index=index)
             normed = self.norm(hidden)
         found = normed[0] if rows is None else normed[0].index_select(0, rows)
         return guarded_backward(found, self.passes)
+
+    def _run(
+        self, hidden: Tensor, call: LayerCall, layers: Any = None, rows: Tensor | None = None
+    ) -> Tensor:
+        """The layers and the final norm, where nothing sees a layer's input and output."""
+        addend: Any = None
+        layers = layers or list(enumerate(self.layers))
+        *before, (last_index, last) = layers
+        for index, layer in before:
+            hidden, addend = layer.terms(hidden, addend, call=call, cache_index=index)
+        hidden, addend = last.terms(hidden, addend, call=call, cache_index=last_index, rows=rows)
+        return self.norm.after_addition(addend, hidden)[0]
 
     def _is_seen_after(self, layer: CanonicalDecoderLayer) -> bool:
         """Whether a hook sees rows from the layer's attention on."""

@@ -18,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from rl_consistency.kernels.attention.captured_layout import (
     CapturedPagedAttention,
     InterruptedAttention,
+    InterruptedSequences,
 )
 from rl_consistency.kernels.attention.layout import AttentionLayout, PackedSequences, PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged, attention_varlen
@@ -36,7 +37,7 @@ ADDED = frozenset(
     (
         *("_gradient_buffers", "rows_per_token", "activation", "window"),
         *("apply_stock_rotary", "_rotary_table", "guard", "passes", "sharded"),
-        "answer",
+        *("answer", "layer_graphs"),
     )
 )
 """Attributes that a patched module has and a stock one has not."""
@@ -342,9 +343,9 @@ class CanonicalAttention(CanonicalModule):
     ) -> Tensor:
         canonical = is_canonical("attention")
         scores: dict[str, Any] = {"scale": self.scaling, "window": self.window}
+        if isinstance(layout, InterruptedAttention | InterruptedSequences):
+            return layout.attend(q, k, v, index, self.scaling, self.window)
         if isinstance(layout, PagedAttention):
-            if isinstance(layout, InterruptedAttention):
-                return layout.attend(q, k, v, index, self.scaling, self.window)
             if canonical:
                 return attention_paged(q, layout, index, **scores, new=(k, v))[0]
             if compiles_only():

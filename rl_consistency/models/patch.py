@@ -16,6 +16,7 @@ from rl_consistency.kernels.attention.layout import PackedSequences
 from rl_consistency.kernels.gradient_fold.backward_passes import BackwardPasses
 from rl_consistency.models import families
 from rl_consistency.models.audit import AuditTable, audit
+from rl_consistency.models.captured.layer_graphs import LayerGraphs
 from rl_consistency.models.decoder import CanonicalBaseModel
 from rl_consistency.models.families import UnsupportedModelError
 from rl_consistency.models.gradient_buffers import (
@@ -70,11 +71,11 @@ class PatchSession:
     one fold over all backward passes since `zero_grad`.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, *, captures: bool = True):
         # _SESSIONS finds the session through the model; a strong reference would keep both forever.
         self._model = weakref.ref(model)
         self._widened: list[nn.Parameter] = []
-        self._passes = BackwardPasses()
+        self._passes, self._captures = BackwardPasses(), captures
         self._taken: list[_Taken] = []
         self._in_stock = False
         self._shared: list[tuple[str, str, nn.Module]] = []
@@ -183,9 +184,9 @@ class PatchSession:
             )
         return self._sound[-1]
 
-    def check_forward(self) -> None:
+    def check_forward(self) -> ForwardState:
         """`check`, and under gradients that no module with trained weights is at two places."""
-        self.check()
+        state = self.check()
         if torch.is_grad_enabled():
             for name, other, module in self._shared:
                 if any(p.requires_grad for p in module.parameters(recurse=False)):
@@ -194,6 +195,7 @@ class PatchSession:
                         "the batch is cut. Give each place a copy (copy.deepcopy), freeze its "
                         "parameters, or run under torch.no_grad()."
                     )
+        return state
 
     def verify(self) -> None:
         """Prove that the patch is live, or raise a ConsistencyError: by classes, by settings and by
@@ -306,9 +308,12 @@ class PatchSession:
             module._rotary_table = None
         elif isinstance(module, CanonicalBaseModel):
             module.guard, module.passes = self.check_forward, self._passes
+            module.layer_graphs = LayerGraphs() if self._captures else None
 
 
-def patch(model: nn.Module, *, grad_dtype: torch.dtype | None = None) -> PatchSession:
+def patch(
+    model: nn.Module, *, grad_dtype: torch.dtype | None = None, cuda_graphs: bool = True
+) -> PatchSession:
     """Swap a Hugging Face causal LM onto the canonical orders, in place; `restore()` undoes it.
 
     Args:
@@ -317,6 +322,8 @@ def patch(model: nn.Module, *, grad_dtype: torch.dtype | None = None) -> PatchSe
         grad_dtype: dtype of `parameter.grad`. None is torch's default, the parameter's own dtype,
             which torch's optimizers need. fp32 keeps all digits of the fold for an optimizer with
             fp32 master weights.
+        cuda_graphs: capture the layers' training passes where the host would take longer than the
+            GPU. It moves no bit. Their activations then keep their memory between steps.
 
     Raises:
         UnsupportedModelError: names the architecture, module, dtype or setting not covered.
@@ -335,7 +342,7 @@ def patch(model: nn.Module, *, grad_dtype: torch.dtype | None = None) -> PatchSe
     families.check_plans(model)
     families.check_parameters(model)
     audit(model).require_supported()
-    session = PatchSession(model)
+    session = PatchSession(model, captures=cuda_graphs)
     try:
         session._settings.enter_context(numeric_settings())
         session._swap_to_canonical()

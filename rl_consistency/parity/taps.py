@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from rl_consistency.kernels.attention.paged_inputs_triton import HeadNorms
 from rl_consistency.kernels.rms_norm.op import rms_norm
 from rl_consistency.models import modules
+from rl_consistency.models.captured.layer_graphs import layers_op_by_op
 from rl_consistency.models.decoder import CanonicalBaseModel
 from rl_consistency.models.modules import (
     CanonicalAttention,
@@ -298,6 +299,7 @@ def tapped(model: nn.Module, lengths: Sequence[int], *, only: Tap | None = None)
         # Ops are fused where a module has its own forward, which these stand for.
         own = (CanonicalLinear.forward, CanonicalRMSNorm.forward)
         stack.enter_context(patch.object(modules, "_FUSED_FORWARDS", own))
+        stack.enter_context(layers_op_by_op())
         yield taps
 
 

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from rl_consistency.models.captured.buckets import bucket_of
+from rl_consistency.models.captured.graph_pieces import borrowed
 from rl_consistency.models.forward import paged_hidden_states
 from rl_consistency.models.patch import patch
-from rl_consistency.rollout.device.graph_pieces import borrowed
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.device.ragged_call import RaggedCall
-from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT, PaddedCall, bucket_of
+from rl_consistency.rollout.device.ragged_graphs import CAPTURED_AT, PaddedCall
 from rl_consistency.rollout.engine import RolloutEngine
 from rl_consistency.rollout.sampling_params import SamplingParams
 from rl_consistency.rollout.scheduler import ScheduledChunk

@@ -22,9 +22,9 @@ from rl_consistency.kernels.attention.layout import SequenceTables
 from rl_consistency.kernels.attention.schedules import reads_shared_keys_once
 from rl_consistency.kernels.attention.shared_keys import SharedRun, SharedTables, shared_arrays
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
+from rl_consistency.models.captured.graph_pieces import no_garbage_collection
 from rl_consistency.numerics.strict import current, is_canonical
 from rl_consistency.rollout.device.device_state import DeviceState
-from rl_consistency.rollout.device.graph_pieces import no_garbage_collection
 from rl_consistency.rollout.device.kv_cache import KVCache
 from rl_consistency.rollout.device.shared_prefixes import most_runs
 from rl_consistency.rollout.device.staging import StagedFields

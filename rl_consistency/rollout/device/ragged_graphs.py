@@ -22,20 +22,16 @@ from rl_consistency.kernels.attention.captured_layout import Attend, Interrupted
 from rl_consistency.kernels.attention.layout import PagedAttention
 from rl_consistency.kernels.attention.op import attention_paged
 from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
+from rl_consistency.models.captured.buckets import OPERATIONS_PER_SECOND, bucket_of
+from rl_consistency.models.captured.graph_pieces import GraphPieces, borrowed, is_out_of_memory
 from rl_consistency.rollout.device.device_state import DeviceState
-from rl_consistency.rollout.device.graph_pieces import GraphPieces, borrowed
 from rl_consistency.rollout.device.kv_cache import KVCache
 from rl_consistency.rollout.device.ragged_call import RaggedCall
 from rl_consistency.rollout.device.staging import StagedFields
 
-FEWEST_ROWS, FINE_ROWS = 16, 1024
-"""Buckets are multiples of the first; from the second on there are eight to a doubling, below two,
-since there the time is that of reading the weights."""
-
-HOST_SECONDS, OPERATIONS_PER_SECOND = 1.2e-3, 6e14
-"""What the host takes for a layer, op by op (30 to 56 ms for 28 of them on two hosts), and what a
-large GPU computes in a second. Where the GPU takes longer a graph gains nothing, and padding costs.
-"""
+HOST_SECONDS = 1.2e-3
+"""What the host takes for a layer, op by op (30 to 56 ms for 28 of them on two hosts). Where the
+GPU takes longer a graph gains nothing, and padding costs."""
 
 CAPTURED_AT = 4
 """The call of a shape that captures it: capturing takes as long as three calls op by op, so at
@@ -47,19 +43,9 @@ MOST_CAPTURED = 96
 SHARED_ROWS = 16384
 """Rows of the memory for attention's results that all calls share, where graphs reach so far."""
 
-OUT_OF_MEMORY = "out of memory"
-"""In the message of an error of CUDA, which making a graph raises beside the allocator's own."""
-
 Compute = Callable[..., tuple[Tensor, Tensor]]
 """The model and the sampler: (token_ids, positions, layout, rows, slots, *, truncates) -> token ids
 [n] and values [2 or 4, n] int32 of `rows` [n]; see `SampledRows`."""
-
-
-def bucket_of(rows: int) -> int:
-    """The number of rows that a call of `rows` is padded to."""
-    octave = max(rows - 1, 1).bit_length()
-    step = 1 << (octave - 4) if rows > FINE_ROWS else max(1 << max(octave - 2, 0), FEWEST_ROWS)
-    return -(-rows // step) * step
 
 
 def sampled_bucket_of(sampled: int) -> int:
@@ -269,7 +255,7 @@ class RaggedGraphs:
         try:
             return self._capture(shape)
         except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and OUT_OF_MEMORY not in str(error):
+            if not is_out_of_memory(error):
                 raise
             reason = str(error)
         if not self._captured:

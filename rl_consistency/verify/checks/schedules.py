@@ -282,8 +282,9 @@ def _compare_backward(
 
     def gradients(choice: tuple[str, attention_schedules.Schedule]) -> Tensor:
         name, schedule = choice
+        chosen: dict[str, Any] = {name: schedule}
         found = attention_backward_triton.attention_bwd(
-            do, *operands, out, lse, *settings, **{name: schedule}
+            do, *operands, out, lse, *settings, **chosen
         )
         return rows_of(*found)
 

@@ -80,7 +80,7 @@ def test_a_parameter_frozen_since_the_forward_pass_keeps_its_gradient():
 
 def test_a_fold_of_a_frozen_parameter_drops_its_gradient(monkeypatch):
     """Negative control."""
-    monkeypatch.setattr(gradient_buffer, "_accumulates", lambda ctx, param: True)
+    monkeypatch.setattr(gradient_buffer, "accumulates_gradient", lambda ctx, param: True)
     param, x = parameter(), torch.zeros(1, requires_grad=True)
     buffer = GradientBuffer(param)
     backward(param, [buffer], slice(0, 64))

@@ -15,19 +15,18 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_consistency.kernels.experts import cpu
+from rl_consistency.models.captured.buckets import FINE_ROWS, bucket_of
+from rl_consistency.models.captured.graph_pieces import borrowed
 from rl_consistency.models.forward import layer_parameters, rotary_rows
 from rl_consistency.models.patch import patch
 from rl_consistency.numerics.strict import strict
 from rl_consistency.rollout.device import ragged_graphs
-from rl_consistency.rollout.device.graph_pieces import borrowed
 from rl_consistency.rollout.device.model_runner import ModelRunner
 from rl_consistency.rollout.device.ragged_call import RaggedCall
 from rl_consistency.rollout.device.ragged_graphs import (
     CAPTURED_AT,
-    FINE_ROWS,
     PaddedCall,
     PaddedShape,
-    bucket_of,
     buckets_up_to,
     most_rows,
     sampled_bucket_of,

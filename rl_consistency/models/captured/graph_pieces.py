@@ -86,6 +86,11 @@ def borrowed(x: Tensor) -> Tensor:
     return torch.as_tensor(memory, device=x.device).view(x.dtype).as_strided(x.shape, x.stride())
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether memory was missing: the allocator has its own class of error, making a graph none."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """A collection may free another engine's memory, which invalidates a capture."""

@@ -1,0 +1,1 @@
+"""CUDA graphs of the patched model, and what they are captured for."""

@@ -1,0 +1,179 @@
+"""The layers of a decoder and its final norm, captured forward and backward for a number of rows.
+
+Attention lies between the graphs, since its grids differ from batch to batch. Everything else is
+captured as autograd runs it, so a replay computes what the ops would compute one by one. Rows past
+those of a batch hold zeros, and so do their gradients: they add nothing to any fold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rl_consistency.kernels.attention.captured_layout import InterruptedSequences
+from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.attention.op import (
+    attention_gradients_into,
+    attention_into,
+    empty_results,
+)
+from rl_consistency.kernels.core.autograd import once_differentiable
+from rl_consistency.kernels.matmul.cublaslt import certified_to_the_row
+from rl_consistency.models.captured.captured_gradients import CapturedGradients
+from rl_consistency.models.captured.graph_pieces import GraphPieces, borrowed
+from rl_consistency.models.modules import LayerCall
+
+Layers = Callable[[Tensor, LayerCall], Tensor]
+"""(hidden [1, R, H], call) -> hidden [1, R, H] after the layers and the final norm."""
+
+
+class Place(Protocol):
+    """Where graphs are captured: one stream and one pool of memory for all of them."""
+
+    def warming(self) -> AbstractContextManager[None]:
+        """Inside the block calls run where they will be captured; what they took is given back."""
+        ...
+
+    def pieces(self) -> GraphPieces:
+        """A call to capture."""
+        ...
+
+
+class Padded:
+    """Memory for `rows` rows, of which a batch has the first ones and the others hold zeros."""
+
+    def __init__(self, like: Tensor, rows: int) -> None:
+        self.rows = like.new_zeros(1, rows, *like.shape[2:])
+        self._used = 0
+
+    def load(self, values: Tensor) -> None:
+        """Queue a copy of [1, r, ...]."""
+        used = values.shape[1]
+        self.rows[:, :used].copy_(values)
+        if used < self._used:
+            self.rows[:, used : self._used].zero_()
+        self._used = used
+
+
+class CapturedLayers:
+    """One number of rows. What a forward replay leaves is gone after the backward replay."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        rows: int,
+        hidden: Tensor,
+        angles: tuple[Tensor, Tensor],
+        gradients: CapturedGradients,
+    ) -> None:
+        self._layers, self.gradients = layers, gradients
+        self._hidden, self._gradient = Padded(hidden.detach(), rows), Padded(hidden.detach(), rows)
+        self._angles = [Padded(angle.unsqueeze(0), rows) for angle in angles]
+        self._forward: GraphPieces | None = None
+        self._backward: GraphPieces | None = None
+
+    def capture(self, place: Place) -> None:
+        """Capture both passes; no kernel is compiled and no product certified after two runs."""
+        forward, backward = place.pieces(), place.pieces()
+        found: list[Tensor] = []
+        with (
+            torch.enable_grad(),
+            # In autograd's own threads nothing would be captured.
+            torch.autograd.set_multithreading_enabled(False),
+            certified_to_the_row(),
+            self.gradients.folded_into(),
+        ):
+            with place.warming():
+                for _ in range(2):
+                    self._go_backward(self._run(_Seam(None, None)))
+            seam = _Seam(forward, backward)
+            forward.capture(lambda: found.append(self._run(seam)))
+            self._result = borrowed(found[0])
+            backward.capture(lambda: found.append(self._go_backward(found[0])))
+            self._dhidden = borrowed(found[1])
+        self._forward, self._backward = forward, backward
+
+    def _run(self, seam: _Seam) -> Tensor:
+        """The layers as autograd records them."""
+        self._leaf = self._hidden.rows.detach().requires_grad_()
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, _: int, scale: float, window: int | None
+        ) -> Tensor:
+            return _Attention.apply(q, k, v, seam, {"scale": scale, "window": window})
+
+        cos, sin = (angle.rows[0] for angle in self._angles)
+        return self._layers(self._leaf, LayerCall((cos, sin), InterruptedSequences.by(attend)))
+
+    def _go_backward(self, result: Tensor) -> Tensor:
+        # For parameters autograd would wait for the streams that they were used on. Without asking
+        # for them they are folded all the same.
+        return torch.autograd.grad(result, self._leaf, self._gradient.rows)[0]
+
+    def forward(
+        self, hidden: Tensor, angles: tuple[Tensor, Tensor], layout: PackedSequences
+    ) -> Tensor:
+        """[1, r, H] of hidden states [1, r, H] and angles [r, D/2] each."""
+        assert self._forward is not None
+        self._hidden.load(hidden)
+        for memory, values in zip(self._angles, angles, strict=True):
+            memory.load(values.unsqueeze(0))
+        self._forward.replay(layout)
+        return self._result[:, : hidden.shape[1]].clone()
+
+    def backward(self, gradient: Tensor, layout: PackedSequences) -> Tensor:
+        """The gradient of the hidden states [1, r, H]; the parameters' go where they are folded."""
+        assert self._backward is not None
+        self._gradient.load(gradient)
+        self._backward.replay(layout)
+        return self._dhidden[:, : gradient.shape[1]].clone()
+
+
+class _Seam:
+    """The graphs that attention lies between; None in a run that is not captured."""
+
+    def __init__(self, forward: GraphPieces | None, backward: GraphPieces | None) -> None:
+        self.forward, self.backward = forward, backward
+
+
+class _Attention(torch.autograd.Function):
+    """Memory for attention's results and gradients, which it fills between two graphs."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, seam, numbers):
+        results = empty_results(q)
+        if seam.forward is None:
+            _fill_with_zeros(*results)
+        else:
+            operands = [borrowed(x) for x in (q, k, v)]
+            into = tuple(borrowed(x) for x in results)
+            seam.forward.interrupt(partial(attention_into, into, *operands, **numbers))
+        ctx.save_for_backward(q, k, v, *results)
+        ctx.seam, ctx.numbers = seam, numbers
+        return results[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs):
+        q, k, v, *results = ctx.saved_tensors
+        gradients = tuple(x.new_empty(x.shape) for x in (q, k, v))
+        if ctx.seam.backward is None:
+            _fill_with_zeros(*gradients)
+        else:
+            operands: list[Any] = [borrowed(x) for x in (grad_outputs[0], q, k, v)]
+            operands.append(tuple(borrowed(x) for x in results))
+            into = tuple(borrowed(x) for x in gradients)
+            ctx.seam.backward.interrupt(
+                partial(attention_gradients_into, into, *operands, **ctx.numbers)
+            )
+        return *gradients, None, None
+
+
+def _fill_with_zeros(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor.zero_()

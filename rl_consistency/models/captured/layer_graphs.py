@@ -1,0 +1,305 @@
+"""Training through CUDA graphs, where the host would take longer than the GPU.
+
+A step of a small model launches some two thousand kernels, each for a few microseconds of work.
+The layers are captured for a number of rows, which batches are padded to, and replayed forward and
+backward. No bit moves: the graphs hold the ops that run without them.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._autograd import (  # pyright: ignore[reportMissingImports]
+    _top_saved_tensors_default_hooks,
+)
+
+from rl_consistency.kernels.attention.layout import PackedSequences
+from rl_consistency.kernels.core.autograd import once_differentiable, watched
+from rl_consistency.kernels.core.compile_ahead import compiles_only
+from rl_consistency.kernels.gradient_fold.gradient_buffer import GradientBuffer
+from rl_consistency.models.captured.buckets import OPERATIONS_PER_SECOND, bucket_of
+from rl_consistency.models.captured.captured_gradients import CapturedGradients
+from rl_consistency.models.captured.captured_layers import CapturedLayers, Layers
+from rl_consistency.models.captured.graph_pieces import GraphPieces, is_out_of_memory
+from rl_consistency.models.modules import LayerCall, is_unobserved
+from rl_consistency.numerics.strict import current
+
+HOST_SECONDS = 5e-3
+"""What the host takes for a layer forward and backward, op by op (4 to 7 ms on three hosts)."""
+
+CAPTURED_AT = 4
+"""The forward pass of a number of rows that captures it: capturing takes as long as three steps."""
+
+MOST_CAPTURED = 32
+"""Numbers of rows that are captured at most."""
+
+MOST_MEMORY = 1 / 5
+"""The share of a GPU's memory that activations may take in graphs. They keep it between steps."""
+
+_op_by_op: ContextVar[bool] = ContextVar("layers_op_by_op", default=False)
+
+
+@contextmanager
+def layers_op_by_op() -> Iterator[None]:
+    """Inside the block no layer is captured or replayed: who looks into a pass sees its ops."""
+    token = _op_by_op.set(True)
+    try:
+        yield
+    finally:
+        _op_by_op.reset(token)
+
+
+class GraphPlace:
+    """A stream and a pool of memory that all graphs of a model are captured in."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._reserved = 0
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        """See `captured_layers.Place`."""
+        # A capture takes no memory that the allocator keeps for others, or for this stream.
+        torch.cuda.empty_cache()
+        self._reserved = torch.cuda.memory_reserved(self._device)
+        before = torch.cuda.current_stream()
+        self._stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            before.wait_stream(self._stream)
+            torch.cuda.empty_cache()
+
+    def pieces(self) -> GraphPieces:
+        """A call to capture."""
+        return GraphPieces(self._pool, self._stream)
+
+    def taken(self) -> tuple[int, float]:
+        """Bytes that the latest capture took, and the share of the device's memory."""
+        taken = torch.cuda.memory_reserved(self._device) - self._reserved
+        return taken, taken / torch.cuda.get_device_properties(self._device).total_memory
+
+    def leave(self) -> None:
+        """Wait for the replays of graphs that are dropped now."""
+        torch.cuda.synchronize(self._device)
+
+
+class _Pass:
+    """A forward pass through graphs, until it has gone backward or is dropped."""
+
+    done = False
+
+
+class LayerGraphs:
+    """The captured layers of one decoder, by their number of rows.
+
+    All lie in one pool of memory, so one forward pass at a time has its activations there. Another
+    pass that comes before it has gone backward runs op by op.
+    """
+
+    place: Callable[[torch.device], Any] = GraphPlace
+    device_type = "cuda"
+
+    def __init__(self) -> None:
+        self._captured: dict[int, CapturedLayers] = {}
+        self._asked: dict[int, int] = {}
+        self._room: int | None = None  # rows that there was memory for
+        self._model: _Model | None = None
+        self._addresses: list[Any] = []
+        self._gradients: CapturedGradients | None = None
+        self._place: Any = None
+        self._latest: weakref.ref[_Pass] | None = None
+        """The pass whose activations lie in the pool."""
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def run(
+        self,
+        modules: Sequence[nn.Module],
+        layers: Layers,
+        hidden: Tensor,
+        call: LayerCall,
+        state: Any,
+    ) -> Tensor:
+        """`layers(hidden, call)`, the same bits, replayed where that pays.
+
+        `modules` are what runs in it, layers first; `state` is equal where nothing that the forward
+        reads was changed.
+        """
+        captured = self._found(modules, layers, hidden, call, state)
+        if captured is None:
+            return layers(hidden, call)
+        layout: Any = call.attention_layout
+        angles = call.position_embeddings
+        if not torch.is_grad_enabled():
+            self._latest = None
+            return captured.forward(hidden, angles, layout)
+        parameters = captured.gradients.parameters
+        return _Replayed.apply(hidden, *angles, layout, self, captured, *parameters)
+
+    def _found(
+        self,
+        modules: Sequence[nn.Module],
+        layers: Layers,
+        hidden: Tensor,
+        call: LayerCall,
+        state: Any,
+    ) -> CapturedLayers | None:
+        """Captured layers for these rows, free to be used; None where ops are to run one by one."""
+        if not self._covers(hidden, call, state) or self._is_busy():
+            return None
+        if self._model is None or self._model.state != state:
+            self._drop()
+            self._model = _Model(state, modules)
+        if (addresses := self._model.addresses()) != self._addresses:
+            self._drop()
+            self._addresses = addresses
+        rows = bucket_of(hidden.shape[1])
+        if rows > self._model.most_rows or (self._room is not None and rows > self._room):
+            return None
+        if rows in self._captured or not torch.is_grad_enabled():
+            return self._captured.get(rows)
+        self._asked[rows] = asked = self._asked.get(rows, 0) + 1
+        if asked < CAPTURED_AT or len(self._captured) >= MOST_CAPTURED:
+            return None
+        return self._capture(layers, rows, hidden, call)
+
+    def _covers(self, hidden: Tensor, call: LayerCall, state: Any) -> bool:
+        """Whether a call may run through graphs at all."""
+        return (
+            hidden.device.type == self.device_type
+            and type(call.attention_layout) is PackedSequences
+            and hidden.dtype != torch.float16
+            and not state.hooked
+            and not current().stock
+            and not _op_by_op.get()
+            and not compiles_only()
+            and not watched()
+            and not torch.is_autocast_enabled(self.device_type)
+            and _top_saved_tensors_default_hooks(False) is None
+        )
+
+    def _is_busy(self) -> bool:
+        latest = None if self._latest is None else self._latest()
+        return latest is not None and not latest.done
+
+    def _drop(self) -> None:
+        if self._captured:
+            self._place.leave()
+        self._captured.clear()
+        self._asked.clear()
+        self._room = self._gradients = self._place = self._latest = None
+
+    def _capture(
+        self, layers: Layers, rows: int, hidden: Tensor, call: LayerCall
+    ) -> CapturedLayers | None:
+        """The layers captured; None where they cannot be, or memory is missing."""
+        if self._gradients is None:
+            assert self._model is not None
+            buffers = self._model.buffers()
+            if not buffers:
+                self._room = 0
+                return None
+            self._gradients = CapturedGradients(buffers)
+        if self._place is None:
+            self._place = self.place(hidden.device)
+        found = CapturedLayers(layers, rows, hidden, call.position_embeddings, self._gradients)
+        try:
+            found.capture(self._place)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self._give_up(rows, f"no memory ({error})")
+            return None
+        taken, share = self._place.taken()
+        if share > MOST_MEMORY:
+            self._give_up(rows, f"{taken / 2**30:.1f} GiB of activations")
+            return None
+        self._captured[rows] = found
+        return found
+
+    def _give_up(self, rows: int, reason: str) -> None:
+        if not self._captured:
+            self._place = None  # torch has forgotten a pool that no graph uses
+        self._room = rows - 1
+        warnings.warn(
+            f"training steps of {rows} rows are not captured as CUDA graphs: {reason}. They run op "
+            "by op, with the same bits and more work for the host.",
+            stacklevel=2,
+        )
+
+
+def most_rows(layer: nn.Module) -> int:
+    """The most rows whose pass takes the GPU less time than the host, by a layer's parameters."""
+    parameters = sum(parameter.numel() for parameter in layer.parameters())
+    return int(HOST_SECONDS * OPERATIONS_PER_SECOND / (6 * max(parameters, 1)))
+
+
+class _Model:
+    """What is captured, in one state of the model's forward."""
+
+    def __init__(self, state: Any, modules: Sequence[nn.Module]) -> None:
+        self.state, self._modules = state, modules
+        self._parameters = [p for module in modules for p in module.parameters()]
+        self.most_rows = most_rows(modules[0])
+
+    def addresses(self) -> list[Any]:
+        """Where the parameters lie, and which of them are trained."""
+        return [(p.data_ptr(), p.requires_grad) for p in self._parameters]
+
+    def buffers(self) -> list[GradientBuffer]:
+        """Those of all trained parameters; none at all if one lacks a buffer of its own or has
+        several uses, or a call of a module is observed."""
+        found: list[GradientBuffer] = []
+        for module in (part for each in self._modules for part in each.modules()):
+            # The layers themselves are plain, or they would not run here.
+            call = type(module).__call__ if module in self._modules else nn.Module.__call__
+            if not is_unobserved(module, call):
+                return []
+            own = getattr(module, "_gradient_buffers", {})
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad:
+                    buffer = own.get(name)
+                    if buffer is None or buffer.parameter is not parameter or buffer.uses != 1:
+                        return []
+                    found.append(buffer)
+        return found
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, cos, sin, layout, graphs, captured, *parameters):
+        ctx.save_for_backward(hidden, cos, sin)
+        ctx.layout, ctx.graphs, ctx.captured = layout, graphs, captured
+        ctx.own = _Pass()
+        graphs._latest = weakref.ref(ctx.own)
+        return captured.forward(hidden, (cos, sin), layout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grad_outputs):
+        hidden, cos, sin = ctx.saved_tensors
+        graphs, captured, layout = ctx.graphs, ctx.captured, ctx.layout
+        if ctx.own.done or graphs._latest is None or graphs._latest() is not ctx.own:
+            # Retained, and gone backward before: its activations are computed again.
+            captured.forward(hidden, (cos, sin), layout)
+            graphs._latest = weakref.ref(ctx.own)
+        found: list[Tensor] = []
+
+        def replay() -> None:
+            found.append(captured.backward(grad_outputs[0], layout))
+
+        nodes = [node for node, _ in ctx.next_functions[-len(captured.gradients.parameters) :]]
+        gradients = captured.gradients.fold(ctx._sequence_nr(), nodes, replay)
+        ctx.own.done = True
+        return found[0], None, None, None, None, None, *gradients

@@ -1,0 +1,87 @@
+"""Graphs on a CPU: the ops of a capture, recorded, and run again into the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rl_consistency.models.captured.graph_pieces import Between
+from rl_consistency.models.captured.layer_graphs import LayerGraphs
+
+
+class RecordedPieces(TorchDispatchMode):
+    """Stands for `GraphPieces`. What an op returned is kept, so no memory is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, ...] | Between] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        self._calls.append((func, args, kwargs or {}, found))
+        return found
+
+    def capture(self, run: Callable[[], object]) -> None:
+        with self:
+            run()
+
+    def interrupt(self, between: Between) -> None:
+        self._calls.append(between)
+
+    @torch.no_grad()
+    def replay(self, argument: Any) -> None:
+        for call in self._calls:
+            if not isinstance(call, tuple):
+                call(argument)
+                continue
+            func, args, kwargs, kept = call
+            written = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
+            for to, value in zip(_tensors(kept), _tensors(func(*args, **kwargs)), strict=True):
+                if to.untyped_storage().data_ptr() not in written:  # no view, and not in place
+                    to.copy_(value)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+class RecordedPlace:
+    """Stands for `GraphPlace`."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def warming(self) -> Any:
+        return nullcontext()
+
+    def pieces(self) -> Any:
+        return RecordedPieces()
+
+    def taken(self) -> tuple[int, float]:
+        return 0, 0.0
+
+    def leave(self) -> None:
+        pass
+
+
+class RecordedLayerGraphs(LayerGraphs):
+    """`LayerGraphs` of a model on a CPU; `replays` counts forward passes that gradients follow."""
+
+    place, device_type, replays = RecordedPlace, "cpu", 0
+
+    def run(self, modules, layers, hidden, call, state):
+        found = super().run(modules, layers, hidden, call, state)
+        self.replays += type(found.grad_fn).__name__.startswith("_Replayed")
+        return found
+
+
+def recorded(model: Any) -> RecordedLayerGraphs:
+    """Graphs for a patched model."""
+    graphs = model.model.layer_graphs = RecordedLayerGraphs()
+    return graphs
